@@ -1,0 +1,69 @@
+// The token-by-token decoder on the CPU: one sequence, any policy at any budget, by the one rule.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/model.hpp"
+#include "policies/live_set.hpp"
+
+namespace kvlab {
+
+struct CacheOptions {
+  PolicySpec policy = parse_policy("full");
+  std::uint32_t budget = kNoBudget;  ///< tokens
+  /// By layer and KV head [layers * kv_heads]; empty: `budget` for all.
+  std::vector<std::uint32_t> budgets;
+  Positions positions = Positions::original;
+  Prefill prefill;
+  std::uint64_t seed = 0;
+  std::uint32_t sequence = 0;
+  std::uint32_t threshold16 = request_threshold16(0.01);
+};
+
+/// Watches a decoder. Every call is for one layer of one admission; pointers live during the call.
+class DecoderObserver {
+ public:
+  virtual ~DecoderObserver() = default;
+  /// Before the layers of an admission.
+  virtual void admission(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
+                         SegmentKind /*kind*/, bool /*new_segment*/) {}
+  /// One KV head made room (indices by age, as they were before leaving), then admitted.
+  virtual void evicted(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, std::uint32_t /*now*/,
+                       std::span<const std::uint32_t> /*victim_positions*/) {}
+  /// One KV head observed: what each live token by age received.
+  virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, const LiveSet& /*live*/,
+                        std::span<const Observation> /*seen*/) {}
+  /// The tensors of a layer, before RoPE, and the attention outputs; see TraceWriter::layer.
+  virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/, std::span<const float> /*k*/,
+                     std::span<const float> /*v*/, std::span<const float> /*out*/,
+                     std::span<const float> /*lse*/) {}
+  virtual void admitted() {}  ///< after the last layer
+};
+
+class Decoder {
+ public:
+  /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a budget.
+  Decoder(const Model& model, CacheOptions options, unsigned threads);
+  ~Decoder();
+
+  void watch(DecoderObserver* observer);  ///< null: nobody
+
+  /// Feeds tokens: a prompt is admitted by options.prefill, decoded tokens one by one. Returns the
+  /// logits [vocab] of the last one. `all_logits`: where to put those of every token [n, vocab].
+  std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
+                              std::vector<float>* all_logits = nullptr);
+
+  std::uint32_t tokens() const;             ///< fed so far
+  std::uint64_t kv_bytes_peak() const;      ///< keys and values held at most, all layers and heads
+  std::uint64_t evictions() const;
+  const LiveSet& live(std::uint32_t layer, std::uint32_t kv_head) const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvlab

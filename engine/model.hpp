@@ -1,0 +1,70 @@
+// A decoder-only transformer on the CPU, as building blocks: weights in bf16 or float32 panels,
+// arithmetic in float32. A row's result does not depend on how many rows are computed with it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+/// What config.json says. Llama 2/3, Mistral, Qwen2, Qwen3.
+struct ModelConfig {
+  std::string name;          ///< the directory's name
+  std::string architecture;  ///< LlamaForCausalLM, …
+  std::uint32_t layers = 0, hidden = 0, query_heads = 0, kv_heads = 0, head_size = 0, mlp = 0, vocab = 0;
+  std::uint32_t trained_context = 0;  ///< max_position_embeddings
+  float norm_epsilon = 0;
+  bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+  Dtype weights_dtype = Dtype::bf16;
+  std::int32_t bos = -1;          ///< -1: none
+  std::vector<std::int32_t> eos;  ///< may be empty
+  Rope rope;                      ///< inv_freq and factor after scaling (default, linear, llama3, yarn)
+  nlohmann::json rope_config;
+
+  /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
+  ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
+  float softmax_scale() const;  ///< 1 / sqrt(head_size)
+};
+
+/// Throws std::runtime_error that names the file and key: missing, out of range, or an architecture or
+/// option that is not supported (sliding windows in use, other activations, other RoPE types, …).
+ModelConfig load_model_config(const std::filesystem::path& directory);
+
+class Model {
+ public:
+  /// Reads config.json and model.safetensors, or the files of model.safetensors.index.json. Checks
+  /// every tensor's name, dtype and shape. Throws std::runtime_error.
+  static Model load(const std::filesystem::path& directory, unsigned threads);
+
+  const ModelConfig& config() const;
+  /// XXH3-64 of the weight files and of tokenizer.json (empty if there is none).
+  const std::string& weights_xxh3() const;
+  const std::string& tokenizer_xxh3() const;
+
+  // Rows are tokens; all matrices are row-major float32. `n` rows each; work is spread over `threads`
+  // in fixed tiles. Throws std::out_of_range for an id outside the vocabulary.
+  void embed(std::span<const std::int32_t> ids, float* x) const;  // x [n, hidden]
+  /// norm, projections, biases, q/k norm; before RoPE. q [n, query_heads, head_size], k and v
+  /// [n, kv_heads, head_size].
+  void attention_inputs(std::uint32_t layer, const float* x, std::size_t n, float* q, float* k,
+                        float* v, unsigned threads) const;
+  /// x += output projection of o [n, query_heads, head_size].
+  void attention_output(std::uint32_t layer, const float* o, std::size_t n, float* x,
+                        unsigned threads) const;
+  /// x += down(silu(gate(norm(x))) * up(norm(x))).
+  void mlp(std::uint32_t layer, float* x, std::size_t n, unsigned threads) const;
+  /// logits [n, vocab] of the final norm of x.
+  void logits(const float* x, std::size_t n, float* out, unsigned threads) const;
+
+ private:
+  class Impl;
+  std::shared_ptr<const Impl> impl_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,28 @@
+// Choosing the next token from logits.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace kvlab {
+
+struct SamplingOptions {
+  double temperature = 0;     ///< 0: greedy
+  std::uint32_t top_k = 0;    ///< 0: all
+  double top_p = 1.0;         ///< (0, 1]
+  std::uint64_t seed = 0;
+};
+
+/// Deterministic: the draw depends on (seed, counter) alone. Greedy ties: the lowest id.
+class Sampler {
+ public:
+  /// Throws std::invalid_argument for a temperature below 0 or a top_p outside (0, 1].
+  explicit Sampler(SamplingOptions options);
+  std::int32_t pick(std::span<const float> logits);
+
+ private:
+  SamplingOptions options_;
+  std::uint64_t counter_ = 0;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,35 @@
+// A tokenizer as Hugging Face's tokenizer.json describes it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvlab {
+
+class Tokenizer {
+ public:
+  /// Byte-level BPE (GPT-2, Llama-3, Qwen2 split patterns) or SentencePiece-style BPE with byte
+  /// fallback. Throws std::runtime_error that names the file and what is wrong or not supported.
+  static Tokenizer load(const std::filesystem::path& tokenizer_json);
+
+  /// Token ids of UTF-8 text. `add_special`: what the file's post-processor adds (BOS, say).
+  /// Invalid UTF-8: each bad byte is read as U+FFFD, as Python's errors="replace" does.
+  std::vector<std::int32_t> encode(std::string_view text, bool add_special = true) const;
+  /// Bytes of the ids; `skip_special` leaves out special tokens. Unknown ids throw std::out_of_range.
+  std::string decode(std::span<const std::int32_t> ids, bool skip_special = true) const;
+
+  std::optional<std::int32_t> id_of(std::string_view token) const;
+  std::size_t vocab_size() const;
+
+ private:
+  class Impl;
+  std::shared_ptr<const Impl> impl_;
+};
+
+}  // namespace kvlab

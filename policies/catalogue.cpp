@@ -1,0 +1,250 @@
+#include "policies/catalogue.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "policies/registry.hpp"
+
+namespace kvlab {
+namespace {
+
+template <Policy P>
+std::unique_ptr<PolicyStates> make_states(std::span<const double> values) {
+  typename P::Params params{};
+  if constexpr (!std::is_empty_v<typename P::Params>) {
+    std::size_t i = 0;
+    for (const auto& param : P::kParams) params.*(param.member) = values[i++];
+  }
+  return std::make_unique<PolicyStatesOf<P>>(params);
+}
+
+template <Policy P>
+PolicyEntry make_entry() {
+  PolicyEntry entry{.info = P::kInfo,
+                    .params = {},
+                    .slot_bytes = std::is_empty_v<typename P::Slot> ? 0 : sizeof(typename P::Slot),
+                    .make_states = make_states<P>};
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    for (const auto& param : P::kParams)
+      entry.params.push_back({param.name, param.help, param.standard, param.least, param.most});
+  return entry;
+}
+
+std::string extent_text(Extent extent) {
+  if (!extent.is_share) return fmt::format("{}", extent.tokens);
+  return fmt::format("{:g}%", extent.share_ppm / 1e4);
+}
+
+double parse_number(std::string_view text, std::string_view what) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value))
+    throw std::invalid_argument(fmt::format("{}: '{}' is not a number", what, text));
+  return value;
+}
+
+/// A count or a share. Throws unless it lies in [least, 2^31) tokens or in (0, 100] percent.
+Extent parse_extent(std::string_view text, std::string_view what, double least) {
+  const bool share = !text.empty() && text.back() == '%';
+  const double value = parse_number(share ? text.substr(0, text.size() - 1) : text, what);
+  if (share) {
+    if (value < 0 || value > 100 || (least > 0 && value <= 0))
+      throw std::invalid_argument(
+          fmt::format("{}: {} is outside {}0% to 100%", what, text, least > 0 ? "above " : ""));
+    return {.share_ppm = static_cast<std::uint32_t>(std::lround(value * 1e4)), .is_share = true};
+  }
+  if (value != std::floor(value) || value < least || value >= 2147483648.0)
+    throw std::invalid_argument(
+        fmt::format("{}: '{}' should be a whole number of tokens, at least {}, or a share such as 20%",
+                    what, text, least));
+  return tokens(static_cast<std::uint32_t>(value));
+}
+
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (std::size_t start = 0;;) {
+    const std::size_t end = text.find(separator, start);
+    parts.push_back(text.substr(start, end - start));
+    if (end == std::string_view::npos) return parts;
+    start = end + 1;
+  }
+}
+
+bool is_reserved(std::string_view word) {
+  return word == "scope" || word == "page" || word == "storage";
+}
+
+std::string hint(std::string_view word, std::span<const std::string> candidates) {
+  if (const auto near = nearest_name(word, candidates)) return fmt::format("; did you mean '{}'?", *near);
+  return fmt::format("; known: {}", fmt::join(candidates, ", "));
+}
+
+void apply_setting(PolicySpec& spec, std::string_view setting) {
+  const std::size_t equals = setting.find('=');
+  const std::string_view key = setting.substr(0, equals);
+  const std::string what = fmt::format("policy {}: {}", spec.name, key);
+  if (is_reserved(key))
+    throw std::invalid_argument(what + " is reserved for a later version; leave it out");
+  if (equals == std::string_view::npos)
+    throw std::invalid_argument(
+        fmt::format("policy {}: '{}' should read parameter=value", spec.name, setting));
+  const std::string_view value = setting.substr(equals + 1);
+  if (key == "sinks") return void(spec.sinks = parse_extent(value, what, 0));
+  if (key == "recent") return void(spec.recent = parse_extent(value, what, 0));
+
+  std::vector<std::string> known;
+  for (std::size_t i = 0; i < spec.entry->params.size(); ++i) {
+    const ParamInfo& param = spec.entry->params[i];
+    known.push_back(param.name);
+    if (key != param.name) continue;
+    const double number = parse_number(value, what);
+    if (number < param.least || number > param.most)
+      throw std::invalid_argument(
+          fmt::format("{}={} is outside {:g} to {:g}", what, value, param.least, param.most));
+    spec.params[i] = number;
+    return;
+  }
+  known.insert(known.end(), {"sinks", "recent"});
+  throw std::invalid_argument(
+      fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
+}
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row[b.size()];
+}
+
+}  // namespace
+
+const std::vector<PolicyEntry>& policy_catalogue() {
+  static const std::vector<PolicyEntry> catalogue = []<class... P>(PolicyList<P...>) {
+    return std::vector<PolicyEntry>{make_entry<P>()...};
+  }(Registry{});
+  return catalogue;
+}
+
+std::string PolicySpec::params_text() const {
+  if (!entry || !entry->info.evicts) return "";
+  std::vector<std::string> parts;
+  for (std::size_t i = 0; i < params.size(); ++i)
+    parts.push_back(fmt::format("{}={}", entry->params[i].name, params[i]));
+  parts.push_back("sinks=" + extent_text(sinks));
+  parts.push_back("recent=" + extent_text(recent));
+  return fmt::format("{}", fmt::join(parts, ":"));
+}
+
+std::string PolicySpec::text() const {
+  const std::string settings = params_text();
+  return settings.empty() ? name : name + ":" + settings;
+}
+
+PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references) {
+  const auto parts = split(text, ':');
+  PolicySpec spec;
+  spec.name = parts[0];
+  std::vector<std::string> known;
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    known.emplace_back(entry.info.name);
+    if (spec.name == entry.info.name) spec.entry = &entry;
+  }
+  known.insert(known.end(), references.begin(), references.end());
+  if (!spec.entry) {
+    if (std::find(references.begin(), references.end(), spec.name) == references.end())
+      throw std::invalid_argument(
+          fmt::format("unknown policy '{}'{}", spec.name, hint(spec.name, known)));
+    if (parts.size() > 1)
+      throw std::invalid_argument(
+          fmt::format("policy {} is a reference: it takes no parameters and no guards", spec.name));
+    return spec;
+  }
+  for (const ParamInfo& param : spec.entry->params) spec.params.push_back(param.standard);
+  spec.sinks = spec.entry->info.sinks;
+  spec.recent = spec.entry->info.recent;
+  if (parts.size() > 1 && !spec.entry->info.evicts)
+    throw std::invalid_argument(
+        fmt::format("policy {} never evicts: it takes no parameters and no guards", spec.name));
+  for (std::size_t i = 1; i < parts.size(); ++i) apply_setting(spec, parts[i]);
+  return spec;
+}
+
+std::string Budget::text() const { return all ? "all" : extent_text(extent); }
+
+std::uint32_t Budget::resolve(std::uint32_t length) const {
+  return all ? length : std::max(1u, extent.resolve(length));
+}
+
+Budget parse_budget(std::string_view text) {
+  if (text == "null")
+    throw std::invalid_argument("budget: null is reserved for a later version; give tokens or a share");
+  return {.extent = parse_extent(text, "budget", 1)};
+}
+
+Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget) {
+  const Guards guards{spec.sinks.resolve(budget), spec.recent.resolve(budget)};
+  if (guards.sinks >= budget)
+    throw std::invalid_argument(
+        fmt::format("policy {}: sinks={} should be below the budget of {} tokens", spec.name,
+                    guards.sinks, budget));
+  if (guards.recent > budget - guards.sinks)
+    throw std::invalid_argument(fmt::format(
+        "policy {}: sinks={} and recent={} tokens exceed the budget of {} tokens; sinks + recent "
+        "should be at most the budget",
+        spec.name, guards.sinks, guards.recent, budget));
+  return guards;
+}
+
+Positions parse_positions(std::string_view text) {
+  if (text == "original") return Positions::original;
+  if (text == "cache") return Positions::cache;
+  throw std::invalid_argument(fmt::format("positions: '{}' should be original or cache", text));
+}
+
+std::string_view name_of(Positions positions) {
+  return positions == Positions::original ? "original" : "cache";
+}
+
+std::string Prefill::text() const {
+  if (chunk == 0) return "dense";
+  return chunk == 1 ? "stream" : fmt::format("chunk:{}", chunk);
+}
+
+Prefill parse_prefill(std::string_view text) {
+  if (text == "dense") return {};
+  if (text == "stream") return {1};
+  if (text.starts_with("chunk:")) {
+    const Extent extent = parse_extent(text.substr(6), "prefill chunk", 1);
+    if (!extent.is_share) return {extent.tokens};
+  }
+  throw std::invalid_argument(
+      fmt::format("prefill: '{}' should be dense, stream or chunk:N (tokens an admission)", text));
+}
+
+std::optional<std::string> nearest_name(std::string_view word, std::span<const std::string> candidates) {
+  std::optional<std::string> best;
+  std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;
+  for (const std::string& candidate : candidates) {
+    const std::size_t distance = edit_distance(word, candidate);
+    if (distance < best_distance) {
+      best = candidate;
+      best_distance = distance;
+    }
+  }
+  return best;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,80 @@
+// The registry at run time, and how a policy is written on the command line.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "policies/rule.hpp"
+#include "policies/states.hpp"
+
+namespace kvlab {
+
+struct ParamInfo {
+  std::string name, help;
+  double standard, least, most;
+};
+
+/// One line of the registry.
+struct PolicyEntry {
+  PolicyInfo info;
+  std::vector<ParamInfo> params;
+  std::size_t slot_bytes;  ///< of policy state
+  std::unique_ptr<PolicyStates> (*make_states)(std::span<const double> params);
+};
+
+/// Every registered policy, in the registry's order.
+const std::vector<PolicyEntry>& policy_catalogue();
+
+/// A policy as asked for: `name:param=value:guard=value`, defaults filled in.
+struct PolicySpec {
+  const PolicyEntry* entry = nullptr;  ///< null: a reference of the replay, found by name
+  std::string name;
+  std::vector<double> params;  ///< in the order of entry->params
+  Extent sinks, recent;
+
+  /// Every parameter and guard, defaults too, as asked: `decay=0.9:sinks=0:recent=50%`.
+  std::string params_text() const;
+  /// `name:` and params_text(): parses back to the same spec.
+  std::string text() const;
+};
+
+/// Parses one policy. `references` are further names that take no parameters.
+/// Throws std::invalid_argument that names the mistake and, for a near miss, the nearest name.
+PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references = {});
+
+/// A budget as asked for: `128`, `20%` or `all`.
+struct Budget {
+  Extent extent;
+  bool all = false;
+
+  std::string text() const;
+  /// In tokens; a share is rounded down from `length`, at least 1. `all` is the length.
+  std::uint32_t resolve(std::uint32_t length) const;
+};
+/// Throws std::invalid_argument for 0, a negative number, or more than 100%.
+Budget parse_budget(std::string_view text);
+
+/// The guards of `spec` in tokens. Throws std::invalid_argument unless sinks + recent <= budget and
+/// sinks < budget.
+Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget);
+
+/// original, cache. Throws std::invalid_argument otherwise.
+Positions parse_positions(std::string_view text);
+std::string_view name_of(Positions positions);
+
+/// How a prompt is admitted: all at once (dense), or in chunks (stream = chunk:1).
+struct Prefill {
+  std::uint32_t chunk = 0;  ///< tokens an admission; 0: the whole prompt
+
+  std::string text() const;
+};
+Prefill parse_prefill(std::string_view text);
+
+/// The candidate nearest to `word` by edit distance, if near enough to be a slip.
+std::optional<std::string> nearest_name(std::string_view word, std::span<const std::string> candidates);
+
+}  // namespace kvlab

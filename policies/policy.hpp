@@ -1,0 +1,162 @@
+// What a policy is: pure functions on one token's state, and nothing else.
+//
+// `constexpr` is the mark that makes one text compile for the host and for the device: it rules out
+// loops over tokens through pointers, containers and I/O, and nvcc compiles a constexpr function for
+// both sides (--expt-relaxed-constexpr). Policy code is built without FMA contraction, so that host
+// and device agree bit for bit.
+//
+// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvlab {
+
+/// What a policy observes. Only that is computed; the rest costs nothing.
+enum class Needs { nothing, mass, requests };
+
+/// nested: the rank of a token depends neither on the budget nor on what was evicted before, so the
+/// kept sets of two budgets are nested. feedback: it may depend on both.
+enum class Order { nested, feedback };
+
+/// original: a key keeps its true position. cache: the live tokens are numbered 0, 1, 2, … by age.
+enum class Positions { original, cache };
+
+/// A number of tokens, or a share of the budget (rounded down).
+struct Extent {
+  std::uint32_t tokens = 0;
+  std::uint32_t share_ppm = 0;  ///< parts per million of the budget; used where is_share
+  bool is_share = false;
+
+  constexpr std::uint32_t resolve(std::uint32_t budget) const {
+    if (!is_share) return tokens;
+    return static_cast<std::uint32_t>(std::uint64_t{budget} * share_ppm / 1'000'000u);
+  }
+  constexpr bool operator==(const Extent&) const = default;
+};
+constexpr Extent tokens(std::uint32_t count) { return {.tokens = count}; }
+constexpr Extent percent(std::uint32_t share) {
+  return {.share_ppm = share * 10'000u, .is_share = true};
+}
+
+/// A policy's description of itself. Written with designated initialisers, so that a misspelt field
+/// does not compile.
+struct PolicyInfo {
+  const char* name;      ///< as written on the command line
+  const char* summary;   ///< one line: what leaves first
+  const char* citation;  ///< paper, section, equation
+  Needs needs = Needs::nothing;
+  Order order = Order::feedback;
+  bool weighted = false;  ///< has weight() and tail()
+  bool evicts = true;     ///< false: takes no budget
+  Extent sinks = {};      ///< default guards
+  Extent recent = {};
+  Positions positions = Positions::original;
+};
+
+/// One parameter of a policy: a member of its Params, all of which are doubles (an integer up to
+/// 2^53 is exact). A policy with parameters lists them in `static constexpr Param<Params> kParams[]`.
+template <class Params>
+struct Param {
+  const char* name;
+  const char* help;
+  double Params::*member;
+  double standard, least, most;
+};
+
+struct Token {
+  std::uint32_t position;  ///< counts tokens of the sequence from 0
+};
+
+struct Step {
+  std::uint32_t now;      ///< position of the first token of the admission (to come, in rank)
+  std::uint32_t budget;   ///< tokens that a decoded query may span, itself included
+  std::uint32_t live;     ///< live tokens: before leaving (rank), with the admitted (admit, observe)
+  std::uint32_t queries;  ///< tokens admitted together; 0 in rank, which may not depend on it
+  std::uint64_t seed;
+  std::uint32_t sequence, layer, kv_head;
+};
+
+/// What one token received from the queries of one admission.
+struct Observation {
+  std::uint64_t mass = 0;  ///< Q32.32: sum over the group's query heads and the queries of weight * p
+  std::uint32_t requests = 0;      ///< queries in which some query head of the group requested it
+  std::uint32_t last_request = 0;  ///< position of the last such query; meaningful if requests > 0
+  std::uint32_t queries = 0;       ///< queries that could see the token
+
+  constexpr bool operator==(const Observation&) const = default;
+};
+
+inline constexpr std::uint32_t kNoTail = 0xffff'ffffu;
+
+namespace hooks {
+template <class P>
+concept HasInfo = requires { requires std::same_as<std::remove_cvref_t<decltype(P::kInfo)>, PolicyInfo>; };
+template <class P>
+concept HasTypes = requires {
+  requires std::is_trivially_copyable_v<typename P::Params>;
+  requires std::is_trivially_copyable_v<typename P::Slot>;
+};
+template <class P>
+concept HasAdmit = requires(typename P::Slot& slot, Token t, const typename P::Params& p, const Step& s) {
+  { P::admit(slot, t, p, s) } -> std::same_as<void>;
+};
+template <class P>
+concept HasObserve =
+    requires(typename P::Slot& slot, const Observation& o, const typename P::Params& p, const Step& s) {
+      { P::observe(slot, o, p, s) } -> std::same_as<void>;
+    };
+template <class P>
+concept HasRank = requires(const typename P::Slot& slot, Token t, const typename P::Params& p, const Step& s) {
+  { P::rank(slot, t, p, s) } -> std::same_as<std::uint64_t>;
+};
+template <class P>
+concept HasWeight = requires(std::uint32_t age, const typename P::Params& p) {
+  { P::weight(age, p) } -> std::same_as<float>;
+};
+template <class P>
+concept HasTail = requires(const typename P::Params& p) {
+  { P::tail(p) } -> std::same_as<std::uint32_t>;
+};
+template <class P>
+concept HasParamList = std::is_empty_v<typename P::Params> || requires {
+  { P::kParams[0] } -> std::convertible_to<Param<typename P::Params>>;
+};
+}  // namespace hooks
+
+/// A complete policy. Hooks and declarations must match both ways: a hook that is declared must be
+/// there, and one that is not declared must not.
+template <class P>
+concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> && hooks::HasAdmit<P> &&
+                 hooks::HasRank<P> && (hooks::HasObserve<P> == (P::kInfo.needs != Needs::nothing)) &&
+                 (hooks::HasWeight<P> == P::kInfo.weighted) && (hooks::HasTail<P> == P::kInfo.weighted);
+
+/// Explains, hook by hook, why P is not a Policy. The registry calls it for each of its lines.
+template <class P>
+consteval bool check_policy() {
+  static_assert(hooks::HasInfo<P>, "policy: needs `static constexpr PolicyInfo kInfo{...}`");
+  static_assert(hooks::HasTypes<P>, "policy: needs trivially copyable types Params and Slot");
+  static_assert(hooks::HasParamList<P>,
+                "policy: a Params with members needs `static constexpr Param<Params> kParams[]`");
+  static_assert(hooks::HasAdmit<P>,
+                "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`");
+  static_assert(hooks::HasRank<P>,
+                "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, const Params&, "
+                "const Step&)`");
+  static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
+                "policy: kInfo.needs asks for observations, so it needs `static constexpr void "
+                "observe(Slot&, const Observation&, const Params&, const Step&)`");
+  static_assert(P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
+                "policy: has observe(), but kInfo.needs says nothing: say Needs::mass or Needs::requests");
+  static_assert(!P::kInfo.weighted || (hooks::HasWeight<P> && hooks::HasTail<P>),
+                "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, const "
+                "Params&)` and `static constexpr std::uint32_t tail(const Params&)`");
+  static_assert(P::kInfo.weighted || (!hooks::HasWeight<P> && !hooks::HasTail<P>),
+                "policy: has weight() or tail(), but kInfo.weighted is false");
+  static_assert(Policy<P>, "policy: does not satisfy kvlab::Policy");
+  return true;
+}
+
+}  // namespace kvlab

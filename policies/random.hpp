@@ -1,0 +1,36 @@
+// random: a fresh draw at each step, the floor that any policy should clear.
+//
+// A counter-based hash of (seed, sequence, layer, KV head, position, now): no state, the same draw on
+// host and device. A static order (a hash of the position alone) would be no floor: recent tokens
+// would die at once.
+#pragma once
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct Random {
+  static constexpr PolicyInfo kInfo{
+      .name = "random",
+      .summary = "any token leaves, drawn afresh at each step",
+      .citation = "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)"};
+  struct Params {};
+  struct Slot {};
+
+  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
+  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step& step) {
+    const std::uint64_t head = std::uint64_t{step.layer} << 32 | step.kv_head;
+    const std::uint64_t when = std::uint64_t{token.position} << 32 | step.now;
+    return mix(mix(mix(mix(step.seed) ^ step.sequence) ^ head) ^ when);
+  }
+
+ private:
+  static constexpr std::uint64_t mix(std::uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+};
+
+}  // namespace kvlab

@@ -1,0 +1,9 @@
+// Catch2 2 (Debian 12) and Catch2 3 by one name.
+#pragma once
+
+#ifdef KVLAB_CATCH2_V2
+#include <catch2/catch.hpp>
+#else
+#include <catch2/catch_all.hpp>
+using Catch::Approx;
+#endif

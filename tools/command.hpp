@@ -1,0 +1,37 @@
+// One subcommand of `kvlab`. Each lives in its own tools/cmd_<name>.cpp and has one line in main.cpp.
+#pragma once
+
+#include <boost/program_options.hpp>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+namespace po = boost::program_options;
+
+struct Command {
+  std::string name, summary;
+  std::string usage;    ///< after "kvlab NAME "
+  std::string example;  ///< one line that works, shown by --help
+  void (*add_options)(po::options_description&);
+  /// Positional arguments go to this option, if any ("trace-args", say); -1 count: any number.
+  std::string positional;
+  /// Returns the exit code: 0, or 1 where a check failed. Throws std::exception for bad input.
+  int (*run)(const po::variables_map&);
+};
+
+Command capture_command();
+Command demo_command();
+Command deploy_command();
+Command eval_command();
+Command generate_command();
+Command policies_command();
+Command replay_command();
+Command report_command();
+Command trace_command();
+Command verify_command();
+
+/// All of them, in the order of the help.
+std::vector<Command> all_commands();
+
+}  // namespace kvlab

@@ -1,0 +1,96 @@
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <stdexcept>
+
+#include "policies/catalogue.hpp"
+#include "tools/command.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr int kBadInput = 2;
+
+void print_welcome() {
+  fmt::print(
+      "kvlab: design KV-cache eviction policies offline, deploy them online.\n\n"
+      "New here?  kvlab demo          the whole loop on the bundled model, a minute or two\n"
+      "Then       kvlab capture       a trace from your own model\n"
+      "           kvlab replay        many policies and budgets over it\n"
+      "           kvlab report        a page to look at\n\n");
+  fmt::print("Commands (each has --help):\n");
+  for (const Command& command : all_commands())
+    fmt::print("  {:<10} {}\n", command.name, command.summary);
+}
+
+void print_help(const Command& command, const po::options_description& options) {
+  fmt::print("{}\n\nUsage: kvlab {} {}\n\n", command.summary, command.name, command.usage);
+  std::cout << options << "\nExample: " << command.example << "\n";
+}
+
+po::variables_map parse(const Command& command, const po::options_description& options,
+                        const std::vector<std::string>& words) {
+  po::positional_options_description positional;
+  if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
+  po::variables_map values;
+  // No guessing of abbreviated options: a slip should be named, not completed.
+  const int style = po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
+  po::store(po::command_line_parser(words).options(options).positional(positional).style(style).run(),
+            values);
+  if (!values.count("help")) po::notify(values);
+  return values;
+}
+
+int run_command(const Command& command, const std::vector<std::string>& words) {
+  po::options_description options("Options", 100);
+  options.add_options()("help,h", "this text");
+  command.add_options(options);
+  const po::variables_map values = parse(command, options, words);
+  if (values.count("help")) {
+    print_help(command, options);
+    return 0;
+  }
+  return command.run(values);
+}
+
+int run(const std::vector<std::string>& words) {
+  if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
+    print_welcome();
+    return 0;
+  }
+  if (words[0] == "--version") {
+    fmt::print("kvlab {}\n", KVLAB_VERSION);
+    return 0;
+  }
+  const auto commands = all_commands();
+  const auto command = std::find_if(commands.begin(), commands.end(),
+                                    [&](const Command& c) { return c.name == words[0]; });
+  if (command == commands.end()) {
+    std::vector<std::string> names;
+    for (const Command& c : commands) names.push_back(c.name);
+    const auto near = nearest_name(words[0], names);
+    throw std::invalid_argument(fmt::format("unknown command '{}'; {}", words[0],
+                                            near ? "did you mean '" + *near + "'?"
+                                                 : "`kvlab --help` lists them"));
+  }
+  return run_command(*command, {words.begin() + 1, words.end()});
+}
+
+}  // namespace
+}  // namespace kvlab
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  try {
+    return kvlab::run(words);
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr, "kvlab: out of memory; a shorter input or fewer configurations would fit\n");
+  } catch (const std::exception& error) {
+    const std::string where = words.empty() ? "" : " " + words[0];
+    fmt::print(stderr, "kvlab{}: {}\n", where, error.what());
+  }
+  return kvlab::kBadInput;
+}

@@ -1,0 +1,146 @@
+// A trace: the queries, keys and values of one sequence, as a decoder computed them. See docs/trace.md.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "traces/numeric/rope.hpp"
+#include "traces/safetensors.hpp"
+
+namespace kvlab {
+
+inline constexpr int kTraceFormat = 1;
+inline constexpr std::uint32_t kShardTokens = 1024;
+inline constexpr std::uint32_t kCheckRows = 16;
+
+/// The attention shape of a model, and its dtype.
+struct ModelShape {
+  std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
+  Dtype dtype = Dtype::f32;  ///< of q, k and v in the trace
+
+  std::uint32_t group() const { return query_heads / kv_heads; }
+  bool operator==(const ModelShape&) const = default;
+};
+
+/// Whether q and k were rounded to the model's dtype after RoPE at original positions.
+enum class Rounding { model_dtype, none };
+
+enum class SegmentKind { prompt, decode };
+struct Segment {
+  std::uint32_t start, tokens;
+  SegmentKind kind;
+  bool operator==(const Segment&) const = default;
+};
+
+/// All of a trace but its tensors.
+struct TraceHeader {
+  std::string model;  ///< name
+  ModelShape shape;
+  Rope rope;                   ///< written as data: inv_freq, factor
+  nlohmann::json rope_config;  ///< type and parameters, for people
+  float softmax_scale = 0;
+  Rounding rounding = Rounding::none;
+  std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
+  nlohmann::json capture;  ///< {"engine", "version", "device", "options"}
+};
+
+struct ShardInfo {
+  std::string file;
+  std::uint32_t first, tokens;
+  std::string xxh3;
+};
+
+enum class Part { q, k, v };
+
+/// Opens a finished trace; memory-mapped, no copy.
+class TraceReader {
+ public:
+  /// Checks the manifest, every shard's header, shapes and dtypes; not the checksums.
+  /// Throws std::runtime_error that names the file, what is wrong and what would be right: a missing
+  /// manifest (unfinished: `kvlab trace seal`), a later format, a missing or wrong shard, …
+  static TraceReader open(const std::filesystem::path& directory);
+
+  const std::filesystem::path& directory() const { return directory_; }
+  const TraceHeader& header() const { return header_; }
+  const ModelShape& shape() const { return header_.shape; }
+  std::uint32_t tokens() const { return tokens_; }
+  std::uint32_t prompt_tokens() const { return prompt_tokens_; }
+  const std::vector<Segment>& segments() const { return segments_; }
+  const std::vector<ShardInfo>& shards() const { return shards_; }
+  const std::vector<std::int32_t>& ids() const { return ids_; }  // [tokens]
+  /// XXH3-64 of the manifest: what a run records of its traces.
+  const std::string& hash() const { return hash_; }
+
+  /// Tokens [first, first + count) of one head, widened to float32: to [count, head_size].
+  void read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
+            std::uint32_t count, float* to) const;
+
+  /// The rows of shard `index` that the decoder itself computed.
+  struct CheckRows {
+    std::vector<std::uint32_t> rows;  // [16], absolute positions
+    std::vector<float> out;           // [query_heads, 16, head_size]
+    std::vector<float> lse;           // [query_heads, 16], or empty
+  };
+  CheckRows check_rows(std::size_t index, std::uint32_t layer) const;
+  const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
+
+ private:
+  friend class TraceSealer;
+  std::filesystem::path directory_;
+  TraceHeader header_;
+  std::uint32_t tokens_ = 0, prompt_tokens_ = 0;
+  std::vector<Segment> segments_;
+  std::vector<ShardInfo> shards_;
+  std::vector<std::int32_t> ids_;
+  std::vector<SafetensorsFile> files_;
+  std::string hash_;
+};
+
+/// What `trace verify` found.
+struct TraceCheck {
+  bool ok = true;
+  std::vector<std::string> problems;  ///< one line each, naming the shard, layer and head
+  double worst_out = 0, worst_lse = 0;  ///< largest errors of the sampled rows, see docs/trace.md
+  std::uint64_t rows = 0;               ///< sampled rows x query heads x layers compared
+};
+
+/// Checks every shard's XXH3-64 and recomputes the sampled rows from q, k and v.
+TraceCheck verify_trace(const TraceReader& trace, unsigned threads);
+
+/// Makes a killed capture a shorter, valid trace: keeps the whole sealed shards from the first on,
+/// removes .part files, writes the manifest. Returns the tokens kept. Throws std::runtime_error if
+/// there is no whole shard, or if the trace is finished already.
+std::uint32_t seal_trace(const std::filesystem::path& directory);
+
+/// Writes a trace as a decoder computes it. Each shard is sealed when its last layer has arrived.
+class TraceWriter {
+ public:
+  /// Creates the directory. Throws std::runtime_error if it exists or cannot be made.
+  TraceWriter(std::filesystem::path directory, TraceHeader header);
+  ~TraceWriter();  ///< unfinished: leaves sealed shards (for `trace seal`), removes .part files
+  TraceWriter(TraceWriter&&) noexcept;
+
+  /// Announces the next tokens, all of one kind; contiguous decode admissions become one segment, and
+  /// so do the chunks of a prompt unless `new_segment` says that another turn begins.
+  void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment = false);
+  /// What one layer computed for the tokens announced last, n of them, before RoPE:
+  /// q [n, query_heads, head_size], k and v [n, kv_heads, head_size], out [n, query_heads, head_size]
+  /// (attention output before the output projection), lse [n, query_heads] natural logarithm.
+  void layer(std::uint32_t index, std::span<const float> q, std::span<const float> k,
+             std::span<const float> v, std::span<const float> out, std::span<const float> lse);
+  /// All layers of the announced tokens have arrived: seals what is full.
+  void end();
+  /// Seals the last shard, writes the manifest.
+  void finish();
+  std::uint32_t tokens() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvlab
