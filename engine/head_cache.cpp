@@ -1,0 +1,203 @@
+#include "engine/head_cache.hpp"
+
+#include <algorithm>
+
+#include "policies/observation.hpp"
+#include "traces/numeric/softmax.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kNoRow = 0xffff'ffffu;
+constexpr std::uint32_t kFewRows = 64;  // not worth compacting
+
+}  // namespace
+
+/// Sums of integers: blocks may be added in any order.
+struct HeadCache::Received {
+  Received(const LiveSet& live, std::uint32_t threshold, std::uint32_t visible)
+      : needs(live.needs()),
+        states(live.states()),
+        threshold16(threshold),
+        seen(needs == Needs::nothing ? 0 : visible),
+        asked(needs == Needs::requests ? visible : 0) {}
+
+  /// One query head's row of probabilities; `age` counts the younger queries of the admission.
+  void add_row(std::span<const float> p, std::uint32_t age) {
+    if (needs == Needs::mass && age < states.tail()) {
+      const float weight = states.weight(age);
+      for (std::size_t i = 0; i < p.size(); ++i) seen[i].mass += fixed_mass(weight, p[i]);
+    }
+    if (needs == Needs::requests) {
+      const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
+      for (std::size_t i = 0; i < p.size(); ++i)
+        asked[i] |= requested(fixed_mass(1.0f, p[i]), row_max, threshold16);
+    }
+  }
+
+  /// All heads of the query at `position` have been added.
+  void end_query(std::uint32_t position) {
+    for (std::size_t i = 0; i < asked.size(); ++i) {
+      if (!asked[i]) continue;
+      ++seen[i].requests;
+      seen[i].last_request = position;
+      asked[i] = 0;
+    }
+  }
+
+  Needs needs;
+  const PolicyStates& states;
+  std::uint32_t threshold16;
+  std::vector<Observation> seen;    // by age, as many as the block's last query sees
+  std::vector<std::uint8_t> asked;  // by age: requested by some head of this query
+};
+
+HeadCache::HeadCache(const HeadShape& shape, const PolicySpec& spec, std::uint32_t budget,
+                     LiveSet::Identity identity)
+    : shape_(shape), live_(spec, budget, identity), keys_(0, shape.head_size) {}
+
+std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
+  const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
+  victims_.clear();
+  for (const std::uint32_t age : live_.make_room(now)) victims_.push_back(before[age]);
+  if (row_count_ > kFewRows && live_.size() < row_count_ / 2) compact();
+  return victims_;
+}
+
+/// After a long prompt few tokens are left, all over the rows: moves them together.
+void HeadCache::compact() {
+  const std::size_t dim = shape_.head_size;
+  const std::vector<std::uint32_t> from = std::move(row_of_slot_);
+  row_of_slot_.assign(from.size(), kNoRow);
+  Panels keys(live_.size(), dim);
+  std::vector<float> values, plain_keys, key(dim);
+  std::vector<std::uint32_t> turns;
+  row_count_ = 0;
+  for (const std::uint32_t slot : live_.slots()) {
+    const std::uint32_t row = from[slot];
+    keys_.get_row(row, key.data());
+    keys.set_row(row_count_, key.data());
+    values.insert(values.end(), &values_[row * dim], &values_[row * dim] + dim);
+    if (shape_.positions == Positions::cache) {
+      plain_keys.insert(plain_keys.end(), &plain_keys_[row * dim], &plain_keys_[row * dim] + dim);
+      turns.push_back(turns_[row]);
+    }
+    row_of_slot_[slot] = row_count_++;
+  }
+  keys_ = std::move(keys);
+  values_ = std::move(values);
+  plain_keys_ = std::move(plain_keys);
+  turns_ = std::move(turns);
+}
+
+void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
+  live_.admit(admission.first, admission.tokens);
+  place_rows();
+  store(admission, rope);
+  if (shape_.positions == Positions::cache) squeeze(rope);
+  seen_.assign(live_.needs() == Needs::nothing ? 0 : live_.size(), {.queries = admission.tokens});
+  for (std::uint32_t i = 0; i < admission.tokens && !seen_.empty(); ++i)
+    seen_[seen_.size() - 1 - i].queries = i + 1;  // the youngest is seen by its own query only
+}
+
+/// A reused slot keeps its row; a new one gets the next.
+void HeadCache::place_rows() {
+  row_of_slot_.resize(live_.slot_count(), kNoRow);
+  rows_.clear();
+  for (const std::uint32_t slot : live_.slots()) {
+    if (row_of_slot_[slot] == kNoRow) row_of_slot_[slot] = row_count_++;
+    rows_.push_back(row_of_slot_[slot]);
+  }
+  const std::size_t dim = shape_.head_size;
+  keys_.grow(row_count_);
+  values_.resize(row_count_ * dim);
+  if (shape_.positions == Positions::cache) {
+    plain_keys_.resize(row_count_ * dim);
+    turns_.resize(row_count_);
+  }
+}
+
+void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
+  const std::size_t dim = shape_.head_size;
+  const std::span rows = std::span(rows_).last(admission.tokens);
+  std::vector<float> rotated(dim);
+  for (std::uint32_t i = 0; i < admission.tokens; ++i) {
+    const float* key = admission.k + i * admission.key_stride;
+    const float* value = admission.v + i * admission.key_stride;
+    rope.rotate(key, dim, admission.first + i, rotated.data());
+    keys_.set_row(rows[i], rotated.data());
+    std::copy_n(value, dim, &values_[rows[i] * dim]);
+    if (shape_.positions == Positions::cache) {
+      std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
+      turns_[rows[i]] = admission.first + i;
+    }
+  }
+}
+
+/// Numbers the live tokens without a gap, up to the youngest's true position: only differences
+/// count. A key turns again, from its plain self, when younger tokens have left.
+void HeadCache::squeeze(const RopeTable& rope) {
+  const std::size_t dim = shape_.head_size;
+  const std::uint32_t oldest = live_.positions().back() - (live_.size() - 1);
+  std::vector<float> rotated(dim);
+  for (std::uint32_t age = 0; age < live_.size(); ++age) {
+    const std::uint32_t row = rows_[age];
+    if (turns_[row] == oldest + age) continue;
+    turns_[row] = oldest + age;
+    rope.rotate(&plain_keys_[row * dim], dim, oldest + age, rotated.data());
+    keys_.set_row(row, rotated.data());
+  }
+}
+
+void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
+                       const RopeTable& rope) {
+  const std::size_t dim = shape_.head_size, group = shape_.group;
+  const std::span rows = std::span(rows_).first(visible(admission, end - 1));
+  const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
+  const std::size_t queries = (end - begin) * group, stride = panels * 16;
+  std::vector<float> rotated(queries * dim), by_row(queries * stride), by_age(rows.size());
+
+  for (std::size_t i = 0; i < queries; ++i) {
+    const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
+    rope.rotate(admission.q + token * admission.query_stride + i % group * dim, dim,
+                admission.first + token, &rotated[i * dim]);
+  }
+  multiply(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
+
+  Received received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
+  for (std::size_t i = 0; i < queries; ++i) {
+    const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
+    const std::size_t head = i % group, count = visible(admission, token);
+    float* p = by_age.data();
+    for (std::size_t age = 0; age < count; ++age) p[age] = by_row[i * stride + rows[age]];
+    scale(p, count, shape_.softmax_scale);
+    const std::int32_t shift = shared_exponentials(p, count, p);
+    const float sum = lane_sum(p, count);
+    divide(p, count, sum, p);
+    admission.lse[token * admission.lse_stride + head] =
+        static_cast<float>(log_sum_exp(shift, static_cast<double>(sum)));
+    float* out = admission.out + token * admission.query_stride + head * dim;
+    std::fill_n(out, dim, 0.0f);
+    accumulate_rows({p, count}, rows.first(count), values_.data(), dim, dim, out);
+    received.add_row({p, count}, admission.tokens - 1 - token);
+    if (head + 1 == group) received.end_query(admission.first + token);
+  }
+  add(received);
+}
+
+void HeadCache::add(const Received& received) {
+  const std::lock_guard lock(seen_mutex_);
+  for (std::size_t i = 0; i < received.seen.size(); ++i) {
+    const Observation& more = received.seen[i];
+    seen_[i].mass += more.mass;
+    seen_[i].requests += more.requests;
+    seen_[i].last_request = std::max(seen_[i].last_request, more.last_request);
+  }
+}
+
+std::span<const Observation> HeadCache::observe() {
+  live_.observe(seen_);
+  return seen_;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,88 @@
+// The cache of one KV head of one layer: keys and values of the live tokens, and attention over
+// them.
+//
+// The arithmetic is a replay's, step for step and from the same primitives, so that a decoder and a
+// replay of its trace reach equal bits: logits by `multiply`, gathered by age, scaled,
+// exponentials, one sum, one division, values added by age.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "policies/live_set.hpp"
+#include "traces/numeric/panels.hpp"
+#include "traces/numeric/rope.hpp"
+
+namespace kvlab {
+
+/// What the heads of one decoder have in common.
+struct HeadShape {
+  std::uint32_t head_size, group;  ///< `group`: query heads that share a KV head
+  Positions positions = Positions::original;
+  float softmax_scale = 1.0f;
+  std::uint32_t threshold16 = 0;  ///< of requests
+};
+
+/// What one KV head's tokens of an admission bring, before RoPE, and where their outputs go. Rows
+/// of tokens are `*_stride` floats apart.
+struct HeadAdmission {
+  std::uint32_t first, tokens;
+  const float* q;  // [token, group, dim]
+  float* out;      // [token, group, dim]
+  std::size_t query_stride;
+  const float *k, *v;  // [token, dim]
+  std::size_t key_stride;
+  float* lse;  // [token, group], natural logarithm
+  std::size_t lse_stride;
+};
+
+class HeadCache {
+ public:
+  /// `budget` in tokens. Throws std::invalid_argument where the guards do not fit it.
+  HeadCache(const HeadShape& shape, const PolicySpec& spec, std::uint32_t budget,
+            LiveSet::Identity identity);
+
+  /// Step 1. Returns the positions of those who left, ascending.
+  std::span<const std::uint32_t> make_room(std::uint32_t now);
+  /// Step 2. `rope` covers the admission's last position.
+  void admit(const HeadAdmission& admission, const RopeTable& rope);
+  /// Step 3 for tokens [begin, end) of the admission. Several threads may attend at once.
+  void attend(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
+              const RopeTable& rope);
+  /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
+  std::span<const Observation> observe();
+
+  const LiveSet& live() const { return live_; }
+  /// Rows that keys and values take up: at most twice the live tokens, or a few.
+  std::uint32_t row_count() const { return row_count_; }
+
+ private:
+  struct Received;  // what the live tokens received from a block of queries
+
+  std::uint32_t visible(const HeadAdmission& admission, std::uint32_t token) const {
+    return live_.size() - admission.tokens + token + 1;
+  }
+  void compact();
+  void place_rows();
+  void store(const HeadAdmission& admission, const RopeTable& rope);
+  void squeeze(const RopeTable& rope);
+  void add(const Received& received);
+
+  HeadShape shape_;
+  LiveSet live_;
+  std::vector<std::uint32_t> victims_;
+  std::vector<std::uint32_t> row_of_slot_;  // [slot]; kNoRow where a slot holds no token
+  std::vector<std::uint32_t> rows_;         // by age
+  std::uint32_t row_count_ = 0;
+  Panels keys_;                       // [row, dim], rotated
+  std::vector<float> values_;         // [row, dim]
+  std::vector<float> plain_keys_;     // [row, dim], before RoPE; only where positions are squeezed
+  std::vector<std::uint32_t> turns_;  // [row]: the position that a key is rotated to; likewise
+
+  std::mutex seen_mutex_;
+  std::vector<Observation> seen_;  // by age
+};
+
+}  // namespace kvlab
