@@ -6,10 +6,18 @@
 namespace kvlab {
 
 LiveSet::LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity)
-    : states_(spec.entry->make_states(spec.params)),
-      needs_(spec.entry->info.needs),
-      budget_(spec.entry->info.evicts ? budget : kNoBudget),
-      guards_(budget_ == kNoBudget ? Guards{} : resolve_guards(spec, budget)),
+    : LiveSet(
+          spec.entry->make_states(spec.params), spec.entry->info.needs,
+          spec.entry->info.evicts ? budget : kNoBudget,
+          !spec.entry->info.evicts || budget == kNoBudget ? Guards{} : resolve_guards(spec, budget),
+          identity) {}
+
+LiveSet::LiveSet(std::unique_ptr<PolicyStates> states, Needs needs, std::uint32_t budget,
+                 Guards guards, Identity identity)
+    : states_(std::move(states)),
+      needs_(needs),
+      budget_(budget),
+      guards_(guards),
       identity_(identity) {}
 
 Step LiveSet::step(std::uint32_t now, std::uint32_t queries) const {

@@ -1,5 +1,5 @@
-// The live tokens of one cache under the one rule of eviction. Knows no keys and no values: slots are
-// numbers, and whoever holds tensors stores a token's key and value at its slot.
+// The live tokens of one cache under the one rule of eviction. Knows no keys and no values: slots
+// are numbers, and whoever holds tensors stores a token's key and value at its slot.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,9 @@ class LiveSet {
 
   /// `budget` in tokens. Throws std::invalid_argument where the guards do not fit the budget.
   LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity);
+  /// The same rule over states from elsewhere: for references, which are not in the registry.
+  LiveSet(std::unique_ptr<PolicyStates> states, Needs needs, std::uint32_t budget, Guards guards,
+          Identity identity);
 
   /// Live tokens from the oldest to the youngest, and the slot of each.
   std::span<const std::uint32_t> positions() const { return positions_; }

@@ -1,4 +1,5 @@
-// Replay: one captured sequence through many policies x budgets, by the formulas of docs/metrics.md.
+// Replay: one captured sequence through many policies x budgets, by the formulas of
+// docs/metrics.md.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +31,10 @@ enum class Span { decode, all };
 
 struct ReplayOptions {
   Span span = Span::decode;
-  double threshold = 0.01;            ///< tau
-  bool every_output_error = false;    ///< false: every eighth query of the span
+  double threshold = 0.01;          ///< tau
+  bool every_output_error = false;  ///< false: every eighth query of the span
   unsigned threads = 1;
-  std::vector<std::uint32_t> layers;  ///< empty: all
+  std::vector<std::uint32_t> layers;     ///< empty: all
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty
 };
 
@@ -58,14 +59,15 @@ struct ReplayResult {
   std::vector<Measurement> measurements;     ///< ordered: configuration, layer, head, metric
 };
 
-/// Replays `trace` (index `sequence` of the run) through `configs`. The unit of work is one KV head of
-/// one layer, all configurations together. Results do not depend on the number of threads.
-/// Throws std::invalid_argument: a span without queries, guards that do not fit, a reference asked for
-/// with squeezed positions, a layer that is not there, …
+/// Replays `trace` (index `sequence` of the run) through `configs`. The unit of work is one KV head
+/// of one layer, all configurations together. Results do not depend on the number of threads.
+/// Throws std::invalid_argument: a span without queries, guards that do not fit, a reference asked
+/// for with squeezed positions, a layer that is not there, …
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const ReplayConfig> configs, const ReplayOptions& options);
 
-/// The kept set of one configuration and head at each query. `queries`: which (ascending positions).
+/// The kept set of one configuration and head at each query. `queries`: which (ascending
+/// positions).
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                const ReplayConfig& config, const ReplayOptions& options,
                                std::uint32_t layer, std::uint32_t kv_head,

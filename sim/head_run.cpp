@@ -1,0 +1,159 @@
+#include "sim/head_run.hpp"
+
+#include <algorithm>
+
+#include "policies/observation.hpp"
+#include "traces/numeric/softmax.hpp"
+
+namespace kvlab {
+
+HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>& admissions,
+                 const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
+    : live_(std::move(live)),
+      admissions_(admissions),
+      view_(view),
+      arithmetic_(arithmetic),
+      out_(view.head_size) {
+  if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic.softmax_scale);
+}
+
+bool HeadRun::observes(std::uint32_t query) const {
+  if (live_.needs() == Needs::nothing) return false;
+  const std::uint32_t age = admission().first + admission().tokens - 1 - query;
+  return live_.needs() == Needs::requests || age < live_.states().tail();
+}
+
+bool HeadRun::wants_row(std::uint32_t query) const {
+  if (measures(query) || future_mass_) return true;
+  if (squeezed_) return false;
+  // The tail of an admission to come is not known yet: asking for a row too many is harmless.
+  return sink_.out || live_.needs() != Needs::nothing;
+}
+
+void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
+  if (query == admission().first) begin_admission();
+  visible_ = live_.size() - (admission().first + admission().tokens - 1 - query);
+  sees_all_ = visible_ == query + 1;
+
+  if (observes(query) || measures(query) || sink_.out) {
+    if (squeezed_) squeezed_->compute(query, live_, visible_);
+    requested_now_.assign(live_.needs() == Needs::requests ? visible_ : 0, 0);
+    for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
+    for (std::size_t i = 0; i < requested_now_.size(); ++i)
+      if (requested_now_[i]) ++requests_[i], last_request_[i] = query;
+  }
+  if (future_mass_)
+    for (std::uint32_t head = 0; head < view_.group; ++head) spend_future(query, head, rows);
+  if (watcher_) watcher_(query, live_.positions().first(visible_));
+  if (query + 1 == admission().first + admission().tokens) finish_admission();
+}
+
+void HeadRun::begin_admission() {
+  live_.make_room(admission().first);
+  live_.admit(admission().first, admission().tokens);
+  if (squeezed_) squeezed_->place(live_);
+  mass_.assign(live_.needs() == Needs::mass ? live_.size() : 0, 0);
+  requests_.assign(live_.needs() == Needs::requests ? live_.size() : 0, 0);
+  last_request_ = requests_;
+}
+
+void HeadRun::finish_admission() {
+  if (live_.needs() != Needs::nothing) {
+    const std::uint32_t admitted = admission().tokens, older = live_.size() - admitted;
+    seen_.assign(live_.size(), {});
+    for (std::uint32_t i = 0; i < live_.size(); ++i) {
+      if (!mass_.empty()) seen_[i].mass = mass_[i];
+      if (!requests_.empty()) {
+        seen_[i].requests = requests_[i];
+        seen_[i].last_request = last_request_[i];
+      }
+      seen_[i].queries = i < older ? admitted : admitted - (i - older);
+    }
+    live_.observe(seen_);
+  }
+  ++next_;
+}
+
+void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  take_probabilities(query, head, rows);
+  if (observes(query)) {
+    if (live_.needs() == Needs::mass) observe_mass(query);
+    if (live_.needs() == Needs::requests) observe_requests();
+  }
+  if (measures(query)) measure_head(query, head, rows);
+  if (sink_.out) {
+    const auto out = output();
+    std::copy(out.begin(), out.end(),
+              sink_.out + query * sink_.token_stride + head * sink_.head_stride);
+  }
+}
+
+void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  p_.resize(visible_);
+  if (squeezed_) {
+    shared_exponentials(squeezed_->logits(head).data(), visible_, p_.data());
+    divide(p_.data(), visible_, lane_sum(p_.data(), visible_), p_.data());
+    return;
+  }
+  const SharedRows::Row full = rows.row(query, head);
+  if (sees_all_) return divide(full.e.data(), visible_, full.sum, p_.data());
+  const auto live = live_.positions().first(visible_);
+  for (std::uint32_t i = 0; i < visible_; ++i) p_[i] = full.e[live[i]];
+  float sum = lane_sum(p_.data(), visible_);
+  if (sum < kSharedSumFloor) {
+    rows.logits(query, head, live, p_.data());
+    shared_exponentials(p_.data(), visible_, p_.data());
+    sum = lane_sum(p_.data(), visible_);
+  }
+  divide(p_.data(), visible_, sum, p_.data());
+}
+
+void HeadRun::observe_mass(std::uint32_t query) {
+  const std::uint32_t age = admission().first + admission().tokens - 1 - query;
+  const float weight = live_.states().weight(age);
+  for (std::uint32_t i = 0; i < visible_; ++i) mass_[i] += fixed_mass(weight, p_[i]);
+}
+
+void HeadRun::observe_requests() {
+  const float largest = *std::max_element(p_.begin(), p_.end());
+  const std::uint64_t row_max = fixed_mass(1.0f, largest);
+  for (std::uint32_t i = 0; i < visible_; ++i)
+    requested_now_[i] |= requested(fixed_mass(1.0f, p_[i]), row_max, arithmetic_.threshold16);
+}
+
+void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  const SharedRows::Row full = rows.row(query, head);
+  const auto live = live_.positions().first(visible_);
+  double recall = 1;
+  if (!sees_all_) {
+    kept_.resize(visible_);
+    for (std::uint32_t i = 0; i < visible_; ++i) kept_[i] = full.e[live[i]];
+    recall = static_cast<double>(lane_sum(kept_.data(), visible_)) / static_cast<double>(full.sum);
+  }
+  const std::uint32_t block = span_->block(query);
+  stats_.add_recall(block, head, recall);
+
+  const SharedRows::Requests wanted = rows.requests(query, head);
+  std::uint32_t hits = 0;
+  for (const std::uint32_t position : live)
+    if (position < query) hits += wanted.flags[position];
+  stats_.heads[head].miss.add(block, wanted.count - hits, wanted.count);
+
+  if (span_->sampled(query))
+    stats_.add_outputs(*span_, query, head, rows.output(query, head), output());
+}
+
+void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {
+  const SharedRows::Row full = rows.row(query, head);
+  for (const std::uint32_t position : live_.positions().first(visible_))
+    (*future_mass_)[position] -= fixed_mass(1.0f, full.e[position] / full.sum);
+}
+
+std::span<const float> HeadRun::output() {
+  std::fill(out_.begin(), out_.end(), 0.0f);
+  accumulate_rows(p_, live_.positions().first(visible_), view_.v, view_.kv_token_stride,
+                  view_.head_size, out_.data());
+  return out_;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,89 @@
+// One configuration on one KV head: make room, admit, attend, observe, query by query.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "policies/live_set.hpp"
+#include "sim/head_view.hpp"
+#include "sim/metrics.hpp"
+#include "sim/shared_rows.hpp"
+#include "sim/squeezed_keys.hpp"
+
+namespace kvlab {
+
+/// Where a run's attention outputs go: [token, group, dim] by strides in floats. Null: nowhere.
+struct OutputSink {
+  float* out = nullptr;
+  std::size_t token_stride = 0, head_stride = 0;
+};
+
+class HeadRun {
+ public:
+  /// `admissions`, `view`'s data and `rope` must outlive the run.
+  HeadRun(LiveSet live, Positions positions, const std::vector<Admission>& admissions,
+          const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+
+  /// Evicts by these masses (least first), which shrink by what each query of the full cache gives:
+  /// the reference `oracle_mass`. [token], Q32.32.
+  void follow_oracle(std::shared_ptr<std::vector<std::uint64_t>> future_mass) {
+    future_mass_ = future_mass;
+  }
+  void measure(const QuerySpan* span) {
+    span_ = span;
+    stats_.resize(*span, view_.group);
+  }
+  void write_outputs(OutputSink sink) { sink_ = sink; }
+  /// Called after each query with the live positions it attended, ascending.
+  void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
+    watcher_ = std::move(watcher);
+  }
+
+  /// Whether attend(query) will look at the shared row of `query`.
+  bool wants_row(std::uint32_t query) const;
+  /// Takes the queries in order, each once.
+  void attend(std::uint32_t query, SharedRows& rows);
+
+  const LiveSet& live() const { return live_; }
+  const HeadStats& stats() const { return stats_; }
+
+ private:
+  const Admission& admission() const { return admissions_[next_]; }
+  bool observes(std::uint32_t query) const;
+  bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
+  void begin_admission();
+  void finish_admission();
+  void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void observe_mass(std::uint32_t query);
+  void observe_requests();
+  void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
+  std::span<const float> output();
+
+  LiveSet live_;
+  const std::vector<Admission>& admissions_;
+  std::size_t next_ = 0;
+  HeadView view_;
+  HeadArithmetic arithmetic_;
+  std::optional<SqueezedKeys> squeezed_;
+  std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
+  const QuerySpan* span_ = nullptr;
+  HeadStats stats_;
+  OutputSink sink_;
+  std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
+
+  std::uint32_t visible_ = 0;                // live tokens the current query may see
+  bool sees_all_ = false;                    // … which are all there ever were
+  std::vector<float> kept_, p_, out_;        // by age: shared exponentials, probabilities; [dim]
+  std::vector<std::uint64_t> mass_;          // by age
+  std::vector<std::uint8_t> requested_now_;  // by age: by some head, in this query
+  std::vector<std::uint32_t> requests_, last_request_;
+  std::vector<Observation> seen_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,19 @@
+#include "sim/head_view.hpp"
+
+#include <algorithm>
+
+namespace kvlab {
+
+std::vector<Admission> admissions_of(const std::vector<Segment>& segments, Prefill prefill) {
+  std::vector<Admission> admissions;
+  for (const Segment& segment : segments) {
+    std::uint32_t chunk = 1;
+    if (segment.kind == SegmentKind::prompt)
+      chunk = prefill.chunk == 0 ? segment.tokens : prefill.chunk;
+    for (std::uint32_t done = 0; done < segment.tokens; done += chunk)
+      admissions.push_back({segment.start + done, std::min(chunk, segment.tokens - done)});
+  }
+  return admissions;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,46 @@
+// One KV head of one sequence, as a replay and the closed loop see it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "policies/catalogue.hpp"
+#include "traces/numeric/dtype.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+/// Queries, keys and values before RoPE, float32, strided: both [head, token, dim] and
+/// [token, head, dim] fit. Strides are in floats.
+struct HeadView {
+  std::uint32_t tokens = 0, group = 0, head_size = 0;
+  const float* q = nullptr;  // [group, token, dim]
+  std::size_t q_head_stride = 0, q_token_stride = 0;
+  const float* k = nullptr;  // [token, dim]
+  const float* v = nullptr;  // [token, dim]
+  std::size_t kv_token_stride = 0;
+
+  const float* query(std::uint32_t head, std::uint32_t token) const {
+    return q + head * q_head_stride + token * q_token_stride;
+  }
+  const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
+};
+
+/// What else decides a row's arithmetic.
+struct HeadArithmetic {
+  float softmax_scale = 1.0f;
+  std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
+  std::uint32_t threshold16 = 0;  ///< of requests
+};
+
+/// Tokens that enter the cache together.
+struct Admission {
+  std::uint32_t first, tokens;
+};
+
+/// The admissions of a sequence: prompts by `prefill`, decoded tokens one by one.
+std::vector<Admission> admissions_of(const std::vector<Segment>& segments, Prefill prefill);
+
+}  // namespace kvlab

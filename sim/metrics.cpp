@@ -1,0 +1,107 @@
+#include "sim/metrics.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace kvlab {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr std::size_t kLeastBlocks = 8;  // fewer say too little about the error
+constexpr double kRecallFloor = 1e-9;
+
+/// The mean of ratios with block `out` left out (none: out == blocks).
+double mean_without(std::span<const BlockedRatio* const> ratios, std::span<const double> above,
+                    std::span<const double> below, std::size_t out) {
+  double sum = 0;
+  std::size_t count = 0;
+  for (std::size_t r = 0; r < ratios.size(); ++r) {
+    const bool cut = out < ratios[r]->above.size();
+    const double numerator = above[r] - (cut ? ratios[r]->above[out] : 0);
+    const double denominator = below[r] - (cut ? ratios[r]->below[out] : 0);
+    if (denominator <= 0) continue;
+    sum += numerator / denominator;
+    ++count;
+  }
+  return count ? sum / static_cast<double>(count) : kNaN;
+}
+
+double jackknife(std::span<const double> replicates) {
+  const auto n = static_cast<double>(replicates.size());
+  const double mean = std::accumulate(replicates.begin(), replicates.end(), 0.0) / n;
+  double squares = 0;
+  for (const double x : replicates) squares += (x - mean) * (x - mean);
+  return std::sqrt((n - 1) / n * squares);
+}
+
+}  // namespace
+
+QuerySpan::QuerySpan(const std::vector<Segment>& segments, bool decode_only,
+                     std::uint32_t sample_every)
+    : every_(sample_every) {
+  for (const Segment& segment : segments) {
+    index_.resize(segment.start + segment.tokens, -1);
+    if (decode_only && segment.kind != SegmentKind::decode) continue;
+    for (std::uint32_t i = 0; i < segment.tokens; ++i)
+      index_[segment.start + i] = static_cast<std::int32_t>(size_++);
+  }
+}
+
+double BlockedRatio::weight() const { return std::accumulate(below.begin(), below.end(), 0.0); }
+
+Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
+  std::vector<double> above, below;
+  std::size_t blocks = 0;
+  for (const BlockedRatio* ratio : ratios) {
+    above.push_back(std::accumulate(ratio->above.begin(), ratio->above.end(), 0.0));
+    below.push_back(ratio->weight());
+    blocks = std::max(blocks, ratio->above.size());
+  }
+  Estimate estimate{mean_without(ratios, above, below, blocks), kNaN,
+                    std::accumulate(below.begin(), below.end(), 0.0)};
+  std::vector<double> replicates;
+  for (std::size_t block = 0; block < blocks; ++block) {
+    const bool filled = std::any_of(ratios.begin(), ratios.end(), [&](const BlockedRatio* ratio) {
+      return ratio->below[block] > 0;
+    });
+    const double replicate = filled ? mean_without(ratios, above, below, block) : kNaN;
+    if (!std::isnan(replicate)) replicates.push_back(replicate);
+  }
+  if (replicates.size() >= kLeastBlocks) estimate.standard_error = jackknife(replicates);
+  return estimate;
+}
+
+void HeadStats::resize(const QuerySpan& span, std::uint32_t group) {
+  heads.resize(group);
+  for (PerQueryHead& head : heads)
+    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
+      ratio->resize(span.blocks());
+  error2.resize(span.samples());
+  output2.resize(span.samples());
+}
+
+void HeadStats::add_recall(std::uint32_t block, std::uint32_t head, double recall) {
+  heads[head].recall.add(block, recall, 1);
+  heads[head].nll.add(block, -std::log(std::max(recall, kRecallFloor)), 1);
+}
+
+void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
+                            std::span<const float> full, std::span<const float> kept) {
+  double error = 0, size = 0;
+  for (std::size_t d = 0; d < full.size(); ++d) {
+    const double difference = static_cast<double>(full[d]) - static_cast<double>(kept[d]);
+    error += difference * difference;
+    size += static_cast<double>(full[d]) * static_cast<double>(full[d]);
+  }
+  const std::uint32_t sample = span.sample(query);
+  error2[sample] += error;
+  output2[sample] += size;
+  if (size > 0)
+    heads[head].error.add(span.block(query), std::sqrt(error / size), 1);
+  else
+    ++heads[head].zero_outputs;
+}
+
+}  // namespace kvlab

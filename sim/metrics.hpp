@@ -1,0 +1,79 @@
+// What is measured: sums by block of queries, so that every figure has a standard error.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+/// The queries that figures are taken over, in order; the errors on a sample of them.
+class QuerySpan {
+ public:
+  /// All queries, or those of decode segments. `sample_every`: errors on every such query of the
+  /// span.
+  QuerySpan(const std::vector<Segment>& segments, bool decode_only, std::uint32_t sample_every);
+
+  std::uint32_t size() const { return size_; }
+  std::uint32_t samples() const { return (size_ + every_ - 1) / every_; }
+  bool contains(std::uint32_t query) const { return query < index_.size() && index_[query] >= 0; }
+  bool sampled(std::uint32_t query) const { return index_[query] % every_ == 0; }
+  /// Which sample this sampled query is.
+  std::uint32_t sample(std::uint32_t query) const {
+    return static_cast<std::uint32_t>(index_[query]) / every_;
+  }
+  /// Contiguous blocks of queries, for standard errors: 16, or as many as there are queries.
+  std::uint32_t blocks() const { return std::min(size_, 16u); }
+  std::uint32_t block(std::uint32_t query) const {
+    return block_of(static_cast<std::uint32_t>(index_[query]));
+  }
+  std::uint32_t block_of_sample(std::uint32_t sample) const { return block_of(sample * every_); }
+
+ private:
+  std::uint32_t block_of(std::uint32_t i) const {
+    return static_cast<std::uint32_t>(std::uint64_t{i} * blocks() / size_);
+  }
+  std::vector<std::int32_t> index_;  // [token]: which query of the span, or -1
+  std::uint32_t size_ = 0, every_;
+};
+
+/// A ratio of sums, by block: a mean (weights 1), or misses per request.
+struct BlockedRatio {
+  std::vector<double> above, below;  // [block]
+
+  void resize(std::uint32_t blocks) { above.resize(blocks), below.resize(blocks); }
+  void add(std::uint32_t block, double numerator, double denominator) {
+    above[block] += numerator;
+    below[block] += denominator;
+  }
+  double weight() const;
+};
+
+/// A plain mean of ratios (over query heads, or layers), with its jackknife error over blocks.
+/// Ratios without weight are left out.
+struct Estimate {
+  double value, standard_error;  ///< NaN: no ratio has weight; fewer than 8 blocks
+  double weight;                 ///< of all ratios together
+};
+Estimate mean_of(std::span<const BlockedRatio* const> ratios);
+
+/// One configuration's figures on one KV head.
+struct HeadStats {
+  struct PerQueryHead {
+    BlockedRatio recall, nll, miss, error;
+    std::uint64_t zero_outputs = 0;
+  };
+  std::vector<PerQueryHead> heads;      // [group]
+  std::vector<double> error2, output2;  // [sample]: sums over the group of squared norms
+
+  void resize(const QuerySpan& span, std::uint32_t group);
+  void add_recall(std::uint32_t block, std::uint32_t head, double recall);
+  /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].
+  void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
+                   std::span<const float> full, std::span<const float> kept);
+};
+
+}  // namespace kvlab

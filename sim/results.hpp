@@ -1,0 +1,58 @@
+// The figures of a run: one row each, as results.csv holds them. Tidy: every row stands alone.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sim/replay.hpp"
+
+namespace kvlab {
+
+/// What is known of a metric, for ranking and for people.
+struct MetricInfo {
+  std::string_view name;
+  std::string_view label;  ///< as an axis is labelled
+  bool higher_is_better;
+  bool ranks;  ///< false: a bookkeeping figure (bytes, evictions); deploy does not rank by it
+};
+
+/// Every metric that a results file may hold.
+std::span<const MetricInfo> all_metrics();
+/// Null if there is none of that name.
+const MetricInfo* find_metric(std::string_view name);
+
+/// One row. `layer` and `head` are -1 where the file says `all`.
+struct ResultRow {
+  std::string trace, policy, params, budget;
+  std::uint32_t budget_tokens = 0;
+  std::string prefill, positions, span;
+  double threshold = 0;
+  std::uint64_t seed = 0;
+  std::int32_t layer = -1, head = -1;
+  std::string metric;
+  double value = 0;
+  double standard_error = 0;  ///< NaN where there is none
+  std::uint64_t count = 0;    ///< queries x query heads
+};
+
+/// The rows of one trace's replay, in the order of the measurements. A value that is not a number
+/// (a head without requests has no miss rate) has no row.
+std::vector<ResultRow> result_rows(std::string_view trace, std::span<const ReplayConfig> grid,
+                                   const ReplayOptions& options, const ReplayResult& result);
+
+/// RFC 4180, "\n" between records; numbers in the shortest form that reads back to the same value.
+std::string results_csv(std::span<const ResultRow> rows);
+
+/// Reads what results_csv writes, from anyone. Throws std::runtime_error that names `file` and the
+/// line: another header, a wrong number of columns, a number that is none or not finite, an unknown
+/// metric, a row that is there twice.
+std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file);
+
+std::string_view name_of(Span span);
+/// Throws std::invalid_argument unless decode or all.
+Span parse_span(std::string_view text);
+
+}  // namespace kvlab

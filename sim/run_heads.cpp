@@ -1,0 +1,33 @@
+#include "sim/run_heads.hpp"
+
+#include <algorithm>
+
+namespace kvlab {
+namespace {
+
+bool anybody_wants(std::uint32_t first, std::uint32_t count,
+                   const std::vector<std::unique_ptr<HeadRun>>& runs, const TopkRun* topk) {
+  for (std::uint32_t query = first; query < first + count; ++query) {
+    if (topk && topk->wants_row(query)) return true;
+    for (const auto& run : runs)
+      if (run && run->wants_row(query)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void run_head(std::uint32_t tokens, SharedRows& rows,
+              const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk) {
+  for (std::uint32_t first = 0; first < tokens; first += rows.block_queries()) {
+    const std::uint32_t count = std::min(rows.block_queries(), tokens - first);
+    if (anybody_wants(first, count, runs, topk)) rows.compute(first, count);
+    for (const auto& run : runs)
+      for (std::uint32_t query = first; run && query < first + count; ++query)
+        run->attend(query, rows);
+    if (topk)
+      for (std::uint32_t query = first; query < first + count; ++query) topk->attend(query, rows);
+  }
+}
+
+}  // namespace kvlab

@@ -1,0 +1,17 @@
+// One KV head through several runs, block of queries by block of queries.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "sim/head_run.hpp"
+#include "sim/oracle.hpp"
+
+namespace kvlab {
+
+/// Takes queries 0 … tokens-1 through every run (null entries are skipped) and through `topk` (may
+/// be null). Shared rows are computed only where somebody wants them.
+void run_head(std::uint32_t tokens, SharedRows& rows,
+              const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk);
+
+}  // namespace kvlab

@@ -1,0 +1,55 @@
+#include "sim/squeezed_keys.hpp"
+
+#include "traces/numeric/softmax.hpp"
+
+namespace kvlab {
+
+SqueezedKeys::SqueezedKeys(const HeadView& view, const RopeTable& rope, float softmax_scale)
+    : view_(view),
+      rope_(rope),
+      softmax_scale_(softmax_scale),
+      keys_(0, view.head_size),
+      queries_(std::size_t{view.group} * view.head_size) {}
+
+void SqueezedKeys::place(const LiveSet& live) {
+  keys_.grow(live.slot_count());
+  placed_.resize(live.slot_count(), kNoBudget);
+  tokens_.resize(live.slot_count(), kNoBudget);
+  const auto positions = live.positions();
+  const auto slots = live.slots();
+  const std::uint32_t oldest = positions.back() - (live.size() - 1);
+  std::vector<float> key(view_.head_size);
+  for (std::uint32_t i = 0; i < live.size(); ++i) {
+    const std::uint32_t slot = slots[i], place = oldest + i;
+    if (tokens_[slot] == positions[i] && placed_[slot] == place) continue;
+    rope_.rotate(view_.key(positions[i]), view_.head_size, place, key.data());
+    keys_.set_row(slot, key.data());
+    tokens_[slot] = positions[i];
+    placed_[slot] = place;
+  }
+}
+
+void SqueezedKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32_t visible) {
+  for (std::uint32_t head = 0; head < view_.group; ++head)
+    rope_.rotate(view_.query(head, query), view_.head_size, query,
+                 queries_.data() + head * view_.head_size);
+  const std::size_t stride = keys_.panel_count() * 16;
+  by_slot_.resize(view_.group * stride);
+  multiply(queries_.data(), view_.group, view_.head_size, keys_, 0, keys_.panel_count(),
+           by_slot_.data(), stride);
+  visible_ = visible;
+  by_age_.resize(view_.group * visible_);
+  const auto slots = live.slots();
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    const float* from = by_slot_.data() + head * stride;
+    float* to = by_age_.data() + head * visible_;
+    for (std::uint32_t i = 0; i < visible; ++i) to[i] = from[slots[i]];
+    scale(to, visible_, softmax_scale_);
+  }
+}
+
+std::span<const float> SqueezedKeys::logits(std::uint32_t head) const {
+  return {by_age_.data() + head * visible_, visible_};
+}
+
+}  // namespace kvlab
