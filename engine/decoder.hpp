@@ -37,15 +37,16 @@ class DecoderObserver {
   virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, const LiveSet& /*live*/,
                         std::span<const Observation> /*seen*/) {}
   /// The tensors of a layer, before RoPE, and the attention outputs; see TraceWriter::layer.
-  virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/, std::span<const float> /*k*/,
-                     std::span<const float> /*v*/, std::span<const float> /*out*/,
-                     std::span<const float> /*lse*/) {}
+  virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/,
+                     std::span<const float> /*k*/, std::span<const float> /*v*/,
+                     std::span<const float> /*out*/, std::span<const float> /*lse*/) {}
   virtual void admitted() {}  ///< after the last layer
 };
 
 class Decoder {
  public:
-  /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a budget.
+  /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a
+  /// budget.
   Decoder(const Model& model, CacheOptions options, unsigned threads);
   ~Decoder();
 
@@ -56,8 +57,8 @@ class Decoder {
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits = nullptr);
 
-  std::uint32_t tokens() const;             ///< fed so far
-  std::uint64_t kv_bytes_peak() const;      ///< keys and values held at most, all layers and heads
+  std::uint32_t tokens() const;         ///< fed so far
+  std::uint64_t kv_bytes_peak() const;  ///< keys and values held at most, all layers and heads
   std::uint64_t evictions() const;
   const LiveSet& live(std::uint32_t layer, std::uint32_t kv_head) const;
 

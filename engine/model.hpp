@@ -17,14 +17,15 @@ namespace kvlab {
 struct ModelConfig {
   std::string name;          ///< the directory's name
   std::string architecture;  ///< LlamaForCausalLM, …
-  std::uint32_t layers = 0, hidden = 0, query_heads = 0, kv_heads = 0, head_size = 0, mlp = 0, vocab = 0;
+  std::uint32_t layers = 0, hidden = 0, query_heads = 0, kv_heads = 0, head_size = 0, mlp = 0,
+                vocab = 0;
   std::uint32_t trained_context = 0;  ///< max_position_embeddings
   float norm_epsilon = 0;
   bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
   Dtype weights_dtype = Dtype::bf16;
   std::int32_t bos = -1;          ///< -1: none
   std::vector<std::int32_t> eos;  ///< may be empty
-  Rope rope;                      ///< inv_freq and factor after scaling (default, linear, llama3, yarn)
+  Rope rope;  ///< inv_freq and factor after scaling (default, linear, llama3, yarn)
   nlohmann::json rope_config;
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
@@ -32,8 +33,9 @@ struct ModelConfig {
   float softmax_scale() const;  ///< 1 / sqrt(head_size)
 };
 
-/// Throws std::runtime_error that names the file and key: missing, out of range, or an architecture or
-/// option that is not supported (sliding windows in use, other activations, other RoPE types, …).
+/// Throws std::runtime_error that names the file and key: missing, out of range, or an architecture
+/// or option that is not supported (sliding windows in use, other activations, other RoPE types,
+/// …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
 
 class Model {
@@ -47,8 +49,8 @@ class Model {
   const std::string& weights_xxh3() const;
   const std::string& tokenizer_xxh3() const;
 
-  // Rows are tokens; all matrices are row-major float32. `n` rows each; work is spread over `threads`
-  // in fixed tiles. Throws std::out_of_range for an id outside the vocabulary.
+  // Rows are tokens; all matrices are row-major float32. `n` rows each; work is spread over
+  // `threads` in fixed tiles. Throws std::out_of_range for an id outside the vocabulary.
   void embed(std::span<const std::int32_t> ids, float* x) const;  // x [n, hidden]
   /// norm, projections, biases, q/k norm; before RoPE. q [n, query_heads, head_size], k and v
   /// [n, kv_heads, head_size].

@@ -7,9 +7,9 @@
 namespace kvlab {
 
 struct SamplingOptions {
-  double temperature = 0;     ///< 0: greedy
-  std::uint32_t top_k = 0;    ///< 0: all
-  double top_p = 1.0;         ///< (0, 1]
+  double temperature = 0;   ///< 0: greedy
+  std::uint32_t top_k = 0;  ///< 0: all
+  double top_p = 1.0;       ///< (0, 1]
   std::uint64_t seed = 0;
 };
 

@@ -21,7 +21,8 @@ class Tokenizer {
   /// Token ids of UTF-8 text. `add_special`: what the file's post-processor adds (BOS, say).
   /// Invalid UTF-8: each bad byte is read as U+FFFD, as Python's errors="replace" does.
   std::vector<std::int32_t> encode(std::string_view text, bool add_special = true) const;
-  /// Bytes of the ids; `skip_special` leaves out special tokens. Unknown ids throw std::out_of_range.
+  /// Bytes of the ids; `skip_special` leaves out special tokens. Unknown ids throw
+  /// std::out_of_range.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = true) const;
 
   std::optional<std::int32_t> id_of(std::string_view token) const;

@@ -60,9 +60,9 @@ Extent parse_extent(std::string_view text, std::string_view what, double least) 
     return {.share_ppm = static_cast<std::uint32_t>(std::lround(value * 1e4)), .is_share = true};
   }
   if (value != std::floor(value) || value < least || value >= 2147483648.0)
-    throw std::invalid_argument(
-        fmt::format("{}: '{}' should be a whole number of tokens, at least {}, or a share such as 20%",
-                    what, text, least));
+    throw std::invalid_argument(fmt::format(
+        "{}: '{}' should be a whole number of tokens, at least {}, or a share such as 20%", what,
+        text, least));
   return tokens(static_cast<std::uint32_t>(value));
 }
 
@@ -81,7 +81,8 @@ bool is_reserved(std::string_view word) {
 }
 
 std::string hint(std::string_view word, std::span<const std::string> candidates) {
-  if (const auto near = nearest_name(word, candidates)) return fmt::format("; did you mean '{}'?", *near);
+  if (const auto near = nearest_name(word, candidates))
+    return fmt::format("; did you mean '{}'?", *near);
   return fmt::format("; known: {}", fmt::join(candidates, ", "));
 }
 
@@ -190,7 +191,8 @@ std::uint32_t Budget::resolve(std::uint32_t length) const {
 
 Budget parse_budget(std::string_view text) {
   if (text == "null")
-    throw std::invalid_argument("budget: null is reserved for a later version; give tokens or a share");
+    throw std::invalid_argument(
+        "budget: null is reserved for a later version; give tokens or a share");
   return {.extent = parse_extent(text, "budget", 1)};
 }
 
@@ -234,7 +236,8 @@ Prefill parse_prefill(std::string_view text) {
       fmt::format("prefill: '{}' should be dense, stream or chunk:N (tokens an admission)", text));
 }
 
-std::optional<std::string> nearest_name(std::string_view word, std::span<const std::string> candidates) {
+std::optional<std::string> nearest_name(std::string_view word,
+                                        std::span<const std::string> candidates) {
   std::optional<std::string> best;
   std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;
   for (const std::string& candidate : candidates) {

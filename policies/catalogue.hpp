@@ -75,6 +75,7 @@ struct Prefill {
 Prefill parse_prefill(std::string_view text);
 
 /// The candidate nearest to `word` by edit distance, if near enough to be a slip.
-std::optional<std::string> nearest_name(std::string_view word, std::span<const std::string> candidates);
+std::optional<std::string> nearest_name(std::string_view word,
+                                        std::span<const std::string> candidates);
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
-// h2o: heavy hitters. The token with the least accumulated attention leaves first; half of the budget
-// is recent.
+// h2o: heavy hitters. The token with the least accumulated attention leaves first; half of the
+// budget is recent.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1.
 // Deliberate differences from the paper and from the authors' five released versions:
@@ -31,11 +31,12 @@ struct AccumulatedMass {
 };
 
 struct H2O : AccumulatedMass {
-  static constexpr PolicyInfo kInfo{.name = "h2o",
-                                    .summary = "the least accumulated attention leaves first",
-                                    .citation = "Zhang et al. 2023, H2O, algorithm 1 (arXiv:2306.14048)",
-                                    .needs = Needs::mass,
-                                    .recent = percent(50)};
+  static constexpr PolicyInfo kInfo{
+      .name = "h2o",
+      .summary = "the least accumulated attention leaves first",
+      .citation = "Zhang et al. 2023, H2O, algorithm 1 (arXiv:2306.14048)",
+      .needs = Needs::mass,
+      .recent = percent(50)};
 };
 
 }  // namespace kvlab

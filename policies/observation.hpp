@@ -19,7 +19,8 @@ constexpr std::uint32_t request_threshold16(double tau) {
   return static_cast<std::uint32_t>(tau * 65536.0 + 0.5);
 }
 
-/// Whether a query head requests a token. Both masses are unweighted; `row_max` is the row's largest.
+/// Whether a query head requests a token. Both masses are unweighted; `row_max` is the row's
+/// largest.
 constexpr bool requested(std::uint64_t mass, std::uint64_t row_max, std::uint32_t threshold16) {
   return (mass << 16) >= threshold16 * row_max;
 }

@@ -1,15 +1,17 @@
 // What a policy is: pure functions on one token's state, and nothing else.
 //
 // `constexpr` is the mark that makes one text compile for the host and for the device: it rules out
-// loops over tokens through pointers, containers and I/O, and nvcc compiles a constexpr function for
-// both sides (--expt-relaxed-constexpr). Policy code is built without FMA contraction, so that host
-// and device agree bit for bit.
+// loops over tokens through pointers, containers and I/O, and nvcc compiles a constexpr function
+// for both sides (--expt-relaxed-constexpr). Policy code is built without FMA contraction, so that
+// host and device agree bit for bit.
 //
 // Included by CUDA code: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <concepts>
 #include <cstdint>
+#include <iterator>
+#include <string_view>
 #include <type_traits>
 
 namespace kvlab {
@@ -57,7 +59,8 @@ struct PolicyInfo {
 };
 
 /// One parameter of a policy: a member of its Params, all of which are doubles (an integer up to
-/// 2^53 is exact). A policy with parameters lists them in `static constexpr Param<Params> kParams[]`.
+/// 2^53 is exact). A policy with parameters lists them in
+/// `static constexpr Param<Params> kParams[]`.
 template <class Params>
 struct Param {
   const char* name;
@@ -71,9 +74,9 @@ struct Token {
 };
 
 struct Step {
-  std::uint32_t now;      ///< position of the first token of the admission (to come, in rank)
-  std::uint32_t budget;   ///< tokens that a decoded query may span, itself included
-  std::uint32_t live;     ///< live tokens: before leaving (rank), with the admitted (admit, observe)
+  std::uint32_t now;     ///< position of the first token of the admission (to come, in rank)
+  std::uint32_t budget;  ///< tokens that a decoded query may span, itself included
+  std::uint32_t live;    ///< live tokens: before leaving (rank), with the admitted (admit, observe)
   std::uint32_t queries;  ///< tokens admitted together; 0 in rank, which may not depend on it
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
@@ -81,8 +84,8 @@ struct Step {
 
 /// What one token received from the queries of one admission.
 struct Observation {
-  std::uint64_t mass = 0;  ///< Q32.32: sum over the group's query heads and the queries of weight * p
-  std::uint32_t requests = 0;      ///< queries in which some query head of the group requested it
+  std::uint64_t mass = 0;      ///< Q32.32: sum over the group's heads and the queries of weight * p
+  std::uint32_t requests = 0;  ///< queries in which some query head of the group requested it
   std::uint32_t last_request = 0;  ///< position of the last such query; meaningful if requests > 0
   std::uint32_t queries = 0;       ///< queries that could see the token
 
@@ -93,23 +96,27 @@ inline constexpr std::uint32_t kNoTail = 0xffff'ffffu;
 
 namespace hooks {
 template <class P>
-concept HasInfo = requires { requires std::same_as<std::remove_cvref_t<decltype(P::kInfo)>, PolicyInfo>; };
+concept HasInfo = requires {
+  requires std::same_as<std::remove_cvref_t<decltype(P::kInfo)>, PolicyInfo>;
+};
 template <class P>
 concept HasTypes = requires {
   requires std::is_trivially_copyable_v<typename P::Params>;
   requires std::is_trivially_copyable_v<typename P::Slot>;
 };
 template <class P>
-concept HasAdmit = requires(typename P::Slot& slot, Token t, const typename P::Params& p, const Step& s) {
+concept HasAdmit = requires(typename P::Slot& slot, Token t, const typename P::Params& p,
+                            const Step& s) {
   { P::admit(slot, t, p, s) } -> std::same_as<void>;
 };
 template <class P>
-concept HasObserve =
-    requires(typename P::Slot& slot, const Observation& o, const typename P::Params& p, const Step& s) {
-      { P::observe(slot, o, p, s) } -> std::same_as<void>;
-    };
+concept HasObserve = requires(typename P::Slot& slot, const Observation& o,
+                              const typename P::Params& p, const Step& s) {
+  { P::observe(slot, o, p, s) } -> std::same_as<void>;
+};
 template <class P>
-concept HasRank = requires(const typename P::Slot& slot, Token t, const typename P::Params& p, const Step& s) {
+concept HasRank = requires(const typename P::Slot& slot, Token t, const typename P::Params& p,
+                           const Step& s) {
   { P::rank(slot, t, p, s) } -> std::same_as<std::uint64_t>;
 };
 template <class P>
@@ -129,33 +136,117 @@ concept HasParamList = std::is_empty_v<typename P::Params> || requires {
 /// A complete policy. Hooks and declarations must match both ways: a hook that is declared must be
 /// there, and one that is not declared must not.
 template <class P>
-concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> && hooks::HasAdmit<P> &&
-                 hooks::HasRank<P> && (hooks::HasObserve<P> == (P::kInfo.needs != Needs::nothing)) &&
-                 (hooks::HasWeight<P> == P::kInfo.weighted) && (hooks::HasTail<P> == P::kInfo.weighted);
+concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> &&
+                 hooks::HasAdmit<P> && hooks::HasRank<P> &&
+                 (hooks::HasObserve<P> == (P::kInfo.needs != Needs::nothing)) &&
+                 (hooks::HasWeight<P> == P::kInfo.weighted) &&
+                 (hooks::HasTail<P> == P::kInfo.weighted);
+
+/// P's parameters at their standard values.
+template <class P>
+constexpr typename P::Params standard_params() {
+  typename P::Params params{};
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    for (const auto& param : P::kParams) params.*(param.member) = param.standard;
+  return params;
+}
+
+namespace hooks {
+/// Runs every hook once. Slots are reused, so admit() has to set all that the others read: a slot
+/// that starts without a value shows whether it does.
+template <class P>
+constexpr bool run_once(typename P::Slot& slot) {
+  const typename P::Params params = standard_params<P>();
+  const Step step{};
+  P::admit(slot, Token{}, params, step);
+  if constexpr (P::kInfo.needs != Needs::nothing) P::observe(slot, Observation{}, params, step);
+  if constexpr (P::kInfo.weighted) static_cast<void>(P::weight(P::tail(params), params));
+  static_cast<void>(P::rank(slot, Token{}, params, step));
+  return true;
+}
+template <class P>
+constexpr bool run_on_zeros() {
+  typename P::Slot slot{};
+  return run_once<P>(slot);
+}
+template <class P>
+constexpr bool run_on_nothing() {
+  typename P::Slot slot;
+  return run_once<P>(slot);
+}
+template <class P>
+concept AreConstexpr = requires {
+  typename std::bool_constant<run_on_zeros<P>()>;
+};
+template <class P>
+concept AdmitSetsSlot = requires {
+  typename std::bool_constant<run_on_nothing<P>()>;
+};
+}  // namespace hooks
+
+/// What check_policy() asks of a type that has kInfo, Params and Slot.
+template <class P>
+consteval void check_hooks() {
+  static_assert(hooks::HasParamList<P>,
+                "policy: a Params with members needs `static constexpr Param<Params> kParams[]`");
+  static_assert(
+      hooks::HasAdmit<P>,
+      "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`");
+  static_assert(
+      hooks::HasRank<P>,
+      "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, const Params&, "
+      "const Step&)`");
+  static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
+                "policy: kInfo.needs asks for observations, so it needs `static constexpr void "
+                "observe(Slot&, const Observation&, const Params&, const Step&)`");
+  static_assert(
+      P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
+      "policy: has observe(), but kInfo.needs says nothing: say Needs::mass or Needs::requests");
+  static_assert(
+      !P::kInfo.weighted || (hooks::HasWeight<P> && hooks::HasTail<P>),
+      "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, const "
+      "Params&)` and `static constexpr std::uint32_t tail(const Params&)`");
+  static_assert(P::kInfo.weighted || (!hooks::HasWeight<P> && !hooks::HasTail<P>),
+                "policy: has weight() or tail(), but kInfo.weighted is false");
+  if constexpr (Policy<P>) {
+    static_assert(
+        hooks::AreConstexpr<P>,
+        "policy: every hook must be constexpr, so that one text compiles for host and device");
+    static_assert(
+        !hooks::AreConstexpr<P> || hooks::AdmitSetsSlot<P>,
+        "policy: admit() must set every member of Slot that observe() and rank() read, because "
+        "slots are reused");
+  }
+}
 
 /// Explains, hook by hook, why P is not a Policy. The registry calls it for each of its lines.
 template <class P>
 consteval bool check_policy() {
   static_assert(hooks::HasInfo<P>, "policy: needs `static constexpr PolicyInfo kInfo{...}`");
   static_assert(hooks::HasTypes<P>, "policy: needs trivially copyable types Params and Slot");
-  static_assert(hooks::HasParamList<P>,
-                "policy: a Params with members needs `static constexpr Param<Params> kParams[]`");
-  static_assert(hooks::HasAdmit<P>,
-                "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`");
-  static_assert(hooks::HasRank<P>,
-                "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, const Params&, "
-                "const Step&)`");
-  static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
-                "policy: kInfo.needs asks for observations, so it needs `static constexpr void "
-                "observe(Slot&, const Observation&, const Params&, const Step&)`");
-  static_assert(P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
-                "policy: has observe(), but kInfo.needs says nothing: say Needs::mass or Needs::requests");
-  static_assert(!P::kInfo.weighted || (hooks::HasWeight<P> && hooks::HasTail<P>),
-                "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, const "
-                "Params&)` and `static constexpr std::uint32_t tail(const Params&)`");
-  static_assert(P::kInfo.weighted || (!hooks::HasWeight<P> && !hooks::HasTail<P>),
-                "policy: has weight() or tail(), but kInfo.weighted is false");
-  static_assert(Policy<P>, "policy: does not satisfy kvlab::Policy");
+  if constexpr (hooks::HasInfo<P> && hooks::HasTypes<P>) check_hooks<P>();
+  return true;
+}
+
+/// The registry's type.
+template <class... P>
+struct PolicyList {};
+
+template <class... P>
+consteval bool names_differ() {
+  const std::string_view names[]{P::kInfo.name...};
+  for (const auto& name : names)
+    for (const auto* other = &name + 1; other != std::end(names); ++other)
+      if (name == *other) return false;
+  return true;
+}
+
+/// Checks every line of the registry, and that their names differ.
+template <class... P>
+consteval bool check_registry(PolicyList<P...>) {
+  static_assert((check_policy<P>() && ...));
+  if constexpr ((Policy<P> && ...))
+    static_assert(names_differ<P...>(), "registry: two policies have the same name");
   return true;
 }
 

@@ -1,8 +1,8 @@
 // random: a fresh draw at each step, the floor that any policy should clear.
 //
-// A counter-based hash of (seed, sequence, layer, KV head, position, now): no state, the same draw on
-// host and device. A static order (a hash of the position alone) would be no floor: recent tokens
-// would die at once.
+// A counter-based hash of (seed, sequence, layer, KV head, position, now): no state, the same draw
+// on host and device. A static order (a hash of the position alone) would be no floor: recent
+// tokens would die at once.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -13,7 +13,8 @@ struct Random {
   static constexpr PolicyInfo kInfo{
       .name = "random",
       .summary = "any token leaves, drawn afresh at each step",
-      .citation = "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)"};
+      .citation =
+          "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)"};
   struct Params {};
   struct Slot {};
 

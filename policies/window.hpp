@@ -9,10 +9,11 @@
 namespace kvlab {
 
 struct Window {
-  static constexpr PolicyInfo kInfo{.name = "window",
-                                    .summary = "the oldest leaves first",
-                                    .citation = "Beltagy et al. 2020, Longformer, section 3.1 (arXiv:2004.05150)",
-                                    .order = Order::nested};
+  static constexpr PolicyInfo kInfo{
+      .name = "window",
+      .summary = "the oldest leaves first",
+      .citation = "Beltagy et al. 2020, Longformer, section 3.1 (arXiv:2004.05150)",
+      .order = Order::nested};
   struct Params {};
   struct Slot {};
 

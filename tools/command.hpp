@@ -1,4 +1,5 @@
-// One subcommand of `kvlab`. Each lives in its own tools/cmd_<name>.cpp and has one line in main.cpp.
+// One subcommand of `kvlab`. Each lives in its own tools/cmd_<name>.cpp and has one line in
+// main.cpp.
 #pragma once
 
 #include <boost/program_options.hpp>

@@ -38,8 +38,9 @@ po::variables_map parse(const Command& command, const po::options_description& o
   po::variables_map values;
   // No guessing of abbreviated options: a slip should be named, not completed.
   const int style = po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
-  po::store(po::command_line_parser(words).options(options).positional(positional).style(style).run(),
-            values);
+  po::store(
+      po::command_line_parser(words).options(options).positional(positional).style(style).run(),
+      values);
   if (!values.count("help")) po::notify(values);
   return values;
 }
@@ -72,9 +73,9 @@ int run(const std::vector<std::string>& words) {
     std::vector<std::string> names;
     for (const Command& c : commands) names.push_back(c.name);
     const auto near = nearest_name(words[0], names);
-    throw std::invalid_argument(fmt::format("unknown command '{}'; {}", words[0],
-                                            near ? "did you mean '" + *near + "'?"
-                                                 : "`kvlab --help` lists them"));
+    throw std::invalid_argument(
+        fmt::format("unknown command '{}'; {}", words[0],
+                    near ? "did you mean '" + *near + "'?" : "`kvlab --help` lists them"));
   }
   return run_command(*command, {words.begin() + 1, words.end()});
 }

@@ -78,7 +78,8 @@ std::uint16_t float_to_f16(float value) {
   if (std::isnan(value)) return static_cast<std::uint16_t>(sign | 0x7e00u);
   if (magnitude >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00u);
   if (magnitude < 0x1p-14f)  // subnormal: a multiple of 2^-24
-    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::nearbyint(magnitude * 0x1p24f)));
+    return static_cast<std::uint16_t>(
+        sign | static_cast<std::uint16_t>(std::nearbyint(magnitude * 0x1p24f)));
   const std::uint32_t abs_bits = bits & 0x7fff'ffffu;
   const std::uint32_t rounded = abs_bits + 0xfffu + (abs_bits >> 13 & 1u);
   return static_cast<std::uint16_t>(sign | ((rounded >> 13) - (112u << 10)));

@@ -57,8 +57,8 @@ inline __attribute__((always_inline)) void block(const float* x, std::size_t x_s
 template <class Load, int R, int P>
 inline __attribute__((always_inline)) void all_panels(const float* x, std::size_t x_stride,
                                                       const typename Load::Element* w,
-                                                      std::size_t depth, std::size_t count, float* y,
-                                                      std::size_t y_stride) {
+                                                      std::size_t depth, std::size_t count,
+                                                      float* y, std::size_t y_stride) {
   std::size_t p = 0;
   for (; p + P <= count; p += P)
     block<Load, R, P>(x, x_stride, w + p * depth * 16, depth, y + p * 16, y_stride);
@@ -82,7 +82,8 @@ inline __attribute__((always_inline)) void multiply_panels(const float* x, std::
 }
 
 KVLAB_HOT void multiply_float(const float* x, std::size_t m, std::size_t x_stride, const float* w,
-                              std::size_t depth, std::size_t count, float* y, std::size_t y_stride) {
+                              std::size_t depth, std::size_t count, float* y,
+                              std::size_t y_stride) {
   multiply_panels<LoadFloat>(x, m, x_stride, w, depth, count, y, y_stride);
 }
 
@@ -92,8 +93,8 @@ KVLAB_HOT void multiply_bf16(const float* x, std::size_t m, std::size_t x_stride
   multiply_panels<LoadBf16>(x, m, x_stride, w, depth, count, y, y_stride);
 }
 
-KVLAB_HOT void accumulate(const float* p, const std::uint32_t* rows, std::size_t count, const float* v,
-                          std::size_t stride, std::size_t depth, float* y) {
+KVLAB_HOT void accumulate(const float* p, const std::uint32_t* rows, std::size_t count,
+                          const float* v, std::size_t stride, std::size_t depth, float* y) {
   std::size_t d = 0;
   for (; d + 64 <= depth; d += 64) {
     Float16 sum[4];
@@ -124,8 +125,8 @@ void Panels::grow(std::size_t rows) {
   const std::size_t panels = (rows + 15) / 16, panel_bytes = depth_ * 16 * bytes_of(dtype_);
   if (panels > capacity_) {
     const std::size_t wanted = std::max(panels, capacity_ + capacity_ / 2);
-    std::unique_ptr<std::byte, Free> data(
-        static_cast<std::byte*>(std::aligned_alloc(64, std::max<std::size_t>(64, (wanted * panel_bytes + 63) / 64 * 64))));
+    std::unique_ptr<std::byte, Free> data(static_cast<std::byte*>(
+        std::aligned_alloc(64, std::max<std::size_t>(64, (wanted * panel_bytes + 63) / 64 * 64))));
     if (!data) throw std::bad_alloc();
     if (capacity_) std::memcpy(data.get(), data_.get(), capacity_ * panel_bytes);
     std::memset(data.get() + capacity_ * panel_bytes, 0, (wanted - capacity_) * panel_bytes);
@@ -157,8 +158,8 @@ void Panels::get_row(std::size_t row, float* values) const {
   }
 }
 
-void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w, std::size_t first,
-              std::size_t last, float* y, std::size_t y_stride) {
+void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+              std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
   if (first >= last) return;
   if (w.dtype() == Dtype::bf16)
     multiply_bf16(x, m, x_stride, reinterpret_cast<const std::uint16_t*>(w.panel(first)), w.depth(),

@@ -42,14 +42,14 @@ class Panels {
 /// y[i, 16 * p + r] = sum over k of x[i, k] * w[16 * p + r, k], for i < m and for the panels p in
 /// [first, last). Rows of x and y are `x_stride` and `y_stride` floats apart; y holds whole panels
 /// (16 * panel_count floats a row).
-void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w, std::size_t first,
-              std::size_t last, float* y, std::size_t y_stride);
+void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+              std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
 /// The same sum for one pair of rows.
 float dot(const float* a, const float* b, std::size_t depth);
 
-/// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: attention's second half.
-/// `rows` empty: rows 0, 1, 2, …
+/// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: attention's second
+/// half. `rows` empty: rows 0, 1, 2, …
 void accumulate_rows(std::span<const float> p, std::span<const std::uint32_t> rows, const float* v,
                      std::size_t stride, std::size_t depth, float* y);
 

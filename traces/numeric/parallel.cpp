@@ -11,7 +11,8 @@ namespace kvlab {
 
 unsigned default_threads() { return std::max(1u, std::thread::hardware_concurrency()); }
 
-void parallel_for(std::size_t count, unsigned threads, const std::function<void(std::size_t)>& body) {
+void parallel_for(std::size_t count, unsigned threads,
+                  const std::function<void(std::size_t)>& body) {
   if (threads <= 1 || count <= 1) {
     for (std::size_t i = 0; i < count; ++i) body(i);
     return;

@@ -9,8 +9,9 @@ namespace kvlab {
 /// The machine's cores.
 unsigned default_threads();
 
-/// Calls body(i) for i in [0, count), items handed out in order to `threads` threads; returns when all
-/// are done. The first exception is rethrown, and the items not yet started are dropped.
-void parallel_for(std::size_t count, unsigned threads, const std::function<void(std::size_t)>& body);
+/// Calls body(i) for i in [0, count), items handed out in order to `threads` threads; returns when
+/// all are done. The first exception is rethrown, and the items not yet started are dropped.
+void parallel_for(std::size_t count, unsigned threads,
+                  const std::function<void(std::size_t)>& body);
 
 }  // namespace kvlab

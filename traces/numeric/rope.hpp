@@ -23,8 +23,9 @@ class RopeTable {
   RopeTable(const Rope& rope, std::uint32_t count);
 
   std::uint32_t positions() const { return positions_; }
-  /// Rotates one vector of `size` floats to `position`: dimension i and i + rotated / 2 turn together,
-  /// those from `rotated` on stay. x == y is allowed. Throws nothing; position < positions().
+  /// Rotates one vector of `size` floats to `position`: dimension i and i + rotated / 2 turn
+  /// together, those from `rotated` on stay. x == y is allowed. Throws nothing; position <
+  /// positions().
   void rotate(const float* x, std::size_t size, std::uint32_t position, float* y) const;
 
  private:

@@ -28,8 +28,8 @@ void scale(float* s, std::size_t count, float factor);
 /// ln of the sum of exp(s), from a shift and the sum of its exponentials.
 double log_sum_exp(std::int32_t shift, double sum);
 
-/// Below this sum, exponentials taken with the shift of a larger row have lost bits: take them again
-/// with the live set's own shift.
+/// Below this sum, exponentials taken with the shift of a larger row have lost bits: take them
+/// again with the live set's own shift.
 inline constexpr float kSharedSumFloor = 0x1p-60f;
 
 }  // namespace kvlab

@@ -1,9 +1,9 @@
 // Sixteen floats at a time, in a fixed order, on any machine.
 //
-// Everything here is written so that a result depends neither on how many rows are computed together,
-// nor on the instruction set, nor on the number of threads: no FMA contraction (a build flag), sums
-// in a stated order. That is why a replay, the closed loop by layers and the token-by-token decoder
-// reach equal bits, which no BLAS promises for one row and for many.
+// Everything here is written so that a result depends neither on how many rows are computed
+// together, nor on the instruction set, nor on the number of threads: no FMA contraction (a build
+// flag), sums in a stated order. That is why a replay, the closed loop by layers and the
+// token-by-token decoder reach equal bits, which no BLAS promises for one row and for many.
 #pragma once
 
 #include <cstddef>
