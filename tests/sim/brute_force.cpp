@@ -1,0 +1,574 @@
+#include "tests/sim/brute_force.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+namespace kvlab::brute {
+namespace {
+
+constexpr double kTwo32 = 4294967296.0;
+
+double dot(const Vector& a, const Vector& b) {
+  double sum = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+double norm2(const Vector& a) { return dot(a, a); }
+
+Vector difference(const Vector& a, const Vector& b) {
+  Vector c(a);
+  for (std::size_t d = 0; d < a.size(); ++d) c[d] -= b[d];
+  return c;
+}
+
+/// p, or weight * p for weights of 1: Q32.32.
+std::uint64_t fixed_point(double p) {
+  return static_cast<std::uint64_t>(std::nearbyint(p * kTwo32));
+}
+
+/// For each entry of a row, whether its query head requests it.
+std::vector<bool> requests_of(const Vector& p, std::uint64_t threshold16, double* narrowest) {
+  std::vector<std::uint64_t> hat;
+  for (double x : p) hat.push_back(fixed_point(x));
+  const std::uint64_t limit = threshold16 * *std::max_element(hat.begin(), hat.end());
+  std::vector<bool> requested;
+  for (std::uint64_t x : hat) {
+    requested.push_back(x * 65536 >= limit);
+    if (limit > 0 && narrowest)
+      *narrowest = std::min(
+          *narrowest, std::abs(static_cast<double>(x * 65536) / static_cast<double>(limit) - 1));
+  }
+  return requested;
+}
+
+std::uint64_t split_mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+std::uint32_t slot_bytes(const std::string& policy) {
+  if (policy == "lru") return 4;
+  return policy == "h2o" || policy == "streaming_h2o" || policy == "oracle_mass" ? 8 : 0;
+}
+
+}  // namespace
+
+double round_to_bits(double value, int bits) {
+  int exponent = 0;
+  const double fraction = std::frexp(value, &exponent);  // in [0.5, 1)
+  return std::ldexp(std::nearbyint(std::ldexp(fraction, bits)), exponent - bits);
+}
+
+Vector rotate(const Sequence& s, const Vector& x, std::uint32_t position) {
+  const std::size_t half = s.inv_freq.size();
+  const double factor = static_cast<double>(s.rope_factor);
+  Vector y(x);
+  for (std::size_t i = 0; i < half; ++i) {
+    const double angle = position * static_cast<double>(s.inv_freq[i]);
+    const double c = std::cos(angle) * factor, r = std::sin(angle) * factor;
+    y[i] = x[i] * c - x[i + half] * r;
+    y[i + half] = x[i + half] * c + x[i] * r;
+  }
+  return y;
+}
+
+Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position) {
+  if (s.rounding_bits == 0) return rotate(s, x, position);
+  const std::size_t half = s.inv_freq.size();
+  Vector y(x);
+  for (std::size_t i = 0; i < half; ++i) {
+    const double angle = position * static_cast<double>(s.inv_freq[i]);
+    const float c = static_cast<float>(std::cos(angle)) * s.rope_factor;
+    const float r = static_cast<float>(std::sin(angle)) * s.rope_factor;
+    const auto a = static_cast<float>(x[i]), b = static_cast<float>(x[i + half]);
+    y[i] = static_cast<double>(a * c - b * r);
+    y[i + half] = static_cast<double>(b * c + a * r);
+  }
+  for (double& value : y) value = round_to_bits(value, s.rounding_bits);
+  return y;
+}
+
+Vector softmax(const Vector& logits) {
+  const double most = *std::max_element(logits.begin(), logits.end());
+  Vector p;
+  double sum = 0;
+  for (double x : logits) sum += p.emplace_back(std::exp(x - most));
+  for (double& x : p) x /= sum;
+  return p;
+}
+
+Config standard(const std::string& policy, std::uint32_t budget) {
+  Config c{.policy = policy, .budget = budget};
+  if (policy == "sink") c.sinks = 4;
+  if (policy == "h2o" || policy == "streaming_h2o") c.recent = budget / 2;
+  c.squeezed = policy == "sink" || policy == "streaming_h2o";
+  return c;
+}
+
+Simulator::Simulator(Sequence sequence, double threshold)
+    : s_(std::move(sequence)),
+      threshold16_(static_cast<std::uint64_t>(std::lround(threshold * 65536))) {
+  full_.resize(s_.layers), future_.resize(s_.layers);
+  for (std::uint32_t layer = 0; layer < s_.layers; ++layer) {
+    for (std::uint32_t h = 0; h < s_.query_heads; ++h)
+      full_[layer].push_back(attend_in_full(layer, h));
+    for (std::uint32_t g = 0; g < s_.kv_heads; ++g) {
+      // One row more than there are queries: nothing is left to give after the last.
+      std::vector<std::vector<std::uint64_t>> sums(s_.tokens + 1,
+                                                   std::vector<std::uint64_t>(s_.tokens));
+      for (std::uint32_t now = s_.tokens; now-- > 0;)
+        for (std::uint32_t j = 0; j < s_.tokens; ++j) {
+          sums[now][j] = sums[now + 1][j];
+          for (std::uint32_t h = g * s_.group(); h < (g + 1) * s_.group() && j <= now; ++h)
+            sums[now][j] += fixed_point(full_[layer][h].p[now][j]);
+        }
+      future_[layer].push_back(std::move(sums));
+    }
+  }
+}
+
+Simulator::Full Simulator::attend_in_full(std::uint32_t layer, std::uint32_t query_head) const {
+  const Matrix& q = s_.q[layer][query_head];
+  const Matrix& k = s_.k[layer][query_head / s_.group()];
+  const Matrix& v = s_.v[layer][query_head / s_.group()];
+  Matrix turned_k;
+  for (std::uint32_t j = 0; j < s_.tokens; ++j) turned_k.push_back(rotate_and_round(s_, k[j], j));
+  Full full;
+  for (std::uint32_t t = 0; t < s_.tokens; ++t) {
+    const Vector turned_q = rotate_and_round(s_, q[t], t);
+    Vector logits, out(s_.head_size);
+    for (std::uint32_t j = 0; j <= t; ++j) logits.push_back(s_.scale * dot(turned_q, turned_k[j]));
+    const Vector p = softmax(logits);
+    for (std::uint32_t j = 0; j <= t; ++j)
+      for (std::uint32_t d = 0; d < s_.head_size; ++d) out[d] += p[j] * v[j][d];
+    full.requested.push_back(requests_of(p, threshold16_, nullptr));
+    full.logits.push_back(logits);
+    full.p.push_back(p);
+    full.out.push_back(out);
+  }
+  return full;
+}
+
+std::uint64_t Simulator::future_mass(std::uint32_t layer, std::uint32_t kv_head,
+                                     std::uint32_t token, std::uint32_t now) const {
+  return future_[layer][kv_head][now][token];
+}
+
+/// One KV head under one configuration: the rule, step by step.
+class Simulator::HeadRun {
+ public:
+  HeadRun(const Simulator& sim, const Config& config, std::uint32_t layer, std::uint32_t kv_head,
+          Cache& cache, std::vector<std::vector<AtQuery>>& queries, double& narrowest)
+      : sim_(sim),
+        s_(sim.s_),
+        config_(config),
+        layer_(layer),
+        kv_head_(kv_head),
+        cache_(cache),
+        queries_(queries),
+        narrowest_(narrowest) {
+    cache_.mass.resize(s_.tokens);
+    last_request_.resize(s_.tokens);
+  }
+
+  void run() {
+    for (const Segment& segment : s_.segments) {
+      const std::uint32_t end = segment.start + segment.tokens;
+      std::uint32_t step = 1;
+      if (segment.kind == SegmentKind::prompt)
+        step = config_.chunk ? config_.chunk : segment.tokens;
+      for (std::uint32_t first = segment.start; first < end; first += std::min(step, end - first))
+        admission(first, std::min(step, end - first));
+    }
+    cache_.live_end = static_cast<std::uint32_t>(live_.size());
+  }
+
+ private:
+  struct Leaving {
+    int guard;
+    std::uint64_t rank;
+    std::uint32_t position;
+    bool operator<(const Leaving& o) const {
+      return std::tie(guard, rank, position) < std::tie(o.guard, o.rank, o.position);
+    }
+  };
+
+  bool bounded() const { return config_.policy != "full"; }
+
+  void admission(std::uint32_t first, std::uint32_t count) {
+    if (bounded()) make_room(first);
+    const std::size_t before = live_.size();
+    for (std::uint32_t t = first; t < first + count; ++t) {
+      live_.push_back(t);
+      last_request_[t] = t;
+    }
+    cache_.live_max = std::max(cache_.live_max, static_cast<std::uint32_t>(live_.size()));
+    std::vector<std::uint64_t> mass(live_.size());
+    std::vector<std::int64_t> request(live_.size(), -1);
+    for (std::uint32_t i = 0; i < count; ++i) attend(before + i, mass, request);
+    for (std::size_t i = 0; i < live_.size(); ++i) {
+      cache_.mass[live_[i]] += mass[i];
+      if (request[i] >= 0) last_request_[live_[i]] = static_cast<std::uint32_t>(request[i]);
+    }
+  }
+
+  std::uint64_t rank(std::uint32_t position, std::uint32_t now) const {
+    const std::string& policy = config_.policy;
+    if (policy == "window" || policy == "sink") return position;
+    if (policy == "lru") return last_request_[position];
+    if (policy == "h2o" || policy == "streaming_h2o") return cache_.mass[position];
+    if (policy == "oracle_mass") return sim_.future_mass(layer_, kv_head_, position, now);
+    if (policy == "random") {
+      const std::uint64_t cache = split_mix(split_mix(config_.seed) ^ config_.sequence);
+      const std::uint64_t head = (std::uint64_t{layer_} << 32) + kv_head_;
+      return split_mix(split_mix(cache ^ head) ^ ((std::uint64_t{position} << 32) + now));
+    }
+    throw std::invalid_argument("brute force knows no policy " + policy);
+  }
+
+  bool ranks_by_sums() const {
+    return config_.policy == "h2o" || config_.policy == "streaming_h2o" ||
+           config_.policy == "oracle_mass";
+  }
+
+  void make_room(std::uint32_t now) {
+    if (live_.size() < config_.budget) return;
+    std::vector<Leaving> order;
+    for (std::uint32_t position : live_) {
+      int guard = 0;
+      if (std::uint64_t{position} + config_.recent > now) guard = 1;
+      if (position < config_.sinks) guard = 2;
+      order.push_back({guard, rank(position, now), position});
+    }
+    std::sort(order.begin(), order.end());
+    const std::size_t leaving = live_.size() - (config_.budget - 1);
+    if (leaving < order.size()) note_gap(order[leaving - 1], order[leaving]);
+    cache_.evictions += leaving;
+    live_.clear();
+    for (std::size_t i = leaving; i < order.size(); ++i) live_.push_back(order[i].position);
+    std::sort(live_.begin(), live_.end());
+  }
+
+  void note_gap(const Leaving& last_out, const Leaving& first_in) {
+    if (!ranks_by_sums() || last_out.guard != first_in.guard || first_in.rank == 0) return;
+    const double gap =
+        static_cast<double>(first_in.rank - last_out.rank) / static_cast<double>(first_in.rank);
+    // Equal integers are equal small ones, or equal by symmetry: float32 agrees on both.
+    if (gap > 0) narrowest_ = std::min(narrowest_, gap);
+  }
+
+  /// The query of the live token at `index` attends to the live tokens up to itself.
+  void attend(std::size_t index, std::vector<std::uint64_t>& mass,
+              std::vector<std::int64_t>& request) {
+    const std::uint32_t t = live_[index];
+    cache_.kept[t].assign(live_.begin(), live_.begin() + static_cast<std::ptrdiff_t>(index + 1));
+    const Matrix squeezed_keys = config_.squeezed ? keys_by_age(index) : Matrix{};
+    for (std::uint32_t g = 0; g < s_.group(); ++g) {
+      const std::uint32_t h = kv_head_ * s_.group() + g;
+      Vector logits;
+      const Vector q = config_.squeezed
+                           ? rotate(s_, s_.q[layer_][h][t], static_cast<std::uint32_t>(index))
+                           : Vector{};
+      for (std::size_t i = 0; i <= index; ++i)
+        logits.push_back(config_.squeezed ? s_.scale * dot(q, squeezed_keys[i])
+                                          : sim_.full_[layer_][h].logits[t][live_[i]]);
+      const Vector p = softmax(logits);
+      double* narrowest = config_.policy == "lru" ? &narrowest_ : nullptr;
+      const std::vector<bool> requested = requests_of(p, sim_.threshold16_, narrowest);
+      for (std::size_t i = 0; i <= index; ++i) {
+        mass[i] += fixed_point(p[i]);
+        if (requested[i]) request[i] = std::max<std::int64_t>(request[i], t);
+      }
+      queries_[h][t] = compare(h, t, p, index);
+    }
+  }
+
+  Matrix keys_by_age(std::size_t index) const {
+    Matrix keys;
+    for (std::size_t i = 0; i <= index; ++i)
+      keys.push_back(rotate(s_, s_.k[layer_][kv_head_][live_[i]], static_cast<std::uint32_t>(i)));
+    return keys;
+  }
+
+  /// With the full cache. `p` is over the first index + 1 live tokens.
+  AtQuery compare(std::uint32_t h, std::uint32_t t, const Vector& p, std::size_t index) const {
+    const Full& full = sim_.full_[layer_][h];
+    AtQuery at;
+    Vector out(s_.head_size);
+    std::vector<bool> live(t + 1);
+    for (std::size_t i = 0; i <= index; ++i) {
+      live[live_[i]] = true;
+      at.recall += full.p[t][live_[i]];
+      for (std::uint32_t d = 0; d < s_.head_size; ++d)
+        out[d] += p[i] * s_.v[layer_][kv_head_][live_[i]][d];
+    }
+    for (std::uint32_t j = 0; j < t; ++j)
+      if (full.requested[t][j]) {
+        ++at.requested;
+        if (!live[j]) ++at.missed;
+      }
+    at.out2 = norm2(full.out[t]);
+    at.error2 = norm2(difference(full.out[t], out));
+    return at;
+  }
+
+  const Simulator& sim_;
+  const Sequence& s_;
+  const Config& config_;
+  std::uint32_t layer_, kv_head_;
+  Cache& cache_;
+  std::vector<std::vector<AtQuery>>& queries_;
+  double& narrowest_;
+  std::vector<std::uint32_t> live_;  // by age
+  std::vector<std::uint32_t> last_request_;
+};
+
+void Simulator::run_topk(const Config& config, std::uint32_t layer, std::uint32_t query_head,
+                         std::vector<AtQuery>& queries) const {
+  const Full& full = full_[layer][query_head];
+  for (const Segment& segment : s_.segments)
+    for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t) {
+      const bool cut = segment.kind == SegmentKind::decode || config.chunk > 0;
+      std::vector<std::uint32_t> order;
+      for (std::uint32_t j = 0; j <= t; ++j) order.push_back(j);
+      std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+        return full.p[t][a] > full.p[t][b];
+      });
+      if (cut && order.size() > config.budget) order.resize(config.budget);
+      AtQuery at;
+      for (std::uint32_t j = 0; j < t; ++j) at.requested += full.requested[t][j] ? 1 : 0;
+      at.missed = at.requested;
+      for (std::uint32_t j : order) {
+        at.recall += full.p[t][j];
+        if (j < t && full.requested[t][j]) --at.missed;
+      }
+      queries[t] = at;
+    }
+}
+
+Outcome Simulator::run(const Config& config) const {
+  Outcome outcome;
+  outcome.config = config;
+  outcome.caches.resize(s_.layers);
+  for (std::uint32_t layer = 0; layer < s_.layers; ++layer) {
+    auto& queries = outcome.queries.emplace_back(s_.query_heads, std::vector<AtQuery>(s_.tokens));
+    if (config.policy == "oracle_topk") {
+      for (std::uint32_t h = 0; h < s_.query_heads; ++h) run_topk(config, layer, h, queries[h]);
+      continue;
+    }
+    for (std::uint32_t g = 0; g < s_.kv_heads; ++g) {
+      Cache& cache = outcome.caches[layer].emplace_back();
+      cache.kept.resize(s_.tokens);
+      HeadRun(*this, config, layer, g, cache, queries, outcome.narrowest).run();
+    }
+  }
+  return outcome;
+}
+
+namespace {
+
+/// The figures of one outcome over one span.
+class Measures {
+ public:
+  Measures(const Sequence& s, const Outcome& outcome, Queries span, std::uint32_t stride)
+      : s_(s), outcome_(outcome), stride_(stride) {
+    for (const Segment& segment : s.segments)
+      for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)
+        if (span == Queries::all || segment.kind == SegmentKind::decode) span_.push_back(t);
+    if (span_.empty()) throw std::invalid_argument("a span without queries");
+  }
+
+  Figures all() {
+    std::vector<Head> everything;
+    for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer) {
+      std::vector<Head> of_layer;
+      for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
+        std::vector<Head> of_group;
+        for (std::uint32_t i = 0; i < s_.group(); ++i)
+          of_group.push_back(&outcome_.queries[static_cast<std::size_t>(layer)]
+                                              [static_cast<std::size_t>(g) * s_.group() + i]);
+        of_layer.insert(of_layer.end(), of_group.begin(), of_group.end());
+        rows(layer, g, of_group);
+      }
+      everything.insert(everything.end(), of_layer.begin(), of_layer.end());
+      rows(layer, -1, of_layer);
+    }
+    rows(-1, -1, everything);
+    if (has_outputs()) layer_errors();
+    if (!outcome_.caches[0].empty()) counters();
+    return std::move(figures_);
+  }
+
+ private:
+  using Head = const std::vector<AtQuery>*;
+  static constexpr std::size_t kNoBlock = static_cast<std::size_t>(-1);
+
+  bool has_outputs() const { return outcome_.config.policy != "oracle_topk"; }
+  std::size_t blocks() const { return std::min<std::size_t>(16, span_.size()); }
+  std::size_t block_of(std::size_t i) const { return i * blocks() / span_.size(); }
+
+  /// Jackknife. `statistic(b)` leaves block b out; `there[b]`: block b has something in it.
+  template <class Statistic>
+  double jackknife(const std::vector<bool>& there, Statistic statistic) const {
+    Vector without;
+    for (std::size_t b = 0; b < blocks(); ++b)
+      if (there[b]) without.push_back(statistic(b));
+    const double n = static_cast<double>(without.size());
+    if (without.size() < 8) return std::numeric_limits<double>::quiet_NaN();
+    double mean = 0, sum = 0;
+    for (double x : without) mean += x / n;
+    for (double x : without) sum += (x - mean) * (x - mean);
+    return std::sqrt((n - 1) / n * sum);
+  }
+
+  /// A mean over heads of sums over queries, one divided by the other. `term(at)` gives {above,
+  /// below}.
+  template <class Term>
+  void ratio_row(int layer, int head, const char* metric, const std::vector<Head>& heads,
+                 std::uint32_t stride, Term term, bool counts_below) {
+    std::uint64_t count = 0;
+    std::vector<bool> there(blocks());
+    const auto statistic = [&](std::size_t without) {
+      double sum = 0;
+      std::size_t used = 0;
+      for (Head h : heads) {
+        double above = 0, below = 0;
+        for (std::size_t i = 0; i < span_.size(); i += stride) {
+          const auto [a, b] = term((*h)[span_[i]]);
+          if (without == kNoBlock) {
+            count += !counts_below || b > 0 ? 1 : 0;
+            if (b > 0) there[block_of(i)] = true;
+          }
+          if (block_of(i) == without) continue;
+          above += a;
+          below += b;
+        }
+        if (below == 0) continue;
+        sum += above / below;
+        ++used;
+      }
+      return used ? sum / static_cast<double>(used) : std::numeric_limits<double>::quiet_NaN();
+    };
+    const double value = statistic(kNoBlock);
+    if (std::isnan(value)) return;
+    figures_[{layer, head, metric}] = {value, jackknife(there, statistic), count};
+  }
+
+  void rows(int layer, int head, const std::vector<Head>& heads) {
+    using Pair = std::pair<double, double>;
+    ratio_row(
+        layer, head, "recall", heads, 1,
+        [](const AtQuery& at) {
+          return Pair{at.recall, 1};
+        },
+        true);
+    ratio_row(
+        layer, head, "nll_recall", heads, 1,
+        [](const AtQuery& at) {
+          return Pair{-std::log(std::max(at.recall, 1e-9)), 1};
+        },
+        true);
+    ratio_row(
+        layer, head, "miss_rate", heads, 1,
+        [](const AtQuery& at) {
+          return Pair{at.missed, at.requested};
+        },
+        false);
+    if (has_outputs())
+      ratio_row(
+          layer, head, "output_error", heads, stride_,
+          [](const AtQuery& at) {
+            return at.out2 > 0 ? Pair{std::sqrt(at.error2 / at.out2), 1} : Pair{0, 0};
+          },
+          true);
+  }
+
+  /// √(Σ_h ‖o − ô‖² / Σ_h ‖o‖²) of a layer at one query; negative: all o are zero.
+  double layer_error(std::size_t layer, std::uint32_t t) const {
+    double error2 = 0, out2 = 0;
+    for (const auto& head : outcome_.queries[layer]) {
+      error2 += head[t].error2;
+      out2 += head[t].out2;
+    }
+    return out2 > 0 ? std::sqrt(error2 / out2) : -1;
+  }
+
+  void layer_errors() {
+    const auto mean_of = [&](std::size_t layer, std::size_t without) {
+      double sum = 0, n = 0;
+      for (std::size_t i = 0; i < span_.size(); i += stride_) {
+        const double error = layer_error(layer, span_[i]);
+        if (error < 0 || block_of(i) == without) continue;
+        sum += error;
+        n += 1;
+      }
+      return sum / n;
+    };
+    std::vector<bool> there_any(blocks());
+    std::uint64_t count_all = 0;
+    for (std::size_t layer = 0; layer < s_.layers; ++layer) {
+      std::vector<bool> there(blocks());
+      std::uint64_t count = 0;
+      for (std::size_t i = 0; i < span_.size(); i += stride_)
+        if (layer_error(layer, span_[i]) >= 0) {
+          there[block_of(i)] = there_any[block_of(i)] = true;
+          ++count;
+        }
+      count_all += count;
+      figures_[{static_cast<int>(layer), -1, "layer_error"}] = {
+          mean_of(layer, kNoBlock),
+          jackknife(there, [&](std::size_t b) { return mean_of(layer, b); }), count};
+    }
+    const auto mean_of_layers = [&](std::size_t without) {
+      double sum = 0;
+      for (std::size_t layer = 0; layer < s_.layers; ++layer) sum += mean_of(layer, without);
+      return sum / s_.layers;
+    };
+    figures_[{-1, -1, "layer_error"}] = {mean_of_layers(kNoBlock),
+                                         jackknife(there_any, mean_of_layers), count_all};
+  }
+
+  void counters() {
+    const std::uint32_t state =
+        slot_bytes(outcome_.config.policy) + 4 + (outcome_.config.squeezed ? 4 : 0);
+    for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer)
+      for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
+        const Cache& cache =
+            outcome_.caches[static_cast<std::size_t>(layer)][static_cast<std::size_t>(g)];
+        for (const auto& [l, h] : {std::pair{layer, g}, std::pair{layer, -1}, std::pair{-1, -1}}) {
+          add(l, h, "evictions", static_cast<double>(cache.evictions));
+          add(l, h, "kv_bytes", 2.0 * cache.live_end * s_.head_size * s_.element_bytes);
+          add(l, h, "state_bytes", static_cast<double>(cache.live_end) * state);
+          Figure& most = add(l, h, "live_max", 0);
+          most.value = std::max(most.value, static_cast<double>(cache.live_max));
+        }
+      }
+  }
+
+  Figure& add(int layer, int head, const char* metric, double value) {
+    Figure& figure = figures_[{layer, head, metric}];
+    figure.value += value;
+    figure.standard_error = std::numeric_limits<double>::quiet_NaN();
+    ++figure.count;
+    return figure;
+  }
+
+  const Sequence& s_;
+  const Outcome& outcome_;
+  std::uint32_t stride_;
+  std::vector<std::uint32_t> span_;  // positions of the queries
+  Figures figures_;
+};
+
+}  // namespace
+
+Figures Simulator::measure(const Outcome& outcome, Queries span, std::uint32_t error_stride) const {
+  return Measures(s_, outcome, span, error_stride).all();
+}
+
+}  // namespace kvlab::brute

@@ -1,0 +1,129 @@
+// A second simulator, for tests alone: float64, explicit matrices, every formula as docs/metrics.md
+// has it and nothing shared with the replay. Slow and short.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "traces/trace.hpp"
+
+namespace kvlab::brute {
+
+using Vector = std::vector<double>;
+using Matrix = std::vector<Vector>;  // [token, dim] or [query, key]
+
+/// One captured sequence.
+struct Sequence {
+  std::uint32_t layers = 1, query_heads = 1, kv_heads = 1, head_size = 0, tokens = 0;
+  std::uint32_t element_bytes = 4;  ///< of the trace's dtype
+  int rounding_bits = 0;            ///< significant bits of q and k after RoPE; 0: not rounded
+  double scale = 1;                 ///< of logits
+  std::vector<float> inv_freq;      ///< [rotated / 2]
+  float rope_factor = 1;            ///< on cos and sin
+  std::vector<Segment> segments;
+  std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
+  std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
+
+  std::uint32_t group() const { return query_heads / kv_heads; }
+};
+Sequence load(const TraceReader& trace);
+
+/// `value` to `bits` significant bits, to nearest even.
+double round_to_bits(double value, int bits);
+
+/// A token's vector turned to `position` in float64 (RoPE's half-rotation).
+Vector rotate(const Sequence& s, const Vector& x, std::uint32_t position);
+/// The same at original positions as the page has it: in float32, then rounded once to the dtype.
+Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position);
+
+/// Probabilities of one query over `keys`.
+Vector softmax(const Vector& logits);
+
+/// One configuration. Guards are in tokens.
+struct Config {
+  std::string policy;  ///< one of the seven names, oracle_mass or oracle_topk
+  std::uint32_t budget = 0;
+  std::uint32_t sinks = 0, recent = 0;
+  std::uint32_t chunk = 0;  ///< tokens an admission of a prompt; 0: dense
+  bool squeezed = false;    ///< positions = cache
+  std::uint64_t seed = 0;
+  std::uint32_t sequence = 0;
+};
+/// With the guards that the page gives `policy` at `budget`.
+Config standard(const std::string& policy, std::uint32_t budget);
+
+/// What happened at one query of one query head.
+struct AtQuery {
+  double recall = 0;
+  std::uint32_t requested = 0, missed = 0;  ///< |N_t| and |N_t \ S_t|
+  double error2 = 0, out2 = 0;              ///< squared norms of o - ô and of o
+};
+
+/// What happened to one KV head's cache.
+struct Cache {
+  std::vector<std::vector<std::uint32_t>> kept;  ///< [query] live positions while it attended
+  std::vector<std::uint64_t> mass;               ///< [token] accumulated while live, Q32.32
+  std::uint64_t evictions = 0;
+  std::uint32_t live_max = 0, live_end = 0;
+};
+
+struct Outcome {
+  Config config;
+  std::vector<std::vector<std::vector<AtQuery>>> queries;  ///< [layer][query head][query]
+  std::vector<std::vector<Cache>> caches;                  ///< [layer][KV head]
+  /// The closest call: the smallest relative gap between a victim and the next in line, or between
+  /// a probability and the request threshold. Under about 1e-6, float32 may decide otherwise.
+  double narrowest = 1;
+};
+
+/// One figure. `standard_error` is NaN where there is none.
+struct Figure {
+  double value = 0, standard_error = 0;
+  std::uint64_t count = 0;
+};
+/// By (layer, KV head, metric); -1 for the aggregates.
+using Figures = std::map<std::tuple<int, int, std::string>, Figure>;
+
+enum class Queries { decode, all };
+
+class Simulator {
+ public:
+  explicit Simulator(Sequence sequence, double threshold = 0.01);
+
+  const Sequence& sequence() const { return s_; }
+  Outcome run(const Config& config) const;
+  /// `error_stride`: the errors are taken on every so-manieth query of the span.
+  Figures measure(const Outcome& outcome, Queries span, std::uint32_t error_stride = 8) const;
+
+  /// Attention under the full cache, [query, key] and [query, dim].
+  const Matrix& probabilities(std::uint32_t layer, std::uint32_t query_head) const {
+    return full_[layer][query_head].p;
+  }
+  const Matrix& outputs(std::uint32_t layer, std::uint32_t query_head) const {
+    return full_[layer][query_head].out;
+  }
+
+ private:
+  struct Full {
+    Matrix logits, p, out;  // lower triangles
+    std::vector<std::vector<bool>> requested;
+  };
+  class HeadRun;
+
+  Full attend_in_full(std::uint32_t layer, std::uint32_t query_head) const;
+  std::uint64_t future_mass(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t token,
+                            std::uint32_t now) const;
+  void run_topk(const Config& config, std::uint32_t layer, std::uint32_t query_head,
+                std::vector<AtQuery>& queries) const;
+
+  Sequence s_;
+  std::uint64_t threshold16_;
+  std::vector<std::vector<Full>> full_;  // [layer][query head]
+  /// [layer][KV head][now][token]: what queries from `now` on give the token
+  std::vector<std::vector<std::vector<std::vector<std::uint64_t>>>> future_;
+};
+
+}  // namespace kvlab::brute

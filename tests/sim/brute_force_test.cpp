@@ -1,0 +1,189 @@
+// The brute force against examples worked by hand.
+#include "tests/sim/brute_force.hpp"
+
+#include <cmath>
+#include <numbers>
+
+#include "tests/catch.hpp"
+
+namespace kvlab::brute {
+namespace {
+
+/// One head of two dimensions without rotation, in which every query gives key j a probability in
+/// proportion to weights[j]. The value of token j is (j + 1, 0). `prompt` tokens, then decoding.
+Sequence weighted(const std::vector<double>& weights, std::uint32_t prompt) {
+  Sequence s;
+  s.head_size = 2;
+  s.tokens = static_cast<std::uint32_t>(weights.size());
+  s.inv_freq = {0.0f};
+  s.segments = {{0, prompt, SegmentKind::prompt}, {prompt, s.tokens - prompt, SegmentKind::decode}};
+  s.q.resize(1), s.k.resize(1), s.v.resize(1);
+  Matrix q, k, v;
+  for (double w : weights) {
+    q.push_back({1, 0});
+    k.push_back({std::log(w), 0});
+    v.push_back({static_cast<double>(v.size()) + 1, 0});
+  }
+  s.q[0] = {q}, s.k[0] = {k}, s.v[0] = {v};
+  return s;
+}
+
+using Kept = std::vector<std::vector<std::uint32_t>>;
+
+const std::vector<double> kWeights{4, 1, 2, 1, 8};
+
+Config streamed(const char* policy, std::uint32_t budget) {
+  return {.policy = policy, .budget = budget, .chunk = 1};
+}
+
+double value(const Figures& figures, const char* metric) {
+  return figures.at({-1, -1, metric}).value;
+}
+
+TEST_CASE("h2o by hand: without guards the token with the least accumulated mass leaves") {
+  const Simulator sim(weighted(kWeights, 1));
+  // Masses before token 3: 1 + 4/5 + 4/7, 1/5 + 1/7, 2/7; before token 4: + 4/6, + 1/6, token 3:
+  // 1/6.
+  const Outcome outcome = sim.run(streamed("h2o", 3));
+  REQUIRE(outcome.caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 1, 3}, {0, 1, 4}});
+  REQUIRE(outcome.caches[0][0].evictions == 2);
+  REQUIRE(outcome.caches[0][0].live_max == 3);
+  REQUIRE(outcome.caches[0][0].live_end == 3);
+  REQUIRE(static_cast<double>(outcome.caches[0][0].mass[2]) == Approx(std::ldexp(2.0 / 7, 32)));
+  const Figures figures = sim.measure(outcome, Queries::decode);
+  REQUIRE(value(figures, "recall") == Approx((1 + 1 + 6.0 / 8 + 13.0 / 16) / 4));
+  REQUIRE(value(figures, "nll_recall") == Approx((-std::log(6.0 / 8) - std::log(13.0 / 16)) / 4));
+  // Requested: every earlier token, each having at least 1/8 of the row's largest: 1 + 2 + 3 + 4.
+  REQUIRE(value(figures, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
+  // Only the first of the four queries is sampled, and it misses nothing.
+  REQUIRE(value(figures, "output_error") == Approx(0).margin(1e-12));
+  // At token 3, o = (4 + 2 + 6 + 4) / 8 and ô = (4 + 2 + 4) / 6; at 4, o = 56 / 16, ô = 46 / 13.
+  const Figures each = sim.measure(outcome, Queries::decode, 1);
+  const double third = std::abs(2.0 - 10.0 / 6) / 2.0, fourth = std::abs(3.5 - 46.0 / 13) / 3.5;
+  REQUIRE(value(each, "output_error") == Approx((third + fourth) / 4));
+  REQUIRE(value(each, "layer_error") == Approx((third + fourth) / 4));
+  REQUIRE(value(each, "evictions") == 2);
+  REQUIRE(value(each, "kv_bytes") == 3 * 2 * 2 * 4);
+  REQUIRE(value(each, "state_bytes") == 3 * (8 + 4));
+  REQUIRE(each.at({-1, -1, "recall"}).count == 4);
+}
+
+TEST_CASE("guards by hand: the recent and the sinks leave last") {
+  const Simulator sim(weighted(kWeights, 1));
+  Config config = streamed("h2o", 3);
+  config.recent = 2;  // the token to be admitted and the one before it
+  REQUIRE(sim.run(config).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
+  config.recent = 3;  // the whole budget: a window
+  REQUIRE(sim.run(config).caches[0][0].kept[3] == std::vector<std::uint32_t>{1, 2, 3});
+  Config sink = streamed("sink", 3);
+  sink.sinks = 1;
+  REQUIRE(sim.run(sink).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
+}
+
+TEST_CASE("a dense prompt is attended in full, and shrinks before the first decoded token") {
+  const Simulator sim(weighted({4, 1, 2, 1, 8, 1}, 5));
+  Config config = standard("h2o", 3);
+  config.recent = 0;
+  const Outcome outcome = sim.run(config);
+  REQUIRE(outcome.caches[0][0].kept[4] == std::vector<std::uint32_t>{0, 1, 2, 3, 4});
+  // Masses: 0: 1 + .8 + .57 + .5 + .25; 1: .2 + .14 + .125 + .0625 = .53; 2: .29 + .25 + .125 =
+  // .66; 3: .125 + .0625; 4: 8/16 = .5.
+  REQUIRE(outcome.caches[0][0].kept[5] == std::vector<std::uint32_t>{0, 2, 5});
+  REQUIRE(outcome.caches[0][0].evictions == 3);
+  REQUIRE(outcome.caches[0][0].live_max == 5);
+  config.chunk = 2;
+  // At most 2 + 2: {0,1}, {0,1,2,3}; then 1 and 3 leave (0: 2.87, 1: .47, 2: .54, 3: .125).
+  const Outcome chunked = sim.run(config);
+  REQUIRE(chunked.caches[0][0].kept[2] == std::vector<std::uint32_t>{0, 1, 2});
+  REQUIRE(chunked.caches[0][0].kept[3] == std::vector<std::uint32_t>{0, 1, 2, 3});
+  REQUIRE(chunked.caches[0][0].kept[4] == std::vector<std::uint32_t>{0, 2, 4});
+}
+
+TEST_CASE("lru by hand: the threshold is a share of the row's largest entry, over what is live") {
+  // Beside token 3, token 0 has under 1%; before, all are requested.
+  const Simulator sim(weighted({1, 2, 50, 101, 3}, 1));
+  const Outcome outcome = sim.run(streamed("lru", 3));
+  REQUIRE(outcome.caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 4}});
+  // With two more tokens: 0 was last requested at 2; 1 has 2/101 of the largest.
+  const Outcome larger = sim.run(streamed("lru", 4));
+  REQUIRE(larger.caches[0][0].kept[4] == std::vector<std::uint32_t>{1, 2, 3, 4});
+  REQUIRE(larger.narrowest < 0.011);  // 1/101 against 1%
+  REQUIRE(value(sim.measure(larger, Queries::decode), "miss_rate") == 0);
+}
+
+TEST_CASE("oracles by hand: the least future mass leaves; the most probable are kept") {
+  const Simulator sim(weighted({1, 4, 2, 8, 1}, 1));
+  REQUIRE(sim.run(streamed("oracle_mass", 3)).caches[0][0].kept ==
+          Kept{{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {1, 3, 4}});
+  const Outcome top = sim.run(streamed("oracle_topk", 2));
+  REQUIRE(top.queries[0][0][2].recall == Approx(6.0 / 7));
+  REQUIRE(top.queries[0][0][3].recall == Approx(12.0 / 15));
+  REQUIRE(top.queries[0][0][3].requested == 3);
+  REQUIRE(top.queries[0][0][3].missed == 2);
+}
+
+/// One head in which logits are cosines of the distance.
+Sequence turning(std::uint32_t tokens) {
+  Sequence s = weighted(std::vector<double>(tokens, 1), 1);
+  s.inv_freq = {1.0f};
+  for (auto& row : s.k[0][0]) row = {1, 0};
+  return s;
+}
+
+TEST_CASE("rotation by hand: logits depend on distances, and squeezing shortens them") {
+  const Sequence s = turning(6);
+  const Vector y = rotate(s, {1, 0}, 2);
+  REQUIRE(y[0] == Approx(std::cos(2.0)));
+  REQUIRE(y[1] == Approx(std::sin(2.0)));
+  const Simulator sim(s);
+  const auto& p = sim.probabilities(0, 0);
+  REQUIRE(std::log(p[5][1] / p[5][5]) == Approx(std::cos(4.0) - 1));
+
+  Config config = streamed("sink", 3);
+  config.sinks = 1;
+  config.squeezed = true;
+  const AtQuery at = sim.run(config).queries[0][0][5];  // live 0, 4, 5 at 0, 1, 2
+  const double a = std::exp(std::cos(2.0)), b = std::exp(std::cos(1.0)), c = std::exp(1.0);
+  const double out = (1 * a + 5 * b + 6 * c) / (a + b + c);
+  REQUIRE(std::sqrt(at.error2) == Approx(std::abs(out - sim.outputs(0, 0)[5][0])));
+  REQUIRE(at.recall == Approx(p[5][0] + p[5][4] + p[5][5]));
+}
+
+TEST_CASE("a group shares one cache: its heads' masses are summed, its requests joined") {
+  Sequence s = weighted({4, 1, 2, 1}, 1);
+  s.query_heads = 2;
+  s.q[0].push_back(s.q[0][0]);
+  for (auto& row : s.q[0][1]) row[0] = -1;  // the second head weighs by 1 / w
+  const Simulator sim(s);
+  const Outcome outcome = sim.run(streamed("h2o", 4));
+  // Rows 4 | 1/4; 4:1 | 1/4:1; 4:1:2 | 1/4:1:1/2; 4:1:2:1 | 1/4:1:1/2:1
+  const double second = 1.0 / 5 + 1 / 1.25 + 1.0 / 7 + 1 / 1.75 + 1.0 / 8 + 1 / 2.75;
+  REQUIRE(static_cast<double>(outcome.caches[0][0].mass[1]) == Approx(std::ldexp(second, 32)));
+  REQUIRE(sim.measure(outcome, Queries::decode).at({-1, -1, "recall"}).count == 6);
+}
+
+TEST_CASE("bf16 rounding goes to nearest even") {
+  REQUIRE(round_to_bits(1 + 0x1p-8, 8) == 1.0);
+  REQUIRE(round_to_bits(1 + 3 * 0x1p-8, 8) == 1 + 0x1p-6);
+  REQUIRE(round_to_bits(-1 - 0x1.8p-8, 8) == -1 - 0x1p-7);
+  REQUIRE(round_to_bits(0, 8) == 0);
+}
+
+TEST_CASE("a jackknife of a mean is the standard error of the blocks' means") {
+  std::vector<double> weights(17, 1);
+  const Simulator sim(weighted(weights, 1));
+  const Outcome outcome = sim.run(streamed("window", 4));
+  const Figure recall = sim.measure(outcome, Queries::decode).at({-1, -1, "recall"});
+  Vector r;  // sixteen decoded queries, one a block
+  for (std::uint32_t t = 1; t < 17; ++t) r.push_back(std::min(1.0, 4.0 / (t + 1)));
+  double mean = 0, variance = 0;
+  for (double x : r) mean += x / 16;
+  for (double x : r) variance += (x - mean) * (x - mean) / 15;
+  REQUIRE(recall.value == Approx(mean));
+  REQUIRE(recall.standard_error == Approx(std::sqrt(variance / 16)));
+  REQUIRE(std::isnan(
+      sim.measure(outcome, Queries::decode).at({-1, -1, "output_error"}).standard_error));
+}
+
+}  // namespace
+}  // namespace kvlab::brute

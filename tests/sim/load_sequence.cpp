@@ -1,0 +1,51 @@
+// The brute force's one contact with files.
+#include "tests/sim/brute_force.hpp"
+
+namespace kvlab::brute {
+namespace {
+
+Matrix read_all(const TraceReader& trace, Part part, std::uint32_t layer, std::uint32_t head) {
+  const std::uint32_t size = trace.shape().head_size;
+  std::vector<float> floats(std::size_t{trace.tokens()} * size);
+  trace.read(part, layer, head, 0, trace.tokens(), floats.data());
+  Matrix rows;
+  for (std::size_t t = 0; t < trace.tokens(); ++t)
+    rows.emplace_back(floats.begin() + static_cast<std::ptrdiff_t>(t * size),
+                      floats.begin() + static_cast<std::ptrdiff_t>((t + 1) * size));
+  return rows;
+}
+
+int significant_bits(const TraceHeader& header) {
+  if (header.rounding == Rounding::none || header.shape.dtype == Dtype::f32) return 0;
+  return header.shape.dtype == Dtype::bf16 ? 8 : 11;
+}
+
+}  // namespace
+
+Sequence load(const TraceReader& trace) {
+  const ModelShape& shape = trace.shape();
+  Sequence s;
+  s.layers = shape.layers;
+  s.query_heads = shape.query_heads;
+  s.kv_heads = shape.kv_heads;
+  s.head_size = shape.head_size;
+  s.tokens = trace.tokens();
+  s.element_bytes = shape.dtype == Dtype::f32 ? 4 : 2;
+  s.rounding_bits = significant_bits(trace.header());
+  s.scale = static_cast<double>(trace.header().softmax_scale);
+  s.inv_freq = trace.header().rope.inv_freq;
+  s.rope_factor = trace.header().rope.factor;
+  s.segments = trace.segments();
+  s.q.resize(s.layers), s.k.resize(s.layers), s.v.resize(s.layers);
+  for (std::uint32_t layer = 0; layer < s.layers; ++layer) {
+    for (std::uint32_t h = 0; h < s.query_heads; ++h)
+      s.q[layer].push_back(read_all(trace, Part::q, layer, h));
+    for (std::uint32_t h = 0; h < s.kv_heads; ++h) {
+      s.k[layer].push_back(read_all(trace, Part::k, layer, h));
+      s.v[layer].push_back(read_all(trace, Part::v, layer, h));
+    }
+  }
+  return s;
+}
+
+}  // namespace kvlab::brute
