@@ -1,9 +1,12 @@
-# kvlab_generate_registry(<registry.txt> <registry.hpp>): one line of the text is one policy.
-function(kvlab_generate_registry registry output)
+# One line of the registry is one policy: `header.hpp Struct`. From it follow the registry's header and,
+# for CUDA, a translation unit that compiles every policy for the device.
+
+# Sets <headers> and <types> in the caller to the two columns of <registry.txt>.
+function(kvlab_read_registry registry headers types)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${registry})
   file(STRINGS ${registry} lines)
-  set(includes "")
-  set(types "")
+  set(found_headers "")
+  set(found_types "")
   foreach(line IN LISTS lines)
     string(REGEX REPLACE "#.*" "" line "${line}")
     string(STRIP "${line}" line)
@@ -13,26 +16,52 @@ function(kvlab_generate_registry registry output)
     if(NOT line MATCHES "^([A-Za-z0-9_./-]+\\.hpp)[ \t]+([A-Za-z_][A-Za-z0-9_]*)$")
       message(FATAL_ERROR "${registry}: '${line}' should read: header.hpp Struct")
     endif()
-    string(APPEND includes "#include \"policies/${CMAKE_MATCH_1}\"\n")
-    list(APPEND types ${CMAKE_MATCH_2})
+    list(APPEND found_headers ${CMAKE_MATCH_1})
+    list(APPEND found_types ${CMAKE_MATCH_2})
   endforeach()
-  set(checks "")
-  foreach(type IN LISTS types)
-    string(APPEND checks "static_assert(check_policy<${type}>());\n")
-  endforeach()
+  set(${headers} ${found_headers} PARENT_SCOPE)
+  set(${types} ${found_types} PARENT_SCOPE)
+endfunction()
+
+# kvlab_generate_registry(<registry.txt> <registry.hpp>): includes, a type list, and its checks.
+function(kvlab_generate_registry registry output)
+  kvlab_read_registry(${registry} headers types)
+  list(TRANSFORM headers REPLACE "(.+)" "#include \"policies/\\1\"")
+  list(JOIN headers "\n" includes)
   list(JOIN types ", " types)
   file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
 // Generated from the registry. Do not edit.
 #pragma once
 
 @includes@
+
 namespace kvlab {
 
-@checks@
-template <class... P>
-struct PolicyList {};
-
 using Registry = PolicyList<@types@>;
+static_assert(check_registry(Registry{}));
+
+}  // namespace kvlab
+]])
+endfunction()
+
+# kvlab_generate_probes(<registry.txt> <probes.cu>): every policy's device code.
+function(kvlab_generate_probes registry output)
+  kvlab_read_registry(${registry} headers types)
+  list(TRANSFORM types REPLACE "(.+)" "      probe_of<\\1>(),")
+  list(JOIN types "\n" probes)
+  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
+// Generated from the registry. Do not edit.
+#include "kernels/policy_probe.cuh"
+#include "policies/registry.hpp"
+
+namespace kvlab {
+
+const std::vector<DeviceProbe>& device_probes() {
+  static const std::vector<DeviceProbe> probes{
+@probes@
+  };
+  return probes;
+}
 
 }  // namespace kvlab
 ]])
