@@ -1,0 +1,47 @@
+// Checked access to a JSON object that anyone may have written: every error names file and key.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+namespace kvlab {
+
+/// Parses a whole JSON text whose top is an object. Throws std::runtime_error that names `file`.
+nlohmann::json parse_json_object(std::string_view text, std::string_view file);
+
+class JsonFields {
+ public:
+  /// `where` names the object in errors: "run.json", "run.json: traces[0]". `object` must outlive
+  /// this. Throws std::runtime_error if it is no object.
+  JsonFields(const nlohmann::json& object, std::string where);
+
+  const std::string& where() const { return where_; }
+  bool has(std::string_view key) const;
+  /// Each throws std::runtime_error if the key is missing or of another kind.
+  const nlohmann::json& any(std::string_view key) const;
+  std::string text(std::string_view key) const;
+  double number(std::string_view key) const;
+  std::uint64_t whole(std::string_view key,
+                      std::uint64_t most = std::numeric_limits<std::uint64_t>::max()) const;
+  std::uint32_t whole32(std::string_view key) const {
+    return static_cast<std::uint32_t>(whole(key, std::numeric_limits<std::uint32_t>::max()));
+  }
+  const nlohmann::json& list(std::string_view key) const;
+  JsonFields object(std::string_view key) const;
+  /// Throws unless `format` is one that this version reads.
+  void check_format(int format) const;
+
+ private:
+  [[noreturn]] void fail(std::string_view key, std::string_view should_be) const;
+
+  const nlohmann::json& object_;
+  std::string where_;
+};
+
+/// A whole number of a JSON list. Throws std::runtime_error that begins with `where`.
+std::uint32_t whole_number(const nlohmann::json& value, std::string_view where);
+
+}  // namespace kvlab

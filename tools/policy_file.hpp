@@ -1,0 +1,44 @@
+// policy.json: a policy that was chosen, with everything the engine needs to run it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "engine/decoder.hpp"
+
+namespace kvlab {
+
+inline constexpr int kPolicyFormat = 1;
+
+struct PolicyFile {
+  PolicySpec policy;
+  std::uint32_t budget = 0;  ///< tokens; the largest where `budgets` is not empty
+  std::vector<std::vector<std::uint32_t>>
+      budgets;  ///< tokens [layer][kv_head]; empty: `budget` for all
+  Positions positions = Positions::original;
+  Prefill prefill;
+  double threshold = 0.01;
+  std::uint64_t seed = 0;
+  std::string model, weights_xxh3;  ///< the model it was chosen on
+  nlohmann::json run;  ///< where it came from, for people: hash, metric, evidence, ties
+};
+
+/// Throws std::runtime_error that names the file and key: not valid, a later format, an unknown key
+/// or policy, guards that do not fit a budget, a reserved word, a reference or `full`.
+PolicyFile read_policy_file(const std::filesystem::path& path);
+
+/// Written to a temporary file and renamed. Throws std::runtime_error.
+void write_policy_file(const std::filesystem::path& path, const PolicyFile& file);
+
+/// The cache that `file` asks for, on a model of this shape. Throws std::runtime_error if budgets
+/// by head are not of that shape.
+CacheOptions cache_options(const PolicyFile& file, const ModelShape& shape);
+
+/// One line for standard error if `file` was chosen on other weights than these; else empty.
+std::string model_mismatch(const PolicyFile& file, const std::string& model,
+                           const std::string& weights_xxh3);
+
+}  // namespace kvlab
