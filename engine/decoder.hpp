@@ -8,13 +8,14 @@
 
 #include "engine/model.hpp"
 #include "policies/live_set.hpp"
+#include "policies/observation.hpp"
 
 namespace kvlab {
 
 struct CacheOptions {
   PolicySpec policy = parse_policy("full");
   std::uint32_t budget = kNoBudget;  ///< tokens
-  /// By layer and KV head [layers * kv_heads]; empty: `budget` for all.
+  /// Tokens by layer and KV head [layers * kv_heads]; empty: `budget` for all.
   std::vector<std::uint32_t> budgets;
   Positions positions = Positions::original;
   Prefill prefill;
@@ -23,17 +24,20 @@ struct CacheOptions {
   std::uint32_t threshold16 = request_threshold16(0.01);
 };
 
-/// Watches a decoder. Every call is for one layer of one admission; pointers live during the call.
+/// Watches a decoder. Calls come from the thread that feeds, in a fixed order: admission; for each
+/// layer, evicted of every KV head, observed of every KV head, layer; admitted. Pointers live
+/// during the call.
 class DecoderObserver {
  public:
   virtual ~DecoderObserver() = default;
-  /// Before the layers of an admission.
+  /// Before the layers of an admission. `new_segment`: a prompt begins with it.
   virtual void admission(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
                          SegmentKind /*kind*/, bool /*new_segment*/) {}
-  /// One KV head made room (indices by age, as they were before leaving), then admitted.
+  /// One KV head made room for the admission. Called also where nobody left; positions ascend.
   virtual void evicted(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, std::uint32_t /*now*/,
                        std::span<const std::uint32_t> /*victim_positions*/) {}
-  /// One KV head observed: what each live token by age received.
+  /// One KV head observed: what each live token by age received (empty if the policy needs
+  /// nothing).
   virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, const LiveSet& /*live*/,
                         std::span<const Observation> /*seen*/) {}
   /// The tensors of a layer, before RoPE, and the attention outputs; see TraceWriter::layer.
@@ -52,8 +56,11 @@ class Decoder {
 
   void watch(DecoderObserver* observer);  ///< null: nobody
 
-  /// Feeds tokens: a prompt is admitted by options.prefill, decoded tokens one by one. Returns the
-  /// logits [vocab] of the last one. `all_logits`: where to put those of every token [n, vocab].
+  /// Feeds tokens: a prompt is admitted by options.prefill, decoded tokens one by one (by `full`,
+  /// which makes no difference between them, hundreds at once). Returns the logits [vocab] of the
+  /// last one, valid until the next call. `all_logits`: where to put those of every token [n,
+  /// vocab]. Throws std::invalid_argument for no tokens, std::out_of_range for an id outside the
+  /// vocabulary.
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits = nullptr);
 

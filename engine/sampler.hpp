@@ -18,6 +18,7 @@ class Sampler {
  public:
   /// Throws std::invalid_argument for a temperature below 0 or a top_p outside (0, 1].
   explicit Sampler(SamplingOptions options);
+  /// Throws std::runtime_error where the largest logit is not finite.
   std::int32_t pick(std::span<const float> logits);
 
  private:

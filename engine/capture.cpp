@@ -1,0 +1,38 @@
+#include "engine/capture.hpp"
+
+#include <utility>
+
+namespace kvlab {
+
+TraceHeader trace_header(const Model& model, nlohmann::json options) {
+  const ModelConfig& config = model.config();
+  TraceHeader header;
+  header.model = config.name;
+  header.shape = config.shape();
+  header.rope = config.rope;
+  header.rope_config = config.rope_config;
+  header.softmax_scale = config.softmax_scale();
+  header.rounding = Rounding::none;
+  header.weights_xxh3 = model.weights_xxh3();
+  header.tokenizer_xxh3 = model.tokenizer_xxh3();
+  header.capture = {{"engine", "kvlab"},
+                    {"version", KVLAB_VERSION},
+                    {"device", "cpu"},
+                    {"options", std::move(options)}};
+  return header;
+}
+
+void Capture::admission(std::span<const std::int32_t> ids, std::uint32_t, SegmentKind kind,
+                        bool new_segment) {
+  writer_.begin(ids, kind, new_segment);
+}
+
+void Capture::layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
+                    std::span<const float> v, std::span<const float> out,
+                    std::span<const float> lse) {
+  writer_.layer(layer, q, k, v, out, lse);
+}
+
+void Capture::admitted() { writer_.end(); }
+
+}  // namespace kvlab

@@ -1,0 +1,32 @@
+// Capture: what a decoder computes goes into a trace as it goes.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "engine/decoder.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+/// The header of a trace that this decoder writes: float32, nothing rounded after RoPE. `options`:
+/// how it was run, for the record.
+TraceHeader trace_header(const Model& model, nlohmann::json options);
+
+/// Feeds a TraceWriter, which must outlive it. Watch a decoder whose policy is `full`: a trace is
+/// of the whole cache.
+class Capture final : public DecoderObserver {
+ public:
+  explicit Capture(TraceWriter& writer) : writer_(writer) {}
+
+  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
+                 bool new_segment) override;
+  void layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
+             std::span<const float> v, std::span<const float> out,
+             std::span<const float> lse) override;
+  void admitted() override;
+
+ private:
+  TraceWriter& writer_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,86 @@
+#include "engine/sampler.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+namespace kvlab {
+namespace {
+
+/// SplitMix64's finaliser over the counter-th state from `seed`: uniform in [0, 1).
+double uniform(std::uint64_t seed, std::uint64_t counter) {
+  std::uint64_t x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-53;
+}
+
+std::int32_t most_likely(std::span<const float> logits) {
+  return static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+/// The ids to choose from: the `top_k` most likely, the likeliest first; all of them where neither
+/// top-k nor top-p needs an order.
+std::vector<std::int32_t> candidates(std::span<const float> logits,
+                                     const SamplingOptions& options) {
+  std::vector<std::int32_t> ids(logits.size());
+  std::iota(ids.begin(), ids.end(), 0);
+  const bool cut = options.top_k > 0 && options.top_k < ids.size();
+  if (!cut && options.top_p >= 1) return ids;
+  const auto end = cut ? ids.begin() + options.top_k : ids.end();
+  std::partial_sort(ids.begin(), end, ids.end(), [&](std::int32_t a, std::int32_t b) {
+    const float x = logits[static_cast<std::size_t>(a)], y = logits[static_cast<std::size_t>(b)];
+    return x != y ? x > y : a < b;
+  });
+  ids.erase(end, ids.end());
+  return ids;
+}
+
+}  // namespace
+
+Sampler::Sampler(SamplingOptions options) : options_(options) {
+  if (!(options.temperature >= 0) || !std::isfinite(options.temperature))
+    throw std::invalid_argument(fmt::format(
+        "temperature: {} should be 0 (greedy) or a number above it", options.temperature));
+  if (!(options.top_p > 0 && options.top_p <= 1))
+    throw std::invalid_argument(
+        fmt::format("top-p: {} should be above 0 and at most 1", options.top_p));
+}
+
+std::int32_t Sampler::pick(std::span<const float> logits) {
+  const std::uint64_t draw = counter_++;
+  const std::int32_t best = most_likely(logits);
+  const double largest = static_cast<double>(logits[static_cast<std::size_t>(best)]);
+  if (!std::isfinite(largest))
+    throw std::runtime_error("logits are not finite; the checkpoint's weights may be damaged");
+  if (options_.temperature == 0) return best;
+
+  const std::vector<std::int32_t> ids = candidates(logits, options_);
+  std::vector<double> weights;
+  for (const std::int32_t id : ids)
+    weights.push_back(
+        std::exp((static_cast<double>(logits[static_cast<std::size_t>(id)]) - largest) /
+                 options_.temperature));
+  double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  // Top-p: the fewest of the likeliest that together reach the share.
+  if (options_.top_p < 1) {
+    double sum = 0;
+    std::size_t kept = 0;
+    while (kept < weights.size() && sum < options_.top_p * total) sum += weights[kept++];
+    weights.resize(kept);
+    total = sum;
+  }
+  const double target = uniform(options_.seed, draw) * total;
+  double sum = 0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    sum += weights[i];
+    if (target < sum) return ids[i];
+  }
+  return best;  // rounding left the target at the very end
+}
+
+}  // namespace kvlab

@@ -1,0 +1,237 @@
+// A head's cache against attention in float64 that numbers the live tokens 0, 1, 2, … by itself.
+#include "engine/head_cache.hpp"
+
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "policies/observation.hpp"
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+constexpr std::uint32_t kDim = 16, kGroup = 2;
+
+struct Tensors {
+  std::vector<float> q, k, v;  // [token, group, dim], [token, dim], [token, dim]
+};
+
+Tensors random_tensors(std::uint32_t tokens) {
+  std::mt19937 generator(7);
+  std::normal_distribution<float> normal(0, 1.5f);
+  Tensors all;
+  all.q.resize(tokens * kGroup * kDim);
+  all.k.resize(tokens * kDim);
+  all.v.resize(tokens * kDim);
+  for (auto* tensor : {&all.q, &all.k, &all.v})
+    for (float& value : *tensor) value = normal(generator);
+  return all;
+}
+
+Rope test_rope() {
+  Rope rope;
+  for (std::uint32_t i = 0; i < kDim / 2; ++i)
+    rope.inv_freq.push_back(std::pow(100.0f, -2.0f * static_cast<float>(i) / kDim));
+  return rope;
+}
+
+std::vector<double> turned(const float* x, std::uint32_t position) {
+  const Rope rope = test_rope();
+  std::vector<double> y(kDim);
+  for (std::size_t i = 0; i < kDim / 2; ++i) {
+    const double angle = double{rope.inv_freq[i]} * position;
+    const double a = double{x[i]}, b = double{x[i + kDim / 2]};
+    y[i] = a * std::cos(angle) - b * std::sin(angle);
+    y[i + kDim / 2] = b * std::cos(angle) + a * std::sin(angle);
+  }
+  return y;
+}
+
+/// One query head's attention over the first `visible` of the live tokens.
+struct Row {
+  std::vector<double> p, out;
+  double lse;
+};
+
+Row brute_row(const Tensors& all, std::uint32_t query, std::uint32_t head,
+              std::span<const std::uint32_t> live, Positions positions, double softmax_scale) {
+  const auto place = [&](std::size_t age) {
+    return positions == Positions::cache ? static_cast<std::uint32_t>(age) : live[age];
+  };
+  const auto q = turned(&all.q[(query * kGroup + head) * kDim], place(live.size() - 1));
+  Row row{.p = {}, .out = std::vector<double>(kDim), .lse = 0};
+  double sum = 0;
+  for (std::size_t age = 0; age < live.size(); ++age) {
+    const auto k = turned(&all.k[live[age] * kDim], place(age));
+    row.p.push_back(
+        std::exp(softmax_scale * std::inner_product(q.begin(), q.end(), k.begin(), 0.0)));
+    sum += row.p.back();
+  }
+  row.lse = std::log(sum);
+  for (std::size_t age = 0; age < live.size(); ++age) {
+    row.p[age] /= sum;
+    for (std::size_t d = 0; d < kDim; ++d)
+      row.out[d] += row.p[age] * double{all.v[live[age] * kDim + d]};
+  }
+  return row;
+}
+
+/// What the live tokens should have received from an admission.
+std::vector<Observation> brute_observations(const std::vector<std::vector<Row>>& rows, Needs needs,
+                                            std::uint32_t first, std::size_t live) {
+  std::vector<Observation> seen(needs == Needs::nothing ? 0 : live);
+  for (std::uint32_t i = 0; i < rows.size() && !seen.empty(); ++i) {
+    std::vector<bool> asked(rows[i][0].p.size());
+    for (const Row& row : rows[i]) {
+      const double largest = *std::max_element(row.p.begin(), row.p.end());
+      for (std::size_t age = 0; age < row.p.size(); ++age) {
+        if (needs == Needs::mass) seen[age].mass += fixed_mass(1, static_cast<float>(row.p[age]));
+        if (row.p[age] >= 655.0 / 65536 * largest) asked[age] = true;
+      }
+    }
+    for (std::size_t age = 0; age < asked.size(); ++age) {
+      ++seen[age].queries;
+      if (needs != Needs::requests || !asked[age]) continue;
+      ++seen[age].requests;
+      seen[age].last_request = first + i;
+    }
+  }
+  return seen;
+}
+
+struct Outputs {
+  std::vector<float> out, lse;
+};
+
+/// Runs a cache over `admissions`; blocks of `block` queries, the last block first if `backwards`.
+class Runner {
+ public:
+  Runner(const Tensors& all, const std::string& policy, std::uint32_t budget, Positions positions)
+      : all_(all),
+        spec_(parse_policy(policy)),
+        positions_(positions),
+        cache_({.head_size = kDim,
+                .group = kGroup,
+                .positions = positions,
+                .softmax_scale = 0.25f,
+                .threshold16 = request_threshold16(0.01)},
+               spec_, budget, {}),
+        rope_(test_rope(), static_cast<std::uint32_t>(all.k.size() / kDim)),
+        outputs_{std::vector<float>(all.q.size()), std::vector<float>(all.q.size() / kDim)} {}
+
+  void admit(std::uint32_t count, std::uint32_t block = 32, bool backwards = false) {
+    const HeadAdmission admission{.first = next_,
+                                  .tokens = count,
+                                  .q = &all_.q[next_ * kGroup * kDim],
+                                  .out = &outputs_.out[next_ * kGroup * kDim],
+                                  .query_stride = kGroup * kDim,
+                                  .k = &all_.k[next_ * kDim],
+                                  .v = &all_.v[next_ * kDim],
+                                  .key_stride = kDim,
+                                  .lse = &outputs_.lse[next_ * kGroup],
+                                  .lse_stride = kGroup};
+    cache_.make_room(next_);
+    cache_.admit(admission, rope_);
+    std::vector<std::uint32_t> begins;
+    for (std::uint32_t begin = 0; begin < count; begin += block) begins.push_back(begin);
+    if (backwards) std::reverse(begins.begin(), begins.end());
+    for (const std::uint32_t begin : begins)
+      cache_.attend(admission, begin, std::min(count, begin + block), rope_);
+    const auto seen = cache_.observe();
+    seen_.assign(seen.begin(), seen.end());
+    next_ += count;
+  }
+
+  void check_last(std::uint32_t count) const {
+    const auto live = cache_.live().positions();
+    std::vector<std::vector<Row>> rows(count);
+    double worst = 0;
+    for (std::uint32_t i = 0; i < count; ++i)
+      for (std::uint32_t head = 0; head < kGroup; ++head) {
+        const std::uint32_t query = next_ - count + i;
+        const auto visible = live.first(live.size() - count + i + 1);
+        rows[i].push_back(brute_row(all_, query, head, visible, positions_, 0.25));
+        const std::size_t row = query * kGroup + head;
+        worst = std::max(worst, std::abs(rows[i].back().lse - double{outputs_.lse[row]}));
+        for (std::size_t d = 0; d < kDim; ++d)
+          worst = std::max(worst,
+                           std::abs(rows[i].back().out[d] - double{outputs_.out[row * kDim + d]}));
+      }
+    CHECK(worst < 1e-5);
+    check_seen(brute_observations(rows, spec_.entry->info.needs, next_ - count, live.size()));
+  }
+
+  const HeadCache& cache() const { return cache_; }
+  const Outputs& outputs() const { return outputs_; }
+  const std::vector<Observation>& seen() const { return seen_; }
+
+ private:
+  void check_seen(const std::vector<Observation>& expected) const {
+    REQUIRE(seen_.size() == expected.size());
+    for (std::size_t age = 0; age < expected.size(); ++age) {
+      CHECK(std::abs(std::ldexp(double(seen_[age].mass) - double(expected[age].mass), -32)) < 1e-5);
+      CHECK(seen_[age].queries == expected[age].queries);
+      CHECK(seen_[age].requests == expected[age].requests);
+      CHECK(seen_[age].last_request == expected[age].last_request);
+    }
+  }
+
+  const Tensors& all_;
+  PolicySpec spec_;
+  Positions positions_;
+  HeadCache cache_;
+  RopeTable rope_;
+  std::uint32_t next_ = 0;
+  Outputs outputs_;
+  std::vector<Observation> seen_;
+};
+
+}  // namespace
+
+TEST_CASE("A head's cache equals float64 attention over its live tokens, positions renumbered") {
+  const Tensors all = random_tensors(160);
+  const std::string policy = GENERATE("full", "window", "sink", "lru", "h2o", "random");
+  const Positions positions = GENERATE(Positions::original, Positions::cache);
+  CAPTURE(policy, name_of(positions));
+  Runner runner(all, policy, 24, positions);
+  for (const std::uint32_t count : {40u, 1u, 1u, 1u, 7u, 1u, 50u, 1u, 1u}) {
+    runner.admit(count);
+    runner.check_last(count);
+  }
+  for (int i = 0; i < 40; ++i) runner.admit(1);
+  runner.check_last(1);
+  const bool full = policy == "full";
+  CHECK(runner.cache().live().size() == (full ? 143 : 24));
+  CHECK((runner.cache().live().evictions() > 0) == !full);
+}
+
+TEST_CASE("Blocks of queries give the same bits in any size and order") {
+  const Tensors all = random_tensors(130);
+  const std::string policy = GENERATE("h2o", "lru");
+  Runner whole(all, policy, 30, Positions::cache), split(all, policy, 30, Positions::cache);
+  for (const std::uint32_t count : {90u, 1u, 39u}) {
+    whole.admit(count, count);
+    split.admit(count, 7, true);
+    CHECK(whole.seen() == split.seen());
+  }
+  CHECK(whole.outputs().out == split.outputs().out);
+  CHECK(whole.outputs().lse == split.outputs().lse);
+}
+
+TEST_CASE("After a long prompt a head's cache gives its memory back") {
+  const Tensors all = random_tensors(700);
+  const Positions positions = GENERATE(Positions::original, Positions::cache);
+  Runner runner(all, "random", 40, positions);
+  runner.admit(600);
+  CHECK(runner.cache().row_count() == 600);
+  for (int i = 0; i < 100; ++i) runner.admit(1);
+  runner.check_last(1);
+  CHECK(runner.cache().row_count() <= 80);
+}
+
+TEST_CASE("A head's cache refuses guards that do not fit its budget") {
+  const HeadShape shape{.head_size = kDim, .group = kGroup};
+  CHECK_THROWS_AS(HeadCache(shape, parse_policy("sink"), 4, {}), std::invalid_argument);
+}
