@@ -31,24 +31,33 @@ Step LiveSet::step(std::uint32_t now, std::uint32_t queries) const {
           .kv_head = identity_.kv_head};
 }
 
-std::span<const std::uint32_t> LiveSet::make_room(std::uint32_t now) {
-  victims_.clear();
-  if (budget_ == kNoBudget || size() < budget_) return victims_;
-  const std::size_t leaving = size() - (budget_ - 1);
-
+void LiveSet::fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const {
   ranks_.resize(size());
   states_->rank(slots_, positions_, step(now, 0), ranks_);
-  const auto key = [&](std::uint32_t i) {
-    return LeavingKey{guards_.guard(positions_[i], now), ranks_[i], positions_[i]};
-  };
+  keys.resize(size());
+  for (std::uint32_t i = 0; i < size(); ++i)
+    keys[i] = {guards_.guard(positions_[i], now), ranks_[i], positions_[i]};
+}
+
+std::vector<LeavingKey> LiveSet::leaving_keys(std::uint32_t now) const {
+  std::vector<LeavingKey> keys;
+  fill_keys(now, keys);
+  return keys;
+}
+
+std::span<const std::uint32_t> LiveSet::make_room(std::uint32_t now) {
+  victims_.clear();
+  const std::uint32_t leaving = surplus();
+  if (leaving == 0) return victims_;
+
+  fill_keys(now, keys_);
   victims_.resize(size());
   std::iota(victims_.begin(), victims_.end(), 0u);
-  const auto first = [&](std::uint32_t a, std::uint32_t b) { return key(a) < key(b); };
+  const auto first = [&](std::uint32_t a, std::uint32_t b) { return keys_[a] < keys_[b]; };
   if (leaving == 1) {
     victims_[0] = *std::min_element(victims_.begin(), victims_.end(), first);
   } else {
-    std::nth_element(victims_.begin(), victims_.begin() + static_cast<std::ptrdiff_t>(leaving - 1),
-                     victims_.end(), first);
+    std::nth_element(victims_.begin(), victims_.begin() + (leaving - 1), victims_.end(), first);
   }
   victims_.resize(leaving);
   std::sort(victims_.begin(), victims_.end());

@@ -36,6 +36,13 @@ class LiveSet {
   std::uint64_t evictions() const { return evictions_; }
   std::uint32_t live_max() const { return live_max_; }
 
+  /// The place of each live token, by age, in the order of leaving, were `now` admitted next.
+  std::vector<LeavingKey> leaving_keys(std::uint32_t now) const;
+  /// How many tokens make_room would evict.
+  std::uint32_t surplus() const {
+    return budget_ == kNoBudget || size() < budget_ ? 0 : size() - (budget_ - 1);
+  }
+
   Needs needs() const { return needs_; }
   const PolicyStates& states() const { return *states_; }
 
@@ -49,6 +56,7 @@ class LiveSet {
 
  private:
   Step step(std::uint32_t now, std::uint32_t queries) const;
+  void fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const;
 
   std::unique_ptr<PolicyStates> states_;
   Needs needs_;
@@ -56,7 +64,8 @@ class LiveSet {
   Guards guards_;
   Identity identity_;
   std::vector<std::uint32_t> positions_, slots_, free_, victims_;
-  std::vector<std::uint64_t> ranks_;
+  std::vector<LeavingKey> keys_;
+  mutable std::vector<std::uint64_t> ranks_;
   std::uint32_t slot_count_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
   std::uint64_t evictions_ = 0;
 };

@@ -49,6 +49,7 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
 }
 
 void HeadRun::begin_admission() {
+  if (room_watcher_) room_watcher_(admission().first, live_);
   live_.make_room(admission().first);
   live_.admit(admission().first, admission().tokens);
   if (squeezed_) squeezed_->place(live_);

@@ -43,6 +43,11 @@ class HeadRun {
     watcher_ = std::move(watcher);
   }
 
+  /// Called before each admission, before room is made, with the position to be admitted next.
+  void watch_room(std::function<void(std::uint32_t, const LiveSet&)> watcher) {
+    room_watcher_ = std::move(watcher);
+  }
+
   /// Whether attend(query) will look at the shared row of `query`.
   bool wants_row(std::uint32_t query) const;
   /// Takes the queries in order, each once.
@@ -76,6 +81,8 @@ class HeadRun {
   HeadStats stats_;
   OutputSink sink_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
+
+  std::function<void(std::uint32_t, const LiveSet&)> room_watcher_;
 
   std::uint32_t visible_ = 0;                // live tokens the current query may see
   bool sees_all_ = false;                    // … which are all there ever were

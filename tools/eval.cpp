@@ -1,0 +1,143 @@
+#include "tools/eval.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <stdexcept>
+
+#include "policies/observation.hpp"
+#include "sim/metrics.hpp"
+#include "traces/numeric/parallel.hpp"
+
+namespace kvlab {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+constexpr std::size_t kLeastSequences = 8;  // fewer: blocks are parts of sequences
+constexpr std::uint32_t kParts = 16;
+
+/// Cuts texts into sequences, each behind the model's first token (where it has one).
+std::vector<Ids> sequences_of(const Model& model, const std::vector<Ids>& texts,
+                              const EvalOptions& options) {
+  const std::size_t first = model.config().bos >= 0 ? 1 : 0;
+  const std::size_t window = options.window ? options.window : model.config().trained_context;
+  if (window < first + 2)
+    throw std::invalid_argument(
+        fmt::format("window {}: should be at least {} tokens", window, first + 2));
+  std::vector<Ids> sequences;
+  for (const Ids& text : texts) {
+    std::size_t length = text.size();
+    if (options.max_tokens) length = std::min<std::size_t>(length, options.max_tokens);
+    const std::size_t step = options.stream ? std::max<std::size_t>(length, 1) : window - first;
+    for (std::size_t start = 0; start < length; start += step) {
+      Ids ids;
+      if (first) ids.push_back(model.config().bos);
+      const std::size_t end = std::min(length, start + step);
+      ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
+                 text.begin() + static_cast<std::ptrdiff_t>(end));
+      // A remainder shorter than half a window would be scored without a cache worth evicting from.
+      if (start == 0 || ids.size() * 2 >= window) sequences.push_back(std::move(ids));
+    }
+  }
+  if (sequences.empty()) throw std::invalid_argument("text: has no tokens; a longer one is needed");
+  return sequences;
+}
+
+LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::size_t tokens,
+                         std::size_t window, unsigned threads) {
+  const std::size_t half = std::min(tokens, options.stream ? tokens : window) / 2;
+  const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : half;
+  return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
+          .span = options.span,
+          .threshold16 = request_threshold16(options.threshold),
+          .sequence = static_cast<std::uint32_t>(sequence),
+          .threads = threads};
+}
+
+/// One configuration's scores over all sequences, as sums by block.
+EvalScore summarise(const LoopConfig& config, std::uint32_t budget_tokens, std::size_t c,
+                    const std::vector<std::vector<LoopScores>>& scores) {
+  const bool split = scores.size() < kLeastSequences;
+  const std::uint32_t parts = split ? kParts : 1;
+  BlockedRatio nll, kl, same;
+  for (BlockedRatio* ratio : {&nll, &kl, &same})
+    ratio->resize(static_cast<std::uint32_t>(scores.size()) * parts);
+  std::uint64_t tokens = 0, peak = 0;
+  for (std::size_t s = 0; s < scores.size(); ++s) {
+    const LoopScores& one = scores[s][c];
+    for (std::size_t i = 0; i < one.nll.size(); ++i) {
+      const auto block = static_cast<std::uint32_t>(s * parts + i * parts / one.nll.size());
+      nll.add(block, one.nll[i], 1);
+      kl.add(block, one.kl[i], 1);
+      same.add(block, one.same_first[i], 1);
+    }
+    tokens += one.nll.size();
+    peak = std::max(peak, one.kv_bytes_peak);
+  }
+  const auto estimate = [](const BlockedRatio& ratio) {
+    const BlockedRatio* const one[] = {&ratio};
+    return mean_of(one);
+  };
+  const Estimate n = estimate(nll), k = estimate(kl);
+  return {.config = config,
+          .budget_tokens = budget_tokens,
+          .nll = n.value,
+          .nll_error = n.standard_error,
+          .perplexity = std::exp(n.value),
+          .perplexity_error = std::exp(n.value) * n.standard_error,
+          .kl = k.value,
+          .kl_error = k.standard_error,
+          .same_first = estimate(same).value,
+          .tokens = tokens,
+          .kv_bytes_peak = peak};
+}
+
+}  // namespace
+
+std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options) {
+  const auto is_full = [](const LoopConfig& c) {
+    return !c.cache.policy.entry->info.evicts && c.cache.positions == Positions::original;
+  };
+  const auto full = std::find_if(configs.begin(), configs.end(), is_full);
+  if (full != configs.end())
+    std::rotate(configs.begin(), full, full + 1);
+  else
+    configs.insert(
+        configs.begin(),
+        {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}, .budgets = {}});
+
+  const std::vector<Ids> sequences = sequences_of(model, texts, options);
+  const std::size_t window = options.window ? options.window : model.config().trained_context;
+  std::size_t longest = 0;
+  for (const Ids& ids : sequences) longest = std::max(longest, ids.size());
+
+  // Windows are independent: one thread each. A single stream spreads over its heads instead.
+  const unsigned outer = sequences.size() > 1 ? options.threads : 1;
+  const unsigned inner = sequences.size() > 1 ? 1 : options.threads;
+  std::vector<std::vector<LoopScores>> scores(sequences.size());
+  std::size_t done = 0;
+  std::mutex mutex;
+  parallel_for(sequences.size(), outer, [&](std::size_t s) {
+    scores[s] = run_closed_loop(model, sequences[s], configs,
+                                loop_options(options, s, sequences[s].size(), window, inner));
+    const std::lock_guard lock(mutex);
+    ++done;
+    if (options.progress)
+      options.progress(static_cast<double>(done) / static_cast<double>(sequences.size()));
+  });
+
+  std::vector<EvalScore> result;
+  for (std::size_t c = 0; c < configs.size(); ++c) {
+    const bool evicts = configs[c].cache.policy.entry->info.evicts;
+    const auto length = static_cast<std::uint32_t>(longest);
+    result.push_back(summarise(
+        configs[c], evicts ? configs[c].cache.budget.resolve(length) : length, c, scores));
+  }
+  return result;
+}
+
+}  // namespace kvlab

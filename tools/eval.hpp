@@ -1,0 +1,43 @@
+// `kvlab eval`: perplexity and company of a grid of configurations over texts, in the closed loop.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tools/closed_loop.hpp"
+
+namespace kvlab {
+
+struct EvalOptions {
+  std::uint32_t window = 0;         ///< tokens, the first one included; 0: the trained context
+  bool stream = false;              ///< the whole text as one sequence
+  std::uint32_t prompt_tokens = 0;  ///< of each sequence; 0: half of it
+  std::uint32_t max_tokens = 0;     ///< of each text; 0: all
+  Span span = Span::decode;
+  double threshold = 0.01;
+  unsigned threads = 1;
+  std::function<void(double)> progress;
+};
+
+/// One configuration's figures over all scored tokens.
+struct EvalScore {
+  LoopConfig config;
+  std::uint32_t budget_tokens;
+  double nll, nll_error;                ///< mean nats per token, standard error
+  double perplexity, perplexity_error;  ///< exp(nll), by the delta method
+  double kl, kl_error;                  ///< mean nats, to the full cache
+  double same_first;                    ///< share of tokens
+  std::uint64_t tokens;                 ///< scored
+  std::uint64_t kv_bytes_peak;          ///< of one sequence
+};
+
+/// Scores `configs` (`full` is put in front if it is not there) over texts given as token ids
+/// without special tokens. Standard errors take sequences as blocks, or sixteenths of them where
+/// there are fewer than eight. Throws std::invalid_argument.
+std::vector<EvalScore> evaluate(const Model& model,
+                                const std::vector<std::vector<std::int32_t>>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options);
+
+}  // namespace kvlab

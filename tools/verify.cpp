@@ -1,0 +1,305 @@
+#include "tools/verify.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+
+#include "engine/sampler.hpp"
+#include "policies/observation.hpp"
+#include "sim/run_heads.hpp"
+#include "tools/reference_attention.hpp"
+
+namespace kvlab {
+namespace {
+
+/// The evicting run of one KV head, as it is watched.
+struct WatchedHead {
+  std::unique_ptr<LiveSet> shadow;           // the simulator's, fed with the engine's observations
+  std::vector<float> q, k, v;                // [token, group, dim], [token, dim]
+  std::vector<std::vector<double>> rotated;  // [token][dim]: keys at original positions, float64
+  std::vector<Observation> seen;             // of the admission in progress, by age
+  std::map<std::uint32_t, std::vector<std::uint32_t>> victims;  // by `now`: positions
+};
+
+/// Float64's view of what one token should have observed.
+struct Expected {
+  double mass = 0;
+  std::uint32_t requests = 0, unclear = 0;  // surely requested; too near the threshold to say
+  std::uint32_t last_request = 0, queries = 0;
+};
+
+class Watch final : public DecoderObserver {
+ public:
+  Watch(const Model& model, const CacheOptions& options)
+      : shape_(model.config().shape()),
+        options_(options),
+        reference_(model.config().rope, shape_.head_size, model.config().softmax_scale()),
+        heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
+    for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
+      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
+        const std::size_t i = std::size_t{layer} * shape_.kv_heads + h;
+        heads_[i].shadow = std::make_unique<LiveSet>(live_set(layer, h));
+      }
+  }
+
+  LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
+    const std::size_t i = std::size_t{layer} * shape_.kv_heads + kv_head;
+    const std::uint32_t budget = options_.budgets.empty() ? options_.budget : options_.budgets[i];
+    return LiveSet(options_.policy, budget, {options_.seed, options_.sequence, layer, kv_head});
+  }
+
+  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind,
+                 bool) override {
+    admissions_.push_back({first, static_cast<std::uint32_t>(ids.size())});
+  }
+
+  void evicted(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t now,
+               std::span<const std::uint32_t> victims) override {
+    WatchedHead& head = at(layer, kv_head);
+    const std::vector<std::uint32_t> before(head.shadow->positions().begin(),
+                                            head.shadow->positions().end());
+    std::vector<std::uint32_t> expected;
+    for (const std::uint32_t i : head.shadow->make_room(now)) expected.push_back(before[i]);
+    std::vector<std::uint32_t> actual(victims.begin(), victims.end());
+    std::sort(actual.begin(), actual.end());
+    if (actual != expected)
+      differ("layer {} head {} position {}: the engine evicts [{}], the simulator [{}]", layer,
+             kv_head, now, fmt::join(actual, " "), fmt::join(expected, " "));
+    report.evictions += actual.size();
+    ++report.admissions;
+    head.victims[now] = std::move(actual);
+    head.shadow->admit(now, admissions_.back().tokens);
+  }
+
+  void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& live,
+                std::span<const Observation> seen) override {
+    WatchedHead& head = at(layer, kv_head);
+    head.seen.assign(seen.begin(), seen.end());
+    head.shadow->observe(seen);
+    compare_states(layer, kv_head, *head.shadow, live);
+  }
+
+  void layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
+             std::span<const float> v, std::span<const float>, std::span<const float>) override {
+    for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
+      WatchedHead& head = at(layer, h);
+      append(head, h, q, k, v);
+      if (head.shadow->needs() != Needs::nothing) check_observations(head);
+    }
+  }
+
+  WatchedHead& at(std::uint32_t layer, std::uint32_t kv_head) {
+    return heads_[std::size_t{layer} * shape_.kv_heads + kv_head];
+  }
+  const std::vector<Admission>& admissions() const { return admissions_; }
+  const ModelShape& shape() const { return shape_; }
+
+  VerifyReport report;
+
+ private:
+  template <class... Args>
+  void differ(fmt::format_string<Args...> format, Args&&... args) {
+    if (report.identical)
+      report.first_difference = fmt::format(format, std::forward<Args>(args)...);
+    report.identical = false;
+  }
+
+  void compare_states(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& shadow,
+                      const LiveSet& live) {
+    const std::uint32_t now = admissions_.back().first;
+    if (!std::ranges::equal(shadow.positions(), live.positions()))
+      return differ("layer {} head {} position {}: other tokens are live", layer, kv_head, now);
+    for (std::uint32_t i = 0; i < live.size(); ++i) {
+      const auto expected = shadow.states().bytes(shadow.slots()[i]);
+      if (!std::ranges::equal(expected, live.states().bytes(live.slots()[i])))
+        return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
+                      now, live.positions()[i]);
+    }
+  }
+
+  /// Keeps one head's part of an admission's tensors.
+  void append(WatchedHead& head, std::uint32_t h, std::span<const float> q,
+              std::span<const float> k, std::span<const float> v) const {
+    const std::size_t dim = shape_.head_size, group = shape_.group();
+    const Admission& admission = admissions_.back();
+    for (std::size_t i = 0; i < admission.tokens; ++i) {
+      const float* query = q.data() + (i * shape_.query_heads + h * group) * dim;
+      const float* key = k.data() + (i * shape_.kv_heads + h) * dim;
+      const float* value = v.data() + (i * shape_.kv_heads + h) * dim;
+      head.q.insert(head.q.end(), query, query + group * dim);
+      head.k.insert(head.k.end(), key, key + dim);
+      head.v.insert(head.v.end(), value, value + dim);
+      head.rotated.push_back(
+          reference_.rotate(key, admission.first + static_cast<std::uint32_t>(i)));
+    }
+  }
+
+  void check_observations(WatchedHead& head) {
+    const std::vector<Expected> expected = expected_observations(head);
+    const double heads = shape_.group();
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const Expected& e = expected[i];
+      const Observation& seen = head.seen[i];
+      ++report.observations;
+      if (head.shadow->needs() == Needs::mass) {
+        const double mass = std::ldexp(static_cast<double>(seen.mass), -32);
+        const double error = std::fabs(mass - e.mass) / (heads * std::max(1u, e.queries));
+        // Not fmax: a NaN must show.
+        if (!(error <= report.worst_mass)) report.worst_mass = error;
+      } else {
+        const bool count_fits =
+            seen.requests >= e.requests && seen.requests <= e.requests + e.unclear;
+        const bool last_fits =
+            e.unclear > 0 || seen.requests == 0 || seen.last_request == e.last_request;
+        report.wrong_requests += !(count_fits && last_fits);
+      }
+      report.wrong_requests += seen.queries != e.queries;
+    }
+  }
+
+  std::vector<Expected> expected_observations(const WatchedHead& head) const {
+    const auto live = head.shadow->positions();
+    const Admission& admission = admissions_.back();
+    std::vector<std::vector<double>> keys;
+    for (std::uint32_t i = 0; i < live.size(); ++i)
+      keys.push_back(
+          options_.positions == Positions::original
+              ? head.rotated[live[i]]
+              : reference_.rotate(head.k.data() + std::size_t{live[i]} * shape_.head_size, i));
+    std::vector<Expected> expected(live.size());
+    for (std::uint32_t n = 0; n < admission.tokens; ++n) {
+      const std::uint32_t visible = head.shadow->size() - (admission.tokens - 1 - n);
+      expect_from_query(head, admission.first + n, std::span(keys).first(visible),
+                        admission.tokens - 1 - n, expected);
+    }
+    return expected;
+  }
+
+  void expect_from_query(const WatchedHead& head, std::uint32_t query,
+                         std::span<const std::vector<double>> keys, std::uint32_t age,
+                         std::vector<Expected>& expected) const {
+    const double threshold = options_.threshold16 / 65536.0;
+    const auto place = static_cast<std::uint32_t>(keys.size() - 1);
+    const PolicyStates& states = head.shadow->states();
+    const double weight = age < states.tail() ? static_cast<double>(states.weight(age)) : 0.0;
+    std::vector<std::uint8_t> sure(keys.size()), unclear(keys.size());
+    for (std::uint32_t g = 0; g < shape_.group(); ++g) {
+      const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
+      const auto p = reference_.probabilities(
+          reference_.rotate(q, options_.positions == Positions::original ? query : place), keys);
+      const double largest = *std::max_element(p.begin(), p.end());
+      for (std::size_t i = 0; i < p.size(); ++i) {
+        expected[i].mass += weight * p[i];
+        // The relative error of a probability, and the absolute one of its Q32.32.
+        const double slack = report.tolerance * threshold * largest + 0x1p-31;
+        sure[i] |= p[i] > threshold * largest + slack;
+        unclear[i] |= std::fabs(p[i] - threshold * largest) <= slack;
+      }
+    }
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      ++expected[i].queries;
+      if (sure[i])
+        ++expected[i].requests, expected[i].last_request = query;
+      else
+        expected[i].unclear += unclear[i];
+    }
+  }
+
+  ModelShape shape_;
+  const CacheOptions& options_;
+  ReferenceAttention reference_;
+  std::vector<WatchedHead> heads_;  // [layer, kv_head]
+  std::vector<Admission> admissions_;
+};
+
+/// The first eviction on which a free-running replay of one head disagrees, if any.
+class FreeRun {
+ public:
+  FreeRun(Watch& watch, std::uint32_t layer, std::uint32_t kv_head)
+      : head_(watch.at(layer, kv_head)), layer_(layer), kv_head_(kv_head) {}
+
+  void compare(std::uint32_t now, const LiveSet& live) {
+    if (parting || live.surplus() == 0) return;
+    const auto keys = live.leaving_keys(now);
+    std::vector<std::uint32_t> order(keys.size());
+    for (std::uint32_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::ranges::sort(order, [&](std::uint32_t a, std::uint32_t b) { return keys[a] < keys[b]; });
+    const auto& engine = head_.victims.at(now);
+    const std::size_t leaving = live.surplus();
+    // The token the engine should have evicted, and the one it evicted instead.
+    const LeavingKey* spared = nullptr;
+    const LeavingKey* taken = nullptr;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      const LeavingKey& key = keys[order[i]];
+      const bool by_engine = std::ranges::binary_search(engine, key.position);
+      if (i < leaving && !by_engine) spared = &key;
+      if (i >= leaving && by_engine && !taken) taken = &key;
+    }
+    if (!spared || !taken) return;
+    const double larger = static_cast<double>(std::max(taken->rank, spared->rank));
+    const double difference =
+        std::fabs(static_cast<double>(taken->rank) - static_cast<double>(spared->rank));
+    parting = Parting{layer_,          kv_head_,         now,
+                      taken->position, spared->position, larger > 0 ? difference / larger : 0};
+  }
+
+  std::optional<Parting> parting;
+
+ private:
+  const WatchedHead& head_;
+  std::uint32_t layer_, kv_head_;
+};
+
+void run_free(Watch& watch, const Model& model, const CacheOptions& options, const RopeTable& rope,
+              std::uint32_t layer, std::uint32_t kv_head) {
+  const WatchedHead& head = watch.at(layer, kv_head);
+  const ModelShape& shape = watch.shape();
+  const std::size_t dim = shape.head_size;
+  const HeadView view{.tokens = rope.positions(),
+                      .group = shape.group(),
+                      .head_size = shape.head_size,
+                      .q = head.q.data(),
+                      .q_head_stride = dim,
+                      .q_token_stride = shape.group() * dim,
+                      .k = head.k.data(),
+                      .v = head.v.data(),
+                      .kv_token_stride = dim};
+  const HeadArithmetic arithmetic{model.config().softmax_scale(), std::nullopt,
+                                  options.threshold16};
+  FreeRun free(watch, layer, kv_head);
+  std::vector<std::unique_ptr<HeadRun>> runs;
+  runs.push_back(std::make_unique<HeadRun>(watch.live_set(layer, kv_head), options.positions,
+                                           watch.admissions(), view, rope, arithmetic));
+  runs[0]->watch_room([&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
+  SharedRows rows(view, rope, arithmetic);
+  run_head(view.tokens, rows, runs, nullptr);
+  ++watch.report.heads;
+  if (free.parting) watch.report.partings.push_back(*free.parting);
+}
+
+}  // namespace
+
+VerifyReport verify_decoder(const Model& model, const CacheOptions& options,
+                            const std::vector<VerifyTurn>& turns, unsigned threads) {
+  Watch watch(model, options);
+  Decoder decoder(model, options, threads);
+  decoder.watch(&watch);
+  Sampler sampler({});
+  for (const VerifyTurn& turn : turns) {
+    std::span<const float> logits = decoder.feed(turn.prompt, SegmentKind::prompt);
+    for (std::uint32_t i = 0; i < turn.decode_tokens; ++i) {
+      const std::int32_t id = sampler.pick(logits);
+      logits = decoder.feed(std::span(&id, 1), SegmentKind::decode);
+    }
+  }
+  const RopeTable rope(model.config().rope, decoder.tokens());
+  for (std::uint32_t layer = 0; layer < watch.shape().layers; ++layer)
+    for (std::uint32_t h = 0; h < watch.shape().kv_heads; ++h)
+      run_free(watch, model, options, rope, layer, h);
+  return watch.report;
+}
+
+}  // namespace kvlab
