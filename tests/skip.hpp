@@ -1,0 +1,17 @@
+// A test that cannot run on this machine says so, by name: ctest lists it as skipped.
+#pragma once
+
+#include <iostream>
+#include <string_view>
+
+#include "tests/catch.hpp"
+
+namespace kvlab {
+
+/// Call it and return: `if (!device) return skip("no CUDA device");`.
+inline void skip(std::string_view why) {
+  std::cout << "skipped: " << why << ": " << Catch::getResultCapture().getCurrentTestName()
+            << std::endl;
+}
+
+}  // namespace kvlab
