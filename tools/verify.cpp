@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 
-#include "engine/sampler.hpp"
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
 #include "tools/reference_attention.hpp"
@@ -283,11 +282,12 @@ void run_free(Watch& watch, const Model& model, const CacheOptions& options, con
 }  // namespace
 
 VerifyReport verify_decoder(const Model& model, const CacheOptions& options,
-                            const std::vector<VerifyTurn>& turns, unsigned threads) {
+                            const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
+                            unsigned threads) {
   Watch watch(model, options);
   Decoder decoder(model, options, threads);
   decoder.watch(&watch);
-  Sampler sampler({});
+  Sampler sampler(sampling);
   for (const VerifyTurn& turn : turns) {
     std::span<const float> logits = decoder.feed(turn.prompt, SegmentKind::prompt);
     for (std::uint32_t i = 0; i < turn.decode_tokens; ++i) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/decoder.hpp"
+#include "engine/sampler.hpp"
 
 namespace kvlab {
 
@@ -42,8 +43,9 @@ struct VerifyTurn {
   std::uint32_t decode_tokens;
 };
 
-/// Decodes the turns greedily under `options`, asking (a) and (b) on the way and (c) at the end.
+/// Decodes the turns under `options`, asking (a) and (b) on the way and (c) at the end.
 VerifyReport verify_decoder(const Model& model, const CacheOptions& options,
-                            const std::vector<VerifyTurn>& turns, unsigned threads);
+                            const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
+                            unsigned threads);
 
 }  // namespace kvlab

@@ -1,0 +1,150 @@
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "engine/tokenizer.hpp"
+#include "tools/eval.hpp"
+#include "tools/options.hpp"
+#include "tools/policy_file.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
+
+void add_options(po::options_description& options) {
+  options.add_options()("model", po::value<std::string>()->required(), "model directory")(
+      "text", po::value<std::vector<std::string>>()->required()->multitoken(), "text files")(
+      "window", po::value<std::uint32_t>()->default_value(0),
+      "tokens a window, the model's first token included; 0: the trained context")(
+      "stream", po::bool_switch(), "each text as one sequence")(
+      "prompt-tokens", po::value<std::uint32_t>()->default_value(0),
+      "tokens of each sequence that are its prompt; 0: half of it")(
+      "max-tokens", po::value<std::uint32_t>()->default_value(0),
+      "tokens of each text to use; 0: all")("span",
+                                            po::value<std::string>()->default_value("decode"),
+                                            "which queries' predictions are scored: decode, all")(
+      "request-threshold", po::value<double>()->default_value(0.01),
+      "share of a row's largest entry")("policy-file", po::value<std::string>(),
+                                        "a deployed policy, beside those of --policy");
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+LoopConfig deployed(const std::string& path, const Model& model) {
+  const PolicyFile file = read_policy_file(path);
+  if (const auto warning = model_mismatch(file, model.config().name, model.weights_xxh3());
+      !warning.empty())
+    fmt::print(stderr, "kvlab eval: {}\n", warning);
+  const CacheOptions cache = cache_options(file, model.config().shape());
+  return {.cache = {.policy = cache.policy,
+                    .budget = {.extent = tokens(file.budget)},
+                    .prefill = cache.prefill,
+                    .positions = cache.positions,
+                    .seed = cache.seed},
+          .budgets = cache.budgets};
+}
+
+nlohmann::ordered_json to_json(const EvalScore& score) {
+  const auto number = [](double value) {
+    return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+  };
+  const ReplayConfig& cache = score.config.cache;
+  return {{"policy", cache.policy.name},
+          {"params", cache.policy.params_text()},
+          {"budget", cache.policy.entry->info.evicts ? cache.budget.text() : "all"},
+          {"budget_tokens", score.budget_tokens},
+          {"prefill", cache.prefill.text()},
+          {"positions", name_of(cache.positions)},
+          {"seed", cache.seed},
+          {"perplexity", number(score.perplexity)},
+          {"perplexity_stderr", number(score.perplexity_error)},
+          {"nll", number(score.nll)},
+          {"nll_stderr", number(score.nll_error)},
+          {"kl", number(score.kl)},
+          {"kl_stderr", number(score.kl_error)},
+          {"top1_agreement", number(score.same_first)},
+          {"tokens", score.tokens},
+          {"kv_bytes_peak", score.kv_bytes_peak}};
+}
+
+void print_table(const std::vector<EvalScore>& scores) {
+  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>12}\n", "policy", "budget", "positions",
+             "perplexity", "KL", "top-1", "peak KV");
+  for (const EvalScore& score : scores) {
+    const std::string error =
+        std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
+    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10.4f} {:>6.1f}% {:>8.1f} KiB\n",
+               score.config.cache.policy.text(), score.budget_tokens,
+               name_of(score.config.cache.positions),
+               fmt::format("{:.3f}{}", score.perplexity, error), score.kl, 100 * score.same_first,
+               static_cast<double>(score.kv_bytes_peak) / 1024);
+  }
+}
+
+EvalOptions eval_options(const po::variables_map& options) {
+  const std::string span = options["span"].as<std::string>();
+  if (span != "decode" && span != "all")
+    throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
+  const double threshold = options["request-threshold"].as<double>();
+  if (!(threshold >= 0 && threshold <= 1))
+    throw std::invalid_argument(
+        fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
+  return {.window = options["window"].as<std::uint32_t>(),
+          .stream = options["stream"].as<bool>(),
+          .prompt_tokens = options["prompt-tokens"].as<std::uint32_t>(),
+          .max_tokens = options["max-tokens"].as<std::uint32_t>(),
+          .span = span == "all" ? Span::all : Span::decode,
+          .threshold = threshold,
+          .threads = threads_from(options),
+          .progress = progress_bar("eval")};
+}
+
+int run(const po::variables_map& options) {
+  check_device(options);
+  const EvalOptions how = eval_options(options);
+  std::vector<LoopConfig> configs;
+  if (options.count("policy"))
+    for (ReplayConfig& config : grid_from(options))
+      configs.push_back({.cache = std::move(config), .budgets = {}});
+  const std::string directory = options["model"].as<std::string>();
+  const Model model = Model::load(directory, how.threads);
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  if (options.count("policy-file"))
+    configs.push_back(deployed(options["policy-file"].as<std::string>(), model));
+
+  std::vector<std::vector<std::int32_t>> texts;
+  for (const std::string& path : options["text"].as<std::vector<std::string>>())
+    texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
+  const std::vector<EvalScore> scores = evaluate(model, texts, std::move(configs), how);
+  if (!options["json"].as<bool>()) {
+    print_table(scores);
+    return 0;
+  }
+  nlohmann::ordered_json configurations = nlohmann::ordered_json::array();
+  for (const EvalScore& score : scores) configurations.push_back(to_json(score));
+  const nlohmann::ordered_json result{{"model", model.config().name},
+                                      {"weights_xxh3", model.weights_xxh3()},
+                                      {"span", options["span"].as<std::string>()},
+                                      {"configurations", std::move(configurations)}};
+  fmt::print("{}\n", result.dump(2));
+  return 0;
+}
+
+}  // namespace
+
+Command eval_command() {
+  return {.name = "eval",
+          .summary = "closed loop: perplexity of many policies and budgets, teacher-forced",
+          .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
+          .example =
+              "kvlab eval --model engine/models/tiny --text book.txt --policy window,sink,h2o "
+              "--budget 128,256 --prefill stream",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab
