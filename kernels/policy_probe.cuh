@@ -43,20 +43,10 @@ inline __global__ void place_tokens(ProbeRun run) {
 }
 
 template <Policy P>
-typename P::Params params_from(std::span<const double> values) {
-  typename P::Params params{};
-  if constexpr (!std::is_empty_v<typename P::Params>) {
-    std::size_t i = 0;
-    for (const auto& param : P::kParams) params.*(param.member) = values[i++];
-  }
-  return params;
-}
-
-template <Policy P>
 cudaError_t launch_probe(const ProbeRun& run, std::span<const double> params, cudaStream_t stream) {
   if (run.tokens == 0 || run.steps == 0) return cudaErrorInvalidValue;
   const unsigned blocks = (run.tokens + kProbeThreads - 1) / kProbeThreads;
-  run_states<P><<<blocks, kProbeThreads, 0, stream>>>(run, params_from<P>(params));
+  run_states<P><<<blocks, kProbeThreads, 0, stream>>>(run, params_from<P>(params.data()));
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   place_tokens<<<dim3(blocks, run.steps), kProbeThreads, 0, stream>>>(run);
   return cudaGetLastError();

@@ -16,12 +16,7 @@ namespace {
 
 template <Policy P>
 std::unique_ptr<PolicyStates> make_states(std::span<const double> values) {
-  typename P::Params params{};
-  if constexpr (!std::is_empty_v<typename P::Params>) {
-    std::size_t i = 0;
-    for (const auto& param : P::kParams) params.*(param.member) = values[i++];
-  }
-  return std::make_unique<PolicyStatesOf<P>>(params);
+  return std::make_unique<PolicyStatesOf<P>>(params_from<P>(values.data()));
 }
 
 template <Policy P>
@@ -49,21 +44,30 @@ double parse_number(std::string_view text, std::string_view what) {
   return value;
 }
 
-/// A count or a share. Throws unless it lies in [least, 2^31) tokens or in (0, 100] percent.
-Extent parse_extent(std::string_view text, std::string_view what, double least) {
-  const bool share = !text.empty() && text.back() == '%';
-  const double value = parse_number(share ? text.substr(0, text.size() - 1) : text, what);
-  if (share) {
-    if (value < 0 || value > 100 || (least > 0 && value <= 0))
-      throw std::invalid_argument(
-          fmt::format("{}: {} is outside {}0% to 100%", what, text, least > 0 ? "above " : ""));
-    return {.share_ppm = static_cast<std::uint32_t>(std::lround(value * 1e4)), .is_share = true};
-  }
+/// Throws unless it lies in [least, 2^31) tokens.
+Extent parse_tokens(std::string_view text, std::string_view what, double least,
+                    std::string_view alternative = "") {
+  const double value = parse_number(text, what);
   if (value != std::floor(value) || value < least || value >= 2147483648.0)
-    throw std::invalid_argument(fmt::format(
-        "{}: '{}' should be a whole number of tokens, at least {}, or a share such as 20%", what,
-        text, least));
+    throw std::invalid_argument(
+        fmt::format("{}: '{}' should be a whole number of tokens, at least {} and below 2^31{}",
+                    what, text, least, alternative));
   return tokens(static_cast<std::uint32_t>(value));
+}
+
+/// A count or a share. Throws unless it lies in [least, 2^31) tokens or in [0, 100] percent, where
+/// no share is 0 unless `least` is.
+Extent parse_extent(std::string_view text, std::string_view what, double least) {
+  if (!text.ends_with('%')) return parse_tokens(text, what, least, ", or a share such as 20%");
+  const double value = parse_number(text.substr(0, text.size() - 1), what);
+  if (value < 0 || value > 100)
+    throw std::invalid_argument(
+        fmt::format("{}: {} should be at least 0% and at most 100%", what, text));
+  const Extent share{.share_ppm = static_cast<std::uint32_t>(std::lround(value * 1e4)),
+                     .is_share = true};
+  if (least > 0 && share.share_ppm == 0)
+    throw std::invalid_argument(fmt::format("{}: {} should be at least 0.0001%", what, text));
+  return share;
 }
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
@@ -179,7 +183,14 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   if (parts.size() > 1 && !spec.entry->info.evicts)
     throw std::invalid_argument(
         fmt::format("policy {} never evicts: it takes no parameters and no guards", spec.name));
-  for (std::size_t i = 1; i < parts.size(); ++i) apply_setting(spec, parts[i]);
+  std::vector<std::string_view> given;
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    apply_setting(spec, parts[i]);
+    given.push_back(parts[i].substr(0, parts[i].find('=')));
+    if (std::count(given.begin(), given.end(), given.back()) > 1)
+      throw std::invalid_argument(fmt::format("policy {}: {} is given twice; once would be right",
+                                              spec.name, given.back()));
+  }
   return spec;
 }
 
@@ -228,10 +239,7 @@ std::string Prefill::text() const {
 Prefill parse_prefill(std::string_view text) {
   if (text == "dense") return {};
   if (text == "stream") return {1};
-  if (text.starts_with("chunk:")) {
-    const Extent extent = parse_extent(text.substr(6), "prefill chunk", 1);
-    if (!extent.is_share) return {extent.tokens};
-  }
+  if (text.starts_with("chunk:")) return {parse_tokens(text.substr(6), "prefill: chunk", 1).tokens};
   throw std::invalid_argument(
       fmt::format("prefill: '{}' should be dense, stream or chunk:N (tokens an admission)", text));
 }

@@ -142,6 +142,15 @@ concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<
                  (hooks::HasWeight<P> == P::kInfo.weighted) &&
                  (hooks::HasTail<P> == P::kInfo.weighted);
 
+/// P's parameters from one value for each line of kParams.
+template <class P>
+constexpr typename P::Params params_from(const double* values) {
+  typename P::Params params{};
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    for (const auto& param : P::kParams) params.*(param.member) = *values++;
+  return params;
+}
+
 /// P's parameters at their standard values.
 template <class P>
 constexpr typename P::Params standard_params() {
@@ -157,9 +166,10 @@ namespace hooks {
 template <class P>
 constexpr bool run_once(typename P::Slot& slot) {
   const typename P::Params params = standard_params<P>();
-  const Step step{};
+  const Step step{.now = 1, .budget = 2, .live = 1, .queries = 1};
   P::admit(slot, Token{}, params, step);
-  if constexpr (P::kInfo.needs != Needs::nothing) P::observe(slot, Observation{}, params, step);
+  if constexpr (P::kInfo.needs != Needs::nothing)
+    P::observe(slot, Observation{.queries = 1}, params, step);
   if constexpr (P::kInfo.weighted) static_cast<void>(P::weight(P::tail(params), params));
   static_cast<void>(P::rank(slot, Token{}, params, step));
   return true;

@@ -1,0 +1,200 @@
+#include "policies/catalogue.hpp"
+
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+constexpr std::string_view kReferences[] = {"oracle_mass", "oracle_topk"};
+
+/// The message of the std::invalid_argument that `parse` throws.
+template <class Parse>
+std::string refusal(Parse parse) {
+  try {
+    parse();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+std::string policy_refusal(std::string_view text) {
+  return refusal([&] { parse_policy(text, kReferences); });
+}
+std::string budget_refusal(std::string_view text) {
+  return refusal([&] { parse_budget(text); });
+}
+std::string guards_refusal(std::string_view text, std::uint32_t budget) {
+  return refusal([&] { resolve_guards(parse_policy(text), budget); });
+}
+
+}  // namespace
+
+TEST_CASE("the catalogue holds the seven policies in order") {
+  std::vector<std::string> names;
+  for (const PolicyEntry& entry : policy_catalogue()) names.emplace_back(entry.info.name);
+  // A policy that the documentation adds comes behind them.
+  REQUIRE(names.size() >= 7);
+  names.resize(7);
+  CHECK(names == std::vector<std::string>{"full", "window", "sink", "lru", "h2o", "streaming_h2o",
+                                          "random"});
+}
+
+TEST_CASE("defaults are those of the design's table") {
+  const auto text = [](std::string_view name) { return parse_policy(name).text(); };
+  CHECK(text("full") == "full");
+  CHECK(text("window") == "window:sinks=0:recent=0");
+  CHECK(text("sink") == "sink:sinks=4:recent=0");
+  CHECK(text("lru") == "lru:sinks=0:recent=0");
+  CHECK(text("h2o") == "h2o:sinks=0:recent=50%");
+  CHECK(text("streaming_h2o") == "streaming_h2o:sinks=0:recent=50%");
+  CHECK(text("random") == "random:sinks=0:recent=0");
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    const std::string name = entry.info.name;
+    INFO(name);
+    CHECK((entry.info.positions == Positions::cache) ==
+          (name == "sink" || name == "streaming_h2o"));
+  }
+}
+
+TEST_CASE("the text of a policy parses back to the same policy") {
+  for (const std::string_view asked :
+       {"full", "window", "sink:sinks=8", "lru:recent=50%:sinks=4", "h2o:recent=33.3333%",
+        "streaming_h2o:sinks=0.5%", "random:recent=100%", "h2o:recent=2147483647",
+        "lru:sinks=0%"}) {
+    INFO(asked);
+    const PolicySpec spec = parse_policy(asked);
+    const PolicySpec again = parse_policy(spec.text());
+    CHECK(again.entry == spec.entry);
+    CHECK(again.params == spec.params);
+    CHECK(again.sinks == spec.sinks);
+    CHECK(again.recent == spec.recent);
+    CHECK(again.text() == spec.text());
+  }
+  CHECK(parse_policy("lru:recent=50%:sinks=4").text() == "lru:sinks=4:recent=50%");
+}
+
+TEST_CASE("references are found by name and take nothing") {
+  const PolicySpec spec = parse_policy("oracle_topk", kReferences);
+  CHECK(spec.entry == nullptr);
+  CHECK(spec.text() == "oracle_topk");
+  CHECK(policy_refusal("oracle_mass:sinks=4") ==
+        "policy oracle_mass is a reference: it takes no parameters and no guards");
+  CHECK(refusal([] { parse_policy("oracle_mass"); }).starts_with("unknown policy 'oracle_mass'"));
+}
+
+TEST_CASE("an unknown policy is refused with the nearest name") {
+  CHECK(policy_refusal("h20") == "unknown policy 'h20'; did you mean 'h2o'?");
+  CHECK(policy_refusal("windw") == "unknown policy 'windw'; did you mean 'window'?");
+  CHECK(policy_refusal("streaming_h20") ==
+        "unknown policy 'streaming_h20'; did you mean 'streaming_h2o'?");
+  CHECK(policy_refusal("oracle_mas") == "unknown policy 'oracle_mas'; did you mean 'oracle_mass'?");
+  CHECK(policy_refusal("quest").starts_with(
+      "unknown policy 'quest'; known: full, window, sink, lru, h2o, streaming_h2o, random"));
+  CHECK(policy_refusal("").starts_with("unknown policy ''; known: full"));
+}
+
+TEST_CASE("an unknown or malformed parameter is refused with the nearest name") {
+  CHECK(policy_refusal("h2o:recnt=4") ==
+        "policy h2o: unknown parameter 'recnt'; did you mean 'recent'?");
+  CHECK(policy_refusal("h2o:decay=0.5") ==
+        "policy h2o: unknown parameter 'decay'; known: sinks, recent");
+  CHECK(policy_refusal("h2o:recent") == "policy h2o: 'recent' should read parameter=value");
+  CHECK(policy_refusal("h2o:") == "policy h2o: '' should read parameter=value");
+  CHECK(policy_refusal("h2o:recent=") == "policy h2o: recent: '' is not a number");
+  CHECK(policy_refusal("h2o:recent=4x") == "policy h2o: recent: '4x' is not a number");
+  CHECK(policy_refusal("h2o:recent=nan") == "policy h2o: recent: 'nan' is not a number");
+  CHECK(policy_refusal("h2o:recent=4:recent=5") ==
+        "policy h2o: recent is given twice; once would be right");
+  CHECK(policy_refusal("full:sinks=4") ==
+        "policy full never evicts: it takes no parameters and no guards");
+}
+
+TEST_CASE("guards are whole tokens or shares up to 100%") {
+  const std::string tokens =
+      " should be a whole number of tokens, at least 0 and below 2^31, or a share such as 20%";
+  CHECK(policy_refusal("h2o:recent=-1") == "policy h2o: recent: '-1'" + tokens);
+  CHECK(policy_refusal("h2o:sinks=1.5") == "policy h2o: sinks: '1.5'" + tokens);
+  CHECK(policy_refusal("h2o:sinks=2147483648") == "policy h2o: sinks: '2147483648'" + tokens);
+  CHECK(policy_refusal("h2o:recent=101%") ==
+        "policy h2o: recent: 101% should be at least 0% and at most 100%");
+  CHECK(policy_refusal("h2o:recent=-1%") ==
+        "policy h2o: recent: -1% should be at least 0% and at most 100%");
+}
+
+TEST_CASE("reserved words are refused as such") {
+  for (const std::string word : {"scope", "page", "storage"})
+    CHECK(policy_refusal("h2o:" + word + "=head") ==
+          "policy h2o: " + word + " is reserved for a later version; leave it out");
+  CHECK(budget_refusal("null") ==
+        "budget: null is reserved for a later version; give tokens or a share");
+}
+
+TEST_CASE("a budget is at least one token or a share above 0% and up to 100%") {
+  const std::string tokens =
+      " should be a whole number of tokens, at least 1 and below 2^31, or a share such as 20%";
+  CHECK(budget_refusal("0") == "budget: '0'" + tokens);
+  CHECK(budget_refusal("-64") == "budget: '-64'" + tokens);
+  CHECK(budget_refusal("6.5") == "budget: '6.5'" + tokens);
+  CHECK(budget_refusal("4294967296") == "budget: '4294967296'" + tokens);
+  CHECK(budget_refusal("0%") == "budget: 0% should be at least 0.0001%");
+  CHECK(budget_refusal("0.00001%") == "budget: 0.00001% should be at least 0.0001%");
+  CHECK(budget_refusal("-5%") == "budget: -5% should be at least 0% and at most 100%");
+  CHECK(budget_refusal("101%") == "budget: 101% should be at least 0% and at most 100%");
+  CHECK(budget_refusal("many") == "budget: 'many' is not a number");
+  CHECK(budget_refusal("%") == "budget: '' is not a number");
+  CHECK(budget_refusal("1e999") == "budget: '1e999' is not a number");
+}
+
+TEST_CASE("a budget's share is rounded down from the length, to at least one token") {
+  CHECK(parse_budget("20%").resolve(999) == 199);
+  CHECK(parse_budget("100%").resolve(999) == 999);
+  CHECK(parse_budget("1%").resolve(50) == 1);
+  CHECK(parse_budget("128").resolve(64) == 128);
+  CHECK(Budget{.all = true}.resolve(777) == 777);
+  CHECK(parse_budget("20%").text() == "20%");
+  CHECK(parse_budget("128").text() == "128");
+  CHECK(Budget{.all = true}.text() == "all");
+}
+
+TEST_CASE("sinks and recent have to fit the budget") {
+  const Guards guards = resolve_guards(parse_policy("h2o:sinks=4"), 128);
+  CHECK(guards.sinks == 4);
+  CHECK(guards.recent == 64);
+  CHECK(resolve_guards(parse_policy("lru:sinks=1:recent=1"), 2).recent == 1);
+  CHECK(guards_refusal("lru:sinks=4:recent=61", 64) ==
+        "policy lru: sinks=4 and recent=61 tokens exceed the budget of 64 tokens; sinks + recent "
+        "should be at most the budget");
+  CHECK(guards_refusal("lru:sinks=50%:recent=51%", 100).starts_with("policy lru: sinks=50 and"));
+  CHECK(guards_refusal("sink", 4) == "policy sink: sinks=4 should be below the budget of 4 tokens");
+  CHECK(guards_refusal("lru:recent=2147483647:sinks=3", 4).starts_with("policy lru: sinks=3 and"));
+}
+
+TEST_CASE("prefill is dense, stream or chunk:N") {
+  CHECK(parse_prefill("dense").chunk == 0);
+  CHECK(parse_prefill("stream").chunk == 1);
+  CHECK(parse_prefill("chunk:64").chunk == 64);
+  CHECK(parse_prefill("chunk:1").text() == "stream");
+  for (const std::string_view text : {"dense", "stream", "chunk:64"})
+    CHECK(parse_prefill(text).text() == text);
+  const auto refused = [](std::string_view text) { return refusal([&] { parse_prefill(text); }); };
+  CHECK(refused("chunk:0") ==
+        "prefill: chunk: '0' should be a whole number of tokens, at least 1 and below 2^31");
+  CHECK(refused("chunk:20%") == "prefill: chunk: '20%' is not a number");
+  CHECK(refused("chunks") ==
+        "prefill: 'chunks' should be dense, stream or chunk:N (tokens an admission)");
+}
+
+TEST_CASE("positions are original or cache") {
+  CHECK(parse_positions("original") == Positions::original);
+  CHECK(name_of(parse_positions("cache")) == "cache");
+  CHECK(refusal([] { parse_positions("squeezed"); }) ==
+        "positions: 'squeezed' should be original or cache");
+}
+
+TEST_CASE("a slip is near at two edits, or a third of the word") {
+  const std::vector<std::string> names{"window", "streaming_h2o"};
+  CHECK(nearest_name("windwo", names) == "window");
+  CHECK(nearest_name("strming_h20", names) == "streaming_h2o");
+  CHECK_FALSE(nearest_name("tova", names));
+}
