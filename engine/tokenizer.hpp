@@ -19,13 +19,16 @@ class Tokenizer {
   static Tokenizer load(const std::filesystem::path& tokenizer_json);
 
   /// Token ids of UTF-8 text. `add_special`: what the file's post-processor adds (BOS, say).
-  /// Invalid UTF-8: each bad byte is read as U+FFFD, as Python's errors="replace" does.
+  /// Invalid UTF-8: each maximal invalid part is read as one U+FFFD, as Python's errors="replace"
+  /// does. Throws std::runtime_error if the file's pattern needs too many steps on this text.
   std::vector<std::int32_t> encode(std::string_view text, bool add_special = true) const;
-  /// Bytes of the ids; `skip_special` leaves out special tokens. Unknown ids throw
-  /// std::out_of_range.
+  /// Bytes of the ids, not always whole UTF-8 (a token may end within a character); `skip_special`
+  /// leaves out special tokens. Unknown ids throw std::out_of_range.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = true) const;
 
+  /// The id of a token as the file spells it.
   std::optional<std::int32_t> id_of(std::string_view token) const;
+  /// One more than the largest id: what a model's embedding must have at least.
   std::size_t vocab_size() const;
 
  private:

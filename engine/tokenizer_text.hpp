@@ -1,0 +1,31 @@
+// UTF-8 and the few facts about characters that a tokenizer needs.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+namespace kvlab::tokenizer {
+
+/// Bytes of the character whose first byte this is. The text around it must be valid UTF-8.
+std::size_t char_bytes(char first);
+/// The code point that starts at `text[at]`. The text must be valid UTF-8.
+char32_t code_point_at(std::string_view text, std::size_t at);
+void append_utf8(std::string& text, char32_t code_point);
+
+/// The text as valid UTF-8: every maximal part that cannot begin a character becomes one U+FFFD, as
+/// Unicode recommends and Python's errors="replace" does.
+std::string replace_invalid_utf8(std::string_view bytes);
+
+/// `text` with every `from` replaced, left to right. `from` must not be empty.
+std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
+
+/// White_Space of Unicode.
+bool is_white_space(char32_t code_point);
+/// What regular expressions call a word character: letters, marks, decimal digits, connectors.
+bool is_word(char32_t code_point);
+
+/// Unicode normalisation form C of valid UTF-8; n log n at worst.
+std::string nfc(std::string_view text);
+
+}  // namespace kvlab::tokenizer
