@@ -1,0 +1,33 @@
+// Observations drawn from a hash, so that a token receives the same whatever else is live.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+/// SplitMix64.
+constexpr std::uint64_t draw_bits(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+/// What the token at `position` receives from the `count` queries from `first` on. Every third
+/// token or so is not requested, and masses are often equal.
+constexpr Observation draw_observation(std::uint32_t position, std::uint32_t first,
+                                       std::uint32_t count) {
+  const std::uint64_t bits = draw_bits(std::uint64_t{position} << 32 | first);
+  const std::uint32_t queries = std::min(count, first + count - position);  // causal
+  Observation seen{.mass = bits % 4 ? (bits >> 40) << 12 : (bits >> 8) % 3, .queries = queries};
+  if (bits % 3) {
+    seen.requests = 1 + static_cast<std::uint32_t>(bits >> 20) % queries;
+    seen.last_request = first + count - 1 - static_cast<std::uint32_t>(bits >> 50) % queries;
+  }
+  return seen;
+}
+
+}  // namespace kvlab

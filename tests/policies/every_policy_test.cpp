@@ -1,0 +1,171 @@
+// What holds for every line of the registry.
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "policies/live_set.hpp"
+#include "tests/catch.hpp"
+#include "tests/policies/draw.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+struct Admission {
+  std::uint32_t first, count;
+};
+
+/// A prompt, decoding, a second turn, decoding.
+std::vector<Admission> conversation(std::uint32_t chunk) {
+  std::vector<Admission> result;
+  std::uint32_t next = 0;
+  const auto admit = [&](std::uint32_t total, std::uint32_t at_once) {
+    for (std::uint32_t done = 0; done < total;) {
+      const std::uint32_t count = std::min(at_once, total - done);
+      result.push_back({next, count});
+      next += count;
+      done += count;
+    }
+  };
+  admit(70, chunk);
+  admit(60, 1);
+  admit(25, chunk);
+  admit(30, 1);
+  return result;
+}
+
+struct Replayed {
+  std::vector<std::vector<std::uint32_t>> kept;  ///< live while each admission attends
+  std::vector<std::vector<std::byte>> states;    ///< at the end, by age
+};
+
+std::vector<Observation> draw_all(const LiveSet& live, const Admission& admission) {
+  std::vector<Observation> seen;
+  for (const std::uint32_t position : live.positions())
+    seen.push_back(draw_observation(position, admission.first, admission.count));
+  return seen;
+}
+
+Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chunk) {
+  LiveSet live(spec, budget, {.seed = 3, .sequence = 1, .layer = 2, .kv_head = 1});
+  Replayed result;
+  for (const Admission& admission : conversation(chunk)) {
+    live.make_room(admission.first);
+    live.admit(admission.first, admission.count);
+    result.kept.emplace_back(live.positions().begin(), live.positions().end());
+    live.observe(draw_all(live, admission));
+  }
+  for (const std::uint32_t slot : live.slots()) {
+    const auto bytes = live.states().bytes(slot);
+    result.states.emplace_back(bytes.begin(), bytes.end());
+  }
+  return result;
+}
+
+/// Calls `check(spec)` with each policy of the registry, as it is and with other guards.
+template <class Check>
+void for_every_policy(Check check) {
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    std::vector<std::string> asked{entry.info.name};
+    if (entry.info.evicts)
+      for (const std::string guards : {":sinks=0:recent=0", ":sinks=3:recent=25%", ":sinks=1"})
+        asked.push_back(asked.front() + guards);
+    for (const std::string& text : asked) DYNAMIC_SECTION(text) {
+        check(parse_policy(text));
+      }
+  }
+}
+
+constexpr std::uint32_t kBudgets[] = {8, 9, 16, 64, 200};
+constexpr std::uint32_t kChunks[] = {1, 7, 70};
+
+}  // namespace
+
+TEST_CASE("every policy keeps to its budget and evicts no more than it must") {
+  for_every_policy([](const PolicySpec& spec) {
+    for (const std::uint32_t budget : kBudgets)
+      for (const std::uint32_t chunk : kChunks) {
+        const Replayed replayed = replay(spec, budget, chunk);
+        std::uint32_t live = 0;
+        std::size_t i = 0;
+        for (const Admission& admission : conversation(chunk)) {
+          live = (spec.entry->info.evicts ? std::min(live, budget - 1) : live) + admission.count;
+          REQUIRE(replayed.kept[i].size() == live);
+          REQUIRE(std::ranges::is_sorted(replayed.kept[i]));
+          REQUIRE(std::ranges::adjacent_find(replayed.kept[i]) == replayed.kept[i].end());
+          REQUIRE(replayed.kept[i].back() == admission.first + admission.count - 1);
+          ++i;
+        }
+      }
+  });
+}
+
+TEST_CASE("no policy evicts a guarded token") {
+  for_every_policy([](const PolicySpec& spec) {
+    for (const std::uint32_t budget : kBudgets)
+      for (const std::uint32_t chunk : kChunks) {
+        const Guards guards = spec.entry->info.evicts ? resolve_guards(spec, budget) : Guards{0, 0};
+        const Replayed replayed = replay(spec, budget, chunk);
+        std::size_t i = 0;
+        for (const Admission& admission : conversation(chunk)) {
+          const auto& kept = replayed.kept[i++];
+          const auto is_live = [&](std::uint32_t p) { return std::ranges::binary_search(kept, p); };
+          // sinks + recent <= budget, and now itself is one of the recent.
+          for (std::uint32_t p = 0; p < std::min(guards.sinks, admission.first); ++p)
+            REQUIRE(is_live(p));
+          for (std::uint32_t back = 0; back < std::min(guards.recent, admission.first + 1); ++back)
+            REQUIRE(is_live(admission.first - back));
+        }
+      }
+  });
+}
+
+TEST_CASE("every policy does the same again, to the bit") {
+  for_every_policy([](const PolicySpec& spec) {
+    const Replayed once = replay(spec, 16, 7), again = replay(spec, 16, 7);
+    CHECK(once.kept == again.kept);
+    CHECK(once.states == again.states);
+  });
+}
+
+TEST_CASE("a nested policy keeps at a budget what it keeps at a smaller one") {
+  // With guards in tokens: a share of the budget is another policy at each budget.
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    if (entry.info.order != Order::nested || !entry.info.evicts) continue;
+    for (const std::string guards : {":sinks=0:recent=0", ":sinks=4:recent=4"})
+      for (const std::uint32_t chunk : kChunks)
+        DYNAMIC_SECTION(entry.info.name << guards << ", chunk " << chunk) {
+          const PolicySpec spec = parse_policy(entry.info.name + guards);
+          for (std::size_t b = 1; b < std::size(kBudgets); ++b) {
+            const Replayed small = replay(spec, kBudgets[b - 1], chunk);
+            const Replayed large = replay(spec, kBudgets[b], chunk);
+            for (std::size_t i = 0; i < small.kept.size(); ++i)
+              REQUIRE(std::ranges::includes(large.kept[i], small.kept[i]));
+          }
+        }
+  }
+}
+
+TEST_CASE("every policy describes itself") {
+  for (const PolicyEntry& entry : policy_catalogue()) DYNAMIC_SECTION(entry.info.name) {
+      const std::string name = entry.info.name;
+      CHECK(name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos);
+      CHECK(std::string(entry.info.summary).size() > 10);
+      CHECK(std::string(entry.info.citation).size() > 10);
+      for (const ParamInfo& param : entry.params) {
+        INFO(param.name);
+        CHECK(param.least <= param.standard);
+        CHECK(param.standard <= param.most);
+        CHECK_FALSE(param.help.empty());
+      }
+      const auto states = entry.make_states(parse_policy(name).params);
+      const std::uint32_t tail = states->tail();
+      CHECK(tail > 0);
+      for (const std::uint32_t age : {0u, 1u, 2u, 100u, 100'000u}) {
+        const float weight = states->weight(age);
+        CHECK(std::isfinite(weight));
+        CHECK(weight >= 0.0f);
+        CHECK((age < tail || weight == 0.0f));
+      }
+    }
+}
