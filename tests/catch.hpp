@@ -3,6 +3,9 @@
 
 #ifdef KVLAB_CATCH2_V2
 #include <catch2/catch.hpp>
+namespace Catch::Matchers {
+inline auto ContainsSubstring(const std::string& part) { return Contains(part); }
+}  // namespace Catch::Matchers
 #else
 #include <catch2/catch_all.hpp>
 using Catch::Approx;

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "traces/files.hpp"
 #include "traces/numeric/dtype.hpp"
 
 namespace kvlab {
@@ -23,9 +24,10 @@ struct TensorView {
   std::size_t elements() const;
 };
 
-/// A memory-mapped file. Everything in the header is checked when it is opened: header length, JSON,
-/// dtypes, shapes against byte ranges (no overflow), no overlap, no hole, nothing past the end.
-/// Throws std::runtime_error that names the file, what is wrong and what would be right.
+/// A memory-mapped file. Everything in the header is checked when it is opened: header length,
+/// JSON, dtypes, shapes against byte ranges (no overflow), no overlap, no hole, nothing past the
+/// end. A file with any tensor whose dtype is not in `Dtype` is refused, used or not. Throws
+/// std::runtime_error that names the file, what is wrong and what would be right.
 class SafetensorsFile {
  public:
   static SafetensorsFile open(const std::filesystem::path& path);
@@ -37,13 +39,13 @@ class SafetensorsFile {
   /// Throws std::runtime_error if there is no such tensor.
   const TensorView& at(std::string_view name) const;
   /// The same, and throws unless dtype and shape are these.
-  const TensorView& at(std::string_view name, Dtype dtype, std::span<const std::size_t> shape) const;
+  const TensorView& at(std::string_view name, Dtype dtype,
+                       std::span<const std::size_t> shape) const;
   /// The whole file, header included, as mapped: what checksums are taken of.
-  std::span<const std::byte> bytes() const;
+  std::span<const std::byte> bytes() const { return mapping_->bytes(); }
 
  private:
-  class Mapping;
-  std::shared_ptr<const Mapping> mapping_;
+  std::shared_ptr<const MappedFile> mapping_;
   std::filesystem::path path_;
   std::map<std::string, TensorView> tensors_;
   std::map<std::string, std::string> metadata_;
@@ -57,17 +59,13 @@ struct TensorToWrite {
   std::span<const std::byte> data;
 };
 
-/// Writes PATH.part, syncs it and renames it to PATH (header padded to 64 bytes). Returns the XXH3-64
-/// of the file as 16 hex digits. Throws std::runtime_error; nothing is left at PATH then, and no .part.
+/// Writes PATH.part, syncs it and renames it to PATH. The header is padded so that the data begin
+/// at a multiple of 64 bytes; wider dtypes come first, so every tensor is aligned. Returns the
+/// XXH3-64 of the file as 16 hex digits. Throws std::runtime_error: PATH is then as it was, and no
+/// .part is left. Throws std::invalid_argument for two tensors of one name, or data that do not fit
+/// their shape.
 std::string write_safetensors(const std::filesystem::path& path,
                               std::span<const TensorToWrite> tensors,
                               const std::map<std::string, std::string>& metadata);
-
-/// Writes `text` to PATH by PATH.part, fsync and rename. Throws std::runtime_error.
-void write_file_atomically(const std::filesystem::path& path, std::string_view text);
-/// The whole of a text file of at most `max_bytes`. Throws std::runtime_error.
-std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes);
-/// XXH3-64 as 16 hex digits.
-std::string xxh3_hex(std::span<const std::byte> bytes);
 
 }  // namespace kvlab

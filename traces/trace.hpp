@@ -1,4 +1,5 @@
-// A trace: the queries, keys and values of one sequence, as a decoder computed them. See docs/trace.md.
+// A trace: the queries, keys and values of one sequence, as a decoder computed them. See
+// docs/trace.md.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +46,7 @@ struct TraceHeader {
   float softmax_scale = 0;
   Rounding rounding = Rounding::none;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
-  nlohmann::json capture;  ///< {"engine", "version", "device", "options"}
+  nlohmann::json capture;                    ///< {"engine", "version", "device", "options"}
 };
 
 struct ShardInfo {
@@ -60,8 +61,8 @@ enum class Part { q, k, v };
 class TraceReader {
  public:
   /// Checks the manifest, every shard's header, shapes and dtypes; not the checksums.
-  /// Throws std::runtime_error that names the file, what is wrong and what would be right: a missing
-  /// manifest (unfinished: `kvlab trace seal`), a later format, a missing or wrong shard, …
+  /// Throws std::runtime_error that names the file, what is wrong and what would be right: a
+  /// missing manifest (unfinished: `kvlab trace seal`), a later format, a missing or wrong shard, …
   static TraceReader open(const std::filesystem::path& directory);
 
   const std::filesystem::path& directory() const { return directory_; }
@@ -103,7 +104,7 @@ class TraceReader {
 /// What `trace verify` found.
 struct TraceCheck {
   bool ok = true;
-  std::vector<std::string> problems;  ///< one line each, naming the shard, layer and head
+  std::vector<std::string> problems;    ///< one line each, naming the shard, layer and head
   double worst_out = 0, worst_lse = 0;  ///< largest errors of the sampled rows, see docs/trace.md
   std::uint64_t rows = 0;               ///< sampled rows x query heads x layers compared
 };
@@ -124,12 +125,13 @@ class TraceWriter {
   ~TraceWriter();  ///< unfinished: leaves sealed shards (for `trace seal`), removes .part files
   TraceWriter(TraceWriter&&) noexcept;
 
-  /// Announces the next tokens, all of one kind; contiguous decode admissions become one segment, and
-  /// so do the chunks of a prompt unless `new_segment` says that another turn begins.
+  /// Announces the next tokens, all of one kind; contiguous decode admissions become one segment,
+  /// and so do the chunks of a prompt unless `new_segment` says that another turn begins.
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment = false);
   /// What one layer computed for the tokens announced last, n of them, before RoPE:
-  /// q [n, query_heads, head_size], k and v [n, kv_heads, head_size], out [n, query_heads, head_size]
-  /// (attention output before the output projection), lse [n, query_heads] natural logarithm.
+  /// q [n, query_heads, head_size], k and v [n, kv_heads, head_size], out [n, query_heads,
+  /// head_size] (attention output before the output projection), lse [n, query_heads] natural
+  /// logarithm.
   void layer(std::uint32_t index, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out, std::span<const float> lse);
   /// All layers of the announced tokens have arrived: seals what is full.

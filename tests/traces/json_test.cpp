@@ -1,0 +1,75 @@
+#include "traces/json.hpp"
+
+#include "tests/catch.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+using test::error_of;
+
+std::string parse_error(std::string_view text) {
+  return error_of([&] { parse_json(text, "file.json"); });
+}
+
+TEST_CASE("Well-formed JSON parses to what it says") {
+  const auto value =
+      parse_json(R"({"a": [1, -2, 3.5, "x", null, true, {}], "b": {"c": []}})", "file");
+  CHECK(value.dump() == R"({"a":[1,-2,3.5,"x",null,true,{}],"b":{"c":[]}})");
+  CHECK(parse_json("7", "file") == 7);
+}
+
+TEST_CASE("Broken JSON is refused with the file and the byte") {
+  for (const char* text : {"", "{", "[1,]", "{\"a\" 1}", "nul", "[1] 2", "\"\xff\"", "[1e999]"}) {
+    INFO(text);
+    CHECK(parse_error(text).starts_with("file.json: broken at byte "));
+  }
+}
+
+TEST_CASE("A key that appears twice is refused") {
+  CHECK(parse_error(R"({"a": {"k": 1, "j": {"k": 2}, "k": 3}})") ==
+        R"(file.json: key "k" appears twice; once is right)");
+  CHECK(parse_error(R"([{"k": 1}, {"k": 2}])") == "");
+}
+
+TEST_CASE("Nesting beyond the limit is refused, whatever the depth") {
+  const auto nested = [](std::size_t depth) {
+    return std::string(depth, '[') + std::string(depth, ']');
+  };
+  CHECK(parse_error(nested(kMaxJsonDepth)) == "");
+  CHECK(parse_error(nested(kMaxJsonDepth + 1)) == "file.json: nested more than 64 deep");
+  CHECK(parse_error(std::string(10'000'000, '[')) == "file.json: nested more than 64 deep");
+}
+
+TEST_CASE("A member of another type or out of range is named with what is expected") {
+  const auto object = parse_json(
+      R"({"n": 5, "f": 2.5, "s": "text", "z": null, "big": 18446744073709551615, "b": true})", "f");
+  CHECK(json_get<std::uint32_t>(object, "n", "f", 1, 5) == 5);
+  CHECK(json_get<float>(object, "f", "f", 0.0f, 3.0f) == 2.5f);
+  CHECK(json_get<double>(object, "n", "f", 0, 10) == 5.0);
+  CHECK(json_string(object, "s", "f") == "text");
+  CHECK(json_bool(object, "b", "f"));
+  CHECK(json_find(object, "z") == nullptr);
+  const auto integer_error = [&](std::string_view key) {
+    return error_of([&] { json_get<std::uint32_t>(object, key, "f", 1, 4); });
+  };
+  CHECK(integer_error("n") == R"(f: "n" is 5; an integer from 1 to 4 is expected)");
+  CHECK(integer_error("f") == R"(f: "f" is 2.5; an integer from 1 to 4 is expected)");
+  CHECK(integer_error("big") ==
+        R"(f: "big" is 18446744073709551615; an integer from 1 to 4 is expected)");
+  CHECK(integer_error("b") == R"(f: "b" is true; an integer from 1 to 4 is expected)");
+  CHECK(integer_error("z") == R"(f: key "z" is missing)");
+  CHECK(error_of([&] { json_string(object, "n", "f"); }) == R"(f: "n" is 5; a string is expected)");
+  CHECK(error_of([&] {
+          json_refuse_unknown(object, "f", {"n", "f", "s", "z", "b"});
+        }) == R"(f: key "big" is not known to this version of kvlab)");
+}
+
+TEST_CASE("A quoted name stays on one line and short") {
+  CHECK(json_quoted("a\nb\x01\"") == R"("a\nb\u0001\"")");
+  CHECK(json_quoted("\xff") == R"("\ufffd")");
+  CHECK(json_quoted(std::string(1000, 'x')).size() < 100);
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,52 @@
+// Files: written whole or not at all, read by mapping.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace kvlab {
+
+/// A file being written as PATH.part. commit() syncs it, renames it to PATH and syncs the folder;
+/// without commit() the .part is removed. Every failure throws std::runtime_error naming the file.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::filesystem::path path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(std::span<const std::byte> bytes);
+  void commit();
+
+ private:
+  std::filesystem::path path_, part_;
+  int file_ = -1;
+};
+
+/// The bytes of a file, mapped for reading. The file must not shrink while it is mapped.
+class MappedFile {
+ public:
+  /// Throws std::runtime_error if `path` is no regular file or cannot be read.
+  explicit MappedFile(const std::filesystem::path& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  std::span<const std::byte> bytes() const { return bytes_; }
+
+ private:
+  std::span<const std::byte> bytes_;
+};
+
+/// Writes `text` to PATH by PATH.part, fsync and rename. Throws std::runtime_error; PATH is then as
+/// it was, and no .part is left.
+void write_file_atomically(const std::filesystem::path& path, std::string_view text);
+/// The whole of a text file of at most `max_bytes`. Throws std::runtime_error.
+std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes);
+/// XXH3-64 as 16 hex digits.
+std::string xxh3_hex(std::span<const std::byte> bytes);
+
+}  // namespace kvlab
