@@ -33,6 +33,9 @@ void Capture::layer(std::uint32_t layer, std::span<const float> q, std::span<con
   writer_.layer(layer, q, k, v, out, lse);
 }
 
-void Capture::admitted() { writer_.end(); }
+void Capture::admitted() {
+  writer_.end();
+  if (progress_) progress_(writer_.tokens());
+}
 
 }  // namespace kvlab

@@ -1,6 +1,7 @@
 // Capture: what a decoder computes goes into a trace as it goes.
 #pragma once
 
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "engine/decoder.hpp"
@@ -16,7 +17,9 @@ TraceHeader trace_header(const Model& model, nlohmann::json options);
 /// of the whole cache.
 class Capture final : public DecoderObserver {
  public:
-  explicit Capture(TraceWriter& writer) : writer_(writer) {}
+  /// `progress` is called with the number of tokens written so far; may be empty.
+  explicit Capture(TraceWriter& writer, std::function<void(std::uint32_t)> progress = {})
+      : writer_(writer), progress_(std::move(progress)) {}
 
   void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
                  bool new_segment) override;
@@ -27,6 +30,7 @@ class Capture final : public DecoderObserver {
 
  private:
   TraceWriter& writer_;
+  std::function<void(std::uint32_t)> progress_;
 };
 
 }  // namespace kvlab

@@ -1,6 +1,7 @@
 // Options that several commands share: one spelling, one default, one error each.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -18,17 +19,32 @@ void add_common_options(po::options_description& options);
 
 std::vector<std::string> split_list(std::string_view text, char separator = ',');
 
-/// The grid that `--policy`, `--budget`, … ask for: every policy x budget (x prefill x positions);
-/// `full` once. Positions default to each policy's own.
+/// The text of `--name`. Throws std::invalid_argument if it was not given; `example` says what
+/// would be right: "--model DIR".
+std::string required(const po::variables_map& options, const char* name, std::string_view example);
+/// The number of `--name`, which is a value<std::int64_t> (Boost reads -1 as a large unsigned).
+/// Throws std::invalid_argument outside [least, most].
+std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
+                         std::int64_t most);
+/// `--seed`.
+std::uint64_t seed_from(const po::variables_map& options);
+
+/// The grid that `--policy`, `--budget`, … ask for: every policy x budget (x prefill x positions),
+/// each once. Without `--policy`: `full`. Positions default to each policy's own; `full` is one row
+/// with budget `all`, and a reference comes with original positions only. Throws
+/// std::invalid_argument: an unknown name, a policy that evicts without a budget, guards that do
+/// not fit a budget in tokens.
 std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references = {});
+/// The same where there can be only one: throws std::invalid_argument if a list was given.
+ReplayConfig only_config(const po::variables_map& options);
 
 /// `--threads`, at least 1; default: all cores.
 unsigned threads_from(const po::variables_map& options);
 /// Throws std::invalid_argument for --device cuda in a build without it.
 void check_device(const po::variables_map& options);
 
-/// A bar on standard error, on a terminal only; call with the fraction done.
+/// A bar on standard error, on a terminal only; call with the fraction done, from any thread.
 std::function<void(double)> progress_bar(std::string label);
 
 /// Throws std::runtime_error if `path` exists.

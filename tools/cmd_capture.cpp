@@ -1,0 +1,168 @@
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "engine/capture.hpp"
+#include "tools/conversation.hpp"
+#include "tools/options.hpp"
+#include "tools/prompt.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+using Ids = std::vector<std::int32_t>;
+
+constexpr std::int64_t kMostTokens = 1 << 30;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("out", po::value<std::string>()->value_name("TRACE"), "the trace's directory, which is made");
+  add_prompt_options(options);
+  add_turn_options(options);
+  add("teacher-forced", po::bool_switch(), "decode the given text itself, instead of sampling");
+  add("prompt-tokens", po::value<std::int64_t>()->value_name("P"),
+      "teacher-forced: so many of the text's tokens are the prompt, the others are decoded");
+  add("max-tokens", po::value<std::int64_t>()->value_name("T"),
+      "teacher-forced: use the first T tokens of the text (default: all)");
+  add("prefill", po::value<std::string>()->value_name("MODE")->default_value("dense"),
+      "how a prompt is admitted: dense, chunk:N or stream; the trace is the same");
+  add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+  add_common_options(options);
+}
+
+/// What is captured: a text that is given, or turns that are answered.
+struct Plan {
+  bool teacher_forced = false;
+  std::vector<Ids> turns;            // teacher-forced: one, the whole text
+  std::size_t prompt_tokens = 0;     // teacher-forced
+  std::uint32_t max_new_tokens = 0;  // otherwise
+
+  std::size_t most_tokens() const {
+    std::size_t tokens = 0;
+    for (const Ids& turn : turns) tokens += turn.size() + max_new_tokens;
+    return tokens;
+  }
+};
+
+void check_modes(const po::variables_map& options) {
+  const bool forced = options["teacher-forced"].as<bool>();
+  const auto refuse = [&](const char* name, std::string_view why) {
+    if (options.count(name) && !options[name].defaulted())
+      throw std::invalid_argument(fmt::format("--{}: {}", name, why));
+  };
+  if (!forced) {
+    refuse("prompt-tokens", "comes with --teacher-forced only");
+    refuse("max-tokens", "comes with --teacher-forced only");
+    return;
+  }
+  if (!options.count("prompt-tokens"))
+    throw std::invalid_argument(
+        "--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P");
+  for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p"})
+    refuse(name, "samples, and --teacher-forced does not; leave out one of them");
+}
+
+Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids text) {
+  Plan plan{.teacher_forced = options["teacher-forced"].as<bool>()};
+  if (!plan.teacher_forced) {
+    plan.max_new_tokens = max_new_tokens_from(options);
+    plan.turns = turns_from(options, tokenizer, std::move(text));
+    return plan;
+  }
+  if (options.count("max-tokens")) {
+    const auto most = static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMostTokens));
+    text.resize(std::min(text.size(), most));
+  }
+  const auto length = static_cast<std::int64_t>(text.size());
+  if (length == 0) throw std::invalid_argument("--prompt: has no tokens; give some text");
+  plan.prompt_tokens = static_cast<std::size_t>(number_from(options, "prompt-tokens", 1, length));
+  plan.turns = {std::move(text)};
+  return plan;
+}
+
+nlohmann::json record(const po::variables_map& options, const Plan& plan) {
+  nlohmann::json record{{"prefill", options["prefill"].as<std::string>()},
+                        {"teacher_forced", plan.teacher_forced}};
+  if (plan.teacher_forced) return record;
+  record["temperature"] = options["temperature"].as<double>();
+  record["top_k"] = options["top-k"].as<std::int64_t>();
+  record["top_p"] = options["top-p"].as<double>();
+  record["seed"] = options["seed"].as<std::int64_t>();
+  return record;
+}
+
+/// Feeds everything; returns the sampled text.
+std::string run_plan(const Plan& plan, Decoder& decoder, const ModelConfig& config,
+                     const Tokenizer& tokenizer, SamplingOptions sampling) {
+  if (plan.teacher_forced) {
+    const std::span<const std::int32_t> text = plan.turns.front();
+    decoder.feed(text.first(plan.prompt_tokens), SegmentKind::prompt);
+    if (plan.prompt_tokens < text.size())
+      decoder.feed(text.subspan(plan.prompt_tokens), SegmentKind::decode);
+    return "";
+  }
+  Conversation conversation(decoder, config, tokenizer, sampling);
+  std::string sampled;
+  for (const Ids& turn : plan.turns)
+    sampled += conversation.ask(turn, plan.max_new_tokens, [](const std::string&) {}).text;
+  return sampled;
+}
+
+int run(const po::variables_map& options) {
+  check_device(options);
+  check_modes(options);
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const std::string out = required(options, "out", "--out TRACE, a directory to be made");
+  refuse_existing(out, "--out");
+  const unsigned threads = threads_from(options);
+  const SamplingOptions sampling = sampling_from(options);
+  CacheOptions cache;  // the whole one
+  cache.prefill = parse_prefill(options["prefill"].as<std::string>());
+  const std::string prompt = prompt_from(options);
+
+  const Model model = Model::load(directory, threads);
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, model.config(), prompt));
+
+  TraceWriter writer(out, trace_header(model, record(options, plan)));
+  const auto bar = progress_bar("capture");
+  const double most = static_cast<double>(plan.most_tokens());
+  Capture capture(writer, [&](std::uint32_t tokens) { bar(tokens / most); });
+  Decoder decoder(model, cache, threads);
+  decoder.watch(&capture);
+  const std::string text = run_plan(plan, decoder, model.config(), tokenizer, sampling);
+  writer.finish();
+  bar(1.0);
+
+  if (options["json"].as<bool>()) {
+    ordered_json result{
+        {"trace", out}, {"model", model.config().name}, {"tokens", writer.tokens()}};
+    if (!plan.teacher_forced) result["text"] = text;
+    fmt::print("{}\n", result.dump(2));
+  } else {
+    fmt::print("{}: {} tokens of {}\n", out, writer.tokens(), model.config().name);
+  }
+  return 0;
+}
+
+}  // namespace
+
+Command capture_command() {
+  return {.name = "capture",
+          .summary = "runs a model on text and writes the trace of its attention",
+          .usage =
+              "--model DIR --prompt TEXT|--prompt-file FILE [--max-new-tokens N | --teacher-forced "
+              "--prompt-tokens P] --out TRACE",
+          .example =
+              "kvlab capture --model engine/models/tiny --prompt-file book.txt --teacher-forced "
+              "--prompt-tokens 512 --max-tokens 2048 --out book.trace",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

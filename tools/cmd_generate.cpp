@@ -1,0 +1,169 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <stdexcept>
+
+#include "tools/conversation.hpp"
+#include "tools/options.hpp"
+#include "tools/policy_file.hpp"
+#include "tools/prompt.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add_prompt_options(options);
+  add_turn_options(options);
+  add("policy-file", po::value<std::string>()->value_name("FILE"),
+      "the cache that `kvlab deploy` chose");
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+void refuse_beside_policy_file(const po::variables_map& options) {
+  for (const char* name : {"policy", "budget", "positions", "prefill"})
+    if (options.count(name) && !options[name].defaulted())
+      throw std::invalid_argument(
+          fmt::format("--policy-file: says the {} itself; leave out --{}", name, name));
+}
+
+/// The cache as asked for, before the length is known.
+struct CacheChoice {
+  std::optional<PolicyFile> file;
+  std::optional<ReplayConfig> config;
+
+  CacheOptions resolve(const ModelShape& shape, std::uint32_t length) const {
+    if (file) return cache_options(*file, shape);
+    const bool evicts = config->policy.entry->info.evicts;
+    return {.policy = config->policy,
+            .budget = evicts ? config->budget.resolve(length) : kNoBudget,
+            .budgets = {},
+            .positions = config->positions,
+            .prefill = config->prefill,
+            .seed = config->seed};
+  }
+};
+
+CacheChoice cache_from(const po::variables_map& options) {
+  if (!options.count("policy-file")) return {.file = {}, .config = only_config(options)};
+  refuse_beside_policy_file(options);
+  return {.file = read_policy_file(options["policy-file"].as<std::string>()), .config = {}};
+}
+
+void warn(const std::string& message) {
+  if (!message.empty()) fmt::print(stderr, "kvlab generate: {}\n", message);
+}
+
+/// The largest distance between a query and a key that the model will meet.
+std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prompt,
+                           std::uint32_t length) {
+  if (cache.positions == Positions::original || !cache.policy.entry->info.evicts) return length;
+  const std::uint32_t budget = cache.budgets.empty()
+                                   ? cache.budget
+                                   : *std::max_element(cache.budgets.begin(), cache.budgets.end());
+  const std::uint32_t admission =
+      cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(length, std::uint64_t{budget} + admission));
+}
+
+std::string context_warning(const ModelConfig& config, std::uint32_t span) {
+  if (span <= config.trained_context) return "";
+  return fmt::format(
+      "up to {} positions apart, beyond the {} tokens this model was trained on: text may degrade; "
+      "--policy sink --budget {} would stay within",
+      span, config.trained_context, config.trained_context / 2);
+}
+
+ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cache,
+                     const Decoder& decoder, const Conversation& conversation) {
+  std::string text;
+  std::vector<std::int32_t> ids;
+  ordered_json turns = ordered_json::array();
+  for (const Answer& answer : answers) {
+    text += answer.text;
+    ids.insert(ids.end(), answer.ids.begin(), answer.ids.end());
+    turns.push_back({{"text", answer.text},
+                     {"ids", answer.ids},
+                     {"stopped", answer.ended ? "end of text" : "length"}});
+  }
+  const bool evicts = cache.policy.entry->info.evicts;
+  return {{"text", text},
+          {"ids", ids},
+          {"turns", turns},
+          {"policy", cache.policy.name},
+          {"params", cache.policy.params_text()},
+          {"budget_tokens", evicts ? ordered_json(cache.budget) : ordered_json("all")},
+          {"positions", name_of(cache.positions)},
+          {"prefill", cache.prefill.text()},
+          {"prompt_tokens", conversation.prompt_pace().tokens},
+          {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
+          {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
+          {"evictions", decoder.evictions()},
+          {"kv_bytes_peak", decoder.kv_bytes_peak()}};
+}
+
+int run(const po::variables_map& options) {
+  check_device(options);
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const unsigned threads = threads_from(options);
+  const SamplingOptions sampling = sampling_from(options);
+  const std::uint32_t max_new_tokens = max_new_tokens_from(options);
+  const std::string prompt = prompt_from(options);
+  const CacheChoice choice = cache_from(options);
+
+  const Model model = Model::load(directory, threads);
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const auto turns =
+      turns_from(options, tokenizer, encode_prompt(tokenizer, model.config(), prompt));
+  std::size_t length = 0, longest_prompt = 0;
+  for (const auto& turn : turns) {
+    length += turn.size() + max_new_tokens;
+    longest_prompt = std::max(longest_prompt, turn.size());
+  }
+  const CacheOptions cache =
+      choice.resolve(model.config().shape(), static_cast<std::uint32_t>(length));
+  if (choice.file) warn(model_mismatch(*choice.file, model.config().name, model.weights_xxh3()));
+  warn(context_warning(model.config(),
+                       longest_span(cache, static_cast<std::uint32_t>(longest_prompt),
+                                    static_cast<std::uint32_t>(length))));
+
+  const bool json = options["json"].as<bool>();
+  Decoder decoder(model, cache, threads);
+  Conversation conversation(decoder, model.config(), tokenizer, sampling);
+  std::vector<Answer> answers;
+  for (const auto& turn : turns) {
+    answers.push_back(conversation.ask(turn, max_new_tokens, [&](const std::string& text) {
+      if (json) return;
+      fmt::print("{}", text);
+      std::fflush(stdout);
+    }));
+    if (!json) fmt::print("\n");
+  }
+  if (json) fmt::print("{}\n", to_json(answers, cache, decoder, conversation).dump(2));
+  return 0;
+}
+
+}  // namespace
+
+Command generate_command() {
+  return {.name = "generate",
+          .summary = "text from a model, through the cache of any policy",
+          .usage = "--model DIR --prompt TEXT|--prompt-file FILE [--policy P --budget B] [options]",
+          .example =
+              "kvlab generate --model engine/models/tiny --prompt 'It was a dark night' --policy "
+              "sink --budget 128",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,14 @@
+#include "tools/command.hpp"
+
+namespace kvlab {
+
+std::vector<Command> all_commands() {
+  return {
+      capture_command(),
+      generate_command(),
+      eval_command(),
+      verify_command(),
+  };
+}
+
+}  // namespace kvlab

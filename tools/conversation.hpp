@@ -1,0 +1,70 @@
+// Turns of a conversation: a prompt is fed, an answer is sampled token by token.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/decoder.hpp"
+#include "engine/sampler.hpp"
+#include "engine/tokenizer.hpp"
+#include "tools/command.hpp"
+
+namespace kvlab {
+
+/// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
+void add_turn_options(po::options_description& options);
+/// Throws std::invalid_argument for a number out of range; `--seed` is read too.
+SamplingOptions sampling_from(const po::variables_map& options);
+std::uint32_t max_new_tokens_from(const po::variables_map& options);
+/// The ids of each turn: `first`, then those of `--turn`, in order. Throws std::invalid_argument
+/// for a turn without tokens.
+std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
+                                                  const Tokenizer& tokenizer,
+                                                  std::vector<std::int32_t> first);
+
+struct Answer {
+  std::vector<std::int32_t> ids;  ///< sampled, an end-of-text token included
+  std::string text;               ///< valid UTF-8
+  bool ended = false;             ///< by an end-of-text token
+};
+
+/// Tokens fed and the time they took.
+struct Pace {
+  std::uint64_t tokens = 0;
+  double seconds = 0;
+
+  double tokens_per_second() const {
+    return seconds > 0 ? static_cast<double>(tokens) / seconds : 0;
+  }
+};
+
+class Conversation {
+ public:
+  /// All must outlive the conversation.
+  Conversation(Decoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
+               SamplingOptions sampling);
+
+  /// Feeds a prompt, behind the last token of the answer before it (which nothing followed, so it
+  /// was not fed), and samples at most `max_new_tokens`. `on_text` gets the answer as it comes.
+  Answer ask(std::span<const std::int32_t> prompt, std::uint32_t max_new_tokens,
+             const std::function<void(const std::string&)>& on_text);
+
+  const Pace& prompt_pace() const { return prompt_pace_; }
+  const Pace& decode_pace() const { return decode_pace_; }
+
+ private:
+  std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind);
+
+  Decoder& decoder_;
+  const ModelConfig& config_;
+  const Tokenizer& tokenizer_;
+  Sampler sampler_;
+  std::optional<std::int32_t> pending_;  // sampled, not yet fed
+  Pace prompt_pace_, decode_pace_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,216 @@
+#include "tools/options.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+
+#include "traces/numeric/parallel.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::int64_t kMostThreads = 1024;
+
+bool same(const ReplayConfig& a, const ReplayConfig& b) {
+  return a.policy.text() == b.policy.text() && a.budget.text() == b.budget.text() &&
+         a.prefill.chunk == b.prefill.chunk && a.positions == b.positions && a.seed == b.seed;
+}
+
+template <class Parse>
+auto parse_list(const std::string& text, Parse parse) {
+  std::vector<decltype(parse(text))> values;
+  for (const std::string& item : split_list(text)) values.push_back(parse(item));
+  return values;
+}
+
+/// The lists of the grid, before they are multiplied.
+struct Axes {
+  std::vector<PolicySpec> policies;
+  std::vector<Budget> budgets;
+  std::vector<Prefill> prefills;
+  std::vector<Positions> positions;  ///< empty: each policy's own
+  std::uint64_t seed;
+};
+
+Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references) {
+  Axes axes;
+  const std::string policies =
+      options.count("policy") ? options["policy"].as<std::string>() : "full";
+  axes.policies = parse_list(policies, [&](const auto& t) { return parse_policy(t, references); });
+  if (options.count("budget"))
+    axes.budgets = parse_list(options["budget"].as<std::string>(),
+                              [](const auto& t) { return parse_budget(t); });
+  axes.prefills = parse_list(options["prefill"].as<std::string>(),
+                             [](const auto& t) { return parse_prefill(t); });
+  if (options.count("positions"))
+    axes.positions = parse_list(options["positions"].as<std::string>(),
+                                [](const auto& t) { return parse_positions(t); });
+  axes.seed = seed_from(options);
+  return axes;
+}
+
+/// Every configuration of one policy, in the order of the lists.
+std::vector<ReplayConfig> configs_of(const PolicySpec& policy, const Axes& axes) {
+  if (policy.entry && !policy.entry->info.evicts)  // nothing that could make a difference
+    return {{policy,
+             {.extent = {}, .all = true},
+             axes.prefills.front(),
+             Positions::original,
+             axes.seed}};
+  if (axes.budgets.empty())
+    throw std::invalid_argument(fmt::format(
+        "--budget: policy {} needs one; give tokens or a share: --budget 128,20%", policy.name));
+  std::vector<Positions> positions = axes.positions;
+  if (!policy.entry) positions = {Positions::original};
+  if (positions.empty()) positions = {policy.entry->info.positions};
+
+  std::vector<ReplayConfig> configs;
+  for (const Budget& budget : axes.budgets) {
+    if (policy.entry && !budget.extent.is_share) resolve_guards(policy, budget.extent.tokens);
+    for (const Prefill& prefill : axes.prefills)
+      for (const Positions position : positions)
+        configs.push_back({policy, budget, prefill, position, axes.seed});
+  }
+  return configs;
+}
+
+/// What a bar has drawn; drawn again when another percent is done, ten times a second at most.
+class Bar {
+ public:
+  explicit Bar(std::string label) : label_(std::move(label)) {}
+  ~Bar() {
+    if (drawn_) fmt::print(stderr, "\n");
+  }
+  Bar(const Bar&) = delete;
+  Bar& operator=(const Bar&) = delete;
+
+  void show(double fraction) {
+    constexpr int kWidth = 40;
+    const std::lock_guard lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    const int percent = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * 100);
+    if (percent <= percent_ || (percent < 100 && now - last_ < std::chrono::milliseconds(100)))
+      return;
+    percent_ = percent;
+    last_ = now;
+    drawn_ = true;
+    fmt::print(stderr, "\r{} [{:<{}}] {:3}%", label_,
+               std::string(static_cast<std::size_t>(percent * kWidth / 100), '#'), kWidth, percent);
+    std::fflush(stderr);
+  }
+
+ private:
+  std::string label_;
+  std::mutex mutex_;
+  int percent_ = -1;
+  bool drawn_ = false;
+  std::chrono::steady_clock::time_point last_;
+};
+
+}  // namespace
+
+void add_policy_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("policy", po::value<std::string>()->value_name("P,..."),
+      "policies, each name:param=value:guard=value, such as h2o:recent=25%; `kvlab policies` lists "
+      "them (default: full)");
+  add("budget", po::value<std::string>()->value_name("B,..."),
+      "tokens that a decoded query may span, or a share of the length: 64,128,20%");
+  add("prefill", po::value<std::string>()->value_name("MODE,...")->default_value("dense"),
+      "how a prompt is admitted: dense (at once), chunk:N or stream");
+  add("positions", po::value<std::string>()->value_name("original|cache"),
+      "true positions, or the live tokens numbered 0, 1, 2, ... (default: the policy's own)");
+  add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+}
+
+void add_common_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("threads", po::value<std::int64_t>()->value_name("N"), "default: all cores");
+  add("device", po::value<std::string>()->value_name("cpu|cuda"),
+      "default: cuda where there is one");
+  add("json", po::bool_switch(), "print one JSON object");
+}
+
+std::vector<std::string> split_list(std::string_view text, char separator) {
+  std::vector<std::string> parts;
+  for (std::size_t start = 0;;) {
+    const std::size_t end = text.find(separator, start);
+    parts.emplace_back(text.substr(start, end - start));
+    if (end == std::string_view::npos) return parts;
+    start = end + 1;
+  }
+}
+
+std::string required(const po::variables_map& options, const char* name, std::string_view example) {
+  if (options.count(name) && !options[name].as<std::string>().empty())
+    return options[name].as<std::string>();
+  throw std::invalid_argument(fmt::format("--{}: missing; give {}", name, example));
+}
+
+std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
+                         std::int64_t most) {
+  const std::int64_t value = options[name].as<std::int64_t>();
+  if (value < least || value > most)
+    throw std::invalid_argument(
+        fmt::format("--{}: {} should be between {} and {}", name, value, least, most));
+  return value;
+}
+
+std::uint64_t seed_from(const po::variables_map& options) {
+  return static_cast<std::uint64_t>(
+      number_from(options, "seed", 0, std::numeric_limits<std::int64_t>::max()));
+}
+
+std::vector<ReplayConfig> grid_from(const po::variables_map& options,
+                                    std::span<const std::string_view> references) {
+  const Axes axes = axes_from(options, references);
+  std::vector<ReplayConfig> grid;
+  for (const PolicySpec& policy : axes.policies)
+    for (const ReplayConfig& config : configs_of(policy, axes))
+      if (std::none_of(grid.begin(), grid.end(), [&](const auto& c) { return same(c, config); }))
+        grid.push_back(config);
+  return grid;
+}
+
+ReplayConfig only_config(const po::variables_map& options) {
+  const auto grid = grid_from(options);
+  if (grid.size() != 1)
+    throw std::invalid_argument(fmt::format(
+        "{} configurations asked for; give one policy, budget, prefill mode and position mode",
+        grid.size()));
+  return grid.front();
+}
+
+unsigned threads_from(const po::variables_map& options) {
+  if (!options.count("threads")) return default_threads();
+  return static_cast<unsigned>(number_from(options, "threads", 1, kMostThreads));
+}
+
+void check_device(const po::variables_map& options) {
+  if (!options.count("device")) return;
+  const auto device = options["device"].as<std::string>();
+  if (device == "cpu") return;
+  if (device == "cuda")
+    throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
+  throw std::invalid_argument(fmt::format("--device: '{}' should be cpu or cuda", device));
+}
+
+std::function<void(double)> progress_bar(std::string label) {
+  if (!isatty(STDERR_FILENO)) return [](double) {};
+  return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
+}
+
+void refuse_existing(const std::string& path, std::string_view option) {
+  std::error_code error;
+  if (std::filesystem::exists(std::filesystem::symlink_status(path, error)))
+    throw std::runtime_error(fmt::format("{}: {} exists; give a path that does not", option, path));
+}
+
+}  // namespace kvlab
