@@ -45,6 +45,10 @@ class Panels {
 void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
               std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
+/// The same with y the tile of panels [first, last) alone: the column of panel `first` is 0.
+void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                   std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
 /// The same sum for one pair of rows.
 float dot(const float* a, const float* b, std::size_t depth);
 
