@@ -1,0 +1,111 @@
+// The closed loop by layers against the token-by-token decoder: the same log-likelihoods.
+#include "tools/closed_loop.hpp"
+
+#include <cmath>
+
+#include "engine/decoder.hpp"
+#include "engine/tokenizer.hpp"
+#include "policies/observation.hpp"
+#include "tests/catch.hpp"
+#include "traces/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
+
+std::vector<std::int32_t> some_tokens(std::size_t count) {
+  const Tokenizer tokenizer = Tokenizer::load(kModel + "/tokenizer.json");
+  const std::string text = read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20);
+  std::vector<std::int32_t> ids{0};
+  for (const std::int32_t id : tokenizer.encode(text, false)) ids.push_back(id);
+  REQUIRE(ids.size() >= count);
+  ids.resize(count);
+  return ids;
+}
+
+LoopConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
+                     Positions positions) {
+  return {.cache = {.policy = parse_policy(policy),
+                    .budget = {.extent = tokens(budget)},
+                    .prefill = prefill,
+                    .positions = positions,
+                    .seed = 3},
+          .budgets = {}};
+}
+
+/// -ln p(next) of every decoded token but the last, by the decoder.
+std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,
+                           std::uint32_t prompt, const LoopConfig& config) {
+  const bool evicts = config.cache.policy.entry->info.evicts;
+  CacheOptions options{.policy = config.cache.policy,
+                       .budget = evicts ? config.cache.budget.extent.tokens : kNoBudget,
+                       .budgets = config.budgets,
+                       .positions = config.cache.positions,
+                       .prefill = config.cache.prefill,
+                       .seed = config.cache.seed};
+  Decoder decoder(model, options, 1);
+  decoder.feed(std::span(ids).first(prompt), SegmentKind::prompt);
+  std::vector<double> nll;
+  for (std::size_t i = prompt; i + 1 < ids.size(); ++i) {
+    const auto logits = decoder.feed(std::span(ids).subspan(i, 1), SegmentKind::decode);
+    double sum = 0, largest = logits[0];
+    for (const float l : logits) largest = std::max(largest, static_cast<double>(l));
+    for (const float l : logits) sum += std::exp(static_cast<double>(l) - largest);
+    nll.push_back(largest + std::log(sum) -
+                  static_cast<double>(logits[static_cast<std::size_t>(ids[i + 1])]));
+  }
+  return nll;
+}
+
+TEST_CASE("The closed loop by layers gives every token the decoder's log-likelihood") {
+  const Model model = Model::load(kModel, 2);
+  const std::vector<std::int32_t> ids = some_tokens(220);
+  const std::uint32_t prompt = 60;
+  for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
+    for (const Positions positions : {Positions::original, Positions::cache}) {
+      std::vector<LoopConfig> configs{config_of("full", 1, prefill, Positions::original)};
+      for (const PolicyEntry& entry : policy_catalogue())
+        if (entry.info.evicts)
+          configs.push_back(config_of(entry.info.name, 40, prefill, positions));
+      const auto scores = run_closed_loop(
+          model, ids, configs,
+          {.prompt_tokens = prompt, .threshold16 = request_threshold16(0.01), .threads = 2});
+      for (std::size_t c = 0; c < configs.size(); ++c) {
+        INFO(configs[c].cache.policy.text()
+             << " prefill " << prefill.text() << " positions " << name_of(positions));
+        const std::vector<double> expected = decode(model, ids, prompt, configs[c]);
+        REQUIRE(scores[c].nll.size() == expected.size());
+        double worst = 0;
+        for (std::size_t i = 0; i < expected.size(); ++i)
+          worst = std::max(worst, std::fabs(scores[c].nll[i] - expected[i]));
+        CHECK(worst <= 1e-4);
+      }
+    }
+}
+
+TEST_CASE("The closed loop takes budgets by layer and KV head") {
+  const Model model = Model::load(kModel, 2);
+  const std::vector<std::int32_t> ids = some_tokens(120);
+  LoopConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);
+  for (std::uint32_t i = 0; i < 8; ++i) config.budgets.push_back(20 + 5 * i);
+  const std::vector<LoopConfig> configs{config_of("full", 1, Prefill{1}, Positions::original),
+                                        config};
+  const auto scores =
+      run_closed_loop(model, ids, configs, {.prompt_tokens = 20, .threshold16 = 655, .threads = 1});
+  const std::vector<double> expected = decode(model, ids, 20, config);
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    REQUIRE(std::fabs(scores[1].nll[i] - expected[i]) <= 1e-4);
+  CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
+}
+
+TEST_CASE("A sequence with nothing to score is refused") {
+  const Model model = Model::load(kModel, 1);
+  const std::vector<std::int32_t> ids{0, 5, 6};
+  const std::vector<LoopConfig> configs{config_of("full", 1, Prefill{1}, Positions::original)};
+  CHECK_THROWS_AS(run_closed_loop(model, ids, configs, {.prompt_tokens = 3}),
+                  std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,66 @@
+// The decoder's evictions against the simulator's, on the bundled model.
+#include "tools/verify.hpp"
+
+#include "engine/tokenizer.hpp"
+#include "policies/observation.hpp"
+#include "tests/catch.hpp"
+#include "traces/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
+
+std::vector<VerifyTurn> two_turns(std::uint32_t decode_tokens) {
+  const Tokenizer tokenizer = Tokenizer::load(kModel + "/tokenizer.json");
+  const std::string text = read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20);
+  const std::vector<std::int32_t> ids = tokenizer.encode(text, false);
+  REQUIRE(ids.size() >= 130);
+  std::vector<std::int32_t> first{0}, second(ids.begin() + 80, ids.begin() + 130);
+  first.insert(first.end(), ids.begin(), ids.begin() + 80);
+  return {{first, decode_tokens}, {second, decode_tokens / 2}};
+}
+
+CacheOptions cache(const PolicyEntry& entry, std::uint32_t budget, Prefill prefill,
+                   Positions positions) {
+  return {.policy = parse_policy(entry.info.name),
+          .budget = entry.info.evicts ? budget : kNoBudget,
+          .budgets = {},
+          .positions = positions,
+          .prefill = prefill,
+          .seed = 11};
+}
+
+void check(const Model& model, const CacheOptions& options, const std::vector<VerifyTurn>& turns) {
+  INFO(options.policy.text() << " prefill " << options.prefill.text() << " positions "
+                             << name_of(options.positions));
+  const VerifyReport report =
+      verify_decoder(model, options, turns, {.temperature = 1, .seed = 5}, 2);
+  CHECK(report.identical);
+  CHECK(report.first_difference == "");
+  CHECK(report.worst_mass <= 1e-5);
+  CHECK(report.wrong_requests == 0);
+  CHECK(report.partings.size() == 0);
+  CHECK(report.heads == 8);
+  if (options.policy.entry->info.evicts) CHECK(report.evictions > 0);
+  if (options.policy.entry->info.needs != Needs::nothing) CHECK(report.observations > 0);
+}
+
+TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in every mode") {
+  const Model model = Model::load(kModel, 2);
+  const auto turns = two_turns(60);
+  for (const PolicyEntry& entry : policy_catalogue())
+    for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
+      for (const Positions positions : {Positions::original, Positions::cache})
+        check(model, cache(entry, 32, prefill, positions), turns);
+}
+
+TEST_CASE("Budgets by layer and KV head are verified head by head") {
+  const Model model = Model::load(kModel, 2);
+  CacheOptions options = cache(policy_catalogue()[4], 32, Prefill{0}, Positions::original);
+  for (std::uint32_t i = 0; i < 8; ++i) options.budgets.push_back(16 + 4 * i);
+  check(model, options, two_turns(40));
+}
+
+}  // namespace
+}  // namespace kvlab
