@@ -1,5 +1,8 @@
 #include "policies/catalogue.hpp"
 
+#include <algorithm>
+#include <ranges>
+
 #include "tests/catch.hpp"
 
 using namespace kvlab;
@@ -30,14 +33,13 @@ std::string guards_refusal(std::string_view text, std::uint32_t budget) {
 
 }  // namespace
 
-TEST_CASE("the catalogue holds the seven policies in order") {
-  std::vector<std::string> names;
-  for (const PolicyEntry& entry : policy_catalogue()) names.emplace_back(entry.info.name);
-  // A policy that the documentation adds comes behind them.
-  REQUIRE(names.size() >= 7);
-  names.resize(7);
-  CHECK(names == std::vector<std::string>{"full", "window", "sink", "lru", "h2o", "streaming_h2o",
-                                          "random"});
+TEST_CASE("the catalogue holds the design's seven policies") {
+  for (const std::string_view name :
+       {"full", "window", "sink", "lru", "h2o", "streaming_h2o", "random"}) {
+    INFO(name);
+    CHECK(std::ranges::count(policy_catalogue(), name,
+                             [](const PolicyEntry& entry) { return entry.info.name; }) == 1);
+  }
 }
 
 TEST_CASE("defaults are those of the design's table") {
@@ -49,12 +51,13 @@ TEST_CASE("defaults are those of the design's table") {
   CHECK(text("h2o") == "h2o:sinks=0:recent=50%");
   CHECK(text("streaming_h2o") == "streaming_h2o:sinks=0:recent=50%");
   CHECK(text("random") == "random:sinks=0:recent=0");
-  for (const PolicyEntry& entry : policy_catalogue()) {
-    const std::string name = entry.info.name;
-    INFO(name);
-    CHECK((entry.info.positions == Positions::cache) ==
-          (name == "sink" || name == "streaming_h2o"));
-  }
+  const auto squeezed = [](std::string_view name) {
+    return parse_policy(name).entry->info.positions == Positions::cache;
+  };
+  CHECK(squeezed("sink"));
+  CHECK(squeezed("streaming_h2o"));
+  for (const std::string_view name : {"full", "window", "lru", "h2o", "random"})
+    CHECK_FALSE(squeezed(name));
 }
 
 TEST_CASE("the text of a policy parses back to the same policy") {
@@ -89,8 +92,7 @@ TEST_CASE("an unknown policy is refused with the nearest name") {
   CHECK(policy_refusal("streaming_h20") ==
         "unknown policy 'streaming_h20'; did you mean 'streaming_h2o'?");
   CHECK(policy_refusal("oracle_mas") == "unknown policy 'oracle_mas'; did you mean 'oracle_mass'?");
-  CHECK(policy_refusal("quest").starts_with(
-      "unknown policy 'quest'; known: full, window, sink, lru, h2o, streaming_h2o, random"));
+  CHECK(policy_refusal("quest").starts_with("unknown policy 'quest'; known: full, "));
   CHECK(policy_refusal("").starts_with("unknown policy ''; known: full"));
 }
 

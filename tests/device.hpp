@@ -1,0 +1,97 @@
+// CUDA in tests: every call checked, all memory and streams released.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+inline void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorName(error) + ": " +
+                             cudaGetErrorString(error));
+}
+
+inline bool has_device() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
+/// An array in device memory.
+template <class T>
+class DeviceArray {
+ public:
+  /// Zeroed. An empty array is null.
+  explicit DeviceArray(std::size_t size) : size_(size) {
+    if (size == 0) return;
+    check_cuda(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)));
+    clear();
+  }
+  explicit DeviceArray(std::span<const T> values) : DeviceArray(values.size()) {
+    if (!values.empty())
+      check_cuda(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
+  }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  ~DeviceArray() { cudaFree(data_); }
+
+  T* data() const { return data_; }
+  void clear() {
+    if (size_) check_cuda(cudaMemset(data_, 0, size_ * sizeof(T)));
+  }
+  /// Waits for the device, then copies.
+  std::vector<T> to_host() const {
+    std::vector<T> values(size_);
+    check_cuda(cudaDeviceSynchronize());
+    if (size_)
+      check_cuda(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
+    return values;
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t size_;
+};
+
+class Stream {
+ public:
+  Stream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// What `enqueue(stream)` does, captured in a graph. Throws if it does what a capture forbids.
+class CapturedGraph {
+ public:
+  template <class Enqueue>
+  explicit CapturedGraph(Enqueue enqueue) {
+    check_cuda(cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeGlobal));
+    const cudaError_t enqueued = enqueue(stream_.get());
+    cudaGraph_t graph = nullptr;
+    check_cuda(cudaStreamEndCapture(stream_.get(), &graph));
+    const cudaError_t instantiated = cudaGraphInstantiate(&executable_, graph, 0);
+    check_cuda(cudaGraphDestroy(graph));
+    check_cuda(enqueued);
+    check_cuda(instantiated);
+  }
+  CapturedGraph(const CapturedGraph&) = delete;
+  CapturedGraph& operator=(const CapturedGraph&) = delete;
+  ~CapturedGraph() { cudaGraphExecDestroy(executable_); }
+
+  void launch() { check_cuda(cudaGraphLaunch(executable_, stream_.get())); }
+
+ private:
+  Stream stream_;
+  cudaGraphExec_t executable_ = nullptr;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,87 @@
+// The registry with two lines more: `tova`, as docs/adding-a-policy.md shows it, and `leaky`.
+#include <algorithm>
+
+#include "policies/live_set.hpp"
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+std::vector<Observation> masses(std::initializer_list<std::uint64_t> values) {
+  std::vector<Observation> seen;
+  for (const std::uint64_t mass : values) seen.push_back({.mass = mass, .queries = 1});
+  return seen;
+}
+
+std::string refusal(std::string_view text) {
+  try {
+    parse_policy(text);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+
+}  // namespace
+
+TEST_CASE("the documentation's tova is in the catalogue, from one header and one line") {
+  const PolicySpec spec = parse_policy("tova");
+  CHECK(spec.text() == "tova:sinks=0:recent=0");
+  CHECK(spec.entry->slot_bytes == 8);
+  CHECK(spec.entry->info.needs == Needs::mass);
+  CHECK(spec.entry->info.positions == Positions::original);
+  CHECK(refusal("tov").ends_with("did you mean 'tova'?"));
+}
+
+TEST_CASE("the documentation's tova weighs the last query alone") {
+  const auto states = parse_policy("tova").entry->make_states({});
+  CHECK(states->weight(0) == 1.0f);
+  CHECK(states->weight(1) == 0.0f);
+  CHECK(states->tail() == 1);
+}
+
+TEST_CASE("the documentation's tova evicts what the last query attends to least") {
+  LiveSet live(parse_policy("tova"), 4, {});
+  live.admit(0, 5);
+  live.observe(masses({50, 10, 40, 30, 20}));
+  live.make_room(5);  // 10 and 20 leave
+  CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
+  live.admit(5, 1);
+  live.observe(masses({5, 90, 60, 8}));  // what came before counts no more
+  live.make_room(6);
+  CHECK(std::ranges::equal(live.positions(), std::vector{2, 3, 5}));
+  live.admit(6, 1);
+  live.observe(masses({7, 7, 9, 3}));  // the newest may leave, once it has been observed
+  live.make_room(7);
+  CHECK(std::ranges::equal(live.positions(), std::vector{2, 3, 5}));
+  live.admit(7, 1);
+  live.observe(masses({7, 7, 9, 8}));  // at equal mass the older leaves
+  live.make_room(8);
+  CHECK(std::ranges::equal(live.positions(), std::vector{3, 5, 7}));
+}
+
+TEST_CASE("parameters have defaults, a range, and a text that parses back") {
+  const PolicySpec spec = parse_policy("leaky:slope=0.25:recent=3");
+  CHECK(spec.text() == "leaky:keep=0.9:slope=0.25:span=64:sinks=1:recent=3");
+  CHECK(parse_policy(spec.text()).params == spec.params);
+  CHECK(parse_policy("leaky:keep=0.30000000000000004").params[0] == 0.30000000000000004);
+  const PolicySpec again = parse_policy(parse_policy("leaky:keep=0.30000000000000004").text());
+  CHECK(again.params[0] == 0.30000000000000004);
+
+  CHECK(refusal("leaky:keep=1.5") == "policy leaky: keep=1.5 is outside 0 to 1");
+  CHECK(refusal("leaky:keep=-0.1") == "policy leaky: keep=-0.1 is outside 0 to 1");
+  CHECK(refusal("leaky:keep=inf") == "policy leaky: keep: 'inf' is not a number");
+  CHECK(refusal("leaky:kep=1") == "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
+  CHECK(refusal("leaky:half=1") ==
+        "policy leaky: unknown parameter 'half'; known: keep, slope, span, sinks, recent");
+}
+
+TEST_CASE("parameters reach the hooks") {
+  const PolicyEntry& entry = *parse_policy("leaky").entry;
+  const auto states = entry.make_states(parse_policy("leaky:slope=1:span=3").params);
+  CHECK(states->tail() == 3);
+  CHECK(states->weight(0) == 1.0f);
+  CHECK(states->weight(1) == 0.5f);
+  CHECK(states->weight(3) == 0.0f);
+}
