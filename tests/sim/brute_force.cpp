@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 
 namespace kvlab::brute {
@@ -24,9 +23,10 @@ Vector difference(const Vector& a, const Vector& b) {
   return c;
 }
 
-/// p, or weight * p for weights of 1: Q32.32.
+/// Probabilities are float32 where they become integers: Q32.32. (All weights are 1.)
 std::uint64_t fixed_point(double p) {
-  return static_cast<std::uint64_t>(std::nearbyint(p * kTwo32));
+  return static_cast<std::uint64_t>(
+      std::nearbyint(static_cast<double>(static_cast<float>(p)) * kTwo32));
 }
 
 /// For each entry of a row, whether its query head requests it.
@@ -49,11 +49,6 @@ std::uint64_t split_mix(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
-}
-
-std::uint32_t slot_bytes(const std::string& policy) {
-  if (policy == "lru") return 4;
-  return policy == "h2o" || policy == "streaming_h2o" || policy == "oracle_mass" ? 8 : 0;
 }
 
 }  // namespace
@@ -368,207 +363,6 @@ Outcome Simulator::run(const Config& config) const {
     }
   }
   return outcome;
-}
-
-namespace {
-
-/// The figures of one outcome over one span.
-class Measures {
- public:
-  Measures(const Sequence& s, const Outcome& outcome, Queries span, std::uint32_t stride)
-      : s_(s), outcome_(outcome), stride_(stride) {
-    for (const Segment& segment : s.segments)
-      for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)
-        if (span == Queries::all || segment.kind == SegmentKind::decode) span_.push_back(t);
-    if (span_.empty()) throw std::invalid_argument("a span without queries");
-  }
-
-  Figures all() {
-    std::vector<Head> everything;
-    for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer) {
-      std::vector<Head> of_layer;
-      for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
-        std::vector<Head> of_group;
-        for (std::uint32_t i = 0; i < s_.group(); ++i)
-          of_group.push_back(&outcome_.queries[static_cast<std::size_t>(layer)]
-                                              [static_cast<std::size_t>(g) * s_.group() + i]);
-        of_layer.insert(of_layer.end(), of_group.begin(), of_group.end());
-        rows(layer, g, of_group);
-      }
-      everything.insert(everything.end(), of_layer.begin(), of_layer.end());
-      rows(layer, -1, of_layer);
-    }
-    rows(-1, -1, everything);
-    if (has_outputs()) layer_errors();
-    if (!outcome_.caches[0].empty()) counters();
-    return std::move(figures_);
-  }
-
- private:
-  using Head = const std::vector<AtQuery>*;
-  static constexpr std::size_t kNoBlock = static_cast<std::size_t>(-1);
-
-  bool has_outputs() const { return outcome_.config.policy != "oracle_topk"; }
-  std::size_t blocks() const { return std::min<std::size_t>(16, span_.size()); }
-  std::size_t block_of(std::size_t i) const { return i * blocks() / span_.size(); }
-
-  /// Jackknife. `statistic(b)` leaves block b out; `there[b]`: block b has something in it.
-  template <class Statistic>
-  double jackknife(const std::vector<bool>& there, Statistic statistic) const {
-    Vector without;
-    for (std::size_t b = 0; b < blocks(); ++b)
-      if (there[b]) without.push_back(statistic(b));
-    const double n = static_cast<double>(without.size());
-    if (without.size() < 8) return std::numeric_limits<double>::quiet_NaN();
-    double mean = 0, sum = 0;
-    for (double x : without) mean += x / n;
-    for (double x : without) sum += (x - mean) * (x - mean);
-    return std::sqrt((n - 1) / n * sum);
-  }
-
-  /// A mean over heads of sums over queries, one divided by the other. `term(at)` gives {above,
-  /// below}.
-  template <class Term>
-  void ratio_row(int layer, int head, const char* metric, const std::vector<Head>& heads,
-                 std::uint32_t stride, Term term, bool counts_below) {
-    std::uint64_t count = 0;
-    std::vector<bool> there(blocks());
-    const auto statistic = [&](std::size_t without) {
-      double sum = 0;
-      std::size_t used = 0;
-      for (Head h : heads) {
-        double above = 0, below = 0;
-        for (std::size_t i = 0; i < span_.size(); i += stride) {
-          const auto [a, b] = term((*h)[span_[i]]);
-          if (without == kNoBlock) {
-            count += !counts_below || b > 0 ? 1 : 0;
-            if (b > 0) there[block_of(i)] = true;
-          }
-          if (block_of(i) == without) continue;
-          above += a;
-          below += b;
-        }
-        if (below == 0) continue;
-        sum += above / below;
-        ++used;
-      }
-      return used ? sum / static_cast<double>(used) : std::numeric_limits<double>::quiet_NaN();
-    };
-    const double value = statistic(kNoBlock);
-    if (std::isnan(value)) return;
-    figures_[{layer, head, metric}] = {value, jackknife(there, statistic), count};
-  }
-
-  void rows(int layer, int head, const std::vector<Head>& heads) {
-    using Pair = std::pair<double, double>;
-    ratio_row(
-        layer, head, "recall", heads, 1,
-        [](const AtQuery& at) {
-          return Pair{at.recall, 1};
-        },
-        true);
-    ratio_row(
-        layer, head, "nll_recall", heads, 1,
-        [](const AtQuery& at) {
-          return Pair{-std::log(std::max(at.recall, 1e-9)), 1};
-        },
-        true);
-    ratio_row(
-        layer, head, "miss_rate", heads, 1,
-        [](const AtQuery& at) {
-          return Pair{at.missed, at.requested};
-        },
-        false);
-    if (has_outputs())
-      ratio_row(
-          layer, head, "output_error", heads, stride_,
-          [](const AtQuery& at) {
-            return at.out2 > 0 ? Pair{std::sqrt(at.error2 / at.out2), 1} : Pair{0, 0};
-          },
-          true);
-  }
-
-  /// √(Σ_h ‖o − ô‖² / Σ_h ‖o‖²) of a layer at one query; negative: all o are zero.
-  double layer_error(std::size_t layer, std::uint32_t t) const {
-    double error2 = 0, out2 = 0;
-    for (const auto& head : outcome_.queries[layer]) {
-      error2 += head[t].error2;
-      out2 += head[t].out2;
-    }
-    return out2 > 0 ? std::sqrt(error2 / out2) : -1;
-  }
-
-  void layer_errors() {
-    const auto mean_of = [&](std::size_t layer, std::size_t without) {
-      double sum = 0, n = 0;
-      for (std::size_t i = 0; i < span_.size(); i += stride_) {
-        const double error = layer_error(layer, span_[i]);
-        if (error < 0 || block_of(i) == without) continue;
-        sum += error;
-        n += 1;
-      }
-      return sum / n;
-    };
-    std::vector<bool> there_any(blocks());
-    std::uint64_t count_all = 0;
-    for (std::size_t layer = 0; layer < s_.layers; ++layer) {
-      std::vector<bool> there(blocks());
-      std::uint64_t count = 0;
-      for (std::size_t i = 0; i < span_.size(); i += stride_)
-        if (layer_error(layer, span_[i]) >= 0) {
-          there[block_of(i)] = there_any[block_of(i)] = true;
-          ++count;
-        }
-      count_all += count;
-      figures_[{static_cast<int>(layer), -1, "layer_error"}] = {
-          mean_of(layer, kNoBlock),
-          jackknife(there, [&](std::size_t b) { return mean_of(layer, b); }), count};
-    }
-    const auto mean_of_layers = [&](std::size_t without) {
-      double sum = 0;
-      for (std::size_t layer = 0; layer < s_.layers; ++layer) sum += mean_of(layer, without);
-      return sum / s_.layers;
-    };
-    figures_[{-1, -1, "layer_error"}] = {mean_of_layers(kNoBlock),
-                                         jackknife(there_any, mean_of_layers), count_all};
-  }
-
-  void counters() {
-    const std::uint32_t state =
-        slot_bytes(outcome_.config.policy) + 4 + (outcome_.config.squeezed ? 4 : 0);
-    for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer)
-      for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
-        const Cache& cache =
-            outcome_.caches[static_cast<std::size_t>(layer)][static_cast<std::size_t>(g)];
-        for (const auto& [l, h] : {std::pair{layer, g}, std::pair{layer, -1}, std::pair{-1, -1}}) {
-          add(l, h, "evictions", static_cast<double>(cache.evictions));
-          add(l, h, "kv_bytes", 2.0 * cache.live_end * s_.head_size * s_.element_bytes);
-          add(l, h, "state_bytes", static_cast<double>(cache.live_end) * state);
-          Figure& most = add(l, h, "live_max", 0);
-          most.value = std::max(most.value, static_cast<double>(cache.live_max));
-        }
-      }
-  }
-
-  Figure& add(int layer, int head, const char* metric, double value) {
-    Figure& figure = figures_[{layer, head, metric}];
-    figure.value += value;
-    figure.standard_error = std::numeric_limits<double>::quiet_NaN();
-    ++figure.count;
-    return figure;
-  }
-
-  const Sequence& s_;
-  const Outcome& outcome_;
-  std::uint32_t stride_;
-  std::vector<std::uint32_t> span_;  // positions of the queries
-  Figures figures_;
-};
-
-}  // namespace
-
-Figures Simulator::measure(const Outcome& outcome, Queries span, std::uint32_t error_stride) const {
-  return Measures(s_, outcome, span, error_stride).all();
 }
 
 }  // namespace kvlab::brute

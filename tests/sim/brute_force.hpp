@@ -2,6 +2,7 @@
 // has it and nothing shared with the replay. Slow and short.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -104,6 +105,11 @@ class Simulator {
   }
   const Matrix& outputs(std::uint32_t layer, std::uint32_t query_head) const {
     return full_[layer][query_head].out;
+  }
+  /// ln Σ exp of the logits of query `t` under the full cache.
+  double log_sum(std::uint32_t layer, std::uint32_t query_head, std::uint32_t t) const {
+    const Full& full = full_[layer][query_head];
+    return full.logits[t][t] - std::log(full.p[t][t]);
   }
 
  private:

@@ -1,0 +1,156 @@
+#include "tests/sim/differential.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "tests/catch.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::vector<std::string> kPolicies{"full", "window",        "sink",  "lru",
+                                         "h2o",  "streaming_h2o", "random"};
+
+bool is_reference(const std::string& policy) { return policy.starts_with("oracle_"); }
+
+bool is_exact(const std::string& metric) {
+  static const std::set<std::string> kExact{"evictions", "live_max", "kv_bytes", "state_bytes",
+                                            "zero_outputs"};
+  return kExact.contains(metric);
+}
+
+brute::Figures figures_of(const ReplayResult& result, std::size_t config) {
+  brute::Figures figures;
+  for (const Measurement& m : result.measurements)
+    if (m.config == config)
+      figures[{m.layer, m.head, m.metric}] = {m.value, m.standard_error, m.count};
+  return figures;
+}
+
+std::string row_name(const brute::Figures::key_type& key) {
+  const auto& [layer, head, metric] = key;
+  return fmt::format("layer {} head {} {}", layer, head, metric);
+}
+
+bool near(double a, double b, double tolerance) {
+  if (std::isnan(b)) return std::isnan(a);
+  return std::abs(a - b) <= tolerance * std::max(1.0, std::abs(b));
+}
+
+/// What differs, a line each.
+std::string differences(const brute::Figures& got, const brute::Figures& wanted, double tolerance) {
+  std::string text;
+  for (const auto& [key, figure] : got)
+    if (!wanted.contains(key)) text += row_name(key) + ": should not be there\n";
+  for (const auto& [key, figure] : wanted) {
+    const auto row = got.find(key);
+    if (row == got.end()) {
+      text += row_name(key) + ": missing\n";
+      continue;
+    }
+    const brute::Figure& value = row->second;
+    const double allowed = is_exact(std::get<2>(key)) ? 0 : tolerance;
+    if (!near(value.value, figure.value, allowed) || value.count != figure.count ||
+        !near(value.standard_error, figure.standard_error, tolerance))
+      text += fmt::format("{}: {} ± {} of {}, should be {} ± {} of {}\n", row_name(key),
+                          value.value, value.standard_error, value.count, figure.value,
+                          figure.standard_error, figure.count);
+  }
+  return text;
+}
+
+/// The first query whose kept sets differ, or "".
+std::string kept_difference(const TraceReader& trace, const Case& c, const brute::Outcome& outcome,
+                            const ReplayOptions& options) {
+  std::vector<std::uint32_t> every(trace.tokens());
+  std::iota(every.begin(), every.end(), 0u);
+  for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
+    for (std::uint32_t head = 0; head < trace.shape().kv_heads; ++head) {
+      const auto kept = kept_sets(trace, c.brute.sequence, c.replay, options, layer, head, every);
+      if (kept.size() != every.size()) return fmt::format("{} kept sets", kept.size());
+      for (std::uint32_t t = 0; t < trace.tokens(); ++t) {
+        const auto& wanted = outcome.caches[layer][head].kept[t];
+        if (kept[t].query != t || kept[t].positions != wanted)
+          return fmt::format("layer {} head {} query {}: kept {}, should be {}", layer, head, t,
+                             fmt::join(kept[t].positions, " "), fmt::join(wanted, " "));
+      }
+    }
+  return "";
+}
+
+}  // namespace
+
+Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk, bool squeezed,
+               std::optional<std::uint32_t> sinks, std::optional<std::uint32_t> recent) {
+  Case c;
+  c.brute = brute::standard(policy, budget);
+  c.brute.chunk = chunk;
+  c.brute.squeezed = squeezed;
+  c.brute.seed = 11;
+  c.brute.sequence = kSequence;
+  std::string text = policy;
+  if (sinks) text += fmt::format(":sinks={}", c.brute.sinks = *sinks);
+  if (recent) text += fmt::format(":recent={}", c.brute.recent = *recent);
+  c.replay.policy = parse_policy(text, replay_references());
+  c.replay.budget = {.extent = tokens(budget)};
+  c.replay.prefill = {chunk};
+  c.replay.positions = squeezed ? Positions::cache : Positions::original;
+  c.replay.seed = c.brute.seed;
+  c.text = fmt::format("{} budget {} prefill {} positions {}", text, budget,
+                       c.replay.prefill.text(), name_of(c.replay.positions));
+  return c;
+}
+
+std::vector<Case> whole_grid(std::uint32_t tokens) {
+  std::vector<std::string> names = kPolicies;
+  names.insert(names.end(), {"oracle_mass", "oracle_topk"});
+  std::vector<Case> cases;
+  for (const std::string& name : names)
+    for (const std::uint32_t budget : {name == "sink" ? 5u : 1u, 2u, 19u, tokens + 5}) {
+      if (name == "full" && budget != 19) continue;  // takes no budget
+      const bool one_sink = name == "sink" && budget == 2;
+      std::set<std::uint32_t> chunks{0, 1, 7};
+      if (budget > 1) chunks.insert(budget - 1);
+      for (const std::uint32_t chunk : chunks)
+        for (const bool squeezed : {false, true})
+          if (!squeezed || !is_reference(name))
+            cases.push_back(make_case(name, budget, chunk, squeezed,
+                                      one_sink ? std::optional(1u) : std::nullopt));
+    }
+  for (const std::uint32_t chunk : {0u, 7u}) {
+    cases.push_back(make_case("lru", 18, chunk, false, 4, 9));
+    cases.push_back(make_case("h2o", 12, chunk, true, 3, 9));
+    cases.push_back(make_case("random", 12, chunk, false, 11, 1));
+    cases.push_back(make_case("window", 12, chunk, true, 1, 0));
+    cases.push_back(make_case("h2o", 12, chunk, false, 0, 0));
+  }
+  return cases;
+}
+
+std::vector<ReplayConfig> replay_configs(const std::vector<Case>& cases) {
+  std::vector<ReplayConfig> configs;
+  for (const Case& c : cases) configs.push_back(c.replay);
+  return configs;
+}
+
+void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
+                     const ReplayOptions& options, double tolerance) {
+  const brute::Simulator exact(brute::load(trace), options.threshold);
+  const ReplayResult result = replay(trace, kSequence, replay_configs(cases), options);
+  const auto span = options.span == Span::decode ? brute::Queries::decode : brute::Queries::all;
+  const std::uint32_t stride = options.every_output_error ? 1 : 8;
+  for (std::size_t c = 0; c < cases.size(); ++c) {
+    const brute::Outcome outcome = exact.run(cases[c].brute);
+    INFO(cases[c].text << "; the closest call was by " << outcome.narrowest
+                       << " (under 1e-6 it may go either way: change the data, not the test)");
+    if (cases[c].brute.policy != "oracle_topk")
+      CHECK(kept_difference(trace, cases[c], outcome, options) == "");
+    CHECK(differences(figures_of(result, c), exact.measure(outcome, span, stride), tolerance) ==
+          "");
+  }
+}
+
+}  // namespace kvlab

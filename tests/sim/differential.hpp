@@ -1,0 +1,37 @@
+// One grid of configurations through the replay and through the brute force.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sim/replay.hpp"
+#include "tests/sim/brute_force.hpp"
+
+namespace kvlab {
+
+inline constexpr std::uint32_t kSequence = 3;  ///< every test replays the run's fourth trace
+
+/// One configuration as both simulators take it.
+struct Case {
+  std::string text;  ///< for messages
+  ReplayConfig replay;
+  brute::Config brute;
+};
+
+/// The guards are the page's for `policy`, unless `sinks` and `recent` give them, in tokens.
+Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk, bool squeezed,
+               std::optional<std::uint32_t> sinks = {}, std::optional<std::uint32_t> recent = {});
+
+/// Every policy and reference, prefill mode, position mode and budget that fits: the least, 2, a
+/// small one and one above `tokens`.
+std::vector<Case> whole_grid(std::uint32_t tokens);
+
+std::vector<ReplayConfig> replay_configs(const std::vector<Case>& cases);
+
+/// Fails, naming the case, unless all figures agree to `tolerance` (relative above 1; counts, bytes
+/// and tokens exactly) and the kept sets are identical at every query.
+void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
+                     const ReplayOptions& options, double tolerance);
+
+}  // namespace kvlab

@@ -1,0 +1,130 @@
+#include "tests/sim/random_trace.hpp"
+
+#include <cmath>
+#include <random>
+
+#include "tests/sim/brute_force.hpp"
+
+namespace kvlab {
+namespace {
+
+TraceHeader header_of(const RandomTrace& wanted) {
+  TraceHeader header;
+  header.model = "random";
+  header.shape = {wanted.layers, wanted.query_heads, wanted.kv_heads, wanted.head_size,
+                  wanted.dtype};
+  const std::uint32_t half = wanted.head_size / 2;
+  for (std::uint32_t i = 0; i < half; ++i)
+    header.rope.inv_freq.push_back(
+        static_cast<float>(std::pow(10000.0, -static_cast<double>(i) / half)));
+  header.rope.factor = wanted.rope_factor;
+  header.rope_config = {{"rope_type", "default"}, {"rope_theta", 10000.0}};
+  header.softmax_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(wanted.head_size)));
+  header.rounding = wanted.rounding;
+  header.capture = {{"engine", "random"},
+                    {"version", "1"},
+                    {"device", "cpu"},
+                    {"options", nlohmann::json::object()}};
+  return header;
+}
+
+int bits_of(Dtype dtype) {
+  if (dtype == Dtype::bf16) return 8;
+  return dtype == Dtype::f16 ? 11 : 24;
+}
+
+/// Draws from a normal distribution by a portable recipe (the library's differ).
+class Draws {
+ public:
+  explicit Draws(std::uint64_t seed) : engine_(seed) {}
+  double uniform() { return (static_cast<double>(engine_() >> 11) + 0.5) * 0x1p-53; }
+  double normal() {
+    return std::sqrt(-2 * std::log(uniform())) * std::cos(6.283185307179586 * uniform());
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+/// The tensors of a random sequence. A common direction, along the dimensions that turn slowest,
+/// lets every query pull at the heavy tokens: the first and about one in twelve.
+brute::Sequence draw(const RandomTrace& wanted, const TraceHeader& header) {
+  brute::Sequence s;
+  s.layers = wanted.layers, s.query_heads = wanted.query_heads, s.kv_heads = wanted.kv_heads;
+  s.head_size = wanted.head_size;
+  s.tokens = wanted.segments.back().start + wanted.segments.back().tokens;
+  s.scale = static_cast<double>(header.softmax_scale);
+  s.inv_freq = header.rope.inv_freq;
+  s.rope_factor = wanted.rope_factor;
+  s.segments = wanted.segments;
+  if (wanted.rounding == Rounding::model_dtype && wanted.dtype != Dtype::f32)
+    s.rounding_bits = bits_of(wanted.dtype);
+
+  Draws draws(wanted.seed);
+  const int bits = bits_of(wanted.dtype);
+  const std::uint32_t slowest = wanted.head_size / 2 - 1;
+  const double size = std::sqrt(wanted.spread),
+               root = std::sqrt(static_cast<double>(wanted.head_size));
+  const auto rows = [&](double scale, auto&& along) {
+    brute::Matrix m;
+    for (std::uint32_t t = 0; t < s.tokens; ++t) {
+      brute::Vector& row = m.emplace_back();
+      for (std::uint32_t d = 0; d < s.head_size; ++d) row.push_back(scale * draws.normal());
+      row[slowest] += along(t);
+      for (double& x : row) x = brute::round_to_bits(x, bits);
+    }
+    return m;
+  };
+  const auto heavy = [&](std::uint32_t t) {
+    return t == 0 || draws.uniform() < 1.0 / 12 ? wanted.pull * (0.75 + 0.5 * draws.uniform()) : 0;
+  };
+  for (std::uint32_t layer = 0; layer < s.layers; ++layer) {
+    s.q.emplace_back(), s.k.emplace_back(), s.v.emplace_back();
+    for (std::uint32_t h = 0; h < s.query_heads; ++h)
+      s.q[layer].push_back(rows(size, [&](std::uint32_t) { return wanted.pull > 0 ? root : 0.0; }));
+    for (std::uint32_t h = 0; h < s.kv_heads; ++h) {
+      s.k[layer].push_back(rows(size, heavy));
+      s.v[layer].push_back(rows(1, [](std::uint32_t) { return 0.0; }));
+      if (wanted.silent_first) s.v[layer][h][0].assign(s.head_size, 0);
+    }
+  }
+  return s;
+}
+
+/// [head][token, dim] as [token, head, dim], tokens [first, first + count).
+std::vector<float> interleave(const std::vector<brute::Matrix>& heads, const Segment& segment) {
+  std::vector<float> all;
+  for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)
+    for (const brute::Matrix& head : heads)
+      for (double x : head[t]) all.push_back(static_cast<float>(x));
+  return all;
+}
+
+}  // namespace
+
+TraceReader write_random_trace(const std::filesystem::path& directory, const RandomTrace& wanted) {
+  const TraceHeader header = header_of(wanted);
+  const brute::Sequence drawn = draw(wanted, header);
+  const brute::Simulator exact(drawn);
+  TraceWriter writer(directory, header);
+  for (const Segment& segment : wanted.segments) {
+    writer.begin(std::vector<std::int32_t>(segment.tokens, 7), segment.kind, true);
+    for (std::uint32_t layer = 0; layer < wanted.layers; ++layer) {
+      std::vector<brute::Matrix> out, lse;
+      for (std::uint32_t h = 0; h < wanted.query_heads; ++h) {
+        out.push_back(exact.outputs(layer, h));
+        brute::Matrix& sums = lse.emplace_back();
+        for (std::uint32_t t = 0; t < drawn.tokens; ++t)
+          sums.push_back({exact.log_sum(layer, h, t)});
+      }
+      writer.layer(layer, interleave(drawn.q[layer], segment), interleave(drawn.k[layer], segment),
+                   interleave(drawn.v[layer], segment), interleave(out, segment),
+                   interleave(lse, segment));
+    }
+    writer.end();
+  }
+  writer.finish();
+  return TraceReader::open(directory);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,384 @@
+// The replay against a brute force that shares nothing with it, and against what must hold anyway.
+#include "sim/replay.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <initializer_list>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+
+#include "tests/catch.hpp"
+#include "tests/sim/differential.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr double kTolerance = 1e-5;
+constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
+
+/// A trace that lives as long as the test.
+struct Traced {
+  explicit Traced(const RandomTrace& wanted)
+      : trace(write_random_trace(folder / "trace", wanted)) {}
+  test::TemporaryFolder folder;
+  TraceReader trace;
+};
+
+RandomTrace single_heads() {
+  return {.query_heads = 3,
+          .kv_heads = 3,
+          .head_size = 8,
+          .segments = {{0, 37, kPrompt}, {37, 70, kDecode}}};
+}
+
+RandomTrace two_turns_in_bf16() {
+  return {.head_size = 16,
+          .dtype = Dtype::bf16,
+          .rounding = Rounding::model_dtype,
+          .segments = {{0, 30, kPrompt}, {30, 27, kDecode}, {57, 23, kPrompt}, {80, 31, kDecode}},
+          .seed = 2};
+}
+
+RandomTrace prompt_only_in_groups_of_four() {
+  return {.layers = 1,
+          .query_heads = 8,
+          .kv_heads = 2,
+          .head_size = 64,
+          .rope_factor = 1.1f,
+          .segments = {{0, 103, kPrompt}},
+          .seed = 3};
+}
+
+RandomTrace half_precision_not_rounded() {
+  return {.layers = 1,
+          .query_heads = 4,
+          .kv_heads = 1,
+          .head_size = 8,
+          .dtype = Dtype::f16,
+          .segments = {{0, 20, kPrompt}, {20, 60, kDecode}},
+          .silent_first = true,
+          .seed = 4};
+}
+
+ReplayResult replay_all(const TraceReader& trace, const std::vector<Case>& cases,
+                        Span span = Span::decode, unsigned threads = 2) {
+  return replay(trace, kSequence, replay_configs(cases), {.span = span, .threads = threads});
+}
+
+/// The figure of one configuration over all layers and heads.
+double overall(const ReplayResult& result, std::size_t config, const std::string& metric) {
+  for (const Measurement& m : result.measurements)
+    if (m.config == config && m.layer == -1 && m.metric == metric) return m.value;
+  throw std::runtime_error("no such figure: " + metric);
+}
+
+std::vector<std::vector<std::uint32_t>> kept_of(const TraceReader& trace, const Case& c,
+                                                std::uint32_t layer, std::uint32_t head) {
+  std::vector<std::uint32_t> every(trace.tokens());
+  std::iota(every.begin(), every.end(), 0u);
+  std::vector<std::vector<std::uint32_t>> kept;
+  for (KeptSet& set :
+       kept_sets(trace, kSequence, c.replay, {.span = Span::all}, layer, head, every))
+    kept.push_back(std::move(set.positions));
+  return kept;
+}
+
+TEST_CASE("random traces verify") {
+  for (const RandomTrace& wanted :
+       {single_heads(), two_turns_in_bf16(), prompt_only_in_groups_of_four(),
+        half_precision_not_rounded()}) {
+    const Traced traced(wanted);
+    const TraceCheck check = verify_trace(traced.trace, 2);
+    INFO((check.problems.empty() ? "" : check.problems[0]));
+    CHECK(check.ok);
+    CHECK(traced.trace.segments() == wanted.segments);
+  }
+}
+
+TEST_CASE("replay agrees with the brute force on the decoded span: single heads in float32") {
+  const Traced traced(single_heads());
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+}
+
+TEST_CASE("replay agrees with the brute force on all queries: single heads in float32") {
+  const Traced traced(single_heads());
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
+                  {.span = Span::all, .threads = 2}, kTolerance);
+}
+
+TEST_CASE("replay agrees with the brute force on the decoded span: two turns, rounded to bf16") {
+  const Traced traced(two_turns_in_bf16());
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+}
+
+TEST_CASE("replay agrees with the brute force on all queries: two turns, rounded to bf16") {
+  const Traced traced(two_turns_in_bf16());
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
+                  {.span = Span::all, .threads = 2}, kTolerance);
+}
+
+TEST_CASE("replay agrees with the brute force on a prompt without an answer, in groups of four") {
+  const Traced traced(prompt_only_in_groups_of_four());
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
+                  {.span = Span::all, .threads = 2}, kTolerance);
+}
+
+TEST_CASE("replay agrees with the brute force on f16 that was not rounded after RoPE") {
+  const Traced traced(half_precision_not_rounded());
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+}
+
+TEST_CASE("replay agrees with the brute force on errors at every query, one with a zero output") {
+  const Traced traced(half_precision_not_rounded());
+  const ReplayOptions options{
+      .span = Span::all, .threshold = 0.1, .every_output_error = true, .threads = 2};
+  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), options, kTolerance);
+  CHECK(overall(replay_all(traced.trace, {make_case("h2o", 8, 0, false)}, Span::all), 0,
+                "zero_outputs") == 4);
+}
+
+TEST_CASE("replay agrees with the brute force where logits reach 80") {
+  RandomTrace wanted = single_heads();
+  wanted.spread = 30;
+  wanted.pull = 0;
+  wanted.seed = 17;  // no close call: one-hot rows often tie to a few parts in 2^32
+  const Traced traced(wanted);
+  const brute::Simulator exact(brute::load(traced.trace));
+  double largest = 0;
+  for (std::uint32_t head = 0; head < 3; ++head)
+    for (std::uint32_t t = 0; t < traced.trace.tokens(); ++t)
+      largest = std::max(largest, exact.log_sum(0, head, t));
+  CHECK(largest > 80);
+  const auto cases = whole_grid(traced.trace.tokens());
+  for (const Measurement& m : replay_all(traced.trace, cases).measurements)
+    CHECK(!std::isnan(m.value));
+  check_agreement(traced.trace, cases, {.threads = 2}, kTolerance);
+}
+
+TEST_CASE("the full cache has recall 1, no errors, no misses and no evictions, exactly") {
+  for (const RandomTrace& wanted :
+       {single_heads(), two_turns_in_bf16(), half_precision_not_rounded()}) {
+    const Traced traced(wanted);
+    std::vector<Case> cases;
+    for (const std::uint32_t chunk : {0u, 1u, 7u}) {
+      cases.push_back(make_case("full", 1, chunk, false));
+      for (const char* policy : {"window", "lru", "h2o", "random"})
+        cases.push_back(make_case(policy, traced.trace.tokens(), chunk, false));
+    }
+    const ReplayResult result = replay_all(traced.trace, cases, Span::all);
+    for (const Measurement& m : result.measurements) {
+      INFO(cases[m.config].text << " " << m.metric << " layer " << m.layer << " head " << m.head);
+      if (m.metric == "recall") CHECK(m.value == 1);
+      for (const char* zero :
+           {"nll_recall", "miss_rate", "output_error", "layer_error", "evictions"})
+        if (m.metric == zero) CHECK(m.value == 0);
+    }
+    CHECK(result.budget_tokens[0] == traced.trace.tokens());
+  }
+}
+
+TEST_CASE("oracle_topk bounds every policy's recall and misses, row by row") {
+  for (const RandomTrace& wanted :
+       {single_heads(), two_turns_in_bf16(), half_precision_not_rounded()}) {
+    const Traced traced(wanted);
+    for (const std::uint32_t chunk : {0u, 1u})
+      for (const std::uint32_t budget : {5u, 12u, 30u}) {
+        std::vector<Case> cases{make_case("oracle_topk", budget, chunk, false)};
+        for (const char* policy :
+             {"window", "sink", "lru", "h2o", "streaming_h2o", "random", "oracle_mass"})
+          for (const bool squeezed : {false, true})
+            if (!squeezed || std::string(policy) != "oracle_mass")
+              cases.push_back(make_case(policy, budget, chunk, squeezed));
+        std::map<std::tuple<int, int, std::string>, double> bound;
+        for (const Measurement& m : replay_all(traced.trace, cases).measurements) {
+          INFO(cases[m.config].text << " " << m.metric << " layer " << m.layer << " head "
+                                    << m.head);
+          const std::tuple key{m.layer, m.head, m.metric};
+          if (m.config == 0)
+            bound[key] = m.value;
+          else if (m.metric == "recall")
+            CHECK(m.value <= bound.at(key) + 1e-6);
+          else if (m.metric == "miss_rate" || m.metric == "nll_recall")
+            CHECK(m.value >= bound.at(key) - 1e-6);
+        }
+      }
+  }
+}
+
+TEST_CASE("measurements are the same bytes for any number of threads") {
+  const Traced traced(two_turns_in_bf16());
+  const auto cases = whole_grid(traced.trace.tokens());
+  const auto once = replay_all(traced.trace, cases, Span::decode, 1).measurements;
+  for (const unsigned threads : {2u, 5u}) {
+    const auto again = replay_all(traced.trace, cases, Span::decode, threads).measurements;
+    REQUIRE(again.size() == once.size());
+    for (std::size_t i = 0; i < once.size(); ++i) {
+      const Measurement &a = once[i], &b = again[i];
+      const bool same =
+          a.config == b.config && a.layer == b.layer && a.head == b.head && a.metric == b.metric &&
+          a.count == b.count &&
+          std::bit_cast<std::uint64_t>(a.value) == std::bit_cast<std::uint64_t>(b.value) &&
+          std::bit_cast<std::uint64_t>(a.standard_error) ==
+              std::bit_cast<std::uint64_t>(b.standard_error);
+      if (!same) FAIL(cases[a.config].text << " " << a.metric << " with " << threads << " threads");
+    }
+  }
+}
+
+TEST_CASE("a configuration's figures do not depend on the others of the grid") {
+  const Traced traced(single_heads());
+  const auto cases = whole_grid(traced.trace.tokens());
+  const auto together = replay_all(traced.trace, cases);
+  for (std::size_t c = 0; c < cases.size(); c += 29) {
+    const auto alone = replay_all(traced.trace, {cases[c]});
+    INFO(cases[c].text);
+    for (const Measurement& m : alone.measurements)
+      if (m.layer == -1) CHECK(m.value == overall(together, c, m.metric));
+  }
+}
+
+TEST_CASE("under uniform attention h2o keeps the first tokens: it is sink with as many sinks") {
+  // Token j scores Σ 1/(t + 1) over the queries t ≥ j, about ln(n / j): older is heavier.
+  RandomTrace wanted = two_turns_in_bf16();
+  wanted.spread = 0;
+  wanted.pull = 0;
+  const Traced traced(wanted);
+  for (const std::uint32_t budget : {2u, 9u, 20u})
+    for (const std::uint32_t chunk : {0u, 1u, 7u}) {
+      const std::uint32_t heavy = budget - budget / 2;
+      const Case h2o = make_case("h2o", budget, chunk, false);
+      const Case sink = make_case("sink", budget, chunk, false, heavy);
+      INFO(h2o.text);
+      CHECK(kept_of(traced.trace, h2o, 1, 1) == kept_of(traced.trace, sink, 1, 1));
+    }
+}
+
+TEST_CASE("nested policies recall more with a larger budget") {
+  const Traced traced(single_heads());
+  for (const char* policy : {"window", "sink"}) {
+    std::vector<Case> cases;
+    for (std::uint32_t budget = 5; budget <= 107; budget += 6)
+      cases.push_back(make_case(policy, budget, 0, false));
+    const ReplayResult result = replay_all(traced.trace, cases);
+    for (std::size_t c = 1; c < cases.size(); ++c) {
+      CHECK(overall(result, c, "recall") >= overall(result, c - 1, "recall") - 1e-7);
+      CHECK(overall(result, c, "evictions") < overall(result, c - 1, "evictions"));
+    }
+  }
+}
+
+/// What the rule promises of any policy's kept sets.
+void check_rule(const TraceReader& trace, const Case& c,
+                const std::vector<std::vector<std::uint32_t>>& kept) {
+  const brute::Config& config = c.brute;
+  std::vector<bool> gone(trace.tokens());
+  for (const Segment& segment : trace.segments()) {
+    const std::uint32_t step = segment.kind == kDecode ? 1
+                               : config.chunk          ? config.chunk
+                                                       : segment.tokens;
+    for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t) {
+      const std::uint32_t now = t - (t - segment.start) % step;  // first of its admission
+      std::vector<bool> live(t + 1);
+      for (const std::uint32_t position : kept[t]) live.at(position) = true;
+      REQUIRE(live[t]);
+      REQUIRE(kept[t].size() <= config.budget + (t - now));
+      REQUIRE(kept[t].size() >= std::min(t + 1, config.budget));
+      for (std::uint32_t j = 0; j <= t; ++j) {
+        REQUIRE_FALSE((live[j] && gone[j]));
+        gone[j] = !live[j];
+        if (j < config.sinks || j + config.recent > now) REQUIRE(live[j]);
+      }
+    }
+  }
+}
+
+TEST_CASE(
+    "kept sets: the newest is live, guards hold, the budget is used, and no token comes back") {
+  const Traced traced(two_turns_in_bf16());
+  for (const Case& c : whole_grid(traced.trace.tokens())) {
+    if (c.brute.policy == "oracle_topk" || c.brute.policy == "full") continue;
+    INFO(c.text);
+    check_rule(traced.trace, c, kept_of(traced.trace, c, 0, 1));
+  }
+}
+
+TEST_CASE("recall is at most 1") {
+  const Traced traced(prompt_only_in_groups_of_four());
+  const auto cases = whole_grid(traced.trace.tokens());
+  for (const Measurement& m : replay_all(traced.trace, cases, Span::all).measurements) {
+    if (m.metric == "recall") CHECK(m.value <= 1);
+    if (m.metric == "nll_recall") CHECK(m.value >= 0);
+  }
+}
+
+TEST_CASE("random depends on the seed, the sequence, the layer and the head, and on nothing else") {
+  const Traced traced(two_turns_in_bf16());
+  Case c = make_case("random", 12, 0, false);
+  const auto kept = kept_of(traced.trace, c, 0, 0);
+  CHECK(kept == kept_of(traced.trace, c, 0, 0));
+  CHECK(kept != kept_of(traced.trace, c, 0, 1));
+  CHECK(kept != kept_of(traced.trace, c, 1, 0));
+  c.replay.seed += 1;
+  CHECK(kept != kept_of(traced.trace, c, 0, 0));
+}
+
+TEST_CASE("a replay of some layers gives their rows, and the mean of these") {
+  const Traced traced(single_heads());
+  const std::vector<Case> cases{make_case("h2o", 12, 0, false)};
+  const auto whole = replay_all(traced.trace, cases).measurements;
+  ReplayOptions options;
+  options.layers = {1};
+  const auto part = replay(traced.trace, kSequence, replay_configs(cases), options).measurements;
+  for (const Measurement& m : part) {
+    CHECK((m.layer == 1 || m.layer == -1));
+    for (const Measurement& w : whole)
+      if (w.layer == 1 && w.head == m.head && w.metric == m.metric) CHECK(w.value == m.value);
+  }
+}
+
+/// The message of the std::invalid_argument that replay() throws, or "".
+std::string refusal(const TraceReader& trace, const Case& c, const ReplayOptions& options = {}) {
+  try {
+    replay(trace, kSequence, replay_configs({c}), options);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool mentions(const std::string& message, std::initializer_list<const char*> words) {
+  return std::all_of(words.begin(), words.end(),
+                     [&](const char* word) { return message.find(word) != std::string::npos; });
+}
+
+TEST_CASE("what cannot be replayed is refused by name") {
+  const Traced traced(single_heads());
+  const Case window = make_case("window", 8, 0, false);
+
+  const Traced prompt(prompt_only_in_groups_of_four());
+  CHECK(mentions(refusal(prompt.trace, window), {"span", "all"}));
+  CHECK(mentions(refusal(traced.trace, make_case("h2o", 8, 0, false, 5, 4)),
+                 {"sinks", "recent", "budget"}));
+  CHECK(mentions(refusal(traced.trace, make_case("sink", 4, 0, false)), {"sinks"}));
+  for (const char* reference : {"oracle_topk", "oracle_mass"})
+    CHECK(mentions(refusal(traced.trace, make_case(reference, 8, 0, true)), {"original"}));
+  ReplayOptions options;
+  options.layers = {0, 2};
+  CHECK(mentions(refusal(traced.trace, window, options), {"layer 2"}));
+
+  const std::vector<std::uint32_t> first{0};
+  CHECK_THROWS_AS(kept_sets(traced.trace, 0, window.replay, {}, 2, 0, first),
+                  std::invalid_argument);
+  CHECK_THROWS_AS(kept_sets(traced.trace, 0, window.replay, {}, 0, 3, first),
+                  std::invalid_argument);
+  const Case top = make_case("oracle_topk", 8, 0, false);
+  CHECK_THROWS_AS(kept_sets(traced.trace, 0, top.replay, {}, 0, 0, first), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace kvlab
