@@ -1,0 +1,147 @@
+// Logits against those that transformers computed in float32; see
+// tools/fixtures/make_model_fixtures.py.
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+
+#include "engine/model.hpp"
+#include "tests/catch.hpp"
+#include "tests/engine/plain_forward.hpp"
+#include "tests/skip.hpp"
+#include "traces/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::filesystem::path kRoot = KVLAB_SOURCE_DIR;
+
+struct Expected {
+  std::vector<std::int32_t> ids, rows;
+  std::vector<float> logits, inv_freq, rope_factor;
+};
+
+template <class T>
+std::vector<T> values(const SafetensorsFile& file, const char* name) {
+  const TensorView& tensor = file.at(name);
+  std::vector<T> result(tensor.elements());
+  std::memcpy(result.data(), tensor.data.data(), tensor.data.size());
+  return result;
+}
+
+Expected expected(const std::string& name) {
+  const auto file =
+      SafetensorsFile::open(kRoot / "tests/data/models" / name / "expected.safetensors");
+  return {values<std::int32_t>(file, "ids"), values<std::int32_t>(file, "rows"),
+          values<float>(file, "logits"), values<float>(file, "inv_freq"),
+          values<float>(file, "rope_factor")};
+}
+
+/// ||found - wanted|| / ||wanted||.
+double relative_error(std::span<const float> found, std::span<const float> wanted) {
+  double difference = 0, size = 0;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    difference += std::pow(double{found[i]} - double{wanted[i]}, 2);
+    size += std::pow(double{wanted[i]}, 2);
+  }
+  return std::sqrt(difference / size);
+}
+
+void compare(const std::string& name, const std::filesystem::path& directory) {
+  const Expected wanted = expected(name);
+  const Model model = Model::load(directory, 2);
+  const std::size_t vocab = model.config().vocab;
+
+  REQUIRE(model.config().rope.inv_freq.size() == wanted.inv_freq.size());
+  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)
+    CHECK(model.config().rope.inv_freq[i] == Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
+  CHECK(model.config().rope.factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
+
+  const std::vector<float> logits = test::plain_forward(model, wanted.ids, 2);
+  REQUIRE(wanted.logits.size() == wanted.rows.size() * vocab);
+  for (std::size_t r = 0; r < wanted.rows.size(); ++r) {
+    const auto row = static_cast<std::size_t>(wanted.rows[r]);
+    CAPTURE(name, row);
+    const double error = relative_error(std::span(logits).subspan(row * vocab, vocab),
+                                        std::span(wanted.logits).subspan(r * vocab, vocab));
+    CAPTURE(error);
+    CHECK(error <= 1e-5);
+  }
+}
+
+TEST_CASE("miniature checkpoints give the logits of transformers") {
+  for (const char* name : {"llama3", "llama_biases", "mistral", "qwen2", "qwen3"})
+    compare(name, kRoot / "tests/data/models" / name);
+}
+
+TEST_CASE("the bundled model gives the logits of transformers") {
+  compare("tiny", kRoot / "engine/models/tiny");
+}
+
+TEST_CASE("the small model gives the logits of transformers") {
+  const char* directory = std::getenv("KVLAB_SMALL_MODEL");
+  if (!directory) return skip("KVLAB_SMALL_MODEL names no folder");
+  compare("small", directory);
+}
+
+// --- batch invariance ---------------------------------------------------------------------------
+
+struct Rows {
+  std::vector<float> x, q, k, v, logits;
+};
+
+/// All blocks of layer 0 on n rows, with q as the attention's output.
+Rows run_blocks(const Model& model, std::span<const std::int32_t> ids, unsigned threads) {
+  const ModelConfig& c = model.config();
+  const std::size_t n = ids.size(), q_size = std::size_t{c.query_heads} * c.head_size,
+                    kv_size = std::size_t{c.kv_heads} * c.head_size;
+  Rows rows{.x = std::vector<float>(n * c.hidden),
+            .q = std::vector<float>(n * q_size),
+            .k = std::vector<float>(n * kv_size),
+            .v = std::vector<float>(n * kv_size),
+            .logits = std::vector<float>(n * c.vocab)};
+  model.embed(ids, rows.x.data());
+  model.attention_inputs(0, rows.x.data(), n, rows.q.data(), rows.k.data(), rows.v.data(), threads);
+  model.attention_output(0, rows.q.data(), n, rows.x.data(), threads);
+  model.mlp(0, rows.x.data(), n, threads);
+  model.logits(rows.x.data(), n, rows.logits.data(), threads);
+  return rows;
+}
+
+bool equal_bits(std::span<const float> a, std::span<const float> b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
+}
+
+TEST_CASE("a row's bits depend neither on the rows computed with it nor on the threads") {
+  for (const char* name :
+       {"engine/models/tiny", "tests/data/models/qwen3", "tests/data/models/llama_biases"}) {
+    const Model model = Model::load(kRoot / name, 2);
+    std::vector<std::int32_t> ids(600);
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      ids[i] = static_cast<std::int32_t>(i * 7919 % model.config().vocab);
+    const Rows all = run_blocks(model, ids, 3);
+    const auto part = [&](const std::vector<float>& whole, std::size_t first, std::size_t count) {
+      const std::size_t width = whole.size() / ids.size();
+      return std::span(whole).subspan(first * width, count * width);
+    };
+    for (const std::size_t count : {1u, 2u, 3u, 5u, 6u, 7u, 47u, 49u, 64u})
+      for (const std::size_t first : {std::size_t{0}, std::size_t{509}}) {
+        CAPTURE(name, count, first);
+        const Rows some = run_blocks(model, std::span(ids).subspan(first, count), 1);
+        CHECK(equal_bits(some.q, part(all.q, first, count)));
+        CHECK(equal_bits(some.k, part(all.k, first, count)));
+        CHECK(equal_bits(some.v, part(all.v, first, count)));
+        CHECK(equal_bits(some.x, part(all.x, first, count)));
+        CHECK(equal_bits(some.logits, part(all.logits, first, count)));
+      }
+  }
+}
+
+TEST_CASE("an id outside the vocabulary is refused") {
+  const Model model = Model::load(kRoot / "tests/data/models/qwen2", 1);
+  std::vector<float> x(model.config().hidden);
+  for (const std::int32_t id : {-1, 67, INT32_MAX})
+    CHECK_THROWS_AS(model.embed(std::span(&id, 1), x.data()), std::out_of_range);
+}
+
+}  // namespace
+}  // namespace kvlab
