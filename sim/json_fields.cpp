@@ -2,14 +2,15 @@
 
 #include <fmt/format.h>
 
-#include <cmath>
+#include <limits>
 #include <stdexcept>
+
+#include "traces/json.hpp"
 
 namespace kvlab {
 
 nlohmann::json parse_json_object(std::string_view text, std::string_view file) {
-  nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
-  if (json.is_discarded()) throw std::runtime_error(fmt::format("{}: is not valid JSON", file));
+  nlohmann::json json = parse_json(text, file);
   if (!json.is_object())
     throw std::runtime_error(fmt::format("{}: should hold one JSON object", file));
   return json;
@@ -21,50 +22,31 @@ JsonFields::JsonFields(const nlohmann::json& object, std::string where)
     throw std::runtime_error(fmt::format("{}: should be a JSON object", where_));
 }
 
-void JsonFields::fail(std::string_view key, std::string_view should_be) const {
-  throw std::runtime_error(fmt::format("{}: key '{}' {}; it should be {}", where_, key,
-                                       has(key) ? "is of another kind" : "is missing", should_be));
-}
-
 bool JsonFields::has(std::string_view key) const { return object_.contains(key); }
 
 const nlohmann::json& JsonFields::any(std::string_view key) const {
-  const auto found = object_.find(key);
-  if (found == object_.end())
-    throw std::runtime_error(fmt::format("{}: key '{}' is missing", where_, key));
-  return *found;
+  return json_at(object_, key, where_);
 }
 
 std::string JsonFields::text(std::string_view key) const {
-  const auto found = object_.find(key);
-  if (found == object_.end() || !found->is_string()) fail(key, "a string");
-  return found->get<std::string>();
+  return json_string(object_, key, where_);
 }
 
 double JsonFields::number(std::string_view key) const {
-  const auto found = object_.find(key);
-  if (found == object_.end() || !found->is_number() || !std::isfinite(found->get<double>()))
-    fail(key, "a number");
-  return found->get<double>();
+  constexpr double kMost = std::numeric_limits<double>::max();
+  return json_number(object_, key, where_, -kMost, kMost);
 }
 
-std::uint64_t JsonFields::whole(std::string_view key, std::uint64_t most) const {
-  const auto found = object_.find(key);
-  if (found == object_.end() || !found->is_number_unsigned() || found->get<std::uint64_t>() > most)
-    fail(key, fmt::format("a whole number from 0 to {}", most));
-  return found->get<std::uint64_t>();
+std::uint64_t JsonFields::whole(std::string_view key, std::int64_t most) const {
+  return static_cast<std::uint64_t>(json_integer(object_, key, where_, 0, most));
 }
 
 const nlohmann::json& JsonFields::list(std::string_view key) const {
-  const auto found = object_.find(key);
-  if (found == object_.end() || !found->is_array()) fail(key, "a list");
-  return *found;
+  return json_array(object_, key, where_);
 }
 
 JsonFields JsonFields::object(std::string_view key) const {
-  const auto found = object_.find(key);
-  if (found == object_.end() || !found->is_object()) fail(key, "an object");
-  return {*found, fmt::format("{}: {}", where_, key)};
+  return {json_object(object_, key, where_), fmt::format("{}: {}", where_, key)};
 }
 
 void JsonFields::check_format(int format) const {

@@ -1,4 +1,4 @@
-// Checked access to a JSON object that anyone may have written: every error names file and key.
+// A JSON object of ours that anyone may have written, with its place for error messages.
 #pragma once
 
 #include <cstdint>
@@ -20,28 +20,26 @@ class JsonFields {
 
   const std::string& where() const { return where_; }
   bool has(std::string_view key) const;
-  /// Each throws std::runtime_error if the key is missing or of another kind.
+  /// Each throws std::runtime_error that names the key: missing, null, or of another kind.
   const nlohmann::json& any(std::string_view key) const;
   std::string text(std::string_view key) const;
   double number(std::string_view key) const;
   std::uint64_t whole(std::string_view key,
-                      std::uint64_t most = std::numeric_limits<std::uint64_t>::max()) const;
+                      std::int64_t most = std::numeric_limits<std::int64_t>::max()) const;
   std::uint32_t whole32(std::string_view key) const {
     return static_cast<std::uint32_t>(whole(key, std::numeric_limits<std::uint32_t>::max()));
   }
   const nlohmann::json& list(std::string_view key) const;
   JsonFields object(std::string_view key) const;
-  /// Throws unless `format` is one that this version reads.
+  /// Throws unless the object says that it is of this format.
   void check_format(int format) const;
 
  private:
-  [[noreturn]] void fail(std::string_view key, std::string_view should_be) const;
-
   const nlohmann::json& object_;
   std::string where_;
 };
 
-/// A whole number of a JSON list. Throws std::runtime_error that begins with `where`.
+/// An entry of a JSON list as a number. Throws std::runtime_error that begins with `where`.
 std::uint32_t whole_number(const nlohmann::json& value, std::string_view where);
 
 }  // namespace kvlab

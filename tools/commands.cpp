@@ -5,6 +5,9 @@ namespace kvlab {
 std::vector<Command> all_commands() {
   return {
       capture_command(),
+      replay_command(),
+      report_command(),
+      deploy_command(),
       generate_command(),
       eval_command(),
       verify_command(),

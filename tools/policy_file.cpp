@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "sim/json_fields.hpp"
+#include "traces/json.hpp"
 #include "traces/safetensors.hpp"
 
 namespace kvlab {
@@ -23,15 +24,17 @@ constexpr std::array<std::string_view, 11> kKeys{"format", "policy",    "params"
   throw std::runtime_error(fmt::format("{}: {}", fields.where(), what));
 }
 
-void refuse_unknown_keys(const JsonFields& fields, const json& top) {
+void refuse_reserved_and_unknown(const JsonFields& fields, const json& top) {
   const std::vector<std::string> known(kKeys.begin(), kKeys.end());
+  if (top.contains("budget") && top["budget"].is_null())
+    fail(fields, "budget: null is reserved for a later version; give tokens");
   for (const auto& [key, value] : top.items()) {
     if (std::find(kKeys.begin(), kKeys.end(), key) != kKeys.end()) continue;
     if (key == "scope" || key == "page" || key == "storage")
       fail(fields, fmt::format("key '{}' is reserved for a later version; leave it out", key));
     const auto near = nearest_name(key, known);
-    fail(fields,
-         fmt::format("unknown key '{}'{}", key, near ? "; did you mean '" + *near + "'?" : ""));
+    fail(fields, fmt::format("unknown key {}{}", json_quoted(key),
+                             near ? "; did you mean '" + *near + "'?" : ""));
   }
 }
 
@@ -78,7 +81,6 @@ std::uint32_t budget_tokens(const json& value, const std::string& where) {
 void read_budgets(const JsonFields& fields, PolicyFile& file) {
   const json& budget = fields.any("budget");
   const std::string where = fields.where() + ": budget";
-  if (budget.is_null()) fail(fields, "budget: null is reserved for a later version; give tokens");
   if (!budget.is_array()) {
     file.budget = budget_tokens(budget, where);
   } else {
@@ -98,7 +100,7 @@ void read_budgets(const JsonFields& fields, PolicyFile& file) {
     for (const std::uint32_t tokens : heads) resolve_guards(file.policy, tokens);
 }
 
-PolicyFile file_from(const JsonFields& fields) {
+PolicyFile file_from(const JsonFields& fields, const json& top) {
   PolicyFile file;
   file.policy = policy_from(fields);
   read_budgets(fields, file);
@@ -110,7 +112,7 @@ PolicyFile file_from(const JsonFields& fields) {
   const JsonFields model = fields.object("model");
   file.model = model.text("name");
   file.weights_xxh3 = model.text("weights_xxh3");
-  if (fields.has("run")) file.run = fields.any("run");
+  if (const json* run = json_find(top, "run")) file.run = *run;
   return file;
 }
 
@@ -126,9 +128,9 @@ PolicyFile read_policy_file(const std::filesystem::path& path) {
   const json top = parse_json_object(read_text_file(path, kMaxBytes), path.string());
   const JsonFields fields(top, path.string());
   fields.check_format(kPolicyFormat);
-  refuse_unknown_keys(fields, top);
+  refuse_reserved_and_unknown(fields, top);
   try {
-    return file_from(fields);
+    return file_from(fields, top);
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(fmt::format("{}: {}", path.string(), error.what()));
   }

@@ -1,0 +1,30 @@
+// The report's words: what was asked, and what came out, with ties said as ties.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sim/ranking.hpp"
+#include "sim/report/palette.hpp"
+
+namespace kvlab {
+
+/// The series of `policy` (window, oracle_mass) that compares with `series`: the same prefill, and
+/// the same positions if there is a choice. Nothing if the run has none.
+std::optional<std::size_t> counterpart(const Figures& figures, std::size_t series,
+                                       std::string_view policy);
+
+/// One or two sentences, as HTML: who is best at `budget`, against window and the oracle.
+std::string answer_html(const Figures& figures, const BudgetColumn& budget,
+                        const MetricInfo& metric);
+
+/// A table, as HTML: at each budget the best, those that tie with it, window and the oracle.
+std::string best_by_budget_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                                const MetricInfo& metric);
+
+/// A policy's label behind a dot of its colour.
+std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                        std::size_t series);
+
+}  // namespace kvlab

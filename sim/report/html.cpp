@@ -1,0 +1,100 @@
+#include "sim/report/html.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvlab {
+namespace {
+
+/// Decimals that show about three significant digits of `value`.
+int decimals_of(double value) {
+  const double size = std::abs(value);
+  if (size == 0) return 0;
+  return std::clamp(2 - static_cast<int>(std::floor(std::log10(size))), 0, 6);
+}
+
+std::string with_separators(std::string digits) {
+  const std::size_t end = std::min(digits.find('.'), digits.size());
+  const std::size_t first = digits.starts_with('-') ? 1 : 0;
+  for (std::size_t at = end; at > first + 3;) digits.insert(at -= 3, 1, ',');
+  return digits;
+}
+
+}  // namespace
+
+std::string escape(std::string_view text) {
+  std::string safe;
+  for (const char c : text) {
+    switch (c) {
+      case '&':
+        safe += "&amp;";
+        break;
+      case '<':
+        safe += "&lt;";
+        break;
+      case '>':
+        safe += "&gt;";
+        break;
+      case '"':
+        safe += "&quot;";
+        break;
+      case '\'':
+        safe += "&#39;";
+        break;
+      default:
+        safe += c;
+    }
+  }
+  return safe;
+}
+
+std::string figure_text(double value) {
+  return with_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
+}
+
+std::string average_text(const Average& average) {
+  if (std::isnan(average.standard_error)) return figure_text(average.mean);
+  // As many digits as make the error readable: two of its own at most.
+  const int decimals = average.standard_error > 0
+                           ? std::clamp(decimals_of(average.standard_error) - 1, 0, 5)
+                           : decimals_of(average.mean);
+  return fmt::format("{:.{}f} ± {:.{}f}", average.mean, decimals, average.standard_error, decimals);
+}
+
+std::string bytes_text(double bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
+  return figure_text(bytes) + " " + kUnits[unit];
+}
+
+std::string join_names(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i > 0) text += i + 1 == names.size() ? " and " : ", ";
+    text += names[i];
+  }
+  return text;
+}
+
+std::string table(const std::vector<Column>& columns,
+                  const std::vector<std::vector<std::string>>& rows, std::string_view caption) {
+  std::string html = "<div class=\"scroll\"><table>";
+  if (!caption.empty()) html += fmt::format("<caption>{}</caption>", caption);
+  html += "<thead><tr>";
+  for (const Column& column : columns)
+    html += fmt::format("<th scope=\"col\"{}>{}</th>", column.numeric ? " class=\"n\"" : "",
+                        column.heading);
+  html += "</tr></thead>\n<tbody>";
+  for (const auto& row : rows) {
+    html += "<tr>";
+    for (std::size_t i = 0; i < row.size(); ++i)
+      html += fmt::format("<td{}>{}</td>", columns[i].numeric ? " class=\"n\"" : "", row[i]);
+    html += "</tr>\n";
+  }
+  return html + "</tbody></table></div>\n";
+}
+
+}  // namespace kvlab

@@ -1,0 +1,32 @@
+// Small pieces of HTML. All text goes through escape().
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sim/ranking.hpp"
+
+namespace kvlab {
+
+/// `text` fit for an element's content or a quoted attribute.
+std::string escape(std::string_view text);
+
+/// About three significant digits, no exponent: 0.0123, 1.23, 12.3, 1,230.
+std::string figure_text(double value);
+/// `0.123 ± 0.004`, the error to the mean's digits; without error where there is none.
+std::string average_text(const Average& average);
+/// 12.3 KiB.
+std::string bytes_text(double bytes);
+/// `a`, `a and b`, `a, b and c`.
+std::string join_names(const std::vector<std::string>& names);
+
+struct Column {
+  std::string heading;
+  bool numeric = true;
+};
+/// Cells are HTML already. `caption` may be empty.
+std::string table(const std::vector<Column>& columns,
+                  const std::vector<std::vector<std::string>>& rows, std::string_view caption = {});
+
+}  // namespace kvlab

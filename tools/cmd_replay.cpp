@@ -1,0 +1,154 @@
+#include <fmt/format.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "sim/ranking.hpp"
+#include "sim/report/html.hpp"
+#include "tools/options.hpp"
+#include "tools/replay_run.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("trace",
+      po::value<std::vector<std::string>>()->value_name("TRACE")->multitoken()->composing(),
+      "captured traces; may be given several times");
+  add("out", po::value<std::string>()->value_name("RUN"), "the run's directory, which is made");
+  add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
+      "the queries to measure: those of decoded tokens, or all");
+  add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
+      "a token is requested by a query from this share of its row's largest probability on");
+  add("output-error", po::value<std::string>()->value_name("sample|all")->default_value("sample"),
+      "take the output errors on every eighth query, or on all");
+  add("layers", po::value<std::string>()->value_name("LIST"),
+      "only these layers: 0,1,5 (default: all)");
+  add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
+  std::vector<std::uint32_t> layers;
+  if (!options.count("layers")) return layers;
+  for (const std::string& item : split_list(options["layers"].as<std::string>())) {
+    const bool digits = !item.empty() && item.size() < 7 &&
+                        item.find_first_not_of("0123456789") == std::string::npos;
+    if (!digits)
+      throw std::invalid_argument(
+          fmt::format("--layers: '{}' should be layer numbers such as 0,1,5", item));
+    layers.push_back(static_cast<std::uint32_t>(std::stoul(item)));
+  }
+  std::sort(layers.begin(), layers.end());
+  layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
+  return layers;
+}
+
+ReplayOptions replay_options(const po::variables_map& options) {
+  const std::string error = options["output-error"].as<std::string>();
+  if (error != "sample" && error != "all")
+    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
+  const double threshold = options["request-threshold"].as<double>();
+  if (!(threshold >= 0 && threshold <= 1))
+    throw std::invalid_argument(
+        fmt::format("--request-threshold: {} should be between 0 and 1", threshold));
+  return {.span = parse_span(options["span"].as<std::string>()),
+          .threshold = threshold,
+          .every_output_error = error == "all",
+          .threads = threads_from(options),
+          .layers = layers_from(options),
+          .progress = progress_bar("replay")};
+}
+
+std::string cell(const Figures& figures, std::size_t series, std::string_view budget,
+                 std::string_view metric) {
+  const auto average = figures.average(series, budget, metric);
+  return average ? average_text(*average) : "";
+}
+
+void print_line(const Figures& figures, std::size_t series, std::string_view budget) {
+  fmt::print("{:<28} {:>7} {:>17} {:>17} {:>17} {:>17}\n", figures.series()[series].label, budget,
+             cell(figures, series, budget, "nll_recall"), cell(figures, series, budget, "recall"),
+             cell(figures, series, budget, "miss_rate"),
+             cell(figures, series, budget, "output_error"));
+}
+
+void print_table(const Run& run, const std::string& out) {
+  const Figures figures(run.rows);
+  // "−" and "±" are several bytes wide, which fmt counts as one column each.
+  fmt::print("{:<28} {:>7} {:>17} {:>17} {:>17} {:>17}\n", "policy", "budget", "−ln recall",
+             "recall", "miss rate", "output error");
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    if (figures.series()[s].is_full())
+      print_line(figures, s, "all");
+    else
+      for (const BudgetColumn& budget : figures.budgets())
+        if (figures.average(s, budget.text, "recall")) print_line(figures, s, budget.text);
+  }
+  fmt::print("\n{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
+             out);
+}
+
+ordered_json to_json(const ResultRow& row) {
+  ordered_json json{{"trace", row.trace},
+                    {"policy", row.policy},
+                    {"params", row.params},
+                    {"budget", row.budget},
+                    {"budget_tokens", row.budget_tokens},
+                    {"prefill", row.prefill},
+                    {"positions", row.positions},
+                    {"seed", row.seed},
+                    {"metric", row.metric},
+                    {"value", row.value},
+                    {"stderr", nullptr},
+                    {"count", row.count}};
+  if (!std::isnan(row.standard_error)) json["stderr"] = row.standard_error;
+  return json;
+}
+
+void print_json(const Run& run, const std::string& out) {
+  ordered_json results = ordered_json::array();
+  for (const ResultRow& row : run.rows)
+    if (row.layer < 0) results.push_back(to_json(row));
+  const ordered_json top{{"run", out}, {"hash", run.hash}, {"results", std::move(results)}};
+  fmt::print("{}\n", top.dump(2, ' ', false, ordered_json::error_handler_t::replace));
+}
+
+int run(const po::variables_map& options) {
+  check_device(options);
+  const std::string out = required(options, "out", "--out RUN, a directory to be made");
+  refuse_existing(out, "--out");
+  required(options, "policy", "--policy window,sink,h2o");
+  if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
+  ReplayRequest request{.traces = options["trace"].as<std::vector<std::string>>(),
+                        .grid = grid_from(options, replay_references()),
+                        .options = replay_options(options)};
+  if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
+  const Run result = replay_to(request, out);
+  if (options["json"].as<bool>())
+    print_json(result, out);
+  else
+    print_table(result, out);
+  return 0;
+}
+
+}  // namespace
+
+Command replay_command() {
+  return {.name = "replay",
+          .summary = "replays traces through many policies and budgets at once",
+          .usage = "--trace TRACE... --policy LIST --budget LIST --out RUN [options]",
+          .example =
+              "kvlab replay --trace book.trace --policy window,sink,lru,h2o:recent=25% "
+              "--budget 64,128,20% --out run",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

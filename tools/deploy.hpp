@@ -1,0 +1,36 @@
+// From a run to a policy file: the winner at a budget, with its evidence and those that tie with
+// it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sim/ranking.hpp"
+#include "sim/run.hpp"
+#include "tools/policy_file.hpp"
+
+namespace kvlab {
+
+/// Who may be deployed at a budget, the best first.
+struct Ballot {
+  BudgetColumn budget;
+  const MetricInfo* metric;
+  std::vector<Standing> standings;
+  std::size_t winner = 0;  ///< index into standings
+};
+
+/// Ranks the policies of a run at `budget` (as asked in the run, or in tokens) by `metric`,
+/// averaged over its traces. References and `full` do not stand; `random` stands, but where it ties
+/// with another, that one wins. Throws std::invalid_argument: an unknown metric, a budget that is
+/// not in the run (names those that are) or that was not the same number of tokens for every trace,
+/// traces of several models.
+Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
+                           const std::string& metric);
+
+/// The cache that a standing stands for. Throws std::runtime_error if this build lacks the policy.
+ReplayConfig config_of(const Ballot& ballot, const Figures& figures, std::size_t standing);
+
+/// The policy file of the ballot's winner, with the evidence.
+PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot);
+
+}  // namespace kvlab
