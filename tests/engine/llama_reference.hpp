@@ -1,0 +1,17 @@
+// A plain Llama forward pass in float64, with its own arithmetic: what the decoder is held against.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <vector>
+
+#include "engine/model.hpp"
+
+namespace kvlab {
+
+/// Logits [token, vocab] of a Llama checkpoint in one safetensors file with tied embeddings.
+std::vector<double> llama_logits(const std::filesystem::path& directory, const ModelConfig& config,
+                                 std::span<const std::int32_t> ids);
+
+}  // namespace kvlab

@@ -1,0 +1,118 @@
+#include "tools/options.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <stdexcept>
+
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+po::variables_map parse(const std::vector<std::string>& words) {
+  po::options_description description;
+  add_policy_options(description);
+  add_common_options(description);
+  description.add_options()("model", po::value<std::string>());
+  po::variables_map values;
+  po::store(po::command_line_parser(words).options(description).run(), values);
+  po::notify(values);
+  return values;
+}
+
+/// The grid as text: one "policy budget prefill positions" a line.
+std::string grid(const std::vector<std::string>& words,
+                 std::span<const std::string_view> references = {}) {
+  std::string text;
+  for (const ReplayConfig& c : grid_from(parse(words), references))
+    text += fmt::format("{} {} {} {}\n", c.policy.text(), c.budget.text(), c.prefill.text(),
+                        name_of(c.positions));
+  return text;
+}
+
+std::string message_of(const std::vector<std::string>& words) {
+  try {
+    grid_from(parse(words));
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("The grid is every policy at every budget, with the policy's own positions") {
+  CHECK(grid({"--policy", "window,sink", "--budget", "64,20%"}) ==
+        "window:sinks=0:recent=0 64 dense original\n"
+        "window:sinks=0:recent=0 20% dense original\n"
+        "sink:sinks=4:recent=0 64 dense cache\n"
+        "sink:sinks=4:recent=0 20% dense cache\n");
+  CHECK(grid({}) == "full all dense original\n");
+}
+
+TEST_CASE("The grid takes lists of prefill and position modes") {
+  CHECK(grid({"--policy", "h2o:recent=8", "--budget", "64", "--prefill", "stream,chunk:63",
+              "--positions", "original,cache"}) ==
+        "h2o:sinks=0:recent=8 64 stream original\n"
+        "h2o:sinks=0:recent=8 64 stream cache\n"
+        "h2o:sinks=0:recent=8 64 chunk:63 original\n"
+        "h2o:sinks=0:recent=8 64 chunk:63 cache\n");
+}
+
+TEST_CASE("The full cache is one row of the grid, and duplicates are one row") {
+  CHECK(grid({"--policy", "full,sink,sink:sinks=4,full", "--budget", "64,64,96", "--prefill",
+              "dense,stream,stream", "--positions", "cache"}) ==
+        "full all dense original\n"
+        "sink:sinks=4:recent=0 64 dense cache\n"
+        "sink:sinks=4:recent=0 64 stream cache\n"
+        "sink:sinks=4:recent=0 96 dense cache\n"
+        "sink:sinks=4:recent=0 96 stream cache\n");
+}
+
+TEST_CASE("References come at original positions only") {
+  const std::string_view references[] = {"oracle_topk"};
+  CHECK(grid({"--policy", "oracle_topk", "--budget", "64", "--positions", "cache"}, references) ==
+        "oracle_topk 64 dense original\n");
+  CHECK_THROWS_AS(grid_from(parse({"--policy", "oracle_topk", "--budget", "64"})),
+                  std::invalid_argument);
+}
+
+TEST_CASE("Bad grids are refused by name") {
+  using Catch::Matchers::Contains;
+  CHECK_THAT(message_of({"--policy", "sink"}), Contains("--budget: policy sink needs one"));
+  CHECK_THAT(message_of({"--policy", "snik", "--budget", "8"}), Contains("did you mean 'sink'"));
+  CHECK_THAT(message_of({"--policy", "sink", "--budget", "4"}), Contains("sinks=4"));
+  CHECK_THAT(message_of({"--policy", "sink", "--budget", "0"}), Contains("budget"));
+  CHECK_THAT(message_of({"--policy", "sink", "--budget", "-3"}), Contains("budget"));
+  CHECK_THAT(message_of({"--policy", "sink", "--budget", "120%"}), Contains("100%"));
+  CHECK_THAT(message_of({"--policy", "sink", "--budget", "8", "--positions", "here"}),
+             Contains("original or cache"));
+  CHECK_THAT(message_of({"--policy", "sink", "--budget", "8", "--prefill", "chunk:0"}),
+             Contains("prefill"));
+  CHECK_THAT(message_of({"--seed=-1"}), Contains("--seed"));
+  CHECK_THROWS_AS(only_config(parse({"--policy", "sink", "--budget", "8,9"})),
+                  std::invalid_argument);
+}
+
+TEST_CASE("Threads, devices and required options say what would be right") {
+  CHECK(threads_from(parse({"--threads", "3"})) == 3);
+  CHECK(threads_from(parse({})) >= 1);
+  CHECK_THROWS_AS(threads_from(parse({"--threads", "0"})), std::invalid_argument);
+  CHECK_NOTHROW(check_device(parse({"--device", "cpu"})));
+  CHECK_THROWS_AS(check_device(parse({"--device", "tpu"})), std::invalid_argument);
+  CHECK(required(parse({"--model", "dir"}), "model", "--model DIR") == "dir");
+  CHECK_THROWS_AS(required(parse({}), "model", "--model DIR"), std::invalid_argument);
+}
+
+TEST_CASE("An output path that exists is refused") {
+  CHECK_THROWS_AS(refuse_existing("/", "--out"), std::runtime_error);
+  CHECK_NOTHROW(refuse_existing(KVLAB_SOURCE_DIR "/no/such/path", "--out"));
+}
+
+TEST_CASE("A list is split at each comma") {
+  CHECK(split_list("a,b,,c") == std::vector<std::string>{"a", "b", "", "c"});
+  CHECK(split_list("") == std::vector<std::string>{""});
+}
