@@ -1,0 +1,64 @@
+#include "traces/numeric/parallel.hpp"
+
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "tests/catch.hpp"
+
+namespace kvlab {
+namespace {
+
+TEST_CASE("every item of a loop is done once, however many threads") {
+  for (const unsigned threads : {0u, 1u, 2u, 5u, 40u})
+    for (const std::size_t count : {0u, 1u, 3u, 1000u}) {
+      std::vector<std::atomic<int>> done(count);
+      parallel_for(count, threads, [&](std::size_t i) { ++done[i]; });
+      for (const auto& times : done) REQUIRE(times == 1);
+    }
+}
+
+TEST_CASE("loops may be nested") {
+  std::atomic<int> done{0};
+  parallel_for(8, 4, [&](std::size_t) {
+    parallel_for(8, 4, [&](std::size_t) { parallel_for(8, 4, [&](std::size_t) { ++done; }); });
+  });
+  CHECK(done == 512);
+}
+
+TEST_CASE("loops may be started from several threads at once") {
+  std::atomic<int> done{0};
+  {
+    std::vector<std::jthread> callers;
+    for (int c = 0; c < 4; ++c)
+      callers.emplace_back([&] {
+        for (int round = 0; round < 200; ++round) parallel_for(10, 3, [&](std::size_t) { ++done; });
+      });
+  }
+  CHECK(done == 4 * 200 * 10);
+}
+
+TEST_CASE("the first exception of a loop comes out, no item is left running, and others go on") {
+  std::atomic<int> running{0};
+  const auto loop = [&] {
+    parallel_for(1000, 4, [&](std::size_t i) {
+      ++running;
+      if (i == 17) {
+        --running;
+        throw std::runtime_error("seventeen");
+      }
+      --running;
+    });
+  };
+  for (int round = 0; round < 50; ++round) {
+    CHECK_THROWS_WITH(loop(), "seventeen");
+    CHECK(running == 0);
+  }
+  std::atomic<int> done{0};
+  parallel_for(100, 4, [&](std::size_t) { ++done; });
+  CHECK(done == 100);
+}
+
+}  // namespace
+}  // namespace kvlab
