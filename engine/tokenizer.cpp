@@ -119,7 +119,7 @@ class Tokenizer::Impl {
         throw std::out_of_range(fmt::format(
             "token id {} is not in the vocabulary, whose largest id is {}", id, max_id_));
       }
-      if (skip_special && special_.contains(it->second)) continue;
+      if (skip_special && special_.contains(id)) continue;
       tokens.push_back(it->second);
     }
     return detokenizer_.apply(std::move(tokens));
@@ -150,8 +150,9 @@ class Tokenizer::Impl {
                                              json_quoted(token.content), token.id, *in_model));
       }
       add_id(token.id, token.content);
+      token_of_[token.id] = written(token);
       added_id_of_.emplace(token.content, token.id);
-      if (token.special) special_.insert(token.content);
+      if (token.special) special_.insert(token.id);
     }
     // Special tokens come first: where two have one spelling, the first one counts.
     for (const bool special : {true, false}) {
@@ -159,6 +160,16 @@ class Tokenizer::Impl {
         if (token.special == special) make_findable(token);
       }
     }
+  }
+
+  // What decoding makes of an added token: as it is looked for, so that the text comes back. A byte
+  // decoder would read it as bytes; where these are no text, it is spelled so that they are.
+  std::string written(const AddedToken& token) const {
+    std::string text = token.normalized ? normalizer_.apply(token.content) : token.content;
+    if (!pre_tokenizer_.is_byte_level()) return text;
+    const auto bytes = tokenizer::chars_to_bytes(text);
+    const bool is_text = !bytes || tokenizer::replace_invalid_utf8(*bytes) == *bytes;
+    return is_text ? text : tokenizer::bytes_to_chars(text);
   }
 
   void make_findable(const AddedToken& token) {
@@ -201,7 +212,7 @@ class Tokenizer::Impl {
   AddedTokenMatcher in_text_, in_normalized_;
   std::unordered_map<std::int32_t, std::string> token_of_;
   tokenizer::StringMap<std::int32_t> added_id_of_;
-  std::unordered_set<std::string> special_;
+  std::unordered_set<std::int32_t> special_;
   std::int32_t max_id_ = 0;
 };
 

@@ -1,0 +1,352 @@
+// What a tokenizer.json may say, and what it is refused for.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/catch.hpp"
+#include "tests/engine/tokenizer_fixture.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+using test::load_json;
+using test::load_text;
+using test::small_tokenizer;
+using Ids = std::vector<std::int32_t>;
+
+// The ids are small_tokenizer()'s.
+constexpr std::int32_t kMark = 259, kA = 260, kB = 261, kAbc = 264, kMarkA = 265;
+
+json metaspace(const std::string& scheme, bool split) {
+  return {
+      {"type", "Metaspace"}, {"replacement", "▁"}, {"prepend_scheme", scheme}, {"split", split}};
+}
+
+json added(std::int32_t id, const std::string& content, const json& more) {
+  json token = {{"id", id}, {"content", content}, {"special", false}, {"normalized", false}};
+  token.update(more);
+  return token;
+}
+
+std::string error_of_json(const std::function<void(json&)>& change) {
+  json file = small_tokenizer();
+  change(file);
+  return test::error_of([&] { load_json(file); });
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  UNSCOPED_INFO(text << "  should contain  " << part);
+  return text.find(part) != text.npos;
+}
+
+}  // namespace
+
+TEST_CASE("merges are read as strings and as pairs") {
+  json file = small_tokenizer();
+  const Ids expected = load_json(file).encode("ab abc b");
+  file["model"]["merges"] = json::parse(R"([["a","b"],["ab","c"],["▁","a"]])");
+  CHECK(load_json(file).encode("ab abc b") == expected);
+}
+
+TEST_CASE("the lowest rank merges first, and among equals the leftmost") {
+  const Tokenizer tokenizer = load_json(small_tokenizer());
+  CHECK(tokenizer.encode("abc") == Ids{kAbc});
+  CHECK(tokenizer.encode(" abc") == Ids{kMark, kAbc});
+  CHECK(tokenizer.encode(" ac") == Ids{kMarkA, 262});
+  CHECK(tokenizer.encode("aab") == Ids{kA, 263});
+}
+
+TEST_CASE("ids need not follow each other") {
+  json file = small_tokenizer();
+  file["model"]["vocab"]["c"] = 5'000'000;
+  file["added_tokens"].push_back(added(7'000'000, "<x>", json::object()));
+  const Tokenizer tokenizer = load_json(file);
+  CHECK(tokenizer.encode("c<x>") == Ids{5'000'000, 7'000'000});
+  CHECK(tokenizer.decode(Ids{5'000'000, 7'000'000}) == "c<x>");
+  CHECK(tokenizer.vocab_size() == 7'000'001);
+  CHECK(tokenizer.id_of("<x>") == 7'000'000);
+  CHECK(tokenizer.id_of("abc") == kAbc);
+  CHECK(tokenizer.id_of("nothing") == std::nullopt);
+  CHECK_THROWS_AS(tokenizer.decode(Ids{6'000'000}), std::out_of_range);
+}
+
+TEST_CASE("Metaspace prepends its mark always, at the start or never") {
+  json file = small_tokenizer();
+  file["pre_tokenizer"] = metaspace("always", true);
+  CHECK(load_json(file).encode("a<s>a") == Ids{kMarkA, 1, kMarkA});
+  file["pre_tokenizer"] = metaspace("first", true);
+  CHECK(load_json(file).encode("a<s>a") == Ids{kMarkA, 1, kA});
+  CHECK(load_json(file).encode("<s>a") == Ids{1, kA});
+  file["pre_tokenizer"] = metaspace("never", true);
+  CHECK(load_json(file).encode("a<s>a") == Ids{kA, 1, kA});
+  CHECK(load_json(file).encode("a a") == Ids{kA, kMarkA});
+
+  file["pre_tokenizer"] = {
+      {"type", "Metaspace"}, {"replacement", "▁"}, {"add_prefix_space", false}};
+  CHECK(load_json(file).encode("a") == Ids{kA});
+}
+
+TEST_CASE("Metaspace may leave the text whole, so that merges cross spaces") {
+  json file = small_tokenizer();
+  file["model"]["vocab"]["b▁"] = 300;
+  file["model"]["merges"].push_back("b ▁");
+  file["pre_tokenizer"] = metaspace("never", true);
+  CHECK(load_json(file).encode("b b") == Ids{kB, kMark, kB});
+  file["pre_tokenizer"] = metaspace("never", false);
+  CHECK(load_json(file).encode("b b") == Ids{300, kB});
+}
+
+TEST_CASE("a character outside the vocabulary is read as bytes, else as the unknown token") {
+  json file = small_tokenizer();
+  CHECK(load_json(file).encode("é") == Ids{3 + 0xC3, 3 + 0xA9});
+  file["model"]["byte_fallback"] = false;
+  CHECK(load_json(file).encode("aéüb") == Ids{kA, 0, 0, kB});
+  file["model"]["fuse_unk"] = true;
+  CHECK(load_json(file).encode("aéüb") == Ids{kA, 0, kB});
+}
+
+TEST_CASE("added tokens take white space along and respect words as they are told") {
+  json file = small_tokenizer();
+  file["added_tokens"].push_back(added(400, "[l]", {{"lstrip", true}}));
+  file["added_tokens"].push_back(added(401, "[r]", {{"rstrip", true}}));
+  file["added_tokens"].push_back(added(402, "ca", {{"single_word", true}}));
+  file["added_tokens"].push_back(added(403, "[r]]", json::object()));
+  const Tokenizer tokenizer = load_json(file);
+  CHECK(tokenizer.encode("a \t [l] a") == Ids{kA, 400, kMarkA});
+  CHECK(tokenizer.encode("a [r] \n a") == Ids{kA, kMark, 401, kA});
+  CHECK(tokenizer.encode("[r]  [l]") == Ids{401, 400});
+  CHECK(tokenizer.encode("ca") == Ids{402});
+  CHECK(tokenizer.encode("(ca)") == Ids{3 + '(', 402, 3 + ')'});
+  CHECK(tokenizer.encode("cab") == Ids{262, 263});
+  CHECK(tokenizer.encode("aca") == Ids{kA, 262, kA});
+  CHECK(tokenizer.encode("[r]]") == Ids{403});
+}
+
+TEST_CASE("a normalized added token is looked for in the normalised text") {
+  json file = small_tokenizer();
+  file["normalizer"] = {{"type", "NFC"}};
+  file["added_tokens"].push_back(added(400, "e\u0301", {{"normalized", true}}));
+  file["added_tokens"].push_back(added(401, "u\u0308", json::object()));
+  const Tokenizer tokenizer = load_json(file);
+  CHECK(tokenizer.encode("\u00E9") == Ids{400});
+  CHECK(tokenizer.encode("e\u0301") == Ids{400});
+  CHECK(tokenizer.encode("u\u0308") == Ids{401});
+  CHECK(tokenizer.encode("\u00FC") == Ids{3 + 0xC3, 3 + 0xBC});
+  CHECK(tokenizer.decode(Ids{400, 401}) == "\u00E9u\u0308");
+}
+
+TEST_CASE("an added token beside byte-level ones is decoded as it is written") {
+  json file = json::parse(
+      test::read_bytes(std::string(KVLAB_SOURCE_DIR) + "/tests/data/tokenizer/qwen2.json"));
+  file["added_tokens"].push_back(added(900, "\u00E9t\u00E9", json::object()));
+  const Tokenizer tokenizer = load_json(file);
+  CHECK(tokenizer.encode("\u00E9t\u00E9") == Ids{900});
+  CHECK(tokenizer.decode(Ids{900}) == "\u00E9t\u00E9");
+}
+
+TEST_CASE("templates put tokens before and after, the later template outside") {
+  const auto single = [](const std::string& before, const std::string& after) {
+    json items = json::array();
+    if (!before.empty()) items.push_back({{"SpecialToken", {{"id", before}, {"type_id", 0}}}});
+    items.push_back({{"Sequence", {{"id", "A"}, {"type_id", 0}}}});
+    if (!after.empty()) items.push_back({{"SpecialToken", {{"id", after}, {"type_id", 0}}}});
+    return json{{"type", "TemplateProcessing"},
+                {"single", items},
+                {"special_tokens",
+                 {{"<s>", {{"id", "<s>"}, {"ids", {1}}, {"tokens", {"<s>"}}}},
+                  {"</s>", {{"id", "</s>"}, {"ids", {2}}, {"tokens", {"</s>"}}}}}}};
+  };
+  json file = small_tokenizer();
+  file["post_processor"] = single("<s>", "</s>");
+  CHECK(load_json(file).encode("a") == Ids{1, kA, 2});
+  CHECK(load_json(file).encode("a", false) == Ids{kA});
+  file["post_processor"] = {
+      {"type", "Sequence"},
+      {"processors", {single("<s>", ""), {{"type", "ByteLevel"}}, single("</s>", "</s>")}}};
+  CHECK(load_json(file).encode("a") == Ids{2, 1, kA, 2});
+}
+
+TEST_CASE("truncation and padding of the file are not part of what a text's ids are") {
+  json file = small_tokenizer();
+  file["truncation"] = {{"max_length", 1}};
+  file["padding"] = {{"strategy", {{"Fixed", 9}}}};
+  CHECK(load_json(file).encode("ab") == Ids{263});
+}
+
+TEST_CASE("a missing or broken file is one line that names it") {
+  CHECK(contains(test::error_of([] { Tokenizer::load("/nowhere/tokenizer.json"); }),
+                 "/nowhere/tokenizer.json"));
+  const std::string whole = small_tokenizer().dump();
+  for (const std::string& text :
+       {std::string(), std::string("{"), std::string("[]"), std::string("null"), std::string("{}"),
+        std::string("\xFF\xFE"), whole.substr(0, whole.size() / 2), whole + "}",
+        std::string(100'000, '[')}) {
+    const std::string error = test::error_of([&] { load_text(text); });
+    INFO(text.substr(0, 40) << ": " << error);
+    CHECK(contains(error, "tokenizer.json: "));
+    CHECK(error.find('\n') == error.npos);
+  }
+}
+
+TEST_CASE("what is wrong or not supported is named") {
+  struct Case {
+    std::function<void(json&)> change;
+    std::string message;
+  };
+  const std::string huge(5000, 'a');
+  const std::vector<Case> cases = {
+      {[](json& f) { f.erase("model"); }, "\"model\" is missing"},
+      {[](json& f) { f["model"] = 3; }, "model is number; an object is expected"},
+      {[](json& f) { f["model"]["type"] = "Unigram"; }, "model.type \"Unigram\" is not supported"},
+      {[](json& f) { f["model"].erase("vocab"); }, "model: key \"vocab\" is missing"},
+      {[](json& f) { f["model"]["vocab"] = json::array(); }, "model.vocab is array"},
+      {[](json& f) { f["model"]["vocab"] = json::object(); }, "model.vocab is empty"},
+      {[](json& f) { f["model"].erase("merges"); }, "\"merges\" is missing"},
+      {[](json& f) { f["model"]["merges"] = "a b"; }, "\"merges\" is \"a b\"; an array"},
+      {[](json& f) { f["model"]["merges"][1] = "abc"; }, "model.merges[1] must be two tokens"},
+      {[](json& f) { f["model"]["merges"][1] = "a b c"; }, "model.merges[1] must be two tokens"},
+      {[](json& f) { f["model"]["merges"][1] = json::array({"a"}); }, "model.merges[1] must be"},
+      {[](json& f) {
+         f["model"]["merges"][1] = json::array({1, 2});
+       },
+       "model.merges[1] must be"},
+      {[](json& f) { f["model"]["merges"][2] = "a x"; }, "model.merges[2]: token \"x\" is not"},
+      {[](json& f) { f["model"]["merges"][2] = "c b"; }, "model.merges[2]: token \"cb\" is not"},
+      {[](json& f) { f["model"]["vocab"]["a"] = 261; }, "two tokens have id 261"},
+      {[](json& f) { f["model"]["vocab"]["a"] = -1; }, "token id from 0 to 16777215"},
+      {[](json& f) { f["model"]["vocab"]["a"] = 1 << 24; }, "token id from 0 to 16777215"},
+      {[](json& f) { f["model"]["vocab"]["a"] = 1e300; }, "token id from 0 to 16777215"},
+      {[](json& f) { f["model"]["vocab"]["a"] = UINT64_MAX; }, "token id from 0 to 16777215"},
+      {[](json& f) { f["model"]["vocab"]["a"] = "1"; }, "token id from 0 to 16777215"},
+      {[](json& f) { f["model"]["vocab"]["a"] = 1.5; }, "token id from 0 to 16777215"},
+      {[](json& f) { f["model"]["unk_token"] = "?"; }, "model.unk_token \"?\" is not in"},
+      {[](json& f) { f["model"]["unk_token"] = 0; }, "\"unk_token\" is 0; a string"},
+      {[](json& f) { f["model"]["fuse_unk"] = 1; }, "\"fuse_unk\" is 1; true or false"},
+      {[](json& f) { f["model"]["dropout"] = 0.1; }, "model.dropout is not supported"},
+      {[](json& f) { f["model"]["end_of_word_suffix"] = "</w>"; }, "model.end_of_word_suffix"},
+      {[](json& f) { f["model"]["continuing_subword_prefix"] = "##"; },
+       "model.continuing_subword_prefix"},
+      {[](json& f) {
+         f["model"]["unk_token"] = nullptr;
+         f["model"]["vocab"].erase("<0x41>");
+       },
+       "would be lost"},
+      {[](json& f) {
+         f["model"]["unk_token"] = nullptr;
+         f["model"]["byte_fallback"] = false;
+         f["pre_tokenizer"] = {{"type", "ByteLevel"}};
+       },
+       "model.vocab has no token \"\\u0100\" for byte 0x00"},
+      {[](json& f) {
+         f["normalizer"] = {{"type", "NFKC"}};
+       },
+       "normalizer \"NFKC\" is not supp"},
+      {[](json& f) { f["normalizer"] = "NFC"; }, "normalizer is string; an object"},
+      {[](json& f) {
+         f["normalizer"] = {{"type", "Replace"}, {"pattern", {{"Regex", " +"}}}, {"content", ""}};
+       },
+       "only a String is supported"},
+      {[](json& f) {
+         f["normalizer"] = {{"type", "Replace"}, {"pattern", {{"String", ""}}}, {"content", "a"}};
+       },
+       "normalizer.pattern.String is empty"},
+      {[&](json& f) {
+         f["normalizer"] = {{"type", "Prepend"}, {"prepend", huge}};
+       },
+       "normalizer.prepend has more than 1024 bytes"},
+      {[](json& f) {
+         for (int depth = 0; depth < 12; ++depth) {
+           f["normalizer"] = {{"type", "Sequence"}, {"normalizers", {f["normalizer"]}}};
+           if (depth == 0) f["normalizer"]["normalizers"][0] = {{"type", "NFC"}};
+         }
+       },
+       "sequences nest deeper than 8"},
+      {[](json& f) {
+         f["pre_tokenizer"] = {{"type", "BertPreTokenizer"}};
+       },
+       "pre_tokenizer: pre-tokenizer \"BertPreTokenizer\" is not supported"},
+      {[](json& f) {
+         f["pre_tokenizer"] = {{"type", "Sequence"},
+                               {"pretokenizers", {{{"type", "ByteLevel"}}, {{"type", "Digits"}}}}};
+       },
+       "pre_tokenizer.pretokenizers[1]: \"Digits\" after ByteLevel"},
+      {[](json& f) {
+         f["pre_tokenizer"] = {
+             {"type", "Split"}, {"pattern", {{"Regex", "a"}}}, {"behavior", "Removed"}};
+       },
+       "Split behavior \"Removed\" is not supported"},
+      {[](json& f) {
+         f["pre_tokenizer"] = {
+             {"type", "Split"}, {"pattern", {{"Regex", "(a"}}}, {"behavior", "Isolated"}};
+       },
+       "pre_tokenizer.pattern.Regex: the pattern does not compile"},
+      {[](json& f) { f["pre_tokenizer"]["prepend_scheme"] = "last"; }, "always, first or never"},
+      {[](json& f) { f["pre_tokenizer"]["replacement"] = "__"; }, "must be one character"},
+      {[](json& f) {
+         f["post_processor"] = {{"type", "BertProcessing"}};
+       },
+       "post-processor \"BertProcessing\" is not supported"},
+      {[](json& f) {
+         f["post_processor"] = {{"type", "TemplateProcessing"}, {"single", json::array()}};
+       },
+       "post_processor.single has no sequence A"},
+      {[](json& f) {
+         f["post_processor"] = {{"type", "TemplateProcessing"},
+                                {"single", {{{"Sequence", {{"id", "B"}}}}}}};
+       },
+       "post_processor.single[0]: the text must appear once"},
+      {[](json& f) {
+         f["post_processor"] = {
+             {"type", "TemplateProcessing"},
+             {"single", {{{"SpecialToken", {{"id", "x"}}}}, {{"Sequence", {{"id", "A"}}}}}},
+             {"special_tokens", {{"x", {{"ids", {9999}}}}}}};
+       },
+       "post_processor: token id 9999 is not in the vocabulary"},
+      {[](json& f) { f["decoder"] = nullptr; }, "decoder is missing"},
+      {[](json& f) {
+         f["decoder"] = {{"type", "WordPiece"}};
+       },
+       "decoder \"WordPiece\" is not"},
+      {[](json& f) {
+         f["decoder"]["decoders"].push_back({{"type", "ByteLevel"}});
+       },
+       "decoder.decoders[3]: ByteLevel must come first"},
+      {[](json& f) {
+         f["decoder"] = {{"type", "Strip"}, {"content", " "}, {"start", -1}, {"stop", 0}};
+       },
+       "decoder.start must be 0 or more"},
+      {[](json& f) { f["added_tokens"] = 1; }, "\"added_tokens\" is 1; an array"},
+      {[](json& f) { f["added_tokens"][1].erase("id"); }, "added_tokens[1]: key \"id\" is missing"},
+      {[](json& f) { f["added_tokens"].push_back(added(500, "", json::object())); },
+       "content is empty"},
+      {[&](json& f) { f["added_tokens"].push_back(added(500, huge, json::object())); },
+       "added_tokens[3].content has more than 1024 bytes"},
+      {[](json& f) { f["added_tokens"].push_back(added(1, "<t>", json::object())); },
+       "added_tokens[3]: id 1 is already that of \"<s>\""},
+      {[](json& f) { f["added_tokens"].push_back(added(500, "<s>", json::object())); },
+       "added_tokens[3]: \"<s>\" already has id 1"},
+      {[](json& f) { f["added_tokens"].push_back(added(260, "<t>", json::object())); },
+       "id 260 of \"<t>\" is already that of \"a\""},
+      {[](json& f) { f["added_tokens"].push_back(added(500, "abc", json::object())); },
+       "\"abc\" has id 500, but 264 in model.vocab"},
+  };
+  for (const Case& one : cases) {
+    const std::string error = error_of_json(one.change);
+    CHECK(contains(error, one.message));
+    CHECK(contains(error, "tokenizer.json: "));
+    CHECK(error.find('\n') == error.npos);
+    CHECK(error.size() < 400);
+  }
+}
+
+TEST_CASE("a normalizer that blows a text up is stopped") {
+  json file = small_tokenizer();
+  const json step = {
+      {"type", "Replace"}, {"pattern", {{"String", "a"}}}, {"content", std::string(1000, 'a')}};
+  file["normalizer"] = {{"type", "Sequence"}, {"normalizers", {step, step, step, step, step}}};
+  const Tokenizer tokenizer = load_json(file);
+  CHECK(contains(test::error_of([&] { tokenizer.encode("aaaa"); }), "more than 64 times as long"));
+}
+
+}  // namespace kvlab
