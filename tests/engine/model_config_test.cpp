@@ -1,0 +1,302 @@
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "engine/model.hpp"
+#include "tests/catch.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+json llama() {
+  return {{"architectures", {"LlamaForCausalLM"}},
+          {"model_type", "llama"},
+          {"hidden_size", 96},
+          {"intermediate_size", 160},
+          {"num_hidden_layers", 3},
+          {"num_attention_heads", 6},
+          {"num_key_value_heads", 2},
+          {"max_position_embeddings", 1024},
+          {"rms_norm_eps", 1e-5},
+          {"vocab_size", 500},
+          {"torch_dtype", "float16"}};
+}
+
+json mistral() {
+  json config = llama();
+  config.update({{"architectures", {"MistralForCausalLM"}},
+                 {"model_type", "mistral"},
+                 {"sliding_window", nullptr}});
+  return config;
+}
+
+json qwen2() {
+  json config = llama();
+  config.update({{"architectures", {"Qwen2ForCausalLM"}}, {"model_type", "qwen2"}});
+  return config;
+}
+
+json qwen3() {
+  json config = llama();
+  config.update({{"architectures", {"Qwen3ForCausalLM"}}, {"model_type", "qwen3"}});
+  config["head_dim"] = 32;
+  return config;
+}
+
+json with(json config, const json& changes) {
+  config.merge_patch(changes);  // null removes
+  return config;
+}
+
+ModelConfig read(const json& config) {
+  const test::TemporaryFolder folder;
+  test::write_bytes(folder / "config.json", config.dump());
+  return load_model_config(folder.path());
+}
+
+/// The error of a config, which must be one line that names the file.
+std::string error_of(const json& config) {
+  const test::TemporaryFolder folder;
+  test::write_bytes(folder / "config.json", config.dump());
+  const std::string error = test::error_of([&] { load_model_config(folder.path()); });
+  CAPTURE(error);
+  CHECK(error.starts_with((folder / "config.json").string()));
+  CHECK(error.find('\n') == std::string::npos);
+  return error;
+}
+
+void refused(const json& config, const std::string& key) {
+  CAPTURE(config.dump(), key);
+  CHECK_THAT(error_of(config), Catch::Contains("\"" + key + "\""));
+}
+
+TEST_CASE("a config's numbers arrive") {
+  const ModelConfig c = read(with(llama(), {{"bos_token_id", 7},
+                                            {"eos_token_id", {8, 9}},
+                                            {"tie_word_embeddings", true},
+                                            {"rope_theta", 500000.0}}));
+  CHECK(c.architecture == "LlamaForCausalLM");
+  CHECK(c.layers == 3);
+  CHECK(c.hidden == 96);
+  CHECK(c.mlp == 160);
+  CHECK(c.query_heads == 6);
+  CHECK(c.kv_heads == 2);
+  CHECK(c.head_size == 16);
+  CHECK(c.vocab == 500);
+  CHECK(c.trained_context == 1024);
+  CHECK(c.norm_epsilon == 1e-5f);
+  CHECK(c.weights_dtype == Dtype::f16);
+  CHECK(c.tied_head);
+  CHECK(c.bos == 7);
+  CHECK(c.eos == std::vector<std::int32_t>{8, 9});
+  CHECK(c.softmax_scale() == 0.25f);
+  CHECK(c.rope.inv_freq.size() == 8);
+  CHECK(c.rope.inv_freq[0] == 1.0f);
+  CHECK(c.rope.inv_freq[4] == static_cast<float>(std::pow(500000.0, -0.5)));
+  CHECK(c.rope.factor == 1.0f);
+  CHECK(c.rope_config["rope_type"] == "default");
+}
+
+TEST_CASE("what may be left out takes the architecture's default") {
+  const ModelConfig c =
+      read(with(llama(), {{"num_key_value_heads", nullptr}, {"torch_dtype", nullptr}}));
+  CHECK(c.kv_heads == 6);
+  CHECK_FALSE(c.tied_head);
+  CHECK(c.bos == -1);
+  CHECK(c.eos.empty());
+  CHECK(c.rope.inv_freq[4] == 0.01f);  // theta 10000
+  CHECK(read(with(llama(), {{"eos_token_id", 3}})).eos == std::vector<std::int32_t>{3});
+  CHECK(read(with(llama(), {{"head_dim", 20}})).head_size == 20);
+}
+
+TEST_CASE("architectures bring their biases and norms") {
+  CHECK_FALSE(read(llama()).qkv_bias);
+  const ModelConfig biased = read(with(llama(), {{"attention_bias", true}, {"mlp_bias", true}}));
+  CHECK((biased.qkv_bias && biased.output_bias && biased.mlp_bias && !biased.qk_norm));
+  const ModelConfig m = read(mistral());
+  CHECK_FALSE((m.qkv_bias || m.output_bias || m.mlp_bias || m.qk_norm));
+  const ModelConfig q2 = read(qwen2());
+  CHECK((q2.qkv_bias && !q2.output_bias && !q2.mlp_bias && !q2.qk_norm));
+  const ModelConfig q3 = read(qwen3());
+  CHECK((q3.qk_norm && !q3.qkv_bias && q3.head_size == 32));
+}
+
+TEST_CASE("each key that a config must have is missed by name") {
+  for (const char* key :
+       {"architectures", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "vocab_size"})
+    refused(with(llama(), {{key, nullptr}}), key);
+  refused(with(mistral(), {{"num_key_value_heads", nullptr}}), "num_key_value_heads");
+  refused(with(qwen3(), {{"head_dim", nullptr}}), "head_dim");
+  refused(with(llama(), {{"sliding_window", nullptr},
+                         {"architectures", {"MistralForCausalLM"}},
+                         {"model_type", "mistral"}}),
+          "sliding_window");
+}
+
+TEST_CASE("negative, huge and fractional numbers are refused by name") {
+  for (const char* key :
+       {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "vocab_size", "head_dim"})
+    for (const json& value : {json(-1), json(0), json(1e30), json(std::uint64_t{1} << 63),
+                              json(std::int64_t{1} << 32), json(2.5), json("8"), json::array({8})})
+      refused(with(llama(), {{key, value}}), key);
+  for (const json& value : {json(-1e-5), json(0), json(2.0), json("small")})
+    refused(with(llama(), {{"rms_norm_eps", value}}), "rms_norm_eps");
+  for (const json& value : {json(-1), json(500), json(1e30), json("x")}) {
+    refused(with(llama(), {{"bos_token_id", value}}), "bos_token_id");
+    refused(with(llama(), {{"eos_token_id", value}}), "eos_token_id");
+    refused(with(llama(), {{"eos_token_id", {1, value}}}), "eos_token_id");
+  }
+}
+
+TEST_CASE("heads that do not divide and odd head sizes are refused") {
+  refused(with(llama(), {{"num_key_value_heads", 4}}), "num_key_value_heads");
+  refused(with(llama(), {{"num_key_value_heads", 12}}), "num_key_value_heads");
+  refused(with(llama(), {{"hidden_size", 100}}), "num_attention_heads");
+  refused(with(llama(), {{"hidden_size", 90}}), "num_attention_heads");  // head size 15
+  refused(with(llama(), {{"head_dim", 15}}), "head_dim");
+}
+
+TEST_CASE("architectures that are not supported are refused by name") {
+  for (const json& value :
+       {json{"GPT2LMHeadModel"}, json{"MixtralForCausalLM"}, json::array(),
+        json{"LlamaForCausalLM", "MistralForCausalLM"}, json("LlamaForCausalLM"), json{3}})
+    refused(with(llama(), {{"architectures", value}}), "architectures");
+  CHECK_THAT(error_of(with(llama(), {{"architectures", {"GemmaForCausalLM"}}})),
+             Catch::Contains("GemmaForCausalLM"));
+  refused(with(llama(), {{"model_type", "qwen2"}}), "model_type");
+}
+
+TEST_CASE("options that change what is computed are refused by name") {
+  refused(with(llama(), {{"hidden_act", "gelu"}}), "hidden_act");
+  refused(with(llama(), {{"pretraining_tp", 2}}), "pretraining_tp");
+  refused(with(llama(), {{"quantization_config", {{"bits", 4}}}}), "quantization_config");
+  refused(with(llama(), {{"final_logit_softcapping", 30.0}}), "final_logit_softcapping");
+  refused(with(llama(), {{"torch_dtype", "float8_e4m3fn"}}), "torch_dtype");
+  refused(with(llama(), {{"tie_word_embeddings", "yes"}}), "tie_word_embeddings");
+  refused(with(mistral(), {{"attention_bias", true}}), "attention_bias");
+  refused(with(mistral(), {{"mlp_bias", true}}), "mlp_bias");
+  refused(with(qwen2(), {{"attention_bias", false}}), "attention_bias");
+  refused(with(qwen3(), {{"mlp_bias", true}}), "mlp_bias");
+  CHECK_NOTHROW(read(with(llama(), {{"hidden_act", "silu"}, {"pretraining_tp", 1}})));
+}
+
+TEST_CASE("sliding windows in use are refused, those switched off are not") {
+  refused(with(mistral(), {{"sliding_window", 4096}}), "sliding_window");
+  refused(with(llama(), {{"sliding_window", 4096}}), "sliding_window");
+  refused(with(qwen2(), {{"use_sliding_window", true}, {"sliding_window", 512}}),
+          "use_sliding_window");
+  refused(with(qwen3(), {{"layer_types", {"full_attention", "sliding_attention"}}}), "layer_types");
+  CHECK_NOTHROW(read(with(qwen2(), {{"use_sliding_window", false}, {"sliding_window", 512}})));
+  CHECK_NOTHROW(read(with(qwen3(), {{"layer_types", {"full_attention", "full_attention"}}})));
+}
+
+// --- RoPE ---------------------------------------------------------------------------------------
+
+json scaled(const json& parameters) { return with(llama(), {{"rope_scaling", parameters}}); }
+
+const json kLlama3{{"rope_type", "llama3"},
+                   {"factor", 8.0},
+                   {"low_freq_factor", 1.0},
+                   {"high_freq_factor", 4.0},
+                   {"original_max_position_embeddings", 256}};
+const json kYarn{{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 256}};
+
+TEST_CASE("both layouts of the RoPE parameters read the same") {
+  const ModelConfig older = read(with(scaled(kLlama3), {{"rope_theta", 5000.0}}));
+  const ModelConfig newer =
+      read(with(llama(), {{"rope_parameters", with(kLlama3, {{"rope_theta", 5000.0}})}}));
+  CHECK(older.rope.inv_freq == newer.rope.inv_freq);
+  CHECK(older.rope_config == newer.rope_config);
+  const json by_type = with(kLlama3, {{"rope_type", nullptr}, {"type", "llama3"}});
+  CHECK(read(with(scaled(by_type), {{"rope_theta", 5000.0}})).rope.inv_freq == older.rope.inv_freq);
+}
+
+TEST_CASE("linear scaling divides every frequency") {
+  const ModelConfig plain = read(llama());
+  const ModelConfig linear = read(scaled({{"type", "linear"}, {"factor", 4.0}}));
+  for (std::size_t i = 0; i < 8; ++i)
+    CHECK(linear.rope.inv_freq[i] == Approx(plain.rope.inv_freq[i] / 4).epsilon(1e-7));
+}
+
+TEST_CASE("llama3 scaling keeps short waves and stretches long ones") {
+  const ModelConfig plain = read(llama()), llama3 = read(scaled(kLlama3));
+  CHECK(llama3.rope.inv_freq[0] == plain.rope.inv_freq[0]);
+  CHECK(llama3.rope.inv_freq[7] == Approx(plain.rope.inv_freq[7] / 8).epsilon(1e-7));
+}
+
+TEST_CASE("YaRN's factor follows attention_factor, mscale or the scaling factor") {
+  CHECK(read(scaled(kYarn)).rope.factor == static_cast<float>(0.1 * std::log(4.0) + 1));
+  CHECK(read(scaled(with(kYarn, {{"attention_factor", 1.5}}))).rope.factor == 1.5f);
+  const ModelConfig both = read(scaled(with(kYarn, {{"mscale", 2.0}, {"mscale_all_dim", 1.0}})));
+  CHECK(both.rope.factor ==
+        static_cast<float>((0.2 * std::log(4.0) + 1) / (0.1 * std::log(4.0) + 1)));
+}
+
+TEST_CASE("RoPE types that are not supported are refused by name") {
+  for (const char* type : {"dynamic", "longrope", "su", "mrope", "proportional"}) {
+    CHECK_THAT(error_of(scaled({{"rope_type", type}, {"factor", 2.0}})),
+               Catch::Contains("\"rope_type\"") && Catch::Contains(type));
+    CHECK_THAT(error_of(scaled({{"type", type}, {"factor", 2.0}})), Catch::Contains(type));
+  }
+}
+
+TEST_CASE("RoPE parameters that are missing, extra, contradictory or out of range are refused") {
+  for (const char* key :
+       {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+    refused(scaled(with(kLlama3, {{key, nullptr}})), key);
+  for (const char* key : {"factor", "original_max_position_embeddings"})
+    refused(scaled(with(kYarn, {{key, nullptr}})), key);
+  refused(scaled({{"rope_type", "linear"}}), "factor");
+
+  refused(scaled(with(kLlama3, {{"beta_fast", 32}})), "beta_fast");
+  refused(scaled({{"rope_type", "default"}, {"factor", 2.0}}), "factor");
+  refused(scaled({{"rope_type", "linear"}, {"factor", 2.0}, {"short_factor", {1.0}}}),
+          "short_factor");
+
+  refused(scaled(with(kYarn, {{"type", "linear"}})), "type");
+  refused(with(scaled(kYarn), {{"rope_parameters", kLlama3}}), "rope_scaling");
+  refused(with(scaled(with(kYarn, {{"rope_theta", 1e4}})), {{"rope_theta", 1e6}}), "rope_theta");
+  refused(with(scaled(kYarn), {{"original_max_position_embeddings", 512}}),
+          "original_max_position_embeddings");
+
+  for (const json& value : {json(-1), json(0.5), json(1e30), json("4"), json(true)}) {
+    refused(scaled({{"rope_type", "linear"}, {"factor", value}}), "factor");
+    refused(scaled(with(kLlama3, {{"factor", value}})), "factor");
+    refused(scaled(with(kYarn, {{"factor", value}})), "factor");
+  }
+  refused(scaled(with(kLlama3, {{"high_freq_factor", 1.0}})), "high_freq_factor");
+  refused(scaled(with(kYarn, {{"beta_fast", 1}, {"beta_slow", 2}})), "beta_fast");
+  refused(scaled(with(kYarn, {{"attention_factor", 0.0}})), "attention_factor");
+  refused(scaled(with(kYarn, {{"truncate", 1}})), "truncate");
+  for (const json& value : {json(1.0), json(-5), json(1e300), json("10000")})
+    refused(with(llama(), {{"rope_theta", value}}), "rope_theta");
+  refused(with(llama(), {{"partial_rotary_factor", 0.5}}), "partial_rotary_factor");
+  refused(scaled({{"rope_type", "default"}, {"partial_rotary_factor", 0.5}}),
+          "partial_rotary_factor");
+  CHECK_NOTHROW(read(with(llama(), {{"partial_rotary_factor", 1.0}})));
+}
+
+// --- broken files -------------------------------------------------------------------------------
+
+TEST_CASE("a config that is missing, cut off or no object is refused by name") {
+  const test::TemporaryFolder folder;
+  const std::string file = (folder / "config.json").string();
+  const auto error = [&] { return test::error_of([&] { load_model_config(folder.path()); }); };
+  CHECK_THAT(error(), Catch::Contains(file));
+  const std::string whole = llama().dump();
+  for (const std::string& text :
+       {whole.substr(0, whole.size() / 2), std::string(), std::string("[]"), std::string("3"),
+        std::string("{\"architectures\": \"\xff\"}"), std::string(100000, '[')}) {
+    test::write_bytes(file, text);
+    CHECK_THAT(error(), Catch::StartsWith(file));
+    CHECK(error().find('\n') == std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace kvlab
