@@ -73,7 +73,7 @@ std::string header_text(const std::vector<const TensorToWrite*>& order,
                             {"data_offsets", {offset, end}}};
     offset = end;
   }
-  std::string text = header.dump();
+  std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
   const std::size_t length = sizeof(std::uint64_t) + text.size();
   text.append((kAlignment - length % kAlignment) % kAlignment, ' ');
   return text;

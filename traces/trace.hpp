@@ -57,6 +57,8 @@ struct ShardInfo {
 
 enum class Part { q, k, v };
 
+struct Manifest;
+
 /// Opens a finished trace; memory-mapped, no copy.
 class TraceReader {
  public:
@@ -88,17 +90,23 @@ class TraceReader {
   };
   CheckRows check_rows(std::size_t index, std::uint32_t layer) const;
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
+  const SafetensorsFile& tokens_file() const { return tokens_file_; }
+  const std::string& tokens_xxh3() const { return tokens_xxh3_; }
 
  private:
-  friend class TraceSealer;
+  friend std::uint32_t seal_trace(const std::filesystem::path& directory);
+  /// All of open() but reading the manifest.
+  static TraceReader assemble(const std::filesystem::path& directory, Manifest manifest);
+
   std::filesystem::path directory_;
   TraceHeader header_;
   std::uint32_t tokens_ = 0, prompt_tokens_ = 0;
   std::vector<Segment> segments_;
   std::vector<ShardInfo> shards_;
   std::vector<std::int32_t> ids_;
-  std::vector<SafetensorsFile> files_;
-  std::string hash_;
+  std::vector<SafetensorsFile> files_;  // by shard
+  SafetensorsFile tokens_file_;
+  std::string tokens_xxh3_, hash_;
 };
 
 /// What `trace verify` found.
@@ -112,17 +120,24 @@ struct TraceCheck {
 /// Checks every shard's XXH3-64 and recomputes the sampled rows from q, k and v.
 TraceCheck verify_trace(const TraceReader& trace, unsigned threads);
 
+/// Opens a trace and throws std::runtime_error, the first problem found, unless it verifies.
+TraceReader open_verified_trace(const std::filesystem::path& directory, unsigned threads);
+
 /// Makes a killed capture a shorter, valid trace: keeps the whole sealed shards from the first on,
-/// removes .part files, writes the manifest. Returns the tokens kept. Throws std::runtime_error if
-/// there is no whole shard, or if the trace is finished already.
+/// removes .part files, writes the manifest. Returns the tokens kept. The capture must have ended.
+/// Throws std::runtime_error if there is no whole shard, if one is damaged, or if the trace is
+/// finished already.
 std::uint32_t seal_trace(const std::filesystem::path& directory);
 
 /// Writes a trace as a decoder computes it. Each shard is sealed when its last layer has arrived.
 class TraceWriter {
  public:
-  /// Creates the directory. Throws std::runtime_error if it exists or cannot be made.
+  /// Creates the directory. Throws std::runtime_error if it exists or cannot be made, and
+  /// std::invalid_argument for a header that no reader would accept. A null rope_config or capture
+  /// stands for {"rope_type": "default"} and {}.
   TraceWriter(std::filesystem::path directory, TraceHeader header);
-  ~TraceWriter();  ///< unfinished: leaves sealed shards (for `trace seal`), removes .part files
+  /// Unfinished: leaves the sealed shards (for `trace seal`), or nothing at all if there are none.
+  ~TraceWriter();
   TraceWriter(TraceWriter&&) noexcept;
 
   /// Announces the next tokens, all of one kind; contiguous decode admissions become one segment,
@@ -131,10 +146,11 @@ class TraceWriter {
   /// What one layer computed for the tokens announced last, n of them, before RoPE:
   /// q [n, query_heads, head_size], k and v [n, kv_heads, head_size], out [n, query_heads,
   /// head_size] (attention output before the output projection), lse [n, query_heads] natural
-  /// logarithm.
+  /// logarithm, or empty if the decoder cannot tell (then always). Layers may come in any order.
   void layer(std::uint32_t index, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out, std::span<const float> lse);
-  /// All layers of the announced tokens have arrived: seals what is full.
+  /// All layers of the announced tokens have arrived: seals what is full. Throws std::runtime_error
+  /// if a file cannot be written (a full disk, say); the writer is of no more use then.
   void end();
   /// Seals the last shard, writes the manifest.
   void finish();

@@ -1,1 +1,122 @@
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "traces/manifest.hpp"
+#include "traces/shard.hpp"
 #include "traces/trace.hpp"
+
+namespace kvlab {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kMaxManifestBytes = 100'000'000;
+
+void require_manifest(const fs::path& directory) {
+  if (!fs::is_directory(directory))
+    throw std::runtime_error(fmt::format(
+        "{}: no such folder; a trace is a folder with a manifest.json", directory.string()));
+  if (fs::exists(directory / kManifestFile)) return;
+  if (fs::exists(directory / shard_name(0)))
+    throw std::runtime_error(fmt::format(
+        "{}: the trace is unfinished (no manifest.json); `kvlab trace seal {}` makes its "
+        "whole shards a shorter trace",
+        directory.string(), directory.string()));
+  throw std::runtime_error(fmt::format(
+      "{}: not a trace: it has neither manifest.json nor a whole shard", directory.string()));
+}
+
+SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header,
+                           const ShardInfo& shard) {
+  SafetensorsFile file = SafetensorsFile::open(path);
+  const ShardMetadata metadata = parse_shard_metadata(file);
+  if (metadata.first != shard.first || metadata.tokens != shard.tokens)
+    throw std::runtime_error(fmt::format(
+        "{}: holds {} tokens from {} on, the manifest says {} from {} on (are shards swapped?)",
+        path.string(), metadata.tokens, metadata.first, shard.tokens, shard.first));
+  if (!same_description(metadata.header, header))
+    throw std::runtime_error(
+        fmt::format("{}: model or config differ from the manifest; the shard is of another trace",
+                    path.string()));
+  check_shard_tensors(file, header.shape, shard);
+  return file;
+}
+
+std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
+
+}  // namespace
+
+TraceReader TraceReader::open(const fs::path& directory) {
+  require_manifest(directory);
+  const fs::path path = directory / kManifestFile;
+  const std::string text = read_text_file(path, kMaxManifestBytes);
+  TraceReader trace = assemble(directory, parse_manifest(text, path.string()));
+  trace.hash_ = xxh3_hex(std::as_bytes(std::span(text)));
+  return trace;
+}
+
+TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) {
+  TraceReader trace;
+  trace.directory_ = directory;
+  trace.tokens_file_ = SafetensorsFile::open(directory / kTokensFile);
+  TokensFile tokens = read_tokens(trace.tokens_file_);
+  if (tokens.ids.size() != manifest.tokens)
+    throw std::runtime_error(fmt::format("{}: {} ids; the trace has {} tokens",
+                                         trace.tokens_file_.path().string(), tokens.ids.size(),
+                                         manifest.tokens));
+  trace.header_ = std::move(manifest.header);
+  trace.header_.rope = std::move(tokens.rope);
+  trace.header_.softmax_scale = tokens.softmax_scale;
+  check_rope_and_scale(trace.header_, trace.tokens_file_.path().string());
+  trace.tokens_ = manifest.tokens;
+  trace.prompt_tokens_ = manifest.prompt_tokens;
+  trace.segments_ = std::move(manifest.segments);
+  trace.shards_ = std::move(manifest.shards);
+  trace.tokens_xxh3_ = std::move(manifest.tokens_xxh3);
+  trace.ids_ = std::move(tokens.ids);
+  for (const ShardInfo& shard : trace.shards_)
+    trace.files_.push_back(open_shard(directory / shard.file, trace.header_, shard));
+  return trace;
+}
+
+void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
+                       std::uint32_t count, float* to) const {
+  const std::uint32_t heads = part == Part::q ? shape().query_heads : shape().kv_heads;
+  if (layer >= shape().layers || head >= heads || first > tokens_ || count > tokens_ - first)
+    throw std::out_of_range(fmt::format("trace: no tokens [{}, {} + {}) of layer {}, head {}",
+                                        first, first, count, layer, head));
+  const std::string name = layer_tensor(layer, name_of(part));
+  const std::size_t row = shape().head_size, row_bytes = row * bytes_of(shape().dtype);
+  while (count > 0) {
+    const std::size_t index = first / kShardTokens;
+    const ShardInfo& shard = shards_[index];
+    const std::uint32_t offset = first - shard.first, here = std::min(count, shard.tokens - offset);
+    const std::size_t start = std::size_t{head} * shard.tokens + offset;
+    to_float(shape().dtype, files_[index].at(name).data.data() + start * row_bytes, here * row, to);
+    to += here * row;
+    first += here;
+    count -= here;
+  }
+}
+
+TraceReader::CheckRows TraceReader::check_rows(std::size_t index, std::uint32_t layer) const {
+  const SafetensorsFile& file = files_.at(index);
+  const auto floats = [&](const std::string& name) {
+    const TensorView& tensor = file.at(name);
+    std::vector<float> values(tensor.elements());
+    to_float(Dtype::f32, tensor.data.data(), values.size(), values.data());
+    return values;
+  };
+  CheckRows check;
+  check.rows.resize(kCheckRows);
+  std::memcpy(check.rows.data(), file.at(kCheckRowsTensor).data.data(), 4 * kCheckRows);
+  check.out = floats(layer_tensor(layer, "check_out"));
+  const std::string lse = layer_tensor(layer, "check_lse");
+  if (file.contains(lse)) check.lse = floats(lse);
+  return check;
+}
+
+}  // namespace kvlab

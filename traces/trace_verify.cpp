@@ -1,1 +1,229 @@
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "traces/numeric/panels.hpp"
+#include "traces/numeric/parallel.hpp"
+#include "traces/numeric/softmax.hpp"
 #include "traces/trace.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kMaxProblems = 20;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// Scores beyond this are no attention, and the exponentials are not made for them.
+constexpr float kLargestScore = 0x1p20f;
+
+/// How far a decoder's own rows may be from ours: it sums in another order and, in a narrow dtype,
+/// rounds probabilities and outputs that we do not. See docs/trace.md.
+double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
+
+/// The largest error of some rows, and where it is.
+struct Worst {
+  double error = 0;
+  std::uint32_t position = 0;
+
+  void include(double other, std::uint32_t at) {
+    if (std::isnan(other)) other = kInfinity;
+    if (other > error) *this = {other, at};
+  }
+};
+
+/// What the sampled rows of one KV head gave.
+struct HeadCheck {
+  double worst_out = 0, worst_lse = 0;
+  std::uint64_t rows = 0;
+  std::vector<std::string> problems;
+};
+
+/// ||out - ref|| / ||ref||.
+double relative_error(const float* out, const float* reference, std::size_t size) {
+  double difference = 0, norm = 0;
+  for (std::size_t d = 0; d < size; ++d) {
+    const double r = reference[d], e = out[d] - r;
+    difference += e * e;
+    norm += r * r;
+  }
+  if (norm == 0) return difference == 0 ? 0 : kInfinity;
+  return std::sqrt(difference / norm);
+}
+
+/// Recomputes the sampled rows of the query heads that share one KV head.
+class HeadVerifier {
+ public:
+  HeadVerifier(const TraceReader& trace, const RopeTable& table, std::uint32_t layer,
+               std::uint32_t kv_head)
+      : trace_(trace),
+        table_(table),
+        layer_(layer),
+        kv_head_(kv_head),
+        size_(trace.shape().head_size),
+        keys_(trace.tokens(), size_),
+        values_(std::size_t{trace.tokens()} * size_),
+        tolerance_(tolerance_of(trace.shape().dtype)) {
+    load_keys();
+    trace.read(Part::v, layer, kv_head, 0, trace.tokens(), values_.data());
+  }
+
+  HeadCheck run() {
+    for (std::size_t shard = 0; shard < trace_.shards().size(); ++shard) {
+      const auto check = trace_.check_rows(shard, layer_);
+      const std::uint32_t group = trace_.shape().group();
+      for (std::uint32_t g = 0; g < group; ++g) compare(shard, kv_head_ * group + g, check);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  /// Turns a query or key to its original position, as the decoder did.
+  void turn(float* x, std::uint32_t position) const {
+    table_.rotate(x, size_, position, x);
+    if (trace_.header().rounding == Rounding::none) return;
+    for (std::size_t d = 0; d < size_; ++d) x[d] = round_to(trace_.shape().dtype, x[d]);
+  }
+
+  void load_keys() {
+    std::vector<float> rows(kShardTokens * size_);
+    for (const ShardInfo& shard : trace_.shards()) {
+      trace_.read(Part::k, layer_, kv_head_, shard.first, shard.tokens, rows.data());
+      for (std::uint32_t i = 0; i < shard.tokens; ++i) {
+        turn(rows.data() + i * size_, shard.first + i);
+        keys_.set_row(shard.first + i, rows.data() + i * size_);
+      }
+    }
+  }
+
+  void compare(std::size_t shard, std::uint32_t query_head, const TraceReader::CheckRows& check) {
+    std::vector<float> queries(kCheckRows * size_);
+    for (std::size_t i = 0; i < kCheckRows; ++i) {
+      float* query = queries.data() + i * size_;
+      trace_.read(Part::q, layer_, query_head, check.rows[i], 1, query);
+      turn(query, check.rows[i]);
+    }
+    // Rows ascend: the last one sees the most keys.
+    const std::size_t panels = check.rows.back() / 16 + 1, stride = panels * 16;
+    scores_.resize(kCheckRows * stride);
+    multiply(queries.data(), kCheckRows, size_, keys_, 0, panels, scores_.data(), stride);
+    Worst out, lse;
+    for (std::size_t i = 0; i < kCheckRows; ++i) {
+      const std::size_t at = query_head * kCheckRows + i;
+      compare_row(scores_.data() + i * stride, check.rows[i], check.out.data() + at * size_,
+                  check.lse.empty() ? nullptr : &check.lse[at], out, lse);
+    }
+    result_.rows += kCheckRows;
+    result_.worst_out = std::max(result_.worst_out, out.error);
+    result_.worst_lse = std::max(result_.worst_lse, lse.error);
+    report(shard, query_head, "output", out);
+    report(shard, query_head, "log-sum-exp", lse);
+  }
+
+  void compare_row(float* scores, std::uint32_t position, const float* out, const float* lse,
+                   Worst& worst_out, Worst& worst_lse) {
+    const std::size_t count = std::size_t{position} + 1;
+    scale(scores, count, trace_.header().softmax_scale);
+    const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };  // no NaN
+    if (!std::all_of(scores, scores + count, usable)) {
+      worst_out.include(kInfinity, position);
+      return;
+    }
+    const std::int32_t shift = shared_exponentials(scores, count, scores);
+    const float sum = lane_sum(scores, count);
+    divide(scores, count, sum, scores);
+    std::vector<float> reference(size_);
+    accumulate_rows({scores, count}, {}, values_.data(), size_, size_, reference.data());
+    worst_out.include(relative_error(out, reference.data(), size_), position);
+    if (lse) worst_lse.include(std::fabs(*lse - log_sum_exp(shift, sum)), position);
+  }
+
+  void report(std::size_t shard, std::uint32_t query_head, std::string_view quantity,
+              const Worst& worst) {
+    if (worst.error <= tolerance_) return;
+    result_.problems.push_back(
+        fmt::format("{}: layer {}, query head {}: the decoder's {} at position {} differs by "
+                    "{:.3g} from that of "
+                    "the trace's q, k and v; at most {:g} is allowed",
+                    trace_.shards()[shard].file, layer_, query_head, quantity, worst.position,
+                    worst.error, tolerance_));
+  }
+
+  const TraceReader& trace_;
+  const RopeTable& table_;
+  std::uint32_t layer_, kv_head_;
+  std::size_t size_;
+  Panels keys_;                // turned; [tokens, head_size]
+  std::vector<float> values_;  // [tokens, head_size]
+  std::vector<float> scores_;  // [16, tokens] of the rows at hand
+  double tolerance_;
+  HeadCheck result_;
+};
+
+/// Checksums of tokens.safetensors and of every shard.
+std::vector<std::string> damaged_files(const TraceReader& trace, unsigned threads) {
+  const std::size_t shards = trace.shards().size();
+  std::vector<std::string> problems(shards + 1);
+  parallel_for(shards + 1, threads, [&](std::size_t i) {
+    const bool is_shard = i < shards;
+    const SafetensorsFile& file = is_shard ? trace.shard_file(i) : trace.tokens_file();
+    const std::string& wanted = is_shard ? trace.shards()[i].xxh3 : trace.tokens_xxh3();
+    const std::string found = xxh3_hex(file.bytes());
+    if (found != wanted)
+      problems[i] = fmt::format("{}: damaged: XXH3-64 is {}, the manifest says {}",
+                                file.path().filename().string(), found, wanted);
+  });
+  std::erase(problems, "");
+  return problems;
+}
+
+void add_problems(TraceCheck& check, std::vector<std::string> problems) {
+  if (!problems.empty()) check.ok = false;
+  std::move(problems.begin(), problems.end(), std::back_inserter(check.problems));
+}
+
+void shorten(std::vector<std::string>& problems) {
+  if (problems.size() <= kMaxProblems) return;
+  const std::size_t more = problems.size() - kMaxProblems;
+  problems.resize(kMaxProblems);
+  problems.push_back(fmt::format("and {} more", more));
+}
+
+}  // namespace
+
+TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
+  TraceCheck check;
+  add_problems(check, damaged_files(trace, threads));
+  if (!check.ok) {  // rows of damaged files say nothing
+    shorten(check.problems);
+    return check;
+  }
+  const ModelShape& shape = trace.shape();
+  const RopeTable table(trace.header().rope, trace.tokens());
+  std::vector<HeadCheck> heads(std::size_t{shape.layers} * shape.kv_heads);
+  parallel_for(heads.size(), threads, [&](std::size_t i) {
+    const auto layer = static_cast<std::uint32_t>(i / shape.kv_heads);
+    const auto kv_head = static_cast<std::uint32_t>(i % shape.kv_heads);
+    heads[i] = HeadVerifier(trace, table, layer, kv_head).run();
+  });
+  for (HeadCheck& head : heads) {
+    check.worst_out = std::max(check.worst_out, head.worst_out);
+    check.worst_lse = std::max(check.worst_lse, head.worst_lse);
+    check.rows += head.rows;
+    add_problems(check, std::move(head.problems));
+  }
+  shorten(check.problems);
+  return check;
+}
+
+TraceReader open_verified_trace(const std::filesystem::path& directory, unsigned threads) {
+  TraceReader trace = TraceReader::open(directory);
+  const TraceCheck check = verify_trace(trace, threads);
+  if (!check.ok)
+    throw std::runtime_error(
+        fmt::format("{}: does not verify: {}", directory.string(), check.problems.front()));
+  return trace;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,142 @@
+#include "tests/traces/sample_trace.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+
+namespace kvlab::test {
+namespace {
+
+constexpr std::uint32_t kLayers = 2, kQueryHeads = 6, kKvHeads = 2, kSize = 8, kTurned = 6;
+
+TraceHeader sample_header(Dtype dtype, Rounding rounding) {
+  TraceHeader header;
+  header.model = "sample";
+  header.shape = {kLayers, kQueryHeads, kKvHeads, kSize, dtype};
+  header.rope = {{1.0f, 0.1f, 0.01f}, 1.25f};
+  header.rope_config = {{"rope_type", "yarn"}, {"rope_theta", 1000.0}};
+  header.softmax_scale = 0.6f;
+  header.rounding = rounding;
+  header.weights_xxh3 = "0123456789abcdef";
+  header.capture = {{"engine", "test"}};
+  return header;
+}
+
+std::vector<float> random_rows(std::mt19937& random, std::size_t count, Dtype dtype) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = round_to(dtype, 1.3f * normal(random));
+  return values;
+}
+
+/// One head's vector turned to a position, in float64, then rounded if the model does.
+std::vector<double> turned(const float* x, std::uint32_t position, const TraceHeader& header,
+                           Mistake mistake) {
+  std::vector<double> y(x, x + kSize);
+  if (mistake == Mistake::no_rope) return y;
+  const std::size_t half = kTurned / 2;
+  for (std::size_t i = 0; i < half; ++i) {
+    const bool pairs = mistake == Mistake::interleaved_rope;
+    const std::size_t a = pairs ? 2 * i : i, b = pairs ? 2 * i + 1 : i + half;
+    const double angle = double{header.rope.inv_freq[i]} * position;
+    const double c = std::cos(angle) * header.rope.factor, s = std::sin(angle) * header.rope.factor;
+    y[a] = x[a] * c - x[b] * s;
+    y[b] = x[b] * c + x[a] * s;
+  }
+  if (header.rounding == Rounding::model_dtype)
+    for (double& value : y) value = round_to(header.shape.dtype, static_cast<float>(value));
+  return y;
+}
+
+/// Attention of one layer, all rows.
+class Attention {
+ public:
+  Attention(Sample& sample, std::size_t layer, Mistake mistake)
+      : sample_(sample), layer_(layer), mistake_(mistake) {
+    const std::uint32_t late = mistake == Mistake::later_positions ? 1 : 0;
+    for (std::uint32_t t = 0; t < sample.tokens(); ++t)
+      for (std::size_t h = 0; h < kKvHeads; ++h)
+        keys_.push_back(turned(sample.k[layer].data() + (t * kKvHeads + h) * kSize, t + late,
+                               sample.header, mistake));
+  }
+
+  void row(std::uint32_t t, std::size_t head) {
+    const auto query = turned(sample_.q[layer_].data() + (t * kQueryHeads + head) * kSize, t,
+                              sample_.header, mistake_);
+    const std::size_t kv_head =
+        mistake_ == Mistake::heads_in_turn ? head % kKvHeads : head / (kQueryHeads / kKvHeads);
+    const double scale = sample_.header.softmax_scale * (mistake_ == Mistake::scale ? 1.1 : 1.0);
+    const std::uint32_t first = mistake_ == Mistake::no_first_key && t > 0 ? 1 : 0;
+    const std::uint32_t last =
+        mistake_ == Mistake::not_causal ? std::min(t + 1, sample_.tokens() - 1) : t;
+    double sum = 0, output[kSize] = {};
+    for (std::uint32_t j = first; j <= last; ++j) {
+      const auto& key = keys_[j * kKvHeads + kv_head];
+      double score = 0;
+      for (std::size_t d = 0; d < kSize; ++d) score += query[d] * key[d];
+      const double e = std::exp(scale * score);
+      sum += e;
+      const float* value = sample_.v[layer_].data() + (j * kKvHeads + kv_head) * kSize;
+      for (std::size_t d = 0; d < kSize; ++d) output[d] += e * value[d];
+    }
+    float* out = sample_.out[layer_].data() + (t * kQueryHeads + head) * kSize;
+    for (std::size_t d = 0; d < kSize; ++d)
+      out[d] = round_to(sample_.header.shape.dtype, static_cast<float>(output[d] / sum));
+    sample_.lse[layer_][t * kQueryHeads + head] = static_cast<float>(
+        std::log(sum) * (mistake_ == Mistake::lse_base_two ? 1 / std::log(2.0) : 1.0));
+  }
+
+ private:
+  Sample& sample_;
+  std::size_t layer_;
+  Mistake mistake_;
+  std::vector<std::vector<double>> keys_;  // [tokens * kv_heads]
+};
+
+}  // namespace
+
+Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding, Mistake mistake) {
+  std::mt19937 random(7);
+  Sample sample;
+  sample.header = sample_header(dtype, rounding);
+  for (std::uint32_t t = 0; t < tokens; ++t)
+    sample.ids.push_back(static_cast<std::int32_t>(3 * t + 1));
+  for (std::size_t layer = 0; layer < kLayers; ++layer) {
+    sample.q.push_back(random_rows(random, tokens * kQueryHeads * kSize, dtype));
+    sample.k.push_back(random_rows(random, tokens * kKvHeads * kSize, dtype));
+    sample.v.push_back(random_rows(random, tokens * kKvHeads * kSize, dtype));
+    sample.out.emplace_back(tokens * kQueryHeads * kSize);
+    sample.lse.emplace_back(tokens * kQueryHeads);
+    Attention attention(sample, layer, mistake);
+    for (std::uint32_t t = 0; t < tokens; ++t)
+      for (std::size_t head = 0; head < kQueryHeads; ++head) attention.row(t, head);
+  }
+  if (mistake == Mistake::nan_output)
+    sample.out.back().back() = std::numeric_limits<float>::quiet_NaN();
+  return sample;
+}
+
+void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
+           SegmentKind kind, bool new_segment) {
+  const auto rows = [&](const std::vector<float>& all) {
+    const std::size_t width = all.size() / sample.tokens();
+    return std::span(all).subspan(first * width, count * width);
+  };
+  writer.begin(std::span(sample.ids).subspan(first, count), kind, new_segment);
+  for (std::uint32_t l = 0; l < sample.q.size(); ++l)
+    writer.layer(l, rows(sample.q[l]), rows(sample.k[l]), rows(sample.v[l]), rows(sample.out[l]),
+                 rows(sample.lse[l]));
+  writer.end();
+}
+
+void write_trace(const std::filesystem::path& directory, const Sample& sample,
+                 std::uint32_t prompt) {
+  TraceWriter writer(directory, sample.header);
+  if (prompt > 0) admit(writer, sample, 0, prompt, SegmentKind::prompt);
+  for (std::uint32_t t = prompt; t < sample.tokens(); ++t)
+    admit(writer, sample, t, 1, SegmentKind::decode);
+  writer.finish();
+}
+
+}  // namespace kvlab::test

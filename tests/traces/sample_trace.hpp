@@ -1,0 +1,49 @@
+// A small random sequence with attention in float64, written by plain loops of its own, and the
+// mistakes that a decoder might make.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <vector>
+
+#include "traces/trace.hpp"
+
+namespace kvlab::test {
+
+/// What is wrong with a decoder's outputs.
+enum class Mistake {
+  none,
+  no_rope,
+  interleaved_rope,  // dimensions 2 i and 2 i + 1 turn together
+  later_positions,   // keys one position off
+  heads_in_turn,     // query head h reads KV head h mod Hkv
+  scale,             // softmax scale 10% too large
+  not_causal,        // each query sees one key of its future
+  no_first_key,      // the first key is left out
+  lse_base_two,      // log-sum-exp in base 2
+  nan_output,        // one output of the last layer is NaN
+};
+
+struct Sample {
+  TraceHeader header;
+  std::vector<std::int32_t> ids;            // [tokens]
+  std::vector<std::vector<float>> q, k, v;  // by layer: [tokens, heads, head_size]
+  std::vector<std::vector<float>> out,
+      lse;  // [tokens, query_heads, head_size], [tokens, query_heads]
+
+  std::uint32_t tokens() const { return static_cast<std::uint32_t>(ids.size()); }
+};
+
+/// 2 layers, 6 query and 2 KV heads of 8, 6 of whose dimensions turn.
+Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
+                   Mistake mistake = Mistake::none);
+
+/// Feeds tokens [first, first + count) as one admission.
+void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
+           SegmentKind kind, bool new_segment = false);
+
+/// A trace of `prompt` tokens at once and the rest one by one.
+void write_trace(const std::filesystem::path& directory, const Sample& sample,
+                 std::uint32_t prompt);
+
+}  // namespace kvlab::test

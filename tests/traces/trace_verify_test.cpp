@@ -1,0 +1,120 @@
+// What `kvlab trace verify` lets pass, and what it does not.
+#include "tests/catch.hpp"
+#include "tests/traces/sample_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+namespace {
+
+using Catch::Matchers::ContainsSubstring;
+using test::error_of;
+using test::make_sample;
+using test::Mistake;
+using test::read_bytes;
+using test::TemporaryFolder;
+using test::write_bytes;
+using test::write_trace;
+
+struct Numbers {
+  Dtype dtype;
+  Rounding rounding;
+};
+const std::vector<Numbers> kNumbers{{Dtype::f32, Rounding::none},
+                                    {Dtype::f32, Rounding::model_dtype},
+                                    {Dtype::bf16, Rounding::model_dtype},
+                                    {Dtype::f16, Rounding::model_dtype}};
+
+TraceCheck check_of(const Numbers& numbers, Mistake mistake, std::uint32_t tokens) {
+  const TemporaryFolder folder;
+  write_trace(folder / "t", make_sample(tokens, numbers.dtype, numbers.rounding, mistake), tokens);
+  return verify_trace(TraceReader::open(folder / "t"), 2);
+}
+
+TEST_CASE("A right trace verifies, far inside the tolerance") {
+  for (const Numbers& numbers : kNumbers) {
+    const TraceCheck check = check_of(numbers, Mistake::none, 1100);
+    INFO(torch_name(numbers.dtype));
+    CHECK(check.ok);
+    CHECK(check.problems.empty());
+    CHECK(check.rows == 2 * 16 * 6 * 2);
+    CHECK(check.worst_out < (numbers.dtype == Dtype::f32 ? 1e-5 : 5e-3));
+    CHECK(check.worst_lse < (numbers.dtype == Dtype::f32 ? 1e-5 : 5e-3));
+  }
+}
+
+TEST_CASE("A decoder's mistake does not verify, whatever the dtype") {
+  for (const Numbers& numbers : kNumbers)
+    for (const Mistake mistake :
+         {Mistake::no_rope, Mistake::interleaved_rope, Mistake::later_positions,
+          Mistake::heads_in_turn, Mistake::scale, Mistake::not_causal, Mistake::no_first_key,
+          Mistake::lse_base_two, Mistake::nan_output}) {
+      const TraceCheck check = check_of(numbers, mistake, 300);
+      INFO(torch_name(numbers.dtype) << " " << static_cast<int>(mistake));
+      CHECK(!check.ok);
+      REQUIRE(!check.problems.empty());
+      CHECK_THAT(check.problems[0], ContainsSubstring("shard-0000") &&
+                                        ContainsSubstring(": layer ") &&
+                                        ContainsSubstring("query head"));
+    }
+}
+
+TEST_CASE("Rounding that is not what the trace says does not verify in float32's tolerance") {
+  // Keys rounded to bf16 after RoPE, in a trace that claims that nothing was rounded.
+  const TemporaryFolder folder;
+  auto sample = make_sample(300, Dtype::bf16, Rounding::model_dtype);
+  sample.header.shape.dtype = Dtype::f32;
+  sample.header.rounding = Rounding::none;
+  write_trace(folder / "t", sample, 300);
+  CHECK(!verify_trace(TraceReader::open(folder / "t"), 1).ok);
+}
+
+TEST_CASE("NaN or infinity among q, k and v does not verify") {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e38f})
+    for (const int which : {0, 1, 2}) {
+      const TemporaryFolder folder;
+      auto sample = make_sample(50, Dtype::f32, Rounding::none);
+      (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = bad;
+      write_trace(folder / "t", sample, 50);
+      const TraceCheck check = verify_trace(TraceReader::open(folder / "t"), 1);
+      INFO(bad << " " << which);
+      CHECK(!check.ok);
+      CHECK(!(check.worst_out < 1e-4));
+    }
+}
+
+TEST_CASE("The check does not depend on the number of threads") {
+  const TemporaryFolder folder;
+  write_trace(folder / "t", make_sample(1100, Dtype::bf16, Rounding::model_dtype, Mistake::scale),
+              900);
+  const auto trace = TraceReader::open(folder / "t");
+  const TraceCheck one = verify_trace(trace, 1), three = verify_trace(trace, 3);
+  CHECK(one.problems == three.problems);
+  CHECK(one.worst_out == three.worst_out);
+  CHECK(one.problems.size() == 21);  // the rest is counted
+}
+
+TEST_CASE("A flipped bit anywhere in a shard or in the ids is found, and named") {
+  const TemporaryFolder folder;
+  write_trace(folder / "t", make_sample(1100, Dtype::f32, Rounding::none), 900);
+  CHECK_NOTHROW(open_verified_trace(folder / "t", 1));
+  for (const char* name :
+       {"shard-00000.safetensors", "shard-00001.safetensors", "tokens.safetensors"}) {
+    const auto path = folder.path() / "t" / name;
+    const std::string whole = read_bytes(path);
+    std::string flipped = whole;
+    flipped[flipped.size() - 9] = static_cast<char>(flipped[flipped.size() - 9] ^ 1);
+    write_bytes(path, flipped);
+    const TraceCheck check = verify_trace(TraceReader::open(folder / "t"), 1);
+    CHECK(!check.ok);
+    REQUIRE(check.problems.size() == 1);
+    CHECK(check.problems[0].starts_with(std::string(name) + ": damaged: XXH3-64 is "));
+    CHECK_THAT(error_of([&] { open_verified_trace(folder / "t", 1); }),
+               ContainsSubstring("does not verify: ") && ContainsSubstring(name));
+    write_bytes(path, whole);
+  }
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,308 @@
+#include "traces/manifest.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "traces/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
+
+std::runtime_error error(std::string_view what, std::string_view text) {
+  return std::runtime_error(fmt::format("{}: {}", what, text));
+}
+
+std::string_view name_of(Rounding rounding) {
+  return rounding == Rounding::model_dtype ? "model_dtype" : "none";
+}
+std::string_view name_of(SegmentKind kind) {
+  return kind == SegmentKind::prompt ? "prompt" : "decode";
+}
+
+Rounding parse_rounding(const std::string& name, std::string_view what) {
+  for (const Rounding rounding : {Rounding::model_dtype, Rounding::none})
+    if (name == name_of(rounding)) return rounding;
+  throw error(what, fmt::format("rounding {} is not known; \"model_dtype\" or \"none\" is expected",
+                                json_quoted(name)));
+}
+
+SegmentKind parse_kind(const std::string& name, std::string_view what) {
+  for (const SegmentKind kind : {SegmentKind::prompt, SegmentKind::decode})
+    if (name == name_of(kind)) return kind;
+  throw error(what,
+              fmt::format("segment kind {} is not known; \"prompt\" or \"decode\" is expected",
+                          json_quoted(name)));
+}
+
+/// 16 lower-case hex digits, or nothing where that is allowed.
+std::string parse_hash(const json& object, std::string_view key, std::string_view what,
+                       bool may_be_empty) {
+  const std::string hash = json_string(object, key, what);
+  const bool is_hash =
+      hash.size() == 16 && hash.find_first_not_of("0123456789abcdef") == std::string::npos;
+  if (is_hash || (may_be_empty && hash.empty())) return hash;
+  throw error(what, fmt::format("{} is {}; 16 hex digits are expected", json_quoted(key),
+                                json_quoted(hash)));
+}
+
+json config_json(const TraceHeader& header) {
+  const ModelShape& shape = header.shape;
+  const json plain_rope = {{"rope_type", "default"}};
+  return {{"layers", shape.layers},
+          {"query_heads", shape.query_heads},
+          {"kv_heads", shape.kv_heads},
+          {"head_size", shape.head_size},
+          {"dtype", torch_name(shape.dtype)},
+          {"rope", header.rope_config.is_null() ? plain_rope : header.rope_config}};
+}
+
+/// The types whose angles are position * inv_freq at any length of the sequence. The parameters are
+/// for people: inv_freq is what counts.
+void check_rope(const json& rope, std::string_view what) {
+  constexpr std::string_view known[] = {"default", "linear", "llama3", "yarn"};
+  const std::string type = json_string(rope, "rope_type", fmt::format("{}: config.rope", what));
+  if (std::find(std::begin(known), std::end(known), type) == std::end(known))
+    throw error(what, fmt::format("rope_type {} is not known; default, linear, llama3 or yarn is "
+                                  "expected",
+                                  json_quoted(type)));
+}
+
+void parse_config(const json& config, std::string_view what, TraceHeader& header) {
+  const std::string where = fmt::format("{}: config", what);
+  // Whatever else a config says may change what attention computes: sliding windows, soft caps, …
+  json_refuse_unknown(config, where,
+                      {"layers", "query_heads", "kv_heads", "head_size", "dtype", "rope"});
+  ModelShape& shape = header.shape;
+  shape.layers = json_get<std::uint32_t>(config, "layers", where, 1, kMaxLayers);
+  shape.query_heads = json_get<std::uint32_t>(config, "query_heads", where, 1, kMaxHeads);
+  shape.kv_heads = json_get<std::uint32_t>(config, "kv_heads", where, 1, kMaxHeads);
+  shape.head_size = json_get<std::uint32_t>(config, "head_size", where, 1, kMaxHeadSize);
+  if (shape.query_heads % shape.kv_heads != 0)
+    throw error(where,
+                fmt::format("{} query heads cannot share {} KV heads; a multiple is expected",
+                            shape.query_heads, shape.kv_heads));
+  const std::string dtype_name = json_string(config, "dtype", where);
+  const auto dtype = dtype_from_torch(dtype_name);
+  if (!dtype || *dtype == Dtype::i32)
+    throw error(where,
+                fmt::format("dtype {} is not known; float32, float16 or bfloat16 is expected",
+                            json_quoted(dtype_name)));
+  shape.dtype = *dtype;
+  header.rope_config = json_object(config, "rope", where);
+  check_rope(header.rope_config, what);
+}
+
+/// What the manifest and every shard say alike.
+json description_json(const TraceHeader& header) {
+  return {{"format", kTraceFormat},
+          {"model", header.model},
+          {"config", config_json(header)},
+          {"rounding", name_of(header.rounding)},
+          {"weights_xxh3", header.weights_xxh3},
+          {"tokenizer_xxh3", header.tokenizer_xxh3},
+          {"capture", header.capture.is_null() ? json::object() : header.capture}};
+}
+
+TraceHeader parse_description(const json& object, std::string_view what) {
+  TraceHeader header;
+  header.model = json_string(object, "model", what);
+  parse_config(json_object(object, "config", what), what, header);
+  header.rounding = parse_rounding(json_string(object, "rounding", what), what);
+  header.weights_xxh3 = parse_hash(object, "weights_xxh3", what, true);
+  header.tokenizer_xxh3 = parse_hash(object, "tokenizer_xxh3", what, true);
+  header.capture = json_object(object, "capture", what);
+  return header;
+}
+
+/// JSON text; bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
+std::string text_of(const json& value, int indent = -1) {
+  return value.dump(indent, ' ', false, json::error_handler_t::replace);
+}
+
+json segments_json(const std::vector<Segment>& segments) {
+  json list = json::array();
+  for (const Segment& segment : segments)
+    list.push_back(
+        {{"start", segment.start}, {"tokens", segment.tokens}, {"kind", name_of(segment.kind)}});
+  return list;
+}
+
+/// Segments that follow each other from 0 to `tokens`.
+std::vector<Segment> parse_segments(const json& list, std::uint32_t tokens, std::string_view what) {
+  std::vector<Segment> segments;
+  std::uint32_t next = 0;
+  for (const json& item : list) {
+    const std::string where = fmt::format("{}: segments[{}]", what, segments.size());
+    json_refuse_unknown(item, where, {"start", "tokens", "kind"});
+    Segment segment{};
+    segment.start = json_get<std::uint32_t>(item, "start", where, next, next);
+    if (next == tokens) throw error(where, "begins past the last token");
+    segment.tokens = json_get<std::uint32_t>(item, "tokens", where, 1, tokens - next);
+    segment.kind = parse_kind(json_string(item, "kind", where), what);
+    next += segment.tokens;
+    segments.push_back(segment);
+  }
+  if (next != tokens)
+    throw error(what,
+                fmt::format("segments cover {} of {} tokens; all are expected", next, tokens));
+  return segments;
+}
+
+json shards_json(const std::vector<ShardInfo>& shards) {
+  json list = json::array();
+  for (const ShardInfo& shard : shards)
+    list.push_back({{"file", shard.file},
+                    {"first", shard.first},
+                    {"tokens", shard.tokens},
+                    {"xxh3", shard.xxh3}});
+  return list;
+}
+
+/// Shards of 1024 tokens from 0 on, the last one maybe shorter.
+std::vector<ShardInfo> parse_shards(const json& list, std::uint32_t tokens, std::string_view what) {
+  const std::size_t count = (std::size_t{tokens} + kShardTokens - 1) / kShardTokens;
+  if (list.size() != count)
+    throw error(what,
+                fmt::format("{} shards listed; {} tokens take {}", list.size(), tokens, count));
+  std::vector<ShardInfo> shards;
+  for (const json& item : list) {
+    const std::string where = fmt::format("{}: shards[{}]", what, shards.size());
+    json_refuse_unknown(item, where, {"file", "first", "tokens", "xxh3"});
+    const auto first = static_cast<std::uint32_t>(shards.size()) * kShardTokens;
+    const std::uint32_t length = std::min(kShardTokens, tokens - first);
+    ShardInfo shard{json_string(item, "file", where),
+                    json_get<std::uint32_t>(item, "first", where, first, first),
+                    json_get<std::uint32_t>(item, "tokens", where, length, length),
+                    parse_hash(item, "xxh3", where, false)};
+    if (shard.file != shard_name(shards.size()))
+      throw error(where, fmt::format("\"file\" is {}; {} is expected", json_quoted(shard.file),
+                                     shard_name(shards.size())));
+    shards.push_back(std::move(shard));
+  }
+  return shards;
+}
+
+void check_format(const json& manifest, std::string_view what) {
+  const auto format = json_get<std::int64_t>(manifest, "format", what, 1, INT64_MAX);
+  if (format > kTraceFormat)
+    throw error(what,
+                fmt::format("trace format {}; this kvlab reads format {}, a later one is needed",
+                            format, kTraceFormat));
+}
+
+}  // namespace
+
+std::string manifest_text(const Manifest& manifest) {
+  json object = description_json(manifest.header);
+  object["tokens"] = manifest.tokens;
+  object["prompt_tokens"] = manifest.prompt_tokens;
+  object["segments"] = segments_json(manifest.segments);
+  object["shards"] = shards_json(manifest.shards);
+  object["tokens_xxh3"] = manifest.tokens_xxh3;
+  return text_of(object, 1) + "\n";
+}
+
+Manifest parse_manifest(std::string_view text, std::string_view what) {
+  const json object = parse_json(text, what);
+  check_format(object, what);
+  json_refuse_unknown(
+      object, what,
+      {"format", "model", "config", "rounding", "tokens", "prompt_tokens", "segments", "shards",
+       "tokens_xxh3", "weights_xxh3", "tokenizer_xxh3", "capture"});
+  Manifest manifest;
+  manifest.header = parse_description(object, what);
+  manifest.tokens = json_get<std::uint32_t>(object, "tokens", what, 1, kMaxTraceTokens);
+  manifest.segments = parse_segments(json_array(object, "segments", what), manifest.tokens, what);
+  const std::uint32_t prompt = prompt_tokens_of(manifest.segments);
+  manifest.prompt_tokens = json_get<std::uint32_t>(object, "prompt_tokens", what, prompt, prompt);
+  manifest.shards = parse_shards(json_array(object, "shards", what), manifest.tokens, what);
+  manifest.tokens_xxh3 = parse_hash(object, "tokens_xxh3", what, false);
+  return manifest;
+}
+
+std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata) {
+  json object = description_json(metadata.header);
+  object["first"] = metadata.first;
+  object["tokens"] = metadata.tokens;
+  object["segments"] = segments_json(metadata.segments);
+  std::map<std::string, std::string> texts;
+  for (const auto& [key, value] : object.items())
+    texts[key] = value.is_string() ? value.get<std::string>() : text_of(value);
+  return texts;
+}
+
+ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
+  const std::string what = file.path().string() + ": __metadata__";
+  json object = file.metadata();
+  for (const char* key : {"format", "config", "first", "tokens", "segments", "capture"})
+    object[key] = parse_json(json_string(object, key, what), fmt::format("{} {}", what, key));
+  check_format(object, what);
+  ShardMetadata metadata;
+  metadata.header = parse_description(object, what);
+  metadata.tokens = json_get<std::uint32_t>(object, "tokens", what, 1, kShardTokens);
+  metadata.first =
+      json_get<std::uint32_t>(object, "first", what, 0, kMaxTraceTokens - metadata.tokens);
+  metadata.segments =
+      parse_segments(json_array(object, "segments", what), metadata.first + metadata.tokens, what);
+  return metadata;
+}
+
+bool same_description(const TraceHeader& a, const TraceHeader& b) {
+  return description_json(a) == description_json(b);
+}
+
+void check_header(const TraceHeader& header) {
+  try {
+    parse_description(parse_json(text_of(description_json(header)), "trace header"),
+                      "trace header");
+    check_rope_and_scale(header, "trace header");
+  } catch (const std::runtime_error& wrong) {
+    throw std::invalid_argument(wrong.what());
+  }
+}
+
+void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
+  const auto positive = [](float value) { return std::isfinite(value) && value > 0; };
+  if (header.rope.rotated() > header.shape.head_size)
+    throw error(what,
+                fmt::format("inv_freq has {} elements; at most half the head size, {}, is right",
+                            header.rope.inv_freq.size(), header.shape.head_size / 2));
+  for (const float frequency : header.rope.inv_freq)
+    if (!std::isfinite(frequency) || frequency < 0)
+      throw error(
+          what, fmt::format("inv_freq holds {}; finite numbers from 0 on are expected", frequency));
+  if (!positive(header.rope.factor))
+    throw error(
+        what, fmt::format("rope_factor is {}; a positive number is expected", header.rope.factor));
+  if (!positive(header.softmax_scale))
+    throw error(what, fmt::format("softmax_scale is {}; a positive number is expected",
+                                  header.softmax_scale));
+}
+
+std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens) {
+  std::vector<Segment> result;
+  for (Segment segment : segments) {
+    if (segment.start >= tokens) break;
+    segment.tokens = std::min(segment.tokens, tokens - segment.start);
+    result.push_back(segment);
+  }
+  return result;
+}
+
+std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments) {
+  std::uint32_t tokens = 0;
+  for (const Segment& segment : segments)
+    if (segment.kind == SegmentKind::prompt) tokens += segment.tokens;
+  return tokens;
+}
+
+std::string shard_name(std::size_t index) { return fmt::format("shard-{:05}.safetensors", index); }
+
+}  // namespace kvlab

@@ -1,0 +1,61 @@
+// The texts of a trace: manifest.json, and what each shard repeats of it. See docs/trace.md.
+#pragma once
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+inline constexpr std::string_view kManifestFile = "manifest.json";
+inline constexpr std::string_view kTokensFile = "tokens.safetensors";
+/// Positions fit an int32.
+inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;
+
+/// What manifest.json holds. Of the header, `rope` and `softmax_scale` are in tokens.safetensors.
+struct Manifest {
+  TraceHeader header;
+  std::uint32_t tokens = 0, prompt_tokens = 0;
+  std::vector<Segment> segments;
+  std::vector<ShardInfo> shards;
+  std::string tokens_xxh3;
+};
+
+std::string manifest_text(const Manifest& manifest);
+/// Throws std::runtime_error beginning with `what`: not JSON, a later format, a key that is
+/// missing, unknown or out of range, segments or shards that do not add up.
+Manifest parse_manifest(std::string_view text, std::string_view what);
+
+/// What a shard says of its trace in `__metadata__`, so that a killed capture can be sealed.
+struct ShardMetadata {
+  TraceHeader header;             // as in Manifest
+  std::vector<Segment> segments;  // up to the shard's end
+  std::uint32_t first = 0, tokens = 0;
+};
+
+std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata);
+/// Throws std::runtime_error that names the file: a key that is missing or wrong.
+ShardMetadata parse_shard_metadata(const SafetensorsFile& file);
+
+/// Whether two traces could be one: same model, config, rounding and provenance.
+bool same_description(const TraceHeader& a, const TraceHeader& b);
+
+/// Throws std::invalid_argument unless a reader would accept this header.
+void check_header(const TraceHeader& header);
+/// Throws std::runtime_error beginning with `what`: a number that is not finite or out of range,
+/// more frequencies than half the head size.
+void check_rope_and_scale(const TraceHeader& header, std::string_view what);
+
+/// The segments of the first `tokens` tokens.
+std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens);
+/// The tokens of all prompt segments.
+std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
+
+/// shard-00012.safetensors
+std::string shard_name(std::size_t index);
+
+}  // namespace kvlab

@@ -1,0 +1,44 @@
+// What the tensors of a trace are called, and which rows of a shard are kept for checking.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+inline constexpr std::string_view kCheckRowsTensor = "check_rows";
+
+/// layers.3.q
+std::string layer_tensor(std::uint32_t layer, std::string_view part);
+
+/// Sixteen rows spread evenly over a whole shard, first and last included.
+inline constexpr std::array<std::uint32_t, kCheckRows> kCheckGrid = [] {
+  std::array<std::uint32_t, kCheckRows> rows{};
+  for (std::uint32_t i = 0; i < kCheckRows; ++i)
+    rows[i] = (i * (kShardTokens - 1) + (kCheckRows - 1) / 2) / (kCheckRows - 1);
+  return rows;
+}();
+
+/// What tokens.safetensors holds.
+struct TokensFile {
+  std::vector<std::int32_t> ids;  // [tokens]
+  Rope rope;
+  float softmax_scale = 0;
+};
+
+/// Replaces DIRECTORY/tokens.safetensors. Returns its XXH3-64.
+std::string write_tokens(const std::filesystem::path& directory, std::span<const std::int32_t> ids,
+                         const Rope& rope, float softmax_scale);
+/// Throws std::runtime_error for missing, unknown or misshapen tensors.
+TokensFile read_tokens(const SafetensorsFile& file);
+
+/// Throws std::runtime_error unless the tensors of a shard are those of a trace of this shape.
+void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                         const ShardInfo& shard);
+
+}  // namespace kvlab
