@@ -59,21 +59,31 @@ double round_to_bits(double value, int bits) {
   return std::ldexp(std::nearbyint(std::ldexp(fraction, bits)), exponent - bits);
 }
 
-Vector rotate(const Sequence& s, const Vector& x, std::uint32_t position) {
-  const std::size_t half = s.inv_freq.size();
-  const double factor = static_cast<double>(s.rope_factor);
+Turns exact_turns(const Sequence& s) {
+  Turns turns;
+  for (std::uint32_t position = 0; position < s.tokens; ++position) {
+    turns.cos.emplace_back(), turns.sin.emplace_back();
+    for (float frequency : s.inv_freq) {
+      const double angle = position * static_cast<double>(frequency);
+      turns.cos.back().push_back(std::cos(angle) * static_cast<double>(s.rope_factor));
+      turns.sin.back().push_back(std::sin(angle) * static_cast<double>(s.rope_factor));
+    }
+  }
+  return turns;
+}
+
+Vector rotate(const Turns& turns, const Vector& x, std::uint32_t position) {
+  const Vector &c = turns.cos[position], &r = turns.sin[position];
+  const std::size_t half = c.size();
   Vector y(x);
   for (std::size_t i = 0; i < half; ++i) {
-    const double angle = position * static_cast<double>(s.inv_freq[i]);
-    const double c = std::cos(angle) * factor, r = std::sin(angle) * factor;
-    y[i] = x[i] * c - x[i + half] * r;
-    y[i + half] = x[i + half] * c + x[i] * r;
+    y[i] = x[i] * c[i] - x[i + half] * r[i];
+    y[i + half] = x[i + half] * c[i] + x[i] * r[i];
   }
   return y;
 }
 
 Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position) {
-  if (s.rounding_bits == 0) return rotate(s, x, position);
   const std::size_t half = s.inv_freq.size();
   Vector y(x);
   for (std::size_t i = 0; i < half; ++i) {
@@ -107,6 +117,7 @@ Config standard(const std::string& policy, std::uint32_t budget) {
 
 Simulator::Simulator(Sequence sequence, double threshold)
     : s_(std::move(sequence)),
+      turns_(exact_turns(s_)),
       threshold16_(static_cast<std::uint64_t>(std::lround(threshold * 65536))) {
   full_.resize(s_.layers), future_.resize(s_.layers);
   for (std::uint32_t layer = 0; layer < s_.layers; ++layer) {
@@ -131,11 +142,14 @@ Simulator::Full Simulator::attend_in_full(std::uint32_t layer, std::uint32_t que
   const Matrix& q = s_.q[layer][query_head];
   const Matrix& k = s_.k[layer][query_head / s_.group()];
   const Matrix& v = s_.v[layer][query_head / s_.group()];
+  const auto turn = [&](const Vector& x, std::uint32_t position) {
+    return s_.rounding_bits ? rotate_and_round(s_, x, position) : rotate(turns_, x, position);
+  };
   Matrix turned_k;
-  for (std::uint32_t j = 0; j < s_.tokens; ++j) turned_k.push_back(rotate_and_round(s_, k[j], j));
+  for (std::uint32_t j = 0; j < s_.tokens; ++j) turned_k.push_back(turn(k[j], j));
   Full full;
   for (std::uint32_t t = 0; t < s_.tokens; ++t) {
-    const Vector turned_q = rotate_and_round(s_, q[t], t);
+    const Vector turned_q = turn(q[t], t);
     Vector logits, out(s_.head_size);
     for (std::uint32_t j = 0; j <= t; ++j) logits.push_back(s_.scale * dot(turned_q, turned_k[j]));
     const Vector p = softmax(logits);
@@ -266,9 +280,9 @@ class Simulator::HeadRun {
     for (std::uint32_t g = 0; g < s_.group(); ++g) {
       const std::uint32_t h = kv_head_ * s_.group() + g;
       Vector logits;
-      const Vector q = config_.squeezed
-                           ? rotate(s_, s_.q[layer_][h][t], static_cast<std::uint32_t>(index))
-                           : Vector{};
+      const Vector q = config_.squeezed ? rotate(sim_.turns_, s_.q[layer_][h][t],
+                                                 static_cast<std::uint32_t>(index))
+                                        : Vector{};
       for (std::size_t i = 0; i <= index; ++i)
         logits.push_back(config_.squeezed ? s_.scale * dot(q, squeezed_keys[i])
                                           : sim_.full_[layer_][h].logits[t][live_[i]]);
@@ -286,7 +300,8 @@ class Simulator::HeadRun {
   Matrix keys_by_age(std::size_t index) const {
     Matrix keys;
     for (std::size_t i = 0; i <= index; ++i)
-      keys.push_back(rotate(s_, s_.k[layer_][kv_head_][live_[i]], static_cast<std::uint32_t>(i)));
+      keys.push_back(
+          rotate(sim_.turns_, s_.k[layer_][kv_head_][live_[i]], static_cast<std::uint32_t>(i)));
     return keys;
   }
 

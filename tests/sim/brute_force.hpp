@@ -35,9 +35,16 @@ Sequence load(const TraceReader& trace);
 /// `value` to `bits` significant bits, to nearest even.
 double round_to_bits(double value, int bits);
 
-/// A token's vector turned to `position` in float64 (RoPE's half-rotation).
-Vector rotate(const Sequence& s, const Vector& x, std::uint32_t position);
-/// The same at original positions as the page has it: in float32, then rounded once to the dtype.
+/// Cosines and sines of RoPE's angles, [position, rotated / 2], times its factor.
+struct Turns {
+  Matrix cos, sin;
+};
+/// In float64.
+Turns exact_turns(const Sequence& s);
+/// A token's vector turned to `position`: dimensions i and i + half go together.
+Vector rotate(const Turns& turns, const Vector& x, std::uint32_t position);
+/// The same at original positions as the page has it where q and k are rounded: in float32, then
+/// rounded once to the dtype.
 Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position);
 
 /// Probabilities of one query over `keys`.
@@ -126,6 +133,7 @@ class Simulator {
                 std::vector<AtQuery>& queries) const;
 
   Sequence s_;
+  Turns turns_;
   std::uint64_t threshold16_;
   std::vector<std::vector<Full>> full_;  // [layer][query head]
   /// [layer][KV head][now][token]: what queries from `now` on give the token

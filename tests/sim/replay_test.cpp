@@ -372,10 +372,8 @@ TEST_CASE("what cannot be replayed is refused by name") {
   CHECK(mentions(refusal(traced.trace, window, options), {"layer 2"}));
 
   const std::vector<std::uint32_t> first{0};
-  CHECK_THROWS_AS(kept_sets(traced.trace, 0, window.replay, {}, 2, 0, first),
-                  std::invalid_argument);
-  CHECK_THROWS_AS(kept_sets(traced.trace, 0, window.replay, {}, 0, 3, first),
-                  std::invalid_argument);
+  CHECK_THROWS_AS(kept_sets(traced.trace, 0, window.replay, {}, 2, 0, first), std::logic_error);
+  CHECK_THROWS_AS(kept_sets(traced.trace, 0, window.replay, {}, 0, 3, first), std::logic_error);
   const Case top = make_case("oracle_topk", 8, 0, false);
   CHECK_THROWS_AS(kept_sets(traced.trace, 0, top.replay, {}, 0, 0, first), std::invalid_argument);
 }
