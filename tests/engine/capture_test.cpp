@@ -37,7 +37,7 @@ std::vector<std::int32_t> some_ids(std::size_t count) {
 /// A long prompt, decoded tokens, a second turn: 1,150 tokens.
 TraceReader capture(const std::filesystem::path& path, Prefill prefill) {
   const auto ids = some_ids(1150);
-  TraceWriter writer(path, trace_header(tiny(), {{"prefill", prefill.text()}}));
+  TraceWriter writer(path, trace_header(tiny(), {{"teacher_forced", true}}));
   std::uint32_t seen = 0;
   Capture capture(writer, [&](std::uint32_t tokens) { seen = tokens; });
   CacheOptions options;
