@@ -12,6 +12,7 @@ namespace kvlab {
 namespace {
 
 constexpr std::string_view kAll = "all";
+constexpr std::size_t kEnoughTraces = 8;  // for their scatter to be a standard error by itself
 
 std::vector<std::string> parts_of(std::string_view params) {
   std::vector<std::string> parts;
@@ -68,7 +69,8 @@ Average average_of(std::span<const double> values, std::span<const double> error
   double scatter = 0;
   for (const double value : values) scatter += (value - average.mean) * (value - average.mean);
   const double between = std::sqrt(scatter / (n - 1) / n);
-  if (!(average.standard_error >= between)) average.standard_error = between;
+  if (values.size() >= kEnoughTraces || !(average.standard_error >= between))
+    average.standard_error = between;
   return average;
 }
 

@@ -31,8 +31,8 @@ struct BudgetColumn {
   std::uint32_t least_tokens, most_tokens;
 };
 
-/// A mean over traces. The standard error is the larger of what the traces' own errors give and
-/// what the scatter between traces gives (with two traces or more); NaN where neither is known.
+/// A mean over traces. From eight traces on, the standard error is that of their scatter; with
+/// fewer, the larger of that and what the traces' own errors give; NaN where neither is known.
 struct Average {
   double mean = 0, standard_error = 0;
   std::size_t traces = 0;

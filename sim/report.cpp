@@ -123,7 +123,7 @@ class Page {
   std::string curve(std::string_view metric_name, std::string_view heading, std::string_view note) {
     const MetricInfo& metric = *find_metric(metric_name);
     const std::string svg = curve_chart(figures_, styles_, drawn_for(metric), metric,
-                                        fmt::format("curve-{}", metric_name));
+                                        fmt::format("curve_{}", metric_name));
     return svg.empty() ? "" : figure(heading, note, svg);
   }
 
@@ -192,13 +192,13 @@ class Page {
         escape(budget_.text),
         figure(name, "Darker: more attention lost.",
                heat_map(grid_of(*winner_, {}), Shading::amount, name + " by layer and head",
-                        "map-winner")));
+                        "map_winner")));
     const auto window = counterpart(figures_, *winner_, "window");
     if (window && *window != *winner_)
       html += figure(name + " less window",
                      "Blue: the policy loses less than window does; orange: more.",
                      heat_map(grid_of(*winner_, window), Shading::difference,
-                              name + " less window, by layer and head", "map-difference"));
+                              name + " less window, by layer and head", "map_difference"));
     return html + "</div>\n</section>\n";
   }
 
@@ -218,7 +218,7 @@ class Page {
         "budget {}{}: the "
         "head on which the policies differ most. Each line is a token, from the first query shown "
         "that "
-        "could attend to it to the last.</p>\n<div class=\"figures\">\n",
+        "could attend to it to the last.</p>\n<div class=\"figures small\">\n",
         kept.layer, kept.head, escape(kept.budget),
         run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "");
     for (std::size_t i = 0; i < kept.series.size(); ++i) {
@@ -226,7 +226,7 @@ class Page {
       html += figure(escape(series.policy), "",
                      lifetime_chart(kept, series, colour_of(series),
                                     "tokens that " + series.policy + " kept, by query",
-                                    fmt::format("kept-{}", i)));
+                                    fmt::format("kept_{}", i)));
     }
     return html + "</div>\n</section>\n";
   }

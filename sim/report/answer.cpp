@@ -67,6 +67,8 @@ std::string elsewhere_sentence(const Figures& figures, std::size_t best, const M
   }
   const std::size_t budgets = figures.budgets().size();
   if (budgets < 2) return "";
+  if (alone == budgets) return " It is best alone at every budget of the run.";
+  if (alone + tied == budgets) return " It is among the best at every budget of the run.";
   return fmt::format(" Over the run's {} budgets {} is best alone at {} and ties for best at {}.",
                      budgets, escape(figures.series()[best].label), alone, tied);
 }

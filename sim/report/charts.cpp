@@ -11,20 +11,34 @@
 namespace kvlab {
 namespace {
 
-constexpr int kWidth = 560;
+constexpr int kWide = 520, kNarrow = 400;
 constexpr std::size_t kMostLifelines = 2000;
 constexpr std::size_t kMostLabelledCells = 96;
 
 /// What all figures share: thin axes, quiet grid.
 std::string frame() {
   return fmt::format(
-      "set border 3 lw 1 lc rgb '{0}'\n"
+      "set minussign\nset border 3 lw 1 lc rgb '{0}'\n"
       "set tics nomirror out scale 0.6 textcolor rgb '{1}'\n"
       "set grid ytics lt 1 lw 1 lc rgb '{2}'\n"
       "set xlabel textcolor rgb '{1}'\nset ylabel textcolor rgb '{1}'\n"
       "set key textcolor rgb '{3}'\n",
       light_of("muted"), light_of("muted"), light_of("rule"), light_of("ink"));
 }
+
+/// A figure's size and the room around its plot, in pixels.
+struct Layout {
+  int width, height, left, right, top, bottom;
+
+  double x(int pixels) const { return pixels / static_cast<double>(width); }
+  double y(int pixels) const { return pixels / static_cast<double>(height); }
+  std::string margins() const {
+    return fmt::format(
+        "set lmargin at screen {}\nset rmargin at screen {}\nset tmargin at screen {}\n"
+        "set bmargin at screen {}\n",
+        x(left), 1 - x(right), 1 - y(top), y(bottom));
+  }
+};
 
 double mean_tokens(const BudgetColumn& budget) {
   return (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2;
@@ -63,34 +77,38 @@ std::string curve_plot(const SeriesStyle& style, std::string_view label, std::si
   const std::string title = gnuplot_string(label);
   if (!style.point) return fmt::format("$d{} using 1:2 with lines {} title {}", block, line, title);
   return fmt::format(
-      "$d{0} using 1:2:3 with yerrorbars lc rgb '{1}' lw 1.2 pt -1 notitle, "
+      "$d{0} using 1:($2-$3):(0):(2*$3) with vectors nohead lc rgb '{1}' dt 1 lw 1.2 notitle, "
       "$d{0} using 1:2 with linespoints {2} pt {3} ps 0.75 title {4}",
       block, light_of(style.colour), line, style.point, title);
 }
 
-/// Black or white, whichever reads better on a grey of this lightness.
-const char* ink_on(double lightness) { return lightness > 0.55 ? "#101214" : "#ffffff"; }
+/// Black or white, whichever reads better on a cell `place` of the way up its palette.
+const char* ink_on(Shading shading, double place) {
+  const bool dark_cell = shading == Shading::amount ? place > 0.65 : place < 0.15 || place > 0.85;
+  return dark_cell ? "#ffffff" : "#101214";
+}
 
 struct Range {
   double least, most;
 };
 
-Range range_of(const HeadGrid& grid, Shading shading) {
-  double least = 0, most = 0;
-  for (const auto& cell : grid.cells) {
-    if (!cell) continue;
-    least = std::min(least, *cell);
-    most = std::max(most, *cell);
-  }
-  if (shading == Shading::difference) {
-    most = std::max(most, -least);
-    least = -most;
-  }
-  if (most <= least) most = least + 1;
-  return {least, most};
+/// The next number above that has one digit: 1, 2, 4, 6, 8, 10, 20, …
+double rounded_up(double value) {
+  const double power = std::pow(10, std::floor(std::log10(value)));
+  for (const int digit : {1, 2, 4, 6, 8})
+    if (value <= digit * power) return digit * power;
+  return 10 * power;
 }
 
-std::string cell_blocks(const HeadGrid& grid) {
+Range range_of(const HeadGrid& grid, Shading shading) {
+  double most = 0;
+  for (const auto& cell : grid.cells)
+    if (cell) most = std::max(most, std::abs(*cell));
+  const double most_shown = most > 0 ? rounded_up(most) : 1;
+  return {shading == Shading::difference ? -most_shown : 0, most_shown};
+}
+
+std::string cell_block(const HeadGrid& grid) {
   std::string block = "$cells << EOD\n";
   for (std::size_t l = 0; l < grid.layers.size(); ++l)
     for (std::size_t h = 0; h < grid.heads; ++h)
@@ -109,13 +127,12 @@ std::string cell_labels(const HeadGrid& grid, Shading shading, Range range) {
       const auto& cell = grid.cells[l * grid.heads + h];
       if (!cell) continue;
       const double place = (*cell - range.least) / (range.most - range.least);
-      const double lightness =
-          shading == Shading::amount ? 1 - place : 1 - 1.6 * std::abs(place - 0.5);
-      script += fmt::format("set label '{:.{}f}' at {},{} center textcolor rgb '{}' front\n", *cell,
+      script += fmt::format("set label '{}{:.{}f}' at {},{} center textcolor rgb '{}' front\n",
+                            *cell < 0 ? "−" : "", std::abs(*cell),
                             range.most >= 10    ? 1
                             : range.most >= 0.1 ? 2
                                                 : 3,
-                            h, l, ink_on(lightness));
+                            h, l, ink_on(shading, place));
     }
   return script;
 }
@@ -144,18 +161,26 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
   }
   if (drawn == 0) return "";
   const auto& budgets = figures.budgets();
-  const int key_rows = static_cast<int>((drawn + 2) / 3);
-  const int height = 350 + 22 * key_rows;
+  constexpr int kKeyColumns = 3, kKeyRow = 23, kPlot = 300, kAxis = 66;
+  const int key_rows = (static_cast<int>(drawn) + kKeyColumns - 1) / kKeyColumns;
+  const int key = kKeyRow * key_rows + 12;
+  const Layout layout{.width = kWide,
+                      .height = kPlot + kAxis + key,
+                      .left = 54,
+                      .right = 12,
+                      .top = 12,
+                      .bottom = kAxis + key};
   const std::string script =
-      frame() + blocks +
+      frame() + blocks + layout.margins() +
       fmt::format(
-          "set key bmargin center horizontal samplen 3 spacing 1.15 width 1 maxrows {} font ',15'\n"
-          "set logscale x 2\nset xrange [{}:{}]\nset xtics ({})\nset xlabel 'budget, tokens'\n"
-          "set yrange {}\nset lmargin 7\nset rmargin 2\nset tmargin 1\nset bars 0\n"
-          "plot {}\n",
-          key_rows, mean_tokens(budgets.front()) / 1.12, mean_tokens(budgets.back()) * 1.12,
-          budget_tics(budgets), metric.higher_is_better ? "[:1]" : "[0:]", plots);
-  return inline_svg(gnuplot_svg(script, kWidth, height, name), name,
+          "set key at screen 0.54,{} center top vertical Left reverse samplen 2.4 spacing 1.2 "
+          "width -1 maxrows {} font ',15'\n"
+          "set logscale x 2\nset xrange [{}:{}]\nset xtics ({})\n"
+          "set xlabel 'budget, tokens' offset 0,0.4\nset yrange {}\nset bars 0\nplot {}\n",
+          layout.y(key), key_rows, mean_tokens(budgets.front()) / 1.12,
+          mean_tokens(budgets.back()) * 1.12, budget_tics(budgets),
+          metric.higher_is_better ? "[:1]" : "[0:]", plots);
+  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name,
                     fmt::format("{} against the budget", metric.label));
 }
 
@@ -167,22 +192,26 @@ std::string heat_map(const HeadGrid& grid, Shading shading, std::string_view lab
           ? "0 '#f4f1e6', 0.25 '#a9d6c5', 0.5 '#4fa3b8', 0.75 '#2a6496', 1 '#1d2f63'"
           : "0 '#0b4f8a', 0.25 '#6fb0dc', 0.5 '#f2f2ef', 0.75 '#f0a661', 1 '#a84300'";
   const int rows = static_cast<int>(grid.layers.size());
-  const int height = 130 + std::clamp(rows * 44, 150, 480);
-  std::string script = frame() + cell_blocks(grid);
+  constexpr int kBelow = 112, kBar = 44;
+  const Layout layout{.width = kWide,
+                      .height = kBelow + 12 + std::clamp(rows * 44, 150, 480),
+                      .left = 62,
+                      .right = 12,
+                      .top = 12,
+                      .bottom = kBelow};
+  std::string script = frame() + cell_block(grid) + layout.margins();
   if (grid.cells.size() <= kMostLabelledCells && grid.heads <= 9)
     script += cell_labels(grid, shading, range);
   script += fmt::format(
       "unset grid\nunset key\nset border 0\nset tics scale 0\nset palette defined ({})\n"
-      "set cbrange [{}:{}]\nset colorbox horizontal user origin screen 0.3,0.06 size screen "
-      "0.55,0.03\n"
-      "set cbtics scale 0.4 autofreq\nset xrange [-0.5:{}-0.5]\nset yrange [{}-0.5:-0.5]\nset "
-      "xtics 1\n"
-      "set ytics ({})\nset xlabel 'KV head'\nset ylabel 'layer'\nset bmargin screen 0.32\nset "
-      "tmargin 1\n"
-      "set rmargin 2\nset lmargin 8\nset style fill solid noborder\n"
+      "set cbrange [{}:{}]\nset colorbox horizontal user origin screen 0.3,{} size screen 0.5,{}\n"
+      "set cbtics {} offset 0,0.3\nset xrange [-0.5:{}-0.5]\nset yrange [{}-0.5:-0.5]\n"
+      "set xtics {}\nset ytics ({})\nset xlabel 'KV head' offset 0,0.5\nset ylabel 'layer'\n"
+      "set style fill solid noborder\n"
       "plot $cells using 1:2:3:4:5:6:7 with boxxyerror fillcolor palette\n",
-      palette, range.least, range.most, grid.heads, rows, layer_tics(grid));
-  return inline_svg(gnuplot_svg(script, kWidth, height, name), name, label);
+      palette, range.least, range.most, layout.y(kBar - 14), layout.y(12),
+      (range.most - range.least) / 4, grid.heads, rows, 1 + grid.heads / 16, layer_tics(grid));
+  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name, label);
 }
 
 std::string lifetime_chart(const Kept& kept, const KeptSeries& series, std::string_view colour,
@@ -199,16 +228,19 @@ std::string lifetime_chart(const Kept& kept, const KeptSeries& series, std::stri
       block += fmt::format("{} {} {}\n", life.first_query, life.position,
                            life.last_query - life.first_query + step);
   block += "EOD\n";
-  constexpr int kHeight = 400;
-  const double line = std::clamp(330.0 * static_cast<double>(every) / (last + 1), 0.35, 2.5);
+  const Layout layout{
+      .width = kNarrow, .height = 320, .left = 80, .right = 20, .top = 12, .bottom = 66};
+  const double line = std::clamp(240.0 * static_cast<double>(every) / (last + 1), 1.1, 3.0);
   const std::string script =
-      frame() + block +
+      frame() + block + layout.margins() +
       fmt::format(
-          "unset key\nset xrange [{}:{}]\nset yrange [0:{}]\nset xlabel 'query position'\n"
-          "set ylabel 'token position'\nset lmargin 9\nset rmargin 3\nset tmargin 1\n"
+          "unset key\nunset grid\nset xrange [{}:{}]\nset yrange [{}:{}]\n"
+          "set xtics {}\nset xlabel 'query position' offset 0,0.4\n"
+          "set ylabel 'token position' offset 0.5,0\n"
           "plot $lives using 1:2:3:(0) with vectors nohead lw {} lc rgb '{}'\n",
-          kept.queries.front(), last + step, last + 1, line, light_of(colour));
-  return inline_svg(gnuplot_svg(script, kWidth, kHeight, name), name, label);
+          kept.queries.front(), last + step, -0.02 * last, 1.01 * last + 1,
+          rounded_up((last + step - kept.queries.front()) / 5.0), line, light_of(colour));
+  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name, label);
 }
 
 }  // namespace kvlab

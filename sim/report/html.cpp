@@ -55,12 +55,12 @@ std::string figure_text(double value) {
 }
 
 std::string average_text(const Average& average) {
-  if (std::isnan(average.standard_error)) return figure_text(average.mean);
-  // As many digits as make the error readable: two of its own at most.
-  const int decimals = average.standard_error > 0
-                           ? std::clamp(decimals_of(average.standard_error) - 1, 0, 5)
-                           : decimals_of(average.mean);
-  return fmt::format("{:.{}f} ± {:.{}f}", average.mean, decimals, average.standard_error, decimals);
+  const double size = std::abs(average.mean), error = average.standard_error;
+  if (std::isnan(error) || error == 0) return figure_text(average.mean);
+  // Columns line up where figures are small; an error keeps at least one digit.
+  int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
+  decimals = std::clamp(std::max(decimals, decimals_of(error) - 2), 0, 6);
+  return fmt::format("{:.{}f} ± {:.{}f}", average.mean, decimals, error, decimals);
 }
 
 std::string bytes_text(double bytes) {

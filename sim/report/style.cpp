@@ -13,7 +13,7 @@ html { color-scheme: light dark; -webkit-text-size-adjust: 100%; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 17px/1.6 system-ui, -apple-system, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 3rem 1.5rem 4rem; }
-header, .prose { max-width: 44rem; }
+header p, .prose { max-width: 46rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .4rem; font-weight: 650; letter-spacing: -.01em; }
 h2 { font-size: 1.25rem; margin: 3.2rem 0 .5rem; font-weight: 650; }
 h3 { font-size: 1rem; margin: 0 0 .3rem; font-weight: 600; }
@@ -24,7 +24,8 @@ p { margin: .5rem 0; }
   border-left: 4px solid var(--accent); }
 .figures { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2.2rem 2.4rem;
   margin: 1.2rem 0; }
-figure { margin: 0; min-width: 0; }
+.figures.small { grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 1.6rem 2rem; }
+figure { margin: 0; min-width: 0; display: grid; grid-row: span 2; grid-template-rows: subgrid; row-gap: .3rem; }
 figcaption p { font-size: .88rem; line-height: 1.45; margin: 0 0 .4rem; }
 svg { display: block; width: 100%; height: auto; font-family: inherit; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
@@ -43,7 +44,7 @@ code { font: .88em ui-monospace, "DejaVu Sans Mono", monospace; }
 summary { cursor: pointer; }
 @media (max-width: 820px) {
   main { padding: 1.6rem 1rem 3rem; }
-  .figures { grid-template-columns: minmax(0, 1fr); }
+  .figures, .figures.small { grid-template-columns: minmax(0, 1fr); }
   h1 { font-size: 1.5rem; }
   .answer { font-size: 1.05rem; }
   dl { grid-template-columns: minmax(0, 1fr); gap: 0; }
