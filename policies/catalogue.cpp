@@ -31,11 +31,6 @@ PolicyEntry make_entry() {
   return entry;
 }
 
-std::string extent_text(Extent extent) {
-  if (!extent.is_share) return fmt::format("{}", extent.tokens);
-  return fmt::format("{:g}%", extent.share_ppm / 1e4);
-}
-
 double parse_number(std::string_view text, std::string_view what) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -143,13 +138,18 @@ const std::vector<PolicyEntry>& policy_catalogue() {
   return catalogue;
 }
 
+std::string text_of(Extent extent) {
+  if (!extent.is_share) return fmt::format("{}", extent.tokens);
+  return fmt::format("{:g}%", extent.share_ppm / 1e4);
+}
+
 std::string PolicySpec::params_text() const {
   if (!entry || !entry->info.evicts) return "";
   std::vector<std::string> parts;
   for (std::size_t i = 0; i < params.size(); ++i)
     parts.push_back(fmt::format("{}={}", entry->params[i].name, params[i]));
-  parts.push_back("sinks=" + extent_text(sinks));
-  parts.push_back("recent=" + extent_text(recent));
+  parts.push_back("sinks=" + text_of(sinks));
+  parts.push_back("recent=" + text_of(recent));
   return fmt::format("{}", fmt::join(parts, ":"));
 }
 
@@ -194,7 +194,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   return spec;
 }
 
-std::string Budget::text() const { return all ? "all" : extent_text(extent); }
+std::string Budget::text() const { return all ? "all" : text_of(extent); }
 
 std::uint32_t Budget::resolve(std::uint32_t length) const {
   return all ? length : std::max(1u, extent.resolve(length));

@@ -29,6 +29,9 @@ struct PolicyEntry {
 /// Every registered policy, in the registry's order.
 const std::vector<PolicyEntry>& policy_catalogue();
 
+/// As written on the command line: `4` or `50%`.
+std::string text_of(Extent extent);
+
 /// A policy as asked for: `name:param=value:guard=value`, defaults filled in.
 struct PolicySpec {
   const PolicyEntry* entry = nullptr;  ///< null: a reference of the replay, found by name
