@@ -78,7 +78,8 @@ std::string code_or_blank(const std::string& text) {
 /// Two tables, as docs/policies.md holds them.
 void print_markdown() {
   fmt::print(
-      "| policy | | needs | order | guards | parameters | positions | bytes a slot | source |\n"
+      "| policy | what it does | needs | order | guards | parameters | positions | bytes a slot | "
+      "source |\n"
       "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
   for (const PolicyEntry& entry : policy_catalogue()) {
     const PolicyInfo& info = entry.info;
@@ -88,7 +89,7 @@ void print_markdown() {
                name_of(info.needs), name_of(info.order), code_or_blank(guards_of(info)),
                fmt::join(params, "; "), name_of(info.positions), entry.slot_bytes, info.citation);
   }
-  fmt::print("\n| reference | | bounds |\n| --- | --- | --- |\n");
+  fmt::print("\n| reference | what it does | bounds |\n| --- | --- | --- |\n");
   for (const Reference& reference : kReferences)
     fmt::print("| `{}` | {} | {} |\n", reference.name, reference.summary, reference.bounds);
 }
