@@ -1,11 +1,11 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "sim/ranking.hpp"
-#include "sim/report/html.hpp"
 #include "tools/options.hpp"
 #include "tools/replay_run.hpp"
 
@@ -65,32 +65,29 @@ ReplayOptions replay_options(const po::variables_map& options) {
           .progress = progress_bar("replay")};
 }
 
-std::string cell(const Figures& figures, std::size_t series, std::string_view budget,
-                 std::string_view metric) {
-  const auto average = figures.average(series, budget, metric);
-  return average ? average_text(*average) : "";
-}
-
-void print_line(const Figures& figures, std::size_t series, std::string_view budget) {
-  fmt::print("{:<28} {:>7} {:>17} {:>17} {:>17} {:>17}\n", figures.series()[series].label, budget,
-             cell(figures, series, budget, "nll_recall"), cell(figures, series, budget, "recall"),
-             cell(figures, series, budget, "miss_rate"),
-             cell(figures, series, budget, "output_error"));
+/// One metric, policies by budgets, averaged over the traces.
+void print_metric(const Figures& figures, const MetricInfo& metric) {
+  fmt::print("{:<26}", metric.label);
+  for (const BudgetColumn& budget : figures.budgets()) fmt::print(" {:>7}", budget.text);
+  fmt::print("\n");
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    const Series& series = figures.series()[s];
+    std::string cells;
+    for (const BudgetColumn& budget : figures.budgets()) {
+      const auto average = figures.average(s, budget.text, metric.name);
+      cells += average ? fmt::format(" {:>7.3f}", average->mean) : fmt::format(" {:>7}", "");
+    }
+    if (cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
+      fmt::print("  {:<24}{}\n", series.label, cells);
+  }
+  fmt::print("\n");
 }
 
 void print_table(const Run& run, const std::string& out) {
   const Figures figures(run.rows);
-  // "−" and "±" are several bytes wide, which fmt counts as one column each.
-  fmt::print("{:<28} {:>7} {:>17} {:>17} {:>17} {:>17}\n", "policy", "budget", "−ln recall",
-             "recall", "miss rate", "output error");
-  for (std::size_t s = 0; s < figures.series().size(); ++s) {
-    if (figures.series()[s].is_full())
-      print_line(figures, s, "all");
-    else
-      for (const BudgetColumn& budget : figures.budgets())
-        if (figures.average(s, budget.text, "recall")) print_line(figures, s, budget.text);
-  }
-  fmt::print("\n{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
+  for (const char* name : {"nll_recall", "recall", "miss_rate", "output_error"})
+    print_metric(figures, *find_metric(name));
+  fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
              out);
 }
 
