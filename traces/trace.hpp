@@ -114,6 +114,7 @@ struct TraceCheck {
   bool ok = true;
   std::vector<std::string> problems;    ///< one line each, naming the shard, layer and head
   double worst_out = 0, worst_lse = 0;  ///< largest errors of the sampled rows, see docs/trace.md
+  double tolerance = 0;                 ///< what both may be at most
   std::uint64_t rows = 0;               ///< sampled rows x query heads x layers compared
 };
 

@@ -194,6 +194,7 @@ void shorten(std::vector<std::string>& problems) {
 
 TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   TraceCheck check;
+  check.tolerance = tolerance_of(trace.shape().dtype);
   add_problems(check, damaged_files(trace, threads));
   if (!check.ok) {  // rows of damaged files say nothing
     shorten(check.problems);
