@@ -237,6 +237,16 @@ TEST_CASE("YaRN's factor follows attention_factor, mscale or the scaling factor"
         static_cast<float>((0.2 * std::log(4.0) + 1) / (0.1 * std::log(4.0) + 1)));
 }
 
+TEST_CASE("YaRN's ramp runs by default from 32 turns to 1") {
+  const json fractional = with(kYarn, {{"truncate", false}});
+  const auto frequencies = [&](const json& changes) {
+    return read(scaled(with(fractional, changes))).rope.inv_freq;
+  };
+  CHECK(frequencies({{"beta_fast", 32}, {"beta_slow", 1}}) == frequencies(json::object()));
+  CHECK(frequencies({{"beta_fast", 16}}) != frequencies(json::object()));
+  CHECK(frequencies({{"beta_slow", 2}}) != frequencies(json::object()));
+}
+
 TEST_CASE("RoPE types that are not supported are refused by name") {
   for (const char* type : {"dynamic", "longrope", "su", "mrope", "proportional"}) {
     CHECK_THAT(error_of(scaled({{"rope_type", type}, {"factor", 2.0}})),
