@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
-#include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include "tools/conversation.hpp"
@@ -62,7 +62,8 @@ void warn(const std::string& message) {
   if (!message.empty()) fmt::print(stderr, "kvlab generate: {}\n", message);
 }
 
-/// The largest distance between a query and a key that the model will meet.
+/// Positions that the model will meet: of the whole sequence, or of the cache where they are
+/// squeezed.
 std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prompt,
                            std::uint32_t length) {
   if (cache.positions == Positions::original || !cache.policy.entry->info.evicts) return length;
@@ -72,14 +73,14 @@ std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prom
   const std::uint32_t admission =
       cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
   return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(length, std::uint64_t{budget} + admission));
+      std::min<std::uint64_t>(length, std::uint64_t{budget} - 1 + admission));
 }
 
 std::string context_warning(const ModelConfig& config, std::uint32_t span) {
   if (span <= config.trained_context) return "";
   return fmt::format(
-      "up to {} positions apart, beyond the {} tokens this model was trained on: text may degrade; "
-      "--policy sink --budget {} would stay within",
+      "up to {} positions, beyond the {} this model was trained on: the text may degrade; --policy "
+      "sink --budget {} --prefill stream stays within",
       span, config.trained_context, config.trained_context / 2);
 }
 
