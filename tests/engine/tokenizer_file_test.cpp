@@ -97,6 +97,26 @@ TEST_CASE("Metaspace may leave the text whole, so that merges cross spaces") {
   CHECK(load_json(file).encode("b b") == Ids{300, kB});
 }
 
+TEST_CASE("only the first piece is at the start") {
+  json file = small_tokenizer();
+  const json split = {{"type", "Split"}, {"pattern", {{"Regex", "c"}}}, {"behavior", "Isolated"}};
+  file["pre_tokenizer"] = {{"type", "Sequence"},
+                           {"pretokenizers", {split, metaspace("first", true)}}};
+  CHECK(load_json(file).encode("aca") == Ids{kMarkA, 262, kA});
+}
+
+TEST_CASE("ByteLevel may put a space before the text") {
+  json file = json::parse(
+      test::read_bytes(std::string(KVLAB_SOURCE_DIR) + "/tests/data/tokenizer/qwen2.json"));
+  file["pre_tokenizer"] = {{"type", "ByteLevel"}, {"add_prefix_space", false}};
+  const Tokenizer plain = load_json(file);
+  file["pre_tokenizer"]["add_prefix_space"] = true;
+  const Tokenizer prefixed = load_json(file);
+  CHECK(prefixed.encode("the fox") == plain.encode(" the fox"));
+  CHECK(prefixed.encode(" the fox") == plain.encode(" the fox"));
+  CHECK(plain.encode("the fox") != plain.encode(" the fox"));
+}
+
 TEST_CASE("a character outside the vocabulary is read as bytes, else as the unknown token") {
   json file = small_tokenizer();
   CHECK(load_json(file).encode("é") == Ids{3 + 0xC3, 3 + 0xA9});

@@ -108,6 +108,7 @@ TEST_CASE("byte tokens are known by their spelling") {
 TEST_CASE("a pattern cuts at both ends of every match") {
   using Pieces = std::vector<std::string>;
   CHECK(cut(Pattern::regex("\\d{2}"), "a1234b5") == Pieces{"a", "12", "34", "b5"});
+  CHECK(cut(Pattern::regex("\\d+"), "a\u0661\u0662") == Pieces{"a", "\u0661\u0662"});
   CHECK(cut(Pattern::literal("a."), "xa.ya+") == Pieces{"x", "a.", "ya+"});
   CHECK(cut(Pattern::regex("\\s+(?!\\S)|\\s+"), "a   b") == Pieces{"a", "  ", " ", "b"});
   CHECK(cut(Pattern::regex("\\u00e9"), "caf\u00E9s") == Pieces{"caf", "\u00E9", "s"});
