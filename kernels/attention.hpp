@@ -1,0 +1,46 @@
+// Attention over a cache of slots: one query a sequence (decode), or many (prefill).
+//
+// The cache of one layer is keys and values [sequence, kv_head, slot, dim] of `type`, keys rotated.
+#pragma once
+
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+
+/// Head sizes 64, 96, 128; groups (query heads per KV head) 1 to 8.
+struct AttentionShape {
+  Type type;
+  int query_heads, kv_heads, head_size;
+  float softmax_scale;
+  std::int64_t sequence_stride, head_stride;  ///< of the cache, in elements; a slot is head_size long
+};
+
+/// One query for each sequence, over its first lengths[s] slots (the query's own among them). Each KV
+/// head is split over the grid so that the card is full at any batch; the parts are merged in a fixed
+/// order: equal inputs give equal bits.
+struct DecodeAttentionArgs {
+  AttentionShape shape;
+  int sequences, slots;        ///< slots: capacity, the most any length may be
+  const void* q;               // [sequence, query_head, dim] of type, rotated
+  const void *keys, *values;   // the layer's cache
+  const std::int32_t* lengths; // [sequence], device; 0: nothing is written
+  void* out;                   // [sequence, query_head, dim] of type
+  float* lse;                  // [sequence, query_head], natural logarithm, or null
+  void* workspace;             // decode_attention_workspace() bytes
+};
+std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
+cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
+
+/// Queries of one sequence at positions first … first + queries - 1, causal, over cache slots
+/// 0 … first + queries - 1 (slot = position: nothing has been evicted).
+struct PrefillAttentionArgs {
+  AttentionShape shape;
+  int first, queries;
+  const void* q;               // [query, query_head, dim] of type, rotated
+  const void *keys, *values;   // one sequence of the layer's cache: [kv_head, slot, dim]
+  void* out;                   // [query, query_head, dim] of type
+  float* lse;                  // [query, query_head], natural logarithm, or null
+};
+cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,20 @@
+// What every kernel launcher speaks: raw device pointers, element types, strides in elements.
+//
+// Launchers are stream-ordered: no host synchronisation, no allocation, capturable in a graph. They
+// return cudaErrorInvalidValue before any launch for a size, group or dtype that is not supported.
+// Lengths and positions are read from device memory, so that a captured graph serves growing sequences.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvlab::kernels {
+
+/// Element type of weights, activations and cache. Sums are float32.
+enum class Type { bf16, f16, f32 };
+
+constexpr std::size_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
+
+}  // namespace kvlab::kernels
