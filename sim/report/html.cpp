@@ -12,7 +12,7 @@ namespace {
 int decimals_of(double value) {
   const double size = std::abs(value);
   if (size == 0) return 0;
-  return std::clamp(2 - static_cast<int>(std::floor(std::log10(size))), 0, 6);
+  return std::clamp(2 - static_cast<int>(std::floor(std::log10(size))), 0, 8);
 }
 
 std::string with_separators(std::string digits) {

@@ -1,0 +1,102 @@
+// Who is best, and who ties.
+#include "sim/ranking.hpp"
+
+#include "tests/catch.hpp"
+#include "tests/sim/run_fixture.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+const MetricInfo& nll() { return *find_metric("nll_recall"); }
+
+std::string order(const Figures& figures, const std::vector<Standing>& standings) {
+  std::string text;
+  for (const Standing& standing : standings)
+    text += figures.series()[standing.series].label + (standing.ties ? "= " : " ");
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("policies stand in order, references and full do not stand") {
+  const Run run = made_up_run({{"window", "", 0.8, 0.01},
+                               {"h2o", "", 0.3, 0.01},
+                               {"lru", "", 0.31, 0.01},
+                               {"oracle_mass", "", 0.1, 0.01},
+                               {"oracle_topk", "", 0.05, 0.01},
+                               {"full", "", 0, 0}});
+  const Figures figures(run.rows);
+  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= lru= window ");
+  CHECK(order(figures, rank_policies(figures, "64", *find_metric("recall"))) ==
+        "h2o= lru= window ");
+  CHECK(rank_policies(figures, "96", nll()).empty());
+  CHECK(figures.average(5, "64", "recall")->mean == 1);  // full, under any budget
+}
+
+TEST_CASE("a tie is a difference of at most two standard errors of the difference") {
+  // The error of a difference of two is 0.01 * sqrt(2): two of them are 0.0283.
+  const Run run =
+      made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.328, 0.01}, {"lru", "", 0.329, 0.01}});
+  const Figures figures(run.rows);
+  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink= lru ");
+}
+
+TEST_CASE("without standard errors only equal figures tie") {
+  const Run run =
+      made_up_run({{"h2o", "", 0.3, NAN}, {"sink", "", 0.3, NAN}, {"lru", "", 0.3001, NAN}});
+  const Figures figures(run.rows);
+  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink= lru ");
+}
+
+TEST_CASE("traces are averaged, and the scatter between them widens the error") {
+  const Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
+  const Figures figures(run.rows);
+  const Average average = *figures.average(0, "64", "nll_recall");
+  CHECK(average.mean == Approx(0.4));
+  CHECK(average.standard_error == Approx(0.1 / std::sqrt(3)));
+  CHECK(average.traces == 3);
+  // Every trace says the same of the two, so that paired by trace they do not tie.
+  const Average difference = *figures.difference(1, 0, "64", "nll_recall");
+  CHECK(difference.mean == Approx(0.1));
+  CHECK(difference.standard_error == Approx(0.001 * std::sqrt(2) / std::sqrt(3)));
+  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink ");
+}
+
+TEST_CASE("from eight traces on, their scatter is the error") {
+  const Run run = made_up_run({{"h2o", "", 0.3, 10}, {"sink", "", 0.4, 10}}, 8);
+  const Figures figures(run.rows);
+  CHECK(figures.difference(1, 0, "64", "nll_recall")->standard_error < 1e-12);
+  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink ");
+}
+
+TEST_CASE("a series is labelled by what sets it apart") {
+  Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0},
+                         {"h2o", "sinks=0:recent=25%", 0.3, 0},
+                         {"sink", "sinks=4:recent=0", 0.3, 0}});
+  for (ResultRow row : std::vector<ResultRow>(run.rows)) {
+    if (row.policy != "sink") continue;
+    row.positions = "cache";
+    run.rows.push_back(row);
+  }
+  const Figures figures(run.rows);
+  std::string labels;
+  for (const Series& series : figures.series()) labels += series.label + "; ";
+  CHECK(labels ==
+        "h2o:recent=50%; h2o:recent=25%; sink, original positions; sink, cache positions; ");
+}
+
+TEST_CASE("a budget is found as asked, or in tokens where all traces agree") {
+  Run run = made_up_run({{"h2o", "", 0.3, 0}}, 2);
+  for (ResultRow& row : run.rows)
+    if (row.budget == "128") row.budget = "20%";
+  Figures figures(run.rows);
+  CHECK(figures.find_budget("20%") != nullptr);
+  CHECK(figures.find_budget("128") == figures.find_budget("20%"));
+  CHECK(figures.find_budget("96") == nullptr);
+  for (ResultRow& row : run.rows)
+    if (row.budget == "20%" && row.trace == "trace1") row.budget_tokens = 130;
+  const Figures uneven(run.rows);
+  CHECK(uneven.find_budget("20%")->most_tokens == 130);
+  CHECK(uneven.find_budget("128") == nullptr);
+}

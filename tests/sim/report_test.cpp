@@ -1,0 +1,159 @@
+// The page: says what the figures say, lets nothing in that is not its own.
+#include "sim/report.hpp"
+
+#include <cstdlib>
+#include <filesystem>
+#include <regex>
+
+#include "sim/report/answer.hpp"
+#include "sim/report/gnuplot.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/palette.hpp"
+#include "tests/catch.hpp"
+#include "tests/sim/run_fixture.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+
+namespace {
+
+bool has_gnuplot() {
+  const bool found = std::system("gnuplot --version >/dev/null 2>&1") == 0;
+  if (!found) WARN("skipped: gnuplot is not installed (Debian: gnuplot-nox)");
+  return found;
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1))
+    ++count;
+  return count;
+}
+
+std::string answer(const Run& run) {
+  const Figures figures(run.rows);
+  return answer_html(figures, *figures.find_budget("64"), *find_metric("nll_recall"));
+}
+
+Run whole_run() {
+  Run run = made_up_run({{"window", "", 0.8, 0.01},
+                         {"h2o", "", 0.3, 0.01},
+                         {"oracle_mass", "", 0.1, 0.01},
+                         {"oracle_topk", "", 0.05, 0.01},
+                         {"full", "", 0, 0}});
+  run.kept = Kept{.trace = "trace0",
+                  .budget = "64",
+                  .prefill = "dense",
+                  .budget_tokens = 64,
+                  .queries = {500, 501, 502},
+                  .series = {{"h2o", "", "original", {{3, 500, 501}, {9, 500, 502}}}}};
+  return run;
+}
+
+}  // namespace
+
+TEST_CASE("the answer names the best, window and the oracle") {
+  const std::string text = answer(whole_run());
+  CHECK_THAT(text, ContainsSubstring("<strong>h2o</strong> keeps the attention best"));
+  CHECK_THAT(text, ContainsSubstring("0.300 ± 0.010") &&
+                       ContainsSubstring("0.800 ± 0.010 for window") &&
+                       ContainsSubstring("0.100 ± 0.010 for oracle_mass"));
+  CHECK_THAT(text, ContainsSubstring("closes 71% of the gap between window and oracle_mass"));
+  CHECK_THAT(text, ContainsSubstring("best alone at every budget"));
+}
+
+TEST_CASE("the answer says a tie as a tie") {
+  const std::string text = answer(
+      made_up_run({{"window", "", 0.8, 0.01}, {"lru", "", 0.31, 0.01}, {"h2o", "", 0.3, 0.01}}));
+  CHECK_THAT(text, ContainsSubstring("<strong>h2o</strong> and <strong>lru</strong> tie"));
+  CHECK_THAT(text, ContainsSubstring("among the best at every budget"));
+}
+
+TEST_CASE("figures are written with few digits and their errors beside them") {
+  CHECK(figure_text(0.012345) == "0.0123");
+  CHECK(figure_text(1234567) == "1,234,567");
+  CHECK(figure_text(-1234) == "-1,234");
+  CHECK(figure_text(0) == "0");
+  CHECK(average_text({0.12345, 0.00678, 1}) == "0.123 ± 0.007");
+  CHECK(average_text({0.12345, 0.000067, 1}) == "0.12345 ± 0.00007");
+  CHECK(average_text({35.126, 1.72, 1}) == "35.1 ± 1.7");
+  CHECK(average_text({1, NAN, 1}) == "1.00");
+  CHECK(bytes_text(1536) == "1.50 KiB");
+  CHECK(join_names({"a", "b", "c"}) == "a, b and c");
+}
+
+TEST_CASE("text is escaped") {
+  CHECK(escape("<a href=\"x\">'&'</a>") == "&lt;a href=&quot;x&quot;&gt;&#39;&amp;&#39;&lt;/a&gt;");
+  CHECK(gnuplot_string("it's `date`\n") == "'it''s `date` '");
+}
+
+TEST_CASE("a policy looks the same everywhere, and its variants look related") {
+  const auto styles = styles_of(std::vector<Series>{{.policy = "h2o"},
+                                                    {.policy = "mine"},
+                                                    {.policy = "h2o", .params = "recent=25%"},
+                                                    {.policy = "yours"}});
+  CHECK(styles[0].colour == "vermilion");
+  CHECK(styles[2].colour == "vermilion");
+  CHECK(styles[0].dash != styles[2].dash);
+  CHECK(styles[0].point != styles[2].point);
+  CHECK(styles[1].colour != styles[3].colour);
+}
+
+TEST_CASE("the page holds every section and needs nothing else") {
+  if (!has_gnuplot()) return;
+  const std::string html = report_html(whole_run());
+  for (const char* part :
+       {"What each budget buys", "Where it is lost", "What was kept over time", "All figures",
+        "Where this comes from", "queries and keys come from the full-cache run",
+        "0123456789abcdef", "fedcba9876543210", "prefers-color-scheme: dark"})
+    CHECK_THAT(html, ContainsSubstring(part));
+  // Four curves, two maps, one kept head.
+  CHECK(count_of(html, "<svg ") == 7);
+  CHECK_FALSE(std::regex_search(html, std::regex("<script|<link|<img|@import|url\\(|http")));
+  // Ids are unique, and every reference leads to one of them.
+  std::map<std::string, int> ids;
+  const std::regex id("\\sid=['\"]([^'\"]+)"), reference("href=['\"]#([^'\"]+)");
+  for (std::sregex_iterator m(html.begin(), html.end(), id), end; m != end; ++m) ++ids[(*m)[1]];
+  for (const auto& [name, count] : ids) CHECK(count == 1);
+  for (std::sregex_iterator m(html.begin(), html.end(), reference), end; m != end; ++m)
+    CHECK(ids.contains((*m)[1]));
+}
+
+TEST_CASE("oracle_topk is drawn only where it is a bound") {
+  if (!has_gnuplot()) return;
+  const auto drawn = [](Run run) { return count_of(report_html(run), "<text>oracle_topk</text>"); };
+  Run run = whole_run();
+  CHECK(drawn(run) == 3);  // -ln recall, recall and miss rate, but not the output error
+  for (ResultRow& row : run.rows) row.prefill = "chunk:32";
+  CHECK(drawn(run) == 0);
+  for (ResultRow& row : run.rows) row.prefill = "stream";
+  run.info.span = Span::all;
+  CHECK(drawn(run) == 3);
+  for (ResultRow& row : run.rows) row.prefill = "dense";
+  CHECK(drawn(run) == 0);
+}
+
+TEST_CASE("names from a stranger's run are text, never code") {
+  if (!has_gnuplot()) return;
+  const std::string name = "x'; system 'touch owned'; '<script>alert(1)</script>`touch owned`";
+  Run run = made_up_run({{name, "a=<b>", 0.3, 0.01}, {"window", "", 0.8, 0.01}});
+  run.info.traces[0].model = "<i>m</i>";
+  const std::string html = report_html(run);
+  CHECK(html.find("<script") == std::string::npos);
+  CHECK(html.find("<i>m") == std::string::npos);
+  CHECK_THAT(html, ContainsSubstring("&lt;script&gt;"));
+  CHECK_FALSE(std::filesystem::exists("owned"));
+}
+
+TEST_CASE("a budget that the run lacks is refused by name") {
+  const Run run = whole_run();
+  CHECK_THROWS_WITH(report_html(run, {.budget = "96"}),
+                    ContainsSubstring("96") && ContainsSubstring("64, 128"));
+}
+
+TEST_CASE("a run of one budget and one policy makes a page") {
+  if (!has_gnuplot()) return;
+  Run run = made_up_run({{"lru", "", 0.3, NAN}});
+  std::erase_if(run.rows, [](const ResultRow& row) { return row.budget != "64"; });
+  CHECK_THAT(report_html(run), ContainsSubstring("stands alone"));
+}

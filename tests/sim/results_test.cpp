@@ -1,0 +1,166 @@
+// results.csv: what is written reads back, and what nobody wrote is refused by its line.
+#include "sim/results.hpp"
+
+#include <cmath>
+#include <limits>
+
+#include "sim/csv.hpp"
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+
+namespace {
+
+ResultRow row() {
+  return {.trace = "book",
+          .policy = "h2o",
+          .params = "sinks=0:recent=50%",
+          .budget = "20%",
+          .budget_tokens = 204,
+          .prefill = "chunk:7",
+          .positions = "cache",
+          .span = "decode",
+          .threshold = 0.01,
+          .seed = 18446744073709551615u,
+          .layer = 3,
+          .head = 1,
+          .metric = "nll_recall",
+          .value = 0.1 + 0.2,
+          .standard_error = 1e-17,
+          .count = 12345678901234};
+}
+
+const std::string kHeader = results_csv({});
+
+/// The message of the error that `text` is refused with; empty if it is read.
+std::string refusal(const std::string& text) {
+  try {
+    parse_results_csv(text, "results.csv");
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// A good row with one column replaced.
+std::string with_column(std::size_t column, const std::string& value) {
+  std::string fields[] = {"book",     "h2o",    "recent=50%", "64", "64",  "dense",
+                          "original", "decode", "0.01",       "0",  "all", "all",
+                          "recall",   "0.5",    "0.01",       "100"};
+  fields[column] = value;
+  std::string line;
+  for (const std::string& field : fields) line += field + ",";
+  line.back() = '\n';
+  return kHeader + line;
+}
+
+}  // namespace
+
+TEST_CASE("results read back to the same bytes and values") {
+  ResultRow odd = row();
+  odd.trace = "a, \"quoted\" name";
+  odd.layer = odd.head = -1;
+  odd.standard_error = std::numeric_limits<double>::quiet_NaN();
+  odd.value = 5e-324;
+  const std::vector<ResultRow> rows{row(), odd};
+  const std::string text = results_csv(rows);
+  const auto read = parse_results_csv(text, "results.csv");
+  REQUIRE(read.size() == 2);
+  CHECK(results_csv(read) == text);
+  CHECK(read[0].value == row().value);
+  CHECK(read[0].seed == row().seed);
+  CHECK(read[0].head == 1);
+  CHECK(read[1].trace == odd.trace);
+  CHECK(read[1].layer == -1);
+  CHECK(std::isnan(read[1].standard_error));
+  CHECK(read[1].value == 5e-324);
+}
+
+TEST_CASE("results have the columns that are promised") {
+  CHECK(kHeader ==
+        "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,layer,head,"
+        "metric,value,stderr,count\n");
+  const std::vector<ResultRow> rows{row()};
+  CHECK(
+      results_csv(rows) ==
+      kHeader +
+          "book,h2o,sinks=0:recent=50%,20%,204,chunk:7,cache,decode,0.01,18446744073709551615,3,1,"
+          "nll_recall,0.30000000000000004,1e-17,12345678901234\n");
+}
+
+TEST_CASE("a value that is no number has no row") {
+  const std::vector<ReplayConfig> grid{{.policy = parse_policy("full"), .budget = {.all = true}}};
+  ReplayResult result{.budget_tokens = {100}};
+  result.measurements.push_back({0, 0, 0, "recall", 1, NAN, 5});
+  result.measurements.push_back({0, 0, 0, "miss_rate", NAN, NAN, 0});
+  const auto rows = result_rows("book", grid, {}, result);
+  REQUIRE(rows.size() == 1);
+  CHECK(rows[0].metric == "recall");
+  CHECK(rows[0].budget == "all");
+  CHECK(rows[0].params.empty());
+}
+
+TEST_CASE("a bad row is refused by its line") {
+  REQUIRE(refusal(with_column(0, "book")).empty());
+  struct Bad {
+    std::size_t column;
+    const char* value;
+    const char* says;
+  };
+  const Bad bad = GENERATE(
+      Bad{0, "", "trace is empty"}, Bad{0, "a\tb", "control character"}, Bad{4, "0", "at least 1"},
+      Bad{4, "4294967296", "budget_tokens '4294967296'"}, Bad{4, "64.5", "whole number"},
+      Bad{5, "later", "prefill"}, Bad{6, "mine", "positions"}, Bad{7, "some", "span"},
+      Bad{8, "nan", "threshold 'nan'"}, Bad{9, "-1", "seed '-1'"}, Bad{10, "-1", "layer"},
+      Bad{11, "0", "a head without a layer"}, Bad{12, "speed", "unknown metric 'speed'"},
+      Bad{13, "nan", "finite number"}, Bad{13, "inf", "finite number"},
+      Bad{13, "", "finite number"}, Bad{13, "1e400", "finite number"},
+      Bad{13, "0x10", "finite number"}, Bad{14, "-0.5", "stderr is negative"},
+      Bad{15, "1.5", "whole number"});
+  const std::string message = refusal(with_column(bad.column, bad.value));
+  CAPTURE(bad.value);
+  CHECK_THAT(message, ContainsSubstring("results.csv: line 2: ") && ContainsSubstring(bad.says));
+  CHECK(message.find('\n') == std::string::npos);
+}
+
+TEST_CASE("a file that is not made of such rows is refused") {
+  CHECK_THAT(refusal(""), ContainsSubstring("line 1") && ContainsSubstring("header"));
+  CHECK_THAT(refusal("policy,value\n"), ContainsSubstring("line 1"));
+  CHECK_THAT(refusal(kHeader + "book,h2o\n"),
+             ContainsSubstring("line 2: 2 columns; there should be 16"));
+  CHECK_THAT(refusal(with_column(15, "100,7")), ContainsSubstring("line 2: 17 columns"));
+  CHECK_THAT(refusal(with_column(0, "\"open")),
+             ContainsSubstring("line 2: a quoted field is never closed"));
+  CHECK_THAT(refusal(with_column(0, "\"a\"b")), ContainsSubstring("after a closing quote"));
+  CHECK_THAT(refusal(with_column(0, "a\"b")), ContainsSubstring("quote inside a field"));
+  const std::string good = with_column(0, "book");
+  CHECK_THAT(refusal(good + good.substr(kHeader.size())),
+             ContainsSubstring("line 3: repeats the row of line 2"));
+}
+
+TEST_CASE("every cut of a results file is read or refused, never more") {
+  const std::vector<ResultRow> rows{row()};
+  const std::string text = results_csv(rows);
+  for (std::size_t length = 0; length < text.size(); ++length) {
+    const std::string cut = text.substr(0, length);
+    const bool read = refusal(cut).empty();
+    // Only the header alone, or a last number cut short, still makes sense.
+    CHECK(read == (length + 1 == kHeader.size() || length == kHeader.size() ||
+                   text.rfind(',') + 1 < length));
+  }
+}
+
+TEST_CASE("comma-separated values follow RFC 4180") {
+  CHECK(csv_field("plain") == "plain");
+  CHECK(csv_field("a,b") == "\"a,b\"");
+  CHECK(csv_field("say \"a\"") == "\"say \"\"a\"\"\"");
+  CsvReader reader("a,\"b\nc\"\"d\",\r\n\n\"\",x");
+  using Fields = std::vector<std::string>;
+  CHECK(reader.next() == Fields{"a", "b\nc\"d", ""});
+  CHECK(reader.line() == 1);
+  CHECK(reader.next() == Fields{""});
+  CHECK(reader.line() == 3);
+  CHECK(reader.next() == Fields{"", "x"});
+  CHECK_FALSE(reader.next());
+}

@@ -1,0 +1,76 @@
+// A small made-up run: two traces, two heads, policies whose figures are easy to reckon with.
+#pragma once
+
+#include <cmath>
+
+#include "sim/run.hpp"
+
+namespace kvlab {
+
+struct MadeUp {
+  std::string policy, params;
+  double nll;    ///< at budget 64, first trace
+  double error;  ///< standard error
+};
+
+inline ResultRow made_up_row(const MadeUp& policy, const std::string& trace,
+                             const std::string& budget, const std::string& metric, double value,
+                             std::int32_t layer = -1, std::int32_t head = -1) {
+  const bool all = budget == "all";
+  return {.trace = trace,
+          .policy = policy.policy,
+          .params = policy.params,
+          .budget = budget,
+          .budget_tokens = all ? 1000 : static_cast<std::uint32_t>(std::stoul(budget)),
+          .prefill = "dense",
+          .positions = "original",
+          .span = "decode",
+          .threshold = 0.01,
+          .layer = layer,
+          .head = head,
+          .metric = metric,
+          .value = value,
+          .standard_error = policy.error,
+          .count = 100};
+}
+
+/// Every policy at 64 and 128 tokens (half the loss), on `traces` traces, each later one 0.1 worse.
+inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
+  Run run{.info = {.version = "0.1.0"}};
+  for (int t = 0; t < traces; ++t) {
+    const std::string name = "trace" + std::to_string(t);
+    run.info.traces.push_back({.name = name,
+                               .path = "traces/" + name,
+                               .hash = "0123456789abcdef",
+                               .tokens = 1000,
+                               .prompt_tokens = 500,
+                               .model = "tiny",
+                               .dtype = "float32",
+                               .layers = 1,
+                               .query_heads = 4,
+                               .kv_heads = 2,
+                               .head_size = 64,
+                               .weights_xxh3 = "fedcba9876543210",
+                               .tokenizer_xxh3 = "",
+                               .capture = {{"engine", "kvlab"}}});
+    for (const MadeUp& policy : policies)
+      for (const char* budget : {"64", "128"}) {
+        const bool full = policy.policy == "full";
+        if (full && std::string(budget) == "128") continue;
+        const double nll = full ? 0 : (policy.nll + 0.1 * t) * 64 / std::stod(budget);
+        for (int head = -1; head < 2; ++head) {
+          const auto add = [&](const char* metric, double value) {
+            run.rows.push_back(made_up_row(policy, name, full ? "all" : budget, metric, value,
+                                           head < 0 ? -1 : 0, head));
+          };
+          add("recall", std::exp(-nll));
+          add("nll_recall", nll);
+          add("miss_rate", nll / 2);
+          if (policy.policy != "oracle_topk") add("output_error", nll);
+        }
+      }
+  }
+  return run;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,145 @@
+// A run's directory: whole or not at all, and read with suspicion.
+#include "sim/run.hpp"
+
+#include <fstream>
+
+#include "tests/catch.hpp"
+#include "tests/sim/run_fixture.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+using kvlab::test::TemporaryFolder;
+
+namespace {
+
+Run small_run() {
+  Run run = made_up_run({{"window", "sinks=0:recent=0", 0.8, 0.01}, {"full", "", 0, 0}});
+  run.info.grid = {{"window", "sinks=0:recent=0", "64", "dense", "original", 5}};
+  run.info.layers = {0, 2};
+  run.info.span = Span::all;
+  run.info.every_output_error = true;
+  run.kept = Kept{.trace = "trace0",
+                  .budget = "64",
+                  .prefill = "dense",
+                  .budget_tokens = 64,
+                  .layer = 0,
+                  .head = 1,
+                  .queries = {500, 501, 502},
+                  .series = {{"window", "sinks=0:recent=0", "original", {{3, 500, 501}}}}};
+  return run;
+}
+
+void write(const std::filesystem::path& path, const std::string& text) {
+  std::ofstream(path) << text;
+}
+
+std::string read(const std::filesystem::path& path) { return read_text_file(path, 1 << 20); }
+
+std::string refusal(const std::filesystem::path& directory) {
+  try {
+    load_run(directory);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void replace(const std::filesystem::path& path, const std::string& from, const std::string& to) {
+  std::string text = read(path);
+  const auto at = text.find(from);
+  REQUIRE(at != std::string::npos);
+  write(path, text.replace(at, from.size(), to));
+}
+
+}  // namespace
+
+TEST_CASE("a run reads back as it was saved, and saves to the same bytes") {
+  const TemporaryFolder folder;
+  Run run = small_run();
+  save_run(run, folder.path());
+  Run loaded = load_run(folder.path());
+  CHECK(loaded.info == run.info);
+  CHECK(loaded.kept == run.kept);
+  CHECK(loaded.hash == run.hash);
+  CHECK(results_csv(loaded.rows) == results_csv(run.rows));
+  const std::string before = read(folder.path() / "run.json");
+  save_run(loaded, folder.path());
+  CHECK(read(folder.path() / "run.json") == before);
+}
+
+TEST_CASE("a run that was changed or broken is refused by file and key") {
+  const TemporaryFolder folder;
+  Run run = small_run();
+  save_run(run, folder.path());
+  const auto info = folder.path() / "run.json", rows = folder.path() / "results.csv",
+             kept = folder.path() / "kept.json";
+  SECTION("no run") {
+    std::filesystem::remove(info);
+    CHECK_THAT(refusal(folder.path()), ContainsSubstring("is not a run"));
+  }
+  SECTION("changed results") {
+    replace(rows, "recall,", "miss_rate,");
+    CHECK(!refusal(folder.path()).empty());
+  }
+  SECTION("a row too many") {
+    write(rows,
+          read(rows) + "trace0,sink,,64,64,dense,original,decode,0.01,0,all,all,recall,0.5,,1\n");
+    CHECK_THAT(refusal(folder.path()),
+               ContainsSubstring("results.csv") && ContainsSubstring("checksum"));
+  }
+  SECTION("a later format") {
+    replace(info, "\"format\": 1", "\"format\": 2");
+    CHECK_THAT(refusal(folder.path()),
+               ContainsSubstring("run.json") && ContainsSubstring("format 2"));
+  }
+  SECTION("a missing key") {
+    replace(info, "\"span\"", "\"spam\"");
+    CHECK_THAT(refusal(folder.path()), ContainsSubstring("run.json") && ContainsSubstring("span"));
+  }
+  SECTION("broken JSON") {
+    write(info, "{");
+    CHECK_THAT(refusal(folder.path()), ContainsSubstring("run.json"));
+  }
+  SECTION("kept sets that make no sense") {
+    replace(kept, "[3,500,501]", "[3,500]");
+    CHECK_THAT(refusal(folder.path()),
+               ContainsSubstring("kept.json") && ContainsSubstring("lifetimes[0]"));
+  }
+  SECTION("kept at a negative position") {
+    replace(kept, "[3,500,501]", "[-3,500,501]");
+    CHECK_THAT(refusal(folder.path()),
+               ContainsSubstring("kept.json") && ContainsSubstring("whole number"));
+  }
+}
+
+TEST_CASE("a staged directory appears whole or not at all") {
+  const TemporaryFolder folder;
+  const auto out = folder.path() / "run";
+  const auto entries = [&] {
+    return std::distance(std::filesystem::directory_iterator(folder.path()), {});
+  };
+  {
+    const StagedDirectory staged(out);
+    write(staged.staging() / "half", "x");
+  }
+  CHECK(entries() == 0);
+  {
+    StagedDirectory staged(out.string() + "/");
+    write(staged.staging() / "all", "x");
+    staged.commit();
+  }
+  CHECK(std::filesystem::exists(out / "all"));
+  CHECK(entries() == 1);
+  CHECK_THROWS_WITH(StagedDirectory(out), ContainsSubstring("exists already"));
+  CHECK_THROWS_WITH(StagedDirectory(folder.path() / "no" / "such"),
+                    ContainsSubstring("cannot be made"));
+}
+
+TEST_CASE("lifetimes are the first and last shown queries that spanned a token") {
+  const std::vector<KeptSet> sets{{10, {1, 9, 10}}, {12, {1, 12}}, {14, {9, 12, 14}}};
+  const std::vector<Lifetime> expected{{1, 10, 12},  {9, 10, 10},  {9, 14, 14},
+                                       {10, 10, 10}, {12, 12, 14}, {14, 14, 14}};
+  CHECK(lifetimes_of(sets) == expected);
+  CHECK(lifetimes_of({}).empty());
+}

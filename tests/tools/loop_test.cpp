@@ -1,0 +1,179 @@
+// The commands, one after another, as a person would type them: capture, replay, report, deploy,
+// generate, and the demo that strings them together.
+#include <cstdio>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "sim/run.hpp"
+#include "tests/catch.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "tools/policy_file.hpp"
+#include "tools/run_command.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+using Catch::Matchers::ContainsSubstring;
+using Words = std::vector<std::string>;
+
+namespace {
+
+const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
+
+/// A short trace of the bundled model.
+void capture(const std::filesystem::path& trace, const std::string& seed = "1") {
+  REQUIRE(run_command(capture_command(),
+                      {"--model", kModel, "--prompt",
+                       "It was a dark and stormy night, and the wind", "--max-new-tokens", "40",
+                       "--temperature", "0.8", "--seed", seed, "--out", trace.string()}) == 0);
+}
+
+Words replay_words(const std::filesystem::path& trace, const std::filesystem::path& out,
+                   Words more = {}) {
+  Words words{"--trace",  trace.string(), "--policy", "window,sink,h2o",
+              "--budget", "8,16,50%",     "--out",    out.string()};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+/// The message that a command is refused with; empty if it runs.
+std::string refusal(const Command& command, const Words& words) {
+  try {
+    run_command(command, words);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("a replay leaves the grid and the references, the same for any number of threads") {
+  const TemporaryFolder folder;
+  capture(folder / "trace");
+  REQUIRE(run_command(replay_command(),
+                      replay_words(folder / "trace", folder / "a", {"--threads", "1"})) == 0);
+  REQUIRE(run_command(replay_command(),
+                      replay_words(folder / "trace", folder / "b", {"--threads", "3"})) == 0);
+  for (const char* file : {"results.csv", "run.json", "kept.json"})
+    CHECK(read_bytes(folder / "a" / file) == read_bytes(folder / "b" / file));
+
+  const Run run = load_run(folder / "a");
+  CHECK(run.info.grid.size() == 3 * 3 + 2 * 3 + 1);
+  CHECK(run.info.traces.at(0).name == "trace");
+  CHECK(run.info.traces.at(0).hash == TraceReader::open(folder / "trace").hash());
+  for (const ResultRow& row : run.rows) {
+    if (row.layer >= 0) continue;
+    if (row.policy == "full" && row.metric == "recall") CHECK(row.value == 1);
+    if (row.policy == "full") CHECK(row.budget == "all");
+    if (row.budget == "50%") CHECK(row.budget_tokens == run.info.traces[0].tokens / 2);
+  }
+  REQUIRE(run.kept);
+  CHECK(run.kept->series.size() == 4);  // three policies and oracle_mass
+}
+
+TEST_CASE("a replay without references has none, and only the layers asked for") {
+  const TemporaryFolder folder;
+  capture(folder / "trace");
+  REQUIRE(run_command(replay_command(), replay_words(folder / "trace", folder / "run",
+                                                     {"--no-references", "--layers", "2,0,2"})) ==
+          0);
+  const Run run = load_run(folder / "run");
+  CHECK(run.info.layers == std::vector<std::uint32_t>{0, 2});
+  for (const ResultRow& row : run.rows) {
+    CHECK((row.policy == "window" || row.policy == "sink" || row.policy == "h2o"));
+    CHECK((row.layer == -1 || row.layer == 0 || row.layer == 2));
+  }
+}
+
+TEST_CASE("what a replay cannot do is refused, and nothing is left behind") {
+  const TemporaryFolder folder;
+  capture(folder / "trace");
+  std::filesystem::create_directory(folder / "other");
+  std::filesystem::copy(folder / "trace", folder / "other" / "trace",
+                        std::filesystem::copy_options::recursive);
+  const auto refused = [&](Words more) {
+    return refusal(replay_command(),
+                   replay_words(folder / "trace", folder / "run", std::move(more)));
+  };
+  CHECK_THAT(refused({"--trace", (folder / "other" / "trace").string()}),
+             ContainsSubstring("called trace"));
+  CHECK_THAT(refused({"--trace", (folder / "nowhere").string()}), ContainsSubstring("nowhere"));
+  CHECK_THAT(refused({"--layers", "0,x"}), ContainsSubstring("--layers: 'x'"));
+  CHECK_THAT(refused({"--layers", "9"}), ContainsSubstring("layer 9"));
+  CHECK_THAT(refused({"--span", "some"}), ContainsSubstring("span: 'some'"));
+  CHECK_THAT(refused({"--output-error", "none"}), ContainsSubstring("--output-error: 'none'"));
+  CHECK_THAT(refused({"--request-threshold", "2"}), ContainsSubstring("--request-threshold: 2"));
+  CHECK_THAT(
+      refusal(replay_command(), {"--trace", (folder / "trace").string(), "--policy", "window",
+                                 "--budget", "8", "--out", (folder / "no" / "run").string()}),
+      ContainsSubstring("cannot be made"));
+
+  std::string shard = read_bytes(folder / "trace" / "shard-00000.safetensors");
+  shard[shard.size() / 2] = static_cast<char>(shard[shard.size() / 2] ^ 64);
+  write_bytes(folder / "trace" / "shard-00000.safetensors", shard);
+  CHECK_THAT(refused({}), ContainsSubstring("does not verify") && ContainsSubstring("shard-00000"));
+
+  std::set<std::string> left;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
+    left.insert(entry.path().filename().string());
+  CHECK(left == std::set<std::string>{"trace", "other"});
+  std::filesystem::create_directory(folder / "run");
+  CHECK_THAT(refused({}), ContainsSubstring("exists"));
+}
+
+TEST_CASE("a run is deployed and generates, and the closed loop can settle it") {
+  const TemporaryFolder folder;
+  capture(folder / "first", "1");
+  capture(folder / "second", "2");
+  const std::string run = (folder / "run").string(), policy = (folder / "policy.json").string();
+  REQUIRE(run_command(
+              replay_command(),
+              replay_words(folder / "first", run, {"--trace", (folder / "second").string()})) == 0);
+  CHECK(load_run(run).info.traces.size() == 2);
+  REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--out", policy}) == 0);
+  const PolicyFile open = read_policy_file(policy);
+  CHECK(open.budget == 16);
+  CHECK(open.run["hash"] == load_run(run).hash);
+  CHECK(open.run["traces"].size() == 2);
+  CHECK_FALSE(open.run.contains("confirmed"));
+
+  write_bytes(folder / "text.txt", read_bytes(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt"));
+  REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--model", kModel,
+                                         "--text", (folder / "text.txt").string(), "--max-tokens",
+                                         "200", "--out", policy}) == 0);
+  const PolicyFile closed = read_policy_file(policy);
+  const auto& confirmed = closed.run["confirmed"];
+  REQUIRE(confirmed.size() == 2);
+  CHECK(confirmed[0]["perplexity"] <= confirmed[1]["perplexity"]);
+  CHECK(confirmed[0]["policy"] == closed.policy.name);
+
+  CHECK(run_command(generate_command(), {"--model", kModel, "--prompt", "It was",
+                                         "--max-new-tokens", "30", "--policy-file", policy}) == 0);
+  CHECK_THAT(refusal(deploy_command(), {run, "--budget", "9", "--out", policy}),
+             ContainsSubstring("8, 16, 50%"));
+  CHECK_THAT(refusal(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--out", policy}),
+             ContainsSubstring("--model: missing"));
+}
+
+TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {
+  if (std::system("gnuplot --version >/dev/null 2>&1") != 0) {
+    WARN("skipped: gnuplot is not installed (Debian: gnuplot-nox)");
+    return;
+  }
+  const TemporaryFolder folder;
+  const std::string out = (folder / "demo").string();
+  REQUIRE(run_command(demo_command(), {"--out", out}) == 0);
+  for (const char* file : {"trace/manifest.json", "run/results.csv", "report.html", "policy.json"})
+    CHECK(std::filesystem::exists(folder / "demo" / file));
+  const std::string results = read_bytes(folder / "demo" / "run" / "results.csv");
+  write_bytes(folder / "demo" / "stale", "x");
+  REQUIRE(run_command(demo_command(), {"--out", out}) == 0);
+  CHECK_FALSE(std::filesystem::exists(folder / "demo" / "stale"));
+  CHECK(read_bytes(folder / "demo" / "run" / "results.csv") == results);
+
+  std::filesystem::create_directory(folder / "mine");
+  write_bytes(folder / "mine" / "work", "x");
+  CHECK_THAT(refusal(demo_command(), {"--out", (folder / "mine").string()}),
+             ContainsSubstring("was not made by"));
+  CHECK(read_bytes(folder / "mine" / "work") == "x");
+}

@@ -1,0 +1,158 @@
+// policy.json: reads back, and refuses what would not run.
+#include "tools/policy_file.hpp"
+
+#include "tests/catch.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+using Catch::Matchers::ContainsSubstring;
+using nlohmann::json;
+
+namespace {
+
+PolicyFile h2o_file() {
+  return {.policy = parse_policy("h2o:sinks=4:recent=37.5%"),
+          .budget = 128,
+          .budgets = {},
+          .positions = Positions::cache,
+          .prefill = parse_prefill("chunk:32"),
+          .threshold = 0.02,
+          .seed = 9,
+          .model = "tiny",
+          .weights_xxh3 = "fedcba9876543210",
+          .run = {{"hash", "0123456789abcdef"}, {"ties", json::array({"sink"})}}};
+}
+
+const ModelShape kShape{.layers = 2, .query_heads = 4, .kv_heads = 2, .head_size = 64};
+
+/// What reading a good file, changed by `change`, is refused with; empty if it is read.
+template <class Change>
+std::string refusal(Change change) {
+  const TemporaryFolder folder;
+  const auto path = folder / "policy.json";
+  write_policy_file(path, h2o_file());
+  json file = json::parse(read_bytes(path));
+  change(file);
+  write_bytes(path, file.dump());
+  return error_of([&] { read_policy_file(path); });
+}
+
+std::string refusal_with(const std::string& pointer, const json& value) {
+  return refusal([&](json& file) { file[json::json_pointer(pointer)] = value; });
+}
+
+}  // namespace
+
+TEST_CASE("a policy file reads back as it was written") {
+  const TemporaryFolder folder;
+  const auto path = folder / "policy.json";
+  write_policy_file(path, h2o_file());
+  const PolicyFile read = read_policy_file(path);
+  CHECK(read.policy.text() == h2o_file().policy.text());
+  CHECK(read.budget == 128);
+  CHECK(read.budgets.empty());
+  CHECK(read.positions == Positions::cache);
+  CHECK(read.prefill.text() == "chunk:32");
+  CHECK(read.threshold == 0.02);
+  CHECK(read.seed == 9);
+  CHECK(read.model == "tiny");
+  CHECK(read.weights_xxh3 == "fedcba9876543210");
+  CHECK(read.run == h2o_file().run);
+  const std::string before = read_bytes(path);
+  write_policy_file(path, read);
+  CHECK(read_bytes(path) == before);
+}
+
+TEST_CASE("every policy that evicts can be deployed with its defaults") {
+  const TemporaryFolder folder;
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    if (!entry.info.evicts) continue;
+    PolicyFile file = h2o_file();
+    file.policy = parse_policy(entry.info.name);
+    write_policy_file(folder / "policy.json", file);
+    CHECK(read_policy_file(folder / "policy.json").policy.text() == file.policy.text());
+  }
+}
+
+TEST_CASE("a policy file becomes the options of a cache") {
+  PolicyFile file = h2o_file();
+  const CacheOptions one = cache_options(file, kShape);
+  CHECK(one.policy.text() == file.policy.text());
+  CHECK(one.budget == 128);
+  CHECK(one.budgets.empty());
+  CHECK(one.positions == Positions::cache);
+  CHECK(one.prefill.chunk == 32);
+  CHECK(one.seed == 9);
+  CHECK(one.threshold16 == request_threshold16(0.02));
+}
+
+TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
+  const TemporaryFolder folder;
+  PolicyFile file = h2o_file();
+  file.budgets = {{100, 200}, {300, 50}};
+  write_policy_file(folder / "policy.json", file);
+  const PolicyFile read = read_policy_file(folder / "policy.json");
+  CHECK(read.budgets == file.budgets);
+  CHECK(read.budget == 300);
+  CHECK(cache_options(read, kShape).budgets == std::vector<std::uint32_t>{100, 200, 300, 50});
+  ModelShape other = kShape;
+  other.layers = 3;
+  CHECK_THROWS_WITH(cache_options(read, other),
+                    ContainsSubstring("2 layers x 2 KV heads") && ContainsSubstring("3 x 2"));
+}
+
+TEST_CASE("a policy file that would not run is refused by file and key") {
+  REQUIRE(refusal([](json&) {}).empty());
+  struct Bad {
+    const char* pointer;
+    json value;
+    const char* says;
+  };
+  const Bad bad = GENERATE(values<Bad>({
+      {"/format", 2, "format 2"},
+      {"/policy", "h20", "did you mean 'h2o'"},
+      {"/policy", "full", "evicts"},
+      {"/policy", "oracle_mass", "unknown policy"},
+      {"/policy", "h2o:sinks=1", "name of a policy"},
+      {"/policy", 3, "policy"},
+      {"/params/decay", 0.5, "params"},
+      {"/guards/sinks", -1, "sinks"},
+      {"/guards/sinks", "1:recent=2", "sinks"},
+      {"/guards/sinks", 128, "below the budget"},
+      {"/guards/recent", "120%", "recent"},
+      {"/guards/recent", 125, "exceed the budget"},
+      {"/guards/newest", 1, "guards"},
+      {"/budget", 0, "at least 1"},
+      {"/budget", -5, "budget"},
+      {"/budget", "128", "budget"},
+      {"/budget", nullptr, "reserved"},
+      {"/budget", json::array(), "no layers"},
+      {"/budget", {{1, 2}, {3}}, "budget[1]"},
+      {"/budget", {{128, 3}}, "below the budget"},
+      {"/positions", "mine", "positions"},
+      {"/prefill", "later", "prefill"},
+      {"/threshold", 2, "threshold"},
+      {"/threshold", "x", "threshold"},
+      {"/model", "tiny", "model"},
+      {"/scope", "head", "reserved"},
+      {"/posture", 1, "unknown key"},
+  }));
+  CAPTURE(bad.pointer, bad.value);
+  const std::string message = refusal_with(bad.pointer, bad.value);
+  CHECK_THAT(message, ContainsSubstring("policy.json") && ContainsSubstring(bad.says));
+  CHECK(message.find('\n') == std::string::npos);
+}
+
+TEST_CASE("every key of a policy file but the record is needed") {
+  for (const char* key : {"format", "policy", "params", "guards", "budget", "positions", "prefill",
+                          "threshold", "model"})
+    CHECK_THAT(refusal([&](json& file) { file.erase(key); }), ContainsSubstring(key));
+  CHECK(refusal([](json& file) { file.erase("run"); }).empty());
+}
+
+TEST_CASE("a model with other weights is named") {
+  CHECK(model_mismatch(h2o_file(), "tiny", "fedcba9876543210").empty());
+  CHECK_THAT(model_mismatch(h2o_file(), "small", "0000000000000000"),
+             ContainsSubstring("tiny") && ContainsSubstring("small"));
+}
