@@ -91,10 +91,15 @@ void print_info(const TraceReader& trace) {
   print("capture", header.capture.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
+/// Bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
+void print_json(const Json& value) {
+  fmt::print("{}\n", value.dump(2, ' ', false, Json::error_handler_t::replace));
+}
+
 int info(const std::string& directory, const po::variables_map& options) {
   const TraceReader trace = TraceReader::open(directory);
   if (options["json"].as<bool>())
-    fmt::print("{}\n", info_json(trace).dump(2));
+    print_json(info_json(trace));
   else
     print_info(trace);
   return 0;
@@ -102,6 +107,18 @@ int info(const std::string& directory, const po::variables_map& options) {
 
 /// JSON has no infinity: null stands for it.
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+
+void print_check(const TraceReader& trace, const TraceCheck& check) {
+  for (const std::string& problem : check.problems) fmt::print("{}\n", problem);
+  fmt::print("{}: {}: {} shards", trace.directory().string(),
+             check.ok ? "verified" : "DOES NOT VERIFY", trace.shards().size());
+  if (check.rows > 0)
+    fmt::print(
+        ", {} rows recomputed, largest error of an output {:.2g}, of a log-sum-exp {:.2g} "
+        "(at most {:g})",
+        check.rows, check.worst_out, check.worst_lse, check.tolerance);
+  fmt::print("\n");
+}
 
 int verify(const std::string& directory, const po::variables_map& options) {
   const TraceReader trace = TraceReader::open(directory);
@@ -115,14 +132,9 @@ int verify(const std::string& directory, const po::variables_map& options) {
                       {"worst_lse_error", number(check.worst_lse)},
                       {"tolerance", check.tolerance},
                       {"problems", check.problems}};
-    fmt::print("{}\n", result.dump(2));
+    print_json(result);
   } else {
-    for (const std::string& problem : check.problems) fmt::print("{}\n", problem);
-    fmt::print(
-        "{}: {}: {} shards, {} rows recomputed, largest error of an output {:.2g}, of a "
-        "log-sum-exp {:.2g} (at most {:g})\n",
-        directory, check.ok ? "verified" : "DOES NOT VERIFY", trace.shards().size(), check.rows,
-        check.worst_out, check.worst_lse, check.tolerance);
+    print_check(trace, check);
   }
   return check.ok ? 0 : 1;
 }
@@ -130,7 +142,7 @@ int verify(const std::string& directory, const po::variables_map& options) {
 int seal(const std::string& directory, const po::variables_map& options) {
   const std::uint32_t tokens = seal_trace(directory);
   if (options["json"].as<bool>())
-    fmt::print("{}\n", Json{{"trace", directory}, {"tokens", tokens}}.dump(2));
+    print_json({{"trace", directory}, {"tokens", tokens}});
   else
     fmt::print("{}: sealed, {} tokens kept; `kvlab trace verify {}` checks them\n", directory,
                tokens, directory);
