@@ -93,7 +93,7 @@ Detokenizer::Tokens Detokenizer::run(const ByteFallback&, Tokens tokens) {
   return out;
 }
 
-Detokenizer::Tokens Detokenizer::run(const Fuse&, Tokens tokens) { return {joined(tokens)}; }
+Detokenizer::Tokens Detokenizer::run(const Fuse&, const Tokens& tokens) { return {joined(tokens)}; }
 
 Detokenizer::Tokens Detokenizer::run(const Replace& step, Tokens tokens) {
   for (std::string& token : tokens) token = replace_all(token, step.from, step.to);

@@ -39,7 +39,7 @@ class Detokenizer {
   static Strip read_strip(const Node& node);
   static Tokens run(const ByteLevel&, Tokens tokens);
   static Tokens run(const ByteFallback&, Tokens tokens);
-  static Tokens run(const Fuse&, Tokens tokens);
+  static Tokens run(const Fuse&, const Tokens& tokens);
   static Tokens run(const Replace& step, Tokens tokens);
   static Tokens run(const Strip& step, Tokens tokens);
   static Tokens run(const MetaspaceMark& step, Tokens tokens);

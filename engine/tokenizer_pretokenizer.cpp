@@ -115,7 +115,7 @@ std::vector<std::string> PreTokenizer::apply(std::string text, bool at_start) co
   return pieces;
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const Split& step, Pieces pieces, bool) {
+PreTokenizer::Pieces PreTokenizer::run(const Split& step, const Pieces& pieces, bool) {
   Pieces out;
   for (const std::string& piece : pieces) append_cut(step.pattern, piece, out);
   return out;
@@ -135,7 +135,7 @@ PreTokenizer::Pieces PreTokenizer::run(const ByteLevel& step, Pieces pieces, boo
   return out;
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const Metaspace& step, Pieces pieces, bool at_start) {
+PreTokenizer::Pieces PreTokenizer::run(const Metaspace& step, const Pieces& pieces, bool at_start) {
   const std::string& mark = step.mark.replacement;
   Pieces out;
   for (std::size_t i = 0; i < pieces.size(); ++i) {

@@ -50,9 +50,9 @@ class PreTokenizer {
   using Pieces = std::vector<std::string>;
 
   static Step read_step(const Node& node);
-  static Pieces run(const Split& step, Pieces pieces, bool at_start);
+  static Pieces run(const Split& step, const Pieces& pieces, bool at_start);
   static Pieces run(const ByteLevel& step, Pieces pieces, bool at_start);
-  static Pieces run(const Metaspace& step, Pieces pieces, bool at_start);
+  static Pieces run(const Metaspace& step, const Pieces& pieces, bool at_start);
 
   std::vector<Step> steps_;
 };
