@@ -13,19 +13,13 @@
 #include "sim/head_run.hpp"
 #include "sim/oracle.hpp"
 #include "sim/run_heads.hpp"
+#include "sim/tabulate.hpp"
 #include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-/// What a configuration left behind on one KV head.
-struct HeadOutcome {
-  HeadStats stats;
-  std::uint64_t evictions = 0, live_max = 0, live_end = 0;
-};
 
 /// One KV head's tensors, read from a trace.
 struct HeadTensors {
@@ -194,148 +188,6 @@ class Replay {
   std::vector<std::vector<Admission>> admissions_;  // by configuration
 };
 
-/// One layer's outcomes, and its errors over concatenated heads.
-struct LayerOutcome {
-  std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
-  std::vector<BlockedRatio> error;              // [configuration]
-};
-
-/// Sums the squared norms over the heads in order, then drops them.
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs) {
-  layer.error.resize(configs);
-  for (std::size_t c = 0; c < configs; ++c) {
-    layer.error[c].resize(span.blocks());
-    for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
-      double error = 0, output = 0;
-      for (const auto& head : layer.heads) {
-        error += head[c].stats.error2[sample];
-        output += head[c].stats.output2[sample];
-      }
-      if (output > 0)
-        layer.error[c].add(span.block_of_sample(sample), std::sqrt(error / output), 1);
-    }
-    for (auto& head : layer.heads) {
-      head[c].stats.error2 = {};
-      head[c].stats.output2 = {};
-    }
-  }
-}
-
-/// Turns outcomes into rows.
-class Tabulator {
- public:
-  Tabulator(const TraceReader& trace, const QuerySpan& span, const ReplayConfig& config,
-            std::size_t c, std::vector<Measurement>& rows)
-      : trace_(trace), span_(span), config_(config), c_(c), rows_(rows) {}
-
-  void head(std::int32_t layer, std::int32_t head, const HeadOutcome& outcome) {
-    add_rows(layer, head, {&outcome}, {});
-  }
-  void aggregate(std::int32_t layer, const std::vector<const HeadOutcome*>& outcomes,
-                 const std::vector<const BlockedRatio*>& layer_errors) {
-    add_rows(layer, -1, outcomes, layer_errors);
-  }
-
- private:
-  using Outcomes = std::vector<const HeadOutcome*>;
-
-  void add(std::string metric, double value, double standard_error, std::uint64_t count) {
-    rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
-  }
-
-  void add_mean(const char* metric, const Outcomes& outcomes,
-                BlockedRatio HeadStats::PerQueryHead::*ratio, bool count_queries) {
-    std::vector<const BlockedRatio*> ratios;
-    std::uint64_t filled = 0;
-    for (const HeadOutcome* outcome : outcomes)
-      for (const HeadStats::PerQueryHead& head : outcome->stats.heads) {
-        ratios.push_back(&(head.*ratio));
-        filled += (head.*ratio).weight() > 0;
-      }
-    if (filled == 0) return;
-    const Estimate estimate = mean_of(ratios);
-    const std::uint64_t count =
-        count_queries ? filled * span_.size() : static_cast<std::uint64_t>(estimate.weight);
-    add(metric, estimate.value, estimate.standard_error, count);
-  }
-
-  void add_rows(std::int32_t layer, std::int32_t head, const Outcomes& outcomes,
-                const std::vector<const BlockedRatio*>& layer_errors) {
-    layer_ = layer;
-    head_ = head;
-    using PerQueryHead = HeadStats::PerQueryHead;
-    add_mean("recall", outcomes, &PerQueryHead::recall, true);
-    add_mean("nll_recall", outcomes, &PerQueryHead::nll, true);
-    add_mean("miss_rate", outcomes, &PerQueryHead::miss, true);
-    if (config_.policy.name == kOracleTopk) return;
-    add_mean("output_error", outcomes, &PerQueryHead::error, false);
-    if (!layer_errors.empty()) {
-      const Estimate estimate = mean_of(layer_errors);
-      if (estimate.weight > 0)
-        add("layer_error", estimate.value, estimate.standard_error,
-            static_cast<std::uint64_t>(estimate.weight) * trace_.shape().query_heads);
-    }
-    add_totals(outcomes);
-  }
-
-  void add_totals(const Outcomes& outcomes) {
-    const ModelShape& shape = trace_.shape();
-    std::uint64_t evictions = 0, live_max = 0, live_end = 0, zeros = 0;
-    for (const HeadOutcome* outcome : outcomes) {
-      evictions += outcome->evictions;
-      live_max = std::max(live_max, outcome->live_max);
-      live_end += outcome->live_end;
-      for (const HeadStats::PerQueryHead& head : outcome->stats.heads) zeros += head.zero_outputs;
-    }
-    const std::uint64_t kv_bytes = live_end * 2 * shape.head_size * bytes_of(shape.dtype);
-    const auto total = [&](const char* metric, std::uint64_t value) {
-      add(metric, static_cast<double>(value), kNaN, outcomes.size());
-    };
-    total("evictions", evictions);
-    total("live_max", live_max);
-    total("kv_bytes", kv_bytes);
-    total("state_bytes", live_end * state_bytes_per_token());
-    if (zeros) total("zero_outputs", zeros);
-  }
-
-  /// Policy state, position and, where positions are squeezed, rank.
-  std::uint64_t state_bytes_per_token() const {
-    const std::uint64_t slot = config_.policy.entry ? config_.policy.entry->slot_bytes : 8;
-    return slot + 4 + (config_.positions == Positions::cache ? 4 : 0);
-  }
-
-  const TraceReader& trace_;
-  const QuerySpan& span_;
-  const ReplayConfig& config_;
-  std::size_t c_;
-  std::vector<Measurement>& rows_;
-  std::int32_t layer_ = 0, head_ = 0;
-};
-
-std::vector<Measurement> tabulate(const TraceReader& trace, const Replay& replay,
-                                  std::span<const ReplayConfig> configs,
-                                  const std::vector<LayerOutcome>& layers) {
-  std::vector<Measurement> rows;
-  for (std::size_t c = 0; c < configs.size(); ++c) {
-    Tabulator table(trace, replay.span(), configs[c], c, rows);
-    std::vector<const HeadOutcome*> all;
-    std::vector<const BlockedRatio*> all_errors;
-    for (std::size_t l = 0; l < layers.size(); ++l) {
-      const auto layer = static_cast<std::int32_t>(replay.layers()[l]);
-      std::vector<const HeadOutcome*> heads;
-      for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
-        heads.push_back(&layers[l].heads[h][c]);
-        table.head(layer, static_cast<std::int32_t>(h), *heads.back());
-      }
-      table.aggregate(layer, heads, {&layers[l].error[c]});
-      all.insert(all.end(), heads.begin(), heads.end());
-      all_errors.push_back(&layers[l].error[c]);
-    }
-    table.aggregate(-1, all, all_errors);
-  }
-  return rows;
-}
-
 }  // namespace
 
 std::span<const std::string_view> replay_references() {
@@ -361,7 +213,7 @@ ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
     if (options.progress)
       options.progress(static_cast<double>(++done) / static_cast<double>(units));
   });
-  return {job.budgets(), tabulate(trace, job, configs, layers)};
+  return {job.budgets(), tabulate(trace.shape(), job.span(), configs, job.layers(), layers)};
 }
 
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
@@ -371,6 +223,10 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   if (config.policy.name == kOracleTopk)
     throw std::invalid_argument("oracle_topk keeps a set for each query head, not for a KV head");
   const Replay job(trace, sequence, std::span(&config, 1), options);
+  if (layer >= trace.shape().layers || kv_head >= trace.shape().kv_heads)
+    throw std::invalid_argument(fmt::format(
+        "layer {}, KV head {}: the trace {} has {} layers of {} KV heads", layer, kv_head,
+        trace.directory().string(), trace.shape().layers, trace.shape().kv_heads));
   const HeadTensors tensors = read_head(trace, layer, kv_head);
   SharedRows rows = job.shared_rows(tensors.view);
   const std::vector<std::uint64_t> future = job.future_masses(rows);
