@@ -20,6 +20,11 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
+std::string shards_text(const TraceReader& trace) {
+  const std::size_t count = trace.shards().size();
+  return fmt::format("{} shard{}", count, count == 1 ? "" : "s");
+}
+
 std::uint64_t file_bytes(const TraceReader& trace) {
   std::uint64_t bytes = trace.tokens_file().bytes().size();
   for (std::size_t i = 0; i < trace.shards().size(); ++i)
@@ -86,7 +91,7 @@ void print_info(const TraceReader& trace) {
                             header.rope_config.value("rope_type", ""), header.rope.rotated(),
                             shape.head_size, name_of(header.rounding)));
   print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
-  print("files", fmt::format("{} shards, {:.1f} MiB", trace.shards().size(),
+  print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));
   print("capture", header.capture.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
@@ -110,8 +115,8 @@ Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nul
 
 void print_check(const TraceReader& trace, const TraceCheck& check) {
   for (const std::string& problem : check.problems) fmt::print("{}\n", problem);
-  fmt::print("{}: {}: {} shards", trace.directory().string(),
-             check.ok ? "verified" : "DOES NOT VERIFY", trace.shards().size());
+  fmt::print("{}: {}: {}", trace.directory().string(), check.ok ? "verified" : "DOES NOT VERIFY",
+             shards_text(trace));
   if (check.rows > 0)
     fmt::print(
         ", {} rows recomputed, largest error of an output {:.2g}, of a log-sum-exp {:.2g} "
@@ -168,7 +173,7 @@ Command trace_command() {
   return {.name = "trace",
           .summary = "describes a trace, checks it, or rescues a killed capture",
           .usage = "info|verify|seal TRACE [--json] [--threads N]",
-          .example = "kvlab trace verify traces/samples/tiny",
+          .example = "kvlab trace verify book.trace",
           .add_options = add_options,
           .positional = "action",
           .run = run};
