@@ -48,10 +48,12 @@ std::string label_of(const Series& series, const std::vector<Series>& all) {
   std::vector<const Series*> siblings;
   for (const Series& other : all)
     if (other.policy == series.policy) siblings.push_back(&other);
+  std::vector<std::string> extras;
+  if (differs(siblings, &Series::prefill)) extras.push_back(series.prefill);
+  if (differs(siblings, &Series::positions)) extras.push_back(series.positions + " positions");
+  if (differs(siblings, &Series::seed)) extras.push_back(fmt::format("seed {}", series.seed));
   std::string label = series.policy + distinct_params(series, siblings);
-  if (differs(siblings, &Series::prefill)) label += ", " + series.prefill;
-  if (differs(siblings, &Series::positions)) label += ", " + series.positions + " positions";
-  if (differs(siblings, &Series::seed)) label += fmt::format(", seed {}", series.seed);
+  if (!extras.empty()) label += fmt::format(" ({})", fmt::join(extras, ", "));
   return label;
 }
 

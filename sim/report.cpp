@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <stdexcept>
 
 #include "sim/ranking.hpp"
@@ -17,6 +18,29 @@ namespace kvlab {
 namespace {
 
 constexpr std::string_view kHeadline = "nll_recall";
+
+constexpr const char* kFootnote =
+    "Replay is open loop: queries and keys come from the full-cache run. ± is one standard error; "
+    "what differs by less than two counts as a tie.";
+constexpr const char* kCurves =
+    "The dashed line is an oracle that knows all future attention and evicts what will be missed "
+    "least: the mark to aim at. The dotted line, where drawn, is the bound that no choice of that "
+    "many tokens can pass. Bars are one standard error; the full cache has recall 1 and no error.";
+constexpr const char* kLifetimes =
+    "the head on which the policies differ most. Each line is a token, from the first query shown "
+    "that could attend to it to the last.";
+constexpr const char* kOpenLoop =
+    "Open loop: queries and keys come from the full-cache run, so what eviction would do to later "
+    "layers and tokens is not in these figures. <code>kvlab eval</code> closes the loop.";
+constexpr const char* kMeanings =
+    "<dt>recall</dt><dd>mean over queries of the full cache’s attention on the tokens kept</dd>\n"
+    "<dt>−ln recall</dt><dd>mean of −ln of the same: the divergence of the kept attention from the "
+    "full</dd>\n"
+    "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>\n"
+    "<dt>output error</dt><dd>‖o − ô‖ / ‖o‖ of a head’s output, before the output projection</dd>\n"
+    "<dt>layer error</dt><dd>the same with a layer’s heads side by side</dd>\n"
+    "<dt>oracle_mass</dt><dd>evicts by least future attention; strong, but no bound</dd>\n"
+    "<dt>oracle_topk</dt><dd>each query’s most probable tokens; bounds recall and misses</dd>\n";
 
 /// Builds the page, section by section.
 class Page {
@@ -34,7 +58,7 @@ class Page {
 
   std::string html() {
     std::string body =
-        header() + curves() + maps() + lifetimes() + all_figures() + metrics() + provenance();
+        header() + curves() + maps() + lifetimes() + metrics() + provenance() + all_figures();
     if (options_.progress) options_.progress(1);
     return fmt::format(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
@@ -68,37 +92,56 @@ class Page {
     if (options_.progress) options_.progress(std::min(0.95, ++steps_ / 14.0));
   }
 
+  static std::string section(std::string_view heading, std::string_view text,
+                             const std::string& content, std::string_view content_class) {
+    std::string html = fmt::format("<section>\n<h2>{}</h2>\n", heading);
+    if (!text.empty()) html += fmt::format("<p class=\"prose\">{}</p>\n", text);
+    if (content_class.empty()) return html + content + "</section>\n";
+    return html + fmt::format("<div class=\"{}\">\n{}</div>\n</section>\n", content_class, content);
+  }
+
   std::string figure(std::string_view heading, std::string_view note, const std::string& svg) {
     step();
     return fmt::format("<figure><figcaption><h3>{}</h3>{}</figcaption>{}</figure>\n", heading,
                        note.empty() ? "" : fmt::format("<p>{}</p>", note), svg);
   }
 
-  std::size_t policies() const {
-    return static_cast<std::size_t>(
-        std::count_if(figures_.series().begin(), figures_.series().end(),
-                      [](const Series& s) { return !s.is_reference() && !s.is_full(); }));
+  /// "6 policies", "2 policies in 5 variants".
+  std::string policies_text() const {
+    std::set<std::string_view> names;
+    std::size_t variants = 0;
+    for (const Series& series : figures_.series()) {
+      if (series.is_reference() || series.is_full()) continue;
+      names.insert(series.policy);
+      ++variants;
+    }
+    std::string text = counted(names.size(), "policy", "policies");
+    if (variants > names.size()) text += fmt::format(" in {} variants", variants);
+    return text;
+  }
+
+  static std::string counted(std::size_t count, const char* one, const char* many) {
+    return fmt::format("{} {}", count, count == 1 ? one : many);
   }
 
   std::string header() {
     std::uint64_t tokens = 0;
     for (const RunTrace& trace : run_.info.traces) tokens += trace.tokens;
-    const std::size_t traces = run_.info.traces.size(), budgets = figures_.budgets().size();
-    const std::string accent = winner_ ? std::string(styles_[*winner_].colour) : "muted";
+    const std::string question = fmt::format(
+        "A cache of a fixed budget must evict. {}, replayed at {} over {} of {} tokens in all: at "
+        "each "
+        "query, how much of the attention that the full cache pays falls on tokens that a policy "
+        "still holds?",
+        policies_text(), counted(figures_.budgets().size(), "budget", "budgets"),
+        counted(run_.info.traces.size(), "captured sequence", "captured sequences"),
+        figure_text(static_cast<double>(tokens)));
     return fmt::format(
-        "<header>\n<p class=\"quiet\">kvlab report</p>\n<h1>Which tokens should the cache of {} "
-        "keep?</h1>\n"
-        "<p>A cache of a fixed budget must evict. {} {} were replayed at {} {} over {} captured {} "
-        "({} tokens): at each query, how much of the attention that the full cache pays falls on "
-        "the "
-        "tokens that a policy still holds?</p>\n<p class=\"answer\" "
-        "style=\"--accent:var(--{})\">{}</p>\n"
-        "<p class=\"quiet\">Replay is open loop: queries and keys come from the full-cache run. "
-        "± is one standard error; what differs by less than two counts as a "
-        "tie.</p>\n</header>\n{}",
-        escape(model()), policies(), policies() == 1 ? "policy" : "policies", budgets,
-        budgets == 1 ? "budget" : "budgets", traces, traces == 1 ? "sequence" : "sequences",
-        figure_text(static_cast<double>(tokens)), accent, answer_html(figures_, budget_, headline_),
+        "<header>\n<p class=\"quiet\">kvlab report</p>\n"
+        "<h1>Which tokens should the cache of {} keep?</h1>\n<p>{}</p>\n"
+        "<p class=\"answer\" style=\"--accent:var(--{})\">{}</p>\n<p class=\"quiet\">{}</p>\n"
+        "</header>\n{}",
+        escape(model()), question, winner_ ? styles_[*winner_].colour : "muted",
+        answer_html(figures_, budget_, headline_), kFootnote,
         winner_ ? best_by_budget_html(figures_, styles_, headline_) : "");
   }
 
@@ -128,31 +171,22 @@ class Page {
   }
 
   std::string curves() {
-    return "<section>\n<h2>What each budget buys</h2>\n<p class=\"prose\">The dashed line is an "
-           "oracle that "
-           "knows all future attention and evicts what will be missed least: the mark to aim at. "
-           "The dotted "
-           "line, where drawn, is the bound that no choice of that many tokens can pass. Bars are "
-           "one "
-           "standard error; the full cache has recall 1 and no error.</p>\n<div "
-           "class=\"figures\">\n" +
-           curve("nll_recall", "−ln recall, lower is better",
-                 "The mean of −ln of each query’s recall: rows that lose nearly everything weigh "
-                 "most. This "
-                 "figure decides.") +
-           curve("recall", "Recall, higher is better",
-                 "The share of the full cache’s attention that falls on kept tokens.") +
-           curve("miss_rate", "Miss rate, lower is better",
-                 fmt::format("Of the tokens a query gives at least {:g} of its row’s largest "
-                             "entry, the share "
-                             "already evicted.",
-                             run_.info.threshold)) +
-           curve("output_error", "Output error, lower is better",
-                 run_.info.every_output_error
-                     ? "How far each head’s output moves, relative to its length."
-                     : "How far each head’s output moves, relative to its length; every eighth "
-                       "query.") +
-           "</div>\n</section>\n";
+    const std::string requests = fmt::format(
+        "Of the tokens to which a query gives at least {:g} of its row’s largest entry, the share "
+        "already evicted.",
+        run_.info.threshold);
+    const std::string error =
+        fmt::format("How far each head’s output moves, relative to its length{}.",
+                    run_.info.every_output_error ? "" : "; every eighth query");
+    return section("What each budget buys", kCurves,
+                   curve("nll_recall", "−ln recall, lower is better",
+                         "The mean of −ln of each query’s recall: rows that lose nearly everything "
+                         "weigh most. This figure decides.") +
+                       curve("recall", "Recall, higher is better",
+                             "The share of the full cache’s attention that falls on kept tokens.") +
+                       curve("miss_rate", "Miss rate, lower is better", requests) +
+                       curve("output_error", "Output error, lower is better", error),
+                   "figures");
   }
 
   HeadGrid empty_grid() const {
@@ -185,50 +219,50 @@ class Page {
   std::string maps() {
     if (!winner_) return "";
     const std::string name = escape(figures_.series()[*winner_].label);
-    std::string html = fmt::format(
-        "<section>\n<h2>Where it is lost</h2>\n<p class=\"prose\">−ln recall by layer and KV head "
-        "at a budget "
-        "of {}.</p>\n<div class=\"figures\">\n{}",
-        escape(budget_.text),
-        figure(name, "Darker: more attention lost.",
-               heat_map(grid_of(*winner_, {}), Shading::amount, name + " by layer and head",
-                        "map_winner")));
+    std::string figures = figure(name, "Darker: more attention lost.",
+                                 heat_map(grid_of(*winner_, {}), Shading::amount,
+                                          name + " by layer and head", "map_winner"));
     const auto window = counterpart(figures_, *winner_, "window");
     if (window && *window != *winner_)
-      html += figure(name + " less window",
-                     "Blue: the policy loses less than window does; orange: more.",
-                     heat_map(grid_of(*winner_, window), Shading::difference,
-                              name + " less window, by layer and head", "map_difference"));
-    return html + "</div>\n</section>\n";
+      figures += figure(name + " less window",
+                        "Blue: the policy loses less than window does; orange: more.",
+                        heat_map(grid_of(*winner_, window), Shading::difference,
+                                 name + " less window, by layer and head", "map_difference"));
+    return section(
+        "Where it is lost",
+        fmt::format("−ln recall by layer and KV head at a budget of {}.", escape(budget_.text)),
+        figures, "figures");
   }
 
-  std::string_view colour_of(const KeptSeries& kept) const {
+  /// The curve that belongs to what was kept, if the run has it.
+  std::optional<std::size_t> series_of(const KeptSeries& kept) const {
     for (std::size_t s = 0; s < figures_.series().size(); ++s) {
       const Series& series = figures_.series()[s];
-      if (series.policy == kept.policy && series.params == kept.params) return styles_[s].colour;
+      if (series.policy == kept.policy && series.params == kept.params &&
+          series.positions == kept.positions && series.prefill == run_.kept->prefill)
+        return s;
     }
-    return "ink";
+    return std::nullopt;
   }
 
   std::string lifetimes() {
     if (!run_.kept || run_.kept->series.empty()) return "";
     const Kept& kept = *run_.kept;
-    std::string html = fmt::format(
-        "<section>\n<h2>What was kept over time</h2>\n<p class=\"prose\">Layer {}, KV head {}, "
-        "budget {}{}: the "
-        "head on which the policies differ most. Each line is a token, from the first query shown "
-        "that "
-        "could attend to it to the last.</p>\n<div class=\"figures small\">\n",
-        kept.layer, kept.head, escape(kept.budget),
-        run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "");
-    for (std::size_t i = 0; i < kept.series.size(); ++i) {
-      const KeptSeries& series = kept.series[i];
-      html += figure(escape(series.policy), "",
-                     lifetime_chart(kept, series, colour_of(series),
-                                    "tokens that " + series.policy + " kept, by query",
-                                    fmt::format("kept_{}", i)));
+    std::string figures;
+    for (const KeptSeries& series : kept.series) {
+      const auto curve = series_of(series);
+      const std::string label = curve ? figures_.series()[*curve].label : series.policy;
+      figures += figure(escape(label), "",
+                        lifetime_chart(kept, series, curve ? styles_[*curve].colour : "ink",
+                                       label + ": tokens kept, by query",
+                                       fmt::format("kept_{}", &series - kept.series.data())));
     }
-    return html + "</div>\n</section>\n";
+    const std::string trace =
+        run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "";
+    return section("What was kept over time",
+                   fmt::format("Layer {}, KV head {}, budget {}{}: {}", kept.layer, kept.head,
+                               escape(kept.budget), trace, kLifetimes),
+                   figures, "figures small");
   }
 
   std::string cell(std::size_t series, std::string_view budget, const MetricInfo& metric) const {
@@ -248,34 +282,25 @@ class Page {
     for (const MetricInfo& metric : all_metrics()) columns.push_back({escape(metric.label)});
     std::vector<std::vector<std::string>> rows;
     for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-      if (figures_.series()[s].is_full())
+      if (figures_.series()[s].is_full()) {
         rows.push_back(figures_row(s, "all"));
-      else
-        for (const BudgetColumn& budget : figures_.budgets())
-          if (!figures_.rows(s, budget.text, "recall").empty())
-            rows.push_back(figures_row(s, budget.text));
+        continue;
+      }
+      for (const BudgetColumn& budget : figures_.budgets())
+        if (!figures_.rows(s, budget.text, "recall").empty())
+          rows.push_back(figures_row(s, budget.text));
     }
-    return fmt::format(
-        "<section>\n<h2>All figures</h2>\n<p class=\"prose\">Over all layers and heads{}. By layer "
-        "and by head: "
-        "<code>results.csv</code>.</p>\n{}</section>\n",
-        run_.info.traces.size() > 1 ? ", averaged over the sequences" : "", table(columns, rows));
+    const char* averaged = run_.info.traces.size() > 1 ? ", averaged over the sequences" : "";
+    return section("All figures",
+                   fmt::format("Over all layers and heads{}. By layer and by head: "
+                               "<code>results.csv</code>.",
+                               averaged),
+                   table(columns, rows), "");
   }
 
   static std::string metrics() {
-    return "<section>\n<h2>What the figures mean</h2>\n<dl class=\"prose\">"
-           "<dt>recall</dt><dd>mean over queries of the full cache’s attention on the tokens "
-           "kept</dd>"
-           "<dt>−ln recall</dt><dd>mean of −ln of the same: the divergence of the kept attention "
-           "from the full</dd>"
-           "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>"
-           "<dt>output error</dt><dd>‖o − ô‖ / ‖o‖ of a head’s output, before the output "
-           "projection</dd>"
-           "<dt>layer error</dt><dd>the same with a layer’s heads side by side</dd>"
-           "<dt>oracle_mass</dt><dd>evicts by least future attention; strong, but no bound</dd>"
-           "<dt>oracle_topk</dt><dd>each query’s most probable tokens; bounds recall and "
-           "misses</dd>"
-           "</dl>\n</section>\n";
+    return section("What the figures mean", "",
+                   fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings), "");
   }
 
   static std::string entry(std::string_view term, const std::string& html) {
@@ -314,12 +339,7 @@ class Page {
     entries += entry("request threshold", fmt::format("{}", info.threshold));
     entries += entry("run", code(run_.hash));
     entries += entry("kvlab", escape(info.version));
-    return "<section>\n<h2>Where this comes from</h2>\n<p class=\"prose\">Open loop: queries and "
-           "keys come from the "
-           "full-cache run, so what eviction would do to later layers and tokens is not in these "
-           "figures. "
-           "<code>kvlab eval</code> closes the loop.</p>\n<dl>" +
-           entries + "</dl>\n</section>\n";
+    return section("Where this comes from", kOpenLoop, "<dl>" + entries + "</dl>\n", "");
   }
 
   const Run& run_;

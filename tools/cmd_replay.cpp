@@ -66,8 +66,8 @@ ReplayOptions replay_options(const po::variables_map& options) {
 }
 
 /// One metric, policies by budgets, averaged over the traces.
-void print_metric(const Figures& figures, const MetricInfo& metric) {
-  fmt::print("{:<26}", metric.label);
+void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t width) {
+  fmt::print("{:<{}}", metric.label, width + 2);
   for (const BudgetColumn& budget : figures.budgets()) fmt::print(" {:>7}", budget.text);
   fmt::print("\n");
   for (std::size_t s = 0; s < figures.series().size(); ++s) {
@@ -78,15 +78,17 @@ void print_metric(const Figures& figures, const MetricInfo& metric) {
       cells += average ? fmt::format(" {:>7.3f}", average->mean) : fmt::format(" {:>7}", "");
     }
     if (cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
-      fmt::print("  {:<24}{}\n", series.label, cells);
+      fmt::print("  {:<{}}{}\n", series.label, width, cells);
   }
   fmt::print("\n");
 }
 
 void print_table(const Run& run, const std::string& out) {
   const Figures figures(run.rows);
+  std::size_t width = 16;
+  for (const Series& series : figures.series()) width = std::max(width, series.label.size());
   for (const char* name : {"nll_recall", "recall", "miss_rate", "output_error"})
-    print_metric(figures, *find_metric(name));
+    print_metric(figures, *find_metric(name), width);
   fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
              out);
 }

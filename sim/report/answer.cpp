@@ -147,7 +147,7 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
   return table({{"budget"},
                 {"best", false},
                 {escape(metric.label)},
-                {"ties with", false},
+                {"ties with", false, true},
                 {"window"},
                 {"oracle_mass"}},
                rows);

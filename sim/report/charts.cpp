@@ -44,6 +44,15 @@ double mean_tokens(const BudgetColumn& budget) {
   return (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2;
 }
 
+/// How many columns of the key fit a wide figure.
+int key_columns(const Figures& figures, const std::vector<std::size_t>& series) {
+  constexpr double kLetter = 7.7, kSample = 62;  // pixels
+  std::size_t longest = 0;
+  for (const std::size_t s : series) longest = std::max(longest, figures.series()[s].label.size());
+  return std::clamp(static_cast<int>(kWide / (kLetter * static_cast<double>(longest) + kSample)), 1,
+                    3);
+}
+
 /// Labels at the budgets, as many as stand apart on a logarithmic axis.
 std::string budget_tics(const std::vector<BudgetColumn>& budgets) {
   const double span = std::log2(mean_tokens(budgets.back()) / mean_tokens(budgets.front()));
@@ -92,10 +101,10 @@ struct Range {
   double least, most;
 };
 
-/// The next number above that has one digit: 1, 2, 4, 6, 8, 10, 20, …
+/// The next round number: 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, …
 double rounded_up(double value) {
   const double power = std::pow(10, std::floor(std::log10(value)));
-  for (const int digit : {1, 2, 4, 6, 8})
+  for (const double digit : {1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0})
     if (value <= digit * power) return digit * power;
   return 10 * power;
 }
@@ -119,6 +128,13 @@ std::string cell_block(const HeadGrid& grid) {
   return block + "EOD\n";
 }
 
+std::string cell_text(double value, double most) {
+  const int decimals = most >= 10 ? 1 : most >= 0.1 ? 2 : 3;
+  const std::string digits = fmt::format("{:.{}f}", std::abs(value), decimals);
+  const bool is_zero = digits.find_first_not_of("0.") == std::string::npos;
+  return value < 0 && !is_zero ? "−" + digits : digits;
+}
+
 /// The figures inside the cells, in the ink that reads on each.
 std::string cell_labels(const HeadGrid& grid, Shading shading, Range range) {
   std::string script;
@@ -127,12 +143,8 @@ std::string cell_labels(const HeadGrid& grid, Shading shading, Range range) {
       const auto& cell = grid.cells[l * grid.heads + h];
       if (!cell) continue;
       const double place = (*cell - range.least) / (range.most - range.least);
-      script += fmt::format("set label '{}{:.{}f}' at {},{} center textcolor rgb '{}' front\n",
-                            *cell < 0 ? "−" : "", std::abs(*cell),
-                            range.most >= 10    ? 1
-                            : range.most >= 0.1 ? 2
-                                                : 3,
-                            h, l, ink_on(shading, place));
+      script += fmt::format("set label '{}' at {},{} center textcolor rgb '{}' front\n",
+                            cell_text(*cell, range.most), h, l, ink_on(shading, place));
     }
   return script;
 }
@@ -161,8 +173,9 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
   }
   if (drawn == 0) return "";
   const auto& budgets = figures.budgets();
-  constexpr int kKeyColumns = 3, kKeyRow = 23, kPlot = 300, kAxis = 66;
-  const int key_rows = (static_cast<int>(drawn) + kKeyColumns - 1) / kKeyColumns;
+  constexpr int kKeyRow = 23, kPlot = 300, kAxis = 66;
+  const int columns = key_columns(figures, series);
+  const int key_rows = (static_cast<int>(drawn) + columns - 1) / columns;
   const int key = kKeyRow * key_rows + 12;
   const Layout layout{.width = kWide,
                       .height = kPlot + kAxis + key,
@@ -173,8 +186,8 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
   const std::string script =
       frame() + blocks + layout.margins() +
       fmt::format(
-          "set key at screen 0.54,{} center top vertical Left reverse samplen 2.4 spacing 1.2 "
-          "width -1 maxrows {} font ',15'\n"
+          "set key at screen 0.5,{} center top vertical Left reverse samplen 2 spacing 1.25 "
+          "width -1 maxrows {} font ',14'\n"
           "set logscale x 2\nset xrange [{}:{}]\nset xtics ({})\n"
           "set xlabel 'budget, tokens' offset 0,0.4\nset yrange {}\nset bars 0\nplot {}\n",
           layout.y(key), key_rows, mean_tokens(budgets.front()) / 1.12,
@@ -229,14 +242,14 @@ std::string lifetime_chart(const Kept& kept, const KeptSeries& series, std::stri
                            life.last_query - life.first_query + step);
   block += "EOD\n";
   const Layout layout{
-      .width = kNarrow, .height = 320, .left = 80, .right = 20, .top = 12, .bottom = 66};
+      .width = kNarrow, .height = 320, .left = 88, .right = 20, .top = 12, .bottom = 66};
   const double line = std::clamp(240.0 * static_cast<double>(every) / (last + 1), 1.1, 3.0);
   const std::string script =
       frame() + block + layout.margins() +
       fmt::format(
           "unset key\nunset grid\nset xrange [{}:{}]\nset yrange [{}:{}]\n"
           "set xtics {}\nset xlabel 'query position' offset 0,0.4\n"
-          "set ylabel 'token position' offset 0.5,0\n"
+          "set ylabel 'token position' offset 1.2,0\n"
           "plot $lives using 1:2:3:(0) with vectors nohead lw {} lc rgb '{}'\n",
           kept.queries.front(), last + step, -0.02 * last, 1.01 * last + 1,
           rounded_up((last + step - kept.queries.front()) / 5.0), line, light_of(colour));

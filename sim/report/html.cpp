@@ -91,7 +91,11 @@ std::string table(const std::vector<Column>& columns,
   for (const auto& row : rows) {
     html += "<tr>";
     for (std::size_t i = 0; i < row.size(); ++i)
-      html += fmt::format("<td{}>{}</td>", columns[i].numeric ? " class=\"n\"" : "", row[i]);
+      html += fmt::format("<td{}>{}</td>",
+                          columns[i].numeric ? " class=\"n\""
+                          : columns[i].wraps ? " class=\"w\""
+                                             : "",
+                          row[i]);
     html += "</tr>\n";
   }
   return html + "</tbody></table></div>\n";

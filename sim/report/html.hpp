@@ -24,6 +24,7 @@ std::string join_names(const std::vector<std::string>& names);
 struct Column {
   std::string heading;
   bool numeric = true;
+  bool wraps = false;
 };
 /// Cells are HTML already. `caption` may be empty.
 std::string table(const std::vector<Column>& columns,

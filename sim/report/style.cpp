@@ -35,6 +35,7 @@ th, td { padding: .28rem 1.3rem .28rem 0; text-align: left; vertical-align: base
 th { font-weight: 600; border-bottom: 1.5px solid var(--muted); vertical-align: bottom; }
 td { border-bottom: 1px solid var(--rule); }
 .n { text-align: right; }
+.w { white-space: normal; min-width: 15rem; max-width: 26rem; }
 .dot { display: inline-block; width: .62em; height: .62em; border-radius: 50%; margin-right: .5em; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1.4rem; margin: .8rem 0;
   font-size: .92rem; }
