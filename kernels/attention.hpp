@@ -12,21 +12,22 @@ struct AttentionShape {
   Type type;
   int query_heads, kv_heads, head_size;
   float softmax_scale;
-  std::int64_t sequence_stride, head_stride;  ///< of the cache, in elements; a slot is head_size long
+  std::int64_t sequence_stride,
+      head_stride;  ///< of the cache, in elements; a slot is head_size long
 };
 
-/// One query for each sequence, over its first lengths[s] slots (the query's own among them). Each KV
-/// head is split over the grid so that the card is full at any batch; the parts are merged in a fixed
-/// order: equal inputs give equal bits.
+/// One query for each sequence, over its first lengths[s] slots (the query's own among them). Each
+/// KV head is split over the grid so that the card is full at any batch; the parts are merged in a
+/// fixed order: equal inputs give equal bits.
 struct DecodeAttentionArgs {
   AttentionShape shape;
-  int sequences, slots;        ///< slots: capacity, the most any length may be
-  const void* q;               // [sequence, query_head, dim] of type, rotated
-  const void *keys, *values;   // the layer's cache
-  const std::int32_t* lengths; // [sequence], device; 0: nothing is written
-  void* out;                   // [sequence, query_head, dim] of type
-  float* lse;                  // [sequence, query_head], natural logarithm, or null
-  void* workspace;             // decode_attention_workspace() bytes
+  int sequences, slots;         ///< slots: capacity, the most any length may be
+  const void* q;                // [sequence, query_head, dim] of type, rotated
+  const void *keys, *values;    // the layer's cache
+  const std::int32_t* lengths;  // [sequence], device; 0: nothing is written
+  void* out;                    // [sequence, query_head, dim] of type
+  float* lse;                   // [sequence, query_head], natural logarithm, or null
+  void* workspace;              // decode_attention_workspace() bytes
 };
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
 cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
@@ -36,10 +37,10 @@ cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t strea
 struct PrefillAttentionArgs {
   AttentionShape shape;
   int first, queries;
-  const void* q;               // [query, query_head, dim] of type, rotated
-  const void *keys, *values;   // one sequence of the layer's cache: [kv_head, slot, dim]
-  void* out;                   // [query, query_head, dim] of type
-  float* lse;                  // [query, query_head], natural logarithm, or null
+  const void* q;              // [query, query_head, dim] of type, rotated
+  const void *keys, *values;  // one sequence of the layer's cache: [kv_head, slot, dim]
+  void* out;                  // [query, query_head, dim] of type
+  float* lse;                 // [query, query_head], natural logarithm, or null
 };
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
 

@@ -10,17 +10,17 @@ inline constexpr int kMostLinearRows = 8;
 
 /// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]).
 struct LinearArgs {
-  Type type;             ///< of x, weight, gamma, bias, y; residual streams are float32
-  int rows, n, k;        ///< rows <= kMostLinearRows; k a multiple of 8
-  const void* weight;    // [n, k]
-  const void* x;         // [rows, k] of `type`; with `gamma`: float32, the residual stream
-  const void* gamma;     // [k] of `type`, or null: no norm
+  Type type;           ///< of x, weight, gamma, bias, y; residual streams are float32
+  int rows, n, k;      ///< rows <= kMostLinearRows; k a multiple of 8
+  const void* weight;  // [n, k]
+  const void* x;       // [rows, k] of `type`; with `gamma`: float32, the residual stream
+  const void* gamma;   // [k] of `type`, or null: no norm
   float norm_epsilon;
-  const void* bias;      // [n], or null
+  const void* bias;  // [n], or null
   /// Exactly one of the three:
-  void* y;               // [rows, n] of `type`
-  float* y_float;        // [rows, n]: logits
-  float* residual;       // [rows, n]: += the product
+  void* y;          // [rows, n] of `type`
+  float* y_float;   // [rows, n]: logits
+  float* residual;  // [rows, n]: += the product
 };
 cudaError_t linear(const LinearArgs& args, cudaStream_t stream);
 
@@ -32,7 +32,7 @@ struct GatedLinearArgs {
   const float* x;         // [rows, k], the residual stream
   const void* gamma;      // [k]
   float norm_epsilon;
-  void* y;                // [rows, n] of `type`
+  void* y;  // [rows, n] of `type`
 };
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream);
 

@@ -6,50 +6,53 @@
 namespace kvlab::kernels {
 
 /// x[t] = table[ids[t]], widened to float32.
-cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens, float* x,
-                  cudaStream_t stream);
+cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens,
+                  float* x, cudaStream_t stream);
 
 /// y[t] = x[t] / rms(x[t]) * gamma, rounded to `type`.
-cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon, int tokens, int hidden,
-                     void* y, cudaStream_t stream);
+cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon, int tokens,
+                     int hidden, void* y, cudaStream_t stream);
 
 /// x += y, y of `type`.
-cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x, cudaStream_t stream);
+cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
+                         cudaStream_t stream);
 
 /// y[t, n] = silu(gate_up[t, n]) * gate_up[t, width + n].
-cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y, cudaStream_t stream);
+cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
+                      cudaStream_t stream);
 
 /// Splits a projection, norms q and k by head (where gammas are given), rotates them in float32 by
 /// cos/sin of the token's position, rounds once to `type`, and writes k and v to the cache.
 struct RopeWriteArgs {
   Type type;
   int tokens, query_heads, kv_heads, head_size, rotated;
-  const void* qkv;                  // [token, (query_heads + 2 * kv_heads) * head_size]
-  const void *q_gamma, *k_gamma;    // [head_size] of type, or null
+  const void* qkv;                // [token, (query_heads + 2 * kv_heads) * head_size]
+  const void *q_gamma, *k_gamma;  // [head_size] of type, or null
   float norm_epsilon;
-  const float2* rope;               // [position, rotated / 2]: cos, sin
-  const std::int32_t* positions;    // [token], device
-  const std::int32_t* sequences;    // [token], device: which sequence of the cache
-  const std::int32_t* slots;        // [token], device
-  void *keys, *values;              // the layer's cache, [sequence, kv_head, slot, dim]
+  const float2* rope;             // [position, rotated / 2]: cos, sin
+  const std::int32_t* positions;  // [token], device
+  const std::int32_t* sequences;  // [token], device: which sequence of the cache
+  const std::int32_t* slots;      // [token], device
+  void *keys, *values;            // the layer's cache, [sequence, kv_head, slot, dim]
   std::int64_t sequence_stride, head_stride;
-  void* q;                          // [token, query_head, dim] of type, rotated
+  void* q;  // [token, query_head, dim] of type, rotated
   /// For capture, or null: before RoPE, after the norms, of type.
-  void *plain_q, *plain_k;          // [token, query_head, dim], [token, kv_head, dim]
+  void *plain_q, *plain_k;  // [token, query_head, dim], [token, kv_head, dim]
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 
-/// Chooses one id a row: temperature 0 is greedy (ties: the lowest id), else by inverse transform of
-/// the top-k/top-p tempered distribution with a counter-based draw from (seed[row], counter[row]).
+/// Chooses one id a row: temperature 0 is greedy (ties: the lowest id), else by inverse transform
+/// of the top-k/top-p tempered distribution with a counter-based draw from (seed[row],
+/// counter[row]).
 struct SampleArgs {
   int rows, vocab;
-  const float* logits;              // [row, vocab]
-  const float *temperature, *top_p; // [row], device
-  const std::int32_t* top_k;        // [row], device; 0: all
-  const std::uint64_t* seed;        // [row], device
-  std::uint64_t* counter;           // [row], device; advanced
-  std::int32_t* ids;                // [row]
-  void* workspace;                  // sample_workspace() bytes
+  const float* logits;               // [row, vocab]
+  const float *temperature, *top_p;  // [row], device
+  const std::int32_t* top_k;         // [row], device; 0: all
+  const std::uint64_t* seed;         // [row], device
+  std::uint64_t* counter;            // [row], device; advanced
+  std::int32_t* ids;                 // [row]
+  void* workspace;                   // sample_workspace() bytes
 };
 std::size_t sample_workspace(int rows, int vocab);
 cudaError_t sample(const SampleArgs& args, cudaStream_t stream);

@@ -2,7 +2,8 @@
 //
 // Launchers are stream-ordered: no host synchronisation, no allocation, capturable in a graph. They
 // return cudaErrorInvalidValue before any launch for a size, group or dtype that is not supported.
-// Lengths and positions are read from device memory, so that a captured graph serves growing sequences.
+// Lengths and positions are read from device memory, so that a captured graph serves growing
+// sequences.
 #pragma once
 
 #include <cuda_runtime_api.h>
