@@ -44,7 +44,7 @@ SegmentKind parse_kind(const std::string& name, std::string_view what) {
 /// 16 lower-case hex digits, or nothing where that is allowed.
 std::string parse_hash(const json& object, std::string_view key, std::string_view what,
                        bool may_be_empty) {
-  const std::string hash = json_string(object, key, what);
+  std::string hash = json_string(object, key, what);
   const bool is_hash =
       hash.size() == 16 && hash.find_first_not_of("0123456789abcdef") == std::string::npos;
   if (is_hash || (may_be_empty && hash.empty())) return hash;
