@@ -1,0 +1,51 @@
+// Softmax over a row in parts: what each part comes to, and how two parts become one.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+namespace kvlab::kernels {
+
+/// Multiplies a natural logit into a base-2 one.
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+/// 2^x to about 2 ulp; 0 for -infinity.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// What takes sums relative to the logit `from` to sums relative to `to` >= from. An empty part
+/// (from = -infinity) weighs nothing, even against another.
+__device__ inline float rescale(float from, float to) {
+  return from == -INFINITY ? 0.0f : exp2_fast(from - to);
+}
+
+/// Some keys of one row, as a monoid: the state of no keys is the neutral element, and `merge` is
+/// associative up to rounding, so that parts are merged in a fixed order for equal bits.
+template <int kWidth>
+struct SoftmaxState {
+  float max = -INFINITY;   ///< largest base-2 logit
+  float sum = 0;           ///< of 2^(logit - max)
+  float out[kWidth] = {};  ///< of 2^(logit - max) * value, some dimensions of it
+};
+
+template <int kWidth>
+__device__ inline SoftmaxState<kWidth> merge(const SoftmaxState<kWidth>& a,
+                                             const SoftmaxState<kWidth>& b) {
+  SoftmaxState<kWidth> both;
+  both.max = fmaxf(a.max, b.max);
+  const float of_a = rescale(a.max, both.max), of_b = rescale(b.max, both.max);
+  both.sum = fmaf(a.sum, of_a, b.sum * of_b);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) both.out[i] = fmaf(a.out[i], of_a, b.out[i] * of_b);
+  return both;
+}
+
+/// ln of the sum of e^logit.
+__device__ inline float log_sum_exp(float max, float sum) { return (max + log2f(sum)) * kLn2; }
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,97 @@
+// Matrix products of one warp (sm_80 and later), the tiles in shared memory that feed them, and the
+// asynchronous copies that fill those.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace kvlab::kernels {
+
+/// Two floats as two elements of a register; `low` is first in memory.
+template <class T>
+__device__ inline std::uint32_t pack(float low, float high);
+template <>
+__device__ inline std::uint32_t pack<__nv_bfloat16>(float low, float high) {
+  std::uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <>
+__device__ inline std::uint32_t pack<__half>(float low, float high) {
+  std::uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+/// c[16 x 8] += a[16 x 16] * b[16 x 8]. Lane l holds, with g = l / 4 and t = l % 4: of a rows g, g
+/// + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 and the next ones; of b rows 2t and 2t + 8 and
+/// the next ones at column g; of c rows g, g, g + 8, g + 8 at columns 2t and 2t + 1.
+template <class T>
+__device__ inline void multiply_add(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                    std::uint32_t b1);
+template <>
+__device__ inline void multiply_add<__nv_bfloat16>(float (&c)[4], const std::uint32_t (&a)[4],
+                                                   std::uint32_t b0, std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ inline void multiply_add<__half>(float (&c)[4], const std::uint32_t (&a)[4],
+                                            std::uint32_t b0, std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// An address in shared memory, as the instructions below take it.
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// Four 8 x 8 matrices of 2-byte elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(std::uint32_t (&m)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_matrices_transposed(std::uint32_t (&m)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
+/// 16 bytes from global to shared memory, past the L1 cache; zeros, and no read, if not `wanted`.
+__device__ inline void copy_async(std::uint32_t to, const void* from, bool wanted) {
+  const int bytes = wanted ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until at most kLeft of this thread's newest groups are on their way.
+template <int kLeft>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+/// Rows of kRowBytes in shared memory, 16-byte chunks of a row permuted so that the same chunk of
+/// eight consecutive rows lies in eight different banks.
+template <int kRowBytes>
+struct Swizzled {
+  static constexpr int kChunks = kRowBytes / 16;
+  static_assert(kRowBytes % 64 == 0);
+  /// Bytes from the tile's start.
+  __device__ static constexpr int offset(int row, int chunk) {
+    const int mask = kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
+    return (row * kChunks + (chunk ^ mask)) * 16;
+  }
+};
+
+}  // namespace kvlab::kernels
