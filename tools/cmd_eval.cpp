@@ -12,17 +12,18 @@
 namespace kvlab {
 namespace {
 
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
 constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
-  options.add_options()("model", po::value<std::string>()->required(), "model directory")(
-      "text", po::value<std::vector<std::string>>()->required()->multitoken(), "text files")(
-      "window", po::value<std::uint32_t>()->default_value(0),
+  options.add_options()("model", po::value<std::string>(), "model directory")(
+      "text", po::value<std::vector<std::string>>()->multitoken(), "text files")(
+      "window", po::value<std::int64_t>()->default_value(0),
       "tokens a window, the model's first token included; 0: the trained context")(
       "stream", po::bool_switch(), "each text as one sequence")(
-      "prompt-tokens", po::value<std::uint32_t>()->default_value(0),
+      "prompt-tokens", po::value<std::int64_t>()->default_value(0),
       "tokens of each sequence that are its prompt; 0: half of it")(
-      "max-tokens", po::value<std::uint32_t>()->default_value(0),
+      "max-tokens", po::value<std::int64_t>()->default_value(0),
       "tokens of each text to use; 0: all")("span",
                                             po::value<std::string>()->default_value("decode"),
                                             "which queries' predictions are scored: decode, all")(
@@ -84,6 +85,10 @@ void print_table(const std::vector<EvalScore>& scores) {
   }
 }
 
+std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
+  return static_cast<std::uint32_t>(number_from(options, name, 0, kMostTokens));
+}
+
 EvalOptions eval_options(const po::variables_map& options) {
   const std::string span = options["span"].as<std::string>();
   if (span != "decode" && span != "all")
@@ -92,10 +97,10 @@ EvalOptions eval_options(const po::variables_map& options) {
   if (!(threshold >= 0 && threshold <= 1))
     throw std::invalid_argument(
         fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
-  return {.window = options["window"].as<std::uint32_t>(),
+  return {.window = tokens_from(options, "window"),
           .stream = options["stream"].as<bool>(),
-          .prompt_tokens = options["prompt-tokens"].as<std::uint32_t>(),
-          .max_tokens = options["max-tokens"].as<std::uint32_t>(),
+          .prompt_tokens = tokens_from(options, "prompt-tokens"),
+          .max_tokens = tokens_from(options, "max-tokens"),
           .span = span == "all" ? Span::all : Span::decode,
           .threshold = threshold,
           .threads = threads_from(options),
@@ -104,12 +109,14 @@ EvalOptions eval_options(const po::variables_map& options) {
 
 int run(const po::variables_map& options) {
   check_device(options);
+  if (!options.count("text"))
+    throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
   const EvalOptions how = eval_options(options);
   std::vector<LoopConfig> configs;
   if (options.count("policy"))
     for (ReplayConfig& config : grid_from(options))
       configs.push_back({.cache = std::move(config), .budgets = {}});
-  const std::string directory = options["model"].as<std::string>();
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Model model = Model::load(directory, how.threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))

@@ -13,7 +13,7 @@ namespace kvlab {
 namespace {
 
 void add_options(po::options_description& options) {
-  options.add_options()("model", po::value<std::string>()->required(), "model directory")(
+  options.add_options()("model", po::value<std::string>(), "model directory")(
       "request-threshold", po::value<double>()->default_value(0.01),
       "share of a row's largest entry");
   add_prompt_options(options);
@@ -100,7 +100,7 @@ int run(const po::variables_map& options) {
     throw std::invalid_argument(
         fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
   const std::vector<ReplayConfig> grid = grid_from(options);
-  const std::string directory = options["model"].as<std::string>();
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Model model = Model::load(directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const std::vector<VerifyTurn> turns = conversation_from(options, model, tokenizer);
