@@ -1,0 +1,662 @@
+#!/usr/bin/env python3
+"""Captures a kvlab trace from a transformers model. See docs/capture-hf.md.
+
+    python3 tools/capture_hf.py --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
+    python3 tools/capture_hf.py --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
+
+Exits 2 with one line if anything is wrong with the input.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+
+try:
+    import safetensors
+    import safetensors.torch
+    import torch
+    import transformers
+    import xxhash
+    from tokenizers import Tokenizer
+    from transformers.utils import cached_file
+except ImportError as missing:
+    print(
+        f"capture_hf.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+FORMAT = 1
+SHARD_TOKENS = 1024
+CHECK_ROWS = 16
+CHECK_GRID = [round(i * (SHARD_TOKENS - 1) / (CHECK_ROWS - 1)) for i in range(CHECK_ROWS)]
+LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard ends with
+PLAIN_TOKENS = 64  # that are also fed to the model as it is
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Refused(Exception):
+    """Bad input: one line that says what, where, and what would be right."""
+
+
+def first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def xxh3_of(path):
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path, flags):
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_by_rename(path, write):
+    """write(PATH.part), sync, rename, sync the folder. Returns the file's checksum."""
+    part = path.with_name(path.name + ".part")
+    try:
+        write(part)
+        sync(part, os.O_RDWR)
+        checksum = xxh3_of(part)
+        os.replace(part, path)
+        sync(path.parent, os.O_RDONLY)
+        return checksum
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_tensors(path, tensors, metadata=None):
+    return write_by_rename(path, lambda part: safetensors.torch.save_file(tensors, part, metadata))
+
+
+# ---------------------------------------------------------------------------------------------
+# The trace
+
+
+class Shard:
+    """The rows of one shard of up to 1024 tokens, on the devices that computed them.
+
+    The buffers are used again for the next shard.
+    """
+
+    def __init__(self, layers):
+        self.layers = [{} for _ in range(layers)]
+
+    def put(self, layer, part, row, values):
+        """values [n, heads, head_size] go to rows row … row + n of q, k or v."""
+        count, heads, size = values.shape
+        buffer = self.layers[layer].get(part)
+        if buffer is None:
+            buffer = values.new_empty(heads, SHARD_TOKENS, size)
+            self.layers[layer][part] = buffer
+        buffer[:, row : row + count] = values.transpose(0, 1)
+
+    def put_output(self, layer, row, values):
+        """Keeps those of the outputs [n, query_heads, head_size] that may become check rows."""
+        count, heads, size = values.shape
+        kept = self.layers[layer].get("out")
+        if kept is None:
+            kept = torch.zeros(heads, CHECK_ROWS + 1, size, device=values.device)
+            self.layers[layer]["out"] = kept
+        slots = [slot for slot in range(CHECK_ROWS) if row <= CHECK_GRID[slot] < row + count]
+        rows = [CHECK_GRID[slot] - row for slot in slots] + [count - 1]
+        kept[:, slots + [LATEST]] = values[rows].float().transpose(0, 1)
+
+    def tensors(self, first, count):
+        """What the shard's file holds if it ends after `count` tokens."""
+        inside = [slot for slot in range(CHECK_ROWS) if CHECK_GRID[slot] < count]
+        slots = inside + [LATEST] * (CHECK_ROWS - len(inside))
+        rows = [first + (CHECK_GRID[slot] if slot != LATEST else count - 1) for slot in slots]
+        tensors = {"check_rows": torch.tensor(rows, dtype=torch.int32)}
+        for index, layer in enumerate(self.layers):
+            for part in ("q", "k", "v"):
+                tensors[f"layers.{index}.{part}"] = layer[part][:, :count].contiguous().cpu()
+            tensors[f"layers.{index}.check_out"] = layer["out"][:, slots].contiguous().cpu()
+        return tensors
+
+
+class TraceWriter:
+    """Writes a trace as docs/trace.md says; each shard as soon as it is full."""
+
+    def __init__(self, directory, description, rope):
+        self.directory = pathlib.Path(directory)
+        self.description = description  # what the manifest and every shard say alike
+        self.rope = rope
+        self.ids = []
+        self.segments = []
+        self.shards = []  # the sealed ones
+        self.tokens_xxh3 = ""
+        self.open = Shard(description["config"]["layers"])
+        try:
+            self.directory.mkdir()
+        except FileExistsError:
+            raise Refused(f"--out {directory}: exists already; a new folder is expected") from None
+
+    def first_open(self):
+        """Position of the first token that is in no sealed shard."""
+        return len(self.shards) * SHARD_TOKENS
+
+    def row(self):
+        """Row of the open shard that the next token takes."""
+        return len(self.ids) - self.first_open()
+
+    def room(self):
+        return SHARD_TOKENS - self.row()
+
+    def admit(self, ids, kind):
+        """The rows of these tokens have been put into the open shard."""
+        if not self.segments or self.segments[-1]["kind"] != kind:
+            self.segments.append({"start": len(self.ids), "tokens": 0, "kind": kind})
+        self.segments[-1]["tokens"] += len(ids)
+        self.ids += ids
+        if self.room() == 0:
+            self.seal()
+
+    def seal(self):
+        """The ids go first: whatever shards a kill leaves, their ids are there."""
+        first, count = self.first_open(), self.row()
+        tokens = {
+            "ids": torch.tensor(self.ids, dtype=torch.int32),
+            "inv_freq": self.rope.inv_freq,
+            "rope_factor": torch.tensor([self.rope.factor], dtype=torch.float32),
+            "softmax_scale": torch.tensor([self.rope.softmax_scale], dtype=torch.float32),
+        }
+        self.tokens_xxh3 = write_tensors(self.directory / "tokens.safetensors", tokens)
+        metadata = self.description | {"first": first, "tokens": count, "segments": self.segments}
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+        name = f"shard-{len(self.shards):05}.safetensors"
+        checksum = write_tensors(self.directory / name, self.open.tensors(first, count), texts)
+        self.shards.append({"file": name, "first": first, "tokens": count, "xxh3": checksum})
+
+    def finish(self):
+        if self.row() > 0:
+            self.seal()
+        prompt = sum(segment["tokens"] for segment in self.segments if segment["kind"] == "prompt")
+        manifest = self.description | {
+            "tokens": len(self.ids),
+            "prompt_tokens": prompt,
+            "segments": self.segments,
+            "shards": self.shards,
+            "tokens_xxh3": self.tokens_xxh3,
+        }
+        text = json.dumps(manifest, indent=1) + "\n"
+        write_by_rename(self.directory / "manifest.json", lambda part: part.write_text(text))
+
+    def abandon(self):
+        """After an error: the sealed shards stay, or nothing at all. Returns what to say of them."""
+        if self.shards:
+            return f"; `kvlab trace seal {self.directory}` keeps its first {self.first_open()} tokens"
+        (self.directory / "tokens.safetensors").unlink(missing_ok=True)
+        self.directory.rmdir()
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# The model
+
+
+@dataclasses.dataclass
+class Rope:
+    inv_freq: "torch.Tensor"  # [head_size / 2] float32, on the CPU
+    factor: float  # multiplies cos and sin
+    softmax_scale: float
+
+    def cos_sin(self, positions):
+        """[n] to two of [n, head_size / 2], float32 of the float64 angle, as kvlab's."""
+        angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
+        return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
+
+    def rotate(self, x, first):
+        """[n, heads, head_size] to positions first … first + n, rounded once."""
+        positions = torch.arange(first, first + len(x), device=x.device)
+        cos, sin = (turned[:, None] for turned in self.cos_sin(positions))
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+@dataclasses.dataclass
+class Shape:
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+
+
+def load_config(name):
+    try:
+        return transformers.AutoConfig.from_pretrained(name)
+    except Exception as error:  # transformers raises nearly anything
+        raise Refused(f"--model {name}: {first_line(error)}") from None
+
+
+def rope_parameters(config):
+    """The parameters of RoPE under their newer names: transformers 5 has rope_parameters, 4 has
+    rope_theta and rope_scaling."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = {key: value for key, value in dict(found).items() if value is not None}
+    older = parameters.pop("type", "default")
+    parameters.setdefault("rope_type", older)
+    if getattr(config, "rope_theta", None) is not None:
+        parameters.setdefault("rope_theta", config.rope_theta)
+    return parameters
+
+
+def refuse_unsupported(name, config):
+    """Whatever would change what attention computes from q, k and v, and the format cannot say."""
+
+    def refuse(what, right):
+        raise Refused(f"--model {name}: {what}; {right}")
+
+    family = config.model_type
+    if family not in FAMILIES:
+        refuse(f"model_type {family!r} is not supported", f"one of {', '.join(FAMILIES)} is expected")
+    if FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
+        refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
+
+    window = getattr(config, "sliding_window", None)
+    right = "a trace cannot say sliding windows, only full attention"
+    if getattr(config, "use_sliding_window", False):
+        refuse("use_sliding_window is true", right)
+    if family == "mistral" and window is not None:
+        refuse(f"sliding_window is {window}", right)
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        refuse("layer_types names other layers than full_attention", right)
+
+    parameters = rope_parameters(config)
+    if parameters["rope_type"] not in ROPE_TYPES:
+        refuse(f"rope_type {parameters['rope_type']!r} is not supported", f"one of {', '.join(ROPE_TYPES)} is expected")
+    for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
+        if partial not in (None, 1):
+            refuse(f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported")
+    if getattr(config, "pretraining_tp", 1) not in (None, 1):
+        refuse(f"pretraining_tp is {config.pretraining_tp}", "1 is expected")
+
+
+def load_model(name, dtype, attention, device):
+    # The argument's name changed in 4.56.
+    version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    argument = "dtype" if version >= (4, 56) else "torch_dtype"
+    options = {argument: DTYPES.get(dtype, "auto"), "attn_implementation": attention, "output_loading_info": True}
+    try:
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        model = model.to(device).eval()
+    except Exception as error:
+        raise Refused(f"--model {name}: {first_line(error)}") from None
+    # transformers would fill these with random numbers.
+    for problem in ("missing_keys", "mismatched_keys"):
+        if loading.get(problem):
+            tensor = sorted(map(str, loading[problem]))[0]
+            raise Refused(f"--model {name}: tensor {tensor} is missing or of another shape in the weights")
+    if model.dtype not in DTYPES.values():
+        raise Refused(f"--model {name}: dtype {name_of(model.dtype)}; one of {', '.join(DTYPES)} is expected")
+    return model
+
+
+def attention_modules(model):
+    modules = [layer.self_attn for layer in model.model.layers]
+    for module in modules:
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            if not hasattr(module, part):
+                raise Refused(f"--model: {type(module).__name__} has no {part}; separate projections are expected")
+        if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
+            raise Refused(f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected")
+    return modules
+
+
+def rotary_modules(model):
+    """One for all layers, or one in each (transformers before 4.45)."""
+    shared = getattr(model.model, "rotary_emb", None)
+    return [shared] if shared is not None else [module.rotary_emb for module in attention_modules(model)]
+
+
+def shape_of(model):
+    config, modules = model.config, attention_modules(model)
+    return Shape(len(modules), config.num_attention_heads, config.num_key_value_heads, modules[0].head_dim)
+
+
+def rope_of(model, shape):
+    """From the model's own rotary embedding, which must turn by position * inv_freq."""
+    rotary = rotary_modules(model)[0]
+    if rotary.inv_freq.numel() * 2 != shape.head_size:
+        raise Refused(
+            f"--model: {rotary.inv_freq.numel() * 2} of {shape.head_size} dimensions are rotated;"
+            " only heads that are rotated whole are supported"
+        )
+    scales = {float(getattr(module, "scaling", shape.head_size**-0.5)) for module in attention_modules(model)}
+    if len(scales) > 1:
+        raise Refused("--model: layers differ in the softmax scale; one for all is expected")
+    rope = Rope(rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop())
+
+    positions = torch.tensor([0, 1, 2, 3, 50, 700], device=rotary.inv_freq.device)
+    theirs = rotary(torch.zeros(1, 1, 1, device=positions.device), positions[None])
+    ours = [torch.cat((turned, turned), dim=-1)[None] for turned in rope.cos_sin(positions)]
+    if any(a.shape != b.shape or (a - b).abs().max() > 1e-3 for a, b in zip(theirs, ours)):
+        raise Refused(f"--model: {type(rotary).__name__} does not turn by position * inv_freq; the RoPE of Llama is expected")
+    return rope
+
+
+def turn_by_nothing(module, inputs, output):
+    cos, sin = output
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def plain_outputs(model, shape, ids):
+    """What layer 0's attention puts out [n, query_heads, head_size] in the model as it is."""
+    outputs = []
+    attention = attention_modules(model)[0]
+    hook = attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
+    model.model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    hook.remove()
+    return outputs[0].view(len(ids), shape.query_heads, shape.head_size)
+
+
+class HookedModel:
+    """Feeds a model; what its attention computes goes to a trace writer.
+
+    Hooks sit on the projections and norms, which have had the same names and places in every
+    version of transformers; attention itself is left alone. The hooks also rotate q and k, and the
+    model's own rotation then turns by nothing: it would round cos, sin and both products to the
+    model's dtype and take angles in float32 (off by 0.004 at position 100,000), which no trace can
+    say.
+    """
+
+    def __init__(self, model, shape, rope, writer, plain):
+        """`plain`: plain_outputs of the first tokens."""
+        self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
+        self.cache = transformers.DynamicCache()
+        self.count = 0  # tokens being fed
+        self.seen = set()  # (layer, part)s that came of them
+        for index, module in enumerate(attention_modules(model)):
+            self.hook_layer(index, module)
+        for module in rotary_modules(model):
+            module.register_forward_hook(turn_by_nothing)
+
+    def hook_layer(self, index, module):
+        queries, keys = self.shape.query_heads, self.shape.kv_heads
+        normed = hasattr(module, "q_norm")
+        for part, source, heads in (
+            ("q", module.q_norm if normed else module.q_proj, queries),
+            ("k", module.k_norm if normed else module.k_proj, keys),
+            ("v", module.v_proj, keys),
+        ):
+            source.register_forward_hook(
+                lambda _, inputs, output, part=part, heads=heads: self.keep(index, part, heads, output)
+            )
+        module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0]))
+
+    def rows(self, layer, part, heads, values):
+        """To [n, heads, head_size], from [1, n, heads * head_size], or [1, n, heads, head_size]
+        after a norm of heads."""
+        count, size = self.count, self.shape.head_size
+        right = tuple(values.shape) in ((1, count, heads * size), (1, count, heads, size))
+        if not right or values.dtype != self.model.dtype:
+            raise Refused(
+                f"--model: layer {layer}: {part} is {name_of(values.dtype)} {list(values.shape)};"
+                f" {name_of(self.model.dtype)} [1, {count}, {heads * size}] is expected"
+            )
+        self.seen.add((layer, part))
+        return values.view(count, heads, size)
+
+    def keep(self, layer, part, heads, values):
+        """Returns what the model goes on with."""
+        rows = self.rows(layer, part, heads, values)
+        self.writer.open.put(layer, part, self.writer.row(), rows)
+        return values if part == "v" else self.rope.rotate(rows, len(self.writer.ids)).view(values.shape)
+
+    def keep_output(self, layer, values):
+        rows = self.rows(layer, "out", self.shape.query_heads, values)
+        self.writer.open.put_output(layer, self.writer.row(), rows)
+        if layer == 0 and not self.writer.ids:
+            self.compare(rows)
+
+    def compare(self, rows):
+        """The first tokens' outputs of layer 0 against the plain model's: the rotation must be its."""
+        count = min(len(rows), len(self.plain))
+        plain, ours = self.plain[:count].float(), rows[:count].float()
+        error = float((plain - ours).norm() / plain.norm())
+        most = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        if not error <= most:
+            raise Refused(f"--model: its own rotation gives other outputs, by {error:.2g}; the RoPE of Llama is expected")
+
+    def feed(self, ids, kind, chunk):
+        """Returns the hidden state [1, hidden] behind the last token."""
+        while ids:
+            part = ids[: min(chunk, self.writer.room())]
+            ids = ids[len(part) :]
+            hidden = self.feed_chunk(part)
+            self.writer.admit(part, kind)
+            progress(len(self.writer.ids))
+        return hidden
+
+    def feed_chunk(self, ids):
+        self.count = len(ids)
+        self.seen.clear()
+        tokens = torch.tensor([ids], device=self.model.device)
+        result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        if len(self.seen) != 4 * self.shape.layers:
+            raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
+        return result.last_hidden_state[:, -1]
+
+    def most_likely(self, hidden):
+        return int(self.model.get_output_embeddings()(hidden).argmax())
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+
+
+def progress(tokens):
+    if sys.stderr.isatty():
+        print(f"\rcapture: {tokens} tokens ", end="", file=sys.stderr, flush=True)
+
+
+def file_of(model, name):
+    """A file of the checkpoint, or None. `model` is a folder or a name of the hub."""
+    try:
+        found = cached_file(model, name, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return pathlib.Path(found) if found else None
+
+
+def weights_xxh3(model):
+    """Of the file; of several, the checksum of their checksums in the order of their names."""
+    single, index = file_of(model, "model.safetensors"), file_of(model, "model.safetensors.index.json")
+    if single:
+        return xxh3_of(single)
+    if not index:
+        return ""
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return xxhash.xxh3_64("".join(xxh3_of(index.parent / name) for name in names).encode()).hexdigest()
+
+
+def prompt_text(arguments):
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        return pathlib.Path(arguments.prompt_file).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise Refused(f"--prompt-file {arguments.prompt_file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise Refused(f"--prompt-file {arguments.prompt_file}: byte {error.start} is not UTF-8; text is expected") from None
+
+
+def encode(model, config, text):
+    """As `kvlab capture` does: by tokenizer.json, the model's first token in front but for Qwen."""
+    file = file_of(model, "tokenizer.json")
+    try:
+        if file:
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_truncation()
+            ids = tokenizer.encode(text).ids
+        else:
+            ids = transformers.AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    except Exception as error:
+        raise Refused(f"--model {model}: no tokenizer: {first_line(error)}") from None
+    wants_bos = isinstance(config.bos_token_id, int) and not config.model_type.startswith("qwen")
+    if wants_bos and ids[:1] != [config.bos_token_id]:
+        ids = [config.bos_token_id] + ids
+    if not ids:
+        raise Refused("--prompt: has no tokens; give some text")
+    if max(ids) >= config.vocab_size:
+        raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; the model's vocabulary is {config.vocab_size}")
+    return ids
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"capture_hf.py: {message}\n")
+
+
+def whole_number(least):
+    def parse(text):
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} on")
+        return int(text)
+
+    return parse
+
+
+def parse_arguments(argv):
+    parser = Parser(prog="capture_hf.py", description="Captures a kvlab trace from a transformers model.")
+    add = parser.add_argument
+    add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
+    add("--out", metavar="TRACE", required=True, help="the trace's directory, which is made")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    text.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
+    add("--max-new-tokens", metavar="N", type=whole_number(0), help="tokens to generate, at most; always the most likely (default: 100)")
+    add("--teacher-forced", action="store_true", help="decode the given text itself, instead of generating")
+    add("--prompt-tokens", metavar="P", type=whole_number(1), help="teacher-forced: so many of the text's tokens are the prompt")
+    add("--max-tokens", metavar="T", type=whole_number(1), help="teacher-forced: use the first T tokens of the text (default: all)")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    add("--attention", choices=["sdpa", "eager", "flash_attention_2"], default="sdpa", help="transformers' attn_implementation")
+    add("--chunk", metavar="N", type=whole_number(1), default=SHARD_TOKENS, help="tokens of a given text to feed at once (default: 1024)")
+    arguments = parser.parse_args(argv)
+
+    if arguments.teacher_forced:
+        if arguments.prompt_tokens is None:
+            parser.error("--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P")
+        if arguments.max_new_tokens is not None:
+            parser.error("--max-new-tokens: generates, and --teacher-forced does not; leave out one of them")
+    for name in ("prompt_tokens", "max_tokens"):
+        if not arguments.teacher_forced and getattr(arguments, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: comes with --teacher-forced only")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: there is no CUDA device that torch can use; cpu would do")
+    if os.path.lexists(arguments.out):
+        parser.error(f"--out {arguments.out}: exists already; a new folder is expected")
+    return arguments
+
+
+def describe(arguments, model, shape):
+    """What the manifest and every shard say alike."""
+    dtype = name_of(model.dtype)
+    tokenizer = file_of(arguments.model, "tokenizer.json")
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+    return {
+        "format": FORMAT,
+        "model": pathlib.Path(arguments.model).resolve().name,
+        "config": dataclasses.asdict(shape) | {"dtype": dtype, "rope": rope_parameters(model.config)},
+        "rounding": "none" if dtype == "float32" else "model_dtype",
+        "weights_xxh3": weights_xxh3(arguments.model),
+        "tokenizer_xxh3": xxh3_of(tokenizer) if tokenizer else "",
+        "capture": {
+            "engine": "transformers",
+            "version": transformers.__version__,
+            "device": device,
+            "options": {
+                "torch": torch.__version__,
+                "attention": arguments.attention,
+                "rope": "rotated in float32, rounded once",
+                "teacher_forced": arguments.teacher_forced,
+            },
+        },
+    }
+
+
+def capture(hooked, arguments, ids):
+    config, chunk = hooked.model.config, arguments.chunk
+    if arguments.teacher_forced:
+        hooked.feed(ids[: arguments.prompt_tokens], "prompt", chunk)
+        if len(ids) > arguments.prompt_tokens:
+            hooked.feed(ids[arguments.prompt_tokens :], "decode", chunk)
+        return
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    hidden = hooked.feed(ids, "prompt", chunk)
+    most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
+    for _ in range(most - 1):  # the last token is chosen and not fed
+        token = hooked.most_likely(hidden)
+        if token in ends:
+            return
+        hidden = hooked.feed([token], "decode", 1)
+
+
+def run(arguments):
+    config = load_config(arguments.model)
+    refuse_unsupported(arguments.model, config)
+    ids = encode(arguments.model, config, prompt_text(arguments))[: arguments.max_tokens]
+    if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
+        raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
+    shape = shape_of(model)
+    rope = rope_of(model, shape)
+    plain = plain_outputs(model, shape, ids[:PLAIN_TOKENS])
+    writer = TraceWriter(arguments.out, describe(arguments, model, shape), rope)
+    try:
+        capture(HookedModel(model, shape, rope, writer, plain), arguments, ids)
+        writer.finish()
+    except (Refused, OSError, safetensors.SafetensorError, torch.cuda.OutOfMemoryError, KeyboardInterrupt) as error:
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
+        raise Refused(f"{what}: --out {arguments.out} is unfinished{writer.abandon()}") from None
+    except BaseException:
+        writer.abandon()
+        raise
+    progress(len(writer.ids))
+    print(f"{arguments.out}: {len(writer.ids)} tokens of {writer.description['model']}")
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with torch.inference_mode():
+            run(arguments)
+    except (Refused, OSError) as error:
+        print(f"capture_hf.py: {first_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
