@@ -71,6 +71,17 @@ class Decoder::Impl {
     return logits_;
   }
 
+  void extend(Sampler& sampler, std::uint32_t count,
+              const std::function<bool(std::int32_t)>& on_id) {
+    if (tokens_ == 0)
+      throw std::invalid_argument("decoder: nothing to extend; feed a prompt first");
+    for (std::uint32_t sampled = 0; sampled < count; ++sampled) {
+      const std::int32_t id = sampler.pick(logits_);
+      if (!on_id(id) || sampled + 1 == count) return;
+      feed({&id, 1}, SegmentKind::decode, nullptr);
+    }
+  }
+
   std::uint64_t evictions() const {
     std::uint64_t sum = 0;
     for (const HeadCache& head : heads_) sum += head.live().evictions();
@@ -198,6 +209,10 @@ void Decoder::watch(DecoderObserver* observer) { impl_->watch(observer); }
 std::span<const float> Decoder::feed(std::span<const std::int32_t> ids, SegmentKind kind,
                                      std::vector<float>* all_logits) {
   return impl_->feed(ids, kind, all_logits);
+}
+void Decoder::extend(Sampler& sampler, std::uint32_t count,
+                     const std::function<bool(std::int32_t)>& on_id) {
+  impl_->extend(sampler, count, on_id);
 }
 std::uint32_t Decoder::tokens() const { return impl_->tokens(); }
 std::uint64_t Decoder::kv_bytes_peak() const { return impl_->kv_bytes_peak(); }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/model.hpp"
+#include "engine/sequence_decoder.hpp"
 #include "policies/live_set.hpp"
 #include "policies/observation.hpp"
 
@@ -47,12 +48,12 @@ class DecoderObserver {
   virtual void admitted() {}  ///< after the last layer
 };
 
-class Decoder {
+class Decoder final : public SequenceDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a
   /// budget.
   Decoder(const Model& model, CacheOptions options, unsigned threads);
-  ~Decoder();
+  ~Decoder() override;
 
   void watch(DecoderObserver* observer);  ///< null: nobody
 
@@ -62,11 +63,13 @@ class Decoder {
   /// vocab]. Throws std::invalid_argument for no tokens, std::out_of_range for an id outside the
   /// vocabulary.
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
-                              std::vector<float>* all_logits = nullptr);
+                              std::vector<float>* all_logits = nullptr) override;
+  void extend(Sampler& sampler, std::uint32_t count,
+              const std::function<bool(std::int32_t id)>& on_id) override;
 
-  std::uint32_t tokens() const;         ///< fed so far
-  std::uint64_t kv_bytes_peak() const;  ///< keys and values held at most, all layers and heads
-  std::uint64_t evictions() const;
+  std::uint32_t tokens() const override;
+  std::uint64_t kv_bytes_peak() const override;
+  std::uint64_t evictions() const override;
   const LiveSet& live(std::uint32_t layer, std::uint32_t kv_head) const;
 
  private:

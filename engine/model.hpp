@@ -37,6 +37,8 @@ struct ModelConfig {
 /// or option that is not supported (sliding windows in use, other activations, other RoPE types,
 /// …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
+/// The same for any config.json by itself.
+ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
 
 class Model {
  public:

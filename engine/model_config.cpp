@@ -203,14 +203,18 @@ float ModelConfig::softmax_scale() const {
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {
-  const std::filesystem::path path = directory / "config.json";
+  return read_model_config(directory / "config.json",
+                           std::filesystem::weakly_canonical(directory).filename().string());
+}
+
+ModelConfig read_model_config(const std::filesystem::path& path, std::string name) {
   const nlohmann::json json = parse_json(read_text_file(path, kMaxConfigBytes), path.string());
   const ConfigReader config(path.string(), json);
   const Architecture& architecture = architecture_of(config);
   refuse_unsupported(config, architecture);
 
   ModelConfig model;
-  model.name = std::filesystem::weakly_canonical(directory).filename().string();
+  model.name = std::move(name);
   model.architecture = architecture.name;
   read_sizes(config, architecture, model);
   constexpr double kSmallest = 1e-12;

@@ -21,6 +21,11 @@ class Sampler {
   /// Throws std::runtime_error where the largest logit is not finite.
   std::int32_t pick(std::span<const float> logits);
 
+  const SamplingOptions& options() const { return options_; }
+  std::uint64_t counter() const { return counter_; }  ///< draws so far
+  /// Draws that were made elsewhere, from (seed, counter) too.
+  void skip(std::uint64_t draws) { counter_ += draws; }
+
  private:
   SamplingOptions options_;
   std::uint64_t counter_ = 0;

@@ -1,0 +1,49 @@
+// A model on the device that was asked for, and decoders of it.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "engine/decoder.hpp"
+#include "engine/sequence_decoder.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+enum class Device { cpu, cuda };
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const ModelConfig& config() const = 0;
+  virtual std::string weights_xxh3() const = 0;
+  /// For a sequence of at most `tokens`. Throws std::invalid_argument for a cache that this device
+  /// does not have, std::runtime_error if its memory is too small.
+  virtual std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
+                                                   std::uint32_t tokens) = 0;
+
+  /// The header of a trace of this model; `options`: how it is run, for the record.
+  virtual TraceHeader trace_header(nlohmann::json options) const = 0;
+  /// The same decoder, with the whole cache; all that it computes goes into the trace, whose writer
+  /// must outlive it, and is there after flush(). `progress` gets the tokens written, from any
+  /// thread.
+  virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
+      const CacheOptions& cache, std::uint32_t tokens, TraceWriter& writer,
+      std::function<void(std::uint32_t)> progress) = 0;
+};
+
+/// Throws std::runtime_error for a broken checkpoint or too little memory.
+std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path& directory,
+                                      unsigned threads);
+
+/// Whether this build has the CUDA backend, and this machine a device for it.
+bool cuda_in_build();
+bool has_cuda_device();
+/// load_backend(Device::cuda, …); throws std::invalid_argument in a build without it,
+/// std::runtime_error without a device.
+std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory);
+
+}  // namespace kvlab

@@ -1,0 +1,92 @@
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+#include "engine/backend.hpp"
+#include "engine/cuda/cuda_sequence.hpp"
+#include "engine/cuda/device_model.hpp"
+
+namespace kvlab {
+namespace {
+
+std::string device_name() {
+  cudaDeviceProp properties{};
+  cuda::check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
+  return properties.name;
+}
+
+void refuse_eviction(const CacheOptions& cache) {
+  if (!cache.policy.entry || cache.policy.entry->info.evicts)
+    throw std::invalid_argument(
+        "the CUDA decoder keeps the full cache for now; --device cpu evicts");
+}
+
+class CudaBackend final : public Backend {
+ public:
+  explicit CudaBackend(const std::filesystem::path& directory)
+      : model_(DeviceModel::load(directory)) {}
+
+  const ModelConfig& config() const override { return model_.config(); }
+  std::string weights_xxh3() const override { return model_.weights_xxh3(); }
+
+  std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
+                                           std::uint32_t tokens) override {
+    return sequence(cache, {.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
+  }
+
+  TraceHeader trace_header(nlohmann::json options) const override {
+    const ModelConfig& config = model_.config();
+    TraceHeader header;
+    header.model = config.name;
+    header.shape = config.shape();
+    header.shape.dtype = model_.dtype();
+    header.rope = config.rope;
+    header.rope_config = config.rope_config;
+    header.softmax_scale = config.softmax_scale();
+    header.rounding = Rounding::model_dtype;
+    header.weights_xxh3 = model_.weights_xxh3();
+    header.tokenizer_xxh3 = model_.tokenizer_xxh3();
+    header.capture = {{"engine", "kvlab"},
+                      {"version", KVLAB_VERSION},
+                      {"device", device_name()},
+                      {"options", std::move(options)}};
+    return header;
+  }
+
+  std::unique_ptr<SequenceDecoder> capturing_decoder(
+      const CacheOptions& cache, std::uint32_t tokens, TraceWriter& writer,
+      std::function<void(std::uint32_t)> progress) override {
+    return sequence(cache, {.tokens = tokens,
+                            .prefill_chunk = cache.prefill.chunk,
+                            .writer = &writer,
+                            .progress = std::move(progress)});
+  }
+
+ private:
+  std::unique_ptr<SequenceDecoder> sequence(const CacheOptions& cache,
+                                            CudaSequence::Options options) {
+    refuse_eviction(cache);
+    return std::make_unique<CudaSequence>(model_, std::move(options));
+  }
+
+  DeviceModel model_;
+};
+
+}  // namespace
+
+bool cuda_in_build() { return true; }
+
+bool has_cuda_device() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count > 0;
+  cudaGetLastError();
+  return false;
+}
+
+std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory) {
+  if (!has_cuda_device())
+    throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
+  return std::make_unique<CudaBackend>(directory);
+}
+
+}  // namespace kvlab

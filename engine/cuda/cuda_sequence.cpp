@@ -1,0 +1,82 @@
+#include "engine/cuda/cuda_sequence.hpp"
+
+#include <algorithm>
+#include <deque>
+#include <stdexcept>
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kPrefillTokens = 2048;
+constexpr std::uint32_t kCapturedTokens = 512;  // of a prompt at once: bounds the pinned memory
+/// Steps in flight ahead of the token that the host looks at.
+constexpr std::uint32_t kAhead = 4;
+static_assert(kAhead < CudaDecoder::kRing);
+
+std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
+  const std::uint32_t most = options.writer ? kCapturedTokens : kPrefillTokens;
+  const std::uint32_t asked =
+      options.prefill_chunk == 0 ? most : std::min(most, options.prefill_chunk);
+  return std::max<std::uint32_t>(1, std::min(asked, options.tokens));
+}
+
+}  // namespace
+
+CudaSequence::CudaSequence(const DeviceModel& model, Options options)
+    : decoder_(model, {.sequences = 1,
+                       .slots = options.tokens,
+                       .prefill_tokens = prefill_tokens(options),
+                       .capture = options.writer != nullptr}) {
+  if (options.writer)
+    capture_ = std::make_unique<AsyncCapture>(*options.writer, decoder_.capture_shape(),
+                                              prefill_tokens(options), std::move(options.progress));
+}
+
+std::span<const float> CudaSequence::feed(std::span<const std::int32_t> ids, SegmentKind kind,
+                                          std::vector<float>* all_logits) {
+  CudaDecoder::OnChunk on_chunk;
+  if (capture_)
+    on_chunk = [&](const CudaDecoder::Chunk& chunk) {
+      capture_->chunk(chunk, kind, decoder_.stream());
+    };
+  decoder_.prefill(0, ids, all_logits, on_chunk);
+  logits_ = decoder_.logits(0);
+  return logits_;
+}
+
+void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
+                          const std::function<bool(std::int32_t)>& on_id) {
+  if (count == 0) return;
+  if (tokens() == 0) throw std::invalid_argument("decoder: nothing to extend; feed a prompt first");
+  const std::uint32_t before = tokens();
+  const std::uint64_t base = decoder_.published();
+  decoder_.set_sampling(0, sampler.options(), sampler.counter());
+  decoder_.choose(1);
+
+  std::deque<int> copies;  // of steps whose token has not been seen yet
+  std::uint32_t chosen = 1, seen = 0;
+  for (bool more = true; more && seen < count;) {
+    for (; chosen < count && chosen - seen <= kAhead; ++chosen) {
+      decoder_.step(1);
+      if (capture_)
+        copies.push_back(capture_->copy_step(decoder_.step_capture(), decoder_.stream()));
+    }
+    const std::int32_t id = decoder_.ids(base + seen)[0];
+    ++seen;
+    more = on_id(id) && seen < count;
+    if (!more || !capture_) continue;
+    capture_->keep(copies.front(), id);  // the step after it has fed it
+    copies.pop_front();
+  }
+  for (const int copy : copies) capture_->drop(copy);
+  // Steps were under way when it was over; what they fed is forgotten, their draws too.
+  decoder_.rewind(0, before + seen - 1);
+  sampler.skip(seen);
+}
+
+void CudaSequence::flush() {
+  decoder_.synchronize();
+  if (capture_) capture_->flush();
+}
+
+}  // namespace kvlab

@@ -1,0 +1,41 @@
+// One sequence on the device, behind the interface of every decoder.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "engine/cuda/async_capture.hpp"
+#include "engine/cuda/cuda_decoder.hpp"
+#include "engine/sequence_decoder.hpp"
+
+namespace kvlab {
+
+class CudaSequence final : public SequenceDecoder {
+ public:
+  /// `tokens`: the most that it will hold. `prefill_chunk` tokens of a prompt at once, 0: as many
+  /// as is good. With a writer, everything goes into that trace.
+  struct Options {
+    std::uint32_t tokens = 0, prefill_chunk = 0;
+    TraceWriter* writer = nullptr;
+    AsyncCapture::Progress progress;
+  };
+  /// `model` must outlive it.
+  CudaSequence(const DeviceModel& model, Options options);
+
+  std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
+                              std::vector<float>* all_logits = nullptr) override;
+  void extend(Sampler& sampler, std::uint32_t count,
+              const std::function<bool(std::int32_t)>& on_id) override;
+  void flush() override;
+  std::uint32_t tokens() const override { return decoder_.tokens(0); }
+  std::uint64_t kv_bytes_peak() const override { return decoder_.cache_bytes(tokens()); }
+  std::uint64_t evictions() const override { return 0; }
+
+ private:
+  CudaDecoder decoder_;
+  std::unique_ptr<AsyncCapture> capture_;  // or null
+  std::vector<float> logits_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,186 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "engine/cuda/fill.hpp"
+
+namespace kvlab::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr unsigned kMostBlocks = 132 * 16;
+
+unsigned blocks_for(std::size_t count) {
+  return static_cast<unsigned>(
+      std::clamp<std::size_t>((count + kThreads - 1) / kThreads, 1, kMostBlocks));
+}
+
+__device__ void store(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
+__device__ void store(__half* to, float value) { *to = __float2half_rn(value); }
+__device__ void store(float* to, float value) { *to = value; }
+__device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
+__device__ float load(const __half* from) { return __half2float(*from); }
+__device__ float load(const float* from) { return *from; }
+
+/// SplitMix64's finaliser.
+__device__ std::uint64_t hash(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+/// Box and Muller's normal from two uniforms in (0, 1].
+__device__ float normal(std::uint64_t bits) {
+  const float u = (static_cast<float>(static_cast<std::uint32_t>(bits) >> 8) + 1.0f) * 0x1p-24f;
+  const float v = static_cast<float>(bits >> 40) * 0x1p-24f;
+  return sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
+}
+
+template <class T>
+__global__ void fill_normal_kernel(T* to, std::size_t count, float deviation, std::uint64_t seed) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += gridDim.x * blockDim.x)
+    store(to + i, deviation * normal(hash(hash(seed) + i)));
+}
+
+template <class T>
+__global__ void fill_value_kernel(T* to, std::size_t count, float value) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += gridDim.x * blockDim.x)
+    store(to + i, value);
+}
+
+__global__ void fill_iota_kernel(std::int32_t* to, int count) {
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count;
+       i += static_cast<int>(gridDim.x * blockDim.x))
+    to[i] = i;
+}
+
+template <class T>
+__global__ void find_not_finite_kernel(const T* from, std::size_t count, std::int32_t* found) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += gridDim.x * blockDim.x)
+    if (!isfinite(load(from + i))) *found = 1;
+}
+
+__global__ void rope_table_kernel(const float* inv_freq, int half, std::size_t count, float factor,
+                                  float2* table) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += gridDim.x * blockDim.x) {
+    const double angle = static_cast<double>(i / static_cast<std::size_t>(half)) *
+                         static_cast<double>(inv_freq[i % static_cast<std::size_t>(half)]);
+    table[i] = {static_cast<float>(cos(angle)) * factor, static_cast<float>(sin(angle)) * factor};
+  }
+}
+
+/// Eight 16-byte loads in flight a thread.
+__global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint32_t* sink) {
+  constexpr int kUnroll = 8;
+  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
+  std::uint32_t sum = 0;
+  std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (; i + (kUnroll - 1) * stride < count; i += kUnroll * stride) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      values[u] = __ldcs(from + i + static_cast<std::size_t>(u) * stride);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) sum += values[u].x ^ values[u].y ^ values[u].z ^ values[u].w;
+  }
+  for (; i < count; i += stride) sum += from[i].x;
+  if (sum == 0x5a5a5a5au) *sink = sum;  // keeps the loads
+}
+
+__device__ void advance_row(const StepState& state, int row) {
+  if (state.lengths[row] == 0) return;
+  ++state.positions[row];
+  ++state.slots[row];
+  ++state.lengths[row];
+}
+
+__global__ void advance_kernel(StepState state, int rows) {
+  for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x))
+    advance_row(state, row);
+}
+
+__global__ void finish_step_kernel(FinishStepArgs args) {
+  const std::uint64_t step = *args.step;
+  const std::size_t ring_row = step % static_cast<std::uint64_t>(args.ring_rows);
+  for (int row = static_cast<int>(threadIdx.x); row < args.rows;
+       row += static_cast<int>(blockDim.x)) {
+    args.ring[ring_row * static_cast<std::size_t>(args.ring_width) +
+              static_cast<std::size_t>(row)] = args.state.ids[row];
+    if (args.advance) advance_row(args.state, row);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *args.step = step + 1;
+}
+
+/// Calls body with a null pointer of the element type.
+template <class Body>
+cudaError_t with_type(Type type, Body body) {
+  if (type == Type::bf16) body(static_cast<__nv_bfloat16*>(nullptr));
+  if (type == Type::f16) body(static_cast<__half*>(nullptr));
+  if (type == Type::f32) body(static_cast<float*>(nullptr));
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
+                        cudaStream_t stream) {
+  return with_type(type, [&](auto* none) {
+    fill_normal_kernel<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<decltype(none)>(to),
+                                                                   count, deviation, seed);
+  });
+}
+
+cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream) {
+  return with_type(type, [&](auto* none) {
+    fill_value_kernel<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<decltype(none)>(to),
+                                                                  count, value);
+  });
+}
+
+cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream) {
+  fill_iota_kernel<<<blocks_for(static_cast<std::size_t>(count)), kThreads, 0, stream>>>(to, count);
+  return cudaGetLastError();
+}
+
+cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
+                            cudaStream_t stream) {
+  return with_type(type, [&](auto* none) {
+    using Element = std::remove_pointer_t<decltype(none)>;
+    find_not_finite_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
+        static_cast<const Element*>(from), count, found);
+  });
+}
+
+cudaError_t fill_rope_table(const float* inv_freq, int half, int positions, float factor,
+                            float2* table, cudaStream_t stream) {
+  const std::size_t count = static_cast<std::size_t>(positions) * static_cast<std::size_t>(half);
+  rope_table_kernel<<<blocks_for(count), kThreads, 0, stream>>>(inv_freq, half, count, factor,
+                                                                table);
+  return cudaGetLastError();
+}
+
+cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink,
+                     cudaStream_t stream) {
+  read_all_kernel<<<132 * 8, kThreads, 0, stream>>>(static_cast<const uint4*>(from), bytes / 16,
+                                                    sink);
+  return cudaGetLastError();
+}
+
+cudaError_t finish_step(const FinishStepArgs& args, cudaStream_t stream) {
+  finish_step_kernel<<<1, 128, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t advance(const StepState& state, int rows, cudaStream_t stream) {
+  advance_kernel<<<1, 128, 0, stream>>>(state, rows);
+  return cudaGetLastError();
+}
+
+}  // namespace kvlab::cuda

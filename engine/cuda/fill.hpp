@@ -1,0 +1,48 @@
+// Small kernels of the engine: random fills, RoPE's table, and the end of a decode step.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/types.hpp"
+
+namespace kvlab::cuda {
+
+using kernels::Type;
+
+/// Normal with this deviation; element i depends on (seed, i) alone.
+cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
+                        cudaStream_t stream);
+cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream);
+/// to[i] = i.
+cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream);
+/// *found = 1 if an element is not finite, else as it was.
+cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
+                            cudaStream_t stream);
+/// table[position, i] = (cos, sin) of position * inv_freq[i], angles in float64, times `factor`.
+cudaError_t fill_rope_table(const float* inv_freq, int half, int positions, float factor,
+                            float2* table, cudaStream_t stream);
+/// Reads `bytes` (a multiple of 16) and writes next to nothing: what a read costs.
+cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink, cudaStream_t stream);
+
+/// Where the sequences of a batch are, all [row] in device memory.
+struct StepState {
+  std::int32_t* ids;        ///< the token to be fed next
+  std::int32_t* positions;  ///< its position
+  std::int32_t* slots;      ///< where its key and value go
+  std::int32_t* lengths;    ///< slots its query sees, its own included; 0: the row is idle
+};
+/// Moves the rows that are not idle on by one token.
+/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], and ++*step.
+struct FinishStepArgs {
+  StepState state;
+  int rows;
+  bool advance;        ///< move on, too
+  std::int32_t* ring;  // [ring_rows, ring_width], pinned host memory
+  int ring_rows, ring_width;
+  std::uint64_t* step;  ///< device
+};
+cudaError_t finish_step(const FinishStepArgs& args, cudaStream_t stream);
+/// Moves on only.
+cudaError_t advance(const StepState& state, int rows, cudaStream_t stream);
+
+}  // namespace kvlab::cuda

@@ -1,0 +1,41 @@
+// The products of a layer: own kernels for a few rows, cuBLASLt for more.
+#pragma once
+
+#include "engine/cuda/device_model.hpp"
+#include "engine/cuda/matmul.hpp"
+
+namespace kvlab {
+
+class LayerProducts {
+ public:
+  /// `model` must outlive it; `rows`: most at once.
+  LayerProducts(const DeviceModel& model, int rows, cudaStream_t stream);
+
+  /// Device memory that it needs.
+  static std::size_t bytes(const DeviceModel& model, std::size_t rows);
+
+  // x [rows, hidden] is the float32 residual stream; the others are of the model's type.
+
+  /// y [rows, n] = matrix * norm(x) + bias.
+  void normed(const DeviceMatrix& matrix, const void* gamma, const float* x, int rows, void* y);
+  /// x += matrix * input + bias; input [rows, k].
+  void added(const DeviceMatrix& matrix, const void* input, int rows, float* x);
+  /// inner [rows, mlp] = silu(gate * norm(x)) * (up * norm(x)).
+  void gated(const DeviceLayer& layer, int rows, const float* x, void* inner);
+  /// logits [rows, vocab] float32 of the final norm of x.
+  void head(const float* x, int rows, float* logits);
+
+ private:
+  void norm(const void* gamma, const float* x, int rows);
+  void matmul(const DeviceMatrix& matrix, const void* input, int rows,
+              cuda::MatmulArgs::Output output, void* y);
+
+  const DeviceModel& model_;
+  const ModelConfig& config_;
+  cudaStream_t stream_;
+  cuda::DeviceBuffer normed_;   // [rows, hidden]
+  cuda::DeviceBuffer gate_up_;  // [rows, 2 * mlp]
+  cuda::Matmul matmul_;
+};
+
+}  // namespace kvlab

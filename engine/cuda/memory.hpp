@@ -1,0 +1,104 @@
+// Device memory, pinned memory, streams, events and graphs, released with their owner.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "engine/cuda/check.hpp"
+
+namespace kvlab::cuda {
+
+/// Uninitialised device memory, aligned to 256 bytes.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  /// Throws std::runtime_error that says what `what` needs and what is free.
+  DeviceBuffer(std::size_t bytes, std::string_view what);
+  DeviceBuffer(DeviceBuffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
+  ~DeviceBuffer();
+
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+/// Page-locked host memory, which the device reaches too.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  explicit PinnedBuffer(std::size_t bytes);
+  PinnedBuffer(PinnedBuffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
+  ~PinnedBuffer();
+
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+class Stream {
+ public:
+  Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream();
+  cudaStream_t get() const { return stream_; }
+  void synchronize(std::string_view what) const;
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+class Event {
+ public:
+  enum class Kind { spinning, sleeping, timed };  ///< how the host waits, or that it takes the time
+  explicit Event(Kind kind = Kind::spinning);
+  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(const Event&) = delete;
+  ~Event();
+  cudaEvent_t get() const { return event_; }
+  void record(cudaStream_t stream);
+  void wait(std::string_view what) const;  ///< on the host
+  /// Milliseconds since `start`; both timed and complete.
+  float since(const Event& start) const;
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+/// What a function enqueues on a stream, recorded once and launched many times.
+class Graph {
+ public:
+  Graph(cudaStream_t stream, const std::function<void()>& enqueue);
+  Graph(Graph&& other) noexcept : executable_(std::exchange(other.executable_, nullptr)) {}
+  Graph& operator=(const Graph&) = delete;
+  ~Graph();
+  void launch(cudaStream_t stream) const;
+
+ private:
+  cudaGraphExec_t executable_ = nullptr;
+};
+
+}  // namespace kvlab::cuda
