@@ -41,7 +41,9 @@ struct Average {
 /// Which part of the model: all of it, a layer, or one KV head.
 struct Scope {
   std::int32_t layer = -1, head = -1;
-  auto operator<=>(const Scope&) const = default;
+  bool operator<(const Scope& other) const {
+    return std::tie(layer, head) < std::tie(other.layer, other.head);
+  }
 };
 
 class Figures {

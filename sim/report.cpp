@@ -128,7 +128,7 @@ class Page {
     std::uint64_t tokens = 0;
     for (const RunTrace& trace : run_.info.traces) tokens += trace.tokens;
     const std::string question = fmt::format(
-        "A cache of a fixed budget must evict. {}, replayed at {} over {} of {} tokens in all: at "
+        "A cache of a fixed budget must evict. {}, replayed at {} over {} ({} tokens): at "
         "each "
         "query, how much of the attention that the full cache pays falls on tokens that a policy "
         "still holds?",

@@ -100,7 +100,7 @@ class RowParser {
   }
 
   std::string name(std::string_view column) {
-    const std::string field = text();
+    std::string field = text();
     if (field.empty()) throw std::runtime_error(fmt::format("{} is empty", column));
     return field;
   }

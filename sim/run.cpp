@@ -184,7 +184,7 @@ json read_json(const std::filesystem::path& path) {
 
 }  // namespace
 
-RunTrace describe(const TraceReader& trace, std::string path) {
+RunTrace describe(const TraceReader& trace, const std::string& path) {
   const TraceHeader& header = trace.header();
   return {.name = std::filesystem::path(path).lexically_normal().filename().string(),
           .path = path,

@@ -30,7 +30,7 @@ struct RunTrace {
 
   bool operator==(const RunTrace&) const = default;
 };
-RunTrace describe(const TraceReader& trace, std::string path);
+RunTrace describe(const TraceReader& trace, const std::string& path);
 
 /// One configuration of the grid, as text.
 struct RunConfig {

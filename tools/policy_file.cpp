@@ -43,7 +43,7 @@ std::string setting_text(const JsonFields& fields, const std::string& key) {
   const json& value = fields.any(key);
   if (value.is_number_unsigned()) return fmt::format("{}", value.get<std::uint64_t>());
   if (value.is_number()) return fmt::format("{}", value.get<double>());
-  const std::string text = value.is_string() ? value.get<std::string>() : ":";
+  std::string text = value.is_string() ? value.get<std::string>() : ":";
   // A colon would smuggle in another setting.
   if (text.find(':') != std::string::npos)
     fail(fields, fmt::format("key '{}' should be a number, or a share such as \"50%\"", key));

@@ -21,6 +21,14 @@ std::vector<std::string> tied_names(const Figures& figures,
   return names;
 }
 
+/// A score that no line breaks.
+std::string score_text(const Average& score) {
+  std::string text = average_text(score);
+  if (const auto at = text.find(" ± "); at != std::string::npos)
+    text.replace(at, std::string_view(" ± ").size(), "&nbsp;±&nbsp;");
+  return text;
+}
+
 /// "against 0.81 ± 0.02 for window": how the best stands to another series at this budget.
 std::string against(const Figures& figures, std::size_t best, std::string_view budget,
                     const MetricInfo& metric, std::string_view policy) {
@@ -29,7 +37,7 @@ std::string against(const Figures& figures, std::size_t best, std::string_view b
   const auto score = figures.average(*other, budget, metric.name);
   const auto difference = figures.difference(best, *other, budget, metric.name);
   if (!score || !difference) return "";
-  return fmt::format("{} for {}{}", average_text(*score), escape(figures.series()[*other].label),
+  return fmt::format("{} for {}{}", score_text(*score), escape(figures.series()[*other].label),
                      is_tie(*difference) ? " (a tie)" : "");
 }
 
@@ -112,7 +120,7 @@ std::string answer_html(const Figures& figures, const BudgetColumn& budget,
     text += join_names(tied) + " tie: none is apart by more than twice the error of the difference";
   text += fmt::format(". {}{} is {}", escape(metric.label),
                       tied.size() > 1 ? " of " + escape(figures.series()[best].label) : "",
-                      average_text(standings.front().score));
+                      score_text(standings.front().score));
   std::vector<std::string> others;
   for (const std::string_view policy : {std::string_view("window"), kOracleMass})
     if (auto other = against(figures, best, budget.text, metric, policy); !other.empty())

@@ -173,10 +173,14 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
   }
   if (drawn == 0) return "";
   const auto& budgets = figures.budgets();
-  constexpr int kKeyRow = 23, kPlot = 300, kAxis = 66;
+  constexpr int kKeyRow = 25, kAxis = 66;
   const int columns = key_columns(figures, series);
   const int key_rows = (static_cast<int>(drawn) + columns - 1) / columns;
   const int key = kKeyRow * key_rows + 12;
+  constexpr int kPlot = 300;
+  // gnuplot limits the rows of a vertical key, and is shy of columns in a horizontal one.
+  const std::string shape = columns > 2 ? fmt::format("vertical maxrows {}", key_rows)
+                                        : fmt::format("horizontal maxcols {}", columns);
   const Layout layout{.width = kWide,
                       .height = kPlot + kAxis + key,
                       .left = 54,
@@ -186,11 +190,11 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
   const std::string script =
       frame() + blocks + layout.margins() +
       fmt::format(
-          "set key at screen 0.5,{} center top vertical Left reverse samplen 2 spacing 1.25 "
-          "width -1 maxrows {} font ',14'\n"
+          "set key at screen 0.5,{} center top {} Left reverse samplen 2 spacing 1.25 "
+          "width -1 font ',14'\n"
           "set logscale x 2\nset xrange [{}:{}]\nset xtics ({})\n"
           "set xlabel 'budget, tokens' offset 0,0.4\nset yrange {}\nset bars 0\nplot {}\n",
-          layout.y(key), key_rows, mean_tokens(budgets.front()) / 1.12,
+          layout.y(key), shape, mean_tokens(budgets.front()) / 1.12,
           mean_tokens(budgets.back()) * 1.12, budget_tics(budgets),
           metric.higher_is_better ? "[:1]" : "[0:]", plots);
   return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name,

@@ -55,9 +55,9 @@ Run whole_run() {
 TEST_CASE("the answer names the best, window and the oracle") {
   const std::string text = answer(whole_run());
   CHECK_THAT(text, ContainsSubstring("<strong>h2o</strong> keeps the attention best"));
-  CHECK_THAT(text, ContainsSubstring("0.300 ± 0.010") &&
-                       ContainsSubstring("0.800 ± 0.010 for window") &&
-                       ContainsSubstring("0.100 ± 0.010 for oracle_mass"));
+  CHECK_THAT(text, ContainsSubstring("0.300&nbsp;±&nbsp;0.010") &&
+                       ContainsSubstring("0.800&nbsp;±&nbsp;0.010 for window") &&
+                       ContainsSubstring("0.100&nbsp;±&nbsp;0.010 for oracle_mass"));
   CHECK_THAT(text, ContainsSubstring("closes 71% of the gap between window and oracle_mass"));
   CHECK_THAT(text, ContainsSubstring("best alone at every budget"));
 }
