@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "engine/capture.hpp"
+#include "engine/backend.hpp"
 #include "tools/conversation.hpp"
 #include "tools/options.hpp"
 #include "tools/prompt.hpp"
@@ -96,7 +96,7 @@ nlohmann::json record(const po::variables_map& options, const Plan& plan) {
 }
 
 /// Feeds everything; returns the sampled text.
-std::string run_plan(const Plan& plan, Decoder& decoder, const ModelConfig& config,
+std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConfig& config,
                      const Tokenizer& tokenizer, SamplingOptions sampling) {
   if (plan.teacher_forced) {
     const std::span<const std::int32_t> text = plan.turns.front();
@@ -113,7 +113,7 @@ std::string run_plan(const Plan& plan, Decoder& decoder, const ModelConfig& conf
 }
 
 int run(const po::variables_map& options) {
-  check_device(options);
+  const Device device = device_from(options);
   check_modes(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const std::string out = required(options, "out", "--out TRACE, a directory to be made");
@@ -124,27 +124,28 @@ int run(const po::variables_map& options) {
   cache.prefill = parse_prefill(options["prefill"].as<std::string>());
   const std::string prompt = prompt_from(options);
 
-  const Model model = Model::load(directory, threads);
+  const auto backend = load_backend(device, directory, threads);
+  const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, model.config(), prompt));
+  const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
 
-  TraceWriter writer(out, trace_header(model, record(options, plan)));
+  TraceWriter writer(out, backend->trace_header(record(options, plan)));
   const auto bar = progress_bar("capture");
   const double most = static_cast<double>(plan.most_tokens());
-  Capture capture(writer, [&](std::uint32_t tokens) { bar(tokens / most); });
-  Decoder decoder(model, cache, threads);
-  decoder.watch(&capture);
-  const std::string text = run_plan(plan, decoder, model.config(), tokenizer, sampling);
+  const auto decoder =
+      backend->capturing_decoder(cache, static_cast<std::uint32_t>(plan.most_tokens()), writer,
+                                 [&](std::uint32_t tokens) { bar(tokens / most); });
+  const std::string text = run_plan(plan, *decoder, config, tokenizer, sampling);
+  decoder->flush();
   writer.finish();
   bar(1.0);
 
   if (options["json"].as<bool>()) {
-    ordered_json result{
-        {"trace", out}, {"model", model.config().name}, {"tokens", writer.tokens()}};
+    ordered_json result{{"trace", out}, {"model", config.name}, {"tokens", writer.tokens()}};
     if (!plan.teacher_forced) result["text"] = text;
     fmt::print("{}\n", result.dump(2));
   } else {
-    fmt::print("{}: {} tokens of {}\n", out, writer.tokens(), model.config().name);
+    fmt::print("{}: {} tokens of {}\n", out, writer.tokens(), config.name);
   }
   return 0;
 }

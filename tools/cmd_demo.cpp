@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <stdexcept>
 
+#include "engine/backend.hpp"
 #include "tools/options.hpp"
 #include "tools/run_command.hpp"
 #include "traces/safetensors.hpp"
@@ -126,8 +127,10 @@ int run(const po::variables_map& options) {
             "The same story with the full cache, then with the deployed policy: a fraction of the "
             "memory.\n"
             "The draws are the same; the texts part where the caches begin to matter.");
-  const Words generate{"--model", model,           "--prompt-file", prompt,   "--max-new-tokens",
-                       "80",      "--temperature", "0.8",           "--seed", "7"};
+  Words generate{"--model", model,           "--prompt-file", prompt,   "--max-new-tokens",
+                 "80",      "--temperature", "0.8",           "--seed", "7"};
+  // Both from the decoder that evicts, so that only the cache differs.
+  if (has_cuda_device()) generate.insert(generate.end(), {"--device", "cpu"});
   tour.run(generate_command(), generate);
   Words deployed = generate;
   deployed.insert(deployed.end(), {"--policy-file", policy});

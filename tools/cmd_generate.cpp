@@ -85,7 +85,7 @@ std::string context_warning(const ModelConfig& config, std::uint32_t span) {
 }
 
 ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cache,
-                     const Decoder& decoder, const Conversation& conversation) {
+                     const SequenceDecoder& decoder, const Conversation& conversation) {
   std::string text;
   std::vector<std::int32_t> ids;
   ordered_json turns = ordered_json::array();
@@ -112,8 +112,16 @@ ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cac
           {"kv_bytes_peak", decoder.kv_bytes_peak()}};
 }
 
+/// The CUDA decoder is the default where there is one, but it does not evict yet.
+Device device_for(const po::variables_map& options, const CacheChoice& choice) {
+  const Device device = device_from(options);
+  const PolicySpec& policy = choice.file ? choice.file->policy : choice.config->policy;
+  if (device == Device::cpu || options.count("device") || !policy.entry->info.evicts) return device;
+  warn("the CUDA decoder keeps the full cache for now; evicting on the CPU");
+  return Device::cpu;
+}
+
 int run(const po::variables_map& options) {
-  check_device(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const unsigned threads = threads_from(options);
   const SamplingOptions sampling = sampling_from(options);
@@ -121,25 +129,23 @@ int run(const po::variables_map& options) {
   const std::string prompt = prompt_from(options);
   const CacheChoice choice = cache_from(options);
 
-  const Model model = Model::load(directory, threads);
+  const auto backend = load_backend(device_for(options, choice), directory, threads);
+  const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  const auto turns =
-      turns_from(options, tokenizer, encode_prompt(tokenizer, model.config(), prompt));
+  const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
   std::size_t length = 0, longest_prompt = 0;
   for (const auto& turn : turns) {
     length += turn.size() + max_new_tokens;
     longest_prompt = std::max(longest_prompt, turn.size());
   }
-  const CacheOptions cache =
-      choice.resolve(model.config().shape(), static_cast<std::uint32_t>(length));
-  if (choice.file) warn(model_mismatch(*choice.file, model.config().name, model.weights_xxh3()));
-  warn(context_warning(model.config(),
-                       longest_span(cache, static_cast<std::uint32_t>(longest_prompt),
-                                    static_cast<std::uint32_t>(length))));
+  const CacheOptions cache = choice.resolve(config.shape(), static_cast<std::uint32_t>(length));
+  if (choice.file) warn(model_mismatch(*choice.file, config.name, backend->weights_xxh3()));
+  warn(context_warning(config, longest_span(cache, static_cast<std::uint32_t>(longest_prompt),
+                                            static_cast<std::uint32_t>(length))));
 
   const bool json = options["json"].as<bool>();
-  Decoder decoder(model, cache, threads);
-  Conversation conversation(decoder, model.config(), tokenizer, sampling);
+  const auto decoder = backend->decoder(cache, static_cast<std::uint32_t>(length));
+  Conversation conversation(*decoder, config, tokenizer, sampling);
   std::vector<Answer> answers;
   for (const auto& turn : turns) {
     answers.push_back(conversation.ask(turn, max_new_tokens, [&](const std::string& text) {
@@ -149,7 +155,7 @@ int run(const po::variables_map& options) {
     }));
     if (!json) fmt::print("\n");
   }
-  if (json) fmt::print("{}\n", to_json(answers, cache, decoder, conversation).dump(2));
+  if (json) fmt::print("{}\n", to_json(answers, cache, *decoder, conversation).dump(2));
   return 0;
 }
 

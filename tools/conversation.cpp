@@ -14,6 +14,11 @@ namespace {
 
 constexpr std::int64_t kMostTokens = 1 << 30;
 
+void add(Pace& pace, std::size_t tokens, std::chrono::steady_clock::time_point start) {
+  pace.tokens += tokens;
+  pace.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 }  // namespace
 
 void add_turn_options(po::options_description& options) {
@@ -57,15 +62,15 @@ std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& optio
   return turns;
 }
 
-Conversation::Conversation(Decoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
-                           SamplingOptions sampling)
+Conversation::Conversation(SequenceDecoder& decoder, const ModelConfig& config,
+                           const Tokenizer& tokenizer, SamplingOptions sampling)
     : decoder_(decoder), config_(config), tokenizer_(tokenizer), sampler_(sampling) {}
 
 Answer Conversation::ask(std::span<const std::int32_t> prompt, std::uint32_t max_new_tokens,
                          const std::function<void(const std::string&)>& on_text) {
   if (pending_) feed({&*pending_, 1}, SegmentKind::decode);
   pending_.reset();
-  std::span<const float> logits = feed(prompt, SegmentKind::prompt);
+  feed(prompt, SegmentKind::prompt);
 
   Answer answer;
   TextStream stream(tokenizer_, prompt);
@@ -73,24 +78,23 @@ Answer Conversation::ask(std::span<const std::int32_t> prompt, std::uint32_t max
     answer.text += text;
     if (!text.empty()) on_text(text);
   };
-  while (answer.ids.size() < max_new_tokens && !answer.ended) {
-    if (pending_) logits = feed({&*pending_, 1}, SegmentKind::decode);
-    pending_ = sampler_.pick(logits);
-    answer.ids.push_back(*pending_);
-    answer.ended = std::count(config_.eos.begin(), config_.eos.end(), *pending_) > 0;
-    emit(stream.add(*pending_));
-  }
+  const auto start = std::chrono::steady_clock::now();
+  decoder_.extend(sampler_, max_new_tokens, [&](std::int32_t id) {
+    pending_ = id;
+    answer.ids.push_back(id);
+    answer.ended = std::count(config_.eos.begin(), config_.eos.end(), id) > 0;
+    emit(stream.add(id));
+    return !answer.ended;
+  });
+  if (!answer.ids.empty()) add(decode_pace_, answer.ids.size() - 1, start);
   emit(stream.finish());
   return answer;
 }
 
-std::span<const float> Conversation::feed(std::span<const std::int32_t> ids, SegmentKind kind) {
+void Conversation::feed(std::span<const std::int32_t> ids, SegmentKind kind) {
   const auto start = std::chrono::steady_clock::now();
-  const auto logits = decoder_.feed(ids, kind);
-  Pace& pace = kind == SegmentKind::prompt ? prompt_pace_ : decode_pace_;
-  pace.tokens += ids.size();
-  pace.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return logits;
+  decoder_.feed(ids, kind);
+  add(kind == SegmentKind::prompt ? prompt_pace_ : decode_pace_, ids.size(), start);
 }
 
 }  // namespace kvlab

@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/decoder.hpp"
+#include "engine/model.hpp"
 #include "engine/sampler.hpp"
+#include "engine/sequence_decoder.hpp"
 #include "engine/tokenizer.hpp"
 #include "tools/command.hpp"
 
@@ -45,7 +46,7 @@ struct Pace {
 class Conversation {
  public:
   /// All must outlive the conversation.
-  Conversation(Decoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
+  Conversation(SequenceDecoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
                SamplingOptions sampling);
 
   /// Feeds a prompt, behind the last token of the answer before it (which nothing followed, so it
@@ -57,9 +58,9 @@ class Conversation {
   const Pace& decode_pace() const { return decode_pace_; }
 
  private:
-  std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind);
+  void feed(std::span<const std::int32_t> ids, SegmentKind kind);
 
-  Decoder& decoder_;
+  SequenceDecoder& decoder_;
   const ModelConfig& config_;
   const Tokenizer& tokenizer_;
   Sampler sampler_;

@@ -193,13 +193,22 @@ unsigned threads_from(const po::variables_map& options) {
   return static_cast<unsigned>(number_from(options, "threads", 1, kMostThreads));
 }
 
-void check_device(const po::variables_map& options) {
-  if (!options.count("device")) return;
+Device device_from(const po::variables_map& options) {
+  if (!options.count("device")) return has_cuda_device() ? Device::cuda : Device::cpu;
   const auto device = options["device"].as<std::string>();
-  if (device == "cpu") return;
-  if (device == "cuda")
+  if (device == "cpu") return Device::cpu;
+  if (device != "cuda")
+    throw std::invalid_argument(fmt::format("--device: '{}' should be cpu or cuda", device));
+  if (!cuda_in_build())
     throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
-  throw std::invalid_argument(fmt::format("--device: '{}' should be cpu or cuda", device));
+  if (!has_cuda_device())
+    throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
+  return Device::cuda;
+}
+
+void check_device(const po::variables_map& options) {
+  if (options.count("device") && device_from(options) == Device::cuda)
+    throw std::invalid_argument("--device: this command runs on the CPU; use --device cpu");
 }
 
 std::function<void(double)> progress_bar(std::string label) {

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/backend.hpp"
 #include "sim/replay.hpp"
 #include "tools/command.hpp"
 
@@ -41,7 +42,10 @@ ReplayConfig only_config(const po::variables_map& options);
 
 /// `--threads`, at least 1; default: all cores.
 unsigned threads_from(const po::variables_map& options);
-/// Throws std::invalid_argument for --device cuda in a build without it.
+/// `--device`, by default cuda where this build and this machine have it. Throws
+/// std::invalid_argument for cuda in a build without it, std::runtime_error without a device.
+Device device_from(const po::variables_map& options);
+/// For a command that runs on the CPU: throws std::invalid_argument for --device cuda.
 void check_device(const po::variables_map& options);
 
 /// A bar on standard error, on a terminal only; call with the fraction done, from any thread.

@@ -103,6 +103,11 @@ TEST_CASE("Threads, devices and required options say what would be right") {
   CHECK_THROWS_AS(threads_from(parse({"--threads", "0"})), std::invalid_argument);
   CHECK_NOTHROW(check_device(parse({"--device", "cpu"})));
   CHECK_THROWS_AS(check_device(parse({"--device", "tpu"})), std::invalid_argument);
+  CHECK_NOTHROW(check_device(parse({})));
+  CHECK(device_from(parse({"--device", "cpu"})) == Device::cpu);
+  CHECK(device_from(parse({})) == (has_cuda_device() ? Device::cuda : Device::cpu));
+  if (!cuda_in_build())
+    CHECK_THROWS_AS(device_from(parse({"--device", "cuda"})), std::invalid_argument);
   CHECK(required(parse({"--model", "dir"}), "model", "--model DIR") == "dir");
   CHECK_THROWS_AS(required(parse({}), "model", "--model DIR"), std::invalid_argument);
 }
