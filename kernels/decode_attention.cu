@@ -223,13 +223,15 @@ __global__ void __launch_bounds__(kThreads) decode_parts(const __grid_constant__
 
 constexpr int kMergeRows = 8;
 
-/// One query head of one sequence: block (head_size / 4, kMergeRows). Row r takes parts r, r + 8, …
+/// One query head of one sequence, by kMergeRows rows of head_size / 4 threads. Row r takes parts
+/// r, r + kMergeRows, …
 template <class T>
 __global__ void decode_merge(const __grid_constant__ Plan plan) {
   __shared__ float2 row_state[kMergeRows][32];
   __shared__ float4 row_out[kMergeRows][32];
   const int query_head = blockIdx.x, sequence = blockIdx.y;
-  const int chunk = threadIdx.x, row = threadIdx.y;
+  const int chunks = plan.args.shape.head_size / 4;
+  const int chunk = threadIdx.x % chunks, row = threadIdx.x / chunks;
   const int tiles = tiles_per_head(plan, sequence);
   const Row all{plan};
   const EvenShare share(all.tiles_before(plan.args.sequences), plan.ctas);
@@ -248,7 +250,7 @@ __global__ void decode_merge(const __grid_constant__ Plan plan) {
     // A CTA's first part stands before its second; it is not the first if the CTA began before us.
     const int part = cta * 2 + (share.begin(cta) < begin ? 1 : 0);
     const int at = part * plan.group + query_head % plan.group;
-    const auto* out = reinterpret_cast<const float4*>(plan.part_out) + at * blockDim.x + chunk;
+    const auto* out = reinterpret_cast<const float4*>(plan.part_out) + at * chunks + chunk;
     state = merge(state, as_state(plan.part_state[at], *out));
   }
   row_state[row][chunk] = make_float2(state.max, state.sum);
@@ -296,7 +298,7 @@ cudaError_t launch_merge(const Plan& plan, cudaStream_t stream) {
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(plan.args.shape.query_heads, plan.args.sequences);
-  config.blockDim = dim3(plan.args.shape.head_size / 4, kMergeRows);
+  config.blockDim = plan.args.shape.head_size / 4 * kMergeRows;
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;

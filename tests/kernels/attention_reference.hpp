@@ -1,0 +1,52 @@
+// Attention of one query on the host: exactly (float64), and as a plain kernel of the same
+// precision would have it. The error of the second is the measure for that of ours.
+#pragma once
+
+#include <cstddef>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "kernels/attention.hpp"
+
+namespace kvlab::kernels {
+
+/// The value after rounding to `type`.
+float rounded(Type type, float value);
+/// Elements of `type` in memory, and back.
+std::vector<std::byte> encode(Type type, std::span<const float> values);
+std::vector<float> decode(Type type, std::span<const std::byte> bytes);
+
+/// Standard normal values, rounded to `type`.
+std::vector<float> random_values(Type type, std::size_t count, std::mt19937& random);
+
+struct AttentionRow {
+  std::vector<double> out;  // [dim]
+  double lse;
+};
+/// `keys`, `values`: the visible ones, [key, dim].
+AttentionRow exact_row(std::span<const float> query, std::span<const float> keys,
+                       std::span<const float> values, float scale);
+/// Float32 sums; weights and output rounded to `type`.
+AttentionRow naive_row(Type type, std::span<const float> query, std::span<const float> keys,
+                       std::span<const float> values, float scale);
+
+/// Collects rows of a kernel beside exact and naive ones.
+class AttentionErrors {
+ public:
+  explicit AttentionErrors(Type type) : type_(type) {}
+  void add(std::span<const float> out, float lse, const AttentionRow& exact,
+           const AttentionRow& naive);
+  /// Every error is finite and at most twice the largest naive one, or a rounding of the result.
+  bool good() const;
+  double out() const { return out_; }
+  double naive_out() const { return naive_out_; }
+
+ private:
+  Type type_;
+  double out_ = 0, naive_out_ = 0, largest_out_ = 0;
+  double lse_ = 0, naive_lse_ = 0, largest_lse_ = 1;
+  bool finite_ = true;
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,271 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/attention.hpp"
+#include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/kernels/attention_reference.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+namespace {
+
+constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
+
+struct Size {
+  Type type = Type::bf16;
+  int head_size = 128, group = 4, kv_heads = 2, sequences = 1, slots = 64;
+  float scale = 0;  ///< 0: 1 / sqrt(head_size)
+};
+
+/// A batch on the device: random queries and caches, poison wherever no length reaches.
+class Batch {
+ public:
+  Batch(const Size& size, std::vector<std::int32_t> lengths, bool equal_keys = false)
+      : size_(size), lengths_(std::move(lengths)) {
+    if (size_.scale == 0) size_.scale = 1 / std::sqrt(static_cast<float>(size_.head_size));
+    std::mt19937 random(17);
+    const std::size_t slots = std::size_t(size_.sequences) * size_.kv_heads * size_.slots;
+    q_ = random_values(size_.type, heads() * dim(), random);
+    keys_ = random_values(size_.type, slots * dim(), random);
+    values_ = random_values(size_.type, slots * dim(), random);
+    if (equal_keys)
+      for (std::size_t i = dim(); i < keys_.size(); ++i) keys_[i] = keys_[i % dim()];
+    device_q_ = upload(q_);
+    device_lengths_ = std::make_unique<DeviceArray<std::int32_t>>(lengths_);
+    out_ = std::make_unique<DeviceArray<std::byte>>((heads() + kGuardRows) * row_bytes());
+    lse_ = std::make_unique<DeviceArray<float>>(heads() + kGuardRows);
+    workspace_ = std::make_unique<DeviceArray<std::byte>>(workspace_bytes());
+    upload_cache(lengths_);
+  }
+
+  /// New lengths; the cache beyond them is poison again.
+  void set_lengths(const std::vector<std::int32_t>& lengths) {
+    lengths_ = lengths;
+    check_cuda(cudaMemcpy(device_lengths_->data(), lengths_.data(), lengths_.size() * 4,
+                          cudaMemcpyHostToDevice));
+    upload_cache(lengths_);
+  }
+
+  DecodeAttentionArgs args() const {
+    return {.shape = shape(),
+            .sequences = size_.sequences,
+            .slots = size_.slots,
+            .q = device_q_->data(),
+            .keys = device_keys_->data(),
+            .values = device_values_->data(),
+            .lengths = device_lengths_->data(),
+            .out = out_->data(),
+            .lse = lse_->data(),
+            .workspace = workspace_->data()};
+  }
+
+  void poison() {
+    check_cuda(cudaMemset(out_->data(), kPoison, (heads() + kGuardRows) * row_bytes()));
+    check_cuda(cudaMemset(lse_->data(), kPoison, (heads() + kGuardRows) * 4));
+    check_cuda(cudaMemset(workspace_->data(), kPoison, workspace_bytes()));
+    check_cuda(cudaDeviceSynchronize());
+  }
+
+  /// Output and log-sum-exp, bit for bit.
+  std::pair<std::vector<std::byte>, std::vector<float>> bits() const {
+    return {out_->to_host(), lse_->to_host()};
+  }
+
+  /// Compares with the host, row by row.
+  void check() const {
+    const auto [bytes, lse] = bits();
+    const std::vector<float> out = kernels::decode(size_.type, bytes);
+    AttentionErrors errors(size_.type);
+    std::size_t touched = 0;
+    for (std::size_t row = 0; row < heads() + kGuardRows; ++row) {
+      const std::span<const float> row_out(&out[row * dim()], dim());
+      if (row < heads() && lengths_[row / query_heads()] > 0)
+        add(errors, row, row_out, lse[row]);
+      else  // nothing may be written here
+        for (const float value : row_out) touched += std::isnan(value) ? 0 : 1;
+    }
+    INFO("error " << errors.out() << ", naive " << errors.naive_out());
+    CHECK(errors.good());
+    CHECK(touched == 0);
+  }
+
+ private:
+  static constexpr std::size_t kGuardRows = 2;
+
+  std::size_t dim() const { return size_.head_size; }
+  std::size_t query_heads() const { return std::size_t(size_.group) * size_.kv_heads; }
+  std::size_t heads() const { return query_heads() * size_.sequences; }
+  std::size_t row_bytes() const { return dim() * bytes_of(size_.type); }
+  std::size_t workspace_bytes() const {
+    return decode_attention_workspace(shape(), size_.sequences, size_.slots);
+  }
+  AttentionShape shape() const {
+    const std::int64_t head_stride = std::int64_t{size_.slots} * size_.head_size;
+    return {.type = size_.type,
+            .query_heads = size_.group * size_.kv_heads,
+            .kv_heads = size_.kv_heads,
+            .head_size = size_.head_size,
+            .softmax_scale = size_.scale,
+            .sequence_stride = head_stride * size_.kv_heads,
+            .head_stride = head_stride};
+  }
+
+  std::unique_ptr<DeviceArray<std::byte>> upload(const std::vector<float>& values) const {
+    return std::make_unique<DeviceArray<std::byte>>(encode(size_.type, values));
+  }
+  void upload_cache(const std::vector<std::int32_t>& lengths) {
+    std::vector<float> keys = keys_, values = values_;
+    for (std::size_t slot = 0; slot * dim() < keys.size(); ++slot) {
+      const std::size_t sequence = slot / (std::size_t(size_.kv_heads) * size_.slots);
+      if (static_cast<int>(slot % size_.slots) < lengths[sequence]) continue;
+      std::fill_n(&keys[slot * dim()], dim(), std::numeric_limits<float>::quiet_NaN());
+      std::fill_n(&values[slot * dim()], dim(), std::numeric_limits<float>::quiet_NaN());
+    }
+    if (!device_keys_) {
+      device_keys_ = upload(keys);
+      device_values_ = upload(values);
+      return;
+    }
+    const auto key_bytes = encode(size_.type, keys), value_bytes = encode(size_.type, values);
+    check_cuda(cudaMemcpy(device_keys_->data(), key_bytes.data(), key_bytes.size(),
+                          cudaMemcpyHostToDevice));
+    check_cuda(cudaMemcpy(device_values_->data(), value_bytes.data(), value_bytes.size(),
+                          cudaMemcpyHostToDevice));
+  }
+
+  void add(AttentionErrors& errors, std::size_t row, std::span<const float> out, float lse) const {
+    const std::size_t sequence = row / query_heads(), kv_head = row % query_heads() / size_.group;
+    const std::size_t first = (sequence * size_.kv_heads + kv_head) * size_.slots * dim();
+    const std::size_t count = lengths_[sequence] * dim();
+    const std::span<const float> query(&q_[row * dim()], dim());
+    const std::span<const float> keys(&keys_[first], count), values(&values_[first], count);
+    errors.add(out, lse, exact_row(query, keys, values, size_.scale),
+               naive_row(size_.type, query, keys, values, size_.scale));
+  }
+
+  Size size_;
+  std::vector<std::int32_t> lengths_;
+  std::vector<float> q_, keys_, values_;
+  std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_, workspace_;
+  std::unique_ptr<DeviceArray<std::int32_t>> device_lengths_;
+  std::unique_ptr<DeviceArray<float>> lse_;
+};
+
+void run_and_check(const Size& size, const std::vector<std::int32_t>& lengths,
+                   bool equal_keys = false) {
+  Batch batch(size, lengths, equal_keys);
+  batch.poison();
+  const Stream stream;
+  check_cuda(decode_attention(batch.args(), stream.get()));
+  check_cuda(cudaDeviceSynchronize());
+  batch.check();
+}
+
+std::string name(const Size& size) {
+  const char* types[] = {"bf16", "f16", "f32"};
+  return std::string(types[static_cast<int>(size.type)]) + " head size " +
+         std::to_string(size.head_size) + " group " + std::to_string(size.group);
+}
+
+const std::vector<std::int32_t> kRagged = {1, 63, 0, 64, 65, 127, 128, 129, 300, 16, 15, 17};
+
+}  // namespace
+
+TEST_CASE("decode attention agrees with float64 for every type, head size and group", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 2, 3, 4, 7, 8}) {
+        const Size size{
+            .type = type, .head_size = head_size, .group = group, .sequences = 12, .slots = 300};
+        INFO(name(size));
+        run_and_check(size, kRagged);
+      }
+}
+
+TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32}) {
+    INFO(name({.type = type}));
+    run_and_check({.type = type, .group = 1, .sequences = 4, .slots = 9000}, {9000, 1, 8999, 4097});
+    run_and_check({.type = type, .head_size = 64, .group = 2, .kv_heads = 1, .slots = 40000},
+                  {39999});
+    run_and_check(
+        {.type = type, .head_size = 64, .group = 1, .kv_heads = 8, .sequences = 70, .slots = 200},
+        std::vector<std::int32_t>(70, 200));
+  }
+}
+
+TEST_CASE("decode attention holds for logits of 80 either way and for equal ones", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
+    Size size{.type = type, .sequences = 12, .slots = 300};
+    INFO(name(size));
+    run_and_check(size, kRagged, true);
+    size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
+    run_and_check(size, kRagged);
+  }
+}
+
+TEST_CASE("decode attention in a captured graph follows lengths that change", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32}) {
+    Batch batch({.type = type, .sequences = 3, .slots = 1500}, {1, 1, 1});
+    CapturedGraph graph(
+        [&](cudaStream_t stream) { return decode_attention(batch.args(), stream); });
+    const std::vector<std::vector<std::int32_t>> replays = {
+        {1, 1, 1}, {64, 65, 63}, {1500, 1, 700}, {0, 1500, 0}, {0, 0, 0}, {1500, 1500, 1500}};
+    for (const auto& lengths : replays) {
+      batch.set_lengths(lengths);
+      batch.poison();
+      graph.launch();
+      check_cuda(cudaDeviceSynchronize());
+      batch.check();
+    }
+  }
+}
+
+TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
+    Batch batch({.type = type, .group = 7, .sequences = 3, .slots = 5000}, {5000, 3, 2500});
+    const Stream stream;
+    batch.poison();
+    check_cuda(decode_attention(batch.args(), stream.get()));
+    const auto bits = batch.bits().first;
+    int different = 0;
+    for (int again = 0; again < 200; ++again) {
+      batch.poison();
+      check_cuda(decode_attention(batch.args(), stream.get()));
+      different += batch.bits().first == bits ? 0 : 1;
+    }
+    CHECK(different == 0);
+  }
+}
+
+TEST_CASE("decode attention refuses what it does not support before any launch") {
+  DecodeAttentionArgs args{};
+  args.shape = {.type = Type::bf16,
+                .query_heads = 32,
+                .kv_heads = 8,
+                .head_size = 128,
+                .softmax_scale = 1,
+                .sequence_stride = 8 * 64 * 128,
+                .head_stride = 64 * 128};
+  args.sequences = 1;
+  args.slots = 64;
+  CHECK(decode_attention(args, nullptr) == cudaErrorInvalidValue);  // null pointers
+  args.shape.head_size = 80;
+  CHECK(decode_attention_workspace(args.shape, 1, 64) == 0);
+  CHECK(decode_attention(args, nullptr) == cudaErrorInvalidValue);
+  args.shape.head_size = 128;
+  args.shape.query_heads = 72;
+  CHECK(decode_attention(args, nullptr) == cudaErrorInvalidValue);
+}
