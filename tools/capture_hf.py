@@ -34,6 +34,7 @@ SHARD_TOKENS = 1024
 CHECK_ROWS = 16
 CHECK_GRID = [round(i * (SHARD_TOKENS - 1) / (CHECK_ROWS - 1)) for i in range(CHECK_ROWS)]
 LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard ends with
+TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 PLAIN_TOKENS = 64  # that are also fed to the model as it is
 
 FAMILIES = {
@@ -50,8 +51,9 @@ class Refused(Exception):
     """Bad input: one line that says what, where, and what would be right."""
 
 
-def first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def one_line(error, most=300):
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def name_of(dtype):
@@ -125,9 +127,10 @@ class Shard:
         if kept is None:
             kept = torch.zeros(heads, CHECK_ROWS + 1, size, device=values.device)
             self.layers[layer]["out"] = kept
-        slots = [slot for slot in range(CHECK_ROWS) if row <= CHECK_GRID[slot] < row + count]
-        rows = [CHECK_GRID[slot] - row for slot in slots] + [count - 1]
-        kept[:, slots + [LATEST]] = values[rows].float().transpose(0, 1)
+        for slot, at in enumerate(CHECK_GRID):
+            if row <= at < row + count:
+                kept[:, slot] = values[at - row]
+        kept[:, LATEST] = values[count - 1]
 
     def tensors(self, first, count):
         """What the shard's file holds if it ends after `count` tokens."""
@@ -190,7 +193,9 @@ class TraceWriter:
         }
         self.tokens_xxh3 = write_tensors(self.directory / "tokens.safetensors", tokens)
         metadata = self.description | {"first": first, "tokens": count, "segments": self.segments}
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()
+        }
         name = f"shard-{len(self.shards):05}.safetensors"
         checksum = write_tensors(self.directory / name, self.open.tensors(first, count), texts)
         self.shards.append({"file": name, "first": first, "tokens": count, "xxh3": checksum})
@@ -233,12 +238,12 @@ class Rope:
         angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
         return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
 
-    def rotate(self, x, first):
-        """[n, heads, head_size] to positions first … first + n, rounded once."""
-        positions = torch.arange(first, first + len(x), device=x.device)
-        cos, sin = (turned[:, None] for turned in self.cos_sin(positions))
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+def rotate(x, cos, sin):
+    """[n, heads, head_size] by [n, head_size / 2], in float32, rounded once."""
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 @dataclasses.dataclass
@@ -253,7 +258,7 @@ def load_config(name):
     try:
         return transformers.AutoConfig.from_pretrained(name)
     except Exception as error:  # transformers raises nearly anything
-        raise Refused(f"--model {name}: {first_line(error)}") from None
+        raise Refused(f"--model {name}: {one_line(error)}") from None
 
 
 def rope_parameters(config):
@@ -289,26 +294,37 @@ def refuse_unsupported(name, config):
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         refuse("layer_types names other layers than full_attention", right)
 
+    if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
+        refuse(
+            f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected"
+        )
     parameters = rope_parameters(config)
     if parameters["rope_type"] not in ROPE_TYPES:
-        refuse(f"rope_type {parameters['rope_type']!r} is not supported", f"one of {', '.join(ROPE_TYPES)} is expected")
+        refuse(
+            f"rope_type {parameters['rope_type']!r} is not supported",
+            f"one of {', '.join(ROPE_TYPES)} is expected",
+        )
     for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
         if partial not in (None, 1):
-            refuse(f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported")
+            refuse(
+                f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported"
+            )
     if getattr(config, "pretraining_tp", 1) not in (None, 1):
         refuse(f"pretraining_tp is {config.pretraining_tp}", "1 is expected")
 
 
 def load_model(name, dtype, attention, device):
-    # The argument's name changed in 4.56.
-    version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    argument = "dtype" if version >= (4, 56) else "torch_dtype"
-    options = {argument: DTYPES.get(dtype, "auto"), "attn_implementation": attention, "output_loading_info": True}
+    argument = "dtype" if TRANSFORMERS >= (4, 56) else "torch_dtype"
+    options = {
+        argument: DTYPES.get(dtype, "auto"),
+        "attn_implementation": attention,
+        "output_loading_info": True,
+    }
     try:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
         model = model.to(device).eval()
     except Exception as error:
-        raise Refused(f"--model {name}: {first_line(error)}") from None
+        raise Refused(f"--model {name}: {one_line(error)}") from None
     # transformers would fill these with random numbers.
     for problem in ("missing_keys", "mismatched_keys"):
         if loading.get(problem):
@@ -324,9 +340,13 @@ def attention_modules(model):
     for module in modules:
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if not hasattr(module, part):
-                raise Refused(f"--model: {type(module).__name__} has no {part}; separate projections are expected")
+                raise Refused(
+                    f"--model: {type(module).__name__} has no {part}; separate projections are expected"
+                )
         if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
-            raise Refused(f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected")
+            raise Refused(
+                f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected"
+            )
     return modules
 
 
@@ -352,13 +372,17 @@ def rope_of(model, shape):
     scales = {float(getattr(module, "scaling", shape.head_size**-0.5)) for module in attention_modules(model)}
     if len(scales) > 1:
         raise Refused("--model: layers differ in the softmax scale; one for all is expected")
-    rope = Rope(rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop())
+    rope = Rope(
+        rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop()
+    )
 
     positions = torch.tensor([0, 1, 2, 3, 50, 700], device=rotary.inv_freq.device)
     theirs = rotary(torch.zeros(1, 1, 1, device=positions.device), positions[None])
     ours = [torch.cat((turned, turned), dim=-1)[None] for turned in rope.cos_sin(positions)]
     if any(a.shape != b.shape or (a - b).abs().max() > 1e-3 for a, b in zip(theirs, ours)):
-        raise Refused(f"--model: {type(rotary).__name__} does not turn by position * inv_freq; the RoPE of Llama is expected")
+        raise Refused(
+            f"--model: {type(rotary).__name__} does not turn by position * inv_freq; the RoPE of Llama is expected"
+        )
     return rope
 
 
@@ -393,6 +417,7 @@ class HookedModel:
         self.cache = transformers.DynamicCache()
         self.count = 0  # tokens being fed
         self.seen = set()  # (layer, part)s that came of them
+        self.turns_on = {}  # device: their cos and sin
         for index, module in enumerate(attention_modules(model)):
             self.hook_layer(index, module)
         for module in rotary_modules(model):
@@ -428,7 +453,14 @@ class HookedModel:
         """Returns what the model goes on with."""
         rows = self.rows(layer, part, heads, values)
         self.writer.open.put(layer, part, self.writer.row(), rows)
-        return values if part == "v" else self.rope.rotate(rows, len(self.writer.ids)).view(values.shape)
+        return values if part == "v" else rotate(rows, *self.turns(rows.device)).view(values.shape)
+
+    def turns(self, device):
+        """cos and sin of the tokens being fed: once for each device, not for each layer."""
+        if device not in self.turns_on:
+            first = len(self.writer.ids)
+            self.turns_on[device] = self.rope.cos_sin(torch.arange(first, first + self.count, device=device))
+        return self.turns_on[device]
 
     def keep_output(self, layer, values):
         rows = self.rows(layer, "out", self.shape.query_heads, values)
@@ -443,7 +475,10 @@ class HookedModel:
         error = float((plain - ours).norm() / plain.norm())
         most = 1e-3 if self.model.dtype == torch.float32 else 0.1
         if not error <= most:
-            raise Refused(f"--model: its own rotation gives other outputs, by {error:.2g}; the RoPE of Llama is expected")
+            raise Refused(
+                f"--model: layer 0 differs by {error:.2g} from the plain model's; the RoPE of Llama is expected"
+                " (--dtype float32 tells its rounding from another RoPE)"
+            )
 
     def feed(self, ids, kind, chunk):
         """Returns the hidden state [1, hidden] behind the last token."""
@@ -458,6 +493,7 @@ class HookedModel:
     def feed_chunk(self, ids):
         self.count = len(ids)
         self.seen.clear()
+        self.turns_on.clear()
         tokens = torch.tensor([ids], device=self.model.device)
         result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
         if len(self.seen) != 4 * self.shape.layers:
@@ -505,7 +541,9 @@ def prompt_text(arguments):
     except OSError as error:
         raise Refused(f"--prompt-file {arguments.prompt_file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Refused(f"--prompt-file {arguments.prompt_file}: byte {error.start} is not UTF-8; text is expected") from None
+        raise Refused(
+            f"--prompt-file {arguments.prompt_file}: byte {error.start} is not UTF-8; text is expected"
+        ) from None
 
 
 def encode(model, config, text):
@@ -519,14 +557,16 @@ def encode(model, config, text):
         else:
             ids = transformers.AutoTokenizer.from_pretrained(model)(text)["input_ids"]
     except Exception as error:
-        raise Refused(f"--model {model}: no tokenizer: {first_line(error)}") from None
+        raise Refused(f"--model {model}: no tokenizer: {one_line(error)}") from None
     wants_bos = isinstance(config.bos_token_id, int) and not config.model_type.startswith("qwen")
     if wants_bos and ids[:1] != [config.bos_token_id]:
         ids = [config.bos_token_id] + ids
     if not ids:
         raise Refused("--prompt: has no tokens; give some text")
     if max(ids) >= config.vocab_size:
-        raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; the model's vocabulary is {config.vocab_size}")
+        raise Refused(
+            f"--model {model}: the tokenizer gives id {max(ids)}; the model's vocabulary is {config.vocab_size}"
+        )
     return ids
 
 
@@ -552,14 +592,40 @@ def parse_arguments(argv):
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the prompt")
     text.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
-    add("--max-new-tokens", metavar="N", type=whole_number(0), help="tokens to generate, at most; always the most likely (default: 100)")
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=whole_number(0),
+        help="tokens to generate, at most; always the most likely (default: 100)",
+    )
     add("--teacher-forced", action="store_true", help="decode the given text itself, instead of generating")
-    add("--prompt-tokens", metavar="P", type=whole_number(1), help="teacher-forced: so many of the text's tokens are the prompt")
-    add("--max-tokens", metavar="T", type=whole_number(1), help="teacher-forced: use the first T tokens of the text (default: all)")
+    add(
+        "--prompt-tokens",
+        metavar="P",
+        type=whole_number(1),
+        help="teacher-forced: so many of the text's tokens are the prompt",
+    )
+    add(
+        "--max-tokens",
+        metavar="T",
+        type=whole_number(1),
+        help="teacher-forced: use the first T tokens of the text (default: all)",
+    )
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
-    add("--attention", choices=["sdpa", "eager", "flash_attention_2"], default="sdpa", help="transformers' attn_implementation")
-    add("--chunk", metavar="N", type=whole_number(1), default=SHARD_TOKENS, help="tokens of a given text to feed at once (default: 1024)")
+    add(
+        "--attention",
+        choices=["sdpa", "eager", "flash_attention_2"],
+        default="sdpa",
+        help="transformers' attn_implementation",
+    )
+    add(
+        "--chunk",
+        metavar="N",
+        type=whole_number(1),
+        default=SHARD_TOKENS,
+        help="tokens of a given text to feed at once (default: 1024)",
+    )
     arguments = parser.parse_args(argv)
 
     if arguments.teacher_forced:
@@ -635,8 +701,14 @@ def run(arguments):
     try:
         capture(HookedModel(model, shape, rope, writer, plain), arguments, ids)
         writer.finish()
-    except (Refused, OSError, safetensors.SafetensorError, torch.cuda.OutOfMemoryError, KeyboardInterrupt) as error:
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
+    except (
+        Refused,
+        OSError,
+        safetensors.SafetensorError,
+        torch.cuda.OutOfMemoryError,
+        KeyboardInterrupt,
+    ) as error:
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
         raise Refused(f"{what}: --out {arguments.out} is unfinished{writer.abandon()}") from None
     except BaseException:
         writer.abandon()
@@ -653,7 +725,7 @@ def main(argv=None):
         with torch.inference_mode():
             run(arguments)
     except (Refused, OSError) as error:
-        print(f"capture_hf.py: {first_line(error)}", file=sys.stderr)
+        print(f"capture_hf.py: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,0 +1,300 @@
+"""Tests tools/capture_hf.py against kvlab: capture_hf_test.py KVLAB. Prints `skipped: …` without torch."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import safetensors.torch
+    import tokenizers
+    import torch
+    import transformers
+    import xxhash  # noqa: F401
+except ImportError as missing:
+    print(
+        f"skipped: {sys.executable} cannot import {missing.name}; KVLAB_HF_PYTHON may name a Python that can"
+    )
+    sys.exit(0)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "capture_hf.py"
+TINY = ROOT / "engine" / "models" / "tiny"
+KVLAB = sys.argv[1]
+TOKENS = 1100  # past a shard's end
+FORCED = ["--teacher-forced", "--prompt-tokens", "512", "--max-tokens", str(TOKENS)]
+
+spec = importlib.util.spec_from_file_location("capture_hf", SCRIPT)
+capture_hf = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(capture_hf)
+torch.set_num_threads(1)
+
+
+def kvlab(*arguments):
+    return subprocess.run([KVLAB, *map(str, arguments)], capture_output=True, text=True)
+
+
+def manifest_of(trace):
+    return json.loads((trace / "manifest.json").read_text())
+
+
+def tensors_of(trace, name):
+    """One tensor over the shards."""
+    shards = [safetensors.torch.load_file(trace / shard["file"]) for shard in manifest_of(trace)["shards"]]
+    return torch.cat([shard[name] for shard in shards], dim=1).float()
+
+
+def ids_of(trace):
+    return safetensors.torch.load_file(trace / "tokens.safetensors")["ids"].tolist()
+
+
+def float32_copy(to):
+    """The bundled model in float32, so that kvlab stores what it computes."""
+    to.mkdir()
+    config = json.loads((TINY / "config.json").read_text()) | {"torch_dtype": "float32"}
+    (to / "config.json").write_text(json.dumps(config))
+    weights = safetensors.torch.load_file(TINY / "model.safetensors")
+    weights = {name: tensor.float() for name, tensor in weights.items()}
+    safetensors.torch.save_file(weights, to / "model.safetensors", {"format": "pt"})
+    shutil.copy(TINY / "tokenizer.json", to)
+
+
+class CaptureTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.at = pathlib.Path(cls.folder.name)
+        cls.text = cls.at / "text.txt"
+        cls.text.write_text((ROOT / "tools" / "demo" / "prompt.txt").read_text() * 3)
+        cls.tiny32 = cls.at / "tiny32"
+        float32_copy(cls.tiny32)
+
+    def capture(self, out, *arguments):
+        """Runs the script. Returns its exit code and what it printed as an error."""
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                code = capture_hf.main([*map(str, arguments), "--device", "cpu", "--out", str(self.at / out)])
+            except SystemExit as end:
+                code = end.code
+        return code, errors.getvalue()
+
+    def captured(self, out, *arguments):
+        code, errors = self.capture(out, *arguments)
+        self.assertEqual((code, errors), (0, ""))
+        return self.at / out
+
+    def captured_by_kvlab(self, out, *arguments):
+        done = kvlab("capture", "--device", "cpu", *arguments, "--out", self.at / out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return self.at / out
+
+    def check_verifies(self, trace):
+        done = kvlab("trace", "verify", trace)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def check_refused(self, words, out, *arguments):
+        code, errors = self.capture(out, *arguments)
+        self.assertEqual(code, 2, errors)
+        self.assertEqual(errors.count("\n"), 1, errors)
+        self.assertIn(words, errors)
+
+    def recall(self, trace):
+        """Of every policy and reference at two budgets."""
+        policies = [policy["name"] for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]]
+        out = self.at / (trace.name + "-run")
+        grid = ["--policy", ",".join(policies), "--budget", "64,25%"]
+        done = kvlab("replay", "--trace", trace, *grid, "--device", "cpu", "--json", "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        rows = [row for row in json.loads(done.stdout)["results"] if row["metric"] == "recall"]
+        self.assertLessEqual(set(policies), {row["policy"] for row in rows})
+        return {(row["policy"], row["params"], row["budget"]): row["value"] for row in rows}
+
+    def check_same_recall(self, ours, theirs):
+        ours, theirs = self.recall(ours), self.recall(theirs)
+        self.assertEqual(ours.keys(), theirs.keys())
+        for key in ours:
+            self.assertLess(abs(ours[key] - theirs[key]), 0.002, key)
+
+    def test_a_float32_capture_agrees_with_kvlabs(self):
+        arguments = ["--model", self.tiny32, "--prompt-file", self.text, *FORCED]
+        ours = self.captured("ours", *arguments)
+        theirs = self.captured_by_kvlab("theirs", *arguments)
+        self.check_verifies(ours)
+
+        same = ("config", "rounding", "tokens", "prompt_tokens", "segments", "weights_xxh3", "tokenizer_xxh3")
+        a, b = manifest_of(ours), manifest_of(theirs)
+        self.assertEqual({key: a[key] for key in same}, {key: b[key] for key in same})
+        self.assertEqual([shard["tokens"] for shard in a["shards"]], [1024, TOKENS - 1024])
+        self.assertEqual(ids_of(ours), ids_of(theirs))
+        for layer in range(a["config"]["layers"]):
+            for part in ("q", "k", "v", "check_out"):
+                x, y = (tensors_of(trace, f"layers.{layer}.{part}") for trace in (ours, theirs))
+                self.assertLess(float((x - y).norm() / y.norm()), 1e-4, (layer, part))
+        self.check_same_recall(ours, theirs)
+
+    def test_a_bfloat16_capture_verifies_and_replays_as_kvlabs(self):
+        arguments = ["--model", TINY, "--prompt-file", self.text, *FORCED]
+        ours = self.captured("ours16", *arguments)
+        self.check_verifies(ours)
+        self.assertEqual(manifest_of(ours)["config"]["dtype"], "bfloat16")
+        self.assertEqual(manifest_of(ours)["rounding"], "model_dtype")
+        self.check_same_recall(ours, self.captured_by_kvlab("theirs16", *arguments))
+
+    def test_it_generates_what_kvlab_generates(self):
+        arguments = ["--model", self.tiny32, "--prompt", "It was a dark night, and", "--max-new-tokens", 40]
+        ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab(
+            "generated-kvlab", *arguments
+        )
+        self.check_verifies(ours)
+        self.assertEqual(ids_of(ours), ids_of(theirs))
+        self.assertEqual(manifest_of(ours)["segments"], manifest_of(theirs)["segments"])
+
+    def test_the_size_of_chunks_does_not_matter(self):
+        arguments = ["--model", self.tiny32, "--prompt-file", self.text, *FORCED]
+        whole, chunks = self.captured("whole", *arguments), self.captured(
+            "chunks", *arguments, "--chunk", 100
+        )
+        self.check_verifies(chunks)
+        x, y = (tensors_of(trace, "layers.3.check_out") for trace in (whole, chunks))
+        self.assertLess(float((x - y).norm() / y.norm()), 1e-4)
+
+    def make_older(self, model):
+        """Rewrites config.json as transformers 4 has it, which would ignore the newer key."""
+        config = json.loads((model / "config.json").read_text())
+        if "rope_parameters" in config:
+            self.check_refused("rope_parameters", "refused", "--model", model, "--prompt", "w3")
+            scaling = config.pop("rope_parameters")
+            config["rope_theta"] = scaling.pop("rope_theta")
+            config["rope_scaling"] = scaling if scaling["rope_type"] != "default" else None
+            (model / "config.json").write_text(json.dumps(config))
+
+    def test_every_family_verifies(self):
+        if capture_hf.TRANSFORMERS < (4, 51):
+            self.skipTest("Qwen3 came with transformers 4.51, head_dim of Qwen2 little earlier")
+        vocabulary = {f"w{id}": id for id in range(67)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w2"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        draw = random.Random(1)
+        text = self.at / "words.txt"
+        text.write_text(" ".join(draw.choices(list(vocabulary), k=TOKENS)))
+        for name in ("llama3", "llama_biases", "mistral", "qwen2", "qwen3"):
+            model = self.at / name
+            shutil.copytree(ROOT / "tests" / "data" / "models" / name, model)
+            tokenizer.save(str(model / "tokenizer.json"))
+            if capture_hf.TRANSFORMERS < (5, 0):
+                self.make_older(model)
+            for dtype in ("float32", "bfloat16"):
+                with self.subTest(model=name, dtype=dtype):
+                    arguments = ["--model", model, "--prompt-file", text, *FORCED, "--dtype", dtype]
+                    trace = self.captured(f"{name}-{dtype}", *arguments)
+                    self.check_verifies(trace)
+                    tokens = safetensors.torch.load_file(trace / "tokens.safetensors")
+                    right = safetensors.torch.load_file(model / "expected.safetensors")
+                    torch.testing.assert_close(tokens["inv_freq"], right["inv_freq"])
+                    torch.testing.assert_close(tokens["rope_factor"], right["rope_factor"])
+
+    def test_a_capture_that_fails_can_be_sealed(self):
+        calls = []
+        write = capture_hf.write_tensors
+
+        def write_until_the_disk_is_full(*arguments):
+            calls.append(arguments)
+            if len(calls) > 3:
+                raise OSError(28, "No space left on device")
+            return write(*arguments)
+
+        capture_hf.write_tensors = write_until_the_disk_is_full
+        self.addCleanup(setattr, capture_hf, "write_tensors", write)
+        arguments = ["--model", TINY, "--prompt-file", self.text, *FORCED]
+        self.check_refused("kvlab trace seal", "full", *arguments)
+        self.assertFalse((self.at / "full" / "manifest.json").exists())
+        self.assertEqual(kvlab("trace", "seal", self.at / "full").returncode, 0)
+        self.check_verifies(self.at / "full")
+        self.assertEqual(manifest_of(self.at / "full")["tokens"], 1024)
+
+        calls[:] = [None] * 3
+        self.check_refused("No space left", "nothing", *arguments)
+        self.assertFalse((self.at / "nothing").exists())
+
+    def test_a_rotation_that_is_not_the_models_is_refused(self):
+        rotate = capture_hf.rotate
+        self.addCleanup(setattr, capture_hf, "rotate", rotate)
+        capture_hf.rotate = lambda x, cos, sin: rotate(x, cos, -sin).flip(0)
+        self.check_refused("plain model", "wrong", "--model", TINY, "--prompt-file", self.text, *FORCED)
+
+    def test_what_a_trace_cannot_say_is_refused_by_name(self):
+        config = json.loads((TINY / "config.json").read_text())
+        yarn = {"rope_type": "dynamic", "factor": 2.0}
+        for words, changes in (
+            ("model_type 'gemma2'", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}),
+            (
+                "sliding_window is 128",
+                {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128},
+            ),
+            (
+                "use_sliding_window",
+                {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+            ),
+            ("rope_type 'dynamic'", {"rope_scaling": yarn}),
+            ("partial_rotary_factor is 0.5", {"partial_rotary_factor": 0.5}),
+            ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}),
+            ("is missing", {"num_hidden_layers": 5}),
+        ):
+            with self.subTest(words):
+                model = self.at / "changed"
+                shutil.copytree(TINY, model)
+                (model / "config.json").write_text(json.dumps(config | changes))
+                self.check_refused(words, "refused", "--model", model, "--prompt", "It was")
+                shutil.rmtree(model)
+        self.assertFalse((self.at / "refused").exists())
+
+    def test_bad_options_are_refused(self):
+        model = ["--model", TINY]
+        (self.at / "there").mkdir()
+        self.check_refused("exists already", "there", *model, "--prompt", "It was")
+        self.check_refused("--prompt", "refused", *model)
+        self.check_refused("--prompt-tokens", "refused", *model, "--prompt", "It was", "--teacher-forced")
+        self.check_refused(
+            "--prompt-tokens",
+            "refused",
+            *model,
+            "--prompt",
+            "It was",
+            "--teacher-forced",
+            "--prompt-tokens",
+            99,
+        )
+        self.check_refused("--max-tokens", "refused", *model, "--prompt", "It was", "--max-tokens", 9)
+        self.check_refused(
+            "--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1
+        )
+        self.check_refused("no-such-file", "refused", *model, "--prompt-file", "no-such-file")
+        self.check_refused(
+            "no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was"
+        )
+
+    def test_a_missing_package_is_named(self):
+        (self.at / "stub").mkdir()
+        (self.at / "stub" / "xxhash.py").write_text("raise ImportError('no xxhash', name='xxhash')")
+        done = subprocess.run(
+            [sys.executable, SCRIPT, "--help"],
+            env={"PYTHONPATH": str(self.at / "stub")},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
+        self.assertIn("cannot import xxhash", done.stderr)
+
+
+if __name__ == "__main__":
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    unittest.main(argv=sys.argv[:1])
