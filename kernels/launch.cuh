@@ -1,0 +1,72 @@
+// Launching a kernel that may start before its predecessor in the stream has ended.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+
+struct Launch {
+  dim3 grid, block;
+  std::size_t shared_bytes = 0;  ///< dynamic
+  cudaStream_t stream = nullptr;
+};
+
+/// What launchers ask of the current device.
+struct DeviceLimits {
+  int multiprocessors = 0;
+  int shared_bytes = 0;      ///< dynamic shared memory that a block may have
+  bool early_start = false;  ///< sm_90: programmatic dependent launch
+};
+
+inline cudaError_t device_limits(DeviceLimits& limits) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  ask(limits.multiprocessors, cudaDevAttrMultiProcessorCount);
+  ask(limits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  ask(major, cudaDevAttrComputeCapabilityMajor);
+  limits.early_start = major >= 9;
+  return error;
+}
+
+/// Lets a kernel have all the dynamic shared memory there is, and asks that a multiprocessor be set
+/// up for it: two kernels share one only where both want the same.
+template <class... Params>
+cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& limits) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
+/// Launches a kernel that calls wait_for_predecessor() (device/grid_dependency.cuh).
+template <class... Params, class... Args>
+cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const Launch& where,
+                   Args&&... args) {
+  cudaLaunchAttribute early_start{};
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = where.grid;
+  config.blockDim = where.block;
+  config.dynamicSmemBytes = where.shared_bytes;
+  config.stream = where.stream;
+  config.attrs = &early_start;
+  config.numAttrs = limits.early_start ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+inline bool aligned16(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
+}  // namespace kvlab::kernels

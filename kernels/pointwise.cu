@@ -1,0 +1,270 @@
+// Each element is read and written once: bound by memory where there are many tokens, and by the
+// launch where there are few. Bytes moved per token stand beside each kernel.
+#include "kernels/pointwise.hpp"
+
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/device/type_dispatch.cuh"
+#include "kernels/device/vector.cuh"
+#include "kernels/launch.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ inline std::size_t global_thread() {
+  return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+}
+
+/// Two-dimensional grid: a row of blocks for each token, a thread for eight elements of it.
+Launch by_eight(int tokens, int width, cudaStream_t stream) {
+  const int chunks = width / 8;
+  return {.grid = dim3(static_cast<unsigned>(tokens),
+                       static_cast<unsigned>((chunks + kThreads - 1) / kThreads)),
+          .block = dim3(kThreads),
+          .stream = stream};
+}
+__device__ inline int chunk_of_thread() {
+  return static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
+}
+
+/// hidden * (bytes of T + 4).
+template <class T>
+__global__ void embed_kernel(const T* table, int hidden, const std::int32_t* ids, float* x) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int at = chunk_of_thread() * 8;
+  if (at >= hidden) return;
+  const std::int32_t id = ids[blockIdx.x];
+  float value[8];
+  if (id >= 0) {
+    load_eight(table + static_cast<std::size_t>(id) * hidden + at, value);
+  } else {
+#pragma unroll
+    for (float& v : value) v = nanf("");
+  }
+  store_eight(value, x + std::size_t{blockIdx.x} * hidden + at);
+}
+
+/// hidden * (4 + bytes of T); the second reading of x is from the cache. A block for each token.
+template <class T>
+__global__ void rms_norm_kernel(const float* x, const T* gamma, float epsilon, int hidden, T* y) {
+  __shared__ float sums[kThreads / kWarpSize];
+  let_successor_start();
+  wait_for_predecessor();
+  const float* const row = x + std::size_t{blockIdx.x} * hidden;
+  float squares = 0;
+  for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
+    float value[8];
+    load_eight(row + at, value);
+#pragma unroll
+    for (const float v : value) squares = fmaf(v, v, squares);
+  }
+  const float scale = 1.0f / sqrtf(block_sum(squares, sums) / static_cast<float>(hidden) + epsilon);
+  for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
+    float value[8], weight[8];
+    load_eight(row + at, value);
+    load_eight(gamma + at, weight);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * weight[i];
+    store_eight(value, y + std::size_t{blockIdx.x} * hidden + at);
+  }
+}
+
+/// count * (bytes of T + 8).
+template <class T>
+__global__ void add_residual_kernel(const T* y, std::size_t count, float* x) {
+  let_successor_start();
+  wait_for_predecessor();
+  const std::size_t at = global_thread() * 8;
+  if (at + 8 <= count) {
+    float added[8], value[8];
+    load_eight(y + at, added);
+    load_eight(x + at, value);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] += added[i];
+    store_eight(value, x + at);
+  } else {
+    for (std::size_t i = at; i < count; ++i) x[i] += to_float(y[i]);
+  }
+}
+
+/// width * 3 * bytes of T.
+template <class T>
+__global__ void silu_gate_kernel(const T* gate_up, int width, T* y) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int at = chunk_of_thread() * 8;
+  if (at >= width) return;
+  const T* const row = gate_up + std::size_t{blockIdx.x} * 2 * width;
+  float gate[8], up[8];
+  load_eight(row + at, gate);
+  load_eight(row + width + at, up);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+  store_eight(gate, y + std::size_t{blockIdx.x} * width + at);
+}
+
+/// A head in shared memory, one warp's own: from `row`, normed if there is a gamma. What is rotated
+/// is what `plain` captures: rounded to T.
+template <class T>
+__device__ void load_head(const T* row, const T* gamma, float epsilon, int head_size, float* head,
+                          T* plain) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  float scale = 1;
+  if (gamma) {
+    float squares = 0;
+    for (int d = lane; d < head_size; d += kWarpSize) {
+      const float value = to_float(row[d]);
+      squares = fmaf(value, value, squares);
+    }
+    scale = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(head_size) + epsilon);
+  }
+  for (int d = lane; d < head_size; d += kWarpSize) {
+    T value = row[d];
+    if (gamma) value = from_float<T>(to_float(value) * scale * to_float(gamma[d]));
+    if (plain) plain[d] = value;
+    head[d] = to_float(value);
+  }
+  __syncwarp();
+}
+
+template <class T>
+__device__ void store_rotated(const float* head, const float2* turns, int head_size, int rotated,
+                              T* to) {
+  const int half = rotated / 2;
+  for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < head_size; d += kWarpSize) {
+    float value = head[d];
+    if (d < rotated) {
+      const float2 turn = turns[d % half];  // cos, sin
+      const float cosine = value * turn.x;
+      value =
+          d < half ? fmaf(-head[d + half], turn.y, cosine) : fmaf(head[d - half], turn.y, cosine);
+    }
+    to[d] = from_float<T>(value);
+  }
+}
+
+/// (query_heads + 2 kv_heads) * head_size * 2 * bytes of T. A warp for each head of a token.
+template <class T>
+__global__ void rope_write_kernel(const RopeWriteArgs args) {
+  extern __shared__ float heads[];
+  let_successor_start();
+  wait_for_predecessor();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int all = args.query_heads + 2 * args.kv_heads;
+  const int index = static_cast<int>(blockIdx.y) * (kThreads / kWarpSize) + warp;
+  if (index >= all) return;
+  const std::size_t token = blockIdx.x, size = static_cast<std::size_t>(args.head_size);
+  const T* const from =
+      static_cast<const T*>(args.qkv) + (token * all + static_cast<std::size_t>(index)) * size;
+
+  const bool query = index < args.query_heads;
+  const int kv_head = (index - args.query_heads) % args.kv_heads;
+  const std::int64_t cached = args.sequences[token] * args.sequence_stride +
+                              kv_head * args.head_stride +
+                              static_cast<std::int64_t>(args.slots[token]) * args.head_size;
+  if (index >= args.query_heads + args.kv_heads) {
+    for (int d = lane; d < args.head_size; d += kWarpSize)
+      static_cast<T*>(args.values)[cached + d] = from[d];
+    return;
+  }
+  float* const head = heads + static_cast<std::size_t>(warp) * size;
+  const auto place = [&](void* array, int head_index, int head_count) {
+    return array ? static_cast<T*>(array) +
+                       (token * head_count + static_cast<std::size_t>(head_index)) * size
+                 : nullptr;
+  };
+  const float2* const turns =
+      args.rope + static_cast<std::size_t>(args.positions[token]) * (args.rotated / 2);
+  if (query) {
+    load_head(from, static_cast<const T*>(args.q_gamma), args.norm_epsilon, args.head_size, head,
+              place(args.plain_q, index, args.query_heads));
+    store_rotated(head, turns, args.head_size, args.rotated,
+                  place(args.q, index, args.query_heads));
+  } else {
+    load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
+              place(args.plain_k, kv_head, args.kv_heads));
+    store_rotated(head, turns, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
+  }
+}
+
+/// Launches with the current device's limits.
+template <class... Params, class... Args>
+cudaError_t launch_here(void (*kernel)(Params...), const Launch& where, Args... args) {
+  DeviceLimits limits;
+  const cudaError_t error = device_limits(limits);
+  return error == cudaSuccess ? launch(limits, kernel, where, args...) : error;
+}
+
+bool valid(int tokens, int width) { return tokens > 0 && width > 0 && width % 8 == 0; }
+
+}  // namespace
+
+cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens,
+                  float* x, cudaStream_t stream) {
+  if (!valid(tokens, hidden) || !table || !ids || !x || !aligned16(table) || !aligned16(x))
+    return cudaErrorInvalidValue;
+  return with_type(type, [&]<class T>(T) {
+    return launch_here(embed_kernel<T>, by_eight(tokens, hidden, stream),
+                       static_cast<const T*>(table), hidden, ids, x);
+  });
+}
+
+cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon, int tokens,
+                     int hidden, void* y, cudaStream_t stream) {
+  if (!valid(tokens, hidden) || !x || !gamma || !y || !aligned16(x) || !aligned16(gamma) ||
+      !aligned16(y))
+    return cudaErrorInvalidValue;
+  const Launch where{
+      .grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
+  return with_type(type, [&]<class T>(T) {
+    return launch_here(rms_norm_kernel<T>, where, x, static_cast<const T*>(gamma), epsilon, hidden,
+                       static_cast<T*>(y));
+  });
+}
+
+cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
+                         cudaStream_t stream) {
+  const std::size_t blocks = (count + 8 * kThreads - 1) / (8 * kThreads);
+  if (count == 0 || blocks > 0x7fffffffu || !y || !x || !aligned16(y) || !aligned16(x))
+    return cudaErrorInvalidValue;
+  const Launch where{
+      .grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads), .stream = stream};
+  return with_type(type, [&]<class T>(T) {
+    return launch_here(add_residual_kernel<T>, where, static_cast<const T*>(y), count, x);
+  });
+}
+
+cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
+                      cudaStream_t stream) {
+  if (!valid(tokens, width) || !gate_up || !y || !aligned16(gate_up) || !aligned16(y))
+    return cudaErrorInvalidValue;
+  return with_type(type, [&]<class T>(T) {
+    return launch_here(silu_gate_kernel<T>, by_eight(tokens, width, stream),
+                       static_cast<const T*>(gate_up), width, static_cast<T*>(y));
+  });
+}
+
+cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  constexpr int kMostHeadSize = 1024;
+  if (args.tokens <= 0 || args.query_heads <= 0 || args.kv_heads <= 0 || args.head_size <= 0 ||
+      args.head_size > kMostHeadSize || args.rotated < 0 || args.rotated % 2 != 0 ||
+      args.rotated > args.head_size || !args.qkv || !args.rope || !args.positions ||
+      !args.sequences || !args.slots || !args.keys || !args.values || !args.q)
+    return cudaErrorInvalidValue;
+  const int heads = args.query_heads + 2 * args.kv_heads;
+  const Launch where{
+      .grid = dim3(static_cast<unsigned>(args.tokens),
+                   static_cast<unsigned>((heads + kWarps - 1) / kWarps)),
+      .block = dim3(kThreads),
+      .shared_bytes = kWarps * static_cast<std::size_t>(args.head_size) * sizeof(float),
+      .stream = stream};
+  return with_type(args.type,
+                   [&]<class T>(T) { return launch_here(rope_write_kernel<T>, where, args); });
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,335 @@
+// Sampling on the device, the same draws as engine/sampler.hpp makes on the host: the logits come
+// in no order, and none is made. What lies where in the order "likeliest first, then lowest id" is
+// found by histograms over the bits of the distance from the largest logit, 11 bits a pass; weights
+// are integers, so that sums are exact and do not depend on the order of threads.
+//
+// Bytes: the logits once, 4 * vocab a row (greedy). Otherwise one multiprocessor reads a row 3 to
+// 12 times, from the L2 cache.
+#include <cmath>
+
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/pointwise.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+using u32 = std::uint32_t;
+using u64 = unsigned long long;
+
+constexpr int kParts = 32;  ///< of a row, for the largest logit: a lane each
+constexpr int kPartThreads = 256;
+constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
+constexpr int kLimbBits = 14, kLimbs = 3;  ///< of a weight, so that 32-bit sums do not overflow
+constexpr int kMostVocab = (1 << (32 - kLimbBits)) - 1;
+constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
+
+/// Orders as the logit does; not-a-number comes above all, and 0 and -0 are one.
+__device__ inline u32 ordered(float logit) {
+  if (isnan(logit)) return 0xffffffffu;
+  const u32 bits = __float_as_uint(logit + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float from_ordered(u32 key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+/// Larger for a likelier id; at equal logits for the lower id.
+__device__ inline u64 candidate(float logit, int id) {
+  return u64{ordered(logit)} << 32 | ~static_cast<u32>(id);
+}
+
+/// workspace[row, part] = the best candidate of a part.
+__global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs args) {
+  __shared__ u64 best_of_warp[kPartThreads / kWarpSize];
+  let_successor_start();
+  wait_for_predecessor();
+  const float* const logits = args.logits + std::size_t{blockIdx.y} * args.vocab;
+  u64 best = 0;
+  for (int id = static_cast<int>(blockIdx.x * kPartThreads + threadIdx.x); id < args.vocab;
+       id += kParts * kPartThreads)
+    best = max(best, candidate(logits[id], id));
+  best = warp_max(best);
+  if (threadIdx.x % kWarpSize == 0) best_of_warp[threadIdx.x / kWarpSize] = best;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (const u64 other : best_of_warp) best = max(best, other);
+  static_cast<u64*>(args.workspace)[blockIdx.y * kParts + blockIdx.x] = best;
+}
+
+/// SplitMix64's finaliser over the counter-th state from `seed`: 53 bits.
+__device__ inline u64 draw(u64 seed, u64 counter) {
+  u64 x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return (x ^ (x >> 31)) >> 11;
+}
+
+/// floor(total * bits / 2^53).
+__device__ inline u64 scaled(u64 total, u64 bits) {
+  return __umul64hi(total, bits) << 11 | total * bits >> 53;
+}
+
+/// Tempered probabilities, unnormalised: 2^42 for the likeliest, 0 below about 3e-13 of it.
+struct Weights {
+  float largest, temperature;
+  __device__ u64 operator()(float logit) const {
+    return __float2ull_rn(expf((logit - largest) / temperature) * 0x1p42f);
+  }
+};
+
+struct Sum {
+  u32 count = 0;
+  u64 weight = 0;
+};
+__device__ inline Sum operator+(Sum a, Sum b) { return {a.count + b.count, a.weight + b.weight}; }
+
+/// The sum over this lane and those below it.
+__device__ inline Sum warp_prefix(Sum own) {
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const Sum below{__shfl_up_sync(0xffffffffu, own.count, distance),
+                    __shfl_up_sync(0xffffffffu, own.weight, distance)};
+    if (static_cast<int>(threadIdx.x) % kWarpSize >= distance) own = own + below;
+  }
+  return own;
+}
+
+enum class Measure { count, weight };
+__device__ inline u64 in(Measure measure, Sum sum) {
+  return measure == Measure::count ? sum.count : sum.weight;
+}
+
+/// A key of the order, by its distance from the largest, and what comes before it.
+struct Place {
+  u32 distance;
+  Sum before;
+};
+
+struct Shared {
+  u32 counts[kBuckets];
+  u32 limbs[kLimbs][kBuckets];
+  Sum of_warp[kWarps];
+  Place found;
+  int id;
+};
+
+/// One row, and one block that works on it.
+class Row {
+ public:
+  __device__ Row(const float* logits, int vocab, u32 top_key, Weights weights, Shared& shared)
+      : logits_(logits), vocab_(vocab), top_(top_key), weights_(weights), shared_(shared) {}
+
+  __device__ u64 weight(u32 distance) const { return weights_(from_ordered(top_ - distance)); }
+  __device__ u64 weight_of(int id) const { return weights_(logits_[id]); }
+  __device__ u32 distance_of(int id) const { return top_ - ordered(logits_[id]); }
+
+  /// The key at which the sums of `measure` in order first exceed `target`; keys after `last` are
+  /// left out.
+  __device__ Place find(Measure measure, u64 target, u32 last) {
+    Place place{.distance = 0, .before = {}};
+    int shift = 32;
+    while (shift > 0) {
+      const int bits = min(kBucketBits, shift);
+      fill(place.distance, shift, bits, last);
+      shift -= bits;
+      place = cross(measure, target, place, shift);
+    }
+    return place;
+  }
+
+  /// The id at which the sums of value(id), by ids, first exceed `target`; -1 if none does.
+  template <class Value>
+  __device__ int find_id(u64 target, Value value) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int share = (vocab_ + kWarps - 1) / kWarps;
+    const int begin = min(warp * share, vocab_), end = min(begin + share, vocab_);
+    u64 own = 0;
+    for (int id = begin + lane; id < end; id += kWarpSize) own += value(id);
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
+      own += __shfl_xor_sync(0xffffffffu, own, distance);
+    if (threadIdx.x == 0) shared_.id = -1;
+    if (lane == 0) shared_.of_warp[warp] = {0, own};
+    __syncthreads();
+    u64 before = 0;
+    for (int other = 0; other < warp; ++other) before += shared_.of_warp[other].weight;
+    if (before <= target && target < before + own)
+      for (int base = begin; base < end; base += kWarpSize) {
+        const u64 here = base + lane < end ? value(base + lane) : 0;
+        const u64 until = before + warp_prefix({0, here}).weight;
+        if (until - here <= target && target < until) shared_.id = base + lane;
+        before = __shfl_sync(0xffffffffu, until, kWarpSize - 1);
+        if (before > target) break;
+      }
+    __syncthreads();
+    return shared_.id;
+  }
+
+ private:
+  /// Histogram of the keys that share the bits of `prefix` from `shift` up, over the next `bits`.
+  __device__ void fill(u32 prefix, int shift, int bits, u32 last) {
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < kBuckets; i += kThreads) {
+      shared_.counts[i] = 0;
+      for (auto& limb : shared_.limbs) limb[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int id = static_cast<int>(threadIdx.x); id < vocab_; id += kThreads) {
+      const float logit = logits_[id];
+      const u32 distance = top_ - ordered(logit);
+      if (distance > last || (shift < 32 && distance >> shift != prefix >> shift)) continue;
+      const u32 bucket = distance >> (shift - bits) & ((1u << bits) - 1);
+      const u64 weight = weights_(logit);
+      atomicAdd(&shared_.counts[bucket], 1u);
+      for (int i = 0; i < kLimbs; ++i) {
+        const u32 rest = static_cast<u32>(weight >> i * kLimbBits);
+        const u32 limb = i + 1 < kLimbs ? rest & ((1u << kLimbBits) - 1) : rest;
+        if (limb) atomicAdd(&shared_.limbs[i][bucket], limb);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ Sum bucket(int i) const {
+    Sum sum{shared_.counts[i], 0};
+    for (int limb = 0; limb < kLimbs; ++limb)
+      sum.weight += u64{shared_.limbs[limb][i]} << limb * kLimbBits;
+    return sum;
+  }
+
+  /// The bucket in which the sums exceed the target, two buckets a thread.
+  __device__ Place cross(Measure measure, u64 target, const Place& from, int shift) {
+    static_assert(kBuckets == 2 * kThreads);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int first = 2 * static_cast<int>(threadIdx.x);
+    const Sum own[2] = {bucket(first), bucket(first + 1)};
+    const Sum both = own[0] + own[1], until = warp_prefix(both);
+    if (threadIdx.x == 0) shared_.found = from;
+    if (lane == kWarpSize - 1) shared_.of_warp[warp] = until;
+    __syncthreads();
+    Sum before = from.before;
+    for (int other = 0; other < warp; ++other) before = before + shared_.of_warp[other];
+    before = before + Sum{until.count - both.count, until.weight - both.weight};
+    for (int i = 0; i < 2; ++i) {
+      const Sum after = before + own[i];
+      if (in(measure, before) <= target && target < in(measure, after))
+        shared_.found = {from.distance | static_cast<u32>(first + i) << shift, before};
+      before = after;
+    }
+    __syncthreads();
+    return shared_.found;
+  }
+
+  const float* logits_;
+  int vocab_;
+  u32 top_;
+  Weights weights_;
+  Shared& shared_;
+};
+
+/// What top-k and top-p keep: everything likelier than `last`, and some ids of it.
+struct Kept {
+  u32 last;
+  u64 weight;
+};
+
+__device__ Kept keep_likeliest(Row& row, u32 count) {
+  const Place place = row.find(Measure::count, count - 1, 0xffffffffu);
+  const u32 ties = count - place.before.count;
+  return {place.distance, place.before.weight + ties * row.weight(place.distance)};
+}
+
+/// The fewest of the likeliest that together reach the share.
+__device__ Kept keep_share(Row& row, Kept all, double share) {
+  const u64 enough =
+      max(u64{1}, static_cast<u64>(ceil(fmin(share, 1.0) * static_cast<double>(all.weight))));
+  const u64 target = min(enough, all.weight) - 1;
+  const Place place = row.find(Measure::weight, target, all.last);
+  const u64 each = row.weight(place.distance);
+  const u64 ties = (target - place.before.weight) / each + 1;
+  return {place.distance, place.before.weight + ties * each};
+}
+
+__device__ int sample_row(Row& row, int vocab, int top_k, double top_p, u64 bits, u64 all_weight) {
+  const bool cut = top_k > 0 && top_k < vocab;
+  if (!cut && !(top_p < 1))
+    return row.find_id(scaled(all_weight, bits), [&](int id) { return row.weight_of(id); });
+  Kept kept{0xffffffffu, all_weight};
+  if (cut) kept = keep_likeliest(row, static_cast<u32>(top_k));
+  if (top_p < 1) kept = keep_share(row, kept, top_p);
+  const u64 target = scaled(kept.weight, bits);
+  const Place place = row.find(Measure::weight, target, kept.last);
+  const u64 nth = (target - place.before.weight) / row.weight(place.distance);
+  return row.find_id(nth, [&](int id) { return u64{row.distance_of(id) == place.distance}; });
+}
+
+/// The sum of all weights, in every thread.
+__device__ u64 total_weight(const float* logits, int vocab, Weights weights, Shared& shared) {
+  u64 own = 0;
+#pragma unroll 4
+  for (int id = static_cast<int>(threadIdx.x); id < vocab; id += kThreads)
+    own += weights(logits[id]);
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
+    own += __shfl_xor_sync(0xffffffffu, own, distance);
+  if (threadIdx.x % kWarpSize == 0) shared.of_warp[threadIdx.x / kWarpSize] = {0, own};
+  __syncthreads();
+  u64 total = 0;
+  for (const Sum& sum : shared.of_warp) total += sum.weight;
+  __syncthreads();
+  return total;
+}
+
+/// A block for each row.
+__global__ void __launch_bounds__(kThreads) choose(const SampleArgs args) {
+  __shared__ Shared shared;
+  let_successor_start();
+  wait_for_predecessor();
+  const u32 at = blockIdx.x;
+  const u64 best =
+      warp_max(static_cast<const u64*>(args.workspace)[at * kParts + threadIdx.x % kParts]);
+  const float largest = from_ordered(static_cast<u32>(best >> 32));
+  const float temperature = args.temperature[at];
+  const u64 counter = args.counter[at];
+  __syncthreads();  // all have read the counter
+
+  int id = static_cast<int>(~static_cast<u32>(best));
+  if (!isfinite(largest)) {
+    id = -1;
+  } else if (temperature > 0) {
+    const float* const logits = args.logits + std::size_t{at} * args.vocab;
+    const Weights weights{largest, temperature};
+    Row row(logits, args.vocab, static_cast<u32>(best >> 32), weights, shared);
+    const int chosen =
+        sample_row(row, args.vocab, args.top_k[at], static_cast<double>(args.top_p[at]),
+                   draw(args.seed[at], counter), total_weight(logits, args.vocab, weights, shared));
+    if (chosen >= 0) id = chosen;
+  }
+  if (threadIdx.x != 0) return;
+  args.ids[at] = id;
+  args.counter[at] = counter + 1;
+}
+
+}  // namespace
+
+std::size_t sample_workspace(int rows, int vocab) {
+  return rows > 0 && vocab > 0 ? static_cast<std::size_t>(rows) * kParts * sizeof(u64) : 0;
+}
+
+cudaError_t sample(const SampleArgs& args, cudaStream_t stream) {
+  if (args.rows <= 0 || args.rows > 65535 || args.vocab <= 0 || args.vocab > kMostVocab ||
+      !args.logits || !args.temperature || !args.top_p || !args.top_k || !args.seed ||
+      !args.counter || !args.ids || !args.workspace)
+    return cudaErrorInvalidValue;
+  DeviceLimits limits;
+  cudaError_t error = device_limits(limits);
+  if (error != cudaSuccess) return error;
+  const unsigned rows = static_cast<unsigned>(args.rows);
+  error = launch(limits, best_of_parts,
+                 {.grid = dim3(kParts, rows), .block = dim3(kPartThreads), .stream = stream}, args);
+  if (error != cudaSuccess) return error;
+  return launch(limits, choose, {.grid = dim3(rows), .block = dim3(kThreads), .stream = stream},
+                args);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,328 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "kernels/pointwise.hpp"
+#include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/kernels/attention_reference.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+namespace {
+
+constexpr Type kTypes[] = {Type::bf16, Type::f16, Type::f32};
+
+DeviceArray<std::byte> upload(Type type, std::span<const float> values) {
+  return DeviceArray<std::byte>(std::span<const std::byte>(encode(type, values)));
+}
+
+/// `count` elements of not-a-number, and 64 bytes behind that must stay so.
+class Poisoned {
+ public:
+  Poisoned(Type type, std::size_t count)
+      : type_(type), bytes_(count * bytes_of(type)), device_(bytes_ + kRedzone) {
+    check_cuda(cudaMemset(device_.data(), 0xFF, bytes_ + kRedzone));
+    check_cuda(cudaDeviceSynchronize());
+  }
+  void* data() const { return device_.data(); }
+  float* floats() const { return reinterpret_cast<float*>(device_.data()); }
+  std::vector<float> take() const {
+    std::vector<std::byte> all = device_.to_host();
+    CHECK(std::all_of(all.begin() + std::ptrdiff_t(bytes_), all.end(),
+                      [](std::byte b) { return b == std::byte{0xFF}; }));
+    all.resize(bytes_);
+    return decode(type_, all);
+  }
+
+ private:
+  static constexpr std::size_t kRedzone = 64;
+  Type type_;
+  std::size_t bytes_;
+  DeviceArray<std::byte> device_;
+};
+
+/// Each within a rounding of `type` and a few of float32.
+void check_close(Type type, std::span<const float> values, std::span<const double> exact) {
+  REQUIRE(values.size() == exact.size());
+  const double rounding = type == Type::bf16 ? 0x1p-8 : type == Type::f16 ? 0x1p-11 : 0x1p-24;
+  double largest = 0;
+  for (const double value : exact) largest = std::max(largest, std::abs(value));
+  std::size_t wrong = 0;
+  for (std::size_t i = 0; i < exact.size(); ++i)
+    if (!(std::abs(double(values[i]) - exact[i]) <=
+          1.01 * rounding * std::abs(exact[i]) + 0x1p-21 * largest))
+      ++wrong;
+  CHECK(wrong == 0);
+}
+
+/// What `enqueue(stream)` does, plain, then from a graph.
+template <class Enqueue, class Check>
+void plain_and_captured(Enqueue enqueue, Check check) {
+  check_cuda(enqueue(cudaStream_t{nullptr}));
+  check();
+  CapturedGraph graph(enqueue);
+  graph.launch();
+  check();
+}
+
+}  // namespace
+
+TEST_CASE("the pointwise kernels refuse what they do not support before launching") {
+  alignas(16) float memory[16] = {};
+  std::int32_t id = 0;
+  CHECK(embed(Type::bf16, memory, 12, &id, 1, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(embed(Type::bf16, memory, 8, &id, 0, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rms_norm(Type::bf16, memory, memory, 0, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rms_norm(Type::bf16, memory + 1, memory, 0, 1, 8, memory, nullptr) ==
+        cudaErrorInvalidValue);
+  CHECK(add_residual(Type::bf16, memory, 0, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(silu_gate(Type::bf16, memory, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rope_write(RopeWriteArgs{}, nullptr) == cudaErrorInvalidValue);
+  CHECK(sample(SampleArgs{}, nullptr) == cudaErrorInvalidValue);
+}
+
+TEST_CASE("embed widens rows of the table; an id below 0 gives not-a-number", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  std::mt19937 random(1);
+  for (const Type type : kTypes)
+    for (const int hidden : {8, 64, 2056}) {
+      const std::size_t width = std::size_t(hidden);
+      const std::vector<float> table = random_values(type, 11 * width, random);
+      const auto device_table = upload(type, table);
+      const std::vector<std::int32_t> ids{10, 0, 3, -1, 3};
+      const DeviceArray<std::int32_t> device_ids{std::span<const std::int32_t>(ids)};
+      const Poisoned x(Type::f32, ids.size() * width);
+      check_cuda(
+          embed(type, device_table.data(), hidden, device_ids.data(), 5, x.floats(), nullptr));
+      const std::vector<float> got = x.take();
+      for (std::size_t t = 0; t < ids.size(); ++t)
+        for (std::size_t i = 0; i < width; ++i) {
+          if (ids[t] < 0)
+            REQUIRE(std::isnan(got[t * width + i]));
+          else
+            REQUIRE(got[t * width + i] == table[std::size_t(ids[t]) * width + i]);
+        }
+    }
+}
+
+TEST_CASE("rms_norm divides by the root mean square and rounds once", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  std::mt19937 random(2);
+  for (const Type type : kTypes)
+    for (const std::size_t hidden : {8, 520, 4096}) {
+      const std::size_t tokens = 5;
+      const auto x = random_values(Type::f32, tokens * hidden, random);
+      const auto gamma = random_values(type, hidden, random);
+      const DeviceArray<float> device_x{std::span<const float>(x)};
+      const auto device_gamma = upload(type, gamma);
+      std::vector<double> exact;
+      for (std::size_t t = 0; t < tokens; ++t) {
+        double squares = 0;
+        for (std::size_t i = 0; i < hidden; ++i)
+          squares += double(x[t * hidden + i]) * double(x[t * hidden + i]);
+        const double rms = std::sqrt(squares / double(hidden) + double(1e-5f));
+        for (std::size_t i = 0; i < hidden; ++i)
+          exact.push_back(double(x[t * hidden + i]) / rms * double(gamma[i]));
+      }
+      const Poisoned y(type, tokens * hidden);
+      plain_and_captured(
+          [&](cudaStream_t stream) {
+            return rms_norm(type, device_x.data(), device_gamma.data(), 1e-5f, int(tokens),
+                            int(hidden), y.data(), stream);
+          },
+          [&] { check_close(type, y.take(), exact); });
+    }
+}
+
+TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  std::mt19937 random(3);
+  for (const Type type : kTypes)
+    for (const std::size_t count : {1, 7, 8, 2047, 2049, 10000}) {
+      const auto x = random_values(Type::f32, count, random),
+                 y = random_values(type, count, random);
+      const DeviceArray<float> device_x{std::span<const float>(x)};
+      const auto device_y = upload(type, y);
+      check_cuda(add_residual(type, device_y.data(), count, device_x.data(), nullptr));
+      std::vector<float> exact;
+      for (std::size_t i = 0; i < count; ++i) exact.push_back(x[i] + y[i]);
+      CHECK((device_x.to_host() == exact));
+    }
+}
+
+TEST_CASE("silu_gate multiplies up by the gate, far from zero too", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  std::mt19937 random(4);
+  for (const Type type : kTypes)
+    for (const std::size_t width : {8, 88, 2056}) {
+      const std::size_t tokens = 3;
+      auto gate_up = random_values(type, tokens * 2 * width, random);
+      gate_up[0] = 80;
+      gate_up[1] = -80;
+      const auto device = upload(type, gate_up);
+      std::vector<double> exact;
+      for (std::size_t t = 0; t < tokens; ++t)
+        for (std::size_t i = 0; i < width; ++i) {
+          const double gate = double(gate_up[t * 2 * width + i]);
+          exact.push_back(gate / (1 + std::exp(-gate)) *
+                          double(gate_up[t * 2 * width + width + i]));
+        }
+      const Poisoned y(type, tokens * width);
+      check_cuda(silu_gate(type, device.data(), int(tokens), int(width), y.data(), nullptr));
+      check_close(type, y.take(), exact);
+    }
+}
+
+namespace {
+
+struct RopeCase {
+  Type type;
+  std::size_t head_size, rotated, query_heads, kv_heads;
+  bool norm;
+};
+
+/// A projection of four tokens of two sequences, and where its parts must go.
+class RopeTrial {
+ public:
+  explicit RopeTrial(const RopeCase& c)
+      : c_(c),
+        q_(c.type, kTokens * c.query_heads * c.head_size),
+        plain_q_(c.type, kTokens * c.query_heads * c.head_size),
+        plain_k_(c.type, kTokens * c.kv_heads * c.head_size),
+        keys_(c.type, kSequences * c.kv_heads * kSlots * c.head_size),
+        values_(c.type, kSequences * c.kv_heads * kSlots * c.head_size) {
+    std::mt19937 random(6);
+    qkv_ = random_values(c.type, kTokens * heads() * c.head_size, random);
+    q_gamma_ = random_values(c.type, c.head_size, random);
+    k_gamma_ = random_values(c.type, c.head_size, random);
+    for (std::size_t position = 0; position < kPositions; ++position)
+      for (std::size_t i = 0; i < c.rotated / 2; ++i) {
+        const double angle =
+            double(position) * std::pow(10000.0, -2.0 * double(i) / double(c.rotated));
+        rope_.push_back(float2{float(std::cos(angle)), float(std::sin(angle))});
+      }
+  }
+
+  void check() const {
+    const auto qkv = upload(c_.type, qkv_), q_gamma = upload(c_.type, q_gamma_),
+               k_gamma = upload(c_.type, k_gamma_);
+    const DeviceArray<float2> rope{std::span<const float2>(rope_)};
+    const DeviceArray<std::int32_t> positions{std::span<const std::int32_t>(kAt)},
+        sequences{std::span<const std::int32_t>(kSequence)},
+        slots{std::span<const std::int32_t>(kSlot)};
+    const auto enqueue = [&](cudaStream_t stream) {
+      return rope_write({.type = c_.type,
+                         .tokens = int(kTokens),
+                         .query_heads = int(c_.query_heads),
+                         .kv_heads = int(c_.kv_heads),
+                         .head_size = int(c_.head_size),
+                         .rotated = int(c_.rotated),
+                         .qkv = qkv.data(),
+                         .q_gamma = c_.norm ? q_gamma.data() : nullptr,
+                         .k_gamma = c_.norm ? k_gamma.data() : nullptr,
+                         .norm_epsilon = 1e-6f,
+                         .rope = rope.data(),
+                         .positions = positions.data(),
+                         .sequences = sequences.data(),
+                         .slots = slots.data(),
+                         .keys = keys_.data(),
+                         .values = values_.data(),
+                         .sequence_stride = std::int64_t(c_.kv_heads * kSlots * c_.head_size),
+                         .head_stride = std::int64_t(kSlots * c_.head_size),
+                         .q = q_.data(),
+                         .plain_q = plain_q_.data(),
+                         .plain_k = plain_k_.data()},
+                        stream);
+    };
+    plain_and_captured(enqueue, [&] { check_outputs(); });
+  }
+
+ private:
+  static constexpr std::size_t kTokens = 4, kSequences = 2, kSlots = 5, kPositions = 100;
+  static constexpr std::int32_t kAt[kTokens] = {0, 7, 99, 7}, kSequence[kTokens] = {0, 1, 0, 0},
+                                kSlot[kTokens] = {0, 4, 4, 2};
+
+  std::size_t heads() const { return c_.query_heads + 2 * c_.kv_heads; }
+  /// A head of the projection, after the norm, rounded.
+  std::vector<float> plain(std::size_t token, std::size_t head,
+                           std::span<const float> gamma) const {
+    const std::size_t size = c_.head_size;
+    const auto* const from = qkv_.data() + (token * heads() + head) * size;
+    std::vector<float> out(from, from + size);
+    if (!c_.norm || gamma.empty()) return out;
+    double squares = 0;
+    for (const float x : out) squares += double(x) * double(x);
+    const double rms = std::sqrt(squares / double(size) + double(1e-6f));
+    for (std::size_t i = 0; i < size; ++i)
+      out[i] = rounded(c_.type, float(double(out[i]) / rms * double(gamma[i])));
+    return out;
+  }
+  std::vector<double> turned(std::size_t token, std::span<const float> head) const {
+    std::vector<double> out(head.begin(), head.end());
+    const std::size_t half = c_.rotated / 2;
+    for (std::size_t i = 0; i < half; ++i) {
+      const float2 turn = rope_[std::size_t(kAt[token]) * half + i];
+      const double a = double(head[i]), b = double(head[i + half]);
+      out[i] = a * double(turn.x) - b * double(turn.y);
+      out[i + half] = b * double(turn.x) + a * double(turn.y);
+    }
+    return out;
+  }
+
+  void check_outputs() const {
+    const auto q = q_.take(), plain_q = plain_q_.take(), plain_k = plain_k_.take(),
+               keys = keys_.take(), values = values_.take();
+    const std::size_t size = c_.head_size;
+    std::size_t written = 0;
+    for (std::size_t t = 0; t < kTokens; ++t) {
+      for (std::size_t h = 0; h < c_.query_heads; ++h) {
+        const auto head = std::span(plain_q).subspan((t * c_.query_heads + h) * size, size);
+        const auto exact = plain(t, h, q_gamma_);
+        check_close(c_.norm ? c_.type : Type::f32, head,
+                    std::vector<double>(exact.begin(), exact.end()));
+        check_close(c_.type, std::span(q).subspan((t * c_.query_heads + h) * size, size),
+                    turned(t, head));
+      }
+      for (std::size_t h = 0; h < c_.kv_heads; ++h) {
+        const std::size_t slot =
+            ((std::size_t(kSequence[t]) * c_.kv_heads + h) * kSlots + std::size_t(kSlot[t])) * size;
+        const auto head = std::span(plain_k).subspan((t * c_.kv_heads + h) * size, size);
+        const auto exact = plain(t, c_.query_heads + h, k_gamma_);
+        check_close(c_.norm ? c_.type : Type::f32, head,
+                    std::vector<double>(exact.begin(), exact.end()));
+        check_close(c_.type, std::span(keys).subspan(slot, size), turned(t, head));
+        const auto value = plain(t, c_.query_heads + c_.kv_heads + h, {});
+        CHECK(std::equal(value.begin(), value.end(), values.begin() + std::ptrdiff_t(slot)));
+        written += size;
+      }
+    }
+    const auto untouched = [](float x) { return std::isnan(x); };
+    CHECK(std::size_t(std::ranges::count_if(keys, untouched)) == keys.size() - written);
+    CHECK(std::size_t(std::ranges::count_if(values, untouched)) == values.size() - written);
+  }
+
+  RopeCase c_;
+  std::vector<float> qkv_, q_gamma_, k_gamma_;
+  std::vector<float2> rope_;
+  Poisoned q_, plain_q_, plain_k_, keys_, values_;
+};
+
+}  // namespace
+
+TEST_CASE("rope_write norms, rotates and puts each head where it belongs, and nothing elsewhere",
+          "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : kTypes)
+    for (const bool norm : {false, true}) {
+      RopeTrial({type, 64, 64, 3, 1, norm}).check();
+      RopeTrial({type, 96, 96, 4, 4, norm}).check();
+      RopeTrial({type, 128, 128, 14, 2, norm}).check();
+      RopeTrial({type, 80, 32, 4, 2, norm}).check();
+      RopeTrial({type, 12, 12, 8, 1, norm}).check();
+    }
+}
