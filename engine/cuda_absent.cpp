@@ -2,8 +2,16 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "engine/bench.hpp"
 
 namespace kvlab {
+namespace {
+
+[[noreturn]] void refuse_bench() {
+  throw std::invalid_argument("bench: measures the CUDA decoder, which is not in this build");
+}
+
+}  // namespace
 
 bool cuda_in_build() { return false; }
 bool has_cuda_device() { return false; }
@@ -11,5 +19,8 @@ bool has_cuda_device() { return false; }
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path&) {
   throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
 }
+
+DecodeBench bench_decode(const DecodeBenchOptions&) { refuse_bench(); }
+PrefillBench bench_prefill(const PrefillBenchOptions&) { refuse_bench(); }
 
 }  // namespace kvlab

@@ -21,6 +21,7 @@ struct Command {
   int (*run)(const po::variables_map&);
 };
 
+Command bench_command();
 Command capture_command();
 Command demo_command();
 Command deploy_command();

@@ -9,12 +9,6 @@
 namespace kvlab {
 namespace {
 
-std::string device_name() {
-  cudaDeviceProp properties{};
-  cuda::check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
-  return properties.name;
-}
-
 void refuse_eviction(const CacheOptions& cache) {
   if (!cache.policy.entry || cache.policy.entry->info.evicts)
     throw std::invalid_argument(
@@ -35,22 +29,7 @@ class CudaBackend final : public Backend {
   }
 
   TraceHeader trace_header(nlohmann::json options) const override {
-    const ModelConfig& config = model_.config();
-    TraceHeader header;
-    header.model = config.name;
-    header.shape = config.shape();
-    header.shape.dtype = model_.dtype();
-    header.rope = config.rope;
-    header.rope_config = config.rope_config;
-    header.softmax_scale = config.softmax_scale();
-    header.rounding = Rounding::model_dtype;
-    header.weights_xxh3 = model_.weights_xxh3();
-    header.tokenizer_xxh3 = model_.tokenizer_xxh3();
-    header.capture = {{"engine", "kvlab"},
-                      {"version", KVLAB_VERSION},
-                      {"device", device_name()},
-                      {"options", std::move(options)}};
-    return header;
+    return cuda_trace_header(model_, std::move(options));
   }
 
   std::unique_ptr<SequenceDecoder> capturing_decoder(

@@ -20,7 +20,32 @@ std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
   return std::max<std::uint32_t>(1, std::min(asked, options.tokens));
 }
 
+std::string device_name() {
+  cudaDeviceProp properties{};
+  cuda::check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
+  return properties.name;
+}
+
 }  // namespace
+
+TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options) {
+  const ModelConfig& config = model.config();
+  TraceHeader header;
+  header.model = config.name;
+  header.shape = config.shape();
+  header.shape.dtype = model.dtype();
+  header.rope = config.rope;
+  header.rope_config = config.rope_config;
+  header.softmax_scale = config.softmax_scale();
+  header.rounding = Rounding::model_dtype;
+  header.weights_xxh3 = model.weights_xxh3();
+  header.tokenizer_xxh3 = model.tokenizer_xxh3();
+  header.capture = {{"engine", "kvlab"},
+                    {"version", KVLAB_VERSION},
+                    {"device", device_name()},
+                    {"options", std::move(options)}};
+  return header;
+}
 
 CudaSequence::CudaSequence(const DeviceModel& model, Options options)
     : decoder_(model, {.sequences = 1,

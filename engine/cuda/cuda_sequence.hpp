@@ -11,6 +11,9 @@
 
 namespace kvlab {
 
+/// The header of a trace of this model; `options`: how it is run, for the record.
+TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options);
+
 class CudaSequence final : public SequenceDecoder {
  public:
   /// `tokens`: the most that it will hold. `prefill_chunk` tokens of a prompt at once, 0: as many

@@ -1,0 +1,416 @@
+// The CUDA decoder against the CPU one: logits, batches, graphs, texts and traces.
+#include "engine/cuda/cuda_decoder.hpp"
+
+#include <cmath>
+#include <fstream>
+#include <random>
+
+#include "engine/backend.hpp"
+#include "engine/cuda/cuda_sequence.hpp"
+#include "engine/cuda/weight_plan.hpp"
+#include "engine/decoder.hpp"
+#include "sim/replay.hpp"
+#include "tests/catch.hpp"
+#include "tests/skip.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+using Ids = std::vector<std::int32_t>;
+
+namespace {
+
+const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
+
+// Relative errors of logits against the CPU decoder, which computes in float32 from the same
+// weights.
+constexpr double kFloatTolerance = 2e-5;  // float32: only the order of sums differs
+// Twice the error of transformers in bf16 on this model.
+constexpr double kBf16Tolerance = 2 * 0.0066;
+constexpr double kF16Tolerance = kBf16Tolerance / 8;  // three bits more
+
+bool no_device() {
+  if (has_cuda_device()) return false;
+  skip("no CUDA device");
+  return true;
+}
+
+const Model& cpu_tiny() {
+  static const Model model = Model::load(kTiny, 2);
+  return model;
+}
+
+const DeviceModel& tiny(Dtype dtype) {
+  static std::map<Dtype, DeviceModel> models;
+  auto found = models.find(dtype);
+  if (found == models.end()) found = models.emplace(dtype, DeviceModel::load(kTiny, dtype)).first;
+  return found->second;
+}
+
+Ids some_ids(std::size_t count, std::int32_t vocab = 8192, std::int32_t first = 0) {
+  Ids ids{0};
+  while (ids.size() < count)
+    ids.push_back(
+        static_cast<std::int32_t>((static_cast<std::int64_t>(ids.size()) + first) * 7919 % vocab));
+  return ids;
+}
+
+/// ||a - b|| / ||b||; infinite if a is not finite or as long.
+double relative_error(std::span<const float> a, std::span<const float> b) {
+  if (a.size() != b.size() || b.empty()) return INFINITY;
+  double difference = 0, norm = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i])) return INFINITY;
+    difference += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2);
+    norm += std::pow(static_cast<double>(b[i]), 2);
+  }
+  return std::sqrt(difference / norm);
+}
+
+std::vector<float> all_logits_on_cpu(const Model& model, const Ids& ids) {
+  Decoder decoder(model, {}, 2);
+  std::vector<float> logits;
+  decoder.feed(ids, SegmentKind::prompt, &logits);
+  return logits;
+}
+
+std::span<const float> row(const std::vector<float>& logits, std::size_t index, std::size_t vocab) {
+  return std::span(logits).subspan(index * vocab, vocab);
+}
+
+/// A random checkpoint of the given config, with biases and norms that are not neutral.
+void write_checkpoint(const std::filesystem::path& directory, const nlohmann::json& json) {
+  std::filesystem::create_directories(directory);
+  std::ofstream(directory / "config.json") << json;
+  const ModelConfig config = load_model_config(directory);
+  const WeightPlan plan = plan_weights(config, Dtype::f32, nullptr);
+  std::mt19937 generator(7);
+  std::vector<std::vector<float>> values;
+  std::vector<TensorToWrite> tensors;
+  for (const WeightPart& part : plan.parts) {
+    const bool norm = part.initial == Initial::ones;
+    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, norm ? 0.2f : 0.1f);
+    values.emplace_back(part.elements());
+    for (float& value : values.back()) value = draw(generator);
+  }
+  for (std::size_t i = 0; i < values.size(); ++i)
+    tensors.push_back(
+        {plan.parts[i].name, Dtype::f32, plan.parts[i].shape, std::as_bytes(std::span(values[i]))});
+  write_safetensors(directory / "model.safetensors", tensors, {});
+}
+
+nlohmann::json small_config(const char* architecture, const char* type, int heads, int kv_heads,
+                            int head_size) {
+  return {{"architectures", {architecture}},
+          {"model_type", type},
+          {"hidden_act", "silu"},
+          {"hidden_size", 96},
+          {"intermediate_size", 136},
+          {"num_hidden_layers", 2},
+          {"num_attention_heads", heads},
+          {"num_key_value_heads", kv_heads},
+          {"head_dim", head_size},
+          {"max_position_embeddings", 512},
+          {"rms_norm_eps", 1e-6},
+          {"rope_theta", 10000.0},
+          {"tie_word_embeddings", false},
+          {"vocab_size", 301},
+          {"torch_dtype", "float32"}};
+}
+
+/// The id that is sampled next, and the logits it came from.
+struct Sampled {
+  std::vector<std::int32_t> ids;
+  std::vector<std::vector<float>> logits;  // by row
+  bool operator==(const Sampled&) const = default;
+};
+
+/// `steps` greedy steps of all rows after prompts of these lengths, 0: none.
+std::vector<Sampled> run_batch(const DeviceModel& model, const std::vector<std::size_t>& lengths,
+                               int steps, bool graph, std::uint32_t chunk = 64) {
+  const auto rows = static_cast<int>(lengths.size());
+  CudaDecoder decoder(model, {.sequences = rows, .slots = 400, .prefill_tokens = chunk});
+  for (int r = 0; r < rows; ++r) {
+    const std::size_t length = lengths[static_cast<std::size_t>(r)];
+    if (length > 0) decoder.prefill(r, some_ids(length, 8192, r));
+  }
+  decoder.choose(rows);
+  std::vector<Sampled> result;
+  for (int step = 0; step < steps; ++step) {
+    if (graph)
+      decoder.step(rows);
+    else
+      decoder.step_plain(rows);
+    const auto ids = decoder.ids(decoder.published() - 1);
+    Sampled sampled{.ids = {ids.begin(), ids.end()}, .logits = {}};
+    for (int r = 0; r < rows; ++r) sampled.logits.push_back(decoder.logits(r));
+    result.push_back(std::move(sampled));
+  }
+  return result;
+}
+
+Ids generate(SequenceDecoder& decoder, const Ids& prompt, std::uint32_t count,
+             SamplingOptions sampling) {
+  decoder.feed(prompt, SegmentKind::prompt);
+  Sampler sampler(sampling);
+  Ids ids;
+  decoder.extend(sampler, count, [&](std::int32_t id) {
+    ids.push_back(id);
+    return true;
+  });
+  return ids;
+}
+
+}  // namespace
+
+TEST_CASE("Logits of a prompt are the CPU decoder's, in every dtype and chunk", "[gpu]") {
+  if (no_device()) return;
+  const Ids ids = some_ids(300);
+  const std::vector<float> expected = all_logits_on_cpu(cpu_tiny(), ids);
+  for (const auto& [dtype, tolerance] : {std::pair{Dtype::f32, kFloatTolerance},
+                                         {Dtype::bf16, kBf16Tolerance},
+                                         {Dtype::f16, kF16Tolerance}})
+    for (const std::uint32_t chunk : {512u, 64u, 7u, 1u}) {
+      CudaSequence sequence(tiny(dtype), {.tokens = 300, .prefill_chunk = chunk});
+      std::vector<float> logits;
+      const auto last = sequence.feed(ids, SegmentKind::prompt, &logits);
+      CAPTURE(torch_name(dtype), chunk);
+      CHECK(relative_error(logits, expected) < tolerance);
+      CHECK(relative_error(last, row(expected, 299, 8192)) < tolerance);
+    }
+}
+
+TEST_CASE("Decoding token by token gives the logits that a prompt gives", "[gpu]") {
+  if (no_device()) return;
+  const Ids ids = some_ids(140);
+  const std::vector<float> expected = all_logits_on_cpu(cpu_tiny(), ids);
+  for (const auto& [dtype, tolerance] :
+       {std::pair{Dtype::f32, kFloatTolerance}, {Dtype::bf16, kBf16Tolerance}}) {
+    CudaDecoder decoder(tiny(dtype), {.sequences = 1, .slots = 140, .prefill_tokens = 64});
+    decoder.prefill(0, std::span(ids).first(1));
+    double worst = relative_error(decoder.logits(0), row(expected, 0, 8192));
+    for (std::size_t i = 1; i < ids.size(); ++i) {
+      decoder.set_next(0, ids[i]);
+      decoder.feed_next(1);
+      worst = std::max(worst, relative_error(decoder.logits(0), row(expected, i, 8192)));
+    }
+    CAPTURE(torch_name(dtype));
+    CHECK(worst < 2 * tolerance);  // the worst of single tokens, not their mean
+    CHECK(decoder.tokens(0) == 140);
+  }
+}
+
+TEST_CASE("A sequence decodes in a batch of unequal lengths as it does alone", "[gpu]") {
+  if (no_device()) return;
+  const std::vector<std::size_t> lengths{1, 17, 64, 65, 0, 300, 128, 2, 33, 90, 7, 200};
+  for (const std::size_t rows :
+       {std::size_t{3}, std::size_t{8}, std::size_t{12}}) {  // own kernels, cuBLASLt
+    const std::vector<std::size_t> batch(lengths.begin(),
+                                         lengths.begin() + static_cast<std::ptrdiff_t>(rows));
+    const auto together = run_batch(tiny(Dtype::f32), batch, 6, true);
+    for (std::size_t r = 0; r < rows; ++r) {
+      if (lengths[r] == 0) continue;
+      CudaDecoder alone(tiny(Dtype::f32), {.sequences = 1, .slots = 400, .prefill_tokens = 64});
+      alone.prefill(0, some_ids(lengths[r], 8192, static_cast<std::int32_t>(r)));
+      alone.choose(1);
+      for (const Sampled& step : together) {
+        alone.step(1);
+        CAPTURE(rows, r);
+        CHECK(relative_error(step.logits[r], alone.logits(0)) < kFloatTolerance);
+        CHECK(step.ids[r] == alone.ids(alone.published() - 1)[0]);
+      }
+    }
+  }
+}
+
+TEST_CASE("A replayed graph computes what launch by launch does, bit for bit, and twice the same",
+          "[gpu]") {
+  if (no_device()) return;
+  for (const std::vector<std::size_t>& lengths :
+       {std::vector<std::size_t>{40}, {3, 50, 0, 300}, {1, 2, 3, 4, 5, 6, 7, 8, 9}}) {
+    const auto plain = run_batch(tiny(Dtype::bf16), lengths, 20, false);
+    const auto replayed = run_batch(tiny(Dtype::bf16), lengths, 20, true);
+    CAPTURE(lengths.size());
+    for (std::size_t r = 0; r < lengths.size(); ++r) {
+      if (lengths[r] == 0) continue;
+      for (std::size_t step = 0; step < plain.size(); ++step) {
+        CHECK(plain[step].ids[r] == replayed[step].ids[r]);
+        CHECK((plain[step].logits[r] == replayed[step].logits[r]));
+      }
+    }
+  }
+}
+
+TEST_CASE("Texts are the CPU decoder's, greedy and drawn", "[gpu]") {
+  if (no_device()) return;
+  for (const SamplingOptions& sampling :
+       {SamplingOptions{},
+        SamplingOptions{.temperature = 0.8, .top_k = 40, .top_p = 0.95, .seed = 5}}) {
+    Decoder cpu(cpu_tiny(), {}, 2);
+    CudaSequence cuda(tiny(Dtype::f32), {.tokens = 200});
+    const Ids prompt = some_ids(50);
+    CAPTURE(sampling.temperature);
+    CHECK(generate(cuda, prompt, 100, sampling) == generate(cpu, prompt, 100, sampling));
+    CHECK(cuda.tokens() == cpu.tokens());
+  }
+}
+
+TEST_CASE("Sampling stops when it is told to, and what ran ahead is forgotten", "[gpu]") {
+  if (no_device()) return;
+  const Ids prompt = some_ids(30), turn = some_ids(9, 8192, 77);
+  const auto talk = [&](SequenceDecoder& decoder, Sampler& sampler) {
+    Ids ids;
+    const auto stop_at = [&](std::size_t count) {
+      return [&ids, count](std::int32_t id) {
+        ids.push_back(id);
+        return ids.size() < count;
+      };
+    };
+    decoder.feed(prompt, SegmentKind::prompt);
+    decoder.extend(sampler, 50, stop_at(7));
+    decoder.feed({&ids.back(), 1}, SegmentKind::decode);
+    decoder.feed(turn, SegmentKind::prompt);
+    decoder.extend(sampler, 1, stop_at(100));
+    decoder.feed({&ids.back(), 1}, SegmentKind::decode);
+    decoder.extend(sampler, 20, stop_at(100));
+    ids.push_back(static_cast<std::int32_t>(decoder.tokens()));
+    return ids;
+  };
+  Decoder cpu(cpu_tiny(), {}, 2);
+  CudaSequence cuda(tiny(Dtype::f32), {.tokens = 100});
+  Sampler one({.temperature = 0.7, .seed = 3}), other({.temperature = 0.7, .seed = 3});
+  CHECK(talk(cuda, one) == talk(cpu, other));
+  CHECK(one.counter() == other.counter());
+}
+
+TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and groups", "[gpu]") {
+  if (no_device()) return;
+  auto biased = small_config("LlamaForCausalLM", "llama", 4, 4, 64);
+  biased["attention_bias"] = biased["mlp_bias"] = true;
+  auto scaled = small_config("LlamaForCausalLM", "llama", 8, 1, 128);
+  scaled["rope_scaling"] = {
+      {"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 32}};
+  auto tied = small_config("Qwen2ForCausalLM", "qwen2", 7, 1, 64);
+  tied["tie_word_embeddings"] = true;
+  for (const nlohmann::json& json :
+       {small_config("LlamaForCausalLM", "llama", 6, 2, 96), biased, scaled, tied,
+        small_config("Qwen3ForCausalLM", "qwen3", 4, 2, 128)}) {
+    const test::TemporaryFolder folder;
+    write_checkpoint(folder / "model", json);
+    const Model model = Model::load(folder / "model", 2);
+    const DeviceModel device = DeviceModel::load(folder / "model");
+    const Ids ids = some_ids(90, 301);
+    const std::vector<float> expected = all_logits_on_cpu(model, ids);
+    for (const std::uint32_t chunk : {90u, 5u}) {  // cuBLASLt, own kernels
+      CudaSequence sequence(device, {.tokens = 90, .prefill_chunk = chunk});
+      std::vector<float> logits;
+      sequence.feed(std::span(ids).first(60), SegmentKind::prompt);
+      sequence.feed(std::span(ids).subspan(60), SegmentKind::decode, &logits);
+      CAPTURE(json.dump(), chunk);
+      CHECK(relative_error(logits, std::span(expected).subspan(60 * 301)) < kFloatTolerance);
+    }
+  }
+}
+
+TEST_CASE("A trace captured from the device verifies and holds what the CPU computes", "[gpu]") {
+  if (no_device()) return;
+  const test::TemporaryFolder folder;
+  const Ids prompt = some_ids(1010), turn = some_ids(70, 8192, 5);
+  const auto capture = [&](Backend& backend, const std::filesystem::path& path, const Ids& answer) {
+    TraceWriter writer(path, backend.trace_header({{"test", true}}));
+    std::uint32_t written = 0;
+    const auto decoder =
+        backend.capturing_decoder({}, 1200, writer, [&](std::uint32_t n) { written = n; });
+    decoder->feed(prompt, SegmentKind::prompt);
+    Ids ids = answer;
+    if (answer.empty()) {
+      Sampler sampler({});
+      decoder->extend(sampler, 41, [&](std::int32_t id) {
+        ids.push_back(id);
+        return ids.size() < 31;  // ten more would be welcome, and some ran ahead
+      });
+      decoder->feed({&ids.back(), 1}, SegmentKind::decode);
+    } else {
+      decoder->feed(ids, SegmentKind::decode);
+    }
+    decoder->feed(turn, SegmentKind::prompt);
+    decoder->flush();
+    writer.finish();
+    CHECK(written == 1010 + 31 + 70);
+    return ids;
+  };
+  const auto cuda = load_backend(Device::cuda, kTiny, 2), cpu = load_backend(Device::cpu, kTiny, 2);
+  const Ids answer = capture(*cuda, folder / "cuda", {});
+  capture(*cpu, folder / "cpu", answer);
+
+  const TraceReader trace = TraceReader::open(folder / "cuda"),
+                    other = TraceReader::open(folder / "cpu");
+  const TraceCheck check = verify_trace(trace, 2);
+  CAPTURE(check.problems);
+  CHECK(check.ok);
+  CHECK(check.worst_out < 1e-2);
+  CHECK(check.worst_lse < 1e-2);
+  CHECK(trace.header().shape.dtype == Dtype::bf16);
+  CHECK(trace.header().rounding == Rounding::model_dtype);
+  CHECK(trace.ids() == other.ids());
+  CHECK(trace.segments() == other.segments());
+  CHECK(trace.shards().size() == 2);
+  for (const Part part : {Part::q, Part::k, Part::v})
+    for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
+      std::vector<float> a(trace.tokens() * 64), b(a.size());
+      trace.read(part, layer, 1, 0, trace.tokens(), a.data());
+      other.read(part, layer, 1, 0, trace.tokens(), b.data());
+      CHECK(relative_error(a, b) < kBf16Tolerance);
+    }
+
+  const ReplayConfig config{.policy = parse_policy("h2o"), .budget = parse_budget("64")};
+  const ReplayResult a = replay(trace, 0, {&config, 1}, {}), b = replay(other, 0, {&config, 1}, {});
+  REQUIRE(a.measurements.size() == b.measurements.size());
+  for (std::size_t i = 0; i < a.measurements.size(); ++i)
+    if (a.measurements[i].metric == "recall" && a.measurements[i].layer == -1)
+      CHECK(std::fabs(a.measurements[i].value - b.measurements[i].value) < 2e-3);
+}
+
+TEST_CASE("A trace that cannot be written fails the capture, and does not look whole", "[gpu]") {
+  if (no_device()) return;
+  const test::TemporaryFolder folder;
+  const DeviceModel& model = tiny(Dtype::bf16);
+  TraceWriter writer(folder / "trace", cuda_trace_header(model, {}));
+  CudaSequence sequence(model, {.tokens = 2100, .writer = &writer});
+  std::filesystem::remove_all(folder / "trace");
+  CHECK_THROWS_AS(
+      [&] {
+        for (int i = 0; i < 2; ++i) sequence.feed(some_ids(1050), SegmentKind::prompt);
+        sequence.flush();
+      }(),
+      std::runtime_error);
+  CHECK_FALSE(std::filesystem::exists(folder / "trace" / "manifest.json"));
+}
+
+TEST_CASE("What does not fit is refused, with what would", "[gpu]") {
+  if (no_device()) return;
+  const auto error_of = [](auto body) -> std::string {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const DeviceModel& model = tiny(Dtype::bf16);
+  CHECK_THAT(error_of([&] { CudaDecoder(model, {.sequences = 64, .slots = 1u << 26}); }),
+             ContainsSubstring("tokens a sequence would fit"));
+  CHECK_THAT(error_of([&] {
+               CudaSequence(model, {.tokens = 10}).feed(some_ids(11), SegmentKind::prompt);
+             }),
+             ContainsSubstring("11 tokens"));
+  CHECK_THAT(
+      error_of([&] { CudaSequence(model, {.tokens = 10}).feed(Ids{8192}, SegmentKind::prompt); }),
+      ContainsSubstring("outside the vocabulary"));
+  CHECK_THAT(error_of([&] { DeviceModel::load(KVLAB_SOURCE_DIR "/tests/data/models/qwen2"); }),
+             ContainsSubstring("head size 16"));
+  const auto backend = load_backend(Device::cuda, kTiny, 1);
+  CHECK_THAT(
+      error_of([&] { backend->decoder({.policy = parse_policy("h2o"), .budget = 64}, 100); }),
+      ContainsSubstring("--device cpu evicts"));
+}
