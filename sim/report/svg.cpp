@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <optional>
-#include <regex>
 #include <stdexcept>
 
 #include "sim/report/html.hpp"
@@ -13,27 +13,70 @@
 namespace kvlab {
 namespace {
 
+constexpr auto kNowhere = std::string_view::npos;
+
 void replace_all(std::string& text, std::string_view from, std::string_view to) {
-  for (std::size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
+  for (std::size_t at = 0; (at = text.find(from, at)) != kNowhere; at += to.size())
     text.replace(at, from.size(), to);
 }
 
-/// gnuplot writes colours as `rgb(  0,  99, 168)`; page colours become variables.
-std::string themed(const std::string& svg) {
-  static const std::regex kRgb(R"(rgb\( *(\d+), *(\d+), *(\d+)\))");
+/// Drops everything from each `first` to the `last` that follows it.
+void drop_elements(std::string& text, std::string_view first, std::string_view last) {
+  for (std::size_t at = 0; (at = text.find(first, at)) != kNowhere;) {
+    const std::size_t end = text.find(last, at);
+    if (end == kNowhere) return;
+    text.erase(at, end + last.size() - at);
+  }
+}
+
+/// `<g …> </g>` draws nothing, and gnuplot writes many.
+std::string without_empty_groups(std::string_view svg) {
   std::string text;
-  auto copied = svg.cbegin();
-  for (std::sregex_iterator match(svg.begin(), svg.end(), kRgb), end; match != end; ++match) {
-    const std::string hex = fmt::format("#{:02x}{:02x}{:02x}", std::stoi((*match)[1]),
-                                        std::stoi((*match)[2]), std::stoi((*match)[3]));
-    text.append(copied, (*match)[0].first);
-    std::string colour = hex;
+  while (!svg.empty()) {
+    const std::size_t group = std::min(svg.find("<g "), svg.size());
+    text += svg.substr(0, group);
+    svg.remove_prefix(group);
+    const std::size_t inside = svg.find('>'), after = svg.find_first_not_of(" \n\t", inside + 1);
+    if (inside == kNowhere || after == kNowhere) break;
+    const bool is_empty = svg.substr(after).starts_with("</g>");
+    if (!is_empty) text += svg.substr(0, after);
+    svg.remove_prefix(is_empty ? after + 4 : after);
+  }
+  return text.append(svg);
+}
+
+/// `  0,  99, 168` as `#0063a8`; nothing if it is something else.
+std::optional<std::string> hex_colour(std::string_view numbers) {
+  std::string hex = "#";
+  const char* at = numbers.data();
+  const char* const end = at + numbers.size();
+  for (int i = 0; i < 3; ++i) {
+    while (at != end && (*at == ' ' || *at == ',')) ++at;
+    unsigned char value = 0;
+    const auto [next, error] = std::from_chars(at, end, value);
+    if (error != std::errc{}) return std::nullopt;
+    hex += fmt::format("{:02x}", value);
+    at = next;
+  }
+  return hex;
+}
+
+/// gnuplot writes colours as `rgb(  0,  99, 168)`; page colours become variables.
+std::string themed(std::string_view svg) {
+  constexpr std::string_view kOpen = "rgb(";
+  std::string text;
+  for (std::size_t at; (at = svg.find(kOpen)) != kNowhere;) {
+    const std::size_t close = svg.find(')', at);
+    if (close == kNowhere) break;
+    const auto hex = hex_colour(svg.substr(at + kOpen.size(), close - at - kOpen.size()));
+    text += svg.substr(0, at);
+    std::string colour = hex.value_or("currentColor");
     for (const PageColour& page : page_colours())
       if (page.light == hex) colour = fmt::format("var(--{})", page.name);
     text += colour;
-    copied = (*match)[0].second;
+    svg.remove_prefix(close + 1);
   }
-  return text.append(copied, svg.cend());
+  return text.append(svg);
 }
 
 }  // namespace
@@ -42,18 +85,15 @@ std::string inline_svg(std::string_view svg, std::string_view name, std::string_
   const std::size_t open = svg.find("<svg"), open_end = svg.find('>', open),
                     close = svg.rfind("</svg>");
   const std::size_t box = svg.find("viewBox=\""), box_end = svg.find('"', box + 9);
-  if (close == std::string_view::npos || open_end == std::string_view::npos || box > open_end)
+  if (close == kNowhere || open_end == kNowhere || box > open_end || close < open_end)
     throw std::runtime_error("gnuplot wrote something else than an SVG with a viewBox");
   const std::string_view view = svg.substr(box + 9, box_end - box - 9);
 
-  static const std::regex kNames("<title>[^<]*</title>|<desc>[^<]*</desc>");
-  static const std::regex kEmptyGroup("<g [^>]*>\\s*</g>\\s*");
-  static const std::regex kFilters("<filter[^]*?</filter>\\s*");
   std::string body(svg.substr(open_end + 1, close - open_end - 1));
-  body = std::regex_replace(body, kNames, "");
-  body = std::regex_replace(body, kFilters, "");
-  body = std::regex_replace(body, kEmptyGroup, "");
-  body = themed(body);
+  drop_elements(body, "<title>", "</title>");
+  drop_elements(body, "<desc>", "</desc>");
+  drop_elements(body, "<filter", "</filter>");
+  body = themed(without_empty_groups(body));
   for (const char quote : {'\'', '"'})
     for (const std::string_view attribute : {"color", "fill", "stroke"})
       replace_all(body, fmt::format(" {}={}black{}", attribute, quote, quote),

@@ -11,17 +11,16 @@
 #include "sim/report/palette.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
+#include "tests/skip.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-bool has_gnuplot() {
-  const bool found = std::system("gnuplot --version >/dev/null 2>&1") == 0;
-  if (!found) WARN("skipped: gnuplot is not installed (Debian: gnuplot-nox)");
-  return found;
-}
+bool has_gnuplot() { return std::system("gnuplot --version >/dev/null 2>&1") == 0; }
+
+constexpr const char* kNoGnuplot = "gnuplot is not installed (Debian: gnuplot-nox)";
 
 std::size_t count_of(const std::string& text, const std::string& part) {
   std::size_t count = 0;
@@ -100,7 +99,7 @@ TEST_CASE("a policy looks the same everywhere, and its variants look related") {
 }
 
 TEST_CASE("the page holds every section and needs nothing else") {
-  if (!has_gnuplot()) return;
+  if (!has_gnuplot()) return skip(kNoGnuplot);
   const std::string html = report_html(whole_run());
   for (const char* part :
        {"What each budget buys", "Where it is lost", "What was kept over time", "All figures",
@@ -120,7 +119,7 @@ TEST_CASE("the page holds every section and needs nothing else") {
 }
 
 TEST_CASE("oracle_topk is drawn only where it is a bound") {
-  if (!has_gnuplot()) return;
+  if (!has_gnuplot()) return skip(kNoGnuplot);
   const auto drawn = [](Run run) { return count_of(report_html(run), "<text>oracle_topk</text>"); };
   Run run = whole_run();
   CHECK(drawn(run) == 3);  // -ln recall, recall and miss rate, but not the output error
@@ -134,7 +133,7 @@ TEST_CASE("oracle_topk is drawn only where it is a bound") {
 }
 
 TEST_CASE("names from a stranger's run are text, never code") {
-  if (!has_gnuplot()) return;
+  if (!has_gnuplot()) return skip(kNoGnuplot);
   const std::string name = "x'; system 'touch owned'; '<script>alert(1)</script>`touch owned`";
   Run run = made_up_run({{name, "a=<b>", 0.3, 0.01}, {"window", "", 0.8, 0.01}});
   run.info.traces[0].model = "<i>m</i>";
@@ -152,7 +151,7 @@ TEST_CASE("a budget that the run lacks is refused by name") {
 }
 
 TEST_CASE("a run of one budget and one policy makes a page") {
-  if (!has_gnuplot()) return;
+  if (!has_gnuplot()) return skip(kNoGnuplot);
   Run run = made_up_run({{"lru", "", 0.3, NAN}});
   std::erase_if(run.rows, [](const ResultRow& row) { return row.budget != "64"; });
   CHECK_THAT(report_html(run), ContainsSubstring("stands alone"));

@@ -6,6 +6,7 @@
 
 #include "sim/run.hpp"
 #include "tests/catch.hpp"
+#include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "tools/policy_file.hpp"
 #include "tools/run_command.hpp"
@@ -156,10 +157,8 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
 }
 
 TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {
-  if (std::system("gnuplot --version >/dev/null 2>&1") != 0) {
-    WARN("skipped: gnuplot is not installed (Debian: gnuplot-nox)");
-    return;
-  }
+  if (std::system("gnuplot --version >/dev/null 2>&1") != 0)
+    return skip("gnuplot is not installed (Debian: gnuplot-nox)");
   const TemporaryFolder folder;
   const std::string out = (folder / "demo").string();
   REQUIRE(run_command(demo_command(), {"--out", out}) == 0);
