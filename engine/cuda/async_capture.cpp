@@ -5,7 +5,14 @@
 namespace kvlab {
 namespace {
 
-constexpr int kBuffers = 8;
+constexpr int kChunkBuffers = 8;
+// Steps that wait while a shard is being sealed: as many as fit, between these.
+constexpr std::size_t kStepBytes = 192u << 20;
+constexpr std::size_t kFewestSteps = 16, kMostSteps = 512;
+
+int step_buffers(std::size_t step_bytes) {
+  return static_cast<int>(std::clamp(kStepBytes / step_bytes, kFewestSteps, kMostSteps));
+}
 
 /// Rows of `width` out of rows of `stride` elements, widened.
 void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_t stride,
@@ -18,18 +25,23 @@ void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_
 
 }  // namespace
 
+AsyncCapture::Pool::Pool(std::size_t buffer_bytes, int count)
+    : bytes(buffer_bytes), memory(buffer_bytes * static_cast<std::size_t>(count)) {
+  for (int i = 0; i < count; ++i) {
+    copied.emplace_back(cuda::Event::Kind::sleeping);
+    free.push_back(i);
+  }
+}
+
 AsyncCapture::AsyncCapture(TraceWriter& writer, const CaptureShape& shape, std::size_t chunk_tokens,
                            Progress progress)
-    : writer_(writer), shape_(shape), progress_(std::move(progress)) {
-  const std::size_t bytes =
-      std::max(shape.offsets(chunk_tokens).end, shape.layers * shape.offsets(1).end);
-  for (int i = 0; i < kBuffers; ++i) {
-    buffers_.emplace_back(bytes);
-    copied_.emplace_back(cuda::Event::Kind::sleeping);
-    free_.push_back(i);
-  }
-  thread_ = std::thread([this] { run(); });
-}
+    : writer_(writer),
+      shape_(shape),
+      progress_(std::move(progress)),
+      chunks_(shape.offsets(chunk_tokens).end, kChunkBuffers),
+      steps_(shape.layers * shape.offsets(1).end,
+             step_buffers(shape.layers * shape.offsets(1).end)),
+      thread_([this] { run(); }) {}
 
 AsyncCapture::~AsyncCapture() {
   {
@@ -38,7 +50,7 @@ AsyncCapture::~AsyncCapture() {
   }
   changed_.notify_all();
   thread_.join();
-  cudaStreamSynchronize(copies_.get());  // pinned memory is about to go
+  cudaDeviceSynchronize();  // pinned memory is about to go
 }
 
 void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream) {
@@ -50,14 +62,15 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
   computed_.record(stream);
   cuda::check(cudaStreamWaitEvent(copies_.get(), computed_.get()), "ordering a copy");
   const int before = last_chunk_;
-  last_chunk_ = copy(chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
+  last_chunk_ = copy(chunks_, chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
   // The next layer writes where the one before this was; that buffer's event is its copy, or a
   // later one.
   if (before >= 0)
-    cuda::check(cudaStreamWaitEvent(stream, copied_[static_cast<std::size_t>(before)].get()),
+    cuda::check(cudaStreamWaitEvent(stream, chunks_.copied[static_cast<std::size_t>(before)].get()),
                 "ordering a copy");
   push({.what = Item::Kind::layers,
         .ids = {},
+        .pool = &chunks_,
         .buffer = last_chunk_,
         .first_layer = chunk.layer,
         .layers = 1,
@@ -66,7 +79,7 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
 }
 
 int AsyncCapture::copy_step(const std::byte* device, cudaStream_t stream) {
-  return copy(device, shape_.layers * shape_.offsets(1).end, stream);
+  return copy(steps_, device, steps_.bytes, stream);
 }
 
 void AsyncCapture::keep(int buffer, std::int32_t id) {
@@ -79,7 +92,13 @@ void AsyncCapture::keep(int buffer, std::int32_t id) {
   push({.what = Item::Kind::end, .ids = {}});
 }
 
-void AsyncCapture::drop(int buffer) { release(buffer); }
+void AsyncCapture::drop(int buffer) {
+  {
+    const std::lock_guard lock(mutex_);
+    steps_.free.push_back(buffer);
+  }
+  changed_.notify_all();
+}
 
 void AsyncCapture::flush() {
   std::unique_lock lock(mutex_);
@@ -87,21 +106,13 @@ void AsyncCapture::flush() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-int AsyncCapture::acquire() {
+int AsyncCapture::acquire(Pool& pool) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ || !free_.empty(); });
+  changed_.wait(lock, [&] { return failure_ || !pool.free.empty(); });
   if (failure_) std::rethrow_exception(failure_);
-  const int buffer = free_.back();
-  free_.pop_back();
+  const int buffer = pool.free.back();
+  pool.free.pop_back();
   return buffer;
-}
-
-void AsyncCapture::release(int buffer) {
-  {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(buffer);
-  }
-  changed_.notify_all();
 }
 
 void AsyncCapture::push(Item item) {
@@ -112,12 +123,14 @@ void AsyncCapture::push(Item item) {
   changed_.notify_all();
 }
 
-int AsyncCapture::copy(const std::byte* device, std::size_t bytes, cudaStream_t stream) {
-  const int buffer = acquire();
-  const auto at = static_cast<std::size_t>(buffer);
-  cuda::check(cudaMemcpyAsync(buffers_[at].data(), device, bytes, cudaMemcpyDeviceToHost, stream),
+int AsyncCapture::copy(Pool& pool, const std::byte* device, std::size_t bytes,
+                       cudaStream_t stream) {
+  const int buffer = acquire(pool);
+  const auto index = static_cast<std::size_t>(buffer);
+  cuda::check(cudaMemcpyAsync(pool.memory.data() + index * pool.bytes, device, bytes,
+                              cudaMemcpyDeviceToHost, stream),
               "capturing");
-  copied_[at].record(stream);
+  pool.copied[index].record(stream);
   return buffer;
 }
 
@@ -138,7 +151,7 @@ void AsyncCapture::run() {
     }
     lock.lock();
     writing_ = false;
-    if (item.buffer >= 0) free_.push_back(item.buffer);
+    if (item.pool) item.pool->free.push_back(item.buffer);
     if (failure) failure_ = failure;
     changed_.notify_all();
   }
@@ -150,11 +163,11 @@ void AsyncCapture::write(const Item& item) {
       writer_.begin(item.ids, item.segment, item.new_segment);
       break;
     case Item::Kind::layers: {
-      const auto at = static_cast<std::size_t>(item.buffer);
-      copied_[at].wait("capturing");
+      item.pool->copied[static_cast<std::size_t>(item.buffer)].wait("capturing");
+      const std::byte* const data = item.pool->at(item.buffer);
       const std::size_t layer_bytes = shape_.offsets(item.tokens).end;
       for (std::uint32_t i = 0; i < item.layers; ++i)
-        write_layer(item.first_layer + i, buffers_[at].data() + i * layer_bytes, item.tokens);
+        write_layer(item.first_layer + i, data + i * layer_bytes, item.tokens);
       break;
     }
     case Item::Kind::end:

@@ -40,20 +40,33 @@ class AsyncCapture {
   void flush();
 
  private:
+  /// Pinned buffers of one size.
+  struct Pool {
+    std::size_t bytes = 0;  ///< of each
+    cuda::PinnedBuffer memory;
+    std::vector<cuda::Event> copied;  ///< by buffer
+    std::vector<int> free;
+
+    Pool(std::size_t buffer_bytes, int count);
+    const std::byte* at(int buffer) const {
+      return memory.data() + static_cast<std::size_t>(buffer) * bytes;
+    }
+  };
+
   struct Item {
     enum class Kind { begin, layers, end } what;
     std::vector<std::int32_t> ids;  // begin
     SegmentKind segment = SegmentKind::prompt;
     bool new_segment = false;
-    int buffer = -1;  // layers
+    Pool* pool = nullptr;  // layers
+    int buffer = -1;
     std::uint32_t first_layer = 0, layers = 0;
     std::size_t tokens = 0;
   };
 
-  int acquire();
-  void release(int buffer);
+  int acquire(Pool& pool);
   void push(Item item);
-  int copy(const std::byte* device, std::size_t bytes, cudaStream_t stream);
+  int copy(Pool& pool, const std::byte* device, std::size_t bytes, cudaStream_t stream);
   void run();
   void write(const Item& item);
   void write_layer(std::uint32_t layer, const std::byte* data, std::size_t tokens);
@@ -63,15 +76,14 @@ class AsyncCapture {
   Progress progress_;
   cuda::Stream copies_;
   cuda::Event computed_;
-  std::vector<cuda::PinnedBuffer> buffers_;
-  std::vector<cuda::Event> copied_;  // by buffer
-  int last_chunk_ = -1;              ///< buffer of the chunk's layer before
+  Pool chunks_;          // a layer of a chunk each
+  Pool steps_;           // all layers of a step each
+  int last_chunk_ = -1;  ///< buffer of the chunk's layer before
   std::vector<float> q_, k_, v_, out_;
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Item> queue_;
-  std::vector<int> free_;
   bool writing_ = false, stopping_ = false;
   std::exception_ptr failure_;
   std::thread thread_;  // last: it uses the others

@@ -87,6 +87,8 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
         copies.push_back(capture_->copy_step(decoder_.step_capture(), decoder_.stream()));
     }
     const std::int32_t id = decoder_.ids(base + seen)[0];
+    if (id < 0)
+      throw std::runtime_error("logits are not finite; the checkpoint's weights may be damaged");
     ++seen;
     more = on_id(id) && seen < count;
     if (!more || !capture_) continue;

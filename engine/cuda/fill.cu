@@ -110,8 +110,10 @@ __global__ void finish_step_kernel(FinishStepArgs args) {
   const std::size_t ring_row = step % static_cast<std::uint64_t>(args.ring_rows);
   for (int row = static_cast<int>(threadIdx.x); row < args.rows;
        row += static_cast<int>(blockDim.x)) {
+    const std::int32_t id = args.state.ids[row];
     args.ring[ring_row * static_cast<std::size_t>(args.ring_width) +
-              static_cast<std::size_t>(row)] = args.state.ids[row];
+              static_cast<std::size_t>(row)] = id;
+    if (id < 0) args.state.ids[row] = 0;  // no token to be had; a step ahead must find one
     if (args.advance) advance_row(args.state, row);
   }
   __syncthreads();

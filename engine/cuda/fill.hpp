@@ -32,7 +32,8 @@ struct StepState {
   std::int32_t* lengths;    ///< slots its query sees, its own included; 0: the row is idle
 };
 /// Moves the rows that are not idle on by one token.
-/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], and ++*step.
+/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], and ++*step. An id of -1
+/// (the logits were not finite) is published, and 0 is fed.
 struct FinishStepArgs {
   StepState state;
   int rows;
@@ -42,7 +43,7 @@ struct FinishStepArgs {
   std::uint64_t* step;  ///< device
 };
 cudaError_t finish_step(const FinishStepArgs& args, cudaStream_t stream);
-/// Moves on only.
+/// Moves the rows that are not idle on by one token.
 cudaError_t advance(const StepState& state, int rows, cudaStream_t stream);
 
 }  // namespace kvlab::cuda
