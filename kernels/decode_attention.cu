@@ -11,6 +11,8 @@
 #include "kernels/attention.hpp"
 #include "kernels/decode_tile.cuh"
 #include "kernels/device/even_share.cuh"
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/launch.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -188,9 +190,8 @@ template <class Warp>
 __global__ void __launch_bounds__(kThreads) decode_parts(const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<Warp>*>(memory);
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  wait_for_predecessor();
+  let_successor_start();
   const auto& args = plan.args;
   const EvenShare share(Row{plan}.tiles_before(args.sequences), plan.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
@@ -236,10 +237,8 @@ __global__ void decode_merge(const __grid_constant__ Plan plan) {
   const Row all{plan};
   const EvenShare share(all.tiles_before(plan.args.sequences), plan.ctas);
   const int begin = all.tiles_before(sequence) + query_head / plan.group * tiles;
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();  // by every thread, so that this kernel never ends before the
-                                    // first
-#endif
+  wait_for_predecessor();
+  let_successor_start();
   if (tiles == 0) return;
   const int first = share.worker_of(begin), last = share.worker_of(begin + tiles - 1);
   if (first == last) return;  // written already
@@ -262,59 +261,38 @@ __global__ void decode_merge(const __grid_constant__ Plan plan) {
   write_output<T>(plan, sequence, query_head, chunk * 4, state);
 }
 
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
-}
-
-/// CTAs of `shared_bytes` that the device holds at once, but no more than there may be tiles.
-int ctas_for(const AttentionShape& shape, int sequences, int slots, std::size_t shared_bytes) {
+/// CTAs of `shared_bytes` that the device holds at once, but no more than there may be tiles; 0 if
+/// it holds none.
+int ctas_for(const DeviceLimits& limits, const AttentionShape& shape, int sequences, int slots,
+             std::size_t shared_bytes) {
   constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
-  const int shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  const int on_one = shared / (static_cast<int>(shared_bytes) + kReserved);
+  // What one CTA may have is all that a multiprocessor has, less what is reserved for it.
+  const int on_one =
+      (limits.shared_bytes + kReserved) / (static_cast<int>(shared_bytes) + kReserved);
   const std::int64_t tiles =
       std::int64_t{sequences} * shape.kv_heads * ((slots + kTile - 1) / kTile);
-  return static_cast<int>(
-      std::min<std::int64_t>(tiles, on_one * attribute(cudaDevAttrMultiProcessorCount)));
+  return static_cast<int>(std::min<std::int64_t>(tiles, on_one * limits.multiprocessors));
 }
 
 template <class Warp>
-cudaError_t launch_parts(const Plan& plan, cudaStream_t stream) {
+cudaError_t launch_both(Plan plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<Warp>);
-  const cudaError_t allowed =
-      cudaFuncSetAttribute(decode_parts<Warp>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (allowed != cudaSuccess) return allowed;
-  decode_parts<Warp><<<plan.ctas, kThreads, kBytes, stream>>>(plan);
-  return cudaGetLastError();
-}
-
-/// The merge is started early where the device can, and waits there for the parts: about a
-/// microsecond less between the two.
-template <class Element>
-cudaError_t launch_merge(const Plan& plan, cudaStream_t stream) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.args.shape.query_heads, plan.args.sequences);
-  config.blockDim = plan.args.shape.head_size / 4 * kMergeRows;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, decode_merge<Element>, plan);
-}
-
-template <class Warp>
-cudaError_t launch(Plan plan, cudaStream_t stream) {
   const DecodeAttentionArgs& args = plan.args;
-  plan.ctas = ctas_for(args.shape, args.sequences, args.slots, sizeof(Shared<Warp>));
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  plan.ctas = ctas_for(limits, args.shape, args.sequences, args.slots, kBytes);
   if (plan.ctas == 0) return cudaErrorInvalidDevice;
   plan.part_out = static_cast<float*>(args.workspace);
   plan.part_state = reinterpret_cast<float2*>(plan.part_out + std::size_t(plan.ctas) * 2 *
                                                                   plan.group * Warp::kHeadSize);
-  const cudaError_t launched = launch_parts<Warp>(plan, stream);
-  return launched == cudaSuccess ? launch_merge<typename Warp::Element>(plan, stream) : launched;
+  if (const cudaError_t error = cudaFuncSetAttribute(
+          decode_parts<Warp>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
+    return error;
+  const Launch parts{plan.ctas, kThreads, kBytes, stream};
+  if (const cudaError_t error = launch(limits, decode_parts<Warp>, parts, plan)) return error;
+  const Launch merge{dim3(args.shape.query_heads, args.sequences), Warp::kHeadSize / 4 * kMergeRows,
+                     0, stream};
+  return launch(limits, decode_merge<typename Warp::Element>, merge, plan);
 }
 
 /// Calls visit(Warp{}) for the shape's type and head size, which must be supported.
@@ -361,9 +339,10 @@ bool aligned(const void* pointer) {
 }  // namespace
 
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots) {
-  if (!supported(shape, sequences, slots)) return 0;
+  DeviceLimits limits;
+  if (!supported(shape, sequences, slots) || device_limits(limits) != cudaSuccess) return 0;
   return dispatch(shape, [&]<class Warp>() {
-    const std::size_t parts = 2 * ctas_for(shape, sequences, slots, sizeof(Shared<Warp>));
+    const std::size_t parts = 2 * ctas_for(limits, shape, sequences, slots, sizeof(Shared<Warp>));
     const std::size_t group = shape.query_heads / shape.kv_heads;
     return parts * group * (Warp::kHeadSize * sizeof(float) + sizeof(float2));
   });
@@ -378,7 +357,7 @@ cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t strea
   plan.args = args;
   plan.group = args.shape.query_heads / args.shape.kv_heads;
   plan.base2_scale = args.shape.softmax_scale * kLog2E;
-  return dispatch(args.shape, [&]<class Warp>() { return launch<Warp>(plan, stream); });
+  return dispatch(args.shape, [&]<class Warp>() { return launch_both<Warp>(plan, stream); });
 }
 
 }  // namespace kvlab::kernels

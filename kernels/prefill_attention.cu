@@ -42,14 +42,20 @@ struct alignas(16) Shared {
   T values[kStages][kKeys * kDim];
 };
 
-/// Starts copying rows [slot, dim] from `from`; zeros from row `valid` on. By the whole CTA.
+constexpr int kSlices = kKeys / 16;
+
+/// Starts copying one of kSlices parts of a tile's rows [slot, dim]; zeros from row `valid` on. By
+/// the whole CTA.
 template <class T, int kDim>
-__device__ void load_slots(T* to, const T* from, int valid) {
+__device__ void load_slice(T* to, const T* from, int valid, int slice) {
   using Layout = Swizzled<kDim * sizeof(T)>;
+  constexpr int kEach = kKeys * Layout::kChunks / kSlices;
 #pragma unroll
-  for (int i = threadIdx.x; i < kKeys * Layout::kChunks; i += kThreads) {
+  for (int j = 0; j < kEach; j += kThreads) {
+    const int i = slice * kEach + j + threadIdx.x;
+    if (kEach % kThreads != 0 && j + static_cast<int>(threadIdx.x) >= kEach) break;
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
-    copy_async(shared_address(to) + Layout::offset(row, chunk), from + (row < valid ? i * 8 : 0),
+    copy_async(shared_address(to) + Layout::offset(row, chunk), row < valid ? from + i * 8 : from,
                row < valid);
   }
 }
@@ -72,20 +78,26 @@ class WarpRows {
   }
 
   /// Adds a tile of keys; `visible(m, half)` is how many of them that row sees, kKeys or more for
-  /// all.
-  template <bool kMasked, class Visible>
+  /// all. Every row has seen a key then.
+  /// Calls fetch(slice) for all slices of the next tile, between products: copies in one go would
+  /// stand before the first products' operands.
+  template <bool kMasked, class Visible, class Fetch>
   __device__ void add(const T* query, const T* keys, const T* values, float base2_scale,
-                      Visible visible) {
-    float weight[2][kKeys / 8][4] = {};
-    score(query, keys, weight);
+                      Visible visible, Fetch fetch) {
+    float logit[2][kKeys / 8][4] = {};
+    score(query, keys, logit, fetch);
+    if constexpr (kMasked) mask(logit, visible);
+    raise_max(logit, base2_scale);
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int k = 0; k < kKeys / 16; ++k) {
+      std::uint32_t weight[2][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (kMasked) mask(weight[m], half, visible(m, half));
-        weigh(weight[m], m, half, base2_scale);
-      }
-    add_values(values, weight);
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          weight[m][i] = weigh(logit[m][k * 2 + i / 2], m, i % 2, base2_scale);
+      add_values(values, k, weight);
+    }
   }
 
   /// Calls write(m, half, n, two values) for the columns n * 8 + l % 4 * 2 of each row, divided by
@@ -111,11 +123,15 @@ class WarpRows {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  __device__ void score(const T* query, const T* keys, float (&logit)[2][kKeys / 8][4]) const {
+  template <class Fetch>
+  __device__ void score(const T* query, const T* keys, float (&logit)[2][kKeys / 8][4],
+                        Fetch fetch) const {
     const std::uint32_t q = shared_address(query), k = shared_address(keys);
     const int key = lane() / 16 * 8 + lane() % 8;
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
+      static_assert(kDim / 16 >= kSlices);
+      if (d < kSlices) fetch(d);
       std::uint32_t a[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m)
@@ -133,72 +149,80 @@ class WarpRows {
     }
   }
 
-  __device__ static void mask(float (&logit)[kKeys / 8][4], int half, int visible) {
+  template <class Visible>
+  __device__ static void mask(float (&logit)[2][kKeys / 8][4], Visible visible) {
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
+    for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (n * 8 + lane() % 4 * 2 + i >= visible) logit[n][half * 2 + i] = -INFINITY;
-  }
-
-  /// Logits to weights of one row, relative to its largest logit so far. The row has seen a key.
-  __device__ void weigh(float (&logit)[kKeys / 8][4], int m, int half, float base2_scale) {
-    float largest = logit[0][half * 2];
+      for (int half = 0; half < 2; ++half) {
+        const int end = visible(m, half) - lane() % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-      largest = fmaxf(largest, fmaxf(logit[n][half * 2], logit[n][half * 2 + 1]));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    raise_max(m, half, fmaxf(max_[m][half], largest * base2_scale));
+        for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& x = logit[n][half * 2 + i];
-        x = exp2_fast(fmaf(x, base2_scale, -max_[m][half]));
-        sum_[m][half] += x;
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i >= end) logit[m][n][half * 2 + i] = -INFINITY;
       }
   }
 
-  __device__ void raise_max(int m, int half, float max) {
-    if (__any_sync(~0u, max != max_[m][half])) {
-      const float factor = rescale(max_[m][half], max);
-      sum_[m][half] *= factor;
+  /// Makes max_ no less than the tile's logits, but for kSlack: weights up to 2^kSlack do no harm,
+  /// and most tiles need no rescaling then.
+  __device__ void raise_max(const float (&logit)[2][kKeys / 8][4], float base2_scale) {
+    float max[2][2];
+    bool raise = false;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        out_[m][n][half * 2] *= factor;
-        out_[m][n][half * 2 + 1] *= factor;
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+          largest = fmaxf(largest, fmaxf(logit[m][n][half * 2], logit[m][n][half * 2 + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        max[m][half] = fmaxf(max_[m][half], largest * base2_scale);
+        raise = raise || max[m][half] > max_[m][half] + kSlack;
       }
-    }
-    max_[m][half] = max;
-  }
-
-  __device__ void add_values(const T* values, const float (&weight)[2][kKeys / 8][4]) {
-    const std::uint32_t v = shared_address(values);
-    const int key = lane() / 8 % 2 * 8 + lane() % 8;
+    if (!__any_sync(~0u, raise)) return;
 #pragma unroll
-    for (int k = 0; k < kKeys / 8; k += 2) {
-      std::uint32_t a[2][4];
+    for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        a[m][0] = pack<T>(weight[m][k][0], weight[m][k][1]);
-        a[m][1] = pack<T>(weight[m][k][2], weight[m][k][3]);
-        a[m][2] = pack<T>(weight[m][k + 1][0], weight[m][k + 1][1]);
-        a[m][3] = pack<T>(weight[m][k + 1][2], weight[m][k + 1][3]);
-      }
+      for (int half = 0; half < 2; ++half) {
+        const float factor = rescale(max_[m][half], max[m][half]);
+        max_[m][half] = max[m][half];
+        sum_[m][half] *= factor;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; n += 2) {
-        std::uint32_t b[4];
-        load_matrices_transposed(b, v + Layout::offset(k * 8 + key, n + lane() / 16));
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          multiply_add<T>(out_[m][n], a[m], b[0], b[1]);
-          multiply_add<T>(out_[m][n + 1], a[m], b[2], b[3]);
+        for (int n = 0; n < kDim / 8; ++n) {
+          out_[m][n][half * 2] *= factor;
+          out_[m][n][half * 2 + 1] *= factor;
         }
       }
+  }
+
+  /// The weights of two neighbouring keys for a row, counted in its sum.
+  __device__ std::uint32_t weigh(const float (&logit)[4], int m, int half, float base2_scale) {
+    const float low = exp2_fast(fmaf(logit[half * 2], base2_scale, -max_[m][half]));
+    const float high = exp2_fast(fmaf(logit[half * 2 + 1], base2_scale, -max_[m][half]));
+    sum_[m][half] += low + high;
+    return pack<T>(low, high);
+  }
+
+  /// Adds the values of keys k * 16 to k * 16 + 15.
+  __device__ void add_values(const T* values, int k, const std::uint32_t (&weight)[2][4]) {
+    const std::uint32_t v = shared_address(values);
+    const int key = k * 16 + lane() / 8 % 2 * 8 + lane() % 8;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n += 2) {
+      std::uint32_t b[4];
+      load_matrices_transposed(b, v + Layout::offset(key, n + lane() / 16));
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        multiply_add<T>(out_[m][n], weight[m], b[0], b[1]);
+        multiply_add<T>(out_[m][n + 1], weight[m], b[2], b[3]);
+      }
     }
   }
 
+  static constexpr float kSlack = 6;
   float out_[2][kDim / 8][4];
   float max_[2][2], sum_[2][2];  // sum_: over this lane's keys alone, until finish
 };
@@ -226,39 +250,35 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   }
   const T* keys = static_cast<const T*>(args.keys) + rows.kv_head * args.shape.head_stride;
   const T* values = static_cast<const T*>(args.values) + rows.kv_head * args.shape.head_stride;
-  const auto fetch = [&](int tile) {
-    if (tile < tiles) {
-      const std::int64_t from = std::int64_t{tile} * kKeys * kDim;
-      const int valid = keys_end - tile * kKeys;
-      load_slots<T, kDim>(shared.keys[tile % kStages], keys + from, valid);
-      load_slots<T, kDim>(shared.values[tile % kStages], values + from, valid);
-    }
-    commit_copies();
+  const auto fetch = [&](int tile, int slice) {
+    const std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
+    const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
+    load_slice<T, kDim>(shared.keys[tile % kStages], keys + from, valid, slice);
+    load_slice<T, kDim>(shared.values[tile % kStages], values + from, valid, slice);
   };
-  fetch(0);
+  for (int slice = 0; slice < kSlices; ++slice) fetch(0, slice);
+  commit_copies();
 
   const int warp_row = threadIdx.x / 32 * kRowsOfWarp;
   const int lane_row = first_row + warp_row + threadIdx.x % 32 / 4;
   const auto row_of = [&](int m, int half) { return lane_row + m * 16 + half * 8; };
-  int position[2][2];
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) position[m][half] = rows.position(row_of(m, half));
-
   WarpRows<T, kDim> warp;
   const T* query = shared.query + warp_row * kDim;
   for (int tile = 0; tile < tiles; ++tile) {
     wait_copies<0>();
     __syncthreads();  // the tile is there, and the one before it has been read
-    fetch(tile + 1);
     const T* tile_keys = shared.keys[tile % kStages];
     const T* tile_values = shared.values[tile % kStages];
-    const auto visible = [&](int m, int half) { return position[m][half] + 1 - tile * kKeys; };
+    const auto visible = [&](int m, int half) {
+      return rows.position(row_of(m, half)) + 1 - tile * kKeys;
+    };
+    const auto fetch_next = [&](int slice) { fetch(tile + 1, slice); };
     if (tile < unmasked)
-      warp.template add<false>(query, tile_keys, tile_values, plan.base2_scale, visible);
+      warp.template add<false>(query, tile_keys, tile_values, plan.base2_scale, visible,
+                               fetch_next);
     else
-      warp.template add<true>(query, tile_keys, tile_values, plan.base2_scale, visible);
+      warp.template add<true>(query, tile_keys, tile_values, plan.base2_scale, visible, fetch_next);
+    commit_copies();
   }
 
   auto* out = static_cast<std::uint32_t*>(args.out);

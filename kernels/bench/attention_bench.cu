@@ -22,6 +22,7 @@ struct Memory {
   DeviceBuffer<Element> q{std::size_t{32768} * 32 * 128}, out{q.size()};
   DeviceBuffer<float> lse{std::size_t{32768} * 32};
   DeviceBuffer<std::byte> workspace{64 << 20};
+  kvlab::bench::Reader reader;
 };
 
 AttentionShape shape(int query_heads, int kv_heads, int head_size, int slots) {
@@ -33,6 +34,18 @@ AttentionShape shape(int query_heads, int kv_heads, int head_size, int slots) {
           .softmax_scale = 0.125f,
           .sequence_stride = head_stride * kv_heads,
           .head_stride = head_stride};
+}
+
+/// Milliseconds of a kernel that reads as many elements, at another place of the pool each time.
+double read_ms(const Memory& memory, std::size_t elements) {
+  const std::size_t places = std::clamp<std::size_t>(kPool / elements, 1, 64);
+  const int launches = static_cast<int>(std::max<std::size_t>(places, 4));
+  const auto enqueue = [&](cudaStream_t stream) {
+    for (int i = 0; i < launches; ++i)
+      memory.reader.enqueue(memory.keys.data() + i % places * elements, std::min(elements, kPool),
+                            stream);
+  };
+  return median_ms(enqueue) / launches;
 }
 
 /// Launches over many places of the pool, so that none is in the cache when its turn comes again.
@@ -62,16 +75,19 @@ void bench_decode(const Memory& memory, const char* name, const AttentionShape& 
     }
   });
   const double seconds = ms * 1e-3 / launches;
+  const double read_seconds = read_ms(memory, 2 * elements) * 1e-3;
   const double bytes = 2.0 * sizeof(Element) * elements;
-  std::printf("%-22s %5d %7d %9.1f %9.2f %8.0f %6.1f%%\n", name, sequences, length, bytes * 1e-6,
-              seconds * 1e6, bytes / seconds * 1e-9, 100 * bytes / seconds / read_bandwidth);
+  std::printf("%-22s %5d %7d %9.1f %9.2f %8.0f %6.1f%% %8.1f%%\n", name, sequences, length,
+              bytes * 1e-6, seconds * 1e6, bytes / seconds * 1e-9,
+              100 * bytes / seconds / read_bandwidth, 100 * read_seconds / seconds);
 }
 
 void bench_decode(const Memory& memory) {
   const double read_bandwidth = kvlab::bench::read_bandwidth(memory.keys);
   std::printf("read bandwidth %.0f GB/s\n\n", read_bandwidth * 1e-9);
-  std::printf("%-22s %5s %7s %9s %9s %8s %7s\n", "decode, bf16", "batch", "length", "MB of K+V",
-              "us", "GB/s", "of read");
+  // The last column: the time of a kernel that only reads as much, launch and all, beside ours.
+  std::printf("%-22s %5s %7s %9s %9s %8s %7s %9s\n", "decode, bf16", "batch", "length", "MB of K+V",
+              "us", "GB/s", "of read", "of such");
   for (const int sequences : {1, 2, 4, 8, 16, 32})
     for (const int length : {1024, 4096, 8192, 32768})
       bench_decode(memory, "32/8 heads of 128", shape(32, 8, 128, length), sequences, length,

@@ -93,11 +93,12 @@ __global__ void __launch_bounds__(512)
   constexpr int kAtOnce = 8;
   uint4 sum{};
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-  std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  for (; i + (kAtOnce - 1) * stride < size; i += kAtOnce * stride) {
+  for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size;
+       i += kAtOnce * stride) {
     uint4 loaded[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) loaded[j] = __ldcs(from + i + j * stride);
+    for (int j = 0; j < kAtOnce; ++j)
+      loaded[j] = i + j * stride < size ? __ldcs(from + i + j * stride) : uint4{};
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       sum.x ^= loaded[j].x;
@@ -109,21 +110,29 @@ __global__ void __launch_bounds__(512)
   if ((sum.x ^ sum.y ^ sum.z ^ sum.w) == 0x9E3779B9u) *sink = sum;  // or nothing would be read
 }
 
+/// Reads memory and does nothing with it.
+class Reader {
+ public:
+  Reader() { check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, 0)); }
+  void enqueue(const __nv_bfloat16* from, std::size_t elements, cudaStream_t stream) const {
+    constexpr int kCtas = 4;  // on a multiprocessor: all that it holds
+    read_kernel<<<multiprocessors_ * kCtas, 512, 0, stream>>>(
+        reinterpret_cast<const uint4*>(from), elements * sizeof(__nv_bfloat16) / sizeof(uint4),
+        sink_.data());
+    check(cudaGetLastError());
+  }
+
+ private:
+  int multiprocessors_ = 0;
+  DeviceBuffer<uint4> sink_{1};
+};
+
 /// Bytes per second of a kernel that only reads `buffer`, which is far larger than the L2 cache.
 inline double read_bandwidth(const DeviceBuffer<__nv_bfloat16>& buffer) {
-  const DeviceBuffer<uint4> sink(1);
-  const std::size_t chunks = buffer.size() * sizeof(__nv_bfloat16) / sizeof(uint4);
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-  double best = 0;
-  for (const int ctas : {2, 4}) {
-    const double ms = median_ms([&](cudaStream_t stream) {
-      read_kernel<<<multiprocessors * ctas, 512, 0, stream>>>(
-          reinterpret_cast<const uint4*>(buffer.data()), chunks, sink.data());
-    });
-    best = std::max(best, chunks * sizeof(uint4) / (ms * 1e-3));
-  }
-  return best;
+  const Reader reader;
+  const double ms =
+      median_ms([&](cudaStream_t stream) { reader.enqueue(buffer.data(), buffer.size(), stream); });
+  return buffer.size() * sizeof(__nv_bfloat16) / (ms * 1e-3);
 }
 
 /// Operations per second of cuBLASLt's bf16 product of two square matrices of `size`.
