@@ -52,7 +52,7 @@ class ClosedLoop {
         rope_(model.config().rope, tokens_),
         arithmetic_{.softmax_scale = model.config().softmax_scale(),
                     .rounding = std::nullopt,
-                    .threshold16 = options.threshold16},
+                    .threshold16 = 0},  // each configuration has its own
         hidden_(configs.size()),
         scores_(configs.size()) {
     const std::uint32_t prompt = std::min(options.prompt_tokens, tokens_);
@@ -142,10 +142,12 @@ class ClosedLoop {
     const std::uint32_t budget = config.budgets.empty()
                                      ? config.cache.budget.resolve(tokens_)
                                      : config.budgets[layer * shape_.kv_heads + kv_head];
+    HeadArithmetic arithmetic = arithmetic_;
+    arithmetic.threshold16 = request_threshold16(config.threshold);
     return std::make_unique<HeadRun>(
         LiveSet(config.cache.policy, budget,
                 {config.cache.seed, options_.sequence, layer, kv_head}),
-        config.cache.positions, admissions_[c], view, rope_, arithmetic_);
+        config.cache.positions, admissions_[c], view, rope_, arithmetic);
   }
 
   void score() {

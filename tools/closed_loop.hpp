@@ -16,7 +16,8 @@ namespace kvlab {
 struct LoopConfig {
   ReplayConfig cache;
   std::vector<std::uint32_t>
-      budgets;  ///< by layer and KV head [layers * kv_heads]; empty: cache.budget
+      budgets;              ///< by layer and KV head [layers * kv_heads]; empty: cache.budget
+  double threshold = 0.01;  ///< of requests
 };
 
 /// What one configuration did on one sequence, by scored token.
@@ -30,7 +31,6 @@ struct LoopScores {
 struct LoopOptions {
   std::uint32_t prompt_tokens = 0;  ///< the first tokens, admitted by each configuration's prefill
   Span span = Span::decode;         ///< which queries' predictions are scored
-  std::uint32_t threshold16 = 0;    ///< of requests
   std::uint32_t sequence = 0;
   unsigned threads = 1;
 };

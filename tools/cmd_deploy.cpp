@@ -58,11 +58,11 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
       {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}}};
   const std::size_t count = std::min(most, ballot.standings.size());
   for (std::size_t i = 0; i < count; ++i)
-    configs.push_back({.cache = config_of(ballot, figures, i)});
+    configs.push_back(
+        {.cache = config_of(ballot, figures, i), .budgets = {}, .threshold = run.info.threshold});
   const auto scores = evaluate(
       model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
       {.max_tokens = static_cast<std::uint32_t>(number_from(options, "max-tokens", 0, 1 << 30)),
-       .threshold = run.info.threshold,
        .threads = threads,
        .progress = progress_bar("confirm")});
   for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});

@@ -45,7 +45,8 @@ LoopConfig deployed(const std::string& path, const Model& model) {
                     .prefill = cache.prefill,
                     .positions = cache.positions,
                     .seed = cache.seed},
-          .budgets = cache.budgets};
+          .budgets = cache.budgets,
+          .threshold = file.threshold};
 }
 
 nlohmann::ordered_json to_json(const EvalScore& score) {
@@ -89,20 +90,23 @@ std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
   return static_cast<std::uint32_t>(number_from(options, name, 0, kMostTokens));
 }
 
-EvalOptions eval_options(const po::variables_map& options) {
-  const std::string span = options["span"].as<std::string>();
-  if (span != "decode" && span != "all")
-    throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
+double threshold_from(const po::variables_map& options) {
   const double threshold = options["request-threshold"].as<double>();
   if (!(threshold >= 0 && threshold <= 1))
     throw std::invalid_argument(
         fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
+  return threshold;
+}
+
+EvalOptions eval_options(const po::variables_map& options) {
+  const std::string span = options["span"].as<std::string>();
+  if (span != "decode" && span != "all")
+    throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
   return {.window = tokens_from(options, "window"),
           .stream = options["stream"].as<bool>(),
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
           .span = span == "all" ? Span::all : Span::decode,
-          .threshold = threshold,
           .threads = threads_from(options),
           .progress = progress_bar("eval")};
 }
@@ -112,10 +116,11 @@ int run(const po::variables_map& options) {
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
   const EvalOptions how = eval_options(options);
+  const double threshold = threshold_from(options);
   std::vector<LoopConfig> configs;
   if (options.count("policy"))
     for (ReplayConfig& config : grid_from(options))
-      configs.push_back({.cache = std::move(config), .budgets = {}});
+      configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Model model = Model::load(directory, how.threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");

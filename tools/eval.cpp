@@ -7,7 +7,6 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "policies/observation.hpp"
 #include "sim/metrics.hpp"
 #include "traces/numeric/parallel.hpp"
 
@@ -52,7 +51,6 @@ LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::
   const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : half;
   return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
           .span = options.span,
-          .threshold16 = request_threshold16(options.threshold),
           .sequence = static_cast<std::uint32_t>(sequence),
           .threads = threads};
 }

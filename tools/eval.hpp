@@ -16,7 +16,6 @@ struct EvalOptions {
   std::uint32_t prompt_tokens = 0;  ///< of each sequence; 0: half of it
   std::uint32_t max_tokens = 0;     ///< of each text; 0: all
   Span span = Span::decode;
-  double threshold = 0.01;
   unsigned threads = 1;
   std::function<void(double)> progress;
 };

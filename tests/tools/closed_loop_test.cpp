@@ -5,7 +5,6 @@
 
 #include "engine/decoder.hpp"
 #include "engine/tokenizer.hpp"
-#include "policies/observation.hpp"
 #include "tests/catch.hpp"
 #include "traces/safetensors.hpp"
 
@@ -68,9 +67,8 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
       for (const PolicyEntry& entry : policy_catalogue())
         if (entry.info.evicts)
           configs.push_back(config_of(entry.info.name, 40, prefill, positions));
-      const auto scores = run_closed_loop(
-          model, ids, configs,
-          {.prompt_tokens = prompt, .threshold16 = request_threshold16(0.01), .threads = 2});
+      const auto scores =
+          run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});
       for (std::size_t c = 0; c < configs.size(); ++c) {
         INFO(configs[c].cache.policy.text()
              << " prefill " << prefill.text() << " positions " << name_of(positions));
@@ -91,8 +89,7 @@ TEST_CASE("The closed loop takes budgets by layer and KV head") {
   for (std::uint32_t i = 0; i < 8; ++i) config.budgets.push_back(20 + 5 * i);
   const std::vector<LoopConfig> configs{config_of("full", 1, Prefill{1}, Positions::original),
                                         config};
-  const auto scores =
-      run_closed_loop(model, ids, configs, {.prompt_tokens = 20, .threshold16 = 655, .threads = 1});
+  const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = 20, .threads = 1});
   const std::vector<double> expected = decode(model, ids, 20, config);
   for (std::size_t i = 0; i < expected.size(); ++i)
     REQUIRE(std::fabs(scores[1].nll[i] - expected[i]) <= 1e-4);
