@@ -1,9 +1,12 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <exception>
+#include <iostream>
 #include <stdexcept>
+#include <system_error>
 
 #include "policies/catalogue.hpp"
 #include "tools/command.hpp"
@@ -24,6 +27,14 @@ void print_welcome() {
   fmt::print("Commands (each has --help):\n");
   for (const Command& command : all_commands())
     fmt::print("  {:<10} {}\n", command.name, command.summary);
+}
+
+/// A full disk shows only here: what was printed last is still in a buffer.
+void flush_output() {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return;
+  throw std::runtime_error(
+      fmt::format("standard output: cannot write: {}", std::generic_category().message(errno)));
 }
 
 int run(const std::vector<std::string>& words) {
@@ -55,7 +66,9 @@ int run(const std::vector<std::string>& words) {
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   try {
-    return kvlab::run(words);
+    const int code = kvlab::run(words);
+    kvlab::flush_output();
+    return code;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "kvlab: out of memory; a shorter input or fewer configurations would fit\n");
   } catch (const std::exception& error) {
