@@ -37,6 +37,13 @@ class Descriptor {
   int value_;
 };
 
+void refuse_special(const std::filesystem::path& path) {
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
+  throw std::runtime_error(fmt::format(
+      "{}: is not a regular file and would be replaced; name another file", path.string()));
+}
+
 /// Makes a rename last. Some file systems cannot sync a folder (EINVAL): nothing to be done there.
 void sync_folder(const std::filesystem::path& path) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
@@ -47,6 +54,7 @@ void sync_folder(const std::filesystem::path& path) {
 }  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), part_(path_) {
+  refuse_special(path_);
   part_ += ".part";
   file_ = ::open(part_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (file_ < 0) throw failure(part_, "create", errno);

@@ -13,6 +13,8 @@ namespace kvlab {
 /// without commit() the .part is removed. Every failure throws std::runtime_error naming the file.
 class AtomicFile {
  public:
+  /// Refuses a PATH that exists and is no regular file: a rename would put a file in the place of a
+  /// device or a pipe.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;

@@ -223,6 +223,19 @@ TEST_CASE("A file that is abandoned leaves neither itself nor a .part, and an ol
   CHECK(read_bytes(folder / "t") == "old");
 }
 
+TEST_CASE("Only a regular file is replaced: not a link, not a folder, not a device") {
+  const TemporaryFolder folder;
+  std::filesystem::create_symlink("elsewhere", folder / "link");
+  std::filesystem::create_directory(folder / "folder");
+  for (const auto& path : {folder / "link", folder / "folder", std::filesystem::path("/dev/null")})
+    CHECK_THAT(error_of([&] { write_file_atomically(path, "text"); }),
+               ContainsSubstring("is not a regular file"));
+  CHECK(std::filesystem::is_symlink(folder / "link"));
+  CHECK(std::filesystem::is_directory(folder / "folder"));
+  CHECK(std::filesystem::is_character_file("/dev/null"));
+  CHECK(!std::filesystem::exists("/dev/null.part"));
+}
+
 TEST_CASE("Tensors that do not fit their shape, or share a name, are not written") {
   const TemporaryFolder folder;
   const std::vector<TensorToWrite> wrong{{"a", Dtype::f32, {5}, bytes_of_values(kFloats)}};
