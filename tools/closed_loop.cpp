@@ -62,8 +62,7 @@ class ClosedLoop {
     if (tokens_ < 2 || first_scored_ + 1 >= tokens_)
       throw std::invalid_argument(
           fmt::format("a sequence of {} tokens with a prompt of {} leaves none to score; a longer "
-                      "text, a shorter "
-                      "prompt or --span all would",
+                      "text, a shorter prompt or --span all would",
                       tokens_, prompt));
     for (const LoopConfig& config : configs)
       admissions_.push_back(admissions_of(segments_, config.cache.prefill));

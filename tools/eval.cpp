@@ -37,8 +37,12 @@ std::vector<Ids> sequences_of(const Model& model, const std::vector<Ids>& texts,
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
-      // A remainder shorter than half a window would be scored without a cache worth evicting from.
-      if (start == 0 || ids.size() * 2 >= window) sequences.push_back(std::move(ids));
+      // A remainder shorter than half a window would be scored without a cache worth evicting from,
+      // and one that is all prompt not at all.
+      const bool long_enough =
+          ids.size() * 2 >= window &&
+          (options.span == Span::all || ids.size() > std::size_t{options.prompt_tokens} + 1);
+      if (start == 0 || long_enough) sequences.push_back(std::move(ids));
     }
   }
   if (sequences.empty()) throw std::invalid_argument("text: has no tokens; a longer one is needed");
@@ -46,9 +50,8 @@ std::vector<Ids> sequences_of(const Model& model, const std::vector<Ids>& texts,
 }
 
 LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::size_t tokens,
-                         std::size_t window, unsigned threads) {
-  const std::size_t half = std::min(tokens, options.stream ? tokens : window) / 2;
-  const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : half;
+                         unsigned threads) {
+  const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : tokens / 2;
   return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
           .span = options.span,
           .sequence = static_cast<std::uint32_t>(sequence),
@@ -109,7 +112,6 @@ std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& text
         {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}, .budgets = {}});
 
   const std::vector<Ids> sequences = sequences_of(model, texts, options);
-  const std::size_t window = options.window ? options.window : model.config().trained_context;
   std::size_t longest = 0;
   for (const Ids& ids : sequences) longest = std::max(longest, ids.size());
 
@@ -121,7 +123,7 @@ std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& text
   std::mutex mutex;
   parallel_for(sequences.size(), outer, [&](std::size_t s) {
     scores[s] = run_closed_loop(model, sequences[s], configs,
-                                loop_options(options, s, sequences[s].size(), window, inner));
+                                loop_options(options, s, sequences[s].size(), inner));
     const std::lock_guard lock(mutex);
     ++done;
     if (options.progress)
