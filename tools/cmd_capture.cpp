@@ -159,8 +159,8 @@ Command capture_command() {
               "--model DIR --prompt TEXT|--prompt-file FILE [--max-new-tokens N | --teacher-forced "
               "--prompt-tokens P] --out TRACE",
           .example =
-              "kvlab capture --model engine/models/tiny --prompt-file book.txt --teacher-forced "
-              "--prompt-tokens 512 --max-tokens 2048 --out book.trace",
+              "kvlab capture --model engine/models/tiny --prompt-file tools/demo/prompt.txt "
+              "--teacher-forced --prompt-tokens 256 --out trace",
           .add_options = add_options,
           .positional = "",
           .run = run};

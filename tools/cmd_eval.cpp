@@ -16,20 +16,24 @@ constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
 constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
-  options.add_options()("model", po::value<std::string>(), "model directory")(
-      "text", po::value<std::vector<std::string>>()->multitoken(), "text files")(
-      "window", po::value<std::int64_t>()->default_value(0),
-      "tokens a window, the model's first token included; 0: the trained context")(
-      "stream", po::bool_switch(), "each text as one sequence")(
-      "prompt-tokens", po::value<std::int64_t>()->default_value(0),
-      "tokens of each sequence that are its prompt; 0: half of it")(
-      "max-tokens", po::value<std::int64_t>()->default_value(0),
-      "tokens of each text to use; 0: all")("span",
-                                            po::value<std::string>()->default_value("decode"),
-                                            "which queries' predictions are scored: decode, all")(
-      "request-threshold", po::value<double>()->default_value(0.01),
-      "share of a row's largest entry")("policy-file", po::value<std::string>(),
-                                        "a deployed policy, beside those of --policy");
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
+      "texts to score");
+  add("window", po::value<std::int64_t>()->value_name("N")->default_value(0),
+      "tokens a window, the model's first token included; 0: the trained context");
+  add("stream", po::bool_switch(), "each text as one sequence");
+  add("prompt-tokens", po::value<std::int64_t>()->value_name("P")->default_value(0),
+      "tokens of each sequence that are its prompt; 0: half of it");
+  add("max-tokens", po::value<std::int64_t>()->value_name("T")->default_value(0),
+      "use the first T tokens of each text; 0: all");
+  add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
+      "whose predictions are scored: those of decoded tokens, or all");
+  add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
+      "a token is requested by a query from this share of its row's largest probability on");
+  add("policy-file", po::value<std::string>()->value_name("FILE"),
+      "a deployed policy, beside those of --policy");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -152,8 +156,8 @@ Command eval_command() {
           .summary = "closed loop: perplexity of many policies and budgets, teacher-forced",
           .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
           .example =
-              "kvlab eval --model engine/models/tiny --text book.txt --policy window,sink,h2o "
-              "--budget 128,256 --prefill stream",
+              "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
+              "--policy window,sink,h2o --budget 64,128 --prefill stream",
           .add_options = add_options,
           .positional = "",
           .run = run};

@@ -164,7 +164,9 @@ int run(const po::variables_map& options) {
 Command generate_command() {
   return {.name = "generate",
           .summary = "text from a model, through the cache of any policy",
-          .usage = "--model DIR --prompt TEXT|--prompt-file FILE [--policy P --budget B] [options]",
+          .usage =
+              "--model DIR --prompt TEXT|--prompt-file FILE [--policy P --budget B | "
+              "--policy-file FILE] [options]",
           .example =
               "kvlab generate --model engine/models/tiny --prompt 'It was a dark night' --policy "
               "sink --budget 128",

@@ -143,7 +143,7 @@ Command replay_command() {
           .summary = "replays traces through many policies and budgets at once",
           .usage = "--trace TRACE... --policy LIST --budget LIST --out RUN [options]",
           .example =
-              "kvlab replay --trace book.trace --policy window,sink,lru,h2o:recent=25% "
+              "kvlab replay --trace trace --policy window,sink,lru,h2o:recent=25% "
               "--budget 64,128,20% --out run",
           .add_options = add_options,
           .positional = "",

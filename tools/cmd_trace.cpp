@@ -173,7 +173,7 @@ Command trace_command() {
   return {.name = "trace",
           .summary = "describes a trace, checks it, or rescues a killed capture",
           .usage = "info|verify|seal TRACE [--json] [--threads N]",
-          .example = "kvlab trace verify book.trace",
+          .example = "kvlab trace verify trace",
           .add_options = add_options,
           .positional = "action",
           .run = run};

@@ -13,9 +13,11 @@ namespace kvlab {
 namespace {
 
 void add_options(po::options_description& options) {
-  options.add_options()("model", po::value<std::string>(), "model directory")(
-      "request-threshold", po::value<double>()->default_value(0.01),
-      "share of a row's largest entry");
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
+      "a token is requested by a query from this share of its row's largest probability on");
   add_prompt_options(options);
   add_turn_options(options);
   add_policy_options(options);

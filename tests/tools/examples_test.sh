@@ -1,0 +1,18 @@
+#!/bin/sh
+# examples_test.sh KVLAB SOURCE: runs the example of each command's --help as it stands, in the order of a
+# tour, from a folder that looks like a checkout.
+set -eu
+kvlab=$1 source=$2
+command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+ln -s "$source/engine" "$source/tools" .
+mkdir bin
+ln -s "$kvlab" bin/kvlab
+PATH=$folder/bin:$PATH
+for command in capture trace replay report deploy generate eval verify policies demo; do
+  example=$(kvlab "$command" --help | sed -n 's/^Example: //p')
+  echo "$example"
+  sh -c "$example" >/dev/null
+done
