@@ -39,11 +39,21 @@ struct Axes {
   std::uint64_t seed;
 };
 
+/// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
+PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references) {
+  const auto known = replay_references();
+  if (references.empty() && std::find(known.begin(), known.end(), text) != known.end())
+    throw std::invalid_argument(fmt::format(
+        "policy {}: is a reference of `kvlab replay`, which knows the future; name a policy",
+        text));
+  return parse_policy(text, references);
+}
+
 Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references) {
   Axes axes;
   const std::string policies =
       options.count("policy") ? options["policy"].as<std::string>() : "full";
-  axes.policies = parse_list(policies, [&](const auto& t) { return parse_policy(t, references); });
+  axes.policies = parse_list(policies, [&](const auto& t) { return policy_from(t, references); });
   if (options.count("budget"))
     axes.budgets = parse_list(options["budget"].as<std::string>(),
                               [](const auto& t) { return parse_budget(t); });

@@ -121,3 +121,9 @@ TEST_CASE("A list is split at each comma") {
   CHECK(split_list("a,b,,c") == std::vector<std::string>{"a", "b", "", "c"});
   CHECK(split_list("") == std::vector<std::string>{""});
 }
+
+TEST_CASE("A reference is refused as one where only policies run") {
+  CHECK(message_of({"--policy", "oracle_topk", "--budget", "64"}) ==
+        "policy oracle_topk: is a reference of `kvlab replay`, which knows the future; name a "
+        "policy");
+}
