@@ -4,8 +4,7 @@
 // The idea is Scissorhands' ("inspired by ... least recent usage", Liu et al. 2023, algorithm 2).
 // Deliberate differences from it:
 //   - theirs counts requests (probability over 1/t) in a window of 400 queries and drops half of
-//   the
-//     budget at once; ours keeps the last request and evicts one token a step;
+//     the budget at once; ours keeps the last request and evicts one token a step;
 //   - theirs protects the last 10 tokens; ours takes guards on request (lru:sinks=4:recent=50%);
 //   - per KV head, every layer, the same budget.
 #pragma once

@@ -17,9 +17,8 @@ namespace kvlab {
 namespace {
 
 constexpr std::string_view kHeader =
-    "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,layer,head,"
-    "metric,"
-    "value,stderr,count";
+    "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,"
+    "layer,head,metric,value,stderr,count";
 constexpr std::size_t kColumns = 16;
 
 constexpr std::array kMetrics{
