@@ -86,6 +86,7 @@ void AsyncCapture::keep(int buffer, std::int32_t id) {
   push({.what = Item::Kind::begin, .ids = {id}, .segment = SegmentKind::decode});
   push({.what = Item::Kind::layers,
         .ids = {},
+        .pool = &steps_,
         .buffer = buffer,
         .layers = shape_.layers,
         .tokens = 1});
