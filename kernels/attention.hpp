@@ -18,7 +18,9 @@ struct AttentionShape {
 
 /// One query for each sequence, over its first lengths[s] slots (the query's own among them). Each
 /// KV head is split over the grid so that the card is full at any batch; the parts are merged in a
-/// fixed order: equal inputs give equal bits.
+/// fixed order: equal inputs give equal bits. (Where it is split depends on all lengths and on the
+/// device, so a sequence's bits may differ in another batch.) Pointers but lengths and lse, and
+/// strides: at 16-byte boundaries.
 struct DecodeAttentionArgs {
   AttentionShape shape;
   int sequences, slots;         ///< slots: capacity, the most any length may be
@@ -27,8 +29,9 @@ struct DecodeAttentionArgs {
   const std::int32_t* lengths;  // [sequence], device; 0: nothing is written
   void* out;                    // [sequence, query_head, dim] of type
   float* lse;                   // [sequence, query_head], natural logarithm, or null
-  void* workspace;              // decode_attention_workspace() bytes
+  void* workspace;  // decode_attention_workspace() bytes, not shared by calls at one time
 };
+/// For the current device; 0 for what is not supported.
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
 cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
 

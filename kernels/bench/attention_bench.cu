@@ -38,14 +38,14 @@ AttentionShape shape(int query_heads, int kv_heads, int head_size, int slots) {
 
 /// Milliseconds of a kernel that reads as many elements, at another place of the pool each time.
 double read_ms(const Memory& memory, std::size_t elements) {
-  const std::size_t places = std::clamp<std::size_t>(kPool / elements, 1, 64);
+  const std::size_t at_once = std::min(elements, kPool);
+  const std::size_t places = std::min<std::size_t>(kPool / at_once, 64);
   const int launches = static_cast<int>(std::max<std::size_t>(places, 4));
   const auto enqueue = [&](cudaStream_t stream) {
     for (int i = 0; i < launches; ++i)
-      memory.reader.enqueue(memory.keys.data() + i % places * elements, std::min(elements, kPool),
-                            stream);
+      memory.reader.enqueue(memory.keys.data() + i % places * at_once, at_once, stream);
   };
-  return median_ms(enqueue) / launches;
+  return median_ms(enqueue) / launches * elements / at_once;
 }
 
 /// Launches over many places of the pool, so that none is in the cache when its turn comes again.

@@ -187,6 +187,9 @@ TEST_CASE("decode attention agrees with float64 for every type, head size and gr
             .type = type, .head_size = head_size, .group = group, .sequences = 12, .slots = 300};
         INFO(name(size));
         run_and_check(size, kRagged);
+        Size one = size;
+        one.kv_heads = 1;
+        run_and_check(one, kRagged);
       }
 }
 
@@ -194,7 +197,9 @@ TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[g
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f32}) {
     INFO(name({.type = type}));
-    run_and_check({.type = type, .group = 1, .sequences = 4, .slots = 9000}, {9000, 1, 8999, 4097});
+    for (const int kv_heads : {2, 8})
+      run_and_check({.type = type, .group = 1, .kv_heads = kv_heads, .sequences = 4, .slots = 9000},
+                    {9000, 1, 8999, 4097});
     run_and_check({.type = type, .head_size = 64, .group = 2, .kv_heads = 1, .slots = 40000},
                   {39999});
     run_and_check(
@@ -216,8 +221,10 @@ TEST_CASE("decode attention holds for logits of 80 either way and for equal ones
 
 TEST_CASE("decode attention in a captured graph follows lengths that change", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32}) {
-    Batch batch({.type = type, .sequences = 3, .slots = 1500}, {1, 1, 1});
+  for (const Size& size : {Size{.kv_heads = 2, .sequences = 3, .slots = 1500},
+                           Size{.kv_heads = 3, .sequences = 3, .slots = 1500},
+                           Size{.type = Type::f32, .sequences = 3, .slots = 1500}}) {
+    Batch batch(size, {1, 1, 1});
     CapturedGraph graph(
         [&](cudaStream_t stream) { return decode_attention(batch.args(), stream); });
     const std::vector<std::vector<std::int32_t>> replays = {
@@ -234,8 +241,11 @@ TEST_CASE("decode attention in a captured graph follows lengths that change", "[
 
 TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    Batch batch({.type = type, .group = 7, .sequences = 3, .slots = 5000}, {5000, 3, 2500});
+  for (const Size& size : {Size{.group = 7, .sequences = 3, .slots = 5000},
+                           Size{.group = 7, .kv_heads = 4, .sequences = 3, .slots = 5000},
+                           Size{.type = Type::f16, .group = 7, .sequences = 3, .slots = 5000},
+                           Size{.type = Type::f32, .group = 7, .sequences = 3, .slots = 5000}}) {
+    Batch batch(size, {5000, 3, 2500});
     const Stream stream;
     batch.poison();
     check_cuda(decode_attention(batch.args(), stream.get()));
