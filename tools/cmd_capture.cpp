@@ -40,12 +40,6 @@ struct Plan {
   std::vector<Ids> turns;            // teacher-forced: one, the whole text
   std::size_t prompt_tokens = 0;     // teacher-forced
   std::uint32_t max_new_tokens = 0;  // otherwise
-
-  std::size_t most_tokens() const {
-    std::size_t tokens = 0;
-    for (const Ids& turn : turns) tokens += turn.size() + max_new_tokens;
-    return tokens;
-  }
 };
 
 void check_modes(const po::variables_map& options) {
@@ -129,12 +123,12 @@ int run(const po::variables_map& options) {
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
 
+  const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
+
   TraceWriter writer(out, backend->trace_header(record(options, plan)));
   const auto bar = progress_bar("capture");
-  const double most = static_cast<double>(plan.most_tokens());
-  const auto decoder =
-      backend->capturing_decoder(cache, static_cast<std::uint32_t>(plan.most_tokens()), writer,
-                                 [&](std::uint32_t tokens) { bar(tokens / most); });
+  const auto decoder = backend->capturing_decoder(
+      cache, most, writer, [&](std::uint32_t tokens) { bar(static_cast<double>(tokens) / most); });
   const std::string text = run_plan(plan, *decoder, config, tokenizer, sampling);
   decoder->flush();
   writer.finish();

@@ -133,18 +133,16 @@ int run(const po::variables_map& options) {
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
-  std::size_t length = 0, longest_prompt = 0;
-  for (const auto& turn : turns) {
-    length += turn.size() + max_new_tokens;
-    longest_prompt = std::max(longest_prompt, turn.size());
-  }
-  const CacheOptions cache = choice.resolve(config.shape(), static_cast<std::uint32_t>(length));
+  const std::uint32_t length = most_tokens(turns, max_new_tokens);
+  std::size_t longest_prompt = 0;
+  for (const auto& turn : turns) longest_prompt = std::max(longest_prompt, turn.size());
+  const CacheOptions cache = choice.resolve(config.shape(), length);
   if (choice.file) warn(model_mismatch(*choice.file, config.name, backend->weights_xxh3()));
-  warn(context_warning(config, longest_span(cache, static_cast<std::uint32_t>(longest_prompt),
-                                            static_cast<std::uint32_t>(length))));
+  warn(context_warning(config,
+                       longest_span(cache, static_cast<std::uint32_t>(longest_prompt), length)));
 
   const bool json = options["json"].as<bool>();
-  const auto decoder = backend->decoder(cache, static_cast<std::uint32_t>(length));
+  const auto decoder = backend->decoder(cache, length);
   Conversation conversation(*decoder, config, tokenizer, sampling);
   std::vector<Answer> answers;
   for (const auto& turn : turns) {

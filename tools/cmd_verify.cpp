@@ -85,13 +85,20 @@ nlohmann::ordered_json to_json(const ReplayConfig& config, const VerifyReport& r
           {"free_running", {{"heads", report.heads}, {"partings", std::move(partings)}}}};
 }
 
-std::vector<VerifyTurn> conversation_from(const po::variables_map& options, const Model& model,
-                                          const Tokenizer& tokenizer) {
+/// What is decoded, and how many tokens that comes to.
+struct Dialogue {
   std::vector<VerifyTurn> turns;
+  std::uint32_t length;
+};
+
+Dialogue dialogue_from(const po::variables_map& options, const Model& model,
+                       const Tokenizer& tokenizer) {
   auto first = encode_prompt(tokenizer, model.config(), prompt_from(options));
-  for (auto& ids : turns_from(options, tokenizer, std::move(first)))
-    turns.push_back({std::move(ids), max_new_tokens_from(options)});
-  return turns;
+  auto prompts = turns_from(options, tokenizer, std::move(first));
+  const std::uint32_t decode_tokens = max_new_tokens_from(options);
+  Dialogue dialogue{.turns = {}, .length = most_tokens(prompts, decode_tokens)};
+  for (auto& ids : prompts) dialogue.turns.push_back({std::move(ids), decode_tokens});
+  return dialogue;
 }
 
 int run(const po::variables_map& options) {
@@ -105,16 +112,14 @@ int run(const po::variables_map& options) {
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Model model = Model::load(directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  const std::vector<VerifyTurn> turns = conversation_from(options, model, tokenizer);
-  std::size_t length = 0;
-  for (const VerifyTurn& turn : turns) length += turn.prompt.size() + turn.decode_tokens;
+  const Dialogue dialogue = dialogue_from(options, model, tokenizer);
 
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   for (const ReplayConfig& config : grid) {
-    const CacheOptions cache = cache_of(config, static_cast<std::uint32_t>(length), threshold);
+    const CacheOptions cache = cache_of(config, dialogue.length, threshold);
     const VerifyReport report =
-        verify_decoder(model, cache, turns, sampling_from(options), threads);
+        verify_decoder(model, cache, dialogue.turns, sampling_from(options), threads);
     ok = ok && report.ok();
     if (options["json"].as<bool>())
       results.push_back(to_json(config, report));

@@ -62,6 +62,18 @@ std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& optio
   return turns;
 }
 
+std::uint32_t most_tokens(std::span<const std::vector<std::int32_t>> turns,
+                          std::uint32_t max_new_tokens) {
+  std::size_t tokens = 0;
+  for (const auto& turn : turns) tokens += turn.size() + max_new_tokens;
+  if (tokens >= std::size_t{1} << 31)
+    throw std::invalid_argument(
+        fmt::format("--max-new-tokens: {} makes a sequence of up to {} tokens with all turns; it "
+                    "should stay below 2^31",
+                    max_new_tokens, tokens));
+  return static_cast<std::uint32_t>(tokens);
+}
+
 Conversation::Conversation(SequenceDecoder& decoder, const ModelConfig& config,
                            const Tokenizer& tokenizer, SamplingOptions sampling)
     : decoder_(decoder), config_(config), tokenizer_(tokenizer), sampler_(sampling) {}

@@ -27,6 +27,11 @@ std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& optio
                                                   const Tokenizer& tokenizer,
                                                   std::vector<std::int32_t> first);
 
+/// The most tokens that `turns` and their answers come to. Throws std::invalid_argument if that is
+/// 2^31 or more: positions and budgets stay below.
+std::uint32_t most_tokens(std::span<const std::vector<std::int32_t>> turns,
+                          std::uint32_t max_new_tokens);
+
 struct Answer {
   std::vector<std::int32_t> ids;  ///< sampled, an end-of-text token included
   std::string text;               ///< valid UTF-8
