@@ -21,48 +21,54 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
+constexpr int kTiles = 2;     // of a unit; of the gate and of up where gated
 constexpr int kStep = 32;     // k of a 16-byte load by each of a row's four lanes
-constexpr int kRunSteps = 4;  // steps of k that a warp takes at a time, 128
+constexpr int kSteps = 4;     // of a stage
+constexpr int kRun = kSteps * kStep;
 constexpr int kStages = 4;
-constexpr int kLoadBytes = kWarpSize * 16;  // one load of all lanes: eight weight rows by one step
+constexpr int kRuns = (kStages + kTiles - 1) / kTiles;  // on their way at once
+constexpr int kLoadBytes = kWarpSize * 16;
+constexpr int kStageBytes = kSteps * kLoadBytes;
+constexpr int kRingBytes = kStages * kStageBytes;  // of a warp
+constexpr int kPartial = kTileRows * kTileRows;    // sums of a tile
 
-/// How a stage of four loads is cut, and where everything lies in shared memory.
-template <int kTiles, bool kNorm>
-struct Layout {
-  static constexpr int kSteps = kRunSteps / kTiles;  // of one stage
-  static constexpr int kPartial = kTileRows * kTileRows;
+/// Partial sums of all warps, for two units by turns.
+constexpr int kPartialBytes =
+    2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
-  /// x that is not normed comes with the weights: rows * 64 bytes a step.
-  __host__ __device__ static constexpr int stage_bytes(int rows) {
-    return kRunSteps * kLoadBytes + (kNorm ? 0 : kSteps * rows * kStep * 2);
-  }
-  __host__ __device__ static constexpr int ring_bytes(int rows) {
-    return kStages * stage_bytes(rows);
-  }
-  /// Partial sums of all warps, for two units by turns.
-  static constexpr int kPartialBytes = 2 * kLinearWarps * kTiles * kPartial * sizeof(float);
+/// Of one row of x over a run.
+constexpr int kXRowBytes = kRun * 2;
 
-  __host__ __device__ static constexpr std::size_t shared_bytes(int rows, int k) {
-    return static_cast<std::size_t>(kLinearWarps * ring_bytes(rows) + kPartialBytes) +
-           (kNorm ? static_cast<std::size_t>(rows) * normed_row_bytes(k) : 0);
-  }
-};
+/// Dynamic shared memory: the weights' rings, partial sums, then what the norm needs, or the warps'
+/// rings of x.
+template <class T, bool kNorm>
+std::size_t shared_bytes(int rows, int k) {
+  const int x_bytes = kLinearWarps * kRuns * rows * kXRowBytes;
+  return static_cast<std::size_t>(kLinearWarps * kRingBytes + kPartialBytes) +
+         (kNorm ? norm_bytes<T>(rows, k) : static_cast<std::size_t>(x_bytes));
+}
 
-/// A warp's way through its stages of all the block's units.
-template <int kTiles>
+/// A warp's way through its runs of k in all the block's units, tile by tile.
 struct Cursor {
-  int unit, k, stage = 0;
+  int unit, k, tile = 0;
   __device__ Cursor(int unit_, int k_) : unit(unit_), k(k_) {}
-  __device__ void advance(int first, int end) {
-    k += kRunSteps / kTiles * kStep;
-    if (++stage < kTiles) return;
-    stage = 0;
-    k += (kLinearWarps - 1) * kRunSteps * kStep;
-    if (k < end) return;
-    k = first;
+  __device__ void advance(int first_k, int end_k) {
+    if (++tile < kTiles) return;
+    tile = 0;
+    k += kLinearWarps * kRun;
+    if (k < end_k) return;
+    k = first_k;
     unit += static_cast<int>(gridDim.x);
   }
 };
+
+constexpr int outputs_of_unit(bool gated) { return kTiles * kTileRows / (gated ? 2 : 1); }
+
+/// A slot's successor in a ring.
+template <int kSlots>
+__device__ inline int after(int slot) {
+  return slot + 1 == kSlots ? 0 : slot + 1;
+}
 
 /// Eight floats to eight rounded ones and, 16 bytes on, what the rounding left.
 template <class T>
@@ -82,181 +88,230 @@ struct SplitEight {
   }
 };
 
-template <class T, int kTiles, bool kNorm, bool kGated>
-__global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const LinearRun<T> run) {
-  using L = Layout<kTiles, kNorm>;
-  extern __shared__ __align__(16) std::byte shared[];
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int tile_row = lane / 4;    // of weights, and of x
-  const int lane_k = lane % 4 * 8;  // within a step
-  const bool has_x = tile_row < run.rows;
-  constexpr int kOutputs = kTiles * kTileRows / (kGated ? 2 : 1);  // of a unit
-  const int units = (run.n + kOutputs - 1) / kOutputs;
-  const int first_k = warp * kRunSteps * kStep;
+/// A lane's part of x over a run: rounded to T, and what the rounding left.
+struct XRun {
+  uint4 high[kSteps], low[kSteps];
+};
 
-  std::byte* const ring = shared + warp * L::ring_bytes(run.rows);
-  float* const partials = reinterpret_cast<float*>(shared + kLinearWarps * L::ring_bytes(run.rows));
-  std::byte* const normed = reinterpret_cast<std::byte*>(partials) + L::kPartialBytes;
+/// What one warp reads. Each lane copies to shared memory just what it will use itself, so that
+/// there is nothing to wait for but the copies.
+template <class T, bool kNorm, bool kGated>
+class WarpStream {
+ public:
+  __device__ WarpStream(const LinearRun<T>& run, std::byte* shared)
+      : run_(run),
+        tile_row_(lane() / 4),
+        lane_k_(lane() % 4 * 8),
+        first_k_(warp() * kRun),
+        units_((run.n + outputs_of_unit(kGated) - 1) / outputs_of_unit(kGated)),
+        ring_(shared + warp() * kRingBytes + lane() * 16),
+        normed_(shared + kLinearWarps * kRingBytes + kPartialBytes +
+                (kNorm ? gamma_bytes<T>(run.k) : 0)),
+        x_ring_(normed_ + warp() * kRuns * run.rows * kXRowBytes + lane() * 16),
+        ahead_(first_k_ < run.k ? static_cast<int>(blockIdx.x) : units_, first_k_) {}
 
-  // Where a lane's 16 bytes of a stage lie.
-  const auto weight_at = [&](int slot, int load) {
-    return ring + slot * L::stage_bytes(run.rows) + load * kLoadBytes + lane * 16;
-  };
-  const auto x_at = [&](int slot, int step) {
-    return ring + slot * L::stage_bytes(run.rows) + kRunSteps * kLoadBytes +
-           step * run.rows * kStep * 2 + lane * 16;
-  };
-  const auto fetch_weights = [&](const Cursor<kTiles>& at, int slot) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const T* const matrix = kGated && tile % 2 ? run.up : run.weight;
-      const int n = at.unit * kOutputs + (kGated ? tile / 2 : tile) * kTileRows + tile_row;
-      const T* const row = matrix + static_cast<std::size_t>(n) * run.k;
-#pragma unroll
-      for (int step = 0; step < L::kSteps; ++step) {
-        const int k = at.k + step * kStep + lane_k;
-        const bool inside = at.unit < units && n < run.n && k < run.k;
-        copy_async(shared_address(weight_at(slot, tile * L::kSteps + step)),
-                   inside ? row + k : matrix, inside);
-      }
-    }
-  };
-  const T* const x_row =
-      kNorm ? nullptr : static_cast<const T*>(run.x) + static_cast<std::size_t>(tile_row) * run.k;
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+  __device__ int units() const { return units_; }
+  __device__ int first_k() const { return first_k_; }
+  __device__ bool has_x() const { return tile_row_ < run_.rows; }
 
-  let_successor_start();
-  // Weights do not depend on the predecessor.
-  Cursor<kTiles> ahead(first_k < run.k ? static_cast<int>(blockIdx.x) : units, first_k);
-  Cursor<kTiles> at = ahead;
-#pragma unroll
-  for (int slot = 0; slot < kStages; ++slot) {
-    fetch_weights(ahead, slot);
-    commit_copies();
-    ahead.advance(first_k, run.k);
-  }
-  wait_for_predecessor();
-  if constexpr (kNorm) {
-    norm_rows(run, normed, partials, SplitEight<T>{});
-  } else {
-    Cursor<kTiles> of_x = at;
-#pragma unroll
-    for (int slot = 0; slot < kStages; ++slot) {
-#pragma unroll
-      for (int step = 0; step < L::kSteps; ++step) {
-        const int k = of_x.k + step * kStep + lane_k;
-        if (has_x)
-          *reinterpret_cast<uint4*>(x_at(slot, step)) =
-              k < run.k ? *reinterpret_cast<const uint4*>(x_row + k) : uint4{};
-      }
-      of_x.advance(first_k, run.k);
-    }
-  }
-
-  int slot = 0, turn = 0;
-  for (int unit = static_cast<int>(blockIdx.x); unit < units; unit += static_cast<int>(gridDim.x)) {
-    float sums[kTiles][4] = {};
-    while (at.unit == unit) {
-      wait_copies<kStages - 1>();
-      uint4 weights[kRunSteps], high[L::kSteps], low[L::kSteps];
-#pragma unroll
-      for (int load = 0; load < kRunSteps; ++load)
-        weights[load] = *reinterpret_cast<const uint4*>(weight_at(slot, load));
-#pragma unroll
-      for (int step = 0; step < L::kSteps; ++step) {
-        const int k = at.k + step * kStep + lane_k;
-        high[step] = low[step] = uint4{};
-        if constexpr (kNorm) {
-          if (has_x && k < run.k) {
-            const uint4* const x = reinterpret_cast<const uint4*>(
-                normed + static_cast<std::size_t>(tile_row) * normed_row_bytes(run.k) +
-                static_cast<std::size_t>(k) * sizeof(float));
-            high[step] = x[0];
-            low[step] = x[1];
-          }
-        } else if (has_x) {
-          high[step] = *reinterpret_cast<const uint4*>(x_at(slot, step));
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-        for (int step = 0; step < L::kSteps; ++step) {
-          const uint4& w = weights[tile * L::kSteps + step];
-          multiply_add<T>(sums[tile], {high[step].x, low[step].x, high[step].y, low[step].y}, w.x,
-                          w.y);
-          multiply_add<T>(sums[tile], {high[step].z, low[step].z, high[step].w, low[step].w}, w.z,
-                          w.w);
-        }
-      fetch_weights(ahead, slot);
-      if constexpr (!kNorm) {
-#pragma unroll
-        for (int step = 0; step < L::kSteps; ++step) {
-          const int k = ahead.k + step * kStep + lane_k;
-          const bool inside = ahead.unit < units && k < run.k;
-          if (has_x)
-            copy_async(shared_address(x_at(slot, step)), inside ? x_row + k : x_row, inside);
-        }
-      }
+  /// Weights of the first stages. They do not depend on the predecessor.
+  __device__ void start_weights() {
+    for (int stage = 0; stage < kStages; ++stage) {
+      fetch_weights(stage);
       commit_copies();
-      ahead.advance(first_k, run.k);
-      at.advance(first_k, run.k);
-      slot = slot + 1 == kStages ? 0 : slot + 1;
+      ahead_.advance(first_k_, run_.k);
+    }
+  }
+  /// x, unnormed, of the first stages: by plain loads, since their groups of copies are complete.
+  __device__ void start_x() {
+    int k = first_k_;
+    for (int slot = 0; slot < kRuns; ++slot) {
+      if (has_x()) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const int at = k + step * kStep + lane_k_;
+          *x_slot(slot, step) =
+              at < run_.k ? *reinterpret_cast<const uint4*>(x_row() + at) : uint4{};
+        }
+      }
+      k += kLinearWarps * kRun;
+      if (k >= run_.k) k = first_k_;
+    }
+  }
+
+  /// The run of x that the next stage belongs to. Its copies must be complete.
+  __device__ XRun read_x(int first) {
+    XRun x{};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = first + step * kStep + lane_k_;
+      if constexpr (kNorm) {
+        const uint4* const from = reinterpret_cast<const uint4*>(
+            normed_ + static_cast<std::size_t>(tile_row_) * normed_row_bytes(run_.k) +
+            static_cast<std::size_t>(k) * sizeof(float));
+        if (has_x() && k < run_.k) x.high[step] = from[0], x.low[step] = from[1];
+      } else {
+        if (has_x()) x.high[step] = *x_slot(x_read_, step);
+      }
+    }
+    x_read_ = after<kRuns>(x_read_);
+    return x;
+  }
+  __device__ void read_weights(uint4 (&weights)[kSteps]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      weights[step] = *reinterpret_cast<const uint4*>(slot(slot_, step));
+  }
+  /// Sends for another stage in place of the one that has been read.
+  __device__ void fetch() {
+    fetch_weights(slot_);
+    if (!kNorm && ahead_.tile == 0) fetch_x();
+    commit_copies();
+    ahead_.advance(first_k_, run_.k);
+    slot_ = after<kStages>(slot_);
+  }
+
+ private:
+  __device__ std::byte* slot(int stage, int step) const {
+    return ring_ + stage * kStageBytes + step * kLoadBytes;
+  }
+  __device__ uint4* x_slot(int run, int step) const {
+    return reinterpret_cast<uint4*>(x_ring_ + run * run_.rows * kXRowBytes +
+                                    step * run_.rows * kStep * 2);
+  }
+  __device__ const T* x_row() const {
+    return static_cast<const T*>(run_.x) + static_cast<std::size_t>(tile_row_) * run_.k;
+  }
+
+  __device__ void fetch_weights(int stage) const {
+    const T* const matrix = kGated && ahead_.tile % 2 ? run_.up : run_.weight;
+    const int n =
+        ahead_.unit * outputs_of_unit(kGated) + (kGated ? 0 : ahead_.tile * kTileRows) + tile_row_;
+    const T* const row = matrix + static_cast<std::size_t>(n) * run_.k;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = ahead_.k + step * kStep + lane_k_;
+      const bool inside = ahead_.unit < units_ && n < run_.n && k < run_.k;
+      copy_async(shared_address(slot(stage, step)), inside ? row + k : matrix, inside);
+    }
+  }
+  __device__ void fetch_x() {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = ahead_.k + step * kStep + lane_k_;
+      const bool inside = ahead_.unit < units_ && k < run_.k;
+      if (has_x())
+        copy_async(shared_address(x_slot(x_fetched_, step)), inside ? x_row() + k : x_row(),
+                   inside);
+    }
+    x_fetched_ = after<kRuns>(x_fetched_);
+  }
+
+  const LinearRun<T>& run_;
+  int tile_row_;  ///< of weights, and of x
+  int lane_k_;    ///< within a step
+  int first_k_, units_;
+  std::byte *ring_, *normed_, *x_ring_;
+  Cursor ahead_;
+  int slot_ = 0, x_read_ = 0, x_fetched_ = 0;
+};
+
+/// Adds the warps' shares of k in their order and writes a unit. `partial`: [warp, tile, row of x,
+/// output].
+template <class T, bool kGated>
+__device__ void finish_unit(const LinearRun<T>& run, int unit, const float* partial) {
+  constexpr int kOutputs = outputs_of_unit(kGated);
+  const int row = static_cast<int>(threadIdx.x) / kOutputs;
+  const int output = static_cast<int>(threadIdx.x) % kOutputs, n = unit * kOutputs + output;
+  if (row >= run.rows || n >= run.n) return;
+  const auto total = [&](int tile, int column) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kLinearWarps; ++w)
+      sum += partial[(w * kTiles + tile) * kPartial + row * kTileRows + column];
+    return sum;
+  };
+  const float value = kGated ? silu(total(0, output)) * total(1, output)
+                             : total(output / kTileRows, output % kTileRows);
+  write_output(run, row, n, value);
+}
+
+template <class T, bool kNorm, bool kGated>
+__global__ void __launch_bounds__(kLinearThreads) linear_kernel(const LinearRun<T> run) {
+  extern __shared__ __align__(16) std::byte shared[];
+  float* const partials = reinterpret_cast<float*>(shared + kLinearWarps * kRingBytes);
+  WarpStream<T, kNorm, kGated> stream(run, shared);
+  std::byte* const norm = shared + kLinearWarps * kRingBytes + kPartialBytes;
+  if constexpr (kNorm) fetch_gamma(run, norm);
+  stream.start_weights();
+  let_successor_start();
+  wait_for_predecessor();
+  if constexpr (kNorm)
+    norm_rows(run, norm, partials, SplitEight<T>{});
+  else
+    stream.start_x();
+
+  int turn = 0;
+  for (int unit = static_cast<int>(blockIdx.x); unit < stream.units();
+       unit += static_cast<int>(gridDim.x)) {
+    float sums[kTiles][4] = {};
+    for (int k = stream.first_k(); k < run.k; k += kLinearWarps * kRun) {
+      XRun x;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        wait_copies<kStages - 1>();
+        if (tile == 0) x = stream.read_x(k);
+        uint4 weights[kSteps];
+        stream.read_weights(weights);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const uint4 &w = weights[step], &high = x.high[step], &low = x.low[step];
+          multiply_add<T>(sums[tile], {high.x, low.x, high.y, low.y}, w.x, w.y);
+          multiply_add<T>(sums[tile], {high.z, low.z, high.w, low.w}, w.z, w.w);
+        }
+        stream.fetch();
+      }
     }
 
-    // [warp, tile, row of x, output]: the warps' shares of k, added in order.
-    float* const partial = partials + turn * kLinearWarps * kTiles * L::kPartial;
-    if (has_x) {
+    // A lane has row lane / 4 of the tiles, the rounded part and the rest, at two outputs.
+    float* const partial = partials + turn * kLinearWarps * kTiles * kPartial;
+    const int lane = stream.lane();
+    if (stream.has_x()) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
-        *reinterpret_cast<float2*>(partial + (warp * kTiles + tile) * L::kPartial +
-                                   tile_row * kTileRows + lane % 4 * 2) =
+        *reinterpret_cast<float2*>(partial + (stream.warp() * kTiles + tile) * kPartial +
+                                   lane / 4 * kTileRows + lane % 4 * 2) =
             float2{sums[tile][0] + sums[tile][2], sums[tile][1] + sums[tile][3]};
     }
     __syncthreads();
-    const auto total = [&](int tile, int row, int column) {
-      float sum = 0;
-#pragma unroll
-      for (int w = 0; w < kLinearWarps; ++w)
-        sum += partial[(w * kTiles + tile) * L::kPartial + row * kTileRows + column];
-      return sum;
-    };
-    const int row = static_cast<int>(threadIdx.x) / kOutputs;
-    const int output = static_cast<int>(threadIdx.x) % kOutputs, n = unit * kOutputs + output;
-    if (row < run.rows && n < run.n) {
-      const int tile = output / kTileRows, column = output % kTileRows;
-      const float value =
-          kGated ? silu(total(2 * tile, row, column)) * total(2 * tile + 1, row, column)
-                 : total(tile, row, column);
-      write_output(run, row, n, value);
-    }
+    finish_unit<T, kGated>(run, unit, partial);
     turn ^= 1;
   }
 }
 
-/// Rows that the norm leaves room for; 0: not even one.
-template <int kTiles, bool kNorm>
-int rows_that_fit(int rows, int k, int shared_bytes) {
-  while (rows > 0 &&
-         Layout<kTiles, kNorm>::shared_bytes(rows, k) > static_cast<std::size_t>(shared_bytes))
-    --rows;
-  return rows;
-}
-
-template <class T, int kTiles, bool kNorm, bool kGated>
-cudaError_t launch_tiles(LinearRun<T> run, const DeviceLimits& limits, cudaStream_t stream) {
-  const int fit = rows_that_fit<kTiles, kNorm>(run.rows, run.k, limits.shared_bytes);
+template <class T, bool kNorm, bool kGated>
+cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream) {
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
+  // As many rows at a time as the norm finds room for.
+  int fit = run.rows;
+  while (fit > 0 &&
+         shared_bytes<T, kNorm>(fit, run.k) > static_cast<std::size_t>(limits.shared_bytes))
+    --fit;
   if (fit == 0) return cudaErrorInvalidValue;
   const int passes = (run.rows + fit - 1) / fit, rows = run.rows;
   const int each = (rows + passes - 1) / passes;
-  const std::size_t shared_bytes = Layout<kTiles, kNorm>::shared_bytes(each, run.k);
-  const auto kernel = linear_kernel<T, kTiles, kNorm, kGated>;
+  const auto kernel = linear_kernel<T, kNorm, kGated>;
   cudaError_t error = allow_shared_memory(kernel, limits);
-  constexpr int kOutputs = kTiles * kTileRows / (kGated ? 2 : 1);
-  const int units = (run.n + kOutputs - 1) / kOutputs;
+  const int units = (run.n + outputs_of_unit(kGated) - 1) / outputs_of_unit(kGated);
+  // More than half: a block for each multiprocessor, or an early start would put two on some and
+  // none on others.
+  const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) / 2 + 1;
   const Launch where{.grid = dim3(static_cast<unsigned>(std::min(units, limits.multiprocessors))),
                      .block = dim3(kLinearThreads),
-                     .shared_bytes = shared_bytes,
+                     .shared_bytes = std::max(shared_bytes<T, kNorm>(each, run.k), alone),
                      .stream = stream};
   for (int done = 0; done < rows && error == cudaSuccess; done += each) {
     run.rows = std::min(each, rows - done);
@@ -269,34 +324,6 @@ cudaError_t launch_tiles(LinearRun<T> run, const DeviceLimits& limits, cudaStrea
     if (run.residual) run.residual += step * n;
   }
   return error;
-}
-
-/// What a unit size costs the busiest multiprocessor: weight rows and, from the L2 cache, rows of
-/// x.
-int cost(const DeviceLimits& limits, int weight_rows, int tiles, int rows) {
-  const int units = (weight_rows + tiles * kTileRows - 1) / (tiles * kTileRows);
-  const int turns = (units + limits.multiprocessors - 1) / limits.multiprocessors;
-  return turns * (tiles * kTileRows + rows);
-}
-
-template <class T, bool kNorm>
-cudaError_t launch_linear(const LinearRun<T>& run, cudaStream_t stream) {
-  DeviceLimits limits;
-  if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
-  const int one = cost(limits, run.n, 1, run.rows), two = cost(limits, run.n, 2, run.rows),
-            four = cost(limits, run.n, 4, run.rows);
-  if (four <= std::min(one, two)) return launch_tiles<T, 4, kNorm, false>(run, limits, stream);
-  if (two <= one) return launch_tiles<T, 2, kNorm, false>(run, limits, stream);
-  return launch_tiles<T, 1, kNorm, false>(run, limits, stream);
-}
-
-template <class T>
-cudaError_t launch_gated(const LinearRun<T>& run, cudaStream_t stream) {
-  DeviceLimits limits;
-  if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
-  if (cost(limits, 2 * run.n, 4, run.rows) <= cost(limits, 2 * run.n, 2, run.rows))
-    return launch_tiles<T, 4, true, true>(run, limits, stream);
-  return launch_tiles<T, 2, true, true>(run, limits, stream);
 }
 
 bool valid(int rows, int n, int k) {
@@ -337,8 +364,8 @@ LinearRun<T> run_of(const GatedLinearArgs& args) {
 
 template <class T>
 cudaError_t linear_of(const LinearArgs& args, cudaStream_t stream) {
-  return args.gamma ? launch_linear<T, true>(run_of<T>(args), stream)
-                    : launch_linear<T, false>(run_of<T>(args), stream);
+  return args.gamma ? launch_linear<T, true, false>(run_of<T>(args), stream)
+                    : launch_linear<T, false, false>(run_of<T>(args), stream);
 }
 
 }  // namespace
@@ -366,9 +393,9 @@ cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   switch (args.type) {
     case Type::bf16:
-      return launch_gated(run_of<__nv_bfloat16>(args), stream);
+      return launch_linear<__nv_bfloat16, true, true>(run_of<__nv_bfloat16>(args), stream);
     case Type::f16:
-      return launch_gated(run_of<__half>(args), stream);
+      return launch_linear<__half, true, true>(run_of<__half>(args), stream);
     case Type::f32:
       return launch_linear_f32(run_of<float>(args), stream);
   }

@@ -8,7 +8,10 @@ namespace kvlab::kernels {
 /// Rows that `linear` takes; more are cuBLASLt's.
 inline constexpr int kMostLinearRows = 8;
 
-/// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]).
+/// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]). norm(x) is not rounded to `type`: it
+/// counts to 16 bits and more. A row's result does not depend on the rows beside it. On sm_90 a
+/// launch starts before the kernel ahead of it in the stream has ended, and reads weight, gamma and
+/// bias at once: that kernel must not write them.
 struct LinearArgs {
   Type type;           ///< of x, weight, gamma, bias, y; residual streams are float32
   int rows, n, k;      ///< rows <= kMostLinearRows; k a multiple of 8

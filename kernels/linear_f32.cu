@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(kLinearThreads) linear_f32_kernel(const Linear
   extern __shared__ __align__(16) std::byte shared[];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  if (run.gamma) fetch_gamma(run, shared + kSumsBytes);
   let_successor_start();
   wait_for_predecessor();
   const float* x = static_cast<const float*>(run.x);
   std::size_t stride = static_cast<std::size_t>(run.k);
   if (run.gamma) {
-    std::byte* const normed = shared + kSumsBytes;
-    norm_rows(run, normed, reinterpret_cast<float*>(shared), StoreEight{});
-    x = reinterpret_cast<const float*>(normed);
+    norm_rows(run, shared + kSumsBytes, reinterpret_cast<float*>(shared), StoreEight{});
+    x = reinterpret_cast<const float*>(shared + kSumsBytes + gamma_bytes<float>(run.k));
     stride = normed_row_bytes(run.k) / sizeof(float);
   }
   for (int n = static_cast<int>(blockIdx.x) * kLinearWarps + warp; n < run.n;
@@ -71,19 +71,18 @@ cudaError_t launch_linear_f32(const LinearRun<float>& run, cudaStream_t stream) 
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
   // Rows at a time: as many as are normed into shared memory.
-  const std::size_t row_bytes = run.gamma ? normed_row_bytes(run.k) : 0;
+  const auto bytes_for = [&](int rows) {
+    return kSumsBytes + (run.gamma ? norm_bytes<float>(rows, run.k) : 0);
+  };
   int each = run.rows;
-  while (each > 0 && kSumsBytes + static_cast<std::size_t>(each) * row_bytes >
-                         static_cast<std::size_t>(limits.shared_bytes))
-    --each;
+  while (each > 0 && bytes_for(each) > static_cast<std::size_t>(limits.shared_bytes)) --each;
   if (each == 0) return cudaErrorInvalidValue;
-  const std::size_t shared_bytes = kSumsBytes + static_cast<std::size_t>(each) * row_bytes;
   error = allow_shared_memory(linear_f32_kernel, limits);
   const int blocks =
       std::min((run.n + kLinearWarps - 1) / kLinearWarps, 4 * limits.multiprocessors);
   const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
                      .block = dim3(kLinearThreads),
-                     .shared_bytes = shared_bytes,
+                     .shared_bytes = bytes_for(each),
                      .stream = stream};
   for (int done = 0; done < run.rows && error == cudaSuccess; done += each) {
     LinearRun<float> part = run;

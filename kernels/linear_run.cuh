@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/device/reduce.cuh"
+#include "kernels/device/tensor_core.cuh"
 #include "kernels/device/vector.cuh"
 #include "kernels/linear.hpp"
 
@@ -30,6 +31,15 @@ inline constexpr int kLinearThreads = kLinearWarps * kWarpSize;
 __host__ __device__ constexpr std::size_t normed_row_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(float) + 16;
 }
+template <class T>
+__host__ __device__ constexpr std::size_t gamma_bytes(int k) {
+  return static_cast<std::size_t>(k) * sizeof(T);
+}
+/// What the norm has in shared memory: gamma, then the rows.
+template <class T>
+__host__ __device__ constexpr std::size_t norm_bytes(int rows, int k) {
+  return gamma_bytes<T>(k) + static_cast<std::size_t>(rows) * normed_row_bytes(k);
+}
 
 /// Writes bias, product and whatever is asked for one output.
 template <class T>
@@ -46,80 +56,89 @@ __device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 
 /// The norm's share of a warp. Chunk c of a row, eight elements, belongs to slice (c / 32) % 8 and
 /// lane c % 32, whatever the number of rows, so that sums of squares do not depend on it; a warp
-/// takes the slices first, first + step, ... of one row.
+/// takes `count` slices of one row.
 struct NormShare {
-  int row, first, step;
+  int row, first, step, count;
   __device__ explicit NormShare(int rows) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    const int padded = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
-    row = warp % padded;
-    first = warp / padded;
-    step = kLinearWarps / padded;
+    count = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
+    row = warp % count;
+    first = warp / count;
+    step = kLinearWarps / count;
   }
   __device__ int slice(int i) const { return first + i * step; }
 };
 
-/// normed[r] = x[r] * gamma / rms(x[r]), float32 and unrounded, in rows of normed_row_bytes(k).
-/// `finish` turns eight floats in place, which the same thread has written. Ends with a barrier.
+/// Sends for gamma, which does not depend on the predecessor: to the front of the norm's shared
+/// memory.
+template <class T>
+__device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* shared) {
+  for (int at = static_cast<int>(threadIdx.x) * kVector<T>; at < run.k;
+       at += kLinearThreads * kVector<T>)
+    copy_async(shared_address(shared + static_cast<std::size_t>(at) * sizeof(T)), run.gamma + at,
+               true);
+}
+
+/// Behind gamma in shared memory: rows of x[r] * gamma / rms(x[r]), float32 and unrounded, eight at
+/// a time as `finish` leaves them. Waits for all copies of the thread, gamma's too; ends with a
+/// barrier.
 template <class T, class Finish>
-__device__ inline void norm_rows(const LinearRun<T>& run, std::byte* normed, float* sums,
+__device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, float* sums,
                                  Finish finish) {
-  constexpr int kSlices = kLinearWarps, kAtOnce = 4;
+  constexpr int kSlices = kLinearWarps;
   const NormShare share(run.rows);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = run.k / 8;
-  const float* x = static_cast<const float*>(run.x) + static_cast<std::size_t>(share.row) * run.k;
-  float* const out = reinterpret_cast<float*>(normed + static_cast<std::size_t>(share.row) *
-                                                           normed_row_bytes(run.k));
-  const bool active = share.row < run.rows;
+  const std::size_t row = static_cast<std::size_t>(share.row);
+  const T* const gammas = reinterpret_cast<const T*>(shared);
+  const float* const x = static_cast<const float*>(run.x) + row * run.k;
+  float* const out =
+      reinterpret_cast<float*>(shared + gamma_bytes<T>(run.k) + row * normed_row_bytes(run.k));
+  const int count = share.row < run.rows ? share.count : 0;
+  const auto each_chunk = [&](int slice, auto&& f) {
+    for (int chunk = slice * kWarpSize + lane; chunk < chunks; chunk += kSlices * kWarpSize)
+      f(chunk * 8);
+  };
 
+  // All of x on its way at once, each warp what it will work on.
+  for (int i = 0; i < count; ++i)
+    for (int base = share.slice(i) * kWarpSize; base < chunks; base += kSlices * kWarpSize)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // sixteen bytes a lane, side by side
+        const int at = base * 8 + (half * kWarpSize + lane) * 4;
+        if (at < run.k) copy_async(shared_address(out + at), x + at, true);
+      }
+  commit_copies();
+  wait_copies<0>();
+  __syncwarp();
   float squares[kSlices] = {};
-  for (int base = 0; base < chunks; base += kSlices * kWarpSize) {
 #pragma unroll
-    for (int half = 0; half < kSlices; half += kAtOnce) {
-      float value[kAtOnce][8] = {}, gamma[kAtOnce][8];
-      int chunk[kAtOnce];
+  for (int i = 0; i < kSlices; ++i)
+    if (i < count)
+      each_chunk(share.slice(i), [&](int at) {
+        float value[8];
+        load_eight(out + at, value);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {  // loads first, all on their way together
-        const int slice = share.slice(half + i);
-        chunk[i] = base + slice * kWarpSize + lane;
-        if (!active || slice >= kSlices || chunk[i] >= chunks) {
-          chunk[i] = -1;
-          continue;
-        }
-        load_eight(x + chunk[i] * 8, value[i]);
-        load_eight(run.gamma + chunk[i] * 8, gamma[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (chunk[i] < 0) continue;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          squares[half + i] = fmaf(value[i][e], value[i][e], squares[half + i]);
-          value[i][e] *= gamma[i][e];
-        }
-        store_eight(value[i], out + chunk[i] * 8);
-      }
-    }
-  }
+        for (const float v : value) squares[i] = fmaf(v, v, squares[i]);
+      });
 #pragma unroll
   for (int i = 0; i < kSlices; ++i) {
     const float sum = warp_sum(squares[i]);
-    if (active && share.slice(i) < kSlices && lane == 0)
-      sums[share.row * kSlices + share.slice(i)] = sum;
+    if (i < count && lane == 0) sums[share.row * kSlices + share.slice(i)] = sum;
   }
   __syncthreads();
 
   float sum = 0;
-  for (int slice = 0; active && slice < kSlices; ++slice) sum += sums[share.row * kSlices + slice];
+  for (int slice = 0; count && slice < kSlices; ++slice) sum += sums[share.row * kSlices + slice];
   const float scale = 1.0f / sqrtf(sum / static_cast<float>(run.k) + run.norm_epsilon);
-  for (int slice = share.first; active && slice < kSlices; slice += share.step)
-    for (int chunk = slice * kWarpSize + lane; chunk < chunks; chunk += kSlices * kWarpSize) {
-      float value[8];
-      load_eight(out + chunk * 8, value);
+  for (int i = 0; i < count; ++i)
+    each_chunk(share.slice(i), [&](int at) {
+      float value[8], gamma[8];
+      load_eight(out + at, value);
+      load_eight(gammas + at, gamma);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) value[e] *= scale;
-      finish(value, out + chunk * 8);
-    }
+      for (int e = 0; e < 8; ++e) value[e] *= scale * gamma[e];
+      finish(value, out + at);
+    });
   __syncthreads();
 }
 

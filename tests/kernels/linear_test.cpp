@@ -250,6 +250,18 @@ TEST_CASE("linear is right where blocks take many units, and for long rows", "[g
   }
 }
 
+TEST_CASE("a normed x is not rounded to the type before the product", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16}) {
+    Trial trial(
+        {.type = type, .rows = 3, .n = 64, .k = 1024, .norm = true, .output = Output::logits});
+    trial.reset();
+    check_cuda(trial.enqueue(nullptr));
+    const std::vector<double> exact = trial.exact();
+    CHECK(16 * largest_error(exact, trial.results()) < largest_error(exact, trial.naive()));
+  }
+}
+
 TEST_CASE("a row comes out the same alone and in a batch, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
