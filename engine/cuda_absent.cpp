@@ -8,7 +8,7 @@ namespace kvlab {
 namespace {
 
 [[noreturn]] void refuse_bench() {
-  throw std::invalid_argument("bench: measures the CUDA decoder, which is not in this build");
+  throw std::invalid_argument("it measures the CUDA decoder, which is not in this build");
 }
 
 }  // namespace

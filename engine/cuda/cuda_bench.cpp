@@ -19,7 +19,7 @@ constexpr double kLong = 1000;  // milliseconds: once is enough
 
 DeviceModel load(const BenchModel& model) {
   if (!has_cuda_device())
-    throw std::runtime_error("bench: no CUDA device on this machine; it measures the CUDA decoder");
+    throw std::runtime_error("no CUDA device on this machine; bench measures the CUDA decoder");
   return model.random_weights.empty() ? DeviceModel::load(model.directory)
                                       : DeviceModel::random(model.random_weights);
 }

@@ -79,7 +79,9 @@ std::span<const float> row(const std::vector<float>& logits, std::size_t index, 
 }
 
 /// A random checkpoint of the given config, with biases and norms that are not neutral.
-void write_checkpoint(const std::filesystem::path& directory, const nlohmann::json& json) {
+/// `head_deviation`: of the head's weights.
+void write_checkpoint(const std::filesystem::path& directory, const nlohmann::json& json,
+                      float head_deviation = 0.1f) {
   std::filesystem::create_directories(directory);
   std::ofstream(directory / "config.json") << json;
   const ModelConfig config = load_model_config(directory);
@@ -89,7 +91,10 @@ void write_checkpoint(const std::filesystem::path& directory, const nlohmann::js
   std::vector<TensorToWrite> tensors;
   for (const WeightPart& part : plan.parts) {
     const bool norm = part.initial == Initial::ones;
-    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, norm ? 0.2f : 0.1f);
+    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, norm ? 0.2f
+                                                             : part.name == "lm_head.weight"
+                                                                 ? head_deviation
+                                                                 : 0.1f);
     values.emplace_back(part.elements());
     for (float& value : values.back()) value = draw(generator);
   }
@@ -385,6 +390,16 @@ TEST_CASE("A trace that cannot be written fails the capture, and does not look w
       }(),
       std::runtime_error);
   CHECK_FALSE(std::filesystem::exists(folder / "trace" / "manifest.json"));
+}
+
+TEST_CASE("Logits that are not finite end the text with an error", "[gpu]") {
+  if (no_device()) return;
+  const test::TemporaryFolder folder;
+  write_checkpoint(folder / "model", small_config("LlamaForCausalLM", "llama", 2, 2, 64), 3e37f);
+  const DeviceModel model = DeviceModel::load(folder / "model");
+  CudaSequence sequence(model, {.tokens = 40});
+  CHECK_THROWS_AS(generate(sequence, some_ids(9, 301), 20, {}), std::runtime_error);
+  CHECK_NOTHROW(sequence.flush());
 }
 
 TEST_CASE("What does not fit is refused, with what would", "[gpu]") {
