@@ -118,6 +118,7 @@ class WarpStream {
 
   /// Weights of the first stages. They do not depend on the predecessor.
   __device__ void start_weights() {
+#pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
       fetch_weights(stage);
       commit_copies();
@@ -127,6 +128,7 @@ class WarpStream {
   /// x, unnormed, of the first stages: by plain loads, since their groups of copies are complete.
   __device__ void start_x() {
     int k = first_k_;
+#pragma unroll 1
     for (int slot = 0; slot < kRuns; ++slot) {
       if (has_x()) {
 #pragma unroll

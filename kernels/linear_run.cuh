@@ -73,6 +73,7 @@ struct NormShare {
 /// memory.
 template <class T>
 __device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* shared) {
+#pragma unroll 1
   for (int at = static_cast<int>(threadIdx.x) * kVector<T>; at < run.k;
        at += kLinearThreads * kVector<T>)
     copy_async(shared_address(shared + static_cast<std::size_t>(at) * sizeof(T)), run.gamma + at,
@@ -95,12 +96,16 @@ __device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, flo
       reinterpret_cast<float*>(shared + gamma_bytes<T>(run.k) + row * normed_row_bytes(run.k));
   const int count = share.row < run.rows ? share.count : 0;
   const auto each_chunk = [&](int slice, auto&& f) {
+#pragma unroll 1
     for (int chunk = slice * kWarpSize + lane; chunk < chunks; chunk += kSlices * kWarpSize)
       f(chunk * 8);
   };
 
+  // Few instructions rather than fast ones, throughout: a launch finds the instruction cache cold.
   // All of x on its way at once, each warp what it will work on.
+#pragma unroll 1
   for (int i = 0; i < count; ++i)
+#pragma unroll 1
     for (int base = share.slice(i) * kWarpSize; base < chunks; base += kSlices * kWarpSize)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // sixteen bytes a lane, side by side
@@ -110,26 +115,24 @@ __device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, flo
   commit_copies();
   wait_copies<0>();
   __syncwarp();
-  float squares[kSlices] = {};
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    float squares = 0;
+    each_chunk(share.slice(i), [&](int at) {
+      float value[8];
+      load_eight(out + at, value);
 #pragma unroll
-  for (int i = 0; i < kSlices; ++i)
-    if (i < count)
-      each_chunk(share.slice(i), [&](int at) {
-        float value[8];
-        load_eight(out + at, value);
-#pragma unroll
-        for (const float v : value) squares[i] = fmaf(v, v, squares[i]);
-      });
-#pragma unroll
-  for (int i = 0; i < kSlices; ++i) {
-    const float sum = warp_sum(squares[i]);
-    if (i < count && lane == 0) sums[share.row * kSlices + share.slice(i)] = sum;
+      for (const float v : value) squares = fmaf(v, v, squares);
+    });
+    squares = warp_sum(squares);
+    if (lane == 0) sums[share.row * kSlices + share.slice(i)] = squares;
   }
   __syncthreads();
 
   float sum = 0;
   for (int slice = 0; count && slice < kSlices; ++slice) sum += sums[share.row * kSlices + slice];
   const float scale = 1.0f / sqrtf(sum / static_cast<float>(run.k) + run.norm_epsilon);
+#pragma unroll 1
   for (int i = 0; i < count; ++i)
     each_chunk(share.slice(i), [&](int at) {
       float value[8], gamma[8];

@@ -5,7 +5,9 @@
 
 namespace kvlab::kernels {
 
-/// x[t] = table[ids[t]], widened to float32.
+/// Widths of embed, rms_norm and silu_gate are multiples of 8.
+
+/// x[t] = table[ids[t]], widened to float32; not-a-number for an id below 0 (see sample).
 cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens,
                   float* x, cudaStream_t stream);
 
@@ -21,8 +23,9 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
 cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
                       cudaStream_t stream);
 
-/// Splits a projection, norms q and k by head (where gammas are given), rotates them in float32 by
-/// cos/sin of the token's position, rounds once to `type`, and writes k and v to the cache.
+/// Splits a projection, norms q and k by head (where gammas are given; the result is rounded to
+/// `type`, as it is captured), rotates them in float32 by cos/sin of the token's position, rounds
+/// to `type`, and writes k and v to the cache.
 struct RopeWriteArgs {
   Type type;
   int tokens, query_heads, kv_heads, head_size, rotated;
@@ -43,7 +46,8 @@ cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 
 /// Chooses one id a row: temperature 0 is greedy (ties: the lowest id), else by inverse transform
 /// of the top-k/top-p tempered distribution with a counter-based draw from (seed[row],
-/// counter[row]).
+/// counter[row]): the draws of engine/sampler.hpp, but that probabilities are float32. -1 where the
+/// row's largest logit is not finite. A vocab has less than 2^18 ids.
 struct SampleArgs {
   int rows, vocab;
   const float* logits;               // [row, vocab]
