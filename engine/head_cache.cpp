@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "policies/observation.hpp"
 #include "traces/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -12,45 +11,6 @@ constexpr std::uint32_t kNoRow = 0xffff'ffffu;
 constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 
 }  // namespace
-
-/// Sums of integers: blocks may be added in any order.
-struct HeadCache::Received {
-  Received(const LiveSet& live, std::uint32_t threshold, std::uint32_t visible)
-      : needs(live.needs()),
-        states(live.states()),
-        threshold16(threshold),
-        seen(needs == Needs::nothing ? 0 : visible),
-        asked(needs == Needs::requests ? visible : 0) {}
-
-  /// One query head's row of probabilities; `age` counts the younger queries of the admission.
-  void add_row(std::span<const float> p, std::uint32_t age) {
-    if (needs == Needs::mass && age < states.tail()) {
-      const float weight = states.weight(age);
-      for (std::size_t i = 0; i < p.size(); ++i) seen[i].mass += fixed_mass(weight, p[i]);
-    }
-    if (needs == Needs::requests) {
-      const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
-      for (std::size_t i = 0; i < p.size(); ++i)
-        asked[i] |= requested(fixed_mass(1.0f, p[i]), row_max, threshold16);
-    }
-  }
-
-  /// All heads of the query at `position` have been added.
-  void end_query(std::uint32_t position) {
-    for (std::size_t i = 0; i < asked.size(); ++i) {
-      if (!asked[i]) continue;
-      ++seen[i].requests;
-      seen[i].last_request = position;
-      asked[i] = 0;
-    }
-  }
-
-  Needs needs;
-  const PolicyStates& states;
-  std::uint32_t threshold16;
-  std::vector<Observation> seen;    // by age, as many as the block's last query sees
-  std::vector<std::uint8_t> asked;  // by age: requested by some head of this query
-};
 
 HeadCache::HeadCache(const HeadShape& shape, const PolicySpec& spec, std::uint32_t budget,
                      LiveSet::Identity identity)
@@ -95,9 +55,8 @@ void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
   place_rows();
   store(admission, rope);
   if (shape_.positions == Positions::cache) squeeze(rope);
-  seen_.assign(live_.needs() == Needs::nothing ? 0 : live_.size(), {.queries = admission.tokens});
-  for (std::uint32_t i = 0; i < admission.tokens && !seen_.empty(); ++i)
-    seen_[seen_.size() - 1 - i].queries = i + 1;  // the youngest is seen by its own query only
+  seen_ = Tally(live_, shape_.threshold16, live_.size());
+  seen_.set_queries(admission.tokens);
 }
 
 /// A reused slot keeps its row; a new one gets the next.
@@ -164,7 +123,7 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
   }
   multiply(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
 
-  Received received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
+  Tally received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
     const std::size_t head = i % group, count = visible(admission, token);
@@ -182,22 +141,13 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
     received.add_row({p, count}, admission.tokens - 1 - token);
     if (head + 1 == group) received.end_query(admission.first + token);
   }
-  add(received);
-}
-
-void HeadCache::add(const Received& received) {
   const std::lock_guard lock(seen_mutex_);
-  for (std::size_t i = 0; i < received.seen.size(); ++i) {
-    const Observation& more = received.seen[i];
-    seen_[i].mass += more.mass;
-    seen_[i].requests += more.requests;
-    seen_[i].last_request = std::max(seen_[i].last_request, more.last_request);
-  }
+  seen_.merge(received);
 }
 
 std::span<const Observation> HeadCache::observe() {
-  live_.observe(seen_);
-  return seen_;
+  live_.observe(seen_.seen());
+  return seen_.seen();
 }
 
 }  // namespace kvlab

@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/live_set.hpp"
+#include "policies/tally.hpp"
 #include "traces/numeric/panels.hpp"
 #include "traces/numeric/rope.hpp"
 
@@ -59,8 +59,6 @@ class HeadCache {
   std::uint32_t row_count() const { return row_count_; }
 
  private:
-  struct Received;  // what the live tokens received from a block of queries
-
   std::uint32_t visible(const HeadAdmission& admission, std::uint32_t token) const {
     return live_.size() - admission.tokens + token + 1;
   }
@@ -68,7 +66,6 @@ class HeadCache {
   void place_rows();
   void store(const HeadAdmission& admission, const RopeTable& rope);
   void squeeze(const RopeTable& rope);
-  void add(const Received& received);
 
   HeadShape shape_;
   LiveSet live_;
@@ -82,7 +79,7 @@ class HeadCache {
   std::vector<std::uint32_t> turns_;  // [row]: the position that a key is rotated to; likewise
 
   std::mutex seen_mutex_;
-  std::vector<Observation> seen_;  // by age
+  Tally seen_;
 };
 
 }  // namespace kvlab

@@ -19,8 +19,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
 
 bool HeadRun::observes(std::uint32_t query) const {
   if (live_.needs() == Needs::nothing) return false;
-  const std::uint32_t age = admission().first + admission().tokens - 1 - query;
-  return live_.needs() == Needs::requests || age < live_.states().tail();
+  return live_.needs() == Needs::requests || age_of(query) < live_.states().tail();
 }
 
 bool HeadRun::wants_row(std::uint32_t query) const {
@@ -32,15 +31,13 @@ bool HeadRun::wants_row(std::uint32_t query) const {
 
 void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
   if (query == admission().first) begin_admission();
-  visible_ = live_.size() - (admission().first + admission().tokens - 1 - query);
+  visible_ = live_.size() - age_of(query);
   sees_all_ = visible_ == query + 1;
 
   if (observes(query) || measures(query) || sink_.out) {
     if (squeezed_) squeezed_->compute(query, live_, visible_);
-    requested_now_.assign(live_.needs() == Needs::requests ? visible_ : 0, 0);
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
-    for (std::size_t i = 0; i < requested_now_.size(); ++i)
-      if (requested_now_[i]) ++requests_[i], last_request_[i] = query;
+    seen_.end_query(query);
   }
   if (future_mass_)
     for (std::uint32_t head = 0; head < view_.group; ++head) spend_future(query, head, rows);
@@ -53,34 +50,18 @@ void HeadRun::begin_admission() {
   live_.make_room(admission().first);
   live_.admit(admission().first, admission().tokens);
   if (squeezed_) squeezed_->place(live_);
-  mass_.assign(live_.needs() == Needs::mass ? live_.size() : 0, 0);
-  requests_.assign(live_.needs() == Needs::requests ? live_.size() : 0, 0);
-  last_request_ = requests_;
+  seen_ = Tally(live_, arithmetic_.threshold16, live_.size());
 }
 
 void HeadRun::finish_admission() {
-  if (live_.needs() != Needs::nothing) {
-    const std::uint32_t admitted = admission().tokens, older = live_.size() - admitted;
-    seen_.assign(live_.size(), {});
-    for (std::uint32_t i = 0; i < live_.size(); ++i) {
-      if (!mass_.empty()) seen_[i].mass = mass_[i];
-      if (!requests_.empty()) {
-        seen_[i].requests = requests_[i];
-        seen_[i].last_request = last_request_[i];
-      }
-      seen_[i].queries = i < older ? admitted : admitted - (i - older);
-    }
-    live_.observe(seen_);
-  }
+  seen_.set_queries(admission().tokens);
+  live_.observe(seen_.seen());
   ++next_;
 }
 
 void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   take_probabilities(query, head, rows);
-  if (observes(query)) {
-    if (live_.needs() == Needs::mass) observe_mass(query);
-    if (live_.needs() == Needs::requests) observe_requests();
-  }
+  seen_.add_row(p_, age_of(query));
   if (measures(query)) measure_head(query, head, rows);
   if (sink_.out) {
     const auto out = output();
@@ -107,19 +88,6 @@ void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, Shared
     sum = lane_sum(p_.data(), visible_);
   }
   divide(p_.data(), visible_, sum, p_.data());
-}
-
-void HeadRun::observe_mass(std::uint32_t query) {
-  const std::uint32_t age = admission().first + admission().tokens - 1 - query;
-  const float weight = live_.states().weight(age);
-  for (std::uint32_t i = 0; i < visible_; ++i) mass_[i] += fixed_mass(weight, p_[i]);
-}
-
-void HeadRun::observe_requests() {
-  const float largest = *std::max_element(p_.begin(), p_.end());
-  const std::uint64_t row_max = fixed_mass(1.0f, largest);
-  for (std::uint32_t i = 0; i < visible_; ++i)
-    requested_now_[i] |= requested(fixed_mass(1.0f, p_[i]), row_max, arithmetic_.threshold16);
 }
 
 void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/live_set.hpp"
+#include "policies/tally.hpp"
 #include "sim/head_view.hpp"
 #include "sim/metrics.hpp"
 #include "sim/shared_rows.hpp"
@@ -58,14 +58,16 @@ class HeadRun {
 
  private:
   const Admission& admission() const { return admissions_[next_]; }
+  /// Younger queries of the admission.
+  std::uint32_t age_of(std::uint32_t query) const {
+    return admission().first + admission().tokens - 1 - query;
+  }
   bool observes(std::uint32_t query) const;
   bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   void begin_admission();
   void finish_admission();
   void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows);
-  void observe_mass(std::uint32_t query);
-  void observe_requests();
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
   std::span<const float> output();
@@ -84,13 +86,10 @@ class HeadRun {
 
   std::function<void(std::uint32_t, const LiveSet&)> room_watcher_;
 
-  std::uint32_t visible_ = 0;                // live tokens the current query may see
-  bool sees_all_ = false;                    // … which are all there ever were
-  std::vector<float> kept_, p_, out_;        // by age: shared exponentials, probabilities; [dim]
-  std::vector<std::uint64_t> mass_;          // by age
-  std::vector<std::uint8_t> requested_now_;  // by age: by some head, in this query
-  std::vector<std::uint32_t> requests_, last_request_;
-  std::vector<Observation> seen_;
+  std::uint32_t visible_ = 0;          // live tokens the current query may see
+  bool sees_all_ = false;              // … which are all there ever were
+  std::vector<float> kept_, p_, out_;  // by age: shared exponentials, probabilities; [dim]
+  Tally seen_;                         // from the admission in progress
 };
 
 }  // namespace kvlab

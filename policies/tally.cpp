@@ -1,0 +1,52 @@
+#include "policies/tally.hpp"
+
+#include <algorithm>
+
+#include "policies/observation.hpp"
+
+namespace kvlab {
+
+Tally::Tally(const LiveSet& live, std::uint32_t threshold16, std::uint32_t tokens)
+    : needs_(live.needs()),
+      states_(&live.states()),
+      threshold16_(threshold16),
+      seen_(needs_ == Needs::nothing ? 0 : tokens),
+      asked_(needs_ == Needs::requests ? tokens : 0) {}
+
+void Tally::add_row(std::span<const float> p, std::uint32_t age) {
+  if (needs_ == Needs::mass && age < states_->tail()) {
+    const float weight = states_->weight(age);
+    for (std::size_t i = 0; i < p.size(); ++i) seen_[i].mass += fixed_mass(weight, p[i]);
+  }
+  if (needs_ == Needs::requests) {
+    const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
+    for (std::size_t i = 0; i < p.size(); ++i)
+      asked_[i] |= requested(fixed_mass(1.0f, p[i]), row_max, threshold16_);
+  }
+}
+
+void Tally::end_query(std::uint32_t position) {
+  for (std::size_t i = 0; i < asked_.size(); ++i) {
+    if (!asked_[i]) continue;
+    ++seen_[i].requests;
+    seen_[i].last_request = position;
+    asked_[i] = 0;
+  }
+}
+
+void Tally::merge(const Tally& part) {
+  for (std::size_t i = 0; i < part.seen_.size(); ++i) {
+    const Observation& more = part.seen_[i];
+    seen_[i].mass += more.mass;
+    seen_[i].requests += more.requests;
+    seen_[i].last_request = std::max(seen_[i].last_request, more.last_request);
+  }
+}
+
+void Tally::set_queries(std::uint32_t count) {
+  const std::size_t older = seen_.size() - std::min<std::size_t>(seen_.size(), count);
+  for (std::size_t i = 0; i < seen_.size(); ++i)
+    seen_[i].queries = i < older ? count : count - static_cast<std::uint32_t>(i - older);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,43 @@
+// From rows of probabilities to what each live token observed: its one home on the host, so that a
+// replay and a decoder count alike.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "policies/live_set.hpp"
+
+namespace kvlab {
+
+/// What the live tokens receive from some queries of one admission. Sums of integers: tallies of
+/// parts may be merged in any order. Counts only what the policy needs.
+class Tally {
+ public:
+  Tally() = default;
+  /// Of the first `tokens` live tokens by age. `live` must outlive the tally.
+  Tally(const LiveSet& live, std::uint32_t threshold16, std::uint32_t tokens);
+
+  /// One query head's row of probabilities, by age, no longer than the tally; `age` counts the
+  /// younger queries of the admission.
+  void add_row(std::span<const float> p, std::uint32_t age);
+  /// All heads of the query at `position` have been added.
+  void end_query(std::uint32_t position);
+  /// Adds a part's counts; `part` is no longer than this.
+  void merge(const Tally& part);
+  /// Notes how many of the admission's `count` queries could see each token; the last `count`
+  /// tokens are the admission's own.
+  void set_queries(std::uint32_t count);
+
+  /// By age; empty if the policy needs nothing.
+  std::span<const Observation> seen() const { return seen_; }
+
+ private:
+  Needs needs_ = Needs::nothing;
+  const PolicyStates* states_ = nullptr;
+  std::uint32_t threshold16_ = 0;
+  std::vector<Observation> seen_;
+  std::vector<std::uint8_t> asked_;  // requested by some head of this query
+};
+
+}  // namespace kvlab
