@@ -16,7 +16,9 @@ constexpr std::uint64_t fixed_mass(float weight, float p) {
 /// The request threshold as an integer, tau * 2^16: H2O's "zero" is an entry under 1% of its row's
 /// largest (H2O, section 3.1).
 constexpr std::uint32_t request_threshold16(double tau) {
-  return static_cast<std::uint32_t>(tau * 65536.0 + 0.5);
+  const double scaled = tau * 65536.0;
+  const auto whole = static_cast<std::uint32_t>(scaled);
+  return scaled - whole < 0.5 ? whole : whole + 1;
 }
 
 /// Whether a query head requests a token. Both masses are unweighted; `row_max` is the row's
