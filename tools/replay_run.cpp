@@ -12,16 +12,6 @@
 namespace kvlab {
 namespace {
 
-TraceReader open_verified(const std::string& path, unsigned threads) {
-  TraceReader trace = TraceReader::open(path);
-  const TraceCheck check = verify_trace(trace, threads);
-  if (!check.ok)
-    throw std::runtime_error(
-        fmt::format("{}: does not verify: {}; see `kvlab trace verify`", path,
-                    check.problems.empty() ? "unknown" : check.problems.front()));
-  return trace;
-}
-
 void refuse_same_names(const std::vector<RunTrace>& traces) {
   std::set<std::string> names;
   for (const RunTrace& trace : traces)
@@ -94,7 +84,7 @@ Run replay_traces(const ReplayRequest& request) {
     throw std::invalid_argument("--trace: name at least one trace directory");
   std::vector<TraceReader> traces;
   for (const std::string& path : request.traces)
-    traces.push_back(open_verified(path, request.options.threads));
+    traces.push_back(open_verified_trace(path, request.options.threads));
   Run run{.info = describe(request, traces)};
   for (std::size_t i = 0; i < traces.size(); ++i) {
     const auto sequence = static_cast<std::uint32_t>(i);

@@ -222,8 +222,8 @@ TraceReader open_verified_trace(const std::filesystem::path& directory, unsigned
   TraceReader trace = TraceReader::open(directory);
   const TraceCheck check = verify_trace(trace, threads);
   if (!check.ok)
-    throw std::runtime_error(
-        fmt::format("{}: does not verify: {}", directory.string(), check.problems.front()));
+    throw std::runtime_error(fmt::format("{}: does not verify: {}; see `kvlab trace verify`",
+                                         directory.string(), check.problems.front()));
   return trace;
 }
 
