@@ -1,0 +1,65 @@
+// Eviction on the device: one layer's cache as slots, and what a policy does to it.
+//
+// A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head. Every pair has its
+// own budget, hence its own number of slots, its own live tokens and its own victim. What changes
+// from step to step is in device memory, so that a captured graph goes on serving.
+#pragma once
+
+#include "kernels/types.hpp"
+#include "policies/policy.hpp"
+
+namespace kvlab::kernels {
+
+/// One layer's cache. The pair's slots begin at first_slot[pair]; the first lengths[pair] of them
+/// hold live tokens, in any order. In decoding nothing is moved: the victim's slot takes the next
+/// token.
+struct SlotCache {
+  Type type;
+  int sequences, query_heads, kv_heads, head_size;
+  float softmax_scale;
+  int most_slots;                  ///< the largest capacity of a pair; sizes grids and workspaces
+  const std::int64_t* first_slot;  // [pair]
+  void *keys, *values;       // [slot, dim]; keys rotated at their positions, plain where squeezed
+  std::uint32_t* positions;  // [slot]: of the token that it holds
+  std::int32_t* lengths;     // [pair]: live tokens
+  std::int32_t* next_slots;  // [pair], from first_slot: where the next token goes; lengths[pair]
+                             // appends, less overwrites the victim
+};
+
+/// The rule's numbers for one pair, resolved to tokens.
+struct PairRule {
+  std::uint32_t budget;  ///< kUnlimited: nothing is evicted
+  std::uint32_t sinks, recent;
+};
+inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;
+
+/// What a policy works on, beside the cache.
+struct PolicyState {
+  std::byte* states;                  // [slot, slot_bytes]
+  const PairRule* rules;              // [pair]
+  const std::byte* params;            // [sequence]: P::Params; null where that is empty
+  const std::uint32_t* threshold16;   // [sequence]: of requests
+  const std::uint64_t* seeds;         // [sequence]
+  const std::uint32_t* sequence_ids;  // [sequence]: what Step::sequence says
+  std::uint32_t layer;
+  Observation* seen;  ///< [slot]: what each live token received, for verification; or null
+};
+
+/// One decoded token a sequence, which is at next_slots already (key, value and position; not its
+/// state, which this admits). Attends over the live slots, shows the policy what each received,
+/// updates its states, and leaves in next_slots where the token after it goes; lengths is updated.
+struct EvictingAttentionArgs {
+  SlotCache cache;
+  PolicyState policy;
+  Positions numbering;       ///< original: keys are rotated; cache: rotated here, by age
+  const std::uint32_t* now;  // [sequence]: position of the token; kIdle: the sequence sits out
+  const void* q;             // [sequence, query_head, dim] of type; rotated, plain where squeezed
+  const float* inv_freq;     // [rotated / 2], where squeezed
+  int rotated;
+  void* out;   // [sequence, query_head, dim] of type
+  float* lse;  // [sequence, query_head], natural logarithm, or null
+  void* workspace;
+};
+inline constexpr std::uint32_t kIdle = 0xffff'ffffu;
+
+}  // namespace kvlab::kernels
