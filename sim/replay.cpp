@@ -195,25 +195,65 @@ std::span<const std::string_view> replay_references() {
   return kReferences;
 }
 
+struct ReplayJob::Impl {
+  Replay replay;
+  std::size_t heads, configs;
+  const ModelShape& shape;
+  std::span<const ReplayConfig> grid;
+};
+
+ReplayJob::ReplayJob(const TraceReader& trace, std::uint32_t sequence,
+                     std::span<const ReplayConfig> configs, const ReplayOptions& options)
+    : impl_(new Impl{Replay(trace, sequence, configs, options), trace.shape().kv_heads,
+                     configs.size(), trace.shape(), configs}) {}
+
+ReplayJob::ReplayJob(ReplayJob&&) noexcept = default;
+ReplayJob::~ReplayJob() = default;
+
+std::size_t ReplayJob::units() const { return impl_->replay.layers().size() * impl_->heads; }
+
+ReplayUnit ReplayJob::unit(std::size_t index) const {
+  return {impl_->replay.layers()[index / impl_->heads],
+          static_cast<std::uint32_t>(index % impl_->heads)};
+}
+
+std::vector<HeadOutcome> ReplayJob::run(std::size_t index) const {
+  const ReplayUnit place = unit(index);
+  return impl_->replay.run_unit(place.layer, place.kv_head);
+}
+
+ReplayGathering::ReplayGathering(const ReplayJob& job)
+    : job_(*job.impl_), layers_(job_.replay.layers().size()), left_(layers_.size(), job_.heads) {
+  for (LayerOutcome& layer : layers_) layer.heads.resize(job_.heads);
+}
+
+ReplayGathering::~ReplayGathering() = default;
+
+void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
+  const std::size_t l = index / job_.heads;
+  layers_[l].heads[index % job_.heads] = std::move(outcomes);
+  if (--left_[l] == 0) reduce_layer(layers_[l], job_.replay.span(), job_.configs);
+}
+
+ReplayResult ReplayGathering::result() const {
+  return {job_.replay.budgets(),
+          tabulate(job_.shape, job_.replay.span(), job_.grid, job_.replay.layers(), layers_)};
+}
+
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const ReplayConfig> configs, const ReplayOptions& options) {
-  const Replay job(trace, sequence, configs, options);
-  const std::size_t heads = trace.shape().kv_heads, units = job.layers().size() * heads;
-  std::vector<LayerOutcome> layers(job.layers().size());
-  for (LayerOutcome& layer : layers) layer.heads.resize(heads);
-  std::vector<std::size_t> left(layers.size(), heads);
+  const ReplayJob job(trace, sequence, configs, options);
+  ReplayGathering gathering(job);
   std::size_t done = 0;
   std::mutex mutex;
-  parallel_for(units, options.threads, [&](std::size_t unit) {
-    const std::size_t l = unit / heads, h = unit % heads;
-    auto outcome = job.run_unit(job.layers()[l], static_cast<std::uint32_t>(h));
+  parallel_for(job.units(), options.threads, [&](std::size_t unit) {
+    auto outcomes = job.run(unit);
     const std::lock_guard lock(mutex);
-    layers[l].heads[h] = std::move(outcome);
-    if (--left[l] == 0) reduce_layer(layers[l], job.span(), configs.size());
+    gathering.put(unit, std::move(outcomes));
     if (options.progress)
-      options.progress(static_cast<double>(++done) / static_cast<double>(units));
+      options.progress(static_cast<double>(++done) / static_cast<double>(job.units()));
   });
-  return {job.budgets(), tabulate(trace.shape(), job.span(), configs, job.layers(), layers)};
+  return gathering.result();
 }
 
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -59,10 +60,57 @@ struct ReplayResult {
   std::vector<Measurement> measurements;     ///< ordered: configuration, layer, head, metric
 };
 
-/// Replays `trace` (index `sequence` of the run) through `configs`. The unit of work is one KV head
-/// of one layer, all configurations together. Results do not depend on the number of threads.
-/// Throws std::invalid_argument: a span without queries, guards that do not fit, a reference asked
-/// for with squeezed positions, a layer that is not there, …
+struct HeadOutcome;   // sim/tabulate.hpp
+struct LayerOutcome;  // sim/tabulate.hpp
+
+/// Which KV head a unit of work is about.
+struct ReplayUnit {
+  std::uint32_t layer, kv_head;
+};
+
+/// One trace (index `sequence` of the run) through `configs`, by units of work: one KV head of one
+/// layer, all configurations together.
+class ReplayJob {
+ public:
+  /// `trace`, `configs` and `options` must outlive the job. Throws std::invalid_argument: a span
+  /// without queries, guards that do not fit, a reference asked for with squeezed positions, a
+  /// layer that is not there, …
+  ReplayJob(const TraceReader& trace, std::uint32_t sequence, std::span<const ReplayConfig> configs,
+            const ReplayOptions& options);
+  ReplayJob(ReplayJob&&) noexcept;
+  ~ReplayJob();
+
+  /// By layer, then KV head.
+  std::size_t units() const;
+  ReplayUnit unit(std::size_t index) const;
+  /// The outcomes of one unit, by configuration. From any thread, in any order.
+  std::vector<HeadOutcome> run(std::size_t index) const;
+
+ private:
+  friend class ReplayGathering;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Collects the units of a job, each once, in any order, and makes rows of them. What a complete
+/// layer no longer needs is dropped at once.
+class ReplayGathering {
+ public:
+  explicit ReplayGathering(const ReplayJob& job);  ///< `job` must outlive this
+  ~ReplayGathering();
+
+  void put(std::size_t index, std::vector<HeadOutcome> outcomes);
+  /// When every unit is there. Does not depend on the order in which they came.
+  ReplayResult result() const;
+
+ private:
+  const ReplayJob::Impl& job_;
+  std::vector<LayerOutcome> layers_;
+  std::vector<std::size_t> left_;  // units to come, by layer
+};
+
+/// Runs every unit of the job, in memory. Results do not depend on the number of threads. Throws as
+/// ReplayJob does.
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const ReplayConfig> configs, const ReplayOptions& options);
 
