@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/cuda/batch_state.hpp"
+#include "engine/cuda/capture_shape.hpp"
 #include "engine/cuda/device_model.hpp"
 #include "engine/sampler.hpp"
 
@@ -18,20 +20,6 @@ struct CudaDecoderOptions {
   std::uint32_t slots = 0;              ///< tokens that each sequence may hold
   std::uint32_t prefill_tokens = 2048;  ///< of a prompt at once
   bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
-};
-
-/// What a captured admission left in device memory, layer by layer: `layers` of these after each
-/// other, each `tokens` long.
-struct CaptureShape {
-  Dtype dtype;
-  std::uint32_t layers, query_heads, kv_heads, head_size;
-  bool plain;  ///< q and k are apart, because they are normed by head
-
-  // Bytes from the layer's begin; every part starts at a multiple of 256.
-  struct Offsets {
-    std::size_t qkv, out, lse, plain_q, plain_k, end;
-  };
-  Offsets offsets(std::size_t tokens) const;
 };
 
 /// Everything is enqueued on one stream and returns at once, unless it says that it waits. Throws
@@ -82,7 +70,7 @@ class CudaDecoder {
   std::uint64_t published() const;
   /// Waits for the ids that the index-th of them sampled, [rows]; the last kRing can be asked for.
   std::span<const std::int32_t> ids(std::uint64_t index) const;
-  static constexpr int kRing = 16;
+  static constexpr int kRing = BatchState::kRing;
   /// Waits; the logits of a sequence's last token [vocab].
   std::vector<float> logits(int sequence) const;
   std::uint32_t tokens(int sequence) const;  ///< fed so far

@@ -1,0 +1,85 @@
+#include "engine/cuda/capture_shape.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+std::size_t qkv_bytes(const CaptureShape& shape, std::size_t rows) {
+  return rows * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size * bytes_of(shape.dtype);
+}
+std::size_t out_bytes(const CaptureShape& shape, std::size_t rows) {
+  return rows * shape.query_heads * shape.head_size * bytes_of(shape.dtype);
+}
+std::size_t chunks_bytes(const CaptureShape& shape, std::size_t tokens) {
+  return 2 * shape.offsets(tokens).end;
+}
+std::size_t step_bytes(const CaptureShape& shape) { return shape.layers * shape.offsets(1).end; }
+
+}  // namespace
+
+CaptureShape::Offsets CaptureShape::offsets(std::size_t tokens) const {
+  const std::size_t element = bytes_of(dtype), q = std::size_t{query_heads} * head_size,
+                    kv = std::size_t{kv_heads} * head_size;
+  Offsets at{};
+  at.out = aligned(tokens * (q + 2 * kv) * element);
+  at.lse = at.out + aligned(tokens * q * element);
+  at.plain_q = at.lse + aligned(tokens * query_heads * sizeof(float));
+  at.plain_k = at.plain_q + (plain ? aligned(tokens * q * element) : 0);
+  at.end = at.plain_k + (plain ? aligned(tokens * kv * element) : 0);
+  return at;
+}
+
+CaptureShape capture_shape(const ModelConfig& config, Dtype dtype) {
+  return {.dtype = dtype,
+          .layers = config.layers,
+          .query_heads = config.query_heads,
+          .kv_heads = config.kv_heads,
+          .head_size = config.head_size,
+          .plain = config.qk_norm};
+}
+
+LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, std::size_t rows,
+                                     std::size_t chunk_tokens, bool capture, cudaStream_t stream)
+    : shape_(shape),
+      capture_(capture),
+      qkv_(qkv_bytes(shape, rows), "queries, keys and values"),
+      out_(out_bytes(shape, rows), "attention outputs") {
+  // Attention writes nothing for idle rows; what follows still computes on them.
+  cuda::check(cudaMemsetAsync(out_.data(), 0, out_.bytes(), stream), "attention outputs");
+  if (!capture) return;
+  chunks_ = cuda::DeviceBuffer(chunks_bytes(shape, chunk_tokens), "capture");
+  step_ = cuda::DeviceBuffer(step_bytes(shape), "capture");
+  cuda::check(cudaMemsetAsync(step_.data(), 0, step_.bytes(), stream), "capture");
+}
+
+std::size_t LayerOutputMemory::bytes(const CaptureShape& shape, std::size_t rows,
+                                     std::size_t chunk_tokens, bool capture) {
+  return qkv_bytes(shape, rows) + out_bytes(shape, rows) +
+         (capture ? chunks_bytes(shape, chunk_tokens) + step_bytes(shape) : 0);
+}
+
+LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens) const {
+  const CaptureShape::Offsets at = shape_.offsets(tokens);
+  return {.qkv = base,
+          .out = base + at.out,
+          .lse = reinterpret_cast<float*>(base + at.lse),
+          .plain_q = shape_.plain ? base + at.plain_q : nullptr,
+          .plain_k = shape_.plain ? base + at.plain_k : nullptr};
+}
+
+LayerOutputs LayerOutputMemory::chunk(std::uint32_t layer, std::size_t tokens) const {
+  if (!capture_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
+  return captured_at(chunks_.data() + layer % 2 * (chunks_.bytes() / 2), tokens);
+}
+
+LayerOutputs LayerOutputMemory::step(std::uint32_t layer) const {
+  if (!capture_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
+  return captured_at(step_.data() + layer * shape_.offsets(1).end, 1);
+}
+
+}  // namespace kvlab
