@@ -1,49 +1,29 @@
 // Logits against those that transformers computed in float32; see
 // tools/fixtures/make_model_fixtures.py.
-#include <cmath>
 #include <cstdlib>
-#include <filesystem>
 
 #include "engine/model.hpp"
 #include "tests/catch.hpp"
+#include "tests/engine/expected_logits.hpp"
 #include "tests/engine/plain_forward.hpp"
 #include "tests/skip.hpp"
-#include "traces/safetensors.hpp"
 
 namespace kvlab {
 namespace {
 
-const std::filesystem::path kRoot = KVLAB_SOURCE_DIR;
+using test::relative_error;
+using test::source_path;
 
 struct Expected {
   std::vector<std::int32_t> ids, rows;
   std::vector<float> logits, inv_freq, rope_factor;
 };
 
-template <class T>
-std::vector<T> values(const SafetensorsFile& file, const char* name) {
-  const TensorView& tensor = file.at(name);
-  std::vector<T> result(tensor.elements());
-  std::memcpy(result.data(), tensor.data.data(), tensor.data.size());
-  return result;
-}
-
 Expected expected(const std::string& name) {
-  const auto file =
-      SafetensorsFile::open(kRoot / "tests/data/models" / name / "expected.safetensors");
-  return {values<std::int32_t>(file, "ids"), values<std::int32_t>(file, "rows"),
-          values<float>(file, "logits"), values<float>(file, "inv_freq"),
-          values<float>(file, "rope_factor")};
-}
-
-/// ||found - wanted|| / ||wanted||.
-double relative_error(std::span<const float> found, std::span<const float> wanted) {
-  double difference = 0, size = 0;
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    difference += std::pow(double{found[i]} - double{wanted[i]}, 2);
-    size += std::pow(double{wanted[i]}, 2);
-  }
-  return std::sqrt(difference / size);
+  const SafetensorsFile file = test::expected_file(name, "expected.safetensors");
+  return {test::values<std::int32_t>(file, "ids"), test::values<std::int32_t>(file, "rows"),
+          test::values<float>(file, "logits"), test::values<float>(file, "inv_freq"),
+          test::values<float>(file, "rope_factor")};
 }
 
 void compare(const std::string& name, const std::filesystem::path& directory) {
@@ -69,12 +49,13 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 }
 
 TEST_CASE("miniature checkpoints give the logits of transformers") {
-  for (const char* name : {"llama3", "llama_biases", "mistral", "qwen2", "qwen3"})
-    compare(name, kRoot / "tests/data/models" / name);
+  for (const char* name : {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "llama3_64",
+                           "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128"})
+    compare(name, source_path("tests/data/models") / name);
 }
 
 TEST_CASE("the bundled model gives the logits of transformers") {
-  compare("tiny", kRoot / "engine/models/tiny");
+  compare("tiny", source_path("engine/models/tiny"));
 }
 
 TEST_CASE("the small model gives the logits of transformers") {
@@ -114,7 +95,7 @@ bool equal_bits(std::span<const float> a, std::span<const float> b) {
 TEST_CASE("a row's bits depend neither on the rows computed with it nor on the threads") {
   for (const char* name :
        {"engine/models/tiny", "tests/data/models/qwen3", "tests/data/models/llama_biases"}) {
-    const Model model = Model::load(kRoot / name, 2);
+    const Model model = Model::load(source_path(name), 2);
     std::vector<std::int32_t> ids(600);
     for (std::size_t i = 0; i < ids.size(); ++i)
       ids[i] = static_cast<std::int32_t>(i * 7919 % model.config().vocab);
@@ -137,7 +118,7 @@ TEST_CASE("a row's bits depend neither on the rows computed with it nor on the t
 }
 
 TEST_CASE("an id outside the vocabulary is refused") {
-  const Model model = Model::load(kRoot / "tests/data/models/qwen2", 1);
+  const Model model = Model::load(source_path("tests/data/models/qwen2"), 1);
   std::vector<float> x(model.config().hidden);
   for (const std::int32_t id : {-1, 67, INT32_MAX})
     CHECK_THROWS_AS(model.embed(std::span(&id, 1), x.data()), std::out_of_range);
