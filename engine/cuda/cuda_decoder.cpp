@@ -19,6 +19,8 @@ using cuda::DeviceBuffer;
 using cuda::Graph;
 
 constexpr int kLogitRows = 128;  // of a prompt, at once
+/// Not for buffers: their rounding up, a prompt's ids, and what CUDA loads and records later.
+constexpr std::uint64_t kReserve = 256u << 20;
 
 void check_options(const CudaDecoderOptions& options) {
   if (options.sequences < 1) throw std::invalid_argument("CUDA decoder: at least one sequence");
@@ -45,30 +47,52 @@ WorkSizes work_sizes(const ModelConfig& config, Dtype dtype, const CudaDecoderOp
           .logits = static_cast<std::size_t>(options.sequences) * config.vocab * sizeof(float)};
 }
 
+/// Bytes of everything that is allocated.
+struct Memory {
+  std::uint64_t cache, work;
+};
+Memory memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
+  const ModelConfig& config = model.config();
+  const int rows = most_rows(options);
+  const WorkSizes own = work_sizes(config, model.dtype(), options);
+  return {.cache = static_cast<std::uint64_t>(options.sequences) *
+                   FullCache::bytes(model, FullCache::capacity(options.slots)),
+          .work = own.x + own.inner + own.logits +
+                  BatchState::bytes(options.sequences, config.vocab) +
+                  LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
+                                           static_cast<unsigned>(rows), options.prefill_tokens,
+                                           options.capture) +
+                  LayerProducts::bytes(model, static_cast<unsigned>(rows)) +
+                  FullCache::work_bytes(model, options.sequences, options.slots, rows)};
+}
+
+bool fits(const Memory& memory, std::uint64_t free) {
+  return memory.cache + memory.work + kReserve <= free;
+}
+
+/// The most slots a sequence that fit; work buffers grow with them, too.
+std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions options,
+                             std::uint64_t free) {
+  std::uint32_t most = 0;
+  for (std::uint32_t too_many = options.slots; too_many - most > 1;) {
+    options.slots = most + (too_many - most) / 2;
+    (fits(memory_for(model, options), free) ? most : too_many) = options.slots;
+  }
+  return most;
+}
+
 /// Returns the options, so that it can be asked before anything is allocated.
 CudaDecoderOptions checked(const DeviceModel& model, const CudaDecoderOptions& options) {
   check_options(options);
-  const ModelConfig& config = model.config();
-  const auto sequences = static_cast<std::uint64_t>(options.sequences);
-  const int rows = most_rows(options);
-  const WorkSizes own = work_sizes(config, model.dtype(), options);
-  const std::uint64_t work =
-      own.x + own.inner + own.logits + BatchState::bytes(options.sequences, config.vocab) +
-      LayerOutputMemory::bytes(capture_shape(config, model.dtype()), static_cast<unsigned>(rows),
-                               options.prefill_tokens, options.capture) +
-      LayerProducts::bytes(model, static_cast<unsigned>(rows)) +
-      FullCache::work_bytes(model, options.sequences, options.slots, rows);
-  const std::uint64_t cache =
-      sequences * FullCache::bytes(model, FullCache::capacity(options.slots));
+  const Memory needed = memory_for(model, options);
   const cuda::MemoryInfo memory = cuda::memory_info();
-  if (cache + work <= memory.free) return options;
-  const std::uint64_t a_token = sequences * FullCache::bytes(model, 1);
-  const std::uint64_t fits = memory.free > work ? (memory.free - work) / a_token : 0;
+  if (fits(needed, memory.free)) return options;
   throw std::runtime_error(fmt::format(
       "device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and "
       "its work buffers {}; {} of {} are free: {} tokens a sequence would fit",
-      options.slots, sequences, sequences == 1 ? "" : "s", config.name, cuda::bytes_text(cache),
-      cuda::bytes_text(work), cuda::bytes_text(memory.free), cuda::bytes_text(memory.total), fits));
+      options.slots, options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
+      cuda::bytes_text(needed.cache), cuda::bytes_text(needed.work), cuda::bytes_text(memory.free),
+      cuda::bytes_text(memory.total), slots_that_fit(model, options, memory.free)));
 }
 
 }  // namespace

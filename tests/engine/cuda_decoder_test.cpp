@@ -11,11 +11,13 @@
 #include "engine/decoder.hpp"
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"
+#include "tests/engine/expected_logits.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
+using test::relative_error;
 using Ids = std::vector<std::int32_t>;
 
 namespace {
@@ -53,18 +55,6 @@ Ids some_ids(std::size_t count, std::int32_t vocab = 8192, std::int32_t first = 
     ids.push_back(
         static_cast<std::int32_t>((static_cast<std::int64_t>(ids.size()) + first) * 7919 % vocab));
   return ids;
-}
-
-/// ||a - b|| / ||b||; infinite if a is not finite or as long.
-double relative_error(std::span<const float> a, std::span<const float> b) {
-  if (a.size() != b.size() || b.empty()) return INFINITY;
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (!std::isfinite(a[i])) return INFINITY;
-    difference += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2);
-    norm += std::pow(static_cast<double>(b[i]), 2);
-  }
-  return std::sqrt(difference / norm);
 }
 
 std::vector<float> all_logits_on_cpu(const Model& model, const Ids& ids) {
