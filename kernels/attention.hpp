@@ -35,15 +35,26 @@ struct DecodeAttentionArgs {
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
 cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
 
-/// Queries of one sequence at positions first … first + queries - 1, causal, over cache slots
-/// 0 … first + queries - 1 (slot = position: nothing has been evicted).
+/// One row of logits and their softmax, enough to have its probabilities again: the probability of
+/// a key with product q · k is 2^(q · k * softmax_scale * log2 e - lse2).
+struct alignas(8) RowSoftmax {
+  float max_product;  ///< largest q · k, before the scale
+  float lse2;         ///< log-sum-exp of the scaled logits, base 2
+};
+
+/// Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i and sees that
+/// slot and all before it. (Nothing has been evicted: slot = position, and older is null.)
 struct PrefillAttentionArgs {
   AttentionShape shape;
   int first, queries;
-  const void* q;              // [query, query_head, dim] of type, rotated
-  const void *keys, *values;  // one sequence of the layer's cache: [kv_head, slot, dim]
-  void* out;                  // [query, query_head, dim] of type
-  float* lse;                 // [query, query_head], natural logarithm, or null
+  const void* q;                        // [query, query_head, dim] of type, rotated
+  const void *keys, *values;            // one sequence of the layer's cache: [kv_head, slot, dim]
+  void* out;                            // [query, query_head, dim] of type
+  float* lse;                           // [query, query_head], natural logarithm, or null
+  RowSoftmax* rows = nullptr;           ///< out, [query, query_head], or null
+  const std::int32_t* older = nullptr;  ///< [kv_head], device; null: 0
+  const std::int64_t* first_slot = nullptr;  ///< [kv_head], device: where a head's slots begin;
+                                             ///< null: every shape.head_stride elements
 };
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
 

@@ -6,8 +6,10 @@
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
+#include "kernels/device/reduce.cuh"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
+#include "kernels/launch.cuh"
 #include "kernels/prefill_rows.cuh"
 
 namespace kvlab::kernels {
@@ -33,6 +35,19 @@ __device__ int tile_of_block(const Plan& plan) {
 }
 __device__ int kv_head_of_block(const Plan& plan) {
   return static_cast<int>(blockIdx.x % plan.args.shape.kv_heads);
+}
+
+__device__ PrefillRows rows_of_block(const Plan& plan) {
+  const int kv_head = kv_head_of_block(plan);
+  return {plan.args, plan.group, kv_head, first_query_slot(plan.args, kv_head)};
+}
+
+/// Writes what is asked for of a row: of its largest product, that times the scale, and the sum
+/// relative to `max`.
+__device__ void write_row(const PrefillAttentionArgs& args, std::int64_t row, float max_product,
+                          float max, float sum) {
+  if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
+  if (args.rows != nullptr) args.rows[row] = {max_product, max + log2f(sum)};
 }
 
 template <class T, int kDim>
@@ -101,9 +116,9 @@ class WarpRows {
   }
 
   /// Calls write(m, half, n, two values) for the columns n * 8 + l % 4 * 2 of each row, divided by
-  /// the sum, and lse(m, half, value) for each row.
-  template <class Write, class Lse>
-  __device__ void finish(Write write, Lse lse) {
+  /// the sum, and row(m, half, largest product, max, sum) for each row, in one lane.
+  template <class Write, class Row>
+  __device__ void finish(Write write, Row row) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -116,12 +131,14 @@ class WarpRows {
         for (int n = 0; n < kDim / 8; ++n)
           write(m, half, n,
                 pack<T>(out_[m][n][half * 2] * inverse, out_[m][n][half * 2 + 1] * inverse));
-        lse(m, half, log_sum_exp(max_[m][half], sum));
+        if (keeps(m, half)) row(m, half, max_product_, max_[m][half], sum);
       }
   }
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
+  /// Whether this one of a row's four lanes keeps what all four know of it.
+  __device__ static bool keeps(int m, int half) { return lane() % 4 == m * 2 + half; }
 
   template <class Fetch>
   __device__ void score(const T* query, const T* keys, float (&logit)[2][kKeys / 8][4],
@@ -179,6 +196,7 @@ class WarpRows {
           largest = fmaxf(largest, fmaxf(logit[m][n][half * 2], logit[m][n][half * 2 + 1]));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (keeps(m, half)) max_product_ = fmaxf(max_product_, largest);
         max[m][half] = fmaxf(max_[m][half], largest * base2_scale);
         raise = raise || max[m][half] > max_[m][half] + kSlack;
       }
@@ -224,7 +242,8 @@ class WarpRows {
 
   static constexpr float kSlack = 6;
   float out_[2][kDim / 8][4];
-  float max_[2][2], sum_[2][2];  // sum_: over this lane's keys alone, until finish
+  float max_[2][2], sum_[2][2];    // sum_: over this lane's keys alone, until finish
+  float max_product_ = -INFINITY;  // of the row that the lane keeps; max_ has some slack
 };
 
 /// The tensor-core kernel.
@@ -234,12 +253,12 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
   using Layout = Swizzled<kDim * sizeof(T)>;
   const auto& args = plan.args;
-  const PrefillRows rows{args, plan.group, kv_head_of_block(plan)};
+  const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kRows;
   const int last_row = min(first_row + kRows, rows.count()) - 1;
-  const int keys_end = rows.position(last_row) + 1;
+  const int keys_end = rows.slot(last_row) + 1;
   const int tiles = (keys_end + kKeys - 1) / kKeys;
-  const int unmasked = (rows.position(first_row) + 1) / kKeys;  // tiles that all rows see whole
+  const int unmasked = (rows.slot(first_row) + 1) / kKeys;  // tiles that all rows see whole
 
   const T* q = static_cast<const T*>(args.q);
   for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
@@ -248,8 +267,9 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
     copy_async(shared_address(shared.query) + Layout::offset(i / Layout::kChunks, chunk),
                q + (wanted ? rows.head(row) * kDim + chunk * 8 : 0), wanted);
   }
-  const T* keys = static_cast<const T*>(args.keys) + rows.kv_head * args.shape.head_stride;
-  const T* values = static_cast<const T*>(args.values) + rows.kv_head * args.shape.head_stride;
+  const std::int64_t begin = head_begin(args, rows.kv_head);
+  const T* keys = static_cast<const T*>(args.keys) + begin;
+  const T* values = static_cast<const T*>(args.values) + begin;
   const auto fetch = [&](int tile, int slice) {
     const std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
     const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
@@ -270,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
     const T* tile_keys = shared.keys[tile % kStages];
     const T* tile_values = shared.values[tile % kStages];
     const auto visible = [&](int m, int half) {
-      return rows.position(row_of(m, half)) + 1 - tile * kKeys;
+      return rows.slot(row_of(m, half)) + 1 - tile * kKeys;
     };
     const auto fetch_next = [&](int slice) { fetch(tile + 1, slice); };
     if (tile < unmasked)
@@ -288,9 +308,10 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
         const int row = row_of(m, half);
         if (row <= last_row) out[rows.head(row) * (kDim / 2) + n * 4 + lane % 4] = two;
       },
-      [&](int m, int half, float lse) {
+      [&](int m, int half, float max_product, float max, float sum) {
         const int row = row_of(m, half);
-        if (row <= last_row && lane % 4 == 0 && args.lse != nullptr) args.lse[rows.head(row)] = lse;
+        if (row <= last_row && lane % 4 == 0)
+          write_row(args, rows.head(row), max_product, max, sum);
       });
 }
 
@@ -302,24 +323,24 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   __shared__ float query[kPlainRows][kDim];
   __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
   const auto& args = plan.args;
-  const PrefillRows rows{args, plan.group, kv_head_of_block(plan)};
+  const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kPlainRows;
   const int last_row = min(first_row + kPlainRows, rows.count()) - 1;
-  const int keys_end = rows.position(last_row) + 1;
+  const int keys_end = rows.slot(last_row) + 1;
   const float* q = static_cast<const float*>(args.q);
   for (int i = threadIdx.x; i < kPlainRows * kDim; i += kThreads) {
     const int row = first_row + i / kDim;
     query[i / kDim][i % kDim] = row <= last_row ? q[rows.head(row) * kDim + i % kDim] : 0;
   }
-  const float* all_keys =
-      static_cast<const float*>(args.keys) + rows.kv_head * args.shape.head_stride;
-  const float* all_values =
-      static_cast<const float*>(args.values) + rows.kv_head * args.shape.head_stride;
+  const std::int64_t begin = head_begin(args, rows.kv_head);
+  const float* all_keys = static_cast<const float*>(args.keys) + begin;
+  const float* all_values = static_cast<const float*>(args.values) + begin;
 
   constexpr int kEach = kPlainRows / kWarps, kOwn = kDim / 32;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
-  float out[kEach][kOwn] = {}, max[kEach], sum[kEach] = {};
-  for (float& m : max) m = -INFINITY;
+  float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach] = {};
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) max_product[r] = max[r] = -INFINITY;
   for (int start = 0; start < keys_end; start += kPlainKeys) {
     const int there = min(kPlainKeys, keys_end - start);
     __syncthreads();
@@ -332,12 +353,10 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
       float dot = 0;
       if (lane < there)
         for (int d = 0; d < kDim; ++d) dot = fmaf(query[warp_row + r][d], keys[lane][d], dot);
-      const bool seen = start + lane <= rows.position(first_row + warp_row + r) && lane < there;
+      const bool seen = start + lane <= rows.slot(first_row + warp_row + r) && lane < there;
       const float logit = seen ? dot * plan.base2_scale : -INFINITY;
-      float largest = logit;
-      for (int step = 16; step > 0; step /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-      largest = fmaxf(largest, max[r]);
+      max_product[r] = fmaxf(max_product[r], warp_max(seen ? dot : -INFINITY));
+      const float largest = fmaxf(max[r], max_product[r] * plan.base2_scale);
       weight[r] = exp2_fast(logit - largest);
       const float factor = rescale(max[r], largest);
       max[r] = largest;
@@ -364,7 +383,7 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
     float* to = static_cast<float*>(args.out) + rows.head(row) * kDim;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) to[i * 32 + lane] = out[r][i] / sum[r];
-    if (lane == 0 && args.lse != nullptr) args.lse[rows.head(row)] = log_sum_exp(max[r], sum[r]);
+    if (lane == 0) write_row(args, rows.head(row), max_product[r], max[r], sum[r]);
   }
 }
 
@@ -398,28 +417,12 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-bool supported(const PrefillAttentionArgs& args) {
-  const AttentionShape& shape = args.shape;
-  if (shape.kv_heads < 1 || shape.query_heads < 1 || shape.query_heads % shape.kv_heads != 0)
-    return false;
-  constexpr int kMostGroup = 8;
-  if (shape.query_heads / shape.kv_heads > kMostGroup) return false;
-  if (shape.head_stride % (16 / static_cast<std::int64_t>(bytes_of(shape.type))) != 0) return false;
-  constexpr int kMostPosition = 1 << 27;  // so that eight times as many rows can be counted
-  if (args.first < 0 || args.first >= kMostPosition) return false;
-  if (args.queries < 1 || args.queries >= kMostPosition) return false;
-  constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
-  return std::int64_t{args.queries} * shape.query_heads < kMostCtas;
-}
-
-bool aligned(const void* pointer) {
-  return pointer != nullptr && reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
-}
+bool aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }
 
 }  // namespace
 
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream) {
-  if (!supported(args) || !aligned(args.q) || !aligned(args.keys) || !aligned(args.values) ||
+  if (!can_prefill(args) || !aligned(args.q) || !aligned(args.keys) || !aligned(args.values) ||
       !aligned(args.out))
     return cudaErrorInvalidValue;
   const Plan plan{.args = args,

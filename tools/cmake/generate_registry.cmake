@@ -1,5 +1,5 @@
 # One line of the registry is one policy: `header.hpp Struct`. From it follow the registry's header and,
-# for CUDA, a translation unit that compiles every policy for the device.
+# for CUDA, translation units that compile every policy for the device.
 
 # Sets <headers> and <types> in the caller to the two columns of <registry.txt>.
 function(kvlab_read_registry registry headers types)
@@ -64,5 +64,28 @@ const std::vector<DeviceProbe>& device_probes() {
 }
 
 }  // namespace kvlab
+]])
+endfunction()
+
+# kvlab_generate_admission(<registry.txt> <admission.cu>): every policy's shrink after an admission.
+function(kvlab_generate_admission registry output)
+  kvlab_read_registry(${registry} headers types)
+  list(TRANSFORM types REPLACE "(.+)" "      admission_policy_of<\\1>(),")
+  list(JOIN types "\n" policies)
+  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
+// Generated from the registry. Do not edit.
+#include "kernels/shrink.cuh"
+#include "policies/registry.hpp"
+
+namespace kvlab::kernels {
+
+const std::vector<AdmissionPolicy>& admission_policies() {
+  static const std::vector<AdmissionPolicy> policies{
+@policies@
+  };
+  return policies;
+}
+
+}  // namespace kvlab::kernels
 ]])
 endfunction()
