@@ -1,12 +1,15 @@
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "tools/context.hpp"
 #include "tools/conversation.hpp"
 #include "tools/options.hpp"
 #include "tools/prompt.hpp"
+#include "traces/manifest.hpp"
 
 namespace kvlab {
 namespace {
@@ -31,6 +34,7 @@ void add_options(po::options_description& options) {
   add("prefill", po::value<std::string>()->value_name("MODE")->default_value("dense"),
       "how a prompt is admitted: dense, chunk:N or stream; the trace is the same");
   add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+  add_context_option(options);
   add_common_options(options);
 }
 
@@ -78,6 +82,12 @@ Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids
   return plan;
 }
 
+/// Of all turns.
+std::uint32_t prompt_tokens(const Plan& plan) {
+  if (plan.teacher_forced) return static_cast<std::uint32_t>(plan.prompt_tokens);
+  return most_tokens(plan.turns, 0);
+}
+
 nlohmann::json record(const po::variables_map& options, const Plan& plan) {
   nlohmann::json record{{"prefill", options["prefill"].as<std::string>()},
                         {"teacher_forced", plan.teacher_forced}};
@@ -106,6 +116,12 @@ std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConf
   return sampled;
 }
 
+/// What to say of a trace that an error ended.
+std::string unfinished(const std::string& out) {
+  if (!std::filesystem::exists(std::filesystem::path(out) / shard_name(0))) return "";
+  return fmt::format("; {} is unfinished, `kvlab trace seal {}` keeps its whole shards", out, out);
+}
+
 int run(const po::variables_map& options) {
   const Device device = device_from(options);
   check_modes(options);
@@ -124,14 +140,24 @@ int run(const po::variables_map& options) {
   const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
 
   const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
+  refuse_beyond_context(options, config, prompt_tokens(plan));
+
+  if (const std::string warning = context_warning(config, most); !warning.empty())
+    fmt::print(stderr, "kvlab capture: {}\n", warning);
 
   TraceWriter writer(out, backend->trace_header(record(options, plan)));
   const auto bar = progress_bar("capture");
-  const auto decoder = backend->capturing_decoder(
-      cache, most, writer, [&](std::uint32_t tokens) { bar(static_cast<double>(tokens) / most); });
-  const std::string text = run_plan(plan, *decoder, config, tokenizer, sampling);
-  decoder->flush();
-  writer.finish();
+  std::string text;
+  try {
+    const auto decoder = backend->capturing_decoder(cache, most, writer, [&](std::uint32_t tokens) {
+      bar(static_cast<double>(tokens) / most);
+    });
+    text = run_plan(plan, *decoder, config, tokenizer, sampling);
+    decoder->flush();
+    writer.finish();
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(error.what() + unfinished(out));
+  }
   bar(1.0);
 
   if (options["json"].as<bool>()) {

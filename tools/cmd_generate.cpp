@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "tools/context.hpp"
 #include "tools/conversation.hpp"
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
@@ -22,6 +23,7 @@ void add_options(po::options_description& options) {
       "checkpoint: config.json, safetensors files, tokenizer.json");
   add_prompt_options(options);
   add_turn_options(options);
+  add_context_option(options);
   add("policy-file", po::value<std::string>()->value_name("FILE"),
       "the cache that `kvlab deploy` chose");
   add_policy_options(options);
@@ -60,28 +62,6 @@ CacheChoice cache_from(const po::variables_map& options) {
 
 void warn(const std::string& message) {
   if (!message.empty()) fmt::print(stderr, "kvlab generate: {}\n", message);
-}
-
-/// Positions that the model will meet: of the whole sequence, or of the cache where they are
-/// squeezed.
-std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prompt,
-                           std::uint32_t length) {
-  if (cache.positions == Positions::original || !cache.policy.entry->info.evicts) return length;
-  const std::uint32_t budget = cache.budgets.empty()
-                                   ? cache.budget
-                                   : *std::max_element(cache.budgets.begin(), cache.budgets.end());
-  const std::uint32_t admission =
-      cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
-  return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(length, std::uint64_t{budget} - 1 + admission));
-}
-
-std::string context_warning(const ModelConfig& config, std::uint32_t span) {
-  if (span <= config.trained_context) return "";
-  return fmt::format(
-      "up to {} positions, beyond the {} this model was trained on: the text may degrade; --policy "
-      "sink --budget {} --prefill stream stays within",
-      span, config.trained_context, config.trained_context / 2);
 }
 
 ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cache,
@@ -134,12 +114,15 @@ int run(const po::variables_map& options) {
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
-  std::size_t longest_prompt = 0;
-  for (const auto& turn : turns) longest_prompt = std::max(longest_prompt, turn.size());
+  std::uint32_t longest_prompt = 0;
+  for (const auto& turn : turns)
+    longest_prompt = std::max(longest_prompt, static_cast<std::uint32_t>(turn.size()));
   const CacheOptions cache = choice.resolve(config.shape(), length);
+  refuse_beyond_context(options, config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
+                        squeezed_cache(config));
   if (choice.file) warn(model_mismatch(*choice.file, config.name, backend->weights_xxh3()));
-  warn(context_warning(config,
-                       longest_span(cache, static_cast<std::uint32_t>(longest_prompt), length)));
+  warn(
+      context_warning(config, longest_span(cache, longest_prompt, length), squeezed_cache(config)));
 
   const bool json = options["json"].as<bool>();
   const auto decoder = backend->decoder(cache, length);

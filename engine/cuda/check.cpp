@@ -8,11 +8,22 @@
 namespace kvlab::cuda {
 namespace {
 
-/// After these the process can use the device no more.
+/// After these the process can use the device no more. A card that falls off the bus is reported as
+/// an unknown error.
 bool is_lost(cudaError_t error) {
-  constexpr std::array lost{cudaErrorIllegalAddress,    cudaErrorLaunchFailure,
-                            cudaErrorECCUncorrectable,  cudaErrorHardwareStackError,
-                            cudaErrorMisalignedAddress, cudaErrorDevicesUnavailable};
+  constexpr std::array lost{cudaErrorIllegalAddress,
+                            cudaErrorLaunchFailure,
+                            cudaErrorLaunchTimeout,
+                            cudaErrorECCUncorrectable,
+                            cudaErrorNvlinkUncorrectable,
+                            cudaErrorHardwareStackError,
+                            cudaErrorIllegalInstruction,
+                            cudaErrorMisalignedAddress,
+                            cudaErrorInvalidAddressSpace,
+                            cudaErrorInvalidPc,
+                            cudaErrorAssert,
+                            cudaErrorDevicesUnavailable,
+                            cudaErrorUnknown};
   for (const cudaError_t one : lost)
     if (error == one) return true;
   return false;

@@ -156,6 +156,35 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
              ContainsSubstring("--model: missing"));
 }
 
+TEST_CASE(
+    "a prompt over the trained context is refused, with what would fit, unless it is wanted") {
+  const TemporaryFolder folder;
+  std::string text;
+  while (text.size() < 9000) text += "It was a dark and stormy night, and the wind blew. ";
+  write_bytes(folder / "text.txt", text);
+  const Words given{"--model", kModel, "--prompt-file", (folder / "text.txt").string()};
+  const auto with = [&](Words more) {
+    more.insert(more.begin(), given.begin(), given.end());
+    return more;
+  };
+  const std::string trace = (folder / "trace").string();
+  const auto check_refused = [&](const Command& command, Words more) {
+    CHECK_THAT(refusal(command, with(std::move(more))),
+               ContainsSubstring("positions; tiny was trained on 1024") &&
+                   ContainsSubstring("--beyond-context"));
+  };
+  check_refused(generate_command(), {"--max-new-tokens", "5"});
+  check_refused(capture_command(), {"--max-new-tokens", "5", "--out", trace});
+  check_refused(capture_command(), {"--teacher-forced", "--prompt-tokens", "1025", "--out", trace});
+  CHECK_FALSE(std::filesystem::exists(folder / "trace"));
+
+  CHECK(run_command(capture_command(),
+                    with({"--teacher-forced", "--prompt-tokens", "1025", "--max-tokens", "1030",
+                          "--beyond-context", "--out", trace})) == 0);
+  CHECK(run_command(generate_command(), with({"--max-new-tokens", "2", "--policy", "sink",
+                                              "--budget", "64", "--prefill", "stream"})) == 0);
+}
+
 TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {
   if (std::system("gnuplot --version >/dev/null 2>&1") != 0)
     return skip("gnuplot is not installed (Debian: gnuplot-nox)");
