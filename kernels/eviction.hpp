@@ -56,8 +56,9 @@ struct EvictingAttentionArgs {
   const void* q;             // [sequence, query_head, dim] of type; rotated, plain where squeezed
   const float* inv_freq;     // [rotated / 2], where squeezed
   int rotated;
-  void* out;   // [sequence, query_head, dim] of type
-  float* lse;  // [sequence, query_head], natural logarithm, or null
+  float rope_factor;  ///< on cos and sin, where squeezed; 1 but for YaRN
+  void* out;          // [sequence, query_head, dim] of type
+  float* lse;         // [sequence, query_head], natural logarithm, or null
   void* workspace;
 };
 inline constexpr std::uint32_t kIdle = 0xffff'ffffu;

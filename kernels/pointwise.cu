@@ -146,6 +146,16 @@ __device__ void store_rotated(const float* head, const float2* turns, int head_s
   }
 }
 
+/// Elements from the cache's begin to a KV head's slot of a token.
+__device__ std::int64_t cached_at(const RopeWriteArgs& args, std::size_t token, int kv_head) {
+  const int sequence = args.sequences[token];
+  if (!args.next.first_slot)
+    return sequence * args.sequence_stride + kv_head * args.head_stride +
+           static_cast<std::int64_t>(args.slots[token]) * args.head_size;
+  const int pair = sequence * args.kv_heads + kv_head;
+  return (args.next.first_slot[pair] + args.next.next_slots[pair]) * args.head_size;
+}
+
 /// (query_heads + 2 kv_heads) * head_size * 2 * bytes of T. A warp for each head of a token.
 template <class T>
 __global__ void rope_write_kernel(const RopeWriteArgs args) {
@@ -163,9 +173,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
 
   const bool query = index < args.query_heads;
   const int kv_head = (index - args.query_heads) % args.kv_heads;
-  const std::int64_t cached = args.sequences[token] * args.sequence_stride +
-                              kv_head * args.head_stride +
-                              static_cast<std::int64_t>(args.slots[token]) * args.head_size;
+  const std::int64_t cached = cached_at(args, token, kv_head);
   if (index >= args.query_heads + args.kv_heads) {
     for (int d = lane; d < args.head_size; d += kWarpSize)
       static_cast<T*>(args.values)[cached + d] = from[d];
@@ -178,7 +186,9 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
                  : nullptr;
   };
   const float2* const turns =
-      args.rope + static_cast<std::size_t>(args.positions[token]) * (args.rotated / 2);
+      args.rotated == 0
+          ? nullptr
+          : args.rope + static_cast<std::size_t>(args.positions[token]) * (args.rotated / 2);
   if (query) {
     load_head(from, static_cast<const T*>(args.q_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_q, index, args.query_heads));
@@ -188,6 +198,8 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
     load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_k, kv_head, args.kv_heads));
     store_rotated(head, turns, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
+    if (args.next.first_slot && lane == 0)
+      args.next.positions[cached / args.head_size] = args.next.now[args.sequences[token]];
   }
 }
 
@@ -253,8 +265,11 @@ cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream) {
   constexpr int kMostHeadSize = 1024;
   if (args.tokens <= 0 || args.query_heads <= 0 || args.kv_heads <= 0 || args.head_size <= 0 ||
       args.head_size > kMostHeadSize || args.rotated < 0 || args.rotated % 2 != 0 ||
-      args.rotated > args.head_size || !args.qkv || !args.rope || !args.positions ||
-      !args.sequences || !args.slots || !args.keys || !args.values || !args.q)
+      args.rotated > args.head_size || !args.qkv || !args.sequences || !args.keys || !args.values ||
+      !args.q || (args.rotated > 0 && (!args.rope || !args.positions)))
+    return cudaErrorInvalidValue;
+  const NextSlots& next = args.next;
+  if (next.first_slot ? !next.next_slots || !next.positions || !next.now : !args.slots)
     return cudaErrorInvalidValue;
   const int heads = args.query_heads + 2 * args.kv_heads;
   const Launch where{

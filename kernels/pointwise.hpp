@@ -23,9 +23,18 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
 cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
                       cudaStream_t stream);
 
+/// A cache by pairs (kernels/eviction.hpp), one token a sequence: where it goes, and the position
+/// that is noted there. Null first_slot: the cache has strides instead.
+struct NextSlots {
+  const std::int64_t* first_slot;  // [sequence, kv_head]
+  const std::int32_t* next_slots;  // [sequence, kv_head], from first_slot
+  std::uint32_t* positions;        // [slot]
+  const std::uint32_t* now;        // [sequence]
+};
+
 /// Splits a projection, norms q and k by head (where gammas are given; the result is rounded to
 /// `type`, as it is captured), rotates them in float32 by cos/sin of the token's position, rounds
-/// to `type`, and writes k and v to the cache.
+/// to `type`, and writes k and v to the cache. Nothing is rotated where `rotated` is 0.
 struct RopeWriteArgs {
   Type type;
   int tokens, query_heads, kv_heads, head_size, rotated;
@@ -33,11 +42,12 @@ struct RopeWriteArgs {
   const void *q_gamma, *k_gamma;  // [head_size] of type, or null
   float norm_epsilon;
   const float2* rope;             // [position, rotated / 2]: cos, sin
-  const std::int32_t* positions;  // [token], device
+  const std::int32_t* positions;  // [token], device: rows of `rope`
   const std::int32_t* sequences;  // [token], device: which sequence of the cache
-  const std::int32_t* slots;      // [token], device
+  const std::int32_t* slots;      // [token], device; not looked at where there are next_slots
   void *keys, *values;            // the layer's cache, [sequence, kv_head, slot, dim]
   std::int64_t sequence_stride, head_stride;
+  NextSlots next{};
   void* q;  // [token, query_head, dim] of type, rotated
   /// For capture, or null: before RoPE, after the norms, of type.
   void *plain_q, *plain_k;  // [token, query_head, dim], [token, kv_head, dim]

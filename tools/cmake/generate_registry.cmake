@@ -89,3 +89,27 @@ const std::vector<AdmissionPolicy>& admission_policies() {
 }  // namespace kvlab::kernels
 ]])
 endfunction()
+
+# kvlab_generate_eviction(<registry.txt> <eviction.cu> <header> <maker> <function>): a list of every policy's
+# eviction kernels: `const std::vector<EvictionKernels>& function()`, each made by `maker<Policy>()` of <header>.
+function(kvlab_generate_eviction registry output header maker function)
+  kvlab_read_registry(${registry} headers types)
+  list(TRANSFORM types REPLACE "(.+)" "      ${maker}<\\1>(),")
+  list(JOIN types "\n" kernels)
+  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
+// Generated from the registry. Do not edit.
+#include "@header@"
+#include "policies/registry.hpp"
+
+namespace kvlab::kernels {
+
+const std::vector<EvictionKernels>& @function@() {
+  static const std::vector<EvictionKernels> list{
+@kernels@
+  };
+  return list;
+}
+
+}  // namespace kvlab::kernels
+]])
+endfunction()

@@ -1,0 +1,46 @@
+// A pair on the device: one KV head of one sequence, its slots, and what a policy is told of it.
+#pragma once
+
+#include "kernels/eviction.hpp"
+#include "policies/rule.hpp"
+
+namespace kvlab::kernels {
+
+struct Pair {
+  int index, sequence, kv_head;
+};
+
+__device__ inline Pair pair_of(int index, int kv_heads) {
+  return {index, index / kv_heads, index % kv_heads};
+}
+
+/// Slots that hold live tokens while the newest, which is at next_slots, attends.
+__device__ inline int live_slots(const SlotCache& cache, const Pair& pair) {
+  return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
+}
+
+__device__ inline Guards guards_of(const PairRule& rule) {
+  return {.sinks = rule.sinks, .recent = rule.recent};
+}
+
+__device__ inline Step step_of(const PolicyState& policy, const Pair& pair, std::uint32_t now,
+                               std::uint32_t live, std::uint32_t queries) {
+  return {.now = now,
+          .budget = policy.rules[pair.index].budget,
+          .live = live,
+          .queries = queries,
+          .seed = policy.seeds[pair.sequence],
+          .sequence = policy.sequence_ids[pair.sequence],
+          .layer = policy.layer,
+          .kv_head = static_cast<std::uint32_t>(pair.kv_head)};
+}
+
+template <class P>
+__device__ typename P::Params params_of(const PolicyState& policy, const Pair& pair) {
+  if constexpr (std::is_empty_v<typename P::Params>)
+    return {};
+  else
+    return reinterpret_cast<const typename P::Params*>(policy.params)[pair.sequence];
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,131 @@
+// The part of plain eviction that is a policy's own: what each live token received, the policy's
+// states, and the next victim. A block for each pair; 24 bytes a slot beside the probabilities.
+#pragma once
+
+#include "kernels/device/pair.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/eviction_kernels.hpp"
+#include "kernels/plain_eviction.hpp"
+#include "policies/observation.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kEvictThreads = 256;
+
+/// A slot that may leave, and its place in the order.
+struct Leaving {
+  LeavingKey key;
+  int slot;
+};
+
+inline __device__ Leaving first_to_leave(const Leaving& a, const Leaving& b) {
+  return b.key < a.key ? b : a;
+}
+
+/// The first to leave among all threads', in thread 0.
+inline __device__ Leaving block_first(Leaving mine, Leaving* shared) {
+  shared[threadIdx.x] = mine;
+  for (unsigned distance = kEvictThreads / 2; distance > 0; distance /= 2) {
+    __syncthreads();
+    if (threadIdx.x < distance)
+      shared[threadIdx.x] = first_to_leave(shared[threadIdx.x], shared[threadIdx.x + distance]);
+  }
+  return shared[0];
+}
+
+/// What one slot received from the group's query heads.
+template <class P>
+__device__ Observation observation_of(const EvictingAttentionArgs& args, const PlainRows& rows,
+                                      const Pair& pair, int slot,
+                                      const typename P::Params& params) {
+  const SlotCache& cache = args.cache;
+  const int group = cache.query_heads / cache.kv_heads;
+  Observation seen{.queries = 1};
+  for (int head = 0; head < group; ++head) {
+    const std::int64_t row = std::int64_t{pair.index} * group + head;
+    const float p = rows.p[row * cache.most_slots + slot];
+    if constexpr (P::kInfo.needs == Needs::mass) {
+      float weight = 1;
+      if constexpr (P::kInfo.weighted) weight = P::tail(params) > 0 ? P::weight(0, params) : 0.0f;
+      seen.mass += fixed_mass(weight, p);
+    } else if (requested(fixed_mass(1.0f, p), fixed_mass(1.0f, rows.largest[row]),
+                         args.policy.threshold16[pair.sequence])) {
+      seen.requests = 1;
+      seen.last_request = args.now[pair.sequence];
+    }
+  }
+  return seen;
+}
+
+template <class P>
+__global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
+  __shared__ Leaving leaving[kEvictThreads];
+  const SlotCache& cache = args.cache;
+  const PolicyState& policy = args.policy;
+  const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
+  const std::uint32_t now = args.now[pair.sequence];
+  if (now == kIdle) return;
+  const int live = live_slots(cache, pair), newest = cache.next_slots[pair.index];
+  const std::int64_t first = cache.first_slot[pair.index];
+  const PairRule rule = policy.rules[pair.index];
+  const Guards guards = guards_of(rule);
+  const auto params = params_of<P>(policy, pair);
+  const Step attended = step_of(policy, pair, now, static_cast<std::uint32_t>(live), 1);
+  const Step leaves = step_of(policy, pair, now + 1, static_cast<std::uint32_t>(live), 0);
+
+  Leaving mine{{~0u, ~std::uint64_t{0}, ~0u}, -1};
+  for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kEvictThreads) {
+    const Token token{cache.positions[first + slot]};
+    typename P::Slot none;
+    typename P::Slot* state = &none;
+    if constexpr (!std::is_empty_v<typename P::Slot>)
+      state = reinterpret_cast<typename P::Slot*>(policy.states) + first + slot;
+    if (slot == newest) P::admit(*state, token, params, attended);
+    if constexpr (P::kInfo.needs != Needs::nothing) {
+      const Observation seen = observation_of<P>(args, rows, pair, slot, params);
+      if (policy.seen) policy.seen[first + slot] = seen;
+      P::observe(*state, seen, params, attended);
+    }
+    const LeavingKey key{guards.guard(token.position, now + 1),
+                         P::rank(*state, token, params, leaves), token.position};
+    mine = first_to_leave(mine, {key, slot});
+  }
+  const Leaving victim = block_first(mine, leaving);
+  if (threadIdx.x != 0) return;
+  const bool full = rule.budget != kUnlimited && static_cast<std::uint32_t>(live) >= rule.budget;
+  cache.lengths[pair.index] = live;
+  cache.next_slots[pair.index] = P::kInfo.evicts && full ? victim.slot : live;
+}
+
+template <class P>
+cudaError_t plain_eviction_of(const EvictingAttentionArgs& args, cudaStream_t stream) {
+  constexpr bool has_state = !std::is_empty_v<typename P::Slot>;
+  constexpr bool has_params = !std::is_empty_v<typename P::Params>;
+  const PolicyState& policy = args.policy;
+  if ((has_state && !policy.states) || (has_params && !policy.params) || !policy.seeds ||
+      !policy.sequence_ids || (P::kInfo.needs == Needs::requests && !policy.threshold16))
+    return cudaErrorInvalidValue;
+  if (const cudaError_t error = plain_attention(args, stream); error != cudaSuccess) return error;
+  const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
+  evict_kernel<P>
+      <<<pairs, kEvictThreads, 0, stream>>>(args, plain_rows(args.cache, args.workspace));
+  return cudaGetLastError();
+}
+
+template <class P>
+void write_params(std::span<const double> values, std::byte* to) {
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    *reinterpret_cast<typename P::Params*>(to) = params_from<P>(values.data());
+}
+
+template <class P>
+EvictionKernels plain_kernels_of() {
+  return {.name = P::kInfo.name,
+          .slot_bytes = std::is_empty_v<typename P::Slot> ? 0 : sizeof(typename P::Slot),
+          .params_bytes = std::is_empty_v<typename P::Params> ? 0 : sizeof(typename P::Params),
+          .params = write_params<P>,
+          .attention_workspace = plain_workspace,
+          .attention = plain_eviction_of<P>};
+}
+
+}  // namespace kvlab::kernels
