@@ -611,6 +611,11 @@ def parse_arguments(argv):
         type=whole_number(1),
         help="teacher-forced: use the first T tokens of the text (default: all)",
     )
+    add(
+        "--beyond-context",
+        action="store_true",
+        help="take a prompt that is longer than what the model was trained on",
+    )
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     add(
@@ -686,12 +691,22 @@ def capture(hooked, arguments, ids):
         hidden = hooked.feed([token], "decode", 1)
 
 
+def refuse_beyond_context(arguments, config, ids):
+    prompt, trained = arguments.prompt_tokens or len(ids), config.max_position_embeddings
+    if prompt > trained and not arguments.beyond_context:
+        raise Refused(
+            f"--prompt: needs {prompt} positions; --model {arguments.model} was trained on {trained}, and so many"
+            " tokens would fit; --beyond-context takes the prompt all the same"
+        )
+
+
 def run(arguments):
     config = load_config(arguments.model)
     refuse_unsupported(arguments.model, config)
     ids = encode(arguments.model, config, prompt_text(arguments))[: arguments.max_tokens]
     if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
+    refuse_beyond_context(arguments, config, ids)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
     shape = shape_of(model)

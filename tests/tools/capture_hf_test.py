@@ -194,7 +194,8 @@ class CaptureTest(unittest.TestCase):
                 self.make_older(model)
             for dtype in ("float32", "bfloat16"):
                 with self.subTest(model=name, dtype=dtype):
-                    arguments = ["--model", model, "--prompt-file", text, *FORCED, "--dtype", dtype]
+                    arguments = ["--model", model, "--prompt-file", text, *FORCED, "--beyond-context"]
+                    arguments += ["--dtype", dtype]
                     trace = self.captured(f"{name}-{dtype}", *arguments)
                     self.check_verifies(trace)
                     tokens = safetensors.torch.load_file(trace / "tokens.safetensors")
@@ -277,6 +278,8 @@ class CaptureTest(unittest.TestCase):
         self.check_refused(
             "--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1
         )
+        over = ["--prompt-file", self.text, "--teacher-forced", "--prompt-tokens", 1025]
+        self.check_refused("was trained on 1024", "refused", *model, *over)
         self.check_refused("no-such-file", "refused", *model, "--prompt-file", "no-such-file")
         self.check_refused(
             "no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was"
