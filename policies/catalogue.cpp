@@ -14,23 +14,6 @@
 namespace kvlab {
 namespace {
 
-template <Policy P>
-std::unique_ptr<PolicyStates> make_states(std::span<const double> values) {
-  return std::make_unique<PolicyStatesOf<P>>(params_from<P>(values.data()));
-}
-
-template <Policy P>
-PolicyEntry make_entry() {
-  PolicyEntry entry{.info = P::kInfo,
-                    .params = {},
-                    .slot_bytes = std::is_empty_v<typename P::Slot> ? 0 : sizeof(typename P::Slot),
-                    .make_states = make_states<P>};
-  if constexpr (!std::is_empty_v<typename P::Params>)
-    for (const auto& param : P::kParams)
-      entry.params.push_back({param.name, param.help, param.standard, param.least, param.most});
-  return entry;
-}
-
 double parse_number(std::string_view text, std::string_view what) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -158,14 +141,21 @@ std::string PolicySpec::text() const {
   return settings.empty() ? name : name + ":" + settings;
 }
 
-PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references) {
+PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references,
+                        const std::shared_ptr<const PolicyEntry>& compiled) {
   const auto parts = split(text, ':');
   PolicySpec spec;
   spec.name = parts[0];
   std::vector<std::string> known;
   for (const PolicyEntry& entry : policy_catalogue()) {
     known.emplace_back(entry.info.name);
-    if (spec.name == entry.info.name) spec.entry = &entry;
+    // The catalogue outlives everything: nobody owns its entries.
+    if (spec.name == entry.info.name)
+      spec.entry = std::shared_ptr<const PolicyEntry>(std::shared_ptr<void>(), &entry);
+  }
+  if (compiled) {
+    known.emplace_back(compiled->info.name);
+    if (spec.name == compiled->info.name) spec.entry = compiled;
   }
   known.insert(known.end(), references.begin(), references.end());
   if (!spec.entry) {

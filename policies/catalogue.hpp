@@ -8,23 +8,10 @@
 #include <string_view>
 #include <vector>
 
+#include "policies/entry.hpp"
 #include "policies/rule.hpp"
-#include "policies/states.hpp"
 
 namespace kvlab {
-
-struct ParamInfo {
-  std::string name, help;
-  double standard, least, most;
-};
-
-/// One line of the registry.
-struct PolicyEntry {
-  PolicyInfo info;
-  std::vector<ParamInfo> params;
-  std::size_t slot_bytes;  ///< of policy state
-  std::unique_ptr<PolicyStates> (*make_states)(std::span<const double> params);
-};
 
 /// Every registered policy, in the registry's order.
 const std::vector<PolicyEntry>& policy_catalogue();
@@ -34,7 +21,7 @@ std::string text_of(Extent extent);
 
 /// A policy as asked for: `name:param=value:guard=value`, defaults filled in.
 struct PolicySpec {
-  const PolicyEntry* entry = nullptr;  ///< null: a reference of the replay, found by name
+  std::shared_ptr<const PolicyEntry> entry;  ///< null: a reference of the replay, found by name
   std::string name;
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
@@ -45,9 +32,11 @@ struct PolicySpec {
   std::string text() const;
 };
 
-/// Parses one policy. `references` are further names that take no parameters.
-/// Throws std::invalid_argument that names the mistake and, for a near miss, the nearest name.
-PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references = {});
+/// Parses one policy. `references` are further names that take no parameters; `compiled` is a
+/// policy beside the registry's, or null. Throws std::invalid_argument that names the mistake and,
+/// for a near miss, the nearest name.
+PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references = {},
+                        const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
 
 /// A budget as asked for: `128`, `20%` or `all`.
 struct Budget {

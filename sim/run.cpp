@@ -72,6 +72,15 @@ RunConfig config_from(const JsonFields& fields) {
           .seed = fields.whole("seed")};
 }
 
+json to_json(const RunSource& source) {
+  return {{"policy", source.policy}, {"path", source.path}, {"xxh3", source.xxh3}};
+}
+
+RunSource source_from(const JsonFields& fields) {
+  return {
+      .policy = fields.text("policy"), .path = fields.text("path"), .xxh3 = fields.text("xxh3")};
+}
+
 /// A list whose entries are objects, each read by `read`.
 template <class Read>
 auto list_of(const JsonFields& fields, std::string_view key, Read read) {
@@ -96,15 +105,16 @@ std::string run_json(const RunInfo& info, const std::string& results_hash) {
   for (const RunConfig& config : info.grid) grid.push_back(to_json(config));
   json layers = "all";
   if (!info.layers.empty()) layers = info.layers;
-  const json top{{"format", kRunFormat},
-                 {"kvlab", info.version},
-                 {"traces", traces},
-                 {"grid", grid},
-                 {"span", name_of(info.span)},
-                 {"request_threshold", info.threshold},
-                 {"output_error", info.every_output_error ? "all" : "sample"},
-                 {"layers", layers},
-                 {"results_xxh3", results_hash}};
+  json top{{"format", kRunFormat},
+           {"kvlab", info.version},
+           {"traces", traces},
+           {"grid", grid},
+           {"span", name_of(info.span)},
+           {"request_threshold", info.threshold},
+           {"output_error", info.every_output_error ? "all" : "sample"},
+           {"layers", layers},
+           {"results_xxh3", results_hash}};
+  if (info.source) top["policy_source"] = to_json(*info.source);
   return top.dump(1, ' ', false, json::error_handler_t::replace) + "\n";
 }
 
@@ -124,6 +134,7 @@ RunInfo info_from(const JsonFields& fields) {
     throw std::runtime_error(fields.where() + ": key 'output_error' should be sample or all");
   info.every_output_error = error == "all";
   if (fields.any("layers") != json("all")) info.layers = whole_numbers(fields, "layers");
+  if (fields.has("policy_source")) info.source = source_from(fields.object("policy_source"));
   if (info.traces.empty()) throw std::runtime_error(fields.where() + ": key 'traces' is empty");
   return info;
 }

@@ -40,6 +40,14 @@ struct RunConfig {
   bool operator==(const RunConfig&) const = default;
 };
 
+/// Where a policy of the grid came from that is not kvlab's own.
+struct RunSource {
+  std::string policy, path;
+  std::string xxh3;  ///< of the header's text
+
+  bool operator==(const RunSource&) const = default;
+};
+
 struct RunInfo {
   std::string version;
   std::vector<RunTrace> traces;
@@ -48,6 +56,7 @@ struct RunInfo {
   double threshold = 0.01;
   bool every_output_error = false;
   std::vector<std::uint32_t> layers;  ///< empty: all
+  std::optional<RunSource> source;    ///< of --policy-source
 
   bool operator==(const RunInfo&) const = default;
 };

@@ -32,6 +32,7 @@ void add_options(po::options_description& options) {
   add("text", po::value<std::string>()->value_name("FILE"), "--confirm: text to score");
   add("max-tokens", po::value<std::int64_t>()->value_name("T")->default_value(0),
       "--confirm: use the first T tokens of the text; 0: all");
+  add_source_option(options);
   add_common_options(options);
 }
 
@@ -42,7 +43,8 @@ struct Confirmed {
 };
 
 std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
-                               const Figures& figures, const Ballot& ballot) {
+                               const Figures& figures, const Ballot& ballot,
+                               const std::shared_ptr<const PolicyEntry>& compiled) {
   std::vector<Confirmed> confirmed;
   const auto most = static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
   if (most == 0) return confirmed;
@@ -58,8 +60,9 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
       {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}}};
   const std::size_t count = std::min(most, ballot.standings.size());
   for (std::size_t i = 0; i < count; ++i)
-    configs.push_back(
-        {.cache = config_of(ballot, figures, i), .budgets = {}, .threshold = run.info.threshold});
+    configs.push_back({.cache = config_of(run, ballot, figures, i, compiled),
+                       .budgets = {},
+                       .threshold = run.info.threshold});
   const auto scores = evaluate(
       model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
       {.max_tokens = static_cast<std::uint32_t>(number_from(options, "max-tokens", 0, 1 << 30)),
@@ -118,9 +121,10 @@ int run(const po::variables_map& options) {
   const Run loaded = load_run(directory);
   const Figures figures(loaded.rows);
   Ballot ballot = rank_for_deployment(loaded, figures, budget, options["metric"].as<std::string>());
-  const auto confirmed = confirm(options, loaded, figures, ballot);
+  const auto compiled = policy_source_from(options);
+  const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
   if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
-  PolicyFile file = policy_file_of(loaded, figures, ballot);
+  PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
   if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(figures, ballot, confirmed);
   write_policy_file(out, file);
 

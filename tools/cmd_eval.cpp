@@ -38,8 +38,9 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-LoopConfig deployed(const std::string& path, const Model& model) {
-  const PolicyFile file = read_policy_file(path);
+LoopConfig deployed(const std::string& path, const std::shared_ptr<const PolicyEntry>& compiled,
+                    const Model& model) {
+  const PolicyFile file = read_policy_file(path, compiled);
   if (const auto warning = model_mismatch(file, model.config().name, model.weights_xxh3());
       !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
@@ -122,14 +123,15 @@ int run(const po::variables_map& options) {
   const EvalOptions how = eval_options(options);
   const double threshold = threshold_from(options);
   std::vector<LoopConfig> configs;
-  if (options.count("policy"))
-    for (ReplayConfig& config : grid_from(options))
+  const auto compiled = policy_source_from(options);
+  if (options.count("policy") || (compiled && !options.count("policy-file")))
+    for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Model model = Model::load(directory, how.threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))
-    configs.push_back(deployed(options["policy-file"].as<std::string>(), model));
+    configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model));
 
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : options["text"].as<std::vector<std::string>>())

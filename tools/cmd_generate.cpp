@@ -57,7 +57,9 @@ struct CacheChoice {
 CacheChoice cache_from(const po::variables_map& options) {
   if (!options.count("policy-file")) return {.file = {}, .config = only_config(options)};
   refuse_beside_policy_file(options);
-  return {.file = read_policy_file(options["policy-file"].as<std::string>()), .config = {}};
+  return {.file = read_policy_file(options["policy-file"].as<std::string>(),
+                                   policy_source_from(options)),
+          .config = {}};
 }
 
 void warn(const std::string& message) {

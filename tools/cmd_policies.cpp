@@ -5,7 +5,7 @@
 
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"
-#include "tools/command.hpp"
+#include "tools/options.hpp"
 
 namespace kvlab {
 namespace {
@@ -50,12 +50,19 @@ std::string describe(const ParamInfo& param) {
 
 std::string or_none(const std::string& text) { return text.empty() ? "none" : text; }
 
-void print_text() {
+/// The registry, and the policy of --policy-source behind it.
+std::vector<PolicyEntry> all_entries(const std::shared_ptr<const PolicyEntry>& compiled) {
+  std::vector<PolicyEntry> entries = policy_catalogue();
+  if (compiled) entries.push_back(*compiled);
+  return entries;
+}
+
+void print_text(const std::vector<PolicyEntry>& entries) {
   fmt::print(
       "Written name:param=value:guard=value, as in h2o:sinks=4:recent=25%.\n"
       "Any policy that evicts takes the guards sinks and recent: tokens, or a share of the "
       "budget.\n");
-  for (const PolicyEntry& entry : policy_catalogue()) {
+  for (const PolicyEntry& entry : entries) {
     const PolicyInfo& info = entry.info;
     fmt::print("\n{}\n  {}\n", info.name, info.summary);
     if (info.evicts) fmt::print("  guards     {}\n", or_none(guards_of(info)));
@@ -64,6 +71,8 @@ void print_text() {
                entry.slot_bytes);
     fmt::print("  order      {}\n  positions  {}\n  source     {}\n", name_of(info.order),
                name_of(info.positions), info.citation);
+    if (entry.source)
+      fmt::print("  compiled   from {} (xxh3 {})\n", entry.source->path, entry.source->xxh3);
   }
   fmt::print("\nReferences, for comparison only (never deployed, no parameters, no guards):\n");
   for (const Reference& reference : kReferences)
@@ -76,12 +85,12 @@ std::string code_or_blank(const std::string& text) {
 }
 
 /// Two tables, as docs/policies.md holds them.
-void print_markdown() {
+void print_markdown(const std::vector<PolicyEntry>& entries) {
   fmt::print(
       "| policy | what it does | needs | order | guards | parameters | positions | bytes a slot | "
       "source |\n"
       "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
-  for (const PolicyEntry& entry : policy_catalogue()) {
+  for (const PolicyEntry& entry : entries) {
     const PolicyInfo& info = entry.info;
     std::vector<std::string> params;
     for (const ParamInfo& param : entry.params) params.push_back(describe(param));
@@ -117,9 +126,9 @@ ordered_json to_json(const PolicyEntry& entry) {
           {"citation", info.citation}};
 }
 
-void print_json() {
+void print_json(const std::vector<PolicyEntry>& entries) {
   ordered_json policies = ordered_json::array(), references = ordered_json::array();
-  for (const PolicyEntry& entry : policy_catalogue()) policies.push_back(to_json(entry));
+  for (const PolicyEntry& entry : entries) policies.push_back(to_json(entry));
   for (const Reference& reference : kReferences)
     references.push_back(
         {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});
@@ -130,18 +139,20 @@ void print_json() {
 void add_options(po::options_description& options) {
   options.add_options()("json", po::bool_switch(), "one JSON object")(
       "markdown", po::bool_switch(), "the tables of docs/policies.md");
+  add_source_option(options);
 }
 
 int run(const po::variables_map& options) {
   const bool json = options["json"].as<bool>(), markdown = options["markdown"].as<bool>();
   if (json && markdown)
     throw std::invalid_argument("--json and --markdown exclude each other; give one");
+  const auto entries = all_entries(policy_source_from(options));
   if (json)
-    print_json();
+    print_json(entries);
   else if (markdown)
-    print_markdown();
+    print_markdown(entries);
   else
-    print_text();
+    print_text(entries);
   return 0;
 }
 
@@ -150,7 +161,7 @@ int run(const po::variables_map& options) {
 Command policies_command() {
   return {.name = "policies",
           .summary = "every policy: parameters, guards, bytes per slot, source",
-          .usage = "[--json | --markdown]",
+          .usage = "[--json | --markdown] [--policy-source FILE.hpp]",
           .example = "kvlab policies",
           .add_options = add_options,
           .positional = "",

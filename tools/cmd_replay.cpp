@@ -122,7 +122,7 @@ int run(const po::variables_map& options) {
   check_device(options);
   const std::string out = required(options, "out", "--out RUN, a directory to be made");
   refuse_existing(out, "--out");
-  required(options, "policy", "--policy window,sink,h2o");
+  if (!options.count("policy-source")) required(options, "policy", "--policy window,sink,h2o");
   if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
   ReplayRequest request{.traces = options["trace"].as<std::vector<std::string>>(),
                         .grid = grid_from(options, replay_references()),

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "tools/policy_source.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -95,11 +97,17 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
   return ballot;
 }
 
-ReplayConfig config_of(const Ballot& ballot, const Figures& figures, std::size_t standing) {
+ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
+                       std::size_t standing, const std::shared_ptr<const PolicyEntry>& compiled) {
   const Series& series = figures.series()[ballot.standings[standing].series];
+  const std::string text =
+      series.params.empty() ? series.policy : series.policy + ":" + series.params;
+  const auto& source = run.info.source;
+  const bool from_source = source && source->policy == series.policy;
   try {
-    return {.policy = parse_policy(series.params.empty() ? series.policy
-                                                         : series.policy + ":" + series.params),
+    if (from_source)
+      check_source(compiled, source->policy, source->path, source->xxh3, "run.json");
+    return {.policy = parse_policy(text, {}, from_source ? compiled : nullptr),
             .budget = {.extent = tokens(ballot.budget.least_tokens)},
             .prefill = parse_prefill(series.prefill),
             .positions = parse_positions(series.positions),
@@ -109,8 +117,9 @@ ReplayConfig config_of(const Ballot& ballot, const Figures& figures, std::size_t
   }
 }
 
-PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot) {
-  const ReplayConfig config = config_of(ballot, figures, ballot.winner);
+PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
+                          const std::shared_ptr<const PolicyEntry>& compiled) {
+  const ReplayConfig config = config_of(run, ballot, figures, ballot.winner, compiled);
   json ranking = json::array(), traces = json::array(), ties = json::array();
   for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
     const Standing& standing = ballot.standings[i];

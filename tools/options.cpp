@@ -11,6 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "tools/policy_source.hpp"
 #include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
@@ -40,20 +41,23 @@ struct Axes {
 };
 
 /// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
-PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references) {
+PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references,
+                       const std::shared_ptr<const PolicyEntry>& compiled) {
   const auto known = replay_references();
   if (references.empty() && std::find(known.begin(), known.end(), text) != known.end())
     throw std::invalid_argument(fmt::format(
         "policy {}: is a reference of `kvlab replay`, which knows the future; name a policy",
         text));
-  return parse_policy(text, references);
+  return parse_policy(text, references, compiled);
 }
 
-Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references) {
+Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references,
+               const std::shared_ptr<const PolicyEntry>& compiled) {
   Axes axes;
-  const std::string policies =
-      options.count("policy") ? options["policy"].as<std::string>() : "full";
-  axes.policies = parse_list(policies, [&](const auto& t) { return policy_from(t, references); });
+  std::string policies = compiled ? compiled->info.name : "full";
+  if (options.count("policy")) policies = options["policy"].as<std::string>();
+  axes.policies =
+      parse_list(policies, [&](const auto& t) { return policy_from(t, references, compiled); });
   if (options.count("budget"))
     axes.budgets = parse_list(options["budget"].as<std::string>(),
                               [](const auto& t) { return parse_budget(t); });
@@ -130,7 +134,8 @@ void add_policy_options(po::options_description& options) {
   auto add = options.add_options();
   add("policy", po::value<std::string>()->value_name("P,..."),
       "policies, each name:param=value:guard=value, such as h2o:recent=25%; `kvlab policies` lists "
-      "them (default: full)");
+      "them (default: full, or the policy of --policy-source)");
+  add_source_option(options);
   add("budget", po::value<std::string>()->value_name("B,..."),
       "tokens that a decoded query may span, or a share of the length: 64,128,20%");
   add("prefill", po::value<std::string>()->value_name("MODE,...")->default_value("dense"),
@@ -138,6 +143,11 @@ void add_policy_options(po::options_description& options) {
   add("positions", po::value<std::string>()->value_name("original|cache"),
       "true positions, or the live tokens numbered 0, 1, 2, ... (default: the policy's own)");
   add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+}
+
+void add_source_option(po::options_description& options) {
+  options.add_options()("policy-source", po::value<std::string>()->value_name("FILE.hpp"),
+                        "a policy of your own, compiled now: one header like those of policies/");
 }
 
 void add_common_options(po::options_description& options) {
@@ -178,9 +188,20 @@ std::uint64_t seed_from(const po::variables_map& options) {
       number_from(options, "seed", 0, std::numeric_limits<std::int64_t>::max()));
 }
 
+std::shared_ptr<const PolicyEntry> policy_source_from(const po::variables_map& options) {
+  if (!options.count("policy-source")) return nullptr;
+  return compile_policy_source(options["policy-source"].as<std::string>());
+}
+
 std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references) {
-  const Axes axes = axes_from(options, references);
+  return grid_from(options, references, policy_source_from(options));
+}
+
+std::vector<ReplayConfig> grid_from(const po::variables_map& options,
+                                    std::span<const std::string_view> references,
+                                    const std::shared_ptr<const PolicyEntry>& compiled) {
+  const Axes axes = axes_from(options, references, compiled);
   std::vector<ReplayConfig> grid;
   for (const PolicySpec& policy : axes.policies)
     for (const ReplayConfig& config : configs_of(policy, axes))

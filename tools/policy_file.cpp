@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "sim/json_fields.hpp"
+#include "tools/policy_source.hpp"
 #include "traces/json.hpp"
 #include "traces/safetensors.hpp"
 
@@ -16,9 +17,9 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
-constexpr std::array<std::string_view, 11> kKeys{"format", "policy",    "params",  "guards",
+constexpr std::array<std::string_view, 12> kKeys{"format", "policy",    "params",  "guards",
                                                  "budget", "positions", "prefill", "threshold",
-                                                 "seed",   "model",     "run"};
+                                                 "seed",   "model",     "run",     "source"};
 
 [[noreturn]] void fail(const JsonFields& fields, std::string_view what) {
   throw std::runtime_error(fmt::format("{}: {}", fields.where(), what));
@@ -52,9 +53,10 @@ std::string setting_text(const JsonFields& fields, const std::string& key) {
 
 /// Puts the policy together as `name:param=value:sinks=…:recent=…`, so that one parser checks it
 /// all.
-PolicySpec policy_from(const JsonFields& fields) {
+PolicySpec policy_from(const JsonFields& fields,
+                       const std::shared_ptr<const PolicyEntry>& compiled) {
   const std::string name = fields.text("policy");
-  const PolicySpec plain = parse_policy(name);
+  const PolicySpec plain = parse_policy(name, {}, compiled);
   if (name.find(':') != std::string::npos || !plain.entry->info.evicts)
     fail(fields, fmt::format("policy '{}' should be the name of a policy that evicts", name));
   const JsonFields params = fields.object("params"), guards = fields.object("guards");
@@ -68,7 +70,17 @@ PolicySpec policy_from(const JsonFields& fields) {
     fail(guards, "should hold sinks and recent, and nothing else");
   for (const char* guard : {"sinks", "recent"})
     text += fmt::format(":{}={}", guard, setting_text(guards, guard));
-  return parse_policy(text);
+  return parse_policy(text, {}, compiled);
+}
+
+/// The policy that the file was made with, if that is not kvlab's own.
+std::shared_ptr<const PolicyEntry> source_of(const JsonFields& fields,
+                                             const std::shared_ptr<const PolicyEntry>& compiled) {
+  if (!fields.has("source")) return nullptr;
+  const JsonFields source = fields.object("source");
+  check_source(compiled, fields.text("policy"), source.text("path"), source.text("xxh3"),
+               fields.where());
+  return compiled;
 }
 
 std::uint32_t budget_tokens(const json& value, const std::string& where) {
@@ -100,9 +112,10 @@ void read_budgets(const JsonFields& fields, PolicyFile& file) {
     for (const std::uint32_t tokens : heads) resolve_guards(file.policy, tokens);
 }
 
-PolicyFile file_from(const JsonFields& fields, const json& top) {
+PolicyFile file_from(const JsonFields& fields, const json& top,
+                     const std::shared_ptr<const PolicyEntry>& compiled) {
   PolicyFile file;
-  file.policy = policy_from(fields);
+  file.policy = policy_from(fields, source_of(fields, compiled));
   read_budgets(fields, file);
   file.positions = parse_positions(fields.text("positions"));
   file.prefill = parse_prefill(fields.text("prefill"));
@@ -124,13 +137,14 @@ json guard_json(Extent extent) {
 
 }  // namespace
 
-PolicyFile read_policy_file(const std::filesystem::path& path) {
+PolicyFile read_policy_file(const std::filesystem::path& path,
+                            const std::shared_ptr<const PolicyEntry>& compiled) {
   const json top = parse_json_object(read_text_file(path, kMaxBytes), path.string());
   const JsonFields fields(top, path.string());
   fields.check_format(kPolicyFormat);
   refuse_reserved_and_unknown(fields, top);
   try {
-    return file_from(fields, top);
+    return file_from(fields, top, compiled);
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(fmt::format("{}: {}", path.string(), error.what()));
   }
@@ -142,7 +156,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
     params[file.policy.entry->params[i].name] = file.policy.params[i];
   json budget = file.budget;
   if (!file.budgets.empty()) budget = file.budgets;
-  const nlohmann::ordered_json top{
+  nlohmann::ordered_json top{
       {"format", kPolicyFormat},
       {"policy", file.policy.name},
       {"params", params},
@@ -155,6 +169,8 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
       {"seed", file.seed},
       {"model", {{"name", file.model}, {"weights_xxh3", file.weights_xxh3}}},
       {"run", file.run}};
+  if (const auto& source = file.policy.entry->source)
+    top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
   write_file_atomically(path, top.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
 }
 

@@ -34,6 +34,9 @@ RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& t
     info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
                          config.prefill.text(), std::string(name_of(config.positions)),
                          config.seed});
+  for (const ReplayConfig& config : request.grid)
+    if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source)
+      info.source = RunSource{config.policy.name, entry->source->path, entry->source->xxh3};
   refuse_same_names(info.traces);
   return info;
 }

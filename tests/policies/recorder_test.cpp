@@ -47,10 +47,6 @@ struct Recorder {
 };
 static_assert(Policy<Recorder>);
 
-std::unique_ptr<PolicyStates> make_recorder(std::span<const double>) {
-  return std::make_unique<PolicyStatesOf<Recorder>>(Recorder::Params{});
-}
-
 /// A cache of four tokens under the recorder, and what it wrote.
 class Recorded {
  public:
@@ -75,11 +71,11 @@ class Recorded {
 
  private:
   static PolicySpec spec() {
-    static const PolicyEntry entry{.info = Recorder::kInfo,
-                                   .params = {},
-                                   .slot_bytes = sizeof(Recorder::Slot),
-                                   .make_states = make_recorder};
-    return {.entry = &entry, .name = "recorder", .params = {}, .sinks = {}, .recent = {}};
+    return {.entry = std::make_shared<PolicyEntry>(make_entry<Recorder>()),
+            .name = "recorder",
+            .params = {},
+            .sinks = {},
+            .recent = {}};
   }
 
   std::vector<std::string> log_;

@@ -1,0 +1,275 @@
+// A policy compiled while kvlab runs: found, checked, and the same as one that is built in.
+#include "tools/policy_source.hpp"
+
+#include <algorithm>
+#include <random>
+
+#include "policies/live_set.hpp"
+#include "tests/catch.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "tools/deploy.hpp"
+#include "tools/policy_file.hpp"
+#include "tools/policy_struct.hpp"
+#include "tools/run_command.hpp"
+#include "traces/files.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+using Catch::Matchers::ContainsSubstring;
+
+namespace {
+
+/// The page's own example.
+std::string tova_text() {
+  const std::string page = read_bytes(KVLAB_SOURCE_DIR "/docs/adding-a-policy.md");
+  const std::size_t begin = page.find("```cpp\n// tova: ") + 7;
+  return page.substr(begin, page.find("```", begin) - begin);
+}
+
+std::string replaced(std::string text, std::string_view old, std::string_view fresh) {
+  const std::size_t at = text.find(old);
+  REQUIRE(at != std::string::npos);
+  return text.replace(at, old.size(), fresh);
+}
+
+std::string policy_text(const std::string& file) {
+  return read_bytes(KVLAB_SOURCE_DIR "/policies/" + file);
+}
+
+template <class Action>
+std::string refusal(Action action) {
+  try {
+    action();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+
+/// Compiles `text` as my.hpp.
+std::shared_ptr<const PolicyEntry> compiled(const std::string& text) {
+  const TemporaryFolder folder;
+  write_bytes(folder / "my.hpp", text);
+  return compile_policy_source(folder / "my.hpp");
+}
+
+std::string compile_error(const std::string& text) {
+  const TemporaryFolder folder;
+  write_bytes(folder / "my.hpp", text);
+  std::string message = refusal([&] { compile_policy_source(folder / "my.hpp"); });
+  const std::string prefix = folder.path().string() + "/";
+  for (std::size_t at; (at = message.find(prefix)) != std::string::npos;)
+    message.erase(at, prefix.size());
+  return message;
+}
+
+PolicyStruct found(std::string_view text) { return find_policy_struct(text, "my.hpp"); }
+
+/// The positions live after each of many steps with random observations.
+std::vector<std::vector<std::uint32_t>> kept(const PolicySpec& spec) {
+  std::mt19937 random(7);
+  LiveSet live(spec, 24, {.seed = 3, .sequence = 1, .layer = 2, .kv_head = 0});
+  std::vector<std::vector<std::uint32_t>> sets;
+  for (std::uint32_t now = 0; now < 400; ++now) {
+    live.make_room(now);
+    live.admit(now, 1);
+    std::vector<Observation> seen(live.size());
+    for (Observation& one : seen) one = {.mass = random() % 100, .queries = 1};
+    live.observe(seen);
+    sets.emplace_back(live.positions().begin(), live.positions().end());
+  }
+  return sets;
+}
+
+}  // namespace
+
+TEST_CASE("the policy of a header is the struct that declares kInfo") {
+  const PolicyStruct tova = found(tova_text());
+  CHECK(tova.name == "kvlab::Tova");
+  CHECK(tova.line == 15);
+  CHECK(found("struct A { static constexpr PolicyInfo kInfo{}; };").name == "A");
+  CHECK(found("namespace a::b {\nstruct X {};\n struct P final : X {\n struct Params {};\n"
+              "static constexpr kvlab::PolicyInfo\n kInfo{.name = \"p\"};\n};\nstruct Y {};}")
+            .name == "a::b::P");
+  CHECK(found(policy_text("h2o.hpp")).name == "kvlab::H2O");
+  CHECK(found(policy_text("random.hpp")).name == "kvlab::Random");
+}
+
+TEST_CASE("comments, literals and functions are not taken for structs") {
+  const PolicyStruct policy = found(
+      "// struct Comment { PolicyInfo kInfo }\n"
+      "/* struct Other { static constexpr PolicyInfo kInfo{}; */\n"
+      "#define NOTHING struct Macro {\n"
+      "struct Real {\n"
+      "  static constexpr const char* text = \"struct Text { PolicyInfo kInfo \\\" }\";\n"
+      "  static constexpr char brace = '{';\n"
+      "  static constexpr long big = 1'000'000;\n"
+      "  static constexpr int f(int x) { if (x) { return 1; } return 0; }\n"
+      "  static constexpr PolicyInfo kInfo{.name = \"real\"};\n"
+      "};\n");
+  CHECK(policy.name == "Real");
+  CHECK(policy.line == 4);
+}
+
+TEST_CASE("a header without a kInfo names the struct that should have one") {
+  CHECK(found("namespace kvlab {\nstruct First { struct Slot {}; };\nstruct Last {};\n}").name ==
+        "kvlab::Last");
+  CHECK(refusal([] { found("// nothing\n"); }).starts_with("my.hpp: holds no struct"));
+  const std::string info = "static constexpr PolicyInfo kInfo{};";
+  CHECK(refusal([&] { found("struct A {" + info + "};\nstruct B {" + info + "};"); }) ==
+        "my.hpp:2: B has a kInfo, and so has A; a policy source holds one policy");
+  CHECK(found("struct A { static constexpr PolicyInfo kInformation{}; };").name == "A");
+  CHECK_NOTHROW(found("}}}} struct A {"));
+  CHECK_NOTHROW(found("struct A { /* never ends"));
+}
+
+TEST_CASE("a compiled policy does what the registry's does") {
+  const auto entry = compiled(replaced(policy_text("h2o.hpp"), "\"h2o\"", "\"mine\""));
+  CHECK(entry->info.name == std::string("mine"));
+  CHECK(entry->slot_bytes == 8);
+  CHECK(entry->source->type == "kvlab::H2O");
+  CHECK(entry->source->xxh3.size() == 16);
+  const PolicySpec mine = parse_policy("mine:sinks=2:recent=25%", {}, entry);
+  CHECK(mine.text() == "mine:sinks=2:recent=25%");
+  CHECK(kept(mine) == kept(parse_policy("h2o:sinks=2:recent=25%")));
+  CHECK_FALSE(kept(mine) == kept(parse_policy("h2o:sinks=2:recent=50%")));
+}
+
+TEST_CASE("two texts of one struct live side by side") {
+  const auto lowest = compiled(tova_text());
+  const auto highest = compiled(replaced(tova_text(), "return slot.mass;", "return ~slot.mass;"));
+  const auto live = [](const auto& entry) {
+    return kept(parse_policy("tova:recent=4", {}, entry));
+  };
+  CHECK_FALSE(live(lowest) == live(highest));
+  CHECK_FALSE(lowest->source->xxh3 == highest->source->xxh3);
+}
+
+TEST_CASE("parameters of a compiled policy are checked like any other's") {
+  const auto entry = compiled(read_bytes(KVLAB_SOURCE_DIR "/tests/policies/leaky.hpp"));
+  CHECK(parse_policy("leaky:slope=0.25", {}, entry).params.size() == entry->params.size());
+  CHECK(refusal([&] { parse_policy("leaky:kep=1", {}, entry); }) ==
+        "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
+}
+
+TEST_CASE("a mistake is shown at the header's own line") {
+  const std::string broken =
+      compile_error(replaced(tova_text(), "slot.mass = seen.mass;", "slot.mass = sen.mass;"));
+  CHECK(broken.starts_with("my.hpp: does not compile\n"));
+  CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:32:17: error: "));
+  CHECK_THAT(broken, !ContainsSubstring("policies/"));
+  CHECK_THAT(broken, !ContainsSubstring("entry.cpp"));
+}
+
+TEST_CASE("what check_policy says comes through, at the struct's line") {
+  CHECK(
+      compile_error(replaced(tova_text(), "void observe", "void obsrve")) ==
+      "my.hpp: does not compile\n"
+      "my.hpp:15: error: policy: kInfo.needs asks for observations, so it needs `static constexpr "
+      "void observe(Slot&, const Observation&, const Params&, const Step&)`");
+  CHECK(compile_error(replaced(tova_text(), "PolicyInfo kInfo", "PolicyInfo info")) ==
+        "my.hpp: does not compile\n"
+        "my.hpp:15: error: policy: needs `static constexpr PolicyInfo kInfo{...}`");
+  CHECK(
+      compile_error(replaced(tova_text(), "constexpr std::uint64_t rank", "std::uint64_t rank")) ==
+      "my.hpp: does not compile\n"
+      "my.hpp:15: error: policy: every hook must be constexpr, so that one text compiles for host "
+      "and device");
+}
+
+TEST_CASE("a policy's own mistake is shown without what follows from it") {
+  const std::string broken =
+      compile_error(replaced(tova_text(), "std::uint64_t rank", "std::uint64 rank"));
+  CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:34:"));
+  CHECK_THAT(broken, !ContainsSubstring("policy: needs"));
+}
+
+TEST_CASE("names of kvlab's own are taken") {
+  CHECK(compile_error(replaced(tova_text(), "\"tova\"", "\"h2o\"")) ==
+        "my.hpp: kInfo.name 'h2o' is taken by a policy of kvlab; give another");
+  CHECK_THAT(compile_error(replaced(tova_text(), "\"tova\"", "\"oracle_mass\"")),
+             ContainsSubstring("is taken"));
+  CHECK_THAT(compile_error(replaced(tova_text(), "\"tova\"", "\"to:va\"")),
+             ContainsSubstring("should be letters, digits and underscores"));
+}
+
+TEST_CASE("a path with odd characters is a path like any other") {
+  const TemporaryFolder folder;
+  const auto path = folder / "my \"odd\\ {0}.hpp";
+  write_bytes(path, tova_text());
+  CHECK(compile_policy_source(path)->source->path == path.string());
+}
+
+TEST_CASE("without a compiler the error says what to do") {
+  const TemporaryFolder folder;
+  write_bytes(folder / "my.hpp", tova_text());
+  const char* const before = getenv("CXX");
+  const std::string restored = before ? before : "";
+  setenv("CXX", "/nowhere/c++", 1);
+  const std::string message = error_of([&] { compile_policy_source(folder / "my.hpp"); });
+  before ? setenv("CXX", restored.c_str(), 1) : unsetenv("CXX");
+  CHECK(
+      message ==
+      "--policy-source: cannot run the compiler '/nowhere/c++': No such file or directory; install "
+      "a C++20 compiler, or name one in the environment's CXX");
+}
+
+TEST_CASE("a policy file names the source, and runs from that text alone") {
+  const TemporaryFolder folder;
+  const auto path = folder / "policy.json";
+  const auto entry = compiled(tova_text());
+  const auto other = compiled(tova_text() + "// another text\n");
+  const auto renamed = compiled(replaced(tova_text(), "\"tova\"", "\"nova\""));
+  PolicyFile file{.policy = parse_policy("tova:sinks=1", {}, entry), .budget = 64};
+  file.model = "tiny";
+  write_policy_file(path, file);
+  CHECK(read_policy_file(path, entry).policy.text() == "tova:sinks=1:recent=0");
+  CHECK(read_policy_file(path, entry).policy.entry == entry);
+
+  const auto refused = [&](const auto& given) {
+    return error_of([&] { read_policy_file(path, given); });
+  };
+  CHECK_THAT(refused(nullptr), ContainsSubstring("policy.json: policy tova was compiled from ") &&
+                                   ContainsSubstring("give that text by --policy-source "));
+  CHECK_THAT(refused(other), ContainsSubstring("was compiled from another text"));
+  CHECK_THAT(refused(renamed), ContainsSubstring("is nova"));
+}
+
+TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, eval, verify") {
+  const TemporaryFolder folder;
+  const std::string source = (folder / "tova.hpp").string(), run = (folder / "run").string(),
+                    policy = (folder / "policy.json").string();
+  const std::string model = KVLAB_SOURCE_DIR "/engine/models/tiny";
+  write_bytes(source, tova_text());
+  const auto call = [](const std::string& name, std::vector<std::string> words) {
+    for (const Command& command : all_commands())
+      if (command.name == name) return run_command(command, words);
+    throw std::logic_error("no command " + name);
+  };
+  const std::vector<std::string> with_source{"--policy-source", source};
+  const auto with = [&](std::vector<std::string> words) {
+    words.insert(words.end(), with_source.begin(), with_source.end());
+    return words;
+  };
+  CHECK(call("replay", with({"--trace", KVLAB_SOURCE_DIR "/traces/samples/tiny-story", "--budget",
+                             "32", "--layers", "0", "--out", run})) == 0);
+  const Run loaded = load_run(run);
+  REQUIRE(loaded.info.source);
+  CHECK(loaded.info.source->policy == "tova");
+  const std::string text = tova_text();
+  CHECK(loaded.info.source->xxh3 == xxh3_hex(std::as_bytes(std::span(text))));
+
+  const std::vector<std::string> deploy{run, "--budget", "32", "--out", policy};
+  CHECK_THAT(error_of([&] { call("deploy", deploy); }), ContainsSubstring("--policy-source"));
+  CHECK(call("deploy", with(deploy)) == 0);
+  CHECK(call("generate", with({"--model", model, "--prompt", "Once", "--policy-file", policy,
+                               "--max-new-tokens", "40"})) == 0);
+  CHECK(call("eval", with({"--model", model, "--text", KVLAB_SOURCE_DIR "/tools/demo/prompt.txt",
+                           "--max-tokens", "80", "--policy-file", policy})) == 0);
+  CHECK(call("verify", with({"--model", model, "--prompt", "Once upon a time", "--budget", "16",
+                             "--max-new-tokens", "40"})) == 0);
+  CHECK(call("policies", with({})) == 0);
+
+  write_bytes(source, tova_text() + "\n");
+  CHECK_THAT(error_of([&] { call("deploy", with(deploy)); }), ContainsSubstring("another text"));
+}

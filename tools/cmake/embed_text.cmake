@@ -1,0 +1,13 @@
+# kvlab_embed_text(<target> <function> <files…>): a source file in <target> that holds the text of each file,
+# by its path in the project; kvlab::<function>() returns them all (policies/embedded.hpp).
+function(kvlab_embed_text target function)
+  set(output ${CMAKE_CURRENT_BINARY_DIR}/${function}.cpp)
+  list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE files)
+  add_custom_command(
+    OUTPUT ${output}
+    COMMAND ${CMAKE_COMMAND} -DOUTPUT=${output} -DFUNCTION=${function} -DROOT=${PROJECT_SOURCE_DIR}
+            "-DFILES=${ARGN}" -P ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
+    DEPENDS ${files} ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
+    VERBATIM)
+  target_sources(${target} PRIVATE ${output})
+endfunction()
