@@ -85,22 +85,22 @@ def run_kvlab(kvlab, *arguments):
 
 
 def recall_of(kvlab, trace, policies, budgets):
-    """{(policy, budget): recall}, references included."""
+    """{(policy, parameters, budget): recall}, references included."""
     with tempfile.TemporaryDirectory() as folder:
-        grid = ["--policy", ",".join(policies), "--budget", budgets, "--device", "cpu", "--json"]
+        grid = ["--policy", policies, "--budget", budgets, "--device", "cpu", "--json"]
         result = run_kvlab(kvlab, "replay", "--trace", trace.path, *grid, "--out", pathlib.Path(folder) / "run")
     rows = [row for row in result["results"] if row["metric"] == "recall"]
-    return {(row["policy"], row["budget"]): row["value"] for row in rows}
+    return {(row["policy"], row["params"], row["budget"]): row["value"] for row in rows}
 
 
-def compare_recall(kvlab, ours, theirs, budgets):
-    policies = [policy["name"] for policy in run_kvlab(kvlab, "policies", "--json")["policies"]]
+def compare_recall(kvlab, ours, theirs, policies, budgets):
+    if not policies:
+        policies = ",".join(policy["name"] for policy in run_kvlab(kvlab, "policies", "--json")["policies"])
     a, b = (recall_of(kvlab, trace, policies, budgets) for trace in (ours, theirs))
     if a.keys() != b.keys():
         raise Refused(f"{kvlab} replay: the two replays have different rows")
     return [
-        {"policy": policy, "budget": budget, "ours": a[policy, budget], "theirs": b[policy, budget]}
-        for policy, budget in a
+        {"policy": key[0], "params": key[1], "budget": key[2], "ours": a[key], "theirs": b[key]} for key in a
     ]
 
 
@@ -114,8 +114,8 @@ def print_parts(rows, reference):
             end="",
         )
         if reference:
-            ratio = row["our_error"] / row["their_error"]
-            print(f" {row['our_error']:>10.5f} {row['their_error']:>11.5f} {ratio:>6.2f}", end="")
+            ratio = f"{row['our_error'] / row['their_error']:.2f}" if row["their_error"] > 0 else "-"
+            print(f" {row['our_error']:>10.5f} {row['their_error']:>11.5f} {ratio:>6}", end="")
         print()
 
 
@@ -125,6 +125,7 @@ def print_recall(rows):
         difference = row["ours"] - row["theirs"]
         print(
             f"{row['policy']:<14} {row['budget']:>7} {row['ours']:>9.5f} {row['theirs']:>9.5f} {difference:>+11.5f}"
+            f"  {row['params']}"
         )
     most = max(abs(row["ours"] - row["theirs"]) for row in rows)
     print(f"largest difference in recall: {most:.5f} (less than {MOST_RECALL_DIFFERENCE} asked)")
@@ -146,6 +147,7 @@ def parse_arguments():
     parser.add_argument("theirs", metavar="THEIRS")
     parser.add_argument("--reference", metavar="TRACE", help="of the same ids, in float32")
     parser.add_argument("--replay", metavar="KVLAB", help="the kvlab command: compare recall, too")
+    parser.add_argument("--policy", metavar="LIST", help="of the replays (default: every one)")
     parser.add_argument("--budget", default="64,128,10%,25%,50%", help="of the replays (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
@@ -161,7 +163,9 @@ def main():
     parts = [compare_part(layer, part, ours, theirs, reference) for layer in layers for part in "qkv"]
     result = {"ours": arguments.ours, "theirs": arguments.theirs, "tokens": len(ours.ids), "parts": parts}
     if arguments.replay:
-        result["recall"] = compare_recall(arguments.replay, ours, theirs, arguments.budget)
+        result["recall"] = compare_recall(
+            arguments.replay, ours, theirs, arguments.policy, arguments.budget
+        )
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:

@@ -57,7 +57,12 @@ std::string bytes_text(std::uint64_t bytes) {
 
 MemoryInfo memory_info() {
   std::size_t free = 0, total = 0;
-  check(cudaMemGetInfo(&free, &total), "asking for the device's memory");
+  const cudaError_t error = cudaMemGetInfo(&free, &total);
+  if (error == cudaErrorMemoryAllocation)  // of the context, which the first call makes
+    throw std::runtime_error(
+        "device memory: other programs hold so much of it that CUDA cannot start; it needs about "
+        "600 MiB, and the weights and the cache come on top");
+  check(error, "asking for the device's memory");
   return {free, total};
 }
 

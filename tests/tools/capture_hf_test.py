@@ -26,6 +26,7 @@ except ImportError as missing:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "capture_hf.py"
+COMPARE = ROOT / "tools" / "compare_traces.py"
 TINY = ROOT / "engine" / "models" / "tiny"
 KVLAB = sys.argv[1]
 TOKENS = 1100  # past a shard's end
@@ -39,6 +40,10 @@ torch.set_num_threads(1)
 
 def kvlab(*arguments):
     return subprocess.run([KVLAB, *map(str, arguments)], capture_output=True, text=True)
+
+
+def compare(*arguments):
+    return subprocess.run([sys.executable, COMPARE, *map(str, arguments)], capture_output=True, text=True)
 
 
 def manifest_of(trace):
@@ -107,22 +112,12 @@ class CaptureTest(unittest.TestCase):
         self.assertEqual(errors.count("\n"), 1, errors)
         self.assertIn(words, errors)
 
-    def recall(self, trace):
-        """Of every policy and reference at two budgets."""
-        policies = [policy["name"] for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]]
-        out = self.at / (trace.name + "-run")
-        grid = ["--policy", ",".join(policies), "--budget", "64,25%"]
-        done = kvlab("replay", "--trace", trace, *grid, "--device", "cpu", "--json", "--out", out)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        rows = [row for row in json.loads(done.stdout)["results"] if row["metric"] == "recall"]
-        self.assertLessEqual(set(policies), {row["policy"] for row in rows})
-        return {(row["policy"], row["params"], row["budget"]): row["value"] for row in rows}
-
     def check_same_recall(self, ours, theirs):
-        ours, theirs = self.recall(ours), self.recall(theirs)
-        self.assertEqual(ours.keys(), theirs.keys())
-        for key in ours:
-            self.assertLess(abs(ours[key] - theirs[key]), 0.002, key)
+        """Of every policy and reference at two budgets."""
+        done = compare(ours, theirs, "--replay", KVLAB, "--budget", "64,25%")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]:
+            self.assertIn(f"\n{policy['name']} ", done.stdout)
 
     def test_a_float32_capture_agrees_with_kvlabs(self):
         arguments = ["--model", self.tiny32, "--prompt-file", self.text, *FORCED]
@@ -148,6 +143,28 @@ class CaptureTest(unittest.TestCase):
         self.assertEqual(manifest_of(ours)["config"]["dtype"], "bfloat16")
         self.assertEqual(manifest_of(ours)["rounding"], "model_dtype")
         self.check_same_recall(ours, self.captured_by_kvlab("theirs16", *arguments))
+
+    def test_traces_that_differ_are_told(self):
+        model = ["--model", self.tiny32, "--max-new-tokens", 30]
+        trace = self.captured("told", *model, "--prompt", "It was a dark night, and")
+        same = compare(trace, trace, "--reference", trace)
+        self.assertEqual(same.returncode, 0, same.stderr)
+        other = self.captured("told-other", *model, "--prompt", "It was a bright day, and")
+        different = compare(trace, other)
+        self.assertEqual(different.returncode, 2)
+        self.assertIn("ids", different.stderr)
+
+        damaged = self.at / "damaged"
+        shutil.copytree(trace, damaged)
+        shard = damaged / "shard-00000.safetensors"
+        tensors = safetensors.torch.load_file(shard)
+        tensors["layers.2.k"] *= 1.01
+        safetensors.torch.save_file(tensors, shard)
+        told = compare(damaged, trace, "--reference", trace, "--json")
+        self.assertEqual(told.returncode, 1)
+        parts = {(row["layer"], row["part"]): row["relative"] for row in json.loads(told.stdout)["parts"]}
+        self.assertEqual([key for key, value in parts.items() if value > 0], [(2, "k")])
+        self.assertAlmostEqual(parts[2, "k"], 0.01, 5)
 
     def test_it_generates_what_kvlab_generates(self):
         arguments = ["--model", self.tiny32, "--prompt", "It was a dark night, and", "--max-new-tokens", 40]
