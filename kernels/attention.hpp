@@ -16,11 +16,11 @@ struct AttentionShape {
       head_stride;  ///< of the cache, in elements; a slot is head_size long
 };
 
-/// One query for each sequence, over its first lengths[s] slots (the query's own among them). Each
-/// KV head is split over the grid so that the card is full at any batch; the parts are merged in a
-/// fixed order: equal inputs give equal bits. (Where it is split depends on all lengths and on the
-/// device, so a sequence's bits may differ in another batch.) Pointers but lengths and lse, and
-/// strides: at 16-byte boundaries.
+/// One query for each sequence, over its first lengths[s] slots (the query's own is the last of
+/// them). Each KV head is split over the grid so that the card is full at any batch; the parts are
+/// merged in a fixed order: equal inputs give equal bits. (Where it is split depends on all lengths
+/// and on the device, so a sequence's bits may differ in another batch.) Pointers but lengths and
+/// lse, and strides: at 16-byte boundaries. At most 32768 sequences x KV heads.
 struct DecodeAttentionArgs {
   AttentionShape shape;
   int sequences, slots;         ///< slots: capacity, the most any length may be
@@ -29,7 +29,12 @@ struct DecodeAttentionArgs {
   const std::int32_t* lengths;  // [sequence], device; 0: nothing is written
   void* out;                    // [sequence, query_head, dim] of type
   float* lse;                   // [sequence, query_head], natural logarithm, or null
-  void* workspace;  // decode_attention_workspace() bytes, not shared by calls at one time
+  void* workspace;  // decode_attention_workspace() bytes, the first kSignalBytes zero before the
+                    // first use; not shared by calls at one time
+  /// No kernel that this one may overlap writes lengths, or any key and value but each sequence's
+  /// last one: so in a graph whose step appends one token. Then it fetches keys and values while
+  /// the kernels before it still run.
+  bool settled = false;
 };
 /// For the current device; 0 for what is not supported.
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);

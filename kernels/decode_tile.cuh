@@ -2,16 +2,16 @@
 // the tensor cores (2-byte types) or by plain float32. Both keep the running softmax in registers.
 //
 // A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
+// Where positions are squeezed the keys are not rotated yet, and their ages lie beside them.
 #pragma once
 
 #include "kernels/device/element.cuh"
+#include "kernels/device/key_turns.cuh"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
+#include "kernels/pair_attention.hpp"
 
 namespace kvlab::kernels {
-
-/// Query heads that share a KV head, at most.
-inline constexpr int kMostGroup = 8;
 
 /// What a warp has found out about its keys; rows beyond the group are left as they are.
 template <int kDim>
@@ -20,16 +20,37 @@ struct WarpPart {
   float max[kMostGroup], sum[kMostGroup];
 };
 
+template <int kKeys, bool kSqueezed>
+struct TileAges {};
+template <int kKeys>
+struct TileAges<kKeys, true> {
+  std::uint32_t ages[kKeys];  // as SlotCache has them
+
+  /// Starts copying the first `valid` slots'. By a whole warp.
+  __device__ void load(const std::uint32_t* from, int valid) {
+    const int lane = threadIdx.x % 32;
+    if (lane < kKeys && lane < valid) copy_word_async(shared_address(ages + lane), from + lane);
+  }
+};
+
+/// What is to be known of a tile beside what lies in it.
+struct TileUse {
+  int valid;      ///< slots that count, from the first; at least 1
+  float* logits;  ///< where to leave them, [head of the group, logits_stride], or null
+  std::int64_t logits_stride;
+  KeyTurns turns;  ///< squeezed positions; its newest counts from the tile's first slot
+};
+
 /// One tile in shared memory.
-template <class T, int kDim, int kKeys>
-struct alignas(16) CacheTile {
+template <class T, int kDim, int kKeys, bool kSqueezed>
+struct alignas(16) CacheTile : TileAges<kKeys, kSqueezed> {
   using Layout = Swizzled<kDim * sizeof(T)>;
-  T keys[kKeys * kDim];
+  alignas(16) T keys[kKeys * kDim];
   T values[kKeys * kDim];
 
   /// Starts copying the first `valid` slots from `from_keys`, `from_values`; zeros for the rest:
   /// what an unused slot holds may not be a number. By a whole warp.
-  __device__ void load(const T* from_keys, const T* from_values, int valid) {
+  __device__ void load_slots(const T* from_keys, const T* from_values, int valid) {
     const int lane = threadIdx.x % 32;
     constexpr int kPerChunk = 16 / sizeof(T);
 #pragma unroll
@@ -46,17 +67,23 @@ struct alignas(16) CacheTile {
 /// By mma.m16n8k16: the query heads are rows 0 to 7 of A (8 to 15 stay zero), so that K and V are B
 /// as they lie in memory, and the weights of the first product are the A of the second. Keys and
 /// values are 4 * kDim bytes a slot; the products cost about a tenth of the time to fetch that.
-template <class T, int kDim>
+///
+/// A rotated key is two elements, its value rounded and what that leaves, so that a product has 16
+/// bits of it (22 in fp16) and the query need not be rotated at all: it is as far from the key as
+/// the key from it.
+template <class T, int kDim, bool kSqueezed_>
 class TensorCoreWarp {
  public:
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 384 / kDim;  ///< 24 KB of tiles a warp
-  using Tile = CacheTile<T, kDim, kKeys>;
+  static constexpr bool kSqueezed = kSqueezed_;
+  using Tile = CacheTile<T, kDim, kKeys, kSqueezed>;
 
   /// `query`: [head of the group, dim].
   __device__ void start(const T* query, int group) {
+    group_ = group;
     const auto* words = reinterpret_cast<const std::uint32_t*>(query + row() * kDim);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
@@ -69,18 +96,21 @@ class TensorCoreWarp {
     for (int n = 0; n < kDim / 8; ++n) out_[n][0] = out_[n][1] = out_[n][2] = out_[n][3] = 0;
   }
 
-  /// Adds the first `valid` >= 1 slots of the tile.
-  __device__ void add(const Tile& tile, int valid, float base2_scale) {
+  __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
     float weight[2][4] = {};
-    score(tile, weight);
+    if constexpr (kSqueezed)
+      score_rotated(tile, use.turns, weight);
+    else
+      score(tile, weight);
     float largest = -INFINITY;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        weight[n][i] = n * 8 + column() + i < valid ? weight[n][i] * base2_scale : -INFINITY;
+        weight[n][i] = n * 8 + column() + i < use.valid ? weight[n][i] * base2_scale : -INFINITY;
         largest = fmaxf(largest, weight[n][i]);
       }
+    if (use.logits != nullptr) leave(weight, use);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     raise_max(fmaxf(max_, largest));
@@ -94,10 +124,10 @@ class TensorCoreWarp {
     add_values(tile, weight);
   }
 
-  __device__ void finish(WarpPart<kDim>& part, int group) {
+  __device__ void finish(WarpPart<kDim>& part) {
     sum_ += __shfl_xor_sync(~0u, sum_, 1);
     sum_ += __shfl_xor_sync(~0u, sum_, 2);
-    if (row() >= group) return;
+    if (row() >= group_) return;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
       *reinterpret_cast<float2*>(&part.out[row()][n * 8 + column()]) =
@@ -123,6 +153,49 @@ class TensorCoreWarp {
       multiply_add<T>(logit[0], a, b[0], b[1]);
       multiply_add<T>(logit[1], a, b[2], b[3]);
     }
+  }
+
+  /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
+  /// key lie in one lane.
+  __device__ void score_rotated(const Tile& tile, const KeyTurns& turns,
+                                float (&logit)[2][4]) const {
+    const int lane = threadIdx.x % 32;
+    const int slot = lane / 16 * 8 + lane % 8;
+    const std::uint32_t keys = shared_address(tile.keys);
+    const std::uint32_t behind[2] = {turns.behind(tile.ages, row()),
+                                     turns.behind(tile.ages, row() + 8)};
+#pragma unroll
+    for (int k = 0; k < kDim / 32; ++k) {
+      std::uint32_t low[4], high[4];
+      load_matrices(low, keys + Tile::Layout::offset(slot, 2 * k + lane / 8 % 2));
+      load_matrices(high, keys + Tile::Layout::offset(slot, 2 * k + kDim / 16 + lane / 8 % 2));
+      const std::uint32_t a[4] = {query_[k][0], 0, query_[k][1], 0};
+      const std::uint32_t a_high[4] = {query_[k + kDim / 32][0], 0, query_[k + kDim / 32][1], 0};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        std::uint32_t rest[2], rest_high[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto turn = [&](int i) {
+            return turns.cos_sin(k * 16 + half * 8 + column() + i, behind[n]);
+          };
+          rotate<T>(turn(0), turn(1), low[n * 2 + half], high[n * 2 + half], rest[half],
+                    rest_high[half]);
+        }
+        multiply_add<T>(logit[n], a, low[n * 2], low[n * 2 + 1]);
+        multiply_add<T>(logit[n], a_high, high[n * 2], high[n * 2 + 1]);
+        multiply_add<T>(logit[n], a, rest[0], rest[1]);
+        multiply_add<T>(logit[n], a_high, rest_high[0], rest_high[1]);
+      }
+    }
+  }
+
+  __device__ void leave(const float (&logit)[2][4], const TileUse& use) const {
+    if (row() >= group_) return;
+    float* const to = use.logits + row() * use.logits_stride + column();
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      *reinterpret_cast<float2*>(to + n * 8) = make_float2(logit[n][0], logit[n][1]);
   }
 
   __device__ void raise_max(float max) {
@@ -156,18 +229,20 @@ class TensorCoreWarp {
   std::uint32_t query_[kDim / 16][2];
   float out_[kDim / 8][4];  // rows 8 to 15 of it stay zero
   float max_, sum_;         // sum_: over this lane's keys alone, until finish
+  int group_;
 };
 
 /// In float32: lane l takes key l % 16 for the logits of heads l / 16 * 4 and the next three, and
 /// dimensions l, l + 32, … for the values, of all heads.
-template <int kDim>
+template <int kDim, bool kSqueezed_>
 class PlainWarp {
  public:
   using Element = float;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 2;
-  using Tile = CacheTile<float, kDim, kKeys>;
+  static constexpr bool kSqueezed = kSqueezed_;
+  using Tile = CacheTile<float, kDim, kKeys, kSqueezed>;
 
   __device__ void start(const float* query, int group) {
     query_ = query;
@@ -181,24 +256,32 @@ class PlainWarp {
     }
   }
 
-  __device__ void add(const Tile& tile, int valid, float base2_scale) {
+  __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
     const int lane = threadIdx.x % 32;
     float weight[4];  // of key lane % 16
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int head = lane / 16 * 4 + i;
-      const float logit = head < group_ ? score(tile, lane % 16, head) * base2_scale : 0;
-      weight[i] = lane % 16 < valid ? logit : -INFINITY;
+      float logit = 0;
+      if (head < group_) {
+        if constexpr (kSqueezed)
+          logit = score_rotated(tile, use.turns, lane % 16, head) * base2_scale;
+        else
+          logit = score(tile, lane % 16, head) * base2_scale;
+      }
+      weight[i] = lane % 16 < use.valid ? logit : -INFINITY;
+      if (use.logits != nullptr && head < group_)
+        use.logits[head * use.logits_stride + lane % 16] = weight[i];
     }
 #pragma unroll
     for (int h = 0; h < kMostGroup; ++h) add_head(tile, weight[h % 4], h);
   }
 
-  __device__ void finish(WarpPart<kDim>& part, int group) {
+  __device__ void finish(WarpPart<kDim>& part) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < kMostGroup; ++h) {
-      if (h >= group) break;
+      if (h >= group_) break;
 #pragma unroll
       for (int i = 0; i < kDim / 32; ++i) part.out[h][i * 32 + lane] = out_[h][i];
       if (lane != 0) continue;
@@ -216,6 +299,20 @@ class PlainWarp {
       const float4 q = query[chunk];
       const float4 k = *reinterpret_cast<const float4*>(keys + Tile::Layout::offset(slot, chunk));
       dot = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, dot))));
+    }
+    return dot;
+  }
+
+  __device__ float score_rotated(const Tile& tile, const KeyTurns& turns, int slot,
+                                 int head) const {
+    const float* query = query_ + head * kDim;
+    const std::uint32_t behind = turns.behind(tile.ages, slot);
+    float dot = 0;
+    for (int i = 0; i < kDim / 2; ++i) {
+      const float2 turn = turns.cos_sin_precise(i, behind);
+      const float low = element(tile.keys, slot, i), high = element(tile.keys, slot, i + kDim / 2);
+      dot = fmaf(query[i], fmaf(low, turn.x, -high * turn.y), dot);
+      dot = fmaf(query[i + kDim / 2], fmaf(high, turn.x, low * turn.y), dot);
     }
     return dot;
   }
@@ -240,13 +337,12 @@ class PlainWarp {
       const float w = __shfl_sync(~0u, weight, slot);
 #pragma unroll
       for (int i = 0; i < kDim / 32; ++i)
-        out_[h][i] = fmaf(w, value(tile, slot, i * 32 + lane), out_[h][i]);
+        out_[h][i] = fmaf(w, element(tile.values, slot, i * 32 + lane), out_[h][i]);
     }
   }
-  __device__ static float value(const Tile& tile, int slot, int dim) {
-    const auto* values = reinterpret_cast<const char*>(tile.values);
-    return *reinterpret_cast<const float*>(values + Tile::Layout::offset(slot, dim / 4) +
-                                           dim % 4 * 4);
+  __device__ static float element(const float* slots, int slot, int dim) {
+    return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(slots) +
+                                           Tile::Layout::offset(slot, dim / 4) + dim % 4 * 4);
   }
 
   const float* query_;

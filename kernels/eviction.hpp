@@ -24,7 +24,14 @@ struct SlotCache {
   std::int32_t* lengths;     // [pair]: live tokens
   std::int32_t* next_slots;  // [pair], from first_slot: where the next token goes; lengths[pair]
                              // appends, less overwrites the victim
+  /// [slot]: how many of the first lengths[pair] tokens are older than its own. Where squeezed, for
+  /// the fast kernels, which keep it so; number_by_age() sets it after an admission. Else null.
+  std::uint32_t* ages = nullptr;
 };
+
+/// Fills cache.ages from positions and lengths: where the cache was filled by other means than
+/// decoding. Compares every two tokens of a pair.
+cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream);
 
 /// The rule's numbers for one pair, resolved to tokens.
 struct PairRule {
@@ -59,7 +66,11 @@ struct EvictingAttentionArgs {
   float rope_factor;  ///< on cos and sin, where squeezed; 1 but for YaRN
   void* out;          // [sequence, query_head, dim] of type
   float* lse;         // [sequence, query_head], natural logarithm, or null
-  void* workspace;
+  void* workspace;    // its first kSignalBytes are zero before the first use, and left so
+  /// No kernel that this one may overlap writes what it reads, but for q and each pair's newest
+  /// token (key, value, position): so in a graph whose step decodes one token. Then the cache is
+  /// fetched while the kernels before this one still run.
+  bool settled = false;
 };
 inline constexpr std::uint32_t kIdle = 0xffff'ffffu;
 

@@ -23,6 +23,17 @@ struct EvictionKernels {
   cudaError_t (*attention)(const EvictingAttentionArgs& args, cudaStream_t stream);
 };
 
+/// EvictionKernels::params of a policy.
+template <class P>
+void write_params(std::span<const double> values, std::byte* to) {
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    *reinterpret_cast<typename P::Params*>(to) = params_from<P>(values.data());
+}
+
+/// Every registered policy, in the registry's order: the fast kernels, two launches that overlap.
+/// Squeezed positions need SlotCache::ages, and all of a head rotated.
+const std::vector<EvictionKernels>& observing_eviction();
+
 /// Every registered policy, in the registry's order: three plain launches, on any device. Logits
 /// and probabilities of all live slots go through the workspace; a pair's bits depend on nothing
 /// but the pair.

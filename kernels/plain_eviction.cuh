@@ -2,8 +2,8 @@
 // states, and the next victim. A block for each pair; 24 bytes a slot beside the probabilities.
 #pragma once
 
+#include "kernels/device/leaving.cuh"
 #include "kernels/device/pair.cuh"
-#include "kernels/device/reduce.cuh"
 #include "kernels/eviction_kernels.hpp"
 #include "kernels/plain_eviction.hpp"
 #include "policies/observation.hpp"
@@ -11,27 +11,6 @@
 namespace kvlab::kernels {
 
 inline constexpr int kEvictThreads = 256;
-
-/// A slot that may leave, and its place in the order.
-struct Leaving {
-  LeavingKey key;
-  int slot;
-};
-
-inline __device__ Leaving first_to_leave(const Leaving& a, const Leaving& b) {
-  return b.key < a.key ? b : a;
-}
-
-/// The first to leave among all threads', in thread 0.
-inline __device__ Leaving block_first(Leaving mine, Leaving* shared) {
-  shared[threadIdx.x] = mine;
-  for (unsigned distance = kEvictThreads / 2; distance > 0; distance /= 2) {
-    __syncthreads();
-    if (threadIdx.x < distance)
-      shared[threadIdx.x] = first_to_leave(shared[threadIdx.x], shared[threadIdx.x + distance]);
-  }
-  return shared[0];
-}
 
 /// What one slot received from the group's query heads.
 template <class P>
@@ -59,7 +38,7 @@ __device__ Observation observation_of(const EvictingAttentionArgs& args, const P
 
 template <class P>
 __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
-  __shared__ Leaving leaving[kEvictThreads];
+  __shared__ Leaving leaving[kEvictThreads / kWarpSize];
   const SlotCache& cache = args.cache;
   const PolicyState& policy = args.policy;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
@@ -73,7 +52,7 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   const Step attended = step_of(policy, pair, now, static_cast<std::uint32_t>(live), 1);
   const Step leaves = step_of(policy, pair, now + 1, static_cast<std::uint32_t>(live), 0);
 
-  Leaving mine{{~0u, ~std::uint64_t{0}, ~0u}, -1};
+  Leaving mine = Leaving::none();
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kEvictThreads) {
     const Token token{cache.positions[first + slot]};
     typename P::Slot none;
@@ -90,7 +69,7 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
                          P::rank(*state, token, params, leaves), token.position};
     mine = first_to_leave(mine, {key, slot});
   }
-  const Leaving victim = block_first(mine, leaving);
+  const Leaving victim = block_first_to_leave(mine, leaving);
   if (threadIdx.x != 0) return;
   const bool full = rule.budget != kUnlimited && static_cast<std::uint32_t>(live) >= rule.budget;
   cache.lengths[pair.index] = live;
@@ -110,12 +89,6 @@ cudaError_t plain_eviction_of(const EvictingAttentionArgs& args, cudaStream_t st
   evict_kernel<P>
       <<<pairs, kEvictThreads, 0, stream>>>(args, plain_rows(args.cache, args.workspace));
   return cudaGetLastError();
-}
-
-template <class P>
-void write_params(std::span<const double> values, std::byte* to) {
-  if constexpr (!std::is_empty_v<typename P::Params>)
-    *reinterpret_cast<typename P::Params*>(to) = params_from<P>(values.data());
 }
 
 template <class P>

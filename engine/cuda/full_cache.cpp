@@ -56,6 +56,7 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, int sequ
   iota_ = DeviceBuffer(size.iota, "positions");
   zeros_ = DeviceBuffer(size.zeros, "a prompt's sequence");
   workspace_ = DeviceBuffer(size.attention, "attention");
+  check(cudaMemset(workspace_.data(), 0, kernels::kSignalBytes), "attention");
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
 
   const auto& inv_freq = config_.rope.inv_freq;
@@ -140,7 +141,8 @@ void FullCache::attend_step(std::uint32_t layer, int rows, const LayerOutputs& t
                                    .lengths = batch_.state().lengths,
                                    .out = to.out,
                                    .lse = to.lse,
-                                   .workspace = workspace_.data()},
+                                   .workspace = workspace_.data(),
+                                   .settled = true},
                                   stream_),
         "decode attention");
 }

@@ -23,6 +23,8 @@ struct Memory {
   DeviceBuffer<float> lse{std::size_t{32768} * 32};
   DeviceBuffer<std::byte> workspace{64 << 20};
   kvlab::bench::Reader reader;
+
+  Memory() { check(cudaMemset(workspace.data(), 0, kSignalBytes)); }
 };
 
 AttentionShape shape(int query_heads, int kv_heads, int head_size, int slots) {
@@ -70,7 +72,8 @@ void bench_decode(const Memory& memory, const char* name, const AttentionShape& 
                               .lengths = lengths.data(),
                               .out = memory.out.data(),
                               .lse = nullptr,
-                              .workspace = memory.workspace.data()},
+                              .workspace = memory.workspace.data(),
+                              .settled = true},
                              stream));
     }
   });

@@ -25,6 +25,18 @@ __device__ inline std::uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
+/// The two floats of a register.
+template <class T>
+__device__ inline float2 unpack(std::uint32_t packed);
+template <>
+__device__ inline float2 unpack<__nv_bfloat16>(std::uint32_t packed) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+template <>
+__device__ inline float2 unpack<__half>(std::uint32_t packed) {
+  return __half22float2(reinterpret_cast<const __half2&>(packed));
+}
+
 /// c[16 x 8] += a[16 x 16] * b[16 x 8]. Lane l holds, with g = l / 4 and t = l % 4: of a rows g, g
 /// + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 and the next ones; of b rows 2t and 2t + 8 and
 /// the next ones at column g; of c rows g, g, g + 8, g + 8 at columns 2t and 2t + 1.
@@ -73,6 +85,10 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(bytes)
                : "memory");
+}
+/// 4 bytes from global to shared memory.
+__device__ inline void copy_word_async(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most kLeft of this thread's newest groups are on their way.

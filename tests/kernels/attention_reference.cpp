@@ -150,8 +150,9 @@ void AttentionErrors::add(std::span<const float> out, float lse, const Attention
 }
 
 bool AttentionErrors::good() const {
-  return finite_ && out_ <= 2 * naive_out_ + epsilon(type_) * largest_out_ &&
-         lse_ <= 2 * naive_lse_ + epsilon(Type::f32) * largest_lse_;
+  // Weights whose logits are off by e are off by the share e, each way.
+  return finite_ && out_ <= 2 * naive_out_ + (epsilon(type_) + 2 * logit_error_) * largest_out_ &&
+         lse_ <= 2 * naive_lse_ + epsilon(Type::f32) * largest_lse_ + logit_error_;
 }
 
 }  // namespace kvlab::kernels

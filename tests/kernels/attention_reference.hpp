@@ -37,6 +37,8 @@ class AttentionErrors {
   explicit AttentionErrors(Type type) : type_(type) {}
   void add(std::span<const float> out, float lse, const AttentionRow& exact,
            const AttentionRow& naive);
+  /// Accepts that much more in any logit than a plain kernel would have.
+  void allow(double logit_error) { logit_error_ = logit_error; }
   /// Every error is finite and at most twice the largest naive one, or a rounding of the result.
   bool good() const;
   double out() const { return out_; }
@@ -46,6 +48,7 @@ class AttentionErrors {
   Type type_;
   double out_ = 0, naive_out_ = 0, largest_out_ = 0;
   double lse_ = 0, naive_lse_ = 0, largest_lse_ = 1;
+  double logit_error_ = 0;
   bool finite_ = true;
 };
 

@@ -1,0 +1,76 @@
+// RoPE of a key where it is read, by how far it lies behind the query.
+//
+// An angle is a fraction of a turn in fixed point: a position times a frequency of 64 bits, modulo
+// one turn, has lost nothing at any position.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/device/tensor_core.cuh"
+
+namespace kvlab::kernels {
+
+/// Turns for each position, as a fraction of 2^64: high and low word.
+using Frequency = uint2;
+
+__device__ inline Frequency frequency_of(float inv_freq) {
+  constexpr double kTwoPi = 6.283185307179586476925, kTwo64 = 18446744073709551616.0;
+  const double turns = inv_freq / kTwoPi;
+  const auto fixed = static_cast<std::uint64_t>((turns - floor(turns)) * kTwo64);
+  return make_uint2(static_cast<std::uint32_t>(fixed >> 32), static_cast<std::uint32_t>(fixed));
+}
+
+/// The turns of one pair's keys.
+struct KeyTurns {
+  const Frequency* frequencies;  // [head_size / 2], in shared memory
+  std::uint32_t youngest;        ///< age of the newest token: live tokens less one
+  std::uint32_t gone;            ///< the age that left since ages were written, or all ones
+  int newest;                    ///< the newest token's slot, from where `ages` begins
+
+  /// How much younger the query is than the token at `slot`.
+  __device__ std::uint32_t behind(const std::uint32_t* ages, int slot) const {
+    const std::uint32_t age = ages[slot];
+    return slot == newest ? 0 : youngest - (age - (age > gone ? 1 : 0));
+  }
+  /// Cosine and sine of a key's angle against the query: negative, since it lies behind. To 2^-20.
+  __device__ float2 cos_sin(int i, std::uint32_t positions) const {
+    // The fraction's upper 23 bits as a float from -1/2 to 1/2.
+    const float turns = __uint_as_float(turn(i, positions) >> 9 ^ 0x3fc00000u) - 1.5f;
+    constexpr float kTwoPi = 6.28318530717958647692f;
+    return make_float2(__cosf(turns * kTwoPi), -__sinf(turns * kTwoPi));
+  }
+  /// The same to the last bits of a float, and slowly.
+  __device__ float2 cos_sin_precise(int i, std::uint32_t positions) const {
+    const auto half_turns = static_cast<float>(static_cast<std::int32_t>(turn(i, positions)));
+    float2 at;
+    sincospif(half_turns * 0x1p-31f, &at.y, &at.x);
+    return make_float2(at.x, -at.y);
+  }
+
+ private:
+  __device__ std::uint32_t turn(int i, std::uint32_t positions) const {
+    const Frequency frequency = frequencies[i];
+    return frequency.x * positions + __umulhi(frequency.y, positions);
+  }
+};
+
+/// Two elements each of dimensions i and i + head_size / 2 of one key, rotated in float32. What the
+/// rounded results leave goes to the rests.
+template <class T>
+__device__ inline void rotate(float2 first, float2 second, std::uint32_t& low, std::uint32_t& high,
+                              std::uint32_t& low_rest, std::uint32_t& high_rest) {
+  const float2 a = unpack<T>(low), b = unpack<T>(high);
+  const float2 x =
+      make_float2(fmaf(a.x, first.x, -b.x * first.y), fmaf(a.y, second.x, -b.y * second.y));
+  const float2 y =
+      make_float2(fmaf(b.x, first.x, a.x * first.y), fmaf(b.y, second.x, a.y * second.y));
+  low = pack<T>(x.x, x.y);
+  high = pack<T>(y.x, y.y);
+  const float2 low_kept = unpack<T>(low), high_kept = unpack<T>(high);
+  low_rest = pack<T>(x.x - low_kept.x, x.y - low_kept.y);
+  high_rest = pack<T>(y.x - high_kept.x, y.y - high_kept.y);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,146 @@
+#include "kernels/observing_attention.hpp"
+
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/leaving.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/pair_row.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+int group_of(const SlotCache& cache) {
+  if (cache.kv_heads < 1 || cache.query_heads % cache.kv_heads != 0) return 0;
+  return cache.query_heads / cache.kv_heads;
+}
+
+/// All but the workspace, which pair_attention refuses if it is null.
+PairAttention pairs_of(const SlotCache& cache) {
+  const bool counts = cache.sequences > 0 && cache.sequences <= kMostPairs && cache.kv_heads > 0 &&
+                      cache.kv_heads <= kMostPairs / cache.sequences;
+  PairAttention pairs{};
+  pairs.type = cache.type;
+  pairs.group = group_of(cache);
+  pairs.head_size = cache.head_size;
+  pairs.softmax_scale = cache.softmax_scale;
+  pairs.table.pairs = counts ? cache.sequences * cache.kv_heads : 0;
+  pairs.table.kv_heads = cache.kv_heads;
+  pairs.table.most_slots = cache.most_slots;
+  pairs.table.lengths = cache.lengths;
+  pairs.table.next_slots = cache.next_slots;
+  pairs.table.first_slot = cache.first_slot;
+  pairs.keys = cache.keys;
+  pairs.values = cache.values;
+  return pairs;
+}
+
+int chunks_of(int most_slots) {
+  constexpr int kSlots = kObserveThreads * kSlotsPerThread;
+  return (most_slots + kSlots - 1) / kSlots;
+}
+
+/// Bytes behind the attention's own workspace.
+struct Layout {
+  std::size_t logits, softmax, gone, leaving, end;
+
+  explicit Layout(const PairAttention& pairs) : logits((attention_bytes(pairs) + 15) / 16 * 16) {
+    const auto count = static_cast<std::size_t>(pairs.table.pairs);
+    softmax = logits + count * static_cast<std::size_t>(pairs.group) * sizeof(float) *
+                           static_cast<std::size_t>(row_slots(pairs.table.most_slots));
+    leaving = softmax + count * kMostGroup * sizeof(float2);
+    gone = leaving +
+           count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) * sizeof(Leaving);
+    end = gone + count * sizeof(std::uint32_t);
+  }
+
+ private:
+  /// Whether or not positions are squeezed.
+  static std::size_t attention_bytes(PairAttention pairs) {
+    const std::uint32_t any = 0;
+    pairs.ages = nullptr;
+    const std::size_t original = pair_attention_workspace(pairs);
+    pairs.ages = &any;
+    return std::max(original, pair_attention_workspace(pairs));
+  }
+};
+
+bool complete(const EvictingAttentionArgs& args) {
+  const SlotCache& cache = args.cache;
+  if (cache.next_slots == nullptr || cache.first_slot == nullptr || cache.positions == nullptr ||
+      args.now == nullptr)
+    return false;
+  return args.numbering == Positions::original ||
+         (cache.ages != nullptr && args.inv_freq != nullptr && args.rotated == cache.head_size);
+}
+
+constexpr int kNumberThreads = 256;
+
+/// A thread for each slot of a pair (blockIdx.y).
+__global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int slot = static_cast<int>(blockIdx.x * kNumberThreads + threadIdx.x);
+  const int length = cache.lengths[blockIdx.y];
+  if (slot >= length) return;
+  const std::int64_t first = cache.first_slot[blockIdx.y];
+  const std::uint32_t own = cache.positions[first + slot];
+  std::uint32_t older = 0;
+  for (int i = 0; i < length; ++i) older += cache.positions[first + i] < own ? 1 : 0;
+  cache.ages[first + slot] = older;
+}
+
+}  // namespace
+
+std::size_t observing_workspace(const SlotCache& cache) {
+  const PairAttention pairs = pairs_of(cache);
+  return pair_attention_workspace(pairs) == 0 ? 0 : Layout(pairs).end;
+}
+
+cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, ObservePlan& plan,
+                       cudaStream_t stream) {
+  if (!complete(args)) return cudaErrorInvalidValue;
+  const bool squeezed = args.numbering == Positions::cache;
+  PairAttention pairs = pairs_of(args.cache);
+  if (pair_attention_workspace(pairs) == 0) return cudaErrorInvalidValue;
+  pairs.table.now = args.now;
+  pairs.q = args.q;
+  pairs.out = args.out;
+  pairs.lse = args.lse;
+  pairs.settled = args.settled;
+  pairs.workspace = args.workspace;
+  if (squeezed) {
+    pairs.ages = args.cache.ages;
+    pairs.inv_freq = args.inv_freq;
+    pairs.softmax_scale *= args.rope_factor * args.rope_factor;
+  }
+  const Layout at(pairs);
+  auto* const bytes = static_cast<std::byte*>(args.workspace);
+  auto* const signals = static_cast<Signals*>(args.workspace);
+  pairs.rows = {.logits = observes ? reinterpret_cast<float*>(bytes + at.logits) : nullptr,
+                .softmax = reinterpret_cast<float2*>(bytes + at.softmax),
+                .gone = squeezed ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr,
+                .ready = signals->ready};
+  plan = {.args = args,
+          .table = pairs.table,
+          .rows = pairs.rows,
+          .row_slots = row_slots(args.cache.most_slots),
+          .group = pairs.group,
+          .squeezed = squeezed,
+          .chunks = chunks_of(args.cache.most_slots),
+          .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
+          .observed = signals->observed};
+  return pair_attention(pairs, stream);
+}
+
+cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
+  const PairTable table = pairs_of(cache).table;
+  if (table.pairs < 1 || cache.most_slots < 1 || cache.ages == nullptr ||
+      cache.positions == nullptr || cache.lengths == nullptr || cache.first_slot == nullptr)
+    return cudaErrorInvalidValue;
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  const dim3 blocks(static_cast<unsigned>((cache.most_slots + kNumberThreads - 1) / kNumberThreads),
+                    static_cast<unsigned>(table.pairs));
+  return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,34 @@
+// Attention that observes: the part that is the same for every policy. Not for callers of the
+// library.
+#pragma once
+
+#include "kernels/eviction.hpp"
+#include "kernels/pair_attention.hpp"
+
+namespace kvlab::kernels {
+
+struct Leaving;
+
+inline constexpr int kObserveThreads = 256;
+inline constexpr int kSlotsPerThread = 2;
+
+/// What the launch behind the attention needs.
+struct ObservePlan {
+  EvictingAttentionArgs args;
+  PairTable table;
+  PairRows rows;
+  std::int64_t row_slots;  ///< of PairRows::logits
+  int group;
+  bool squeezed;
+  int chunks;              ///< blocks of a pair
+  Leaving* leaving;        // [pair, chunk]: who leaves first of each block's slots
+  std::int32_t* observed;  // [pair], zero between launches
+};
+
+/// Launches the attention, with logits left for the launch behind it if `observes`, and says what
+/// that one needs.
+cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, ObservePlan& plan,
+                       cudaStream_t stream);
+std::size_t observing_workspace(const SlotCache& cache);
+
+}  // namespace kvlab::kernels

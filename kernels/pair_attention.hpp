@@ -1,0 +1,68 @@
+// Decode attention over pairs, one KV head of one sequence each: what decode_attention and the
+// evicting attention share. Not for callers of the library.
+#pragma once
+
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kMostGroup = 8;      ///< query heads that share a KV head
+inline constexpr int kSlotsPerTile = 64;  ///< that a CTA takes at a time
+inline constexpr int kMostCtas = 512;     ///< of a grid
+inline constexpr int kMostPairs = 1 << 15;
+
+/// Where each pair's slots are, and how many hold live tokens.
+struct PairTable {
+  int pairs, kv_heads;
+  int most_slots;                  ///< capacity of the largest pair
+  const std::int32_t* lengths;     // [sequence]; [pair] where there are next_slots
+  const std::int32_t* next_slots;  // [pair]: slot of the newest token; null: the last one
+  const std::uint32_t* now;        // [sequence]: kIdle sits out; null: all take part
+  const std::int64_t* first_slot;  // [pair]; null: strides
+  std::int64_t sequence_stride, head_stride;  ///< in elements
+};
+
+/// What is left of each pair for a kernel that observes.
+struct PairRows {
+  float* logits;        // [pair, head of the group, slots()], base 2, scaled; null: nothing is left
+  float2* softmax;      // [pair, kMostGroup]: largest logit, 1 / sum of 2^(logit - largest)
+  std::uint32_t* gone;  // [pair]: age of the token whose slot the newest took; kNone: of none
+  std::int32_t* ready;  // [pair]: raised when the above is there; whoever observes lowers it
+  static constexpr std::uint32_t kNone = 0xffff'ffffu;
+};
+/// Slots of a pair in PairRows::logits.
+constexpr std::int64_t row_slots(int most_slots) {
+  return std::int64_t{most_slots + kSlotsPerTile - 1} / kSlotsPerTile * kSlotsPerTile;
+}
+
+/// The first bytes of a workspace. Their places depend on nothing, so that launches of different
+/// sizes may follow each other.
+struct Signals {
+  std::int32_t arrived[kMostCtas];    ///< parts of the pair that begins in this CTA and is cut
+  std::int32_t ready[kMostPairs];     ///< PairRows::ready
+  std::int32_t observed[kMostPairs];  ///< blocks that have observed their slots of a pair
+};
+
+static_assert(sizeof(Signals) == kSignalBytes);
+
+struct PairAttention {
+  Type type;
+  int group, head_size;
+  float softmax_scale;
+  PairTable table;
+  const void* q;              // [pair, head of the group, dim]
+  const void *keys, *values;  // [slot, dim]
+  const std::uint32_t* ages;  // [slot]: keys are rotated here, by age; null: they are rotated
+  const float* inv_freq;      // [head_size / 2], where there are ages
+  void* out;                  // [pair, head of the group, dim]
+  float* lse;                 // [pair, head of the group], or null
+  bool settled;               ///< see DecodeAttentionArgs
+  PairRows rows;
+  void* workspace;  // pair_attention_workspace() bytes
+};
+
+/// For the current device; 0 for what is not supported.
+std::size_t pair_attention_workspace(const PairAttention& args);
+cudaError_t pair_attention(const PairAttention& args, cudaStream_t stream);
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,101 @@
+// A batch under eviction on the device, beside what the host's rule makes of it.
+#pragma once
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/eviction_kernels.hpp"
+#include "policies/live_set.hpp"
+#include "tests/device.hpp"
+
+namespace kvlab::kernels {
+
+struct EvictingSize {
+  std::string policy = "h2o";
+  Type type = Type::bf16;
+  int head_size = 64, group = 4, kv_heads = 2, sequences = 1;
+  std::vector<std::uint32_t> budgets = {33};  ///< [pair], repeated; 0: no budget
+  std::uint32_t prompt = 0;                   ///< tokens that have been there
+  Positions numbering = Positions::original;
+  double tau = 0.01;
+  float scale = 0;          ///< 0: 1 / sqrt(head_size)
+  bool equal_keys = false;  ///< every key is the same
+  bool settled = false;
+  int steps = 0;  ///< to come: sizes caches without a budget
+
+  std::string name() const;
+};
+
+class EvictingBatch {
+ public:
+  EvictingBatch(const EvictionKernels& kernels, const EvictingSize& size);
+
+  /// Draws each sequence's next token and puts it where it goes. `idle`: [sequence].
+  void draw_tokens(const std::vector<bool>& idle = {});
+  /// Enqueues the kernels; may be captured.
+  cudaError_t enqueue(cudaStream_t stream) const;
+  /// Compares outputs and observations with float64, and states, victims and lengths with the
+  /// host's rule fed with those observations. Then the host's next step may begin.
+  void check();
+  /// What the device holds: outputs, states, observations, lengths, next slots.
+  std::vector<std::byte> bits() const;
+  /// Back to before the step on the device, for repeats of it.
+  void restore();
+
+ private:
+  struct Pair {
+    std::unique_ptr<LiveSet> live;
+    std::int64_t first = 0;
+    int capacity = 0, next = 0;
+    std::vector<std::uint32_t> slot_of;  ///< by position
+  };
+
+  int pairs() const { return size_.kv_heads * size_.sequences; }
+  std::size_t dim() const { return static_cast<std::size_t>(size_.head_size); }
+  std::size_t group() const { return static_cast<std::size_t>(size_.group); }
+  EvictingAttentionArgs args() const;
+  void begin_pair(int index);
+  void put(Pair& pair, std::uint32_t position, std::uint32_t slot);
+  void upload();
+  void poison();
+  void check_pair(int index);
+  void check_observations(const Pair& pair, int index, class AttentionErrors& errors);
+  std::vector<float> gather(const std::vector<float>& from, const Pair& pair) const;
+
+  /// What a step changes on the device, as it was before.
+  struct Before {
+    std::vector<std::int32_t> lengths, next_slots;
+    std::vector<std::byte> states;
+    std::vector<std::uint32_t> ages;
+  };
+
+  const EvictionKernels& kernels_;
+  EvictingSize size_;
+  PolicySpec spec_;
+  std::mt19937 random_{11};
+  std::vector<Pair> all_;
+  std::vector<std::uint32_t> tokens_;  ///< [sequence]: fed so far
+  std::vector<std::uint32_t> now_, host_positions_;
+  std::vector<float> keys_, values_, q_, inv_freq_;
+  std::vector<std::byte> states_, bytes_out_;
+  std::vector<Observation> seen_;
+  std::vector<float> lse_;
+  Before before_;
+  std::size_t slots_ = 0;
+  int most_slots_ = 1;
+  template <class T>
+  using Array = std::unique_ptr<DeviceArray<T>>;
+  Array<std::byte> device_keys_, device_values_, device_q_, out_, device_states_, params_,
+      workspace_;
+  Array<float> device_lse_, device_inv_freq_;
+  Array<std::uint32_t> positions_, ages_, threshold16_, sequence_ids_, device_now_;
+  Array<std::uint64_t> seeds_;
+  Array<std::int64_t> first_slot_;
+  Array<std::int32_t> lengths_, next_slots_;
+  Array<PairRule> rules_;
+  Array<Observation> device_seen_;
+};
+
+}  // namespace kvlab::kernels

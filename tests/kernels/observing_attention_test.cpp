@@ -1,0 +1,182 @@
+// Attention that observes and evicts, fast and plain, against float64 and against the host's rule.
+#include <cstring>
+
+#include "kernels/eviction_kernels.hpp"
+#include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/kernels/evicting_batch.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+namespace {
+
+const EvictionKernels& kernels_of(const std::string& policy) {
+  const std::string name = policy.substr(0, policy.find(':'));
+  for (const EvictionKernels& kernels : observing_eviction())
+    if (kernels.name == name) return kernels;
+  throw std::invalid_argument("no kernels of " + policy);
+}
+
+void run_steps(EvictingBatch& batch, int steps) {
+  const Stream stream;
+  for (int step = 0; step < steps; ++step) {
+    INFO("step " << step);
+    batch.draw_tokens();
+    check_cuda(batch.enqueue(stream.get()));
+    check_cuda(cudaDeviceSynchronize());
+    batch.check();
+  }
+}
+
+void run(EvictingSize size, int steps) {
+  INFO(size.name());
+  size.steps = steps;
+  EvictingBatch batch(kernels_of(size.policy), size);
+  run_steps(batch, steps);
+}
+
+}  // namespace
+
+TEST_CASE("every policy evicts on the device as on the host, step by step", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const EvictionKernels& kernels : observing_eviction())
+    for (const Positions numbering : {Positions::original, Positions::cache})
+      run({.policy = std::string(kernels.name),
+           .sequences = 3,
+           .budgets = {17, 33, 64, 65, 8},
+           .prompt = 7,
+           .numbering = numbering},
+          90);
+}
+
+TEST_CASE("observing attention holds for every type, head size and group", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 2, 3, 4, 7, 8})
+        for (const Positions numbering : {Positions::original, Positions::cache})
+          run({.policy = group % 2 ? "h2o" : "lru",
+               .type = type,
+               .head_size = head_size,
+               .group = group,
+               .budgets = {63, 130},
+               .prompt = 61,
+               .numbering = numbering},
+              4);
+}
+
+TEST_CASE("observing attention holds where pairs are cut, and over many blocks", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "lru", "window", "full", "random"})
+    for (const Positions numbering : {Positions::original, Positions::cache})
+      run({.policy = policy,
+           .head_size = 128,
+           .kv_heads = 2,
+           .sequences = 2,
+           .budgets = {9000, 1024, 511, 4097},
+           .prompt = 9100,
+           .numbering = numbering},
+          3);
+}
+
+TEST_CASE("observing attention holds at the ends of budgets and guards", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy :
+       {"h2o:recent=0", "h2o:recent=1", "lru", "window", "random", "lru:recent=1"})
+    for (const std::uint32_t budget : {1u, 2u, 3u})
+      run({.policy = policy, .kv_heads = 1, .budgets = {budget}}, 12);
+  run({.policy = "h2o:sinks=7:recent=1", .budgets = {8}}, 30);  // sinks, and the newest
+  run({.policy = "h2o:sinks=0:recent=8", .budgets = {8}}, 30);  // recent tokens alone
+  run({.policy = "lru:sinks=4:recent=50%", .budgets = {20}}, 60);
+  run({.policy = "h2o", .budgets = {400}, .prompt = 30}, 12);          // beyond the length
+  run({.policy = "streaming_h2o", .budgets = {0}, .prompt = 30}, 12);  // none
+}
+
+TEST_CASE("observing attention holds for equal keys and for logits of 80", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o:recent=0", "lru"}) {
+    run({.policy = policy, .budgets = {33}, .prompt = 40, .equal_keys = true}, 60);
+    run({.policy = policy, .budgets = {200}, .prompt = 200, .scale = 30.0f / 8}, 10);
+    run({.policy = policy, .budgets = {100}, .prompt = 100, .tau = 0.0}, 5);
+    run({.policy = policy, .budgets = {100}, .prompt = 100, .tau = 1.0}, 5);
+  }
+}
+
+TEST_CASE("observing attention agrees with the host over hundreds of steps", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "lru", "streaming_h2o", "sink"})
+    run({.policy = policy,
+         .budgets = {100, 37},
+         .numbering = policy == "h2o" || policy == "lru" ? Positions::original : Positions::cache},
+        500);
+}
+
+TEST_CASE("an idle sequence is left as it is", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  EvictingBatch batch(kernels_of("h2o"), {.sequences = 3, .budgets = {16}, .prompt = 12});
+  const Stream stream;
+  for (int step = 0; step < 20; ++step) {
+    batch.draw_tokens({step % 2 == 0, false, step % 3 == 0});
+    check_cuda(batch.enqueue(stream.get()));
+    check_cuda(cudaDeviceSynchronize());
+    batch.check();
+  }
+}
+
+TEST_CASE("a captured graph of observing attention serves a growing sequence", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "lru", "sink", "full"})
+    for (const bool settled : {false, true}) {
+      INFO(policy);
+      EvictingBatch batch(kernels_of(policy), {.policy = policy,
+                                               .head_size = 128,
+                                               .sequences = 2,
+                                               .budgets = {90, 65},
+                                               .prompt = 50,
+                                               .settled = settled,
+                                               .steps = 100});
+      CapturedGraph graph([&](cudaStream_t stream) { return batch.enqueue(stream); });
+      for (int step = 0; step < 100; ++step) {
+        INFO("step " << step);
+        batch.draw_tokens();
+        graph.launch();
+        check_cuda(cudaDeviceSynchronize());
+        batch.check();
+      }
+    }
+}
+
+TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "lru", "streaming_h2o"}) {
+    EvictingBatch batch(
+        kernels_of(policy),
+        {.policy = policy,
+         .head_size = 128,
+         .sequences = 2,
+         .budgets = {3000, 700},
+         .prompt = 3100,
+         .numbering = policy == "streaming_h2o" ? Positions::cache : Positions::original});
+    const Stream stream;
+    batch.draw_tokens();
+    check_cuda(batch.enqueue(stream.get()));
+    const auto bits = batch.bits();
+    int different = 0;
+    for (int again = 0; again < 200; ++again) {
+      batch.restore();
+      check_cuda(batch.enqueue(stream.get()));
+      different += batch.bits() == bits ? 0 : 1;
+    }
+    CHECK(different == 0);
+    batch.check();
+  }
+}
+
+TEST_CASE("observing attention refuses what it does not support before any launch") {
+  for (const EvictionKernels& kernels : observing_eviction()) {
+    CHECK(kernels.attention({}, nullptr) == cudaErrorInvalidValue);
+    CHECK(kernels.attention_workspace({}) == 0);
+  }
+}
