@@ -310,8 +310,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
       },
       [&](int m, int half, float max_product, float max, float sum) {
         const int row = row_of(m, half);
-        if (row <= last_row && lane % 4 == 0)
-          write_row(args, rows.head(row), max_product, max, sum);
+        if (row <= last_row) write_row(args, rows.head(row), max_product, max, sum);
       });
 }
 

@@ -12,7 +12,7 @@
 
 #include "kernels/admission.hpp"
 #include "kernels/device/element.cuh"
-#include "kernels/device/fixed_mass.cuh"
+#include "kernels/device/mass_sum.hpp"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"

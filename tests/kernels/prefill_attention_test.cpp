@@ -1,15 +1,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <random>
-#include <string>
 #include <vector>
 
 #include "kernels/attention.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"
+#include "tests/kernels/prefill_fixture.hpp"
 #include "tests/skip.hpp"
 
 using namespace kvlab;
@@ -17,114 +15,51 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
-
-struct Size {
-  Type type = Type::bf16;
-  int head_size = 128, group = 4, kv_heads = 2, first = 0, queries = 64;
-  float scale = 0;  ///< 0: 1 / sqrt(head_size)
-};
-
-/// A chunk of a prompt on the device; poison in the slots that no query sees.
-class Chunk {
- public:
-  explicit Chunk(const Size& size, bool equal_keys = false) : size_(size) {
-    if (size_.scale == 0) size_.scale = 1 / std::sqrt(static_cast<float>(size_.head_size));
-    std::mt19937 random(23);
-    q_ = random_values(size_.type, rows() * dim(), random);
-    keys_ = random_values(size_.type, size_.kv_heads * slots() * dim(), random);
-    values_ = random_values(size_.type, size_.kv_heads * slots() * dim(), random);
-    if (equal_keys)
-      for (std::size_t i = dim(); i < keys_.size(); ++i) keys_[i] = keys_[i % dim()];
-    for (std::size_t i = 0; i < keys_.size(); ++i)
-      if (i / dim() % slots() >= visible())
-        keys_[i] = values_[i] = std::numeric_limits<float>::quiet_NaN();
-    device_q_ = upload(q_);
-    device_keys_ = upload(keys_);
-    device_values_ = upload(values_);
-    out_ = std::make_unique<DeviceArray<std::byte>>((rows() + kGuardRows) * row_bytes());
-    lse_ = std::make_unique<DeviceArray<float>>(rows() + kGuardRows);
-    poison();
+double max_product(const PrefillChunk& chunk, std::size_t row) {
+  const auto query = chunk.query(row), keys = chunk.keys(row);
+  double largest = -std::numeric_limits<double>::infinity();
+  for (std::size_t j = 0; j < chunk.seen_by(row); ++j) {
+    double product = 0;
+    for (std::size_t d = 0; d < query.size(); ++d)
+      product += double{query[d]} * keys[j * query.size() + d];
+    largest = std::max(largest, product);
   }
+  return largest;
+}
 
-  void poison() {
-    check_cuda(cudaMemset(out_->data(), kPoison, (rows() + kGuardRows) * row_bytes()));
-    check_cuda(cudaMemset(lse_->data(), kPoison, (rows() + kGuardRows) * 4));
-    check_cuda(cudaDeviceSynchronize());
+void check(const PrefillChunk& chunk) {
+  const std::vector<float> out = chunk.out(), lse = chunk.lse();
+  const std::vector<RowSoftmax> softmax = chunk.softmax_rows();
+  const PrefillSize& size = chunk.size();
+  AttentionErrors errors(size.type);
+  double lse2_error = 0, product_error = 0;
+  for (std::size_t row = 0; row < chunk.rows(); ++row) {
+    const auto exact = exact_row(chunk.query(row), chunk.keys(row), chunk.values(row), size.scale);
+    errors.add(
+        std::span(&out[row * chunk.dim()], chunk.dim()), lse[row], exact,
+        naive_row(size.type, chunk.query(row), chunk.keys(row), chunk.values(row), size.scale));
+    const double lse2 = exact.lse / std::log(2.0), product = max_product(chunk, row);
+    lse2_error = std::max(lse2_error, std::abs(softmax[row].lse2 - lse2) / (1 + std::abs(lse2)));
+    product_error = std::max(
+        product_error, std::abs(softmax[row].max_product - product) / (1 + std::abs(product)));
   }
+  INFO("error " << errors.out() << ", naive " << errors.naive_out());
+  CHECK(errors.good());
+  CHECK(lse2_error < 4e-6);
+  CHECK(product_error < 4e-6);
+  const auto guard = std::span(out).subspan(chunk.rows() * chunk.dim());
+  CHECK(std::all_of(guard.begin(), guard.end(), [](float v) { return std::isnan(v); }));
+  CHECK(std::isnan(lse[chunk.rows()]));
+  CHECK(std::isnan(softmax[chunk.rows()].lse2));
+}
 
-  cudaError_t enqueue(cudaStream_t stream) const {
-    const std::int64_t head_stride = static_cast<std::int64_t>(slots() * dim());
-    const AttentionShape shape{.type = size_.type,
-                               .query_heads = size_.group * size_.kv_heads,
-                               .kv_heads = size_.kv_heads,
-                               .head_size = size_.head_size,
-                               .softmax_scale = size_.scale,
-                               .sequence_stride = head_stride * size_.kv_heads,
-                               .head_stride = head_stride};
-    return prefill_attention({.shape = shape,
-                              .first = size_.first,
-                              .queries = size_.queries,
-                              .q = device_q_->data(),
-                              .keys = device_keys_->data(),
-                              .values = device_values_->data(),
-                              .out = out_->data(),
-                              .lse = lse_->data()},
-                             stream);
-  }
-
-  std::vector<std::byte> bits() const { return out_->to_host(); }
-
-  void check() const {
-    const std::vector<float> out = kernels::decode(size_.type, out_->to_host());
-    const std::vector<float> lse = lse_->to_host();
-    AttentionErrors errors(size_.type);
-    for (std::size_t row = 0; row < rows(); ++row) {
-      const std::size_t kv_head = row % query_heads() / size_.group;
-      const std::size_t count = (size_.first + row / query_heads() + 1) * dim();
-      const std::span<const float> query(&q_[row * dim()], dim());
-      const std::span<const float> keys(&keys_[kv_head * slots() * dim()], count);
-      const std::span<const float> values(&values_[kv_head * slots() * dim()], count);
-      errors.add(std::span(&out[row * dim()], dim()), lse[row],
-                 exact_row(query, keys, values, size_.scale),
-                 naive_row(size_.type, query, keys, values, size_.scale));
-    }
-    INFO("error " << errors.out() << ", naive " << errors.naive_out());
-    CHECK(errors.good());
-    const auto guard = std::span(out).subspan(rows() * dim());
-    CHECK(std::all_of(guard.begin(), guard.end(), [](float v) { return std::isnan(v); }));
-  }
-
- private:
-  static constexpr std::size_t kGuardRows = 2;
-  static constexpr std::size_t kUnusedSlots = 5;
-
-  std::size_t dim() const { return size_.head_size; }
-  std::size_t query_heads() const { return std::size_t(size_.group) * size_.kv_heads; }
-  std::size_t rows() const { return query_heads() * size_.queries; }
-  std::size_t row_bytes() const { return dim() * bytes_of(size_.type); }
-  std::size_t visible() const { return std::size_t(size_.first) + size_.queries; }
-  std::size_t slots() const { return visible() + kUnusedSlots; }
-  std::unique_ptr<DeviceArray<std::byte>> upload(const std::vector<float>& values) const {
-    return std::make_unique<DeviceArray<std::byte>>(encode(size_.type, values));
-  }
-
-  Size size_;
-  std::vector<float> q_, keys_, values_;
-  std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_;
-  std::unique_ptr<DeviceArray<float>> lse_;
-};
-
-void run_and_check(const Size& size, bool equal_keys = false) {
-  const char* types[] = {"bf16", "f16", "f32"};
-  INFO(types[static_cast<int>(size.type)] << " head size " << size.head_size << " group "
-                                          << size.group << " first " << size.first << " queries "
-                                          << size.queries);
-  const Chunk chunk(size, equal_keys);
+void run_and_check(const PrefillSize& size) {
+  INFO(size.text());
+  const PrefillChunk chunk(size);
   const Stream stream;
   check_cuda(chunk.enqueue(stream.get()));
   check_cuda(cudaDeviceSynchronize());
-  chunk.check();
+  check(chunk);
 }
 
 }  // namespace
@@ -146,11 +81,19 @@ TEST_CASE("prefill attention takes any first position and number of queries", "[
         run_and_check({.type = type, .kv_heads = 1, .first = first, .queries = queries});
 }
 
+TEST_CASE("prefill attention takes KV heads of unequal length, wherever they begin", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32})
+    for (const int first : {0, 5})
+      run_and_check({.type = type, .kv_heads = 3, .first = first, .queries = 100, .ragged = true});
+}
+
 TEST_CASE("prefill attention holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    Size size{.type = type, .first = 70, .queries = 130};
-    run_and_check(size, true);
+    PrefillSize size{.type = type, .first = 70, .queries = 130, .equal_keys = true};
+    run_and_check(size);
+    size.equal_keys = false;
     size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
     run_and_check(size);
   }
@@ -159,7 +102,7 @@ TEST_CASE("prefill attention holds for logits of 80 either way and for equal one
 TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    Chunk chunk({.type = type, .first = 100, .queries = 300});
+    PrefillChunk chunk({.type = type, .first = 100, .queries = 300});
     const Stream stream;
     check_cuda(chunk.enqueue(stream.get()));
     const auto bits = chunk.bits();

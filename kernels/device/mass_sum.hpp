@@ -1,0 +1,51 @@
+// Sums of probabilities in Q32.32, and requests, without 64-bit arithmetic for each probability:
+// equal to policies/observation.hpp, bit for bit.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "policies/observation.hpp"
+
+namespace kvlab::kernels {
+
+/// The sum of fixed_mass(1, p) over at most 2^14 probabilities, 0 <= p <= 1.5: rounding may take one
+/// over 1.
+///
+/// p + 64 rounds p to a multiple of 2^-17; the rest, exact, plus 1.5 * 2^-9 rounds to a multiple of
+/// 2^-32, to even as p itself would, since the first part is an even number of those. Both integers
+/// are then the low bits of the floats.
+class MassSum {
+ public:
+  constexpr void add(float p) {
+    const float high = p + kHigh;
+    const float low = (p - (high - kHigh)) + kLow;
+    high_ += std::bit_cast<std::uint32_t>(high);
+    low_ += std::bit_cast<std::uint32_t>(low);
+  }
+  /// Q32.32, after `count` calls of add.
+  constexpr std::uint64_t total(std::uint32_t count) const {
+    const std::uint32_t high = high_ - count * std::bit_cast<std::uint32_t>(kHigh);
+    const auto low = static_cast<std::int32_t>(low_ - count * std::bit_cast<std::uint32_t>(kLow));
+    return (std::uint64_t{high} << 15) + static_cast<std::uint64_t>(std::int64_t{low});
+  }
+
+ private:
+  static constexpr float kHigh = 64.0f, kLow = 1.5f / 512;
+  std::uint32_t high_ = 0, low_ = 0;  // modulo 2^32
+};
+
+/// The least probability that is requested in a row whose largest mass is `row_max`; negative if 0
+/// is. row_max <= 2^33, threshold16 <= 2^16.
+constexpr float request_floor(std::uint64_t row_max, std::uint32_t threshold16) {
+  const std::uint64_t least = (threshold16 * row_max + 0xffff) >> 16;  // mass
+  if (least == 0) return -1;
+  // Masses from least - 1/2 on round to `least`; the half itself to its even neighbour.
+  const std::uint64_t halves = 2 * least - 1;
+  const double bound = static_cast<double>(halves) * 0x1p-33;
+  const auto nearest = static_cast<float>(bound);
+  const bool enough = least % 2 == 0 ? nearest >= bound : nearest > bound;
+  return enough ? nearest : std::bit_cast<float>(std::bit_cast<std::uint32_t>(nearest) + 1);
+}
+
+}  // namespace kvlab::kernels

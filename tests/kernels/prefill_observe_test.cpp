@@ -1,0 +1,395 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/admission.hpp"
+#include "policies/observation.hpp"
+#include "tests/catch.hpp"
+#include "tests/kernels/prefill_fixture.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+namespace {
+
+constexpr std::uint32_t kPosition = 1000;  // of the first query
+constexpr Observation kUntouched{
+    .mass = 12345, .requests = 678, .last_request = 0xffff'ffff, .queries = 90};
+
+struct Asked {
+  Needs needs = Needs::mass;
+  double tau = 0.01;
+  bool weighted = false;  ///< 1 / (1 + age / 8), else null
+  bool ones = false;      ///< weights of 1, written out
+  std::uint32_t tail = kNoTail;
+  int younger = 0;
+  int parts = 1;
+
+  float weight(int age) const { return weighted ? 1 / (1 + age / 8.0f) : 1.0f; }
+};
+
+/// The second pass over a chunk that attention has been over.
+class Observer {
+ public:
+  Observer(const PrefillChunk& chunk, const Asked& asked)
+      : chunk_(chunk),
+        asked_(asked),
+        weights_(std::span<const float>(weights())),
+        threshold_(std::span<const std::uint32_t>(&kept_threshold_, 1)),
+        workspace_(observe_workspace(chunk.shape(), chunk.size().queries)) {
+    clear();
+  }
+
+  /// Zeroes where a query may see; what must stay as it is elsewhere.
+  void clear() {
+    std::vector<Observation> start(chunk_.all_slots(), kUntouched);
+    for (int h = 0; h < chunk_.size().kv_heads; ++h)
+      std::fill_n(start.begin() + static_cast<std::ptrdiff_t>(chunk_.begin(h)), chunk_.visible(h),
+                  Observation{});
+    check_cuda(cudaMemcpy(seen_.data(), start.data(), start.size() * sizeof(Observation),
+                          cudaMemcpyHostToDevice));
+    check_cuda(cudaMemset(workspace_.data(), kPoison,
+                          observe_workspace(chunk_.shape(), chunk_.size().queries)));
+    check_cuda(cudaDeviceSynchronize());
+  }
+
+  cudaError_t enqueue(cudaStream_t stream) const {
+    const int all = chunk_.size().queries;
+    for (int part = 0; part < asked_.parts; ++part) {
+      const int begin = all * part / asked_.parts, end = all * (part + 1) / asked_.parts;
+      const std::size_t row = begin * chunk_.query_heads();
+      const ObserveArgs args{
+          .shape = chunk_.shape(),
+          .needs = asked_.needs,
+          .first = chunk_.size().first + begin,
+          .queries = end - begin,
+          .keys_end = static_cast<int>(chunk_.visible(chunk_.size().kv_heads - 1)) - all + end,
+          .younger = asked_.younger + all - end,
+          .position = kPosition + begin,
+          .q = static_cast<const std::byte*>(chunk_.device_q()) + row * chunk_.row_bytes(),
+          .keys = chunk_.device_keys(),
+          .rows = chunk_.softmax() + row,
+          .older = chunk_.older(),
+          .first_slot = chunk_.first_slot(),
+          .weights = asked_.weighted || asked_.ones ? weights_.data() : nullptr,
+          .tail = asked_.tail,
+          .threshold16 = threshold_.data(),
+          .seen = seen_.data(),
+          .workspace = workspace_.data()};
+      if (const cudaError_t error = observe_queries(args, stream); error != cudaSuccess)
+        return error;
+    }
+    return cudaSuccess;
+  }
+
+  std::vector<Observation> seen() const { return seen_.to_host(); }
+
+ private:
+  std::vector<float> weights() const {
+    std::vector<float> all;
+    for (int age = 0; age < chunk_.size().queries + asked_.younger; ++age)
+      all.push_back(asked_.weight(age));
+    return all;
+  }
+
+  const PrefillChunk& chunk_;
+  Asked asked_;
+  std::uint32_t kept_threshold_ = request_threshold16(asked_.tau);
+  DeviceArray<float> weights_;
+  DeviceArray<std::uint32_t> threshold_;
+  DeviceArray<Observation> seen_{chunk_.all_slots()};
+  DeviceArray<std::byte> workspace_;
+};
+
+std::vector<double> logits(const PrefillChunk& chunk, std::size_t row) {
+  const auto query = chunk.query(row), keys = chunk.keys(row);
+  std::vector<double> logit(chunk.seen_by(row));
+  for (std::size_t j = 0; j < logit.size(); ++j) {
+    double dot = 0;
+    for (std::size_t d = 0; d < query.size(); ++d)
+      dot += double{query[d]} * keys[j * query.size() + d];
+    logit[j] = dot * chunk.size().scale;
+  }
+  return logit;
+}
+
+/// A row's probabilities in float64; and as plain attention has them: weights rounded to the type.
+struct Row {
+  std::vector<double> exact, plain;
+
+  Row(const PrefillChunk& chunk, std::size_t row) : exact(logits(chunk, row)) {
+    const double max = *std::max_element(exact.begin(), exact.end());
+    double sum = 0, plain_sum = 0;
+    for (double& logit : exact) {
+      const float weight = std::exp(static_cast<float>(logit) - static_cast<float>(max));
+      plain_sum += weight;
+      plain.push_back(rounded(chunk.size().type, weight));
+      logit = std::exp(logit - max);
+      sum += logit;
+    }
+    for (double& p : exact) p /= sum;
+    for (double& p : plain) p /= plain_sum;
+  }
+};
+
+/// What a key should have been given.
+struct Expected {
+  double mass = 0, plain_mass = 0;
+  std::uint32_t surely = 0, perhaps = 0;  ///< queries that request it, but for rounding
+  std::uint32_t last_surely = 0, last_perhaps = 0;
+};
+
+std::vector<Expected> expect(const PrefillChunk& chunk, const Asked& asked) {
+  constexpr double kNear = 1e-3;  // relative, of a probability at the threshold
+  std::vector<Expected> all(chunk.all_slots());
+  const int group = chunk.size().group, queries = chunk.size().queries;
+  const double tau = request_threshold16(asked.tau) / 65536.0;
+  for (std::size_t first_row = 0; first_row < chunk.rows(); first_row += group) {
+    const int query = static_cast<int>(first_row / chunk.query_heads());
+    const int age = asked.younger + queries - 1 - query;
+    const double weight = static_cast<std::uint32_t>(age) < asked.tail ? asked.weight(age) : 0.0f;
+    const std::size_t begin = chunk.begin(chunk.kv_head(first_row));
+    std::vector<int> asks(chunk.seen_by(first_row));  // 1: perhaps, 2: surely
+    for (std::size_t row = first_row; row < first_row + group; ++row) {
+      const Row p(chunk, row);
+      const double least = tau * *std::max_element(p.exact.begin(), p.exact.end());
+      for (std::size_t j = 0; j < asks.size(); ++j) {
+        all[begin + j].mass += weight * p.exact[j];
+        all[begin + j].plain_mass += weight * p.plain[j];
+        const int asks_here = p.exact[j] >= least * (1 + kNear)   ? 2
+                              : p.exact[j] >= least * (1 - kNear) ? 1
+                                                                  : 0;
+        asks[j] = std::max(asks[j], asks_here);
+      }
+    }
+    for (std::size_t j = 0; j < asks.size(); ++j) {
+      const std::uint32_t position = kPosition + query;
+      Expected& key = all[begin + j];
+      if (asks[j] > 0) ++key.perhaps, key.last_perhaps = position;
+      if (asks[j] > 1) ++key.surely, key.last_surely = position;
+    }
+  }
+  return all;
+}
+
+void check_mass(const PrefillChunk& chunk, const std::vector<Observation>& seen,
+                const std::vector<Expected>& expected) {
+  double error = 0, plain_error = 0, largest = 0;
+  bool others = true;
+  for (int h = 0; h < chunk.size().kv_heads; ++h)
+    for (std::size_t i = chunk.begin(h); i < chunk.begin(h) + chunk.visible(h); ++i) {
+      error = std::max(error, std::abs(std::ldexp(double(seen[i].mass), -32) - expected[i].mass));
+      plain_error = std::max(plain_error, std::abs(expected[i].plain_mass - expected[i].mass));
+      largest = std::max(largest, expected[i].mass);
+      others = others && seen[i].requests == 0 && seen[i].last_request == 0 && seen[i].queries == 0;
+    }
+  INFO("error " << error << ", plain attention's " << plain_error << ", largest " << largest);
+  // 2^-17: float32 logits of up to 100, as any float32 attention has them.
+  CHECK(error <= 2 * plain_error + std::ldexp(largest, -17));
+  CHECK(others);
+}
+
+void check_requests(const PrefillChunk& chunk, const std::vector<Observation>& seen,
+                    const std::vector<Expected>& expected) {
+  int bad = 0;
+  bool others = true;
+  for (int h = 0; h < chunk.size().kv_heads; ++h)
+    for (std::size_t i = chunk.begin(h); i < chunk.begin(h) + chunk.visible(h); ++i) {
+      const Observation& key = seen[i];
+      const Expected& right = expected[i];
+      if (key.requests < right.surely || key.requests > right.perhaps) ++bad;
+      if (key.requests > 0 &&
+          (key.last_request < right.last_surely || key.last_request > right.last_perhaps))
+        ++bad;
+      others = others && key.mass == 0 && key.queries == 0;
+    }
+  CHECK(bad == 0);
+  CHECK(others);
+}
+
+void check_rest_untouched(const PrefillChunk& chunk, const std::vector<Observation>& seen) {
+  std::vector<bool> visible(chunk.all_slots());
+  for (int h = 0; h < chunk.size().kv_heads; ++h)
+    std::fill_n(visible.begin() + static_cast<std::ptrdiff_t>(chunk.begin(h)), chunk.visible(h),
+                true);
+  bool untouched = true;
+  for (std::size_t i = 0; i < seen.size(); ++i)
+    untouched = untouched && (visible[i] || seen[i] == kUntouched);
+  CHECK(untouched);
+}
+
+std::vector<Observation> run(const PrefillChunk& chunk, const Asked& asked) {
+  const Stream stream;
+  const Observer observer(chunk, asked);
+  check_cuda(chunk.enqueue(stream.get()));
+  check_cuda(observer.enqueue(stream.get()));
+  return observer.seen();
+}
+
+void run_and_check(const PrefillSize& size, const Asked& asked) {
+  INFO(size.text() << (asked.needs == Needs::mass ? " mass" : " requests") << " tau " << asked.tau
+                   << " tail " << asked.tail << " parts " << asked.parts);
+  const PrefillChunk chunk(size);
+  const auto seen = run(chunk, asked);
+  const auto expected = expect(chunk, asked);
+  if (asked.needs == Needs::mass)
+    check_mass(chunk, seen, expected);
+  else
+    check_requests(chunk, seen, expected);
+  check_rest_untouched(chunk, seen);
+}
+
+}  // namespace
+
+TEST_CASE("the second pass agrees with float64 for every type, head size and group", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 2, 3, 4, 7, 8})
+        for (const Needs needs : {Needs::mass, Needs::requests})
+          run_and_check({.type = type,
+                         .head_size = head_size,
+                         .group = group,
+                         .first = 37,
+                         .queries = 67,
+                         .scale = 3 / std::sqrt(static_cast<float>(head_size))},
+                        {.needs = needs});
+}
+
+TEST_CASE("the second pass takes any first slot and number of queries", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32})
+    for (const int first : {0, 1, 63, 127, 128, 129, 300})
+      for (const int queries : {1, 63, 64, 65, 127, 128, 129, 200})
+        for (const Needs needs : {Needs::mass, Needs::requests})
+          run_and_check({.type = type, .kv_heads = 1, .first = first, .queries = queries},
+                        {.needs = needs});
+}
+
+TEST_CASE("the second pass takes more queries than one block walks over", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Needs needs : {Needs::mass, Needs::requests})
+    run_and_check({.head_size = 64, .group = 1, .kv_heads = 1, .first = 3, .queries = 2100},
+                  {.needs = needs});
+}
+
+TEST_CASE("the second pass takes KV heads of unequal length, wherever they begin", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32})
+    for (const Needs needs : {Needs::mass, Needs::requests})
+      run_and_check({.type = type, .kv_heads = 3, .first = 5, .queries = 100, .ragged = true},
+                    {.needs = needs});
+}
+
+TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32})
+    for (const bool weighted : {false, true})
+      for (const std::uint32_t tail : {1u, 64u, 100u, kNoTail})
+        for (const int younger : {0, 30})
+          run_and_check({.type = type, .first = 20, .queries = 200},
+                        {.weighted = weighted, .tail = tail, .younger = younger});
+}
+
+TEST_CASE("queries beyond the tail leave all as it was", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const auto seen = run(PrefillChunk({.queries = 100}), {.tail = 64, .younger = 64});
+  CHECK(std::all_of(seen.begin(), seen.end(), [](const Observation& key) {
+    return key == Observation{} || key == kUntouched;
+  }));
+}
+
+TEST_CASE("thresholds from none to the largest alone decide requests", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32})
+    for (const double tau : {0.0, 0.5, 1.0})
+      run_and_check({.type = type, .first = 70, .queries = 90},
+                    {.needs = Needs::requests, .tau = tau});
+}
+
+TEST_CASE("the second pass holds for logits of 80 either way and for equal ones", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const Needs needs : {Needs::mass, Needs::requests}) {
+      PrefillSize size{.type = type, .first = 70, .queries = 130, .equal_keys = true};
+      run_and_check(size, {.needs = needs, .tau = 0.999});
+      size.equal_keys = false;
+      size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
+      run_and_check(size, {.needs = needs});
+    }
+}
+
+TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const Needs needs : {Needs::mass, Needs::requests}) {
+      const PrefillChunk chunk({.type = type, .group = 3, .first = 11, .queries = 300});
+      const auto whole = run(chunk, {.needs = needs});
+      for (const int parts : {2, 3, 7})
+        CHECK((run(chunk, {.needs = needs, .parts = parts}) == whole));
+    }
+}
+
+TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128}) {
+      const PrefillChunk chunk({.type = type, .head_size = head_size, .first = 50, .queries = 400});
+      CHECK((run(chunk, {.ones = true}) == run(chunk, {})));
+    }
+}
+
+TEST_CASE("the second pass gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const Needs needs : {Needs::mass, Needs::requests}) {
+      const PrefillChunk chunk({.type = type, .first = 100, .queries = 300});
+      const auto seen = run(chunk, {.needs = needs});
+      Observer observer(chunk, {.needs = needs});
+      const Stream stream;
+      CapturedGraph graph([&](cudaStream_t captured) { return observer.enqueue(captured); });
+      int different = 0;
+      for (int again = 0; again < 200; ++again) {
+        observer.clear();
+        if (again % 2 == 0)
+          check_cuda(observer.enqueue(stream.get()));
+        else
+          graph.launch();
+        different += observer.seen() == seen ? 0 : 1;
+      }
+      CHECK(different == 0);
+    }
+}
+
+TEST_CASE("the second pass refuses what it does not support before any launch") {
+  ObserveArgs args{.shape = {.type = Type::bf16,
+                             .query_heads = 32,
+                             .kv_heads = 8,
+                             .head_size = 128,
+                             .softmax_scale = 1,
+                             .sequence_stride = 8 * 64 * 128,
+                             .head_stride = 64 * 128},
+                   .needs = Needs::mass,
+                   .first = 0,
+                   .queries = 1,
+                   .keys_end = 1,
+                   .position = 0,
+                   .q = nullptr,
+                   .keys = nullptr,
+                   .rows = nullptr,
+                   .seen = nullptr,
+                   .workspace = nullptr};
+  CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);  // null pointers
+  alignas(16) std::byte bytes[16];
+  args.q = args.keys = args.workspace = bytes;
+  args.rows = reinterpret_cast<const RowSoftmax*>(bytes);
+  args.seen = reinterpret_cast<Observation*>(bytes);
+  args.needs = Needs::nothing;
+  CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
+  args.needs = Needs::requests;  // without a threshold
+  CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
+  args.needs = Needs::mass;
+  args.shape.head_size = 80;
+  CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
+}
