@@ -14,7 +14,8 @@ struct Random {
       .name = "random",
       .summary = "any token leaves, drawn afresh at each step",
       .citation =
-          "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)"};
+          "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)",
+      .order = Order::nested};
   struct Params {};
   struct Slot {};
 

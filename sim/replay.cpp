@@ -11,6 +11,7 @@
 
 #include "policies/observation.hpp"
 #include "sim/head_run.hpp"
+#include "sim/lanes/head_lanes.hpp"
 #include "sim/oracle.hpp"
 #include "sim/run_heads.hpp"
 #include "sim/tabulate.hpp"
@@ -85,19 +86,29 @@ class Replay {
   /// One unit of work: all configurations on one KV head.
   std::vector<HeadOutcome> run_unit(std::uint32_t layer, std::uint32_t kv_head) const {
     const HeadTensors tensors = read_head(trace_, layer, kv_head);
-    SharedRows rows(tensors.view, rope_, arithmetic_);
-    TopkRun topk(span_, tensors.view.group);
-    std::vector<std::unique_ptr<HeadRun>> runs;  // by configuration; null: oracle_topk
-    const std::vector<std::uint64_t> future = future_masses(rows);
-    for (std::size_t c = 0; c < configs_.size(); ++c) {
-      runs.push_back(make_run(c, layer, kv_head, tensors.view, future));
-      if (runs.back())
-        runs.back()->measure(&span_);
-      else
-        topk.add(budgets_[c], dense_prompt(trace_.segments(), configs_[c].prefill));
+    std::vector<HeadOutcome> outcomes(configs_.size());
+    std::vector<std::size_t> shared, alone;
+    for (std::size_t c = 0; c < configs_.size(); ++c) (takes_lane(c) ? shared : alone).push_back(c);
+    if (!shared.empty()) run_lanes(shared, layer, kv_head, tensors.view, outcomes);
+    if (!alone.empty()) run_plainly(alone, layer, kv_head, tensors.view, outcomes);
+    return outcomes;
+  }
+
+  /// Whether the lanes take a configuration; the plain replay takes the rest, one by one.
+  bool takes_lane(std::size_t c) const { return !options_.plain && fits_lanes(configs_[c]); }
+
+  HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
+                       std::uint32_t kv_head, const HeadView& view, const QuerySpan* span) const {
+    std::vector<LaneConfig> lanes;
+    for (const std::size_t c : which) {
+      const ReplayConfig& config = configs_[c];
+      const PolicyEntry* const entry = config.policy.entry.get();
+      const bool evicts = !entry || entry->info.evicts;
+      lanes.push_back({&config, evicts ? budgets_[c] : kNoBudget,
+                       entry && evicts ? resolve_guards(config.policy, budgets_[c]) : Guards{},
+                       &admissions_[c], dense_prompt(trace_.segments(), config.prefill)});
     }
-    run_head(trace_.tokens(), rows, runs, &topk);
-    return outcomes(runs, topk);
+    return {std::move(lanes), {0, sequence_, layer, kv_head}, view, rope_, arithmetic_, span};
   }
 
   std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
@@ -119,9 +130,10 @@ class Replay {
     return oracle;
   }
 
-  std::vector<std::uint64_t> future_masses(SharedRows& rows) const {
-    const bool wanted = std::any_of(configs_.begin(), configs_.end(), [](const ReplayConfig& c) {
-      return c.policy.name == kOracleMass;
+  std::vector<std::uint64_t> future_masses(std::span<const std::size_t> which,
+                                           SharedRows& rows) const {
+    const bool wanted = std::any_of(which.begin(), which.end(), [&](std::size_t c) {
+      return configs_[c].policy.name == kOracleMass;
     });
     if (!wanted) return {};
     return total_masses(trace_.tokens(), trace_.shape().group(), rows);
@@ -130,6 +142,41 @@ class Replay {
   SharedRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
 
  private:
+  void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
+                 const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
+    HeadLanes lanes = make_lanes(which, layer, kv_head, view, &span_);
+    lanes.run();
+    std::vector<LaneOutcome> own = lanes.outcomes();
+    for (std::size_t i = 0; i < which.size(); ++i)
+      outcomes[which[i]] = {std::move(own[i].stats), own[i].evictions, own[i].live_max,
+                            own[i].live_end};
+  }
+
+  void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
+                   const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
+    SharedRows rows(view, rope_, arithmetic_);
+    TopkRun topk(span_, view.group);
+    std::vector<std::unique_ptr<HeadRun>> runs;  // null: oracle_topk
+    const std::vector<std::uint64_t> future = future_masses(which, rows);
+    for (const std::size_t c : which) {
+      runs.push_back(make_run(c, layer, kv_head, view, future));
+      if (runs.back())
+        runs.back()->measure(&span_);
+      else
+        topk.add(budgets_[c], dense_prompt(trace_.segments(), configs_[c].prefill));
+    }
+    run_head(trace_.tokens(), rows, runs, &topk);
+    auto next_topk = topk.configurations().begin();
+    for (std::size_t i = 0; i < which.size(); ++i) {
+      HeadOutcome& outcome = outcomes[which[i]];
+      if (const auto& run = runs[i])
+        outcome = {run->stats(), run->live().evictions(), run->live().live_max(),
+                   run->live().size()};
+      else
+        outcome = {(next_topk++)->stats};
+    }
+  }
+
   void check() {
     if (span_.size() == 0)
       throw std::invalid_argument(fmt::format(
@@ -161,20 +208,6 @@ class Replay {
     budgets_.push_back(evicts ? config.budget.resolve(trace_.tokens()) : trace_.tokens());
     if (!reference && evicts) resolve_guards(config.policy, budgets_.back());
     admissions_.push_back(admissions_of(trace_.segments(), config.prefill));
-  }
-
-  std::vector<HeadOutcome> outcomes(const std::vector<std::unique_ptr<HeadRun>>& runs,
-                                    const TopkRun& topk) const {
-    std::vector<HeadOutcome> result;
-    auto next_topk = topk.configurations().begin();
-    for (const auto& run : runs) {
-      if (run)
-        result.push_back(
-            {run->stats(), run->live().evictions(), run->live().live_max(), run->live().size()});
-      else
-        result.push_back({(next_topk++)->stats});
-    }
-    return result;
   }
 
   const TraceReader& trace_;
@@ -268,15 +301,22 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
         "layer {}, KV head {}: the trace {} has {} layers of {} KV heads", layer, kv_head,
         trace.directory().string(), trace.shape().layers, trace.shape().kv_heads));
   const HeadTensors tensors = read_head(trace, layer, kv_head);
-  SharedRows rows = job.shared_rows(tensors.view);
-  const std::vector<std::uint64_t> future = job.future_masses(rows);
-  std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(job.make_run(0, layer, kv_head, tensors.view, future));
   std::vector<KeptSet> kept;
-  runs[0]->watch([&](std::uint32_t query, std::span<const std::uint32_t> live) {
+  const auto keep = [&](std::uint32_t query, std::span<const std::uint32_t> live) {
     if (std::binary_search(queries.begin(), queries.end(), query))
       kept.push_back({query, {live.begin(), live.end()}});
-  });
+  };
+  const std::size_t only[] = {0};
+  if (job.takes_lane(0)) {
+    HeadLanes lanes = job.make_lanes(only, layer, kv_head, tensors.view, nullptr);
+    lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
+    lanes.run();
+    return kept;
+  }
+  SharedRows rows = job.shared_rows(tensors.view);
+  std::vector<std::unique_ptr<HeadRun>> runs;
+  runs.push_back(job.make_run(0, layer, kv_head, tensors.view, job.future_masses(only, rows)));
+  runs[0]->watch(keep);
   run_head(trace.tokens(), rows, runs, nullptr);
   return kept;
 }

@@ -34,6 +34,7 @@ struct ReplayOptions {
   Span span = Span::decode;
   double threshold = 0.01;          ///< tau
   bool every_output_error = false;  ///< false: every eighth query of the span
+  bool plain = false;  ///< one configuration at a time, without lanes: what tests compare with
   unsigned threads = 1;
   std::vector<std::uint32_t> layers;     ///< empty: all
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty

@@ -1,0 +1,65 @@
+#include "sim/lanes/feedback_lane.hpp"
+
+namespace kvlab {
+
+FeedbackLane::FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity,
+                           const HeadView& view, const QuerySpan* span)
+    : configs_(std::move(configs)), span_(span), group_(view.group) {
+  for (const LaneConfig& config : configs_) {
+    identity.seed = config.config->seed;
+    runs_.push_back(std::make_unique<FeedbackRun>(config, identity, view, span));
+    observes_ |= runs_.back()->cache().needs() != Needs::nothing;
+  }
+}
+
+FeedbackLane::~FeedbackLane() = default;
+
+bool FeedbackLane::wants_row(std::uint32_t query) const {
+  return observes_ || (span_ && span_->contains(query));
+}
+
+void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
+  for (std::size_t c = 0; c < runs_.size(); ++c) {
+    runs_[c]->forget_samples();
+    for (std::uint32_t query = first; query < first + count; ++query) {
+      runs_[c]->attend(query, rows, room_);
+      if (watcher_) watcher_(c, query, runs_[c]->visible());
+    }
+  }
+  if (!span_) return;
+  std::uint32_t sample = 0;
+  for (std::uint32_t query = first; query < first + count; ++query)
+    if (span_->contains(query) && span_->sampled(query)) measure_outputs(query, sample++, rows);
+}
+
+void FeedbackLane::measure_outputs(std::uint32_t query, std::uint32_t index, GroupRows& rows) {
+  const std::size_t dim = rows.view().head_size;
+  const float* const full = rows.outputs(query);
+  std::vector<float> divided(dim);
+  chain_.begin(query, rows);
+  for (const auto& run : runs_) {
+    const FeedbackRun::Sample& sample = run->sample(index);
+    const float* sum =
+        sample.all ? nullptr : chain_.move_to(sample.live.data(), sample.sums.data());
+    for (std::uint32_t head = 0; head < group_; ++head) {
+      const float* kept = full + head * dim;
+      if (!sample.all && sample.lost[head]) {
+        kept = sample.outputs.data() + head * dim;
+      } else if (!sample.all) {
+        for (std::size_t d = 0; d < dim; ++d) divided[d] = sum[head * dim + d] / sample.sums[head];
+        kept = divided.data();
+      }
+      run->stats().add_outputs(*span_, query, head, {full + head * dim, dim}, {kept, dim});
+    }
+  }
+}
+
+std::vector<LaneOutcome> FeedbackLane::outcomes() {
+  std::vector<LaneOutcome> all;
+  for (const auto& run : runs_)
+    all.push_back({std::move(run->stats()), run->cache().evictions(), run->cache().live_max(),
+                   run->cache().size()});
+  return all;
+}
+
+}  // namespace kvlab

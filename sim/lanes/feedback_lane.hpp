@@ -1,0 +1,38 @@
+// The lane of policies whose ranks depend on what their own cache gave them: each configuration
+// keeps its own states, and all read the shared exponentials of the tokens they keep.
+#pragma once
+
+#include <memory>
+
+#include "sim/lanes/feedback_run.hpp"
+#include "sim/lanes/output_chain.hpp"
+
+namespace kvlab {
+
+class FeedbackLane final : public Lane {
+ public:
+  /// `configs`: any policies at original positions; neighbours should keep similar sets. `span` may
+  /// be null: nothing is measured.
+  FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity, const HeadView& view,
+               const QuerySpan* span);
+  ~FeedbackLane() override;
+
+  bool wants_row(std::uint32_t query) const override;
+  void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  std::vector<LaneOutcome> outcomes() override;
+  void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
+
+ private:
+  void measure_outputs(std::uint32_t query, std::uint32_t sample, GroupRows& rows);
+
+  std::vector<LaneConfig> configs_;
+  const QuerySpan* span_;
+  std::uint32_t group_;
+  std::vector<std::unique_ptr<FeedbackRun>> runs_;
+  GatherRoom room_;
+  OutputChain chain_;
+  LaneWatcher watcher_;
+  bool observes_ = false;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,71 @@
+// One configuration of the feedback lane.
+#pragma once
+
+#include "sim/lanes/aged_cache.hpp"
+#include "sim/lanes/lane.hpp"
+
+namespace kvlab {
+
+/// Room that the runs of a lane take turns in.
+struct GatherRoom {
+  std::vector<float> kept;                      // [quad][blocks][4][16]
+  std::vector<std::uint64_t> mass;              // [age]
+  std::vector<std::uint32_t> asked;             // [age]
+  std::vector<float> sum, most, least, shared;  // [heads]
+  std::vector<float> row;                       // one head's, by age
+
+  void resize(std::size_t tokens, std::uint32_t heads);
+};
+
+class FeedbackRun {
+ public:
+  FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, const HeadView& view,
+              const QuerySpan* span);
+
+  void attend(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+
+  const AgedCache& cache() const { return cache_; }
+  HeadStats& stats() { return stats_; }
+  /// The live tokens that the last query could see.
+  std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
+
+  /// A sampled query's live set, until the lane has its outputs.
+  struct Sample {
+    bool all = false;                 ///< the cache saw every token
+    std::vector<std::uint64_t> live;  ///< bits
+    std::vector<float> sums;          ///< [heads], of the shared exponentials
+    std::vector<bool> lost;           ///< [heads]: the shared exponentials lost their bits
+    std::vector<float> outputs;       ///< [heads][dim], of those heads
+  };
+  const Sample& sample(std::size_t index) const { return samples_[index]; }
+  /// Before a block.
+  void forget_samples() { sample_count_ = 0; }
+
+ private:
+  bool observes(std::uint32_t query) const;
+  void see_all(std::uint32_t query, GroupRows& rows);
+  void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
+  void take_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void take_requests(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void add_masses(const std::uint64_t* mass);
+  void add_requests(std::uint32_t query, const std::uint32_t* asked);
+  void measure(std::uint32_t query, GroupRows& rows, const float* shared);
+  Sample& take_sample(std::uint32_t query, bool all);
+  void begin_observing();
+  float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
+
+  AgedCache cache_;
+  AdmissionCursor cursor_;
+  const HeadView& view_;
+  const QuerySpan* span_;
+  HeadStats stats_;
+  std::uint32_t visible_ = 0;
+  Seen seen_;                        // of the admission in progress
+  std::vector<std::uint64_t> mass_;  // [age], over an admission of several queries
+  std::vector<std::uint32_t> requests_, last_request_;
+  std::vector<Sample> samples_;
+  std::size_t sample_count_ = 0;
+};
+
+}  // namespace kvlab

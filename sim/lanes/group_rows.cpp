@@ -1,0 +1,176 @@
+#include "sim/lanes/group_rows.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "policies/observation.hpp"
+#include "traces/numeric/softmax.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kRowBytes = std::size_t{1} << 19;  // exponentials in flight, of 1 MB of cache
+constexpr float kNever = std::numeric_limits<float>::infinity();
+
+std::uint32_t block_for(std::size_t row_floats) {
+  return static_cast<std::uint32_t>(
+      std::clamp<std::size_t>(kRowBytes / (row_floats * sizeof(float)), 8, 32));
+}
+
+}  // namespace
+
+float least_requested(float sum, float most, std::uint32_t threshold16) {
+  const std::uint64_t row_max = fixed_mass(1.0f, most / sum);
+  const auto asks = [&](float e) {
+    return requested(fixed_mass(1.0f, e / sum), row_max, threshold16);
+  };
+  if (asks(0.0f)) return 0.0f;
+  // The least mass that asks, then the exponential where rounding reaches it: nearly exact, so that
+  // a step or two of one unit in the last place is left.
+  const double mass =
+      std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
+  auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
+  while (!asks(e)) e = std::nextafter(e, kNever);
+  for (float below = std::nextafter(e, 0.0f); asks(below); below = std::nextafter(e, 0.0f))
+    e = below;
+  return e;
+}
+
+GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
+    : view_(view),
+      rope_(rope),
+      arithmetic_(arithmetic),
+      keys_(view.tokens, view.head_size),
+      quads_((view.group + kQuad - 1) / kQuad),
+      stride_(keys_.panel_count() * kBlockTokens),
+      words_((view.tokens + 63) / 64) {
+  block_ = block_for(stride_ * heads());
+  queries_.resize(std::size_t{block_} * view.group * view.head_size);
+  logits_.resize(std::size_t{block_} * view.group * stride_);
+  e_.resize(std::size_t{block_} * heads() * stride_);
+  sums_.resize(std::size_t{block_} * heads());
+  most_.resize(sums_.size());
+  kept_.resize(stride_ * kQuad);
+  lazy_.resize(block_);
+  std::vector<float> key(view.head_size);
+  for (std::uint32_t token = 0; token < view.tokens; ++token) {
+    rotate(view.key(token), token, key.data());
+    keys_.set_row(token, key.data());
+  }
+}
+
+void GroupRows::rotate(const float* x, std::uint32_t position, float* y) const {
+  rope_.rotate(x, view_.head_size, position, y);
+  if (arithmetic_.rounding)
+    for (std::uint32_t d = 0; d < view_.head_size; ++d)
+      y[d] = round_to(*arithmetic_.rounding, y[d]);
+}
+
+void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
+  first_ = first;
+  const std::size_t group = view_.group;
+  for (std::uint32_t i = 0; i < count; ++i)
+    for (std::uint32_t head = 0; head < group; ++head)
+      rotate(view_.query(head, first + i), first + i,
+             queries_.data() + (i * group + head) * view_.head_size);
+  multiply(queries_.data(), count * group, view_.head_size, keys_, 0, (first + count + 15) / 16,
+           logits_.data(), stride_);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    for (std::uint32_t quad = 0; quad < quads_; ++quad) {
+      const float* rows[kQuad] = {};
+      for (std::size_t h = 0; h < kQuad && quad * kQuad + h < group; ++h)
+        rows[h] = logits_.data() + (i * group + quad * kQuad + h) * stride_;
+      const std::size_t at = (std::size_t{i} * quads_ + quad) * kQuad;
+      row_loops().exponentials(rows, first + i + 1, arithmetic_.softmax_scale,
+                               e_.data() + at * stride_, sums_.data() + at, most_.data() + at);
+    }
+    Lazy& parts = lazy_[i];
+    parts.requests = parts.masses = parts.asked = parts.outputs = false;
+  }
+}
+
+GroupRows::Requests GroupRows::requests(std::uint32_t query) {
+  Lazy& parts = lazy(query);
+  if (!parts.requests) {
+    parts.requests = true;
+    parts.least.assign(heads(), kNever);
+    parts.bits.resize(heads() * words_);
+    parts.count.assign(heads(), 0);
+    for (std::uint32_t h = 0; h < view_.group; ++h)
+      parts.least[h] =
+          least_requested(sums_[row(query) + h], most_[row(query) + h], arithmetic_.threshold16);
+    for (std::uint32_t quad = 0; quad < quads_; ++quad)
+      row_loops().flag(e(query, quad), query, parts.least.data() + quad * kQuad,
+                       parts.bits.data() + quad * kQuad * words_, words_);
+    const std::size_t used = (query + 63) / 64;
+    for (std::uint32_t h = 0; h < view_.group; ++h) {
+      const std::uint64_t* bits = parts.bits.data() + h * words_;
+      parts.count[h] = static_cast<std::uint32_t>(row_loops().common(bits, bits, used));
+    }
+  }
+  return {parts.least.data(), parts.bits.data(), parts.count.data()};
+}
+
+void GroupRows::gather_row(std::uint32_t query, std::uint32_t quad) {
+  float sum[kQuad], most[kQuad];
+  row_loops().gather(e(query, quad), nullptr, query + 1, kept_.data(), sum, most);
+}
+
+const std::uint64_t* GroupRows::masses(std::uint32_t query) {
+  Lazy& parts = lazy(query);
+  if (!parts.masses) {
+    parts.masses = true;
+    parts.mass.resize(stride_);
+    for (std::uint32_t quad = 0; quad < quads_; ++quad) {
+      gather_row(query, quad);
+      row_loops().masses(kept_.data(), query + 1, sums(query) + quad * kQuad, quad == 0,
+                         parts.mass.data());
+    }
+  }
+  return parts.mass.data();
+}
+
+const std::uint32_t* GroupRows::asked(std::uint32_t query) {
+  Lazy& parts = lazy(query);
+  if (!parts.asked) {
+    parts.asked = true;
+    const Requests wanted = requests(query);
+    parts.any.resize(stride_);
+    for (std::uint32_t quad = 0; quad < quads_; ++quad) {
+      gather_row(query, quad);
+      row_loops().mark(kept_.data(), query + 1, wanted.least + quad * kQuad, quad == 0,
+                       parts.any.data());
+    }
+  }
+  return parts.any.data();
+}
+
+const float* GroupRows::outputs(std::uint32_t query) {
+  Lazy& parts = lazy(query);
+  if (!parts.outputs) {
+    parts.outputs = true;
+    const std::size_t dim = view_.head_size;
+    parts.output.assign(heads() * dim, 0.0f);
+    for (std::uint32_t quad = 0; quad < quads_; ++quad)
+      row_loops().accumulate(e(query, quad), nullptr, query + 1, view_.v, view_.kv_token_stride,
+                             dim, parts.output.data() + quad * kQuad * dim);
+    for (std::uint32_t h = 0; h < view_.group; ++h)
+      divide(parts.output.data() + h * dim, dim, sums(query)[h], parts.output.data() + h * dim);
+  }
+  return parts.output.data();
+}
+
+void GroupRows::logits(std::uint32_t query, std::uint32_t head,
+                       std::span<const std::uint32_t> tokens, float* out) const {
+  const float* q =
+      queries_.data() + (std::size_t{query - first_} * view_.group + head) * view_.head_size;
+  std::vector<float> key(view_.head_size);
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    keys_.get_row(tokens[i], key.data());
+    out[i] = dot(q, key.data(), view_.head_size);
+  }
+  scale(out, tokens.size(), arithmetic_.softmax_scale);
+}
+
+}  // namespace kvlab

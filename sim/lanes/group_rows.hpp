@@ -1,0 +1,90 @@
+// The full cache's rows of one KV head for all query heads of its group, a block of queries at a
+// time, as the lanes read them: exponentials [query][quad][token][4].
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sim/head_view.hpp"
+#include "sim/lanes/row_loops.hpp"
+#include "traces/numeric/panels.hpp"
+#include "traces/numeric/rope.hpp"
+
+namespace kvlab {
+
+/// The smallest exponential of a row that requests its token: `requested` of the rounded
+/// probabilities is monotone in it, so that no probability has to be taken. 0: all do.
+float least_requested(float sum, float most, std::uint32_t threshold16);
+
+class GroupRows {
+ public:
+  GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+
+  /// Queries a block holds: enough to reuse keys, few enough that rows stay in cache.
+  std::uint32_t block_queries() const { return block_; }
+  /// Computes the rows of queries [first, first + count), count <= block_queries().
+  void compute(std::uint32_t first, std::uint32_t count);
+
+  const HeadView& view() const { return view_; }
+  std::uint32_t group() const { return view_.group; }
+  std::uint32_t quads() const { return quads_; }
+  std::uint32_t heads() const { return quads_ * static_cast<std::uint32_t>(kQuad); }  ///< padded
+  std::uint32_t threshold16() const { return arithmetic_.threshold16; }
+
+  /// [query + 1][4].
+  const float* e(std::uint32_t query, std::uint32_t quad) const {
+    return e_.data() + (std::size_t{query - first_} * quads_ + quad) * stride_ * kQuad;
+  }
+  /// Lane sums of the rows, [heads()]; 0 for padding.
+  const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
+
+  /// Which earlier tokens the rows request (N_t; the query's own token is not in it).
+  struct Requests {
+    const float* least;          ///< [heads()]: e from which on a token is requested
+    const std::uint64_t* bits;   ///< [heads()][words()]
+    const std::uint32_t* count;  ///< [heads()]
+  };
+  Requests requests(std::uint32_t query);
+  std::size_t words() const { return words_; }
+
+  /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.
+  const std::uint64_t* masses(std::uint32_t query);
+  /// 1 where some head of the group requests the token, the query's own included: [query + 1].
+  const std::uint32_t* asked(std::uint32_t query);
+  /// The full cache's outputs, [heads()][dim].
+  const float* outputs(std::uint32_t query);
+
+  /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
+  void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
+              float* out) const;
+
+ private:
+  /// What is computed when it is first asked for, by query of the block.
+  struct Lazy {
+    bool requests = false, masses = false, asked = false, outputs = false;
+    std::vector<float> least, output;
+    std::vector<std::uint64_t> bits, mass;
+    std::vector<std::uint32_t> count, any;
+  };
+  std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
+  Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
+  void rotate(const float* x, std::uint32_t position, float* y) const;
+  /// The row of one quad, gathered: [blocks][4][16] in kept_.
+  void gather_row(std::uint32_t query, std::uint32_t quad);
+
+  HeadView view_;
+  const RopeTable& rope_;
+  HeadArithmetic arithmetic_;
+  Panels keys_;  // [token, dim], rotated
+  std::uint32_t block_, quads_, first_ = 0;
+  std::size_t stride_, words_;      // tokens of a row, padded; 64-bit words of a row's bits
+  std::vector<float> queries_;      // [block, group, dim], rotated
+  std::vector<float> logits_;       // [block, group, token]
+  std::vector<float> e_;            // [block, quad, token, 4]
+  std::vector<float> sums_, most_;  // [block, heads()]
+  std::vector<float> kept_;
+  std::vector<Lazy> lazy_;  // [block]
+};
+
+}  // namespace kvlab

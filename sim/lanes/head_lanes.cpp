@@ -1,0 +1,133 @@
+#include "sim/lanes/head_lanes.hpp"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "sim/lanes/feedback_lane.hpp"
+#include "sim/lanes/nested_lane.hpp"
+#include "sim/lanes/policy_loops.hpp"
+#include "sim/lanes/topk_lane.hpp"
+
+namespace kvlab {
+namespace {
+
+enum class Kind { nested, feedback, topk };
+
+Kind kind_of(const ReplayConfig& config) {
+  if (config.policy.name == kOracleTopk) return Kind::topk;
+  if (config.policy.name == kOracleMass) return Kind::nested;
+  const PolicyInfo& info = config.policy.entry->info;
+  return info.order == Order::nested && info.needs == Needs::nothing ? Kind::nested
+                                                                     : Kind::feedback;
+}
+
+/// What configurations of one nested lane have in common; of the feedback lane, what makes
+/// neighbours alike.
+using Family =
+    std::tuple<Kind, std::string, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+
+Family family_of(const LaneConfig& c) {
+  const Kind kind = kind_of(*c.config);
+  if (kind != Kind::nested) return {kind, "", 0, 0, 0, 0};
+  return {kind,           c.config->policy.text(), c.config->seed, c.config->prefill.chunk,
+          c.guards.sinks, c.guards.recent};
+}
+
+std::string chain_order(const LaneConfig& c) {
+  return c.config->prefill.text() + " " + c.config->policy.text();
+}
+
+}  // namespace
+
+bool fits_lanes(const ReplayConfig& config) {
+  return config.positions == Positions::original &&
+         (!config.policy.entry || policy_loops(*config.policy.entry));
+}
+
+HeadLanes::HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity,
+                     const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
+                     const QuerySpan* span)
+    : count_(configs.size()), view_(view), rows_(view, rope, arithmetic) {
+  plan(configs, identity, span);
+}
+
+void HeadLanes::plan(const std::vector<LaneConfig>& configs, LiveSet::Identity identity,
+                     const QuerySpan* span) {
+  std::map<Family, std::vector<std::size_t>> families;
+  for (std::size_t c = 0; c < configs.size(); ++c) families[family_of(configs[c])].push_back(c);
+  for (auto& [family, indices] : families) {
+    std::stable_sort(indices.begin(), indices.end(), [&](std::size_t a, std::size_t b) {
+      return std::pair(chain_order(configs[a]), configs[a].budget) <
+             std::pair(chain_order(configs[b]), configs[b].budget);
+    });
+    std::vector<LaneConfig> own;
+    for (const std::size_t c : indices) own.push_back(configs[c]);
+    switch (std::get<Kind>(family)) {
+      case Kind::topk:
+        if (span) add(std::make_unique<TopkLane>(std::move(own), view_.group, *span), indices);
+        break;
+      case Kind::nested: {
+        auto order = own.front().config->policy.entry
+                         ? nested_order(own.back(), identity, view_.tokens)
+                         : future_order(future_masses());
+        add(std::make_unique<NestedLane>(std::move(own), std::move(order), view_, span), indices);
+        break;
+      }
+      case Kind::feedback:
+        add(std::make_unique<FeedbackLane>(std::move(own), identity, view_, span), indices);
+        break;
+    }
+  }
+}
+
+void HeadLanes::add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices) {
+  lanes_.push_back(std::move(lane));
+  indices_.push_back(std::move(indices));
+}
+
+/// One more pass over the full cache: what every token gets from all queries.
+std::vector<std::uint64_t> HeadLanes::future_masses() {
+  std::vector<std::uint64_t> masses(view_.tokens);
+  for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
+    const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
+    rows_.compute(first, count);
+    for (std::uint32_t query = first; query < first + count; ++query) {
+      const std::uint64_t* const given = rows_.masses(query);
+      for (std::uint32_t j = 0; j <= query; ++j) masses[j] += given[j];
+    }
+  }
+  return masses;
+}
+
+void HeadLanes::watch(LaneWatcher watcher) {
+  for (std::size_t l = 0; l < lanes_.size(); ++l)
+    lanes_[l]->watch([watcher, this, l](std::size_t c, std::uint32_t query, auto live) {
+      watcher(indices_[l][c], query, live);
+    });
+}
+
+void HeadLanes::run() {
+  for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
+    const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
+    const bool wanted = std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
+      for (std::uint32_t query = first; query < first + count; ++query)
+        if (lane->wants_row(query)) return true;
+      return false;
+    });
+    if (wanted) rows_.compute(first, count);
+    for (const auto& lane : lanes_) lane->attend(first, count, rows_);
+  }
+}
+
+std::vector<LaneOutcome> HeadLanes::outcomes() {
+  std::vector<LaneOutcome> all(count_);
+  for (std::size_t l = 0; l < lanes_.size(); ++l) {
+    std::vector<LaneOutcome> own = lanes_[l]->outcomes();
+    for (std::size_t i = 0; i < own.size(); ++i) all[indices_[l][i]] = std::move(own[i]);
+  }
+  return all;
+}
+
+}  // namespace kvlab

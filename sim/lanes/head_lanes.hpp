@@ -1,0 +1,40 @@
+// Which lane a configuration takes, and one KV head through all lanes.
+#pragma once
+
+#include <memory>
+
+#include "sim/lanes/lane.hpp"
+
+namespace kvlab {
+
+/// Whether the lanes take a configuration. The others need logits of their own, or were compiled at
+/// run time.
+bool fits_lanes(const ReplayConfig& config);
+
+/// Takes one KV head through `configs`, all of which fit.
+class HeadLanes {
+ public:
+  /// All must outlive this. `span` may be null: nothing is measured.
+  HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity, const HeadView& view,
+            const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span);
+
+  /// Called with a configuration's index; not for oracle_topk.
+  void watch(LaneWatcher watcher);
+  void run();
+  /// By configuration; once, after run().
+  std::vector<LaneOutcome> outcomes();
+
+ private:
+  void plan(const std::vector<LaneConfig>& configs, LiveSet::Identity identity,
+            const QuerySpan* span);
+  void add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices);
+  std::vector<std::uint64_t> future_masses();
+
+  std::size_t count_;
+  HeadView view_;
+  GroupRows rows_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::vector<std::size_t>> indices_;  // by lane: its configurations
+};
+
+}  // namespace kvlab

@@ -1,0 +1,67 @@
+// A lane: configurations of one KV head that go through the same arithmetic together.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "sim/lanes/group_rows.hpp"
+#include "sim/metrics.hpp"
+#include "sim/replay.hpp"
+
+namespace kvlab {
+
+/// One configuration on one KV head, resolved.
+struct LaneConfig {
+  const ReplayConfig* config;
+  std::uint32_t budget;  ///< in tokens; kNoBudget: never evicts
+  Guards guards;
+  const std::vector<Admission>* admissions;
+  std::vector<bool> uncut;  ///< [token]: queries of a dense prefill; for oracle_topk
+};
+
+/// What a configuration leaves behind; see HeadOutcome.
+struct LaneOutcome {
+  HeadStats stats;
+  std::uint64_t evictions = 0, live_max = 0, live_end = 0;
+};
+
+/// Called with the lane's configuration, a query and the live positions it attended, ascending.
+using LaneWatcher = std::function<void(std::size_t, std::uint32_t, std::span<const std::uint32_t>)>;
+
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  /// Whether attend() will look at the row of `query`. One row too many is harmless.
+  virtual bool wants_row(std::uint32_t query) const = 0;
+  /// Takes the queries [first, first + count) through every configuration; the blocks come in
+  /// order, each once. `rows` holds the block if any of its rows is wanted.
+  virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
+  /// By configuration of the lane; takes the figures out.
+  virtual std::vector<LaneOutcome> outcomes() = 0;
+  /// May be null.
+  virtual void watch(LaneWatcher watcher) = 0;
+};
+
+/// Where in a sequence of admissions a cache is.
+class AdmissionCursor {
+ public:
+  explicit AdmissionCursor(const std::vector<Admission>& admissions) : admissions_(&admissions) {}
+  const Admission& current() const { return (*admissions_)[next_]; }
+  bool begins_at(std::uint32_t query) const { return query == current().first; }
+  bool ends_at(std::uint32_t query) const {
+    return query + 1 == current().first + current().tokens;
+  }
+  /// Younger queries of the admission.
+  std::uint32_t age_of(std::uint32_t query) const {
+    return current().first + current().tokens - 1 - query;
+  }
+  void advance() { ++next_; }
+
+ private:
+  const std::vector<Admission>* admissions_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace kvlab

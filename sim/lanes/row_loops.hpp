@@ -1,0 +1,59 @@
+// The loops over rows of exponentials, compiled once for each instruction set and chosen at run
+// time. All sets give the same bits.
+//
+// Four query heads of a group are a quad, padded with zeros; a row's exponentials lie as
+// [token][4], so that a scattered read brings a token's four in one 16-byte load. Gathered rows lie
+// in blocks of sixteen tokens: [block][4][16].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvlab {
+
+inline constexpr std::size_t kQuad = 4;          ///< query heads that are taken together
+inline constexpr std::size_t kBlockTokens = 16;  ///< tokens of a gathered block
+inline constexpr std::size_t kKeptFloats = kQuad * kBlockTokens;
+
+struct RowLoops {
+  const char* name;  ///< of the instruction set
+
+  /// From logits to shared exponentials (traces/numeric/softmax.hpp): rows[h] holds `count` logits,
+  /// to be scaled; null: padding, zeros. Writes e [count][4], sum[4] (lane sums), most[4].
+  void (*exponentials)(const float* const* rows, std::size_t count, float scale, float* e,
+                       float* sum, float* most);
+  /// Gathers the exponentials of tokens[i], i < count (null: token i), into kept
+  /// [blocks][4][16], the last block padded with zeros. sum[4]: lane sums in the order of i;
+  /// most[4]: the largest, 0 at least.
+  void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
+                 float* sum, float* most);
+  /// The sums alone, in no order that a decoder knows; hits[h] += tokens with e >= least[h].
+  void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
+                float* sum, std::uint32_t* hits);
+  /// mass[i] += sum over the quad of fixed_mass(1, kept / sum[h]), i < count; `first`: = instead.
+  /// A head with sum 0 is padding. The arrays are padded to whole blocks.
+  void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
+                 std::uint64_t* mass);
+  /// asked[i] |= whether some head h of the quad has kept >= least[h]; `first`: = instead.
+  void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
+               std::uint32_t* asked);
+  /// Bit i of bits[h] (64-bit words, `words` apart): whether e[i][h] >= least[h], i < count.
+  void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
+               std::size_t words);
+  /// The first index of the smallest rank in [begin, end), begin < end.
+  std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
+  /// Bits set in both.
+  std::uint64_t (*common)(const std::uint64_t* a, const std::uint64_t* b, std::size_t words);
+  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i).
+  void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
+                     const float* v, std::size_t stride, std::size_t depth, float* y);
+};
+
+/// Those of the best instruction set that this machine has.
+const RowLoops& row_loops();
+const RowLoops& row_loops_base();
+/// Null where the machine (or the build) has no such instructions.
+const RowLoops* row_loops_avx2();
+const RowLoops* row_loops_avx512();
+
+}  // namespace kvlab

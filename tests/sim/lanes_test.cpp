@@ -1,0 +1,355 @@
+// The lanes against the plain replay, which takes one configuration at a time, and their loops
+// against the definitions.
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <random>
+#include <tuple>
+
+#include "policies/observation.hpp"
+#include "sim/lanes/aged_cache.hpp"
+#include "sim/lanes/group_rows.hpp"
+#include "sim/lanes/row_loops.hpp"
+#include "tests/catch.hpp"
+#include "tests/sim/differential.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/numeric/softmax.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
+
+struct Traced {
+  explicit Traced(const RandomTrace& wanted)
+      : trace(write_random_trace(folder / "trace", wanted)) {}
+  test::TemporaryFolder folder;
+  TraceReader trace;
+};
+
+/// Group sizes below, at and above a quad; two turns; ragged lengths.
+std::vector<RandomTrace> shapes() {
+  return {
+      {.layers = 1,
+       .query_heads = 2,
+       .kv_heads = 2,
+       .head_size = 8,
+       .segments = {{0, 1, kPrompt}, {1, 64, kDecode}},
+       .seed = 4},
+      {.layers = 1,
+       .query_heads = 6,
+       .kv_heads = 2,
+       .head_size = 24,
+       .dtype = Dtype::bf16,
+       .rounding = Rounding::model_dtype,
+       .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
+       .seed = 5},
+      {.layers = 1,
+       .query_heads = 7,
+       .kv_heads = 1,
+       .head_size = 16,
+       .segments = {{0, 48, kPrompt}, {48, 100, kDecode}},
+       .seed = 6},
+      // Heavy tokens that leave take all of the row's exponentials with them.
+      {.layers = 1,
+       .query_heads = 4,
+       .kv_heads = 1,
+       .head_size = 16,
+       .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
+       .pull = 90,
+       .seed = 7}};
+}
+
+using Key = std::tuple<std::size_t, int, int, std::string>;
+
+void check_equal(const TraceReader& trace, const std::vector<Case>& cases, Span span,
+                 bool every_error) {
+  ReplayOptions options{.span = span, .every_output_error = every_error, .threads = 2};
+  const auto configs = replay_configs(cases);
+  const ReplayResult lanes = replay(trace, kSequence, configs, options);
+  options.plain = true;
+  const ReplayResult plain = replay(trace, kSequence, configs, options);
+  REQUIRE(lanes.measurements.size() == plain.measurements.size());
+  for (std::size_t i = 0; i < plain.measurements.size(); ++i) {
+    const Measurement &got = lanes.measurements[i], &wanted = plain.measurements[i];
+    INFO(cases[wanted.config].text << " " << wanted.metric << " layer " << wanted.layer << " head "
+                                   << wanted.head << ": " << got.value << ", plain "
+                                   << wanted.value);
+    REQUIRE(Key(got.config, got.layer, got.head, got.metric) ==
+            Key(wanted.config, wanted.layer, wanted.head, wanted.metric));
+    CHECK(got.count == wanted.count);
+    CHECK(std::abs(got.value - wanted.value) <= 1e-6 * std::max(1.0, std::abs(wanted.value)));
+    CHECK(std::isnan(got.standard_error) == std::isnan(wanted.standard_error));
+    if (!std::isnan(wanted.standard_error))
+      CHECK(std::abs(got.standard_error - wanted.standard_error) <= 1e-6);
+  }
+}
+
+TEST_CASE("lanes measure what the plain replay measures, and keep the very sets that it keeps") {
+  for (const RandomTrace& wanted : shapes()) {
+    const Traced traced(wanted);
+    const std::vector<Case> cases = whole_grid(traced.trace.tokens());
+    for (const Span span : {Span::decode, Span::all})
+      check_equal(traced.trace, cases, span, span == Span::all);
+    std::vector<std::uint32_t> every(traced.trace.tokens());
+    std::iota(every.begin(), every.end(), 0u);
+    for (const Case& c : cases) {
+      if (c.brute.policy == "oracle_topk") continue;
+      ReplayOptions options;
+      const auto kept = kept_sets(traced.trace, kSequence, c.replay, options, 0, 0, every);
+      options.plain = true;
+      const auto plain = kept_sets(traced.trace, kSequence, c.replay, options, 0, 0, every);
+      REQUIRE(kept.size() == plain.size());
+      for (std::size_t t = 0; t < plain.size(); ++t) {
+        INFO(c.text << " query " << t);
+        REQUIRE(kept[t].positions == plain[t].positions);
+      }
+    }
+  }
+}
+
+// --- the loops -----------------------------------------------------------------------------------
+
+std::vector<const RowLoops*> sets() {
+  std::vector<const RowLoops*> all{&row_loops_base()};
+  for (const RowLoops* set : {row_loops_avx2(), row_loops_avx512()})
+    if (set) all.push_back(set);
+  return all;
+}
+
+/// Exponentials of a quad, [count][4]: most of them small, some zero, some equal.
+std::vector<float> random_row(std::mt19937& draw, std::size_t count) {
+  std::uniform_real_distribution<float> exponent(-70, 0.5f);
+  std::vector<float> e(count * kQuad);
+  for (float& x : e) {
+    const float power = exponent(draw);
+    x = power < -65 ? 0 : draw() % 8 == 0 ? 0.125f : std::exp2(power);
+  }
+  return e;
+}
+
+std::vector<std::uint32_t> every_third(std::mt19937& draw, std::size_t tokens) {
+  std::vector<std::uint32_t> kept;
+  for (std::uint32_t t = 0; t < tokens; ++t)
+    if (draw() % 3 == 0 || t + 1 == tokens) kept.push_back(t);
+  return kept;
+}
+
+float at(const std::vector<float>& kept, std::size_t i, std::size_t head) {
+  return kept[i / kBlockTokens * kKeptFloats + head * kBlockTokens + i % kBlockTokens];
+}
+
+TEST_CASE("gathered rows: the sums are lane sums, the masses are fixed_mass, on every set") {
+  std::mt19937 draw(1);
+  for (const std::size_t tokens : {1u, 2u, 15u, 16u, 17u, 63u, 200u, 1501u}) {
+    const auto e = random_row(draw, tokens);
+    const auto list = every_third(draw, tokens);
+    for (const bool scattered : {false, true})
+      for (const RowLoops* loops : sets()) {
+        INFO(loops->name << ", " << tokens << " tokens");
+        const std::size_t count = scattered ? list.size() : tokens;
+        const std::size_t room = (count + 15) / 16 * 16;
+        std::vector<float> kept(room * kQuad, NAN), head(count);
+        std::vector<std::uint64_t> mass(room, 0xdead), wanted(count);
+        std::vector<std::uint32_t> asked(room, 7);
+        float sum[kQuad], most[kQuad];
+        loops->gather(e.data(), scattered ? list.data() : nullptr, count, kept.data(), sum, most);
+        loops->masses(kept.data(), count, sum, true, mass.data());
+        float least[kQuad];
+        for (std::size_t h = 0; h < kQuad; ++h) {
+          for (std::size_t i = 0; i < count; ++i) {
+            head[i] = e[(scattered ? list[i] : i) * kQuad + h];
+            REQUIRE(at(kept, i, h) == head[i]);
+          }
+          REQUIRE(sum[h] == lane_sum(head.data(), count));
+          REQUIRE(most[h] == *std::max_element(head.begin(), head.end()));
+          for (std::size_t i = 0; i < count; ++i)
+            if (sum[h] > 0) wanted[i] += fixed_mass(1.0f, head[i] / sum[h]);
+          least[h] = sum[h] > 0 ? least_requested(sum[h], most[h], 655)
+                                : std::numeric_limits<float>::infinity();
+        }
+        loops->mark(kept.data(), count, least, true, asked.data());
+        for (std::size_t i = 0; i < count; ++i) {
+          REQUIRE(mass[i] == wanted[i]);
+          bool any = false;
+          for (std::size_t h = 0; h < kQuad; ++h)
+            any |= sum[h] > 0 && requested(fixed_mass(1.0f, at(kept, i, h) / sum[h]),
+                                           fixed_mass(1.0f, most[h] / sum[h]), 655);
+          REQUIRE(asked[i] == (any ? 1u : 0u));
+        }
+      }
+  }
+}
+
+TEST_CASE("quotients without a division are rounded as a division's, a million times over") {
+  std::mt19937 draw(2);
+  std::uniform_real_distribution<float> mantissa(1, 2);
+  for (int round = 0; round < 1000; ++round) {
+    const float sum = std::ldexp(mantissa(draw), static_cast<int>(draw() % 78) - 60);
+    std::vector<float> kept(4 * kKeptFloats);
+    for (float& x : kept)
+      x = std::min(sum, std::ldexp(mantissa(draw), -static_cast<int>(draw() % 40)) * sum);
+    const float sums[kQuad] = {sum, sum, sum, sum};
+    for (const RowLoops* loops : sets()) {
+      std::vector<std::uint64_t> mass(64);
+      loops->masses(kept.data(), 64, sums, true, mass.data());
+      for (std::size_t i = 0; i < 64; ++i) {
+        std::uint64_t wanted = 0;
+        for (std::size_t h = 0; h < kQuad; ++h) wanted += fixed_mass(1.0f, at(kept, i, h) / sum);
+        REQUIRE(mass[i] == wanted);
+      }
+    }
+  }
+}
+
+TEST_CASE("a row of a quad has the exponentials and sums of softmax.hpp, on every set") {
+  std::mt19937 draw(3);
+  std::normal_distribution<float> normal(0, 30);
+  for (const std::size_t count : {1u, 3u, 16u, 31u, 100u, 1025u})
+    for (const int heads : {1, 3, 4}) {
+      const std::size_t stride = (count + 15) / 16 * 16;
+      std::vector<float> logits(kQuad * stride);
+      for (float& x : logits) x = normal(draw);
+      const float* rows[kQuad] = {};
+      for (int h = 0; h < heads; ++h) rows[h] = logits.data() + h * stride;
+      for (const RowLoops* loops : sets()) {
+        INFO(loops->name << ", " << count << " tokens, " << heads << " heads");
+        std::vector<float> e(count * kQuad, NAN), wanted(count);
+        float sum[kQuad], most[kQuad];
+        loops->exponentials(rows, count, 0.25f, e.data(), sum, most);
+        for (int h = 0; h < static_cast<int>(kQuad); ++h) {
+          if (h < heads) {
+            std::copy_n(rows[h], count, wanted.begin());
+            scale(wanted.data(), count, 0.25f);
+            shared_exponentials(wanted.data(), count, wanted.data());
+          } else {
+            std::fill(wanted.begin(), wanted.end(), 0.0f);
+          }
+          for (std::size_t i = 0; i < count; ++i)
+            REQUIRE(std::bit_cast<std::uint32_t>(e[i * kQuad + h]) ==
+                    std::bit_cast<std::uint32_t>(wanted[i]));
+          REQUIRE(sum[h] == lane_sum(wanted.data(), count));
+          REQUIRE(most[h] == *std::max_element(wanted.begin(), wanted.end()));
+        }
+      }
+    }
+}
+
+TEST_CASE("the least exponential that requests: it does, and its neighbour below does not") {
+  std::mt19937 draw(4);
+  std::uniform_real_distribution<float> log_sum(-40, 12), share(0, 1);
+  for (int round = 0; round < 20000; ++round) {
+    const float sum = std::exp2(log_sum(draw)), most = sum * share(draw);
+    for (const std::uint32_t threshold : {0u, 1u, 655u, 32768u, 65536u}) {
+      const std::uint64_t row_max = fixed_mass(1.0f, most / sum);
+      const float least = least_requested(sum, most, threshold);
+      const auto asks = [&](float e) {
+        return requested(fixed_mass(1.0f, e / sum), row_max, threshold);
+      };
+      INFO(sum << " " << most << " " << threshold << ": " << least);
+      REQUIRE(asks(least));
+      if (least > 0) REQUIRE(!asks(std::nextafter(least, 0.0f)));
+    }
+  }
+}
+
+TEST_CASE("the first of equal ranks is found in any range, on every set") {
+  std::mt19937_64 draw(5);
+  std::vector<std::uint64_t> ranks(300);
+  for (int round = 0; round < 400; ++round) {
+    for (std::uint64_t& rank : ranks) rank = round % 2 ? draw() : draw() % 5 + (draw() % 2 << 63);
+    const std::size_t begin = draw() % 300, end = begin + 1 + draw() % (300 - begin);
+    const auto first = std::min_element(ranks.begin() + static_cast<std::ptrdiff_t>(begin),
+                                        ranks.begin() + static_cast<std::ptrdiff_t>(end));
+    for (const RowLoops* loops : sets())
+      REQUIRE(loops->first_least(ranks.data(), begin, end) ==
+              static_cast<std::size_t>(first - ranks.begin()));
+  }
+}
+
+TEST_CASE("weighted sums of values and bits in common, on every set") {
+  std::mt19937 draw(6);
+  for (const std::size_t dim : {8u, 20u, 64u, 96u, 128u}) {
+    const std::size_t tokens = 70;
+    std::vector<float> v(tokens * dim), weights(tokens * kQuad), wanted(kQuad * dim, 0.5f);
+    std::normal_distribution<float> normal;
+    for (float& x : v) x = normal(draw);
+    for (float& x : weights) x = normal(draw);
+    const auto list = every_third(draw, tokens);
+    for (std::size_t i = 0; i < list.size(); ++i)
+      for (std::size_t h = 0; h < kQuad; ++h)
+        for (std::size_t d = 0; d < dim; ++d)
+          wanted[h * dim + d] += weights[i * kQuad + h] * v[list[i] * dim + d];
+    for (const RowLoops* loops : sets()) {
+      std::vector<float> y(kQuad * dim, 0.5f);
+      loops->accumulate(weights.data(), list.data(), list.size(), v.data(), dim, dim, y.data());
+      CHECK(y == wanted);
+      const std::uint64_t a[] = {~std::uint64_t{0}, 5, 1}, b[] = {std::uint64_t{1} << 63, 4, 2};
+      CHECK(loops->common(a, b, 3) == 2);
+    }
+  }
+}
+
+// --- claims --------------------------------------------------------------------------------------
+
+/// Whether the live sets of all budgets are nested at every step, under random observations that
+/// differ from budget to budget, as those of real caches do.
+bool stays_nested(const std::function<std::unique_ptr<PolicyStates>()>& states, Needs needs) {
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    std::mt19937_64 draw(seed);
+    std::vector<LiveSet> sets;
+    for (const std::uint32_t budget : {3u, 5u, 12u, 20u})
+      sets.emplace_back(states(), needs, budget, Guards{}, LiveSet::Identity{seed, 0, 0, 0});
+    for (std::uint32_t now = 0; now < 120;) {
+      const std::uint32_t count = now == 0 ? 9 : now % 40 == 0 ? 4 : 1;
+      for (LiveSet& set : sets) {
+        set.make_room(now);
+        set.admit(now, count);
+        std::vector<Observation> seen(set.size());
+        for (Observation& one : seen)
+          one = {draw() % 1000, static_cast<std::uint32_t>(draw() % 2), now, 1};
+        set.observe(seen);
+      }
+      for (std::size_t i = 1; i < sets.size(); ++i)
+        if (!std::includes(sets[i].positions().begin(), sets[i].positions().end(),
+                           sets[i - 1].positions().begin(), sets[i - 1].positions().end()))
+          return false;
+      now += count;
+    }
+  }
+  return true;
+}
+
+/// Claims to be nested, and looks at the budget.
+struct FalseClaim {
+  static constexpr PolicyInfo kInfo{
+      .name = "false_claim", .summary = "", .citation = "", .order = Order::nested};
+  struct Params {};
+  struct Slot {};
+  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
+  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step& step) {
+    return (token.position ^ step.budget) * 2654435761u;
+  }
+};
+
+TEST_CASE("a policy that claims a nested order keeps nested sets; false claims are found out") {
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    INFO(entry.info.name);
+    std::vector<double> params;
+    for (const ParamInfo& param : entry.params) params.push_back(param.standard);
+    if (entry.info.order != Order::nested) continue;
+    CHECK(entry.info.needs == Needs::nothing);
+    CHECK(stays_nested([&] { return entry.make_states(params); }, entry.info.needs));
+  }
+  const auto h2o = parse_policy("h2o").entry;
+  CHECK(!stays_nested([&] { return h2o->make_states({}); }, Needs::mass));
+  CHECK(!stays_nested(
+      [] { return std::make_unique<PolicyStatesOf<FalseClaim>>(FalseClaim::Params{}); },
+      Needs::nothing));
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,61 @@
+// Registers of the instruction set that the including file is compiled for. Everything is in an
+// unnamed namespace and nothing inline of the standard library is used, so that the linker cannot
+// mix the sets.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace kvlab {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // floats in a register
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * kWidth)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * kWidth)));
+typedef std::uint16_t Halves __attribute__((vector_size(2 * kWidth)));
+
+inline Floats load(const float* from) {
+  Floats v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline Floats load(const std::uint16_t* from) {  // bf16
+  Halves half;
+  std::memcpy(&half, from, sizeof half);
+  const Words word = __builtin_convertvector(half, Words) << 16;
+  Floats v;
+  std::memcpy(&v, &word, sizeof v);
+  return v;
+}
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+#if defined(__AVX512F__)
+constexpr bool kHasFused = true;
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr bool kHasFused = true;
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__aarch64__)
+constexpr bool kHasFused = true;
+inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+#else
+constexpr bool kHasFused = false;
+inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
+#endif
+
+}  // namespace
+}  // namespace kvlab
