@@ -2,7 +2,7 @@
 """kvlab's CUDA decoder against transformers, on the same card with the same weights.
 
     python3 tools/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
-    python3 tools/compare_transformers.py speed --model DIR | --config CONFIG.json [--compile] [--json]
+    python3 tools/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
 
 text: greedy texts of both, in the checkpoint's dtype and in float32. Where two part, the same tokens so far are
 given to transformers once more in a wider dtype: the margin between the two ids there, against the largest
@@ -10,8 +10,7 @@ error of transformers' own logits of that row. Logits that are each off by so mu
 at most twice that: a near-tie. Exits 1 if two texts part at no near-tie.
 
 speed: tokens/s of transformers' generate (SDPA, batch 1), the prompt's time taken off, and of kvlab; --config builds a
-model of that shape with random weights, which both load. --compile: also with a static cache and compiled, as
-transformers does it by itself. Needs what capture_hf.py needs.
+model of that shape with random weights, which both load. Needs what capture_hf.py needs.
 """
 
 import argparse
@@ -48,10 +47,10 @@ def load(directory, dtype):
     return model.to("cuda").eval()
 
 
-def generate(model, ids, count, ends, **options):
+def generate(model, ids, count, ends):
     """The new ids; always the most likely one."""
     settings = transformers.GenerationConfig(
-        max_new_tokens=count, do_sample=False, eos_token_id=ends, pad_token_id=0, **options
+        max_new_tokens=count, do_sample=False, eos_token_id=ends, pad_token_id=0
     )
     tokens = torch.tensor([ids], device="cuda")
     output = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
@@ -167,17 +166,17 @@ def seconds_of(action):
     return time.perf_counter() - start
 
 
-def transformers_seconds(model, arguments, **options):
-    """A step of generate: the median of what all tokens but the first take, by their number."""
+def transformers_seconds(model, arguments):
+    """Of a step of generate: what all tokens but the first take, by their number; medians."""
     ids = torch.randint(2, 1000, (RANDOM_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     count = arguments.new_tokens
 
     def generate_tokens(more):
-        found = generate(model, ids, more, None, **options)
+        found = generate(model, ids, more, None)
         assert len(found) == more, f"{len(found)} of {more} tokens"
 
     for _ in range(2):
-        generate_tokens(32)  # warms up, and compiles
+        generate_tokens(32)  # warms up
     first = statistics.median(seconds_of(lambda: generate_tokens(1)) for _ in range(REPEATS))
     all_of_them = statistics.median(seconds_of(lambda: generate_tokens(count + 1)) for _ in range(REPEATS))
     return (all_of_them - first) / count
@@ -196,9 +195,6 @@ def run_speed(arguments):
         else:
             directory, model = arguments.model, load(arguments.model, "auto")
         note("transformers generate, SDPA", transformers_seconds(model, arguments))
-        if arguments.compile:
-            compiled = transformers_seconds(model, arguments, cache_implementation="static")
-            note("transformers generate, static cache, compiled", compiled)
         weights, dtype = model.num_parameters(), str(model.dtype).removeprefix("torch.")
         del model
         torch.cuda.empty_cache()
@@ -260,7 +256,6 @@ def parse_arguments():
     which.add_argument("--model", metavar="DIR")
     which.add_argument("--config", metavar="CONFIG.json", help="a shape, with random weights")
     speed.add_argument("--new-tokens", metavar="N", type=int, default=512, help="default: 512")
-    speed.add_argument("--compile", action="store_true", help="also with a static cache, compiled")
     speed.add_argument("--speed-prompt", metavar="TEXT", default="It was a dark and stormy night, and")
     return parser.parse_args()
 
