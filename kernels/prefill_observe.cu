@@ -10,42 +10,21 @@
 // once, keys once for each kRange queries, 8 for each row, 24 for each key.
 #include <algorithm>
 
-#include "kernels/admission.hpp"
 #include "kernels/device/element.cuh"
-#include "kernels/device/mass_sum.hpp"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/prefill_rows.cuh"
+#include "kernels/prefill_observe.cuh"
 
 namespace kvlab::kernels {
+namespace observe {
 namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kKeysOfWarp = 32;
 constexpr int kKeys = kWarps * kKeysOfWarp;  ///< of a CTA
-constexpr int kQueries = 64;                 ///< of a tile, all of one query head
-constexpr int kRange = 1024;                 ///< queries that a CTA walks over
 constexpr int kStages = 2;
-
-/// What is counted. weighted: masses whose weights are not all 1.
-enum class Count { mass, weighted, requests };
-
-/// What a row needs besides its products.
-struct alignas(8) RowTerm {
-  float minus_lse2;  ///< -infinity: the row counts for nothing
-  float bound;       ///< requests: the least requested probability; weighted: the weight
-};
-
-struct Plan {
-  ObserveArgs args;
-  int group;
-  int begin;          ///< first query that counts, a multiple of kQueries
-  int padded;         ///< queries, rounded up to kQueries
-  float base2_scale;  ///< softmax scale, for base-2 logits
-  RowTerm* terms;     // [query_head, padded]
-};
 
 /// The row terms of all queries from plan.begin on: a thread for each (query, query head).
 __global__ void __launch_bounds__(kThreads)
@@ -71,91 +50,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   plan.terms[std::int64_t{head} * plan.padded + query] = term;
 }
-
-/// The probability of a key that the query does not see: counts for nothing, even where any request
-/// counts.
-template <Count kCount>
-constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
-
-/// What one lane counts for one key.
-template <Count kCount>
-class KeyCount {
- public:
-  /// A query of the current tile; `bit` orders the lane's queries by age.
-  __device__ void add(float p, const RowTerm& term, int bit) {
-    if constexpr (kCount == Count::mass) {
-      sum_.add(p);
-    } else if constexpr (kCount == Count::weighted) {
-      mass_ += fixed_mass(term.bound, p);
-    } else {
-      if (p >= term.bound) asked_ |= 1u << bit;
-    }
-  }
-  /// All query heads of a tile's queries have been added; query_of(bit): which one it was.
-  template <class QueryOf>
-  __device__ void end_queries(QueryOf query_of) {
-    if constexpr (kCount == Count::requests) {
-      if (asked_ == 0) return;
-      requests_ += __popc(asked_);
-      last_ = max(last_, query_of(31 - __clz(static_cast<int>(asked_))));
-      asked_ = 0;
-    }
-  }
-  /// Over the lanes that differ in the bits of `lanes` (a power of two less one), for all of them;
-  /// `added`: calls of add by each.
-  __device__ void reduce(std::uint32_t added, int lanes) {
-    if constexpr (kCount == Count::mass) mass_ = sum_.total(added);
-    for (int step = 1; step <= lanes; step *= 2) {
-      mass_ += __shfl_xor_sync(~0u, mass_, step);
-      requests_ += __shfl_xor_sync(~0u, requests_, step);
-      last_ = max(last_, __shfl_xor_sync(~0u, last_, step));
-    }
-  }
-  __device__ void add_to(Observation& seen, std::uint32_t first_position) const {
-    if constexpr (kCount == Count::requests) {
-      if (requests_ == 0) return;
-      atomicAdd(&seen.requests, requests_);
-      atomicMax(&seen.last_request, first_position + static_cast<std::uint32_t>(last_));
-    } else {
-      static_assert(sizeof(unsigned long long) == sizeof seen.mass);
-      atomicAdd(reinterpret_cast<unsigned long long*>(&seen.mass), mass_);
-    }
-  }
-
- private:
-  MassSum sum_;
-  unsigned long long mass_ = 0;
-  std::uint32_t asked_ = 0, requests_ = 0;
-  int last_ = 0;  ///< query
-};
-
-/// The keys and queries of a CTA: blocks of keys follow each other, so that CTAs at work at one
-/// time share their queries in the L2 cache.
-struct Part {
-  int kv_head;
-  int first;       ///< slot of query 0
-  int first_key;   ///< slot of the CTA's first key
-  int keys;        ///< how many of them exist
-  int begin, end;  ///< queries; begin is a multiple of kQueries; end <= begin: nothing to do
-
-  __device__ Part(const Plan& plan, int keys_of_cta) {
-    const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
-    const int block = static_cast<int>(blockIdx.x) % blocks;
-    const int rest = static_cast<int>(blockIdx.x) / blocks;
-    kv_head = rest % plan.args.shape.kv_heads;
-    first = first_query_slot(plan.args, kv_head);
-    first_key = block * keys_of_cta;
-    keys = min(keys_of_cta, first + plan.args.queries - first_key);
-    begin = plan.begin + rest / plan.args.shape.kv_heads * kRange;
-    end = min(begin + kRange, plan.args.queries);
-    begin = max(begin, (first_key - first) / kQueries * kQueries);  // none before sees a key
-    if (keys <= 0) end = begin;
-  }
-  /// Index of the first key among all slots, hence of what it has seen.
-  __device__ std::int64_t key_index(const ObserveArgs& args) const {
-    return head_begin(args, kv_head) / args.shape.head_size + first_key;
-  }
-};
 
 template <class T, int kDim>
 struct alignas(16) Shared {
@@ -274,7 +168,7 @@ class WarpKeys {
 
 /// The tensor-core kernel.
 template <class T, int kDim, Count kCount>
-__global__ void __launch_bounds__(kThreads, 3) observe_tiles(const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
   const auto& args = plan.args;
@@ -367,13 +261,6 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
   if (lane < part.keys) count.add_to(args.seen[part.key_index(args) + lane], args.position);
 }
 
-/// CTAs for all blocks of keys, KV heads and ranges of queries.
-unsigned grid(const Plan& plan, int keys_of_cta) {
-  const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
-  const int ranges = (plan.args.queries - plan.begin + kRange - 1) / kRange;
-  return static_cast<unsigned>(blocks) * ranges * plan.args.shape.kv_heads;
-}
-
 template <class T, int kDim, Count kCount>
 cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
@@ -398,12 +285,27 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+cudaError_t is_hopper(bool& hopper) {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  ask(major, cudaDevAttrComputeCapabilityMajor);
+  ask(minor, cudaDevAttrComputeCapabilityMinor);
+  hopper = major == 9 && minor == 0;
+  return error;
+}
+
 template <Count kCount>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   const std::int64_t rows = std::int64_t{plan.padded - plan.begin} * plan.args.shape.query_heads;
   make_row_terms<<<static_cast<unsigned>((rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
       plan, kCount);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  bool hopper = false;
+  if (const cudaError_t error = is_hopper(hopper); error != cudaSuccess) return error;
+  if (hopper && plan.args.shape.type != Type::f32) return observe_on_hopper(plan, kCount, stream);
   switch (plan.args.shape.head_size) {
     case 64:
       return launch<64, kCount>(plan, stream);
@@ -429,12 +331,15 @@ bool supported(const ObserveArgs& args) {
 int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
+}  // namespace observe
 
 std::size_t observe_workspace(const AttentionShape& shape, int queries) {
+  using namespace observe;
   return std::size_t(shape.query_heads) * round_up(queries, kQueries) * sizeof(RowTerm);
 }
 
 cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
+  using namespace observe;
   if (!supported(args)) return cudaErrorInvalidValue;
   Plan plan{.args = args,
             .group = args.shape.query_heads / args.shape.kv_heads,

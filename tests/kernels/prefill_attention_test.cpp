@@ -46,7 +46,7 @@ void check(const PrefillChunk& chunk) {
   INFO("error " << errors.out() << ", naive " << errors.naive_out());
   CHECK(errors.good());
   CHECK(lse2_error < 4e-6);
-  CHECK(product_error < 4e-6);
+  CHECK(product_error < 1e-5);
   const auto guard = std::span(out).subspan(chunk.rows() * chunk.dim());
   CHECK(std::all_of(guard.begin(), guard.end(), [](float v) { return std::isnan(v); }));
   CHECK(std::isnan(lse[chunk.rows()]));
