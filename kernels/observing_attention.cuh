@@ -7,7 +7,7 @@
 // size 128. The logits, 4 bytes for each query head, are written and read in the L2 cache.
 #pragma once
 
-#include "kernels/device/fixed_mass.cuh"
+#include "kernels/device/mass_sum.hpp"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
 #include "kernels/device/pair.cuh"
