@@ -1,74 +1,53 @@
 // A few rows by a weight matrix that is read once: bound by memory, so built around the reading.
 //
 // Bytes that must move: n * k weights (twice that where gated); x, gamma and y are at most a few
-// percent. Each block runs through units of kTiles * 8 outputs, its eight warps sharing k in runs
-// of 128. A warp keeps kStages stages of 2 KB of weights on their way to shared memory, across
-// units and from before the predecessor's end, so that the memory never waits for the arithmetic.
-// That is done by tensor cores: a tile of 8 weight rows is the right operand of m16n8k16, and the
+// percent. A block for each multiprocessor runs through units of kTiles * 8 weight rows. One warp
+// sends for the weights (linear_ring.cuh), across units and from before the predecessor's end, so
+// that the memory waits neither for the arithmetic nor for x. Eight warps share k in runs of 128
+// and multiply by tensor cores: a tile of 8 weight rows is the right operand of m16n8k16, and the
 // left one has 16 rows, eight for the rows of x rounded to T and eight for what the rounding left:
 // so a normed x counts to about 16 bits, and eight rows cost what one does. Sums have one order
 // whatever the rows, tiles and card: equal inputs give equal bits, alone or in a batch.
 #include <algorithm>
 #include <cstddef>
 
+#include "kernels/device/barrier.cuh"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/linear_f32.cuh"
+#include "kernels/linear_ring.cuh"
 #include "kernels/linear_run.cuh"
+#include "kernels/rope.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
-constexpr int kTiles = 2;     // of a unit; of the gate and of up where gated
-constexpr int kStep = 32;     // k of a 16-byte load by each of a row's four lanes
-constexpr int kSteps = 4;     // of a stage
-constexpr int kRun = kSteps * kStep;
-constexpr int kStages = 4;
-constexpr int kRuns = (kStages + kTiles - 1) / kTiles;  // on their way at once
-constexpr int kLoadBytes = kWarpSize * 16;
-constexpr int kStageBytes = kSteps * kLoadBytes;
-constexpr int kRingBytes = kStages * kStageBytes;  // of a warp
-constexpr int kPartial = kTileRows * kTileRows;    // sums of a tile
-
+constexpr int kBarrierBytes = sizeof(RingBarriers);
+static_assert(kBarrierBytes % 16 == 0);
+constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
 /// Partial sums of all warps, for two units by turns.
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
-/// Of one row of x over a run.
-constexpr int kXRowBytes = kRun * 2;
-
-/// Dynamic shared memory: the weights' rings, partial sums, then what the norm needs, or the warps'
-/// rings of x.
-template <class T, bool kNorm>
-std::size_t shared_bytes(int rows, int k) {
-  const int x_bytes = kLinearWarps * kRuns * rows * kXRowBytes;
-  return static_cast<std::size_t>(kLinearWarps * kRingBytes + kPartialBytes) +
-         (kNorm ? norm_bytes<T>(rows, k) : static_cast<std::size_t>(x_bytes));
+/// Threads that share a row of a unit's outputs: one for each, or for each pair.
+__host__ __device__ constexpr int finishers(Form form) {
+  return form == Form::gated || form == Form::rotated ? kTileRows : kTiles * kTileRows;
 }
 
-/// A warp's way through its runs of k in all the block's units, tile by tile.
-struct Cursor {
-  int unit, k, tile = 0;
-  __device__ Cursor(int unit_, int k_) : unit(unit_), k(k_) {}
-  __device__ void advance(int first_k, int end_k) {
-    if (++tile < kTiles) return;
-    tile = 0;
-    k += kLinearWarps * kRun;
-    if (k < end_k) return;
-    k = first_k;
-    unit += static_cast<int>(gridDim.x);
-  }
+/// A row of x in shared memory where there is no norm: 64 bytes more put two rows in different
+/// banks.
+__host__ __device__ constexpr std::size_t plain_row_bytes(int k) {
+  return static_cast<std::size_t>(k) * 2 + 64;
+}
+
+/// Where things are in dynamic shared memory: the ring and, so many bytes behind it, the rest.
+struct Layout {
+  int stages;              ///< of the ring
+  int gamma, x;            // behind barriers and partial sums
+  bool plain_x_is_shared;  ///< or is read where it is
+  std::size_t bytes;       ///< ring and all
 };
-
-constexpr int outputs_of_unit(bool gated) { return kTiles * kTileRows / (gated ? 2 : 1); }
-
-/// A slot's successor in a ring.
-template <int kSlots>
-__device__ inline int after(int slot) {
-  return slot + 1 == kSlots ? 0 : slot + 1;
-}
 
 /// Eight floats to eight rounded ones and, 16 bytes on, what the rounding left.
 template <class T>
@@ -93,234 +72,254 @@ struct XRun {
   uint4 high[kSteps], low[kSteps];
 };
 
-/// What one warp reads. Each lane copies to shared memory just what it will use itself, so that
-/// there is nothing to wait for but the copies.
-template <class T, bool kNorm, bool kGated>
-class WarpStream {
+/// Rows of x as the products read them.
+template <Form kForm>
+class XRows {
  public:
-  __device__ WarpStream(const LinearRun<T>& run, std::byte* shared)
-      : run_(run),
-        tile_row_(lane() / 4),
-        lane_k_(lane() % 4 * 8),
-        first_k_(warp() * kRun),
-        units_((run.n + outputs_of_unit(kGated) - 1) / outputs_of_unit(kGated)),
-        ring_(shared + warp() * kRingBytes + lane() * 16),
-        normed_(shared + kLinearWarps * kRingBytes + kPartialBytes +
-                (kNorm ? gamma_bytes<T>(run.k) : 0)),
-        x_ring_(normed_ + warp() * kRuns * run.rows * kXRowBytes + lane() * 16),
-        ahead_(first_k_ < run.k ? static_cast<int>(blockIdx.x) : units_, first_k_) {}
-
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
-  __device__ int units() const { return units_; }
-  __device__ int first_k() const { return first_k_; }
-  __device__ bool has_x() const { return tile_row_ < run_.rows; }
-
-  /// Weights of the first stages. They do not depend on the predecessor.
-  __device__ void start_weights() {
-#pragma unroll 1
-    for (int stage = 0; stage < kStages; ++stage) {
-      fetch_weights(stage);
-      commit_copies();
-      ahead_.advance(first_k_, run_.k);
-    }
-  }
-  /// x, unnormed, of the first stages: by plain loads, since their groups of copies are complete.
-  __device__ void start_x() {
-    int k = first_k_;
-#pragma unroll 1
-    for (int slot = 0; slot < kRuns; ++slot) {
-      if (has_x()) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          const int at = k + step * kStep + lane_k_;
-          *x_slot(slot, step) =
-              at < run_.k ? *reinterpret_cast<const uint4*>(x_row() + at) : uint4{};
-        }
-      }
-      k += kLinearWarps * kRun;
-      if (k >= run_.k) k = first_k_;
-    }
-  }
-
-  /// The run of x that the next stage belongs to. Its copies must be complete.
-  __device__ XRun read_x(int first) {
+  __device__ XRows(const std::byte* rows, std::size_t row_bytes, int count, int k)
+      : row_(rows + lane() / 4 * row_bytes), k_(lane() / 4 < count ? k : 0) {}
+  /// The lane's part of a run; zeros beyond k and beyond the rows.
+  __device__ XRun read(int first) const {
     XRun x{};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int k = first + step * kStep + lane_k_;
-      if constexpr (kNorm) {
-        const uint4* const from = reinterpret_cast<const uint4*>(
-            normed_ + static_cast<std::size_t>(tile_row_) * normed_row_bytes(run_.k) +
-            static_cast<std::size_t>(k) * sizeof(float));
-        if (has_x() && k < run_.k) x.high[step] = from[0], x.low[step] = from[1];
+      const int k = first + step * kStep + lane() % 4 * 8;
+      if (k >= k_) continue;
+      if constexpr (has_norm(kForm)) {  // SplitEight
+        const auto* const from = reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 4);
+        x.high[step] = from[0];
+        x.low[step] = from[1];
       } else {
-        if (has_x()) x.high[step] = *x_slot(x_read_, step);
+        x.high[step] = *reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 2);
       }
     }
-    x_read_ = after<kRuns>(x_read_);
     return x;
-  }
-  __device__ void read_weights(uint4 (&weights)[kSteps]) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      weights[step] = *reinterpret_cast<const uint4*>(slot(slot_, step));
-  }
-  /// Sends for another stage in place of the one that has been read.
-  __device__ void fetch() {
-    fetch_weights(slot_);
-    if (!kNorm && ahead_.tile == 0) fetch_x();
-    commit_copies();
-    ahead_.advance(first_k_, run_.k);
-    slot_ = after<kStages>(slot_);
   }
 
  private:
-  __device__ std::byte* slot(int stage, int step) const {
-    return ring_ + stage * kStageBytes + step * kLoadBytes;
-  }
-  __device__ uint4* x_slot(int run, int step) const {
-    return reinterpret_cast<uint4*>(x_ring_ + run * run_.rows * kXRowBytes +
-                                    step * run_.rows * kStep * 2);
-  }
-  __device__ const T* x_row() const {
-    return static_cast<const T*>(run_.x) + static_cast<std::size_t>(tile_row_) * run_.k;
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+  const std::byte* row_;
+  int k_;
+};
+
+/// Copies rows of x that are not normed.
+template <class T>
+__device__ void copy_rows(const LinearRun<T>& run, std::byte* to) {
+  const int chunks = run.k / 8;
+  for (int row = 0; row < run.rows; ++row)
+#pragma unroll 1
+    for (int at = static_cast<int>(threadIdx.x); at < chunks; at += kLinearThreads)
+      copy_async(shared_address(to + row * plain_row_bytes(run.k) + at * 16),
+                 static_cast<const T*>(run.x) + std::size_t(row) * run.k + at * 8, true);
+  commit_copies();
+  wait_copies<0>();
+  barrier_of_first<kLinearThreads>();
+}
+
+/// A thread's share in the outputs of units: one of them, or two that belong together, of one row.
+template <class T, Form kForm>
+class Finisher {
+ public:
+  __device__ Finisher(const LinearRun<T>& run, const RopeWriteArgs& rope)
+      : run_(run),
+        rope_(rope),
+        row_(static_cast<int>(threadIdx.x) / finishers(kForm)),
+        output_(static_cast<int>(threadIdx.x) % finishers(kForm)) {
+    if (kForm == Form::rotated && row_ < run.rows) turns_ = turns_of(rope, token());
   }
 
-  __device__ void fetch_weights(int stage) const {
-    const T* const matrix = kGated && ahead_.tile % 2 ? run_.up : run_.weight;
-    const int n =
-        ahead_.unit * outputs_of_unit(kGated) + (kGated ? 0 : ahead_.tile * kTileRows) + tile_row_;
-    const T* const row = matrix + static_cast<std::size_t>(n) * run_.k;
+  /// Sends for what a unit's outputs need beside its product.
+  __device__ void start(int unit) {
+    if (kForm != Form::rotated || row_ >= run_.rows) return;
+    const int first = first_of_pairs(unit, rope_.head_size);
+    head_ = first / rope_.head_size;
+    dim_ = first % rope_.head_size + output_;
+    if (!is_value()) turn_ = turns_[dim_];
+    if (!is_query())
+      cached_ = cache_place(rope_, token(), (head_ - rope_.query_heads) % rope_.kv_heads);
+  }
+
+  /// Adds the warps' shares of k in their order and writes. `partial`: [warp, tile, row of x,
+  /// output].
+  __device__ void finish(int unit, const float* partial) const {
+    if (row_ >= run_.rows) return;
+    const auto total = [&](int tile, int column) {
+      float sum = 0;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = ahead_.k + step * kStep + lane_k_;
-      const bool inside = ahead_.unit < units_ && n < run_.n && k < run_.k;
-      copy_async(shared_address(slot(stage, step)), inside ? row + k : matrix, inside);
+      for (int w = 0; w < kLinearWarps; ++w)
+        sum += partial[(w * kTiles + tile) * kPartial + row_ * kTileRows + column];
+      return sum;
+    };
+    if constexpr (kForm == Form::rotated) {
+      write_pair(total(0, output_), total(1, output_));
+    } else {
+      const int n = unit * outputs_of_unit(kForm) + output_;
+      if (n >= run_.n) return;
+      write_output(run_, row_, n,
+                   kForm == Form::gated ? silu(total(0, output_)) * total(1, output_)
+                                        : total(output_ / kTileRows, output_ % kTileRows));
     }
   }
-  __device__ void fetch_x() {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = ahead_.k + step * kStep + lane_k_;
-      const bool inside = ahead_.unit < units_ && k < run_.k;
-      if (has_x())
-        copy_async(shared_address(x_slot(x_fetched_, step)), inside ? x_row() + k : x_row(),
-                   inside);
-    }
-    x_fetched_ = after<kRuns>(x_fetched_);
+
+ private:
+  __device__ int token() const { return run_.first_row + row_; }
+
+  __device__ bool is_query() const { return head_ < rope_.query_heads; }
+  __device__ bool is_value() const { return head_ >= rope_.query_heads + rope_.kv_heads; }
+
+  __device__ void write_pair(float a, float b) const {
+    const int size = rope_.head_size, half = size / 2, n = head_ * size + dim_;
+    const T plain[] = {write_output(run_, row_, n, a), write_output(run_, row_, n + half, b)};
+    if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
+    const float2 turned = rotate({to_float(plain[0]), to_float(plain[1])}, turn_);
+    const std::int64_t query = std::int64_t{token()} * rope_.query_heads + head_;
+    put(is_query() ? rope_.q : rope_.keys, is_query() ? query * size : cached_,
+        from_float<T>(turned.x), from_float<T>(turned.y));
+  }
+  /// To a head that begins at `head`.
+  __device__ void put(void* to, std::int64_t head, T first, T second) const {
+    T* const at = static_cast<T*>(to) + head + dim_;
+    at[0] = first;
+    at[rope_.head_size / 2] = second;
   }
 
   const LinearRun<T>& run_;
-  int tile_row_;  ///< of weights, and of x
-  int lane_k_;    ///< within a step
-  int first_k_, units_;
-  std::byte *ring_, *normed_, *x_ring_;
-  Cursor ahead_;
-  int slot_ = 0, x_read_ = 0, x_fetched_ = 0;
+  const RopeWriteArgs& rope_;
+  int row_, output_;
+  const float2* turns_ = nullptr;
+  int head_ = 0, dim_ = 0;   ///< of the first of the pair
+  std::int64_t cached_ = 0;  ///< of the head
+  float2 turn_{};
 };
 
-/// Adds the warps' shares of k in their order and writes a unit. `partial`: [warp, tile, row of x,
-/// output].
-template <class T, bool kGated>
-__device__ void finish_unit(const LinearRun<T>& run, int unit, const float* partial) {
-  constexpr int kOutputs = outputs_of_unit(kGated);
-  const int row = static_cast<int>(threadIdx.x) / kOutputs;
-  const int output = static_cast<int>(threadIdx.x) % kOutputs, n = unit * kOutputs + output;
-  if (row >= run.rows || n >= run.n) return;
-  const auto total = [&](int tile, int column) {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kLinearWarps; ++w)
-      sum += partial[(w * kTiles + tile) * kPartial + row * kTileRows + column];
-    return sum;
-  };
-  const float value = kGated ? silu(total(0, output)) * total(1, output)
-                             : total(output / kTileRows, output % kTileRows);
-  write_output(run, row, n, value);
-}
-
-template <class T, bool kNorm, bool kGated>
-__global__ void __launch_bounds__(kLinearThreads) linear_kernel(const LinearRun<T> run) {
-  extern __shared__ __align__(16) std::byte shared[];
-  float* const partials = reinterpret_cast<float*>(shared + kLinearWarps * kRingBytes);
-  WarpStream<T, kNorm, kGated> stream(run, shared);
-  std::byte* const norm = shared + kLinearWarps * kRingBytes + kPartialBytes;
-  if constexpr (kNorm) fetch_gamma(run, norm);
-  stream.start_weights();
-  let_successor_start();
-  wait_for_predecessor();
-  if constexpr (kNorm)
-    norm_rows(run, norm, partials, SplitEight<T>{});
-  else
-    stream.start_x();
-
+/// What eight warps do: the product, as its weights arrive. `behind` the ring.
+template <class T, Form kForm>
+__device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, const Layout& layout,
+                         std::byte* behind, WeightReader reader) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  float* const partials = reinterpret_cast<float*>(behind + kBarrierBytes);
+  std::byte* const x_copy = behind + layout.x;
+  Finisher<T, kForm> finisher(run, rope);
+  const bool copied = has_norm(kForm) || layout.plain_x_is_shared;
+  if constexpr (has_norm(kForm))
+    norm_rows(run, behind + layout.gamma, x_copy, partials, SplitEight<T>{});
+  else if (copied)
+    copy_rows(run, x_copy);
+  const XRows<kForm> rows(copied ? x_copy : static_cast<const std::byte*>(run.x),
+                          has_norm(kForm) ? normed_row_bytes(run.k)
+                          : copied        ? plain_row_bytes(run.k)
+                                          : std::size_t(run.k) * sizeof(T),
+                          run.rows, run.k);
   int turn = 0;
-  for (int unit = static_cast<int>(blockIdx.x); unit < stream.units();
+  for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
        unit += static_cast<int>(gridDim.x)) {
+    finisher.start(unit);
     float sums[kTiles][4] = {};
-    for (int k = stream.first_k(); k < run.k; k += kLinearWarps * kRun) {
-      XRun x;
+#pragma unroll 1
+    for (int k = 0; k < run.k; k += kStageRun) {
+      const XRun x = rows.read(k + warp * kRun);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        wait_copies<kStages - 1>();
-        if (tile == 0) x = stream.read_x(k);
         uint4 weights[kSteps];
-        stream.read_weights(weights);
+        reader.read(weights);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const uint4 &w = weights[step], &high = x.high[step], &low = x.low[step];
           multiply_add<T>(sums[tile], {high.x, low.x, high.y, low.y}, w.x, w.y);
           multiply_add<T>(sums[tile], {high.z, low.z, high.w, low.w}, w.z, w.w);
         }
-        stream.fetch();
       }
     }
 
     // A lane has row lane / 4 of the tiles, the rounded part and the rest, at two outputs.
     float* const partial = partials + turn * kLinearWarps * kTiles * kPartial;
-    const int lane = stream.lane();
-    if (stream.has_x()) {
+    if (lane / 4 < run.rows) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
-        *reinterpret_cast<float2*>(partial + (stream.warp() * kTiles + tile) * kPartial +
+        *reinterpret_cast<float2*>(partial + (warp * kTiles + tile) * kPartial +
                                    lane / 4 * kTileRows + lane % 4 * 2) =
             float2{sums[tile][0] + sums[tile][2], sums[tile][1] + sums[tile][3]};
     }
-    __syncthreads();
-    finish_unit<T, kGated>(run, unit, partial);
+    barrier_of_first<kLinearThreads>();
+    finisher.finish(unit, partial);
     turn ^= 1;
   }
 }
 
-template <class T, bool kNorm, bool kGated>
-cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream) {
+template <class T, Form kForm>
+__global__ void __launch_bounds__(kLinearThreads + kWarpSize)
+    linear_kernel(const __grid_constant__ LinearRun<T> run,
+                  const __grid_constant__ RopeWriteArgs rope, const Layout layout) {
+  extern __shared__ __align__(16) std::byte ring[];
+  std::byte* const behind = ring + layout.stages * kStageBytes;
+  RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(behind);
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+  if (threadIdx.x >= kLinearThreads) {
+    WeightSender<T> sender(ring, layout.stages, barriers);
+    sender.template send<kForm>(run, rope.head_size);
+    wait_copies<0>();
+    return;
+  }
+  if constexpr (has_norm(kForm)) fetch_gamma(run, behind + layout.gamma);
+  let_successor_start();
+  wait_for_predecessor();
+  multiply<T, kForm>(run, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
+}
+
+/// For so many rows: the ring is as long as there is room. False if there is not enough.
+template <class T>
+bool lay_out(Form form, int rows, int k, const DeviceLimits& limits, Layout& layout) {
+  layout.gamma = kBarrierBytes + kPartialBytes;
+  layout.x = layout.gamma + (has_norm(form) ? static_cast<int>(gamma_bytes<T>(k)) : 0);
+  const auto stages = [&](std::size_t x_bytes) {
+    const std::int64_t room = static_cast<std::int64_t>(limits.shared_bytes) - layout.x -
+                              static_cast<std::int64_t>(x_bytes);
+    return static_cast<int>(std::min<std::int64_t>(room / kStageBytes, kMostStages));
+  };
+  std::size_t x_bytes =
+      static_cast<std::size_t>(rows) * (has_norm(form) ? normed_row_bytes(k) : plain_row_bytes(k));
+  layout.plain_x_is_shared = !has_norm(form) && stages(x_bytes) >= kLeastStages;
+  if (!has_norm(form) && !layout.plain_x_is_shared) x_bytes = 0;
+  layout.stages = stages(x_bytes);
+  if (layout.stages < kLeastStages) return false;
+  layout.bytes = static_cast<std::size_t>(layout.stages) * kStageBytes +
+                 static_cast<std::size_t>(layout.x) + x_bytes;
+  return true;
+}
+
+/// As many rows at a time as there is room for.
+template <class T, Form kForm>
+cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream, const RopeWriteArgs& rope = {}) {
   DeviceLimits limits;
-  if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
-  // As many rows at a time as the norm finds room for.
-  int fit = run.rows;
-  while (fit > 0 &&
-         shared_bytes<T, kNorm>(fit, run.k) > static_cast<std::size_t>(limits.shared_bytes))
-    --fit;
-  if (fit == 0) return cudaErrorInvalidValue;
-  const int passes = (run.rows + fit - 1) / fit, rows = run.rows;
-  const int each = (rows + passes - 1) / passes;
-  const auto kernel = linear_kernel<T, kNorm, kGated>;
-  cudaError_t error = allow_shared_memory(kernel, limits);
-  const int units = (run.n + outputs_of_unit(kGated) - 1) / outputs_of_unit(kGated);
+  cudaError_t error = device_limits(limits);
+  if (error != cudaSuccess) return error;
+  Layout layout{};
+  int most = run.rows;
+  while (most > 0 && !lay_out<T>(kForm, most, run.k, limits, layout)) --most;
+  if (most == 0) return cudaErrorInvalidValue;
+  const int passes = (run.rows + most - 1) / most, each = (run.rows + passes - 1) / passes;
+  lay_out<T>(kForm, each, run.k, limits, layout);
+
+  const auto kernel = linear_kernel<T, kForm>;
+  error = allow_shared_memory(kernel, limits);
   // More than half: a block for each multiprocessor, or an early start would put two on some and
   // none on others.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) / 2 + 1;
-  const Launch where{.grid = dim3(static_cast<unsigned>(std::min(units, limits.multiprocessors))),
-                     .block = dim3(kLinearThreads),
-                     .shared_bytes = std::max(shared_bytes<T, kNorm>(each, run.k), alone),
+  const int blocks = std::min(units_of(kForm, run.n), limits.multiprocessors);
+  const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
+                     .block = dim3(kLinearThreads + kWarpSize),
+                     .shared_bytes = std::max(layout.bytes, alone),
                      .stream = stream};
-  for (int done = 0; done < rows && error == cudaSuccess; done += each) {
-    run.rows = std::min(each, rows - done);
-    error = launch(limits, kernel, where, run);
+  for (const int rows = run.rows; run.first_row < rows && error == cudaSuccess;
+       run.first_row += each) {
+    run.rows = std::min(each, rows - run.first_row);
+    error = launch(limits, kernel, where, run, rope, layout);
     const std::size_t step = static_cast<std::size_t>(each);
     const std::size_t n = static_cast<std::size_t>(run.n), k = static_cast<std::size_t>(run.k);
-    run.x = static_cast<const std::byte*>(run.x) + step * k * (kNorm ? sizeof(float) : sizeof(T));
+    run.x = static_cast<const std::byte*>(run.x) +
+            step * k * (has_norm(kForm) ? sizeof(float) : sizeof(T));
     if (run.y) run.y += step * n;
     if (run.y_float) run.y_float += step * n;
     if (run.residual) run.residual += step * n;
@@ -331,10 +330,22 @@ cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream) {
 bool valid(int rows, int n, int k) {
   return rows > 0 && rows <= kMostLinearRows && n > 0 && k > 0 && k % 8 == 0;
 }
+bool valid(const LinearArgs& args) {
+  const int outputs = (args.y != nullptr) + (args.y_float != nullptr) + (args.residual != nullptr);
+  return valid(args.rows, args.n, args.k) && outputs == 1 && args.weight && args.x &&
+         aligned16(args.weight) && aligned16(args.x) && aligned16(args.gamma);
+}
+
+bool valid(const GatedLinearArgs& args) {
+  return valid(args.rows, args.n, args.k) && args.gate && args.up && args.x && args.gamma &&
+         args.y && aligned16(args.gate) && aligned16(args.up) && aligned16(args.x) &&
+         aligned16(args.gamma);
+}
 
 template <class T>
 LinearRun<T> run_of(const LinearArgs& args) {
-  return {.rows = args.rows,
+  return {.first_row = 0,
+          .rows = args.rows,
           .n = args.n,
           .k = args.k,
           .weight = static_cast<const T*>(args.weight),
@@ -350,7 +361,8 @@ LinearRun<T> run_of(const LinearArgs& args) {
 
 template <class T>
 LinearRun<T> run_of(const GatedLinearArgs& args) {
-  return {.rows = args.rows,
+  return {.first_row = 0,
+          .rows = args.rows,
           .n = args.n,
           .k = args.k,
           .weight = static_cast<const T*>(args.gate),
@@ -366,17 +378,27 @@ LinearRun<T> run_of(const GatedLinearArgs& args) {
 
 template <class T>
 cudaError_t linear_of(const LinearArgs& args, cudaStream_t stream) {
-  return args.gamma ? launch_linear<T, true, false>(run_of<T>(args), stream)
-                    : launch_linear<T, false, false>(run_of<T>(args), stream);
+  return args.gamma ? launch_linear<T, Form::normed>(run_of<T>(args), stream)
+                    : launch_linear<T, Form::plain>(run_of<T>(args), stream);
+}
+
+bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
+  return valid(rope) && args.y && args.y == rope.qkv && args.type == rope.type &&
+         args.rows == rope.tokens &&
+         args.n == (rope.query_heads + 2 * rope.kv_heads) * rope.head_size;
+}
+
+/// Whether a product can end with this.
+bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
+  constexpr int kUnit = outputs_of_unit(Form::rotated);
+  return args.type != Type::f32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&
+         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kUnit == 0;
 }
 
 }  // namespace
 
 cudaError_t linear(const LinearArgs& args, cudaStream_t stream) {
-  const int outputs = (args.y != nullptr) + (args.y_float != nullptr) + (args.residual != nullptr);
-  if (!valid(args.rows, args.n, args.k) || outputs != 1 || !args.weight || !args.x ||
-      !aligned16(args.weight) || !aligned16(args.x) || !aligned16(args.gamma))
-    return cudaErrorInvalidValue;
+  if (!valid(args)) return cudaErrorInvalidValue;
   switch (args.type) {
     case Type::bf16:
       return linear_of<__nv_bfloat16>(args, stream);
@@ -388,16 +410,26 @@ cudaError_t linear(const LinearArgs& args, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
+cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
+                              cudaStream_t stream) {
+  if (!valid(args) || !belong(args, rope)) return cudaErrorInvalidValue;
+  if (!is_fused(args, rope)) {
+    const cudaError_t error = linear(args, stream);
+    return error == cudaSuccess ? rope_write(rope, stream) : error;
+  }
+  return args.type == Type::bf16
+             ? launch_linear<__nv_bfloat16, Form::rotated>(run_of<__nv_bfloat16>(args), stream,
+                                                           rope)
+             : launch_linear<__half, Form::rotated>(run_of<__half>(args), stream, rope);
+}
+
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream) {
-  if (!valid(args.rows, args.n, args.k) || !args.gate || !args.up || !args.x || !args.gamma ||
-      !args.y || !aligned16(args.gate) || !aligned16(args.up) || !aligned16(args.x) ||
-      !aligned16(args.gamma))
-    return cudaErrorInvalidValue;
+  if (!valid(args)) return cudaErrorInvalidValue;
   switch (args.type) {
     case Type::bf16:
-      return launch_linear<__nv_bfloat16, true, true>(run_of<__nv_bfloat16>(args), stream);
+      return launch_linear<__nv_bfloat16, Form::gated>(run_of<__nv_bfloat16>(args), stream);
     case Type::f16:
-      return launch_linear<__half, true, true>(run_of<__half>(args), stream);
+      return launch_linear<__half, Form::gated>(run_of<__half>(args), stream);
     case Type::f32:
       return launch_linear_f32(run_of<float>(args), stream);
   }

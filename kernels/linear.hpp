@@ -1,6 +1,7 @@
 // Products of one decode step: a few rows of activations by a weight matrix that is read once.
 #pragma once
 
+#include "kernels/pointwise.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -38,5 +39,12 @@ struct GatedLinearArgs {
   void* y;  // [rows, n] of `type`
 };
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream);
+
+/// `linear` with a norm, then `rope_write` of its y: args.y == rope.qkv, args.rows == rope.tokens.
+/// One launch, equal to the two bit for bit, where the type has two bytes, heads are not normed,
+/// head_size == rotated and head_size is a multiple of 16; else two. All that `rope` points to may
+/// be written by the kernel ahead.
+cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
+                              cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(kLinearThreads) linear_f32_kernel(const Linear
   const float* x = static_cast<const float*>(run.x);
   std::size_t stride = static_cast<std::size_t>(run.k);
   if (run.gamma) {
-    norm_rows(run, shared + kSumsBytes, reinterpret_cast<float*>(shared), StoreEight{});
-    x = reinterpret_cast<const float*>(shared + kSumsBytes + gamma_bytes<float>(run.k));
+    std::byte* const rows = shared + kSumsBytes + gamma_bytes<float>(run.k);
+    norm_rows(run, shared + kSumsBytes, rows, reinterpret_cast<float*>(shared), StoreEight{});
+    x = reinterpret_cast<const float*>(rows);
     stride = normed_row_bytes(run.k) / sizeof(float);
   }
   for (int n = static_cast<int>(blockIdx.x) * kLinearWarps + warp; n < run.n;
@@ -72,7 +73,9 @@ cudaError_t launch_linear_f32(const LinearRun<float>& run, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   // Rows at a time: as many as are normed into shared memory.
   const auto bytes_for = [&](int rows) {
-    return kSumsBytes + (run.gamma ? norm_bytes<float>(rows, run.k) : 0);
+    return kSumsBytes + (run.gamma ? gamma_bytes<float>(run.k) +
+                                         static_cast<std::size_t>(rows) * normed_row_bytes(run.k)
+                                   : 0);
   };
   int each = run.rows;
   while (each > 0 && bytes_for(each) > static_cast<std::size_t>(limits.shared_bytes)) --each;

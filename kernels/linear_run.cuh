@@ -2,6 +2,7 @@
 // epilogue.
 #pragma once
 
+#include "kernels/device/barrier.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/device/vector.cuh"
@@ -11,6 +12,7 @@ namespace kvlab::kernels {
 
 template <class T>
 struct LinearRun {
+  int first_row;  // of this launch's rows, among those of the product
   int rows, n, k;
   const T* weight;  // [n, k]; where gated: the gate
   const T* up;      // [n, k], or null
@@ -35,21 +37,17 @@ template <class T>
 __host__ __device__ constexpr std::size_t gamma_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(T);
 }
-/// What the norm has in shared memory: gamma, then the rows.
+/// Writes bias, product and whatever is asked for one output. Returns what is, or would be, in y.
 template <class T>
-__host__ __device__ constexpr std::size_t norm_bytes(int rows, int k) {
-  return gamma_bytes<T>(k) + static_cast<std::size_t>(rows) * normed_row_bytes(k);
-}
-
-/// Writes bias, product and whatever is asked for one output.
-template <class T>
-__device__ inline void write_output(const LinearRun<T>& run, int row, int column, float value) {
+__device__ inline T write_output(const LinearRun<T>& run, int row, int column, float value) {
   const std::size_t at = static_cast<std::size_t>(row) * static_cast<std::size_t>(run.n) +
                          static_cast<std::size_t>(column);
   if (run.bias) value += to_float(run.bias[column]);
-  if (run.y) run.y[at] = from_float<T>(value);
+  const T rounded = from_float<T>(value);
+  if (run.y) run.y[at] = rounded;
   if (run.y_float) run.y_float[at] = value;
   if (run.residual) run.residual[at] += value;
+  return rounded;
 }
 
 __device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
@@ -58,10 +56,11 @@ __device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 /// lane c % 32, whatever the number of rows, so that sums of squares do not depend on it; a warp
 /// takes `count` slices of one row.
 struct NormShare {
-  int row, first, step, count;
+  int row, first, step, shift, count;
   __device__ explicit NormShare(int rows) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    count = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
+    shift = rows <= 1 ? 0 : rows <= 2 ? 1 : rows <= 4 ? 2 : 3;
+    count = 1 << shift;
     row = warp % count;
     first = warp / count;
     step = kLinearWarps / count;
@@ -69,31 +68,30 @@ struct NormShare {
   __device__ int slice(int i) const { return first + i * step; }
 };
 
-/// Sends for gamma, which does not depend on the predecessor: to the front of the norm's shared
-/// memory.
+/// Sends for gamma, which does not depend on the predecessor.
 template <class T>
-__device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* shared) {
+__device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* to) {
 #pragma unroll 1
   for (int at = static_cast<int>(threadIdx.x) * kVector<T>; at < run.k;
        at += kLinearThreads * kVector<T>)
-    copy_async(shared_address(shared + static_cast<std::size_t>(at) * sizeof(T)), run.gamma + at,
-               true);
+    copy_async(shared_address(to + static_cast<std::size_t>(at) * sizeof(T)), run.gamma + at, true);
+  commit_copies();
 }
 
-/// Behind gamma in shared memory: rows of x[r] * gamma / rms(x[r]), float32 and unrounded, eight at
-/// a time as `finish` leaves them. Waits for all copies of the thread, gamma's too; ends with a
-/// barrier.
+/// Rows of x[r] * gamma / rms(x[r]) in shared memory, normed_row_bytes() each: float32 and
+/// unrounded, eight at a time as `finish` leaves them. By the block's first kLinearThreads threads,
+/// whose copies (of gamma, to `gammas`) it waits for; ends with a barrier of them.
 template <class T, class Finish>
-__device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, float* sums,
-                                 Finish finish) {
+__device__ inline void norm_rows(const LinearRun<T>& run, const std::byte* gammas, std::byte* rows,
+                                 float* sums, Finish finish) {
   constexpr int kSlices = kLinearWarps;
+  constexpr int kAtOnce = 8;  // chunks that a lane has on their way
   const NormShare share(run.rows);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = run.k / 8;
   const std::size_t row = static_cast<std::size_t>(share.row);
-  const T* const gammas = reinterpret_cast<const T*>(shared);
+  const T* const gamma_row = reinterpret_cast<const T*>(gammas);
   const float* const x = static_cast<const float*>(run.x) + row * run.k;
-  float* const out =
-      reinterpret_cast<float*>(shared + gamma_bytes<T>(run.k) + row * normed_row_bytes(run.k));
+  float* const out = reinterpret_cast<float*>(rows + row * normed_row_bytes(run.k));
   const int count = share.row < run.rows ? share.count : 0;
   const auto each_chunk = [&](int slice, auto&& f) {
 #pragma unroll 1
@@ -102,19 +100,27 @@ __device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, flo
   };
 
   // Few instructions rather than fast ones, throughout: a launch finds the instruction cache cold.
-  // All of x on its way at once, each warp what it will work on.
+  const int rounds = (chunks + kSlices * kWarpSize - 1) / (kSlices * kWarpSize);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i)
-#pragma unroll 1
-    for (int base = share.slice(i) * kWarpSize; base < chunks; base += kSlices * kWarpSize)
+  for (int first = 0; first < count * rounds; first += kAtOnce) {
+    Vector<float> loaded[kAtOnce][2];
+    const auto place = [&](int i) {  // of the i-th chunk in x; beyond k if there is none
+      const int at = first + i, slice = share.slice(at & (share.count - 1));
+      return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
+    };
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // sixteen bytes a lane, side by side
-        const int at = base * 8 + (half * kWarpSize + lane) * 4;
-        if (at < run.k) copy_async(shared_address(out + at), x + at, true);
+    for (int i = 0; i < kAtOnce; ++i)
+      if (const int at = place(i); at < run.k) {
+        loaded[i][0] = *reinterpret_cast<const Vector<float>*>(x + at);
+        loaded[i][1] = *reinterpret_cast<const Vector<float>*>(x + at + 4);
       }
-  commit_copies();
-  wait_copies<0>();
-  __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (const int at = place(i); at < run.k) {
+        *reinterpret_cast<Vector<float>*>(out + at) = loaded[i][0];
+        *reinterpret_cast<Vector<float>*>(out + at + 4) = loaded[i][1];
+      }
+  }
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     float squares = 0;
@@ -127,7 +133,8 @@ __device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, flo
     squares = warp_sum(squares);
     if (lane == 0) sums[share.row * kSlices + share.slice(i)] = squares;
   }
-  __syncthreads();
+  wait_copies<0>();
+  barrier_of_first<kLinearThreads>();
 
   float sum = 0;
   for (int slice = 0; count && slice < kSlices; ++slice) sum += sums[share.row * kSlices + slice];
@@ -137,12 +144,12 @@ __device__ inline void norm_rows(const LinearRun<T>& run, std::byte* shared, flo
     each_chunk(share.slice(i), [&](int at) {
       float value[8], gamma[8];
       load_eight(out + at, value);
-      load_eight(gammas + at, gamma);
+      load_eight(gamma_row + at, gamma);
 #pragma unroll
       for (int e = 0; e < 8; ++e) value[e] *= scale * gamma[e];
       finish(value, out + at);
     });
-  __syncthreads();
+  barrier_of_first<kLinearThreads>();
 }
 
 }  // namespace kvlab::kernels

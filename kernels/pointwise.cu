@@ -7,6 +7,7 @@
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/device/vector.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/rope.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -136,24 +137,12 @@ __device__ void store_rotated(const float* head, const float2* turns, int head_s
   const int half = rotated / 2;
   for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < head_size; d += kWarpSize) {
     float value = head[d];
-    if (d < rotated) {
-      const float2 turn = turns[d % half];  // cos, sin
-      const float cosine = value * turn.x;
-      value =
-          d < half ? fmaf(-head[d + half], turn.y, cosine) : fmaf(head[d - half], turn.y, cosine);
-    }
+    if (d < half)
+      value = rotate({value, head[d + half]}, turns[d]).x;
+    else if (d < rotated)
+      value = rotate({head[d - half], value}, turns[d - half]).y;
     to[d] = from_float<T>(value);
   }
-}
-
-/// Elements from the cache's begin to a KV head's slot of a token.
-__device__ std::int64_t cached_at(const RopeWriteArgs& args, std::size_t token, int kv_head) {
-  const int sequence = args.sequences[token];
-  if (!args.next.first_slot)
-    return sequence * args.sequence_stride + kv_head * args.head_stride +
-           static_cast<std::int64_t>(args.slots[token]) * args.head_size;
-  const int pair = sequence * args.kv_heads + kv_head;
-  return (args.next.first_slot[pair] + args.next.next_slots[pair]) * args.head_size;
 }
 
 /// (query_heads + 2 kv_heads) * head_size * 2 * bytes of T. A warp for each head of a token.
@@ -173,7 +162,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
 
   const bool query = index < args.query_heads;
   const int kv_head = (index - args.query_heads) % args.kv_heads;
-  const std::int64_t cached = cached_at(args, token, kv_head);
+  const std::int64_t cached = cache_place(args, static_cast<int>(token), kv_head);
   if (index >= args.query_heads + args.kv_heads) {
     for (int d = lane; d < args.head_size; d += kWarpSize)
       static_cast<T*>(args.values)[cached + d] = from[d];
@@ -185,10 +174,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
                        (token * head_count + static_cast<std::size_t>(head_index)) * size
                  : nullptr;
   };
-  const float2* const turns =
-      args.rotated == 0
-          ? nullptr
-          : args.rope + static_cast<std::size_t>(args.positions[token]) * (args.rotated / 2);
+  const float2* const turns = turns_of(args, static_cast<int>(token));
   if (query) {
     load_head(from, static_cast<const T*>(args.q_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_q, index, args.query_heads));
@@ -198,8 +184,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
     load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_k, kv_head, args.kv_heads));
     store_rotated(head, turns, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
-    if (args.next.first_slot && lane == 0)
-      args.next.positions[cached / args.head_size] = args.next.now[args.sequences[token]];
+    if (lane == 0) note_position(args, static_cast<int>(token), cached);
   }
 }
 
@@ -260,17 +245,19 @@ cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, voi
   });
 }
 
+bool valid(const RopeWriteArgs& args) {
+  constexpr int kMostHeadSize = 1024;
+  const NextSlots& next = args.next;
+  return args.tokens > 0 && args.query_heads > 0 && args.kv_heads > 0 && args.head_size > 0 &&
+         args.head_size <= kMostHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
+         args.rotated <= args.head_size && args.qkv && args.sequences && args.keys && args.values &&
+         args.q && (args.rotated == 0 || (args.rope && args.positions)) &&
+         (next.first_slot ? next.next_slots && next.positions && next.now : args.slots != nullptr);
+}
+
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream) {
   constexpr int kWarps = kThreads / kWarpSize;
-  constexpr int kMostHeadSize = 1024;
-  if (args.tokens <= 0 || args.query_heads <= 0 || args.kv_heads <= 0 || args.head_size <= 0 ||
-      args.head_size > kMostHeadSize || args.rotated < 0 || args.rotated % 2 != 0 ||
-      args.rotated > args.head_size || !args.qkv || !args.sequences || !args.keys || !args.values ||
-      !args.q || (args.rotated > 0 && (!args.rope || !args.positions)))
-    return cudaErrorInvalidValue;
-  const NextSlots& next = args.next;
-  if (next.first_slot ? !next.next_slots || !next.positions || !next.now : !args.slots)
-    return cudaErrorInvalidValue;
+  if (!valid(args)) return cudaErrorInvalidValue;
   const int heads = args.query_heads + 2 * args.kv_heads;
   const Launch where{
       .grid = dim3(static_cast<unsigned>(args.tokens),

@@ -53,6 +53,7 @@ struct RopeWriteArgs {
   void *plain_q, *plain_k;  // [token, query_head, dim], [token, kv_head, dim]
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
+bool valid(const RopeWriteArgs& args);
 
 /// Chooses one id a row: temperature 0 is greedy (ties: the lowest id), else by inverse transform
 /// of the top-k/top-p tempered distribution with a counter-based draw from (seed[row],

@@ -217,10 +217,9 @@ class CudaDecoder::Impl {
     const std::uint64_t head =
         std::uint64_t{config_.vocab} * config_.hidden * bytes_of(model_.dtype());
     return {
-        {"norm, qkv", weight_bytes(&DeviceLayer::qkv),
-         every_layer([this, rows](std::uint32_t l) { qkv(l, rows, outputs_.step(l)); })},
-        {"rope, cache write", 0, every_layer([this, rows](std::uint32_t l) {
-           rope(l, rows, outputs_.step(l), cache_.step_write(l, rows));
+        {"norm, qkv, rope", weight_bytes(&DeviceLayer::qkv),
+         every_layer([this, rows](std::uint32_t l) {
+           qkv(l, rows, outputs_.step(l), cache_.step_write(l, rows));
          })},
         {"attention", live, every_layer([this, rows](std::uint32_t l) {
            cache_.attend_step(l, rows, outputs_.step(l));
@@ -278,8 +277,7 @@ class CudaDecoder::Impl {
     embed(device_ids, part.rows);
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       const LayerOutputs to = outputs_.chunk(layer, ids.size());
-      qkv(layer, part.rows, to);
-      rope(layer, part.rows, to, cache_.prompt_write(layer, part));
+      qkv(layer, part.rows, to, cache_.prompt_write(layer, part));
       cache_.attend_prompt(layer, part, to);
       if (on_chunk)
         on_chunk({.ids = ids,
@@ -338,8 +336,7 @@ class CudaDecoder::Impl {
     embed(batch_.state().ids, rows);
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       const LayerOutputs to = outputs_.step(layer);
-      qkv(layer, rows, to);
-      rope(layer, rows, to, cache_.step_write(layer, rows));
+      qkv(layer, rows, to, cache_.step_write(layer, rows));
       cache_.attend_step(layer, rows, to);
       output(layer, rows, to);
       mlp(layer, rows);
@@ -368,26 +365,20 @@ class CudaDecoder::Impl {
           "embedding");
   }
 
-  void qkv(std::uint32_t layer, int rows, const LayerOutputs& to) {
-    const DeviceLayer& weights = weights_.layers[layer];
-    products_.normed(weights.qkv, weights.input_norm, x_.as<float>(), rows, to.qkv);
-  }
-
-  /// `write` comes from the cache.
-  void rope(std::uint32_t layer, int rows, const LayerOutputs& to, kernels::RopeWriteArgs write) {
+  /// `write` comes from the cache; the rest is filled in here.
+  void qkv(std::uint32_t layer, int rows, const LayerOutputs& to, kernels::RopeWriteArgs write) {
     const DeviceLayer& weights = weights_.layers[layer];
     write.type = model_.type();
     write.tokens = rows;
     write.query_heads = static_cast<int>(config_.query_heads);
     write.kv_heads = static_cast<int>(config_.kv_heads);
     write.head_size = static_cast<int>(config_.head_size);
-    write.qkv = to.qkv;
     write.q_gamma = weights.q_norm;
     write.k_gamma = weights.k_norm;
     write.norm_epsilon = config_.norm_epsilon;
     write.plain_q = to.plain_q;
     write.plain_k = to.plain_k;
-    check(kernels::rope_write(write, stream_.get()), "RoPE");
+    products_.qkv(weights, x_.as<float>(), to.qkv, write);
   }
 
   void output(std::uint32_t layer, int rows, const LayerOutputs& to) {

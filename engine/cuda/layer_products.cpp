@@ -1,6 +1,5 @@
 #include "engine/cuda/layer_products.hpp"
 
-#include "kernels/linear.hpp"
 #include "kernels/pointwise.hpp"
 
 namespace kvlab {
@@ -33,6 +32,51 @@ std::size_t LayerProducts::bytes(const DeviceModel& model, std::size_t rows) {
   return normed_bytes(model, rows) + gate_up_bytes(model, rows);
 }
 
+kernels::LinearArgs LayerProducts::added_args(const DeviceMatrix& matrix, const void* input,
+                                              int rows, float* x) const {
+  return {.type = model_.type(),
+          .rows = rows,
+          .n = matrix.n,
+          .k = matrix.k,
+          .weight = matrix.weight,
+          .x = input,
+          .gamma = nullptr,
+          .norm_epsilon = 0,
+          .bias = matrix.bias,
+          .y = nullptr,
+          .y_float = nullptr,
+          .residual = x};
+}
+
+kernels::LinearArgs LayerProducts::normed_args(const DeviceMatrix& matrix, const void* gamma,
+                                               const float* x, int rows) const {
+  kernels::LinearArgs args = added_args(matrix, x, rows, nullptr);
+  args.gamma = gamma;
+  args.norm_epsilon = config_.norm_epsilon;
+  return args;
+}
+
+kernels::LinearArgs LayerProducts::head_args(const float* x, int rows, float* logits) const {
+  kernels::LinearArgs args = normed_args(model_.weights().head, model_.weights().norm, x, rows);
+  args.y_float = logits;
+  return args;
+}
+
+kernels::GatedLinearArgs LayerProducts::gated_args(const DeviceLayer& layer, int rows,
+                                                   const float* x, void* inner) const {
+  const auto* const gate = static_cast<const std::byte*>(layer.gate_up.weight);
+  return {.type = model_.type(),
+          .rows = rows,
+          .n = static_cast<int>(config_.mlp),
+          .k = layer.gate_up.k,
+          .gate = gate,
+          .up = gate + std::size_t{config_.mlp} * config_.hidden * bytes_of(model_.dtype()),
+          .x = x,
+          .gamma = layer.mlp_norm,
+          .norm_epsilon = config_.norm_epsilon,
+          .y = inner};
+}
+
 void LayerProducts::norm(const void* gamma, const float* x, int rows) {
   check(kernels::rms_norm(model_.type(), x, gamma, config_.norm_epsilon, rows,
                           static_cast<int>(config_.hidden), normed_.data(), stream_),
@@ -53,45 +97,23 @@ void LayerProducts::matmul(const DeviceMatrix& matrix, const void* input, int ro
           stream_);
 }
 
-void LayerProducts::normed(const DeviceMatrix& matrix, const void* gamma, const float* x, int rows,
-                           void* y) {
-  if (!is_few(rows)) {
-    norm(gamma, x, rows);
-    matmul(matrix, normed_.data(), rows, Output::type, y);
+void LayerProducts::qkv(const DeviceLayer& layer, const float* x, void* qkv,
+                        kernels::RopeWriteArgs write) {
+  write.qkv = qkv;
+  if (is_few(write.tokens)) {
+    kernels::LinearArgs args = normed_args(layer.qkv, layer.input_norm, x, write.tokens);
+    args.y = qkv;
+    check(kernels::linear_rope_write(args, write, stream_), "queries, keys and values");
     return;
   }
-  check(kernels::linear({.type = model_.type(),
-                         .rows = rows,
-                         .n = matrix.n,
-                         .k = matrix.k,
-                         .weight = matrix.weight,
-                         .x = x,
-                         .gamma = gamma,
-                         .norm_epsilon = config_.norm_epsilon,
-                         .bias = matrix.bias,
-                         .y = y,
-                         .y_float = nullptr,
-                         .residual = nullptr},
-                        stream_),
-        "a product");
+  norm(layer.input_norm, x, write.tokens);
+  matmul(layer.qkv, normed_.data(), write.tokens, Output::type, qkv);
+  check(kernels::rope_write(write, stream_), "RoPE");
 }
 
 void LayerProducts::added(const DeviceMatrix& matrix, const void* input, int rows, float* x) {
   if (is_few(rows)) {
-    check(kernels::linear({.type = model_.type(),
-                           .rows = rows,
-                           .n = matrix.n,
-                           .k = matrix.k,
-                           .weight = matrix.weight,
-                           .x = input,
-                           .gamma = nullptr,
-                           .norm_epsilon = 0,
-                           .bias = matrix.bias,
-                           .y = nullptr,
-                           .y_float = nullptr,
-                           .residual = x},
-                          stream_),
-          "a product");
+    check(kernels::linear(added_args(matrix, input, rows, x), stream_), "a product");
   } else if (!matrix.bias) {
     matmul(matrix, input, rows, Output::add_float32, x);
   } else {
@@ -104,49 +126,30 @@ void LayerProducts::added(const DeviceMatrix& matrix, const void* input, int row
 
 void LayerProducts::gated(const DeviceLayer& layer, int rows, const float* x, void* inner) {
   const DeviceMatrix& matrix = layer.gate_up;
-  const int width = static_cast<int>(config_.mlp);
   if (is_few(rows) && !matrix.bias) {
-    const std::size_t half =
-        static_cast<std::size_t>(width) * config_.hidden * bytes_of(model_.dtype());
-    check(kernels::gated_linear({.type = model_.type(),
-                                 .rows = rows,
-                                 .n = width,
-                                 .k = matrix.k,
-                                 .gate = matrix.weight,
-                                 .up = static_cast<const std::byte*>(matrix.weight) + half,
-                                 .x = x,
-                                 .gamma = layer.mlp_norm,
-                                 .norm_epsilon = config_.norm_epsilon,
-                                 .y = inner},
-                                stream_),
-          "a gated product");
+    check(kernels::gated_linear(gated_args(layer, rows, x, inner), stream_), "a gated product");
     return;
   }
-  normed(matrix, layer.mlp_norm, x, rows, gate_up_.data());
-  check(kernels::silu_gate(model_.type(), gate_up_.data(), rows, width, inner, stream_), "a gate");
+  if (is_few(rows)) {
+    kernels::LinearArgs args = normed_args(matrix, layer.mlp_norm, x, rows);
+    args.y = gate_up_.data();
+    check(kernels::linear(args, stream_), "a product");
+  } else {
+    norm(layer.mlp_norm, x, rows);
+    matmul(matrix, normed_.data(), rows, Output::type, gate_up_.data());
+  }
+  check(kernels::silu_gate(model_.type(), gate_up_.data(), rows, static_cast<int>(config_.mlp),
+                           inner, stream_),
+        "a gate");
 }
 
 void LayerProducts::head(const float* x, int rows, float* logits) {
-  const DeviceMatrix& matrix = model_.weights().head;
-  if (!is_few(rows)) {
+  if (is_few(rows)) {
+    check(kernels::linear(head_args(x, rows, logits), stream_), "the head");
+  } else {
     norm(model_.weights().norm, x, rows);
-    matmul(matrix, normed_.data(), rows, Output::float32, logits);
-    return;
+    matmul(model_.weights().head, normed_.data(), rows, Output::float32, logits);
   }
-  check(kernels::linear({.type = model_.type(),
-                         .rows = rows,
-                         .n = matrix.n,
-                         .k = matrix.k,
-                         .weight = matrix.weight,
-                         .x = x,
-                         .gamma = model_.weights().norm,
-                         .norm_epsilon = config_.norm_epsilon,
-                         .bias = nullptr,
-                         .y = nullptr,
-                         .y_float = logits,
-                         .residual = nullptr},
-                        stream_),
-        "the head");
 }
 
 }  // namespace kvlab

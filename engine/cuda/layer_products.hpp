@@ -3,6 +3,7 @@
 
 #include "engine/cuda/device_model.hpp"
 #include "engine/cuda/matmul.hpp"
+#include "kernels/linear.hpp"
 
 namespace kvlab {
 
@@ -16,8 +17,8 @@ class LayerProducts {
 
   // x [rows, hidden] is the float32 residual stream; the others are of the model's type.
 
-  /// y [rows, n] = matrix * norm(x) + bias.
-  void normed(const DeviceMatrix& matrix, const void* gamma, const float* x, int rows, void* y);
+  /// qkv [write.tokens, n] = matrix * norm(x) + bias; from there to where `write` says.
+  void qkv(const DeviceLayer& layer, const float* x, void* qkv, kernels::RopeWriteArgs write);
   /// x += matrix * input + bias; input [rows, k].
   void added(const DeviceMatrix& matrix, const void* input, int rows, float* x);
   /// inner [rows, mlp] = silu(gate * norm(x)) * (up * norm(x)).
@@ -26,6 +27,14 @@ class LayerProducts {
   void head(const float* x, int rows, float* logits);
 
  private:
+  /// Arguments of products of few rows.
+  kernels::LinearArgs added_args(const DeviceMatrix& matrix, const void* input, int rows,
+                                 float* x) const;
+  kernels::LinearArgs normed_args(const DeviceMatrix& matrix, const void* gamma, const float* x,
+                                  int rows) const;
+  kernels::LinearArgs head_args(const float* x, int rows, float* logits) const;
+  kernels::GatedLinearArgs gated_args(const DeviceLayer& layer, int rows, const float* x,
+                                      void* inner) const;
   void norm(const void* gamma, const float* x, int rows);
   void matmul(const DeviceMatrix& matrix, const void* input, int rows,
               cuda::MatmulArgs::Output output, void* y);

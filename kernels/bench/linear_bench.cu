@@ -1,7 +1,7 @@
 // Products of decode steps beside the card's read bandwidth and beside cuBLASLt: a ladder from the
 // plain kernel to ours.
 //
-// linear_bench
+// linear_bench [products|step]
 //
 // Every figure is of launches one behind the other in a graph, each on weights that are in no
 // cache. cuBLASLt is given an x that is normed already and has no gate to apply, and is taken at
@@ -239,16 +239,14 @@ void bench_step(const Memory& m, const char* name, const std::vector<Shape>& lay
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  const std::string which = argc > 1 ? argv[1] : "";
   const Memory memory;
   kvlab::bench::fill(memory.weights);
   kvlab::bench::fill(memory.x);
   check(cudaMemset(memory.residual.data(), 0x3f, memory.residual.size() * sizeof(float)));
-  const Library library;
   const double bandwidth = kvlab::bench::read_bandwidth(memory.weights);
   std::printf("read bandwidth %.0f GB/s\n", bandwidth * 1e-9);
-  std::printf("%-14s %14s  %s  %6s  %6s  %6s  %6s\n", "product", "n x k", "rows", "naive", "vector",
-              "cublas", "ours");
   const std::vector<Shape> large{{"8B qkv", Kind::normed, 6144, 4096},
                                  {"8B out", Kind::plain, 4096, 4096},
                                  {"8B gate, up", Kind::gated, 14336, 4096},
@@ -257,9 +255,15 @@ int main() {
                                  {"1B out", Kind::plain, 2048, 2048},
                                  {"1B gate, up", Kind::gated, 8192, 2048},
                                  {"1B down", Kind::plain, 2048, 8192}};
-  for (const Shape& s : large) bench_shape(memory, library, s, bandwidth);
-  bench_shape(memory, library, {"8B logits", Kind::normed, 128256, 4096}, bandwidth);
-  for (const Shape& s : small) bench_shape(memory, library, s, bandwidth);
+  if (which != "step") {
+    const Library library;
+    std::printf("%-14s %14s  %s  %6s  %6s  %6s  %6s\n", "product", "n x k", "rows", "naive",
+                "vector", "cublas", "ours");
+    for (const Shape& s : large) bench_shape(memory, library, s, bandwidth);
+    bench_shape(memory, library, {"8B logits", Kind::normed, 128256, 4096}, bandwidth);
+    for (const Shape& s : small) bench_shape(memory, library, s, bandwidth);
+  }
+  if (which == "products") return 0;
   bench_step(memory, "8B products", large, 32, bandwidth);
   bench_step(memory, "1B products", small, 16, bandwidth);
 }

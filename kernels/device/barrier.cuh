@@ -1,0 +1,61 @@
+// Barriers in shared memory that asynchronous copies complete, and of some warps of a block.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/device/tensor_core.cuh"
+
+namespace kvlab::kernels {
+
+/// An mbarrier (sm_80): phase after phase, each complete after so many arrivals. A waiter names the
+/// phase by its parity; the phase before the first counts as complete, and has parity 1.
+class PhaseBarrier {
+ public:
+  __device__ void init(unsigned arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  }
+  __device__ void arrive() {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address())
+                 : "memory");
+  }
+  /// Arrives as soon as all copies that the thread has sent for are complete.
+  __device__ void arrive_when_copied() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
+  }
+  __device__ void wait(unsigned parity) {
+    while (!complete(parity)) {
+    }
+  }
+
+ private:
+  __device__ std::uint32_t address() const { return shared_address(&word_); }
+  __device__ bool complete(unsigned parity) const {
+    unsigned done;
+#if __CUDA_ARCH__ >= 900  // sleeps for a while
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(address()), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(address()), "r"(parity)
+        : "memory");
+#endif
+    return done != 0;
+  }
+
+  std::uint64_t word_;
+};
+
+/// Of the first kThreads threads of a block.
+template <int kThreads>
+__device__ inline void barrier_of_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+}  // namespace kvlab::kernels

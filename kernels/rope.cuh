@@ -1,0 +1,35 @@
+// What `rope_write` and the product that ends with it share.
+#pragma once
+
+#include "kernels/pointwise.hpp"
+
+namespace kvlab::kernels {
+
+/// A turn by an angle; `turn`: its cos and sin.
+__device__ inline float2 rotate(float2 point, float2 turn) {
+  return {fmaf(-point.y, turn.y, point.x * turn.x), fmaf(point.x, turn.y, point.y * turn.x)};
+}
+
+/// cos and sin of a token's position, [rotated / 2]; null where nothing is rotated.
+__device__ inline const float2* turns_of(const RopeWriteArgs& args, int token) {
+  if (args.rotated == 0) return nullptr;
+  return args.rope + static_cast<std::int64_t>(args.positions[token]) * (args.rotated / 2);
+}
+
+/// Where a token's key or value of a KV head goes, in elements from the cache's begin.
+__device__ inline std::int64_t cache_place(const RopeWriteArgs& args, int token, int kv_head) {
+  const int sequence = args.sequences[token];
+  if (!args.next.first_slot)
+    return sequence * args.sequence_stride + kv_head * args.head_stride +
+           static_cast<std::int64_t>(args.slots[token]) * args.head_size;
+  const int pair = sequence * args.kv_heads + kv_head;
+  return (args.next.first_slot[pair] + args.next.next_slots[pair]) * args.head_size;
+}
+
+/// Notes the token's position where its key has gone, in a cache by pairs.
+__device__ inline void note_position(const RopeWriteArgs& args, int token, std::int64_t place) {
+  if (args.next.first_slot)
+    args.next.positions[place / args.head_size] = args.next.now[args.sequences[token]];
+}
+
+}  // namespace kvlab::kernels
