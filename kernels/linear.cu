@@ -125,7 +125,9 @@ class Finisher {
         rope_(rope),
         row_(static_cast<int>(threadIdx.x) / finishers(kForm)),
         output_(static_cast<int>(threadIdx.x) % finishers(kForm)) {
-    if (kForm == Form::rotated && row_ < run.rows) turns_ = turns_of(rope, token());
+    if (kForm != Form::rotated || row_ >= run.rows) return;
+    turns_ = turns_of(rope, token());
+    place_ = TokenPlace(rope, token());
   }
 
   /// Sends for what a unit's outputs need beside its product.
@@ -135,8 +137,7 @@ class Finisher {
     head_ = first / rope_.head_size;
     dim_ = first % rope_.head_size + output_;
     if (!is_value()) turn_ = turns_[dim_];
-    if (!is_query())
-      cached_ = cache_place(rope_, token(), (head_ - rope_.query_heads) % rope_.kv_heads);
+    if (!is_query()) cached_ = place_.of_head(rope_, (head_ - rope_.query_heads) % rope_.kv_heads);
   }
 
   /// Adds the warps' shares of k in their order and writes. `partial`: [warp, tile, row of x,
@@ -175,6 +176,7 @@ class Finisher {
     const std::int64_t query = std::int64_t{token()} * rope_.query_heads + head_;
     put(is_query() ? rope_.q : rope_.keys, is_query() ? query * size : cached_,
         from_float<T>(turned.x), from_float<T>(turned.y));
+    if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
   }
   /// To a head that begins at `head`.
   __device__ void put(void* to, std::int64_t head, T first, T second) const {
@@ -187,6 +189,7 @@ class Finisher {
   const RopeWriteArgs& rope_;
   int row_, output_;
   const float2* turns_ = nullptr;
+  TokenPlace place_;
   int head_ = 0, dim_ = 0;   ///< of the first of the pair
   std::int64_t cached_ = 0;  ///< of the head
   float2 turn_{};

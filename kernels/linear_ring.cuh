@@ -53,7 +53,8 @@ __device__ inline int first_row_of_tile(Form form, int unit, int tile, int head_
 /// In shared memory.
 struct RingBarriers {
   PhaseBarrier full[kMostStages], empty[kMostStages];
-  /// By one thread; visible behind the block's next barrier.
+  /// By one thread; visible behind the block's next barrier. (By the sending warp, a barrier a
+  /// lane, a launch took 0.3 us longer.)
   __device__ void init() {
     for (int i = 0; i < kMostStages; ++i) {
       full[i].init(kWarpSize);

@@ -162,7 +162,8 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
 
   const bool query = index < args.query_heads;
   const int kv_head = (index - args.query_heads) % args.kv_heads;
-  const std::int64_t cached = cache_place(args, static_cast<int>(token), kv_head);
+  const TokenPlace place_of(args, static_cast<int>(token));
+  const std::int64_t cached = place_of.of_head(args, kv_head);
   if (index >= args.query_heads + args.kv_heads) {
     for (int d = lane; d < args.head_size; d += kWarpSize)
       static_cast<T*>(args.values)[cached + d] = from[d];
@@ -184,7 +185,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
     load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_k, kv_head, args.kv_heads));
     store_rotated(head, turns, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
-    if (lane == 0) note_position(args, static_cast<int>(token), cached);
+    if (lane == 0) place_of.note_position(args, cached);
   }
 }
 

@@ -16,20 +16,28 @@ __device__ inline const float2* turns_of(const RopeWriteArgs& args, int token) {
   return args.rope + static_cast<std::int64_t>(args.positions[token]) * (args.rotated / 2);
 }
 
-/// Where a token's key or value of a KV head goes, in elements from the cache's begin.
-__device__ inline std::int64_t cache_place(const RopeWriteArgs& args, int token, int kv_head) {
-  const int sequence = args.sequences[token];
-  if (!args.next.first_slot)
-    return sequence * args.sequence_stride + kv_head * args.head_stride +
-           static_cast<std::int64_t>(args.slots[token]) * args.head_size;
-  const int pair = sequence * args.kv_heads + kv_head;
-  return (args.next.first_slot[pair] + args.next.next_slots[pair]) * args.head_size;
-}
+/// Where a token's keys and values go. What it reads of the token it reads when it is made.
+class TokenPlace {
+ public:
+  TokenPlace() = default;
+  __device__ TokenPlace(const RopeWriteArgs& args, int token)
+      : sequence_(args.sequences[token]), slot_(args.next.first_slot ? 0 : args.slots[token]) {}
+  /// Of a KV head, in elements from the cache's begin.
+  __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
+    if (!args.next.first_slot)
+      return sequence_ * args.sequence_stride + kv_head * args.head_stride +
+             static_cast<std::int64_t>(slot_) * args.head_size;
+    const int pair = sequence_ * args.kv_heads + kv_head;
+    return (args.next.first_slot[pair] + args.next.next_slots[pair]) * args.head_size;
+  }
+  /// Notes the token's position where its key has gone, in a cache by pairs.
+  __device__ void note_position(const RopeWriteArgs& args, std::int64_t place) const {
+    if (args.next.first_slot)
+      args.next.positions[place / args.head_size] = args.next.now[sequence_];
+  }
 
-/// Notes the token's position where its key has gone, in a cache by pairs.
-__device__ inline void note_position(const RopeWriteArgs& args, int token, std::int64_t place) {
-  if (args.next.first_slot)
-    args.next.positions[place / args.head_size] = args.next.now[args.sequences[token]];
-}
+ private:
+  int sequence_ = 0, slot_ = 0;
+};
 
 }  // namespace kvlab::kernels

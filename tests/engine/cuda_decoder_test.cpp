@@ -236,6 +236,13 @@ TEST_CASE("A replayed graph computes what launch by launch does, bit for bit, an
   }
 }
 
+TEST_CASE("A batch that is small enough for a race checker: plain, and replayed", "[gpu][small]") {
+  if (no_device()) return;
+  const std::vector<std::size_t> lengths{3, 0, 9};
+  CHECK((run_batch(tiny(Dtype::bf16), lengths, 2, false, 4)[1].ids[2] ==
+         run_batch(tiny(Dtype::bf16), lengths, 2, true, 4)[1].ids[2]));
+}
+
 TEST_CASE("Texts are the CPU decoder's, greedy and drawn", "[gpu]") {
   if (no_device()) return;
   for (const SamplingOptions& sampling :

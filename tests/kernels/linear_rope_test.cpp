@@ -24,14 +24,15 @@ constexpr int kSlots = 5, kPositions = 100;
 struct Case {
   Type type = Type::bf16;
   int rows = 1, query_heads = 4, kv_heads = 2, head_size = 64, rotated = 64, k = 264;
-  bool bias = false, head_norm = false;
+  bool bias = false, head_norm = false, pairs = false;
 
   int heads() const { return query_heads + 2 * kv_heads; }
   std::string name() const {
     return std::to_string(static_cast<int>(type)) + ": " + std::to_string(rows) + " rows, " +
            std::to_string(query_heads) + "/" + std::to_string(kv_heads) + " heads of " +
            std::to_string(head_size) + ", " + std::to_string(rotated) + " rotated, k " +
-           std::to_string(k) + (bias ? ", bias" : "") + (head_norm ? ", head norm" : "");
+           std::to_string(k) + (bias ? ", bias" : "") + (head_norm ? ", head norm" : "") +
+           (pairs ? ", pairs" : "");
   }
 };
 
@@ -41,25 +42,26 @@ struct Outputs {
       : y(bytes(c, c.rows * c.heads())),
         q(bytes(c, c.rows * c.query_heads)),
         keys(bytes(c, c.rows * c.kv_heads * kSlots)),
-        values(bytes(c, c.rows * c.kv_heads * kSlots)) {}
+        values(bytes(c, c.rows * c.kv_heads * kSlots)),
+        positions(std::size_t(c.rows * c.kv_heads * kSlots) * sizeof(std::uint32_t) + kRedzone) {}
   static std::size_t bytes(const Case& c, int heads) {
     return std::size_t(heads) * std::size_t(c.head_size) * bytes_of(c.type) + kRedzone;
   }
   void poison() const {
-    for (const auto* part : {&y, &q, &keys, &values})
+    for (const auto* part : {&y, &q, &keys, &values, &positions})
       check_cuda(cudaMemset(part->data(), 0xFF, part->to_host().size()));
     check_cuda(cudaDeviceSynchronize());
   }
   /// All of it, redzones too.
   std::vector<std::byte> take() const {
     std::vector<std::byte> all;
-    for (const auto* part : {&y, &q, &keys, &values}) {
+    for (const auto* part : {&y, &q, &keys, &values, &positions}) {
       const auto bytes = part->to_host();
       all.insert(all.end(), bytes.begin(), bytes.end());
     }
     return all;
   }
-  DeviceArray<std::byte> y, q, keys, values;
+  DeviceArray<std::byte> y, q, keys, values, positions;
 };
 
 class Trial {
@@ -87,6 +89,16 @@ class Trial {
     check_cuda(cudaMemcpy(positions_.data(), position.data(), position.size() * 4,
                           cudaMemcpyHostToDevice));
     check_cuda(cudaMemcpy(slots_.data(), slot.data(), slot.size() * 4, cudaMemcpyHostToDevice));
+    std::vector<std::int64_t> first;
+    std::vector<std::int32_t> next;
+    for (int pair = 0; pair < c_.rows * c_.kv_heads; ++pair) {
+      first.push_back(std::int64_t{pair} * kSlots);
+      next.push_back((2 * pair + by) % kSlots);
+    }
+    check_cuda(
+        cudaMemcpy(first_slot_.data(), first.data(), first.size() * 8, cudaMemcpyHostToDevice));
+    check_cuda(
+        cudaMemcpy(next_slots_.data(), next.data(), next.size() * 4, cudaMemcpyHostToDevice));
   }
 
   LinearArgs product() const {
@@ -123,6 +135,11 @@ class Trial {
     args.head_stride = std::int64_t{kSlots} * c_.head_size;
     args.sequence_stride = args.head_stride * c_.kv_heads;
     args.q = out.q.data();
+    if (c_.pairs)
+      args.next = {.first_slot = first_slot_.data(),
+                   .next_slots = next_slots_.data(),
+                   .positions = reinterpret_cast<std::uint32_t*>(out.positions.data()),
+                   .now = reinterpret_cast<const std::uint32_t*>(positions_.data())};
     return args;
   }
   std::vector<std::byte> in_two() const {
@@ -151,7 +168,8 @@ class Trial {
       head_gamma_{random(c_.type, c_.head_norm ? c_.head_size : 0)};
   DeviceArray<float2> rope_{std::size_t(kPositions * c_.rotated / 2)};
   DeviceArray<std::int32_t> positions_{std::size_t(c_.rows)}, sequences_{std::size_t(c_.rows)},
-      slots_{std::size_t(c_.rows)};
+      slots_{std::size_t(c_.rows)}, next_slots_{std::size_t(c_.rows * c_.kv_heads)};
+  DeviceArray<std::int64_t> first_slot_{std::size_t(c_.rows * c_.kv_heads)};
 
  public:
   Outputs out;
@@ -237,6 +255,7 @@ TEST_CASE("a product that ends with RoPE equals the two launches to the bit", "[
       check({.type = type, .rows = rows, .query_heads = 7, .kv_heads = 1, .bias = true});
     }
   check({.rows = 8, .query_heads = 2, .kv_heads = 1, .k = 8192});  // in two passes
+  check({.rows = 5, .query_heads = 6, .kv_heads = 3, .pairs = true});
   // What takes two launches:
   check({.rows = 3, .head_norm = true});
   check({.rows = 3, .head_size = 80, .rotated = 32});
