@@ -1,7 +1,11 @@
 // The second pass by warpgroup products (sm_90a): as prefill_observe.cu has it, but the tensor
-// cores work on the next tile of queries while this one is counted.
+// cores work on the next tile of queries while this one is counted, and the copy engine fetches
+// tiles: copies by the counting threads took a third of their instructions.
+#include <cuda.h>
+
 #include <algorithm>
 
+#include "kernels/device/bulk_copy.cuh"
 #include "kernels/device/element.cuh"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
@@ -11,12 +15,12 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-constexpr int kGroups = 3;        ///< warpgroups of a CTA
+constexpr int kGroups = 3;        ///< warpgroups of a CTA that count
 constexpr int kKeysOfGroup = 64;  ///< 16 of each warp
 constexpr int kKeys = kGroups * kKeysOfGroup;
-constexpr int kThreads = kGroups * 128;
-constexpr int kAhead = 2;            ///< tiles that are on their way when one's products start
-constexpr int kStages = kAhead + 2;  ///< as many, the one in products and the one being counted
+constexpr int kCounting = kGroups * 128;  ///< threads that count
+constexpr int kThreads = kCounting + 32;  ///< and the warp that fetches
+constexpr int kStages = 5;                ///< tiles in shared memory
 
 template <class T, int kDim>
 struct Shared {
@@ -26,6 +30,7 @@ struct Shared {
     unsigned char queries[kStages][kPanels][kQueries * Panel::kRowBytes];
   };
   RowTerm terms[kStages][kQueries];
+  PhaseBarrier full[kStages], free[kStages];
 };
 constexpr std::size_t kAlignment = 1024;  ///< of panels
 
@@ -100,17 +105,89 @@ class WarpKeys {
 
 /// Where a tile is: its queries, its query head of the group, its stage. Heads change first.
 struct Tile {
-  int query, head, stage;
+  int query, head = 0, stage = 0;
+  std::uint32_t round = 0;  ///< parity of how often all stages have been used
   __device__ void next(int group) {
-    stage = (stage + 1) % kStages;
+    if (++stage == kStages) {
+      stage = 0;
+      round ^= 1;
+    }
     if (++head < group) return;
     head = 0;
     query += kQueries;
   }
 };
 
+/// What one thread does: has each tile copied; then gives out two that are empty, since products
+/// are started beyond the last.
+template <class T, int kDim>
+__device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
+                            const CUtensorMap& queries) {
+  constexpr std::uint32_t kTermBytes = kQueries * sizeof(RowTerm);
+  Tile tile{part.begin};
+  for (; tile.query < part.end; tile.next(plan.group)) {
+    PhaseBarrier& full = shared.full[tile.stage];
+    shared.free[tile.stage].wait(tile.round ^ 1);
+    full.arrive_and_expect(sizeof shared.queries[0] + kTermBytes);
+    const int head = part.kv_head * plan.group + tile.head;
+#pragma unroll
+    for (int panel = 0; panel < Shared<T, kDim>::kPanels; ++panel)
+      copy_box(shared.queries[tile.stage][panel], queries, panel * 64, head, tile.query, full);
+    copy_bulk(shared.terms[tile.stage], plan.terms + std::int64_t{head} * plan.padded + tile.query,
+              kTermBytes, full);
+  }
+  for (int empty = 0; empty < 2; ++empty, tile.next(plan.group)) {
+    shared.free[tile.stage].wait(tile.round ^ 1);
+    shared.full[tile.stage].arrive();
+  }
+}
+
+/// What a counting warp does.
 template <class T, int kDim, Count kCount>
-__global__ void __launch_bounds__(kThreads, 1) observe_groups(const __grid_constant__ Plan plan) {
+__device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
+                            WarpKeys<T, kDim, kCount>& warp, int warp_key) {
+  Tile started{part.begin}, counted = started;
+  const auto start = [&](float(&product)[kQueries / 2]) {
+    shared.full[started.stage].wait(started.round);
+    warp.start(shared_address(shared.queries[started.stage]), product);
+    started.next(plan.group);
+  };
+  const auto finish = [&](float(&product)[kQueries / 2]) {
+    wait_products<0>();
+    take_products(product);
+  };
+  const int last_key = part.first_key + warp_key + 15 - part.first;
+  const auto count = [&](const float(&product)[kQueries / 2]) {
+    const auto visible = [&](int half) {
+      return last_key - 15 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4 - counted.query;
+    };
+    const RowTerm* terms = shared.terms[counted.stage];
+    if (last_key <= counted.query)
+      warp.template count<false>(product, terms, plan.base2_scale, visible);
+    else
+      warp.template count<true>(product, terms, plan.base2_scale, visible);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.free[counted.stage].arrive();
+    if (counted.head == plan.group - 1) warp.end_queries(counted.query);
+    counted.next(plan.group);
+  };
+
+  float even[kQueries / 2] = {}, odd[kQueries / 2] = {};
+  start(even);
+  finish(even);
+  while (counted.query < part.end) {
+    start(odd);  // beyond the last tile: of what lies there, not counted
+    count(even);
+    finish(odd);
+    start(even);
+    if (counted.query < part.end) count(odd);
+    finish(even);
+  }
+}
+
+template <class T, int kDim, Count kCount>
+__global__ void __launch_bounds__(kThreads, 1)
+    observe_groups(const __grid_constant__ Plan plan, const __grid_constant__ CUtensorMap queries) {
   extern __shared__ unsigned char memory[];
   const std::uint32_t unaligned = shared_address(memory) % kAlignment;
   auto& shared =
@@ -128,81 +205,49 @@ __global__ void __launch_bounds__(kThreads, 1) observe_groups(const __grid_const
                keys + (wanted ? i * 8 : 0), wanted);
   }
   commit_copies();
+  if (threadIdx.x == 0)
+    for (int stage = 0; stage < kStages; ++stage) {
+      shared.full[stage].init(1);
+      shared.free[stage].init(kCounting / 32);
+    }
   wait_copies<0>();
+  publish_to_products();
   __syncthreads();
-  const int warp_key = threadIdx.x / 32 * 16;
+  const int warp_key = min(static_cast<int>(threadIdx.x) / 32 * 16, kKeys - 16);
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
   __syncthreads();  // the keys are in registers, their place is free
-
-  const std::int64_t stride = std::int64_t{args.shape.query_heads} * kDim;
-  Tile fetched{part.begin, 0, 0}, counted = fetched;
-  const auto fetch = [&] {
-    if (fetched.query < part.end) {
-      const int head = part.kv_head * plan.group + fetched.head;
-      const int valid = args.queries - fetched.query;
-      const T* from = static_cast<const T*>(args.q) + fetched.query * stride + head * kDim;
-#pragma unroll
-      for (int i = threadIdx.x; i < kQueries * kChunks; i += kThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
-        const bool wanted = row < valid;
-        copy_async(shared_address(shared.queries[fetched.stage][chunk / Panel::kChunks]) +
-                       Panel::offset(row, chunk % Panel::kChunks),
-                   from + (wanted ? row * stride + chunk * 8 : 0), wanted);
-      }
-      constexpr int kTermsAtOnce = 16 / sizeof(RowTerm);
-      if (threadIdx.x < kQueries / kTermsAtOnce)
-        copy_async(shared_address(shared.terms[fetched.stage]) + threadIdx.x * 16,
-                   plan.terms + std::int64_t{head} * plan.padded + fetched.query +
-                       threadIdx.x * kTermsAtOnce,
-                   true);
-    }
-    commit_copies();
-    fetched.next(plan.group);
-  };
-  int started = 0;  // stage
-  const auto start = [&](float(&product)[kQueries / 2]) {
-    wait_copies<kAhead - 1>();
-    publish_to_products();
-    __syncthreads();  // the tile is there; the one before the last has been counted
-    warp.start(shared_address(shared.queries[started]), product);
-    started = (started + 1) % kStages;
-    fetch();
-  };
-  const auto count = [&](const float(&product)[kQueries / 2]) {
-    const int last_key = part.first_key + warp_key + 15 - part.first;
-    const auto visible = [&](int half) {
-      return last_key - 15 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4 - counted.query;
-    };
-    const RowTerm* terms = shared.terms[counted.stage];
-    if (last_key <= counted.query)
-      warp.template count<false>(product, terms, plan.base2_scale, visible);
-    else
-      warp.template count<true>(product, terms, plan.base2_scale, visible);
-    if (counted.head == plan.group - 1) warp.end_queries(counted.query);
-    counted.next(plan.group);
-  };
-  const auto finish = [&](float(&product)[kQueries / 2]) {
-    wait_products<0>();
-    take_products(product);
-  };
-
-  for (int tile = 0; tile < kAhead; ++tile) fetch();
-  float even[kQueries / 2] = {}, odd[kQueries / 2] = {};
-  start(even);
-  finish(even);
-  while (counted.query < part.end) {
-    start(odd);  // beyond the last tile: of what lies there, not counted
-    count(even);
-    finish(odd);
-    start(even);
-    if (counted.query < part.end) count(odd);
-    finish(even);
+  if (threadIdx.x >= kCounting) {
+    if (threadIdx.x == kCounting) fetch_tiles(shared, plan, part, queries);
+    return;
   }
-
+  count_tiles(shared, plan, part, warp, warp_key);
   Observation* const seen = args.seen + part.key_index(args) + warp_key;
   warp.finish([&](int key, const KeyCount<kCount>& given) {
     if (warp_key + key < part.keys) given.add_to(seen[key], args.position);
   });
+}
+
+/// Describes q for copies of kQueries rows of one head, a panel at a time; zeros beyond its edges.
+cudaError_t describe_queries(const ObserveArgs& args, CUtensorMap& map) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return error;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const AttentionShape& shape = args.shape;
+  const auto dim = static_cast<cuuint64_t>(shape.head_size);
+  const auto heads = static_cast<cuuint64_t>(shape.query_heads);
+  const cuuint64_t sizes[] = {dim, heads, static_cast<cuuint64_t>(args.queries)};
+  const cuuint64_t strides[] = {dim * 2, dim * 2 * heads};  // bytes
+  const cuuint32_t box[] = {64, 1, kQueries}, steps[] = {1, 1, 1};
+  const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+      &map,
+      shape.type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      3, const_cast<void*>(args.q), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <class T, int kDim, Count kCount>
@@ -211,7 +256,10 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   const cudaError_t allowed = cudaFuncSetAttribute(
       observe_groups<T, kDim, kCount>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
-  observe_groups<T, kDim, kCount><<<grid(plan, kKeys), kThreads, kBytes, stream>>>(plan);
+  CUtensorMap queries;
+  if (const cudaError_t error = describe_queries(plan.args, queries); error != cudaSuccess)
+    return error;
+  observe_groups<T, kDim, kCount><<<grid(plan, kKeys), kThreads, kBytes, stream>>>(plan, queries);
   return cudaGetLastError();
 }
 

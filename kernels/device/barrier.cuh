@@ -20,6 +20,14 @@ class PhaseBarrier {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address())
                  : "memory");
   }
+  /// Arrives, and so many bytes of the copy engine's belong to the phase too (sm_90).
+  __device__ void arrive_and_expect(std::uint32_t bytes) {
+    asm volatile(
+        "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
+            address()),
+        "r"(bytes)
+        : "memory");
+  }
   /// Arrives as soon as all copies that the thread has sent for are complete.
   __device__ void arrive_when_copied() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
@@ -29,8 +37,9 @@ class PhaseBarrier {
     }
   }
 
- private:
   __device__ std::uint32_t address() const { return shared_address(&word_); }
+
+ private:
   __device__ bool complete(unsigned parity) const {
     unsigned done;
 #if __CUDA_ARCH__ >= 900  // sleeps for a while
