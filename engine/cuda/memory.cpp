@@ -5,10 +5,12 @@
 #include <stdexcept>
 
 namespace kvlab::cuda {
+namespace {
 
-DeviceBuffer::DeviceBuffer(std::size_t bytes, std::string_view what) : bytes_(bytes) {
-  if (bytes == 0) return;
-  const cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&data_), bytes);
+void* device_memory(std::size_t bytes, std::string_view what) {
+  if (bytes == 0) return nullptr;
+  void* data = nullptr;
+  const cudaError_t error = cudaMalloc(&data, bytes);
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     const MemoryInfo memory = memory_info();
@@ -17,29 +19,23 @@ DeviceBuffer::DeviceBuffer(std::size_t bytes, std::string_view what) : bytes_(by
                                          bytes_text(memory.total)));
   }
   check(error, fmt::format("allocating {} for {}", bytes_text(bytes), what));
+  return data;
 }
 
-DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
+void* pinned_memory(std::size_t bytes) {
+  void* data = nullptr;
+  if (bytes > 0)
+    check(cudaHostAlloc(&data, bytes, cudaHostAllocDefault),
+          fmt::format("allocating {} of pinned memory", bytes_text(bytes)));
+  return data;
 }
 
-DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
+}  // namespace
 
-PinnedBuffer::PinnedBuffer(std::size_t bytes) : bytes_(bytes) {
-  if (bytes == 0) return;
-  check(cudaHostAlloc(reinterpret_cast<void**>(&data_), bytes, cudaHostAllocDefault),
-        fmt::format("allocating {} of pinned memory", bytes_text(bytes)));
-}
+DeviceBuffer::DeviceBuffer(std::size_t bytes, std::string_view what)
+    : OwnedBytes(device_memory(bytes, what), bytes) {}
 
-PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-PinnedBuffer::~PinnedBuffer() { cudaFreeHost(data_); }
+PinnedBuffer::PinnedBuffer(std::size_t bytes) : OwnedBytes(pinned_memory(bytes), bytes) {}
 
 Stream::Stream() {
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");

@@ -13,16 +13,21 @@
 
 namespace kvlab::cuda {
 
-/// Uninitialised device memory, aligned to 256 bytes.
-class DeviceBuffer {
+/// Memory that `release` gives back; null where it is empty.
+template <cudaError_t (*release)(void*)>
+class OwnedBytes {
  public:
-  DeviceBuffer() = default;
-  /// Throws std::runtime_error that says what `what` needs and what is free.
-  DeviceBuffer(std::size_t bytes, std::string_view what);
-  DeviceBuffer(DeviceBuffer&& other) noexcept
+  OwnedBytes() = default;
+  OwnedBytes(OwnedBytes&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
-  ~DeviceBuffer();
+  OwnedBytes& operator=(OwnedBytes&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~OwnedBytes() {
+    if (data_) release(data_);
+  }
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
@@ -30,32 +35,28 @@ class DeviceBuffer {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
+
+ protected:
+  OwnedBytes(void* data, std::size_t bytes) : data_(static_cast<std::byte*>(data)), bytes_(bytes) {}
 
  private:
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
 
+/// Uninitialised device memory, aligned to 256 bytes.
+class DeviceBuffer : public OwnedBytes<cudaFree> {
+ public:
+  DeviceBuffer() = default;
+  /// Throws std::runtime_error that says what `what` needs and what is free.
+  DeviceBuffer(std::size_t bytes, std::string_view what);
+};
+
 /// Page-locked host memory, which the device reaches too.
-class PinnedBuffer {
+class PinnedBuffer : public OwnedBytes<cudaFreeHost> {
  public:
   PinnedBuffer() = default;
   explicit PinnedBuffer(std::size_t bytes);
-  PinnedBuffer(PinnedBuffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
-  ~PinnedBuffer();
-
-  std::byte* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
-  template <class T>
-  T* as() const {
-    return reinterpret_cast<T*>(data_);
-  }
-
- private:
-  std::byte* data_ = nullptr;
-  std::size_t bytes_ = 0;
 };
 
 class Stream {
