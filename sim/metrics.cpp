@@ -82,6 +82,18 @@ void HeadStats::resize(const QuerySpan& span, std::uint32_t group) {
   output2.resize(span.samples());
 }
 
+bool HeadStats::fits(const QuerySpan& span, std::uint32_t group) const {
+  const auto blocked = [&](const BlockedRatio& ratio) {
+    return ratio.above.size() == span.blocks() && ratio.below.size() == span.blocks();
+  };
+  return heads.size() == group && error2.size() == span.samples() &&
+         output2.size() == span.samples() &&
+         std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
+           return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
+                  blocked(head.error);
+         });
+}
+
 void HeadStats::add_recall(std::uint32_t block, std::uint32_t head, double recall) {
   heads[head].recall.add(block, recall, 1);
   heads[head].nll.add(block, -std::log(std::max(recall, kRecallFloor)), 1);

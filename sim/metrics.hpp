@@ -70,6 +70,8 @@ struct HeadStats {
   std::vector<double> error2, output2;  // [sample]: sums over the group of squared norms
 
   void resize(const QuerySpan& span, std::uint32_t group);
+  /// Whether this has the size that resize() gives.
+  bool fits(const QuerySpan& span, std::uint32_t group) const;
   void add_recall(std::uint32_t block, std::uint32_t head, double recall);
   /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].
   void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,

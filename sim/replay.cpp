@@ -263,6 +263,11 @@ ReplayGathering::ReplayGathering(const ReplayJob& job)
 ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
+  const auto fits = [&](const HeadOutcome& outcome) {
+    return outcome.stats.fits(job_.replay.span(), job_.shape.group());
+  };
+  if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
+    throw std::runtime_error("the outcomes of another replay");
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
   if (--left_[l] == 0) reduce_layer(layers_[l], job_.replay.span(), job_.configs);

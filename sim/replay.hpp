@@ -100,6 +100,7 @@ class ReplayGathering {
   explicit ReplayGathering(const ReplayJob& job);  ///< `job` must outlive this
   ~ReplayGathering();
 
+  /// Throws std::runtime_error if the outcomes are not of the job's shape.
   void put(std::size_t index, std::vector<HeadOutcome> outcomes);
   /// When every unit is there. Does not depend on the order in which they came.
   ReplayResult result() const;

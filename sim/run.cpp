@@ -1,12 +1,9 @@
 #include "sim/run.hpp"
 
 #include <fmt/format.h>
-#include <stdlib.h>
-
 #include <algorithm>
 #include <map>
 #include <stdexcept>
-#include <system_error>
 
 #include "sim/json_fields.hpp"
 
@@ -99,7 +96,7 @@ std::vector<std::uint32_t> whole_numbers(const JsonFields& fields, std::string_v
   return numbers;
 }
 
-std::string run_json(const RunInfo& info, const std::string& results_hash) {
+json to_json(const RunInfo& info) {
   json traces = json::array(), grid = json::array();
   for (const RunTrace& trace : info.traces) traces.push_back(to_json(trace));
   for (const RunConfig& config : info.grid) grid.push_back(to_json(config));
@@ -112,9 +109,14 @@ std::string run_json(const RunInfo& info, const std::string& results_hash) {
            {"span", name_of(info.span)},
            {"request_threshold", info.threshold},
            {"output_error", info.every_output_error ? "all" : "sample"},
-           {"layers", layers},
-           {"results_xxh3", results_hash}};
+           {"layers", layers}};
   if (info.source) top["policy_source"] = to_json(*info.source);
+  return top;
+}
+
+std::string run_json(const RunInfo& info, const std::string& results_hash) {
+  json top = to_json(info);
+  top["results_xxh3"] = results_hash;
   return top.dump(1, ' ', false, json::error_handler_t::replace) + "\n";
 }
 
@@ -235,32 +237,11 @@ std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
   return lifetimes;
 }
 
-StagedDirectory::StagedDirectory(std::filesystem::path path) : path_(std::move(path)) {
-  if (!path_.has_filename()) path_ = path_.parent_path();  // "runs/a/" is "runs/a"
-  std::error_code error;
-  if (std::filesystem::exists(std::filesystem::symlink_status(path_, error)))
-    throw std::runtime_error(
-        fmt::format("{}: exists already; name a new directory or remove this one", path_.string()));
-  std::string pattern = path_.string() + ".part-XXXXXX";
-  if (!mkdtemp(pattern.data()))
-    throw std::runtime_error(fmt::format("{}: cannot be made: {}", path_.string(),
-                                         std::generic_category().message(errno)));
-  staging_ = pattern;
-  std::filesystem::permissions(staging_, std::filesystem::perms(0755), error);
-}
-
-StagedDirectory::~StagedDirectory() {
-  std::error_code error;
-  if (!committed_) std::filesystem::remove_all(staging_, error);
-}
-
-void StagedDirectory::commit() {
-  std::error_code error;
-  std::filesystem::rename(staging_, path_, error);
-  if (error)
-    throw std::runtime_error(
-        fmt::format("{}: cannot be made: {}", path_.string(), error.message()));
-  committed_ = true;
+json job_of(const RunInfo& info, const std::string& build) {
+  json job = to_json(info);
+  job["build"] = build;
+  for (json& trace : job["traces"]) trace.erase("path");
+  return job;
 }
 
 void save_run(Run& run, const std::filesystem::path& directory) {

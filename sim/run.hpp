@@ -93,23 +93,9 @@ struct Run {
   std::string hash;  ///< XXH3-64 of run.json, which holds that of results.csv; set by save and load
 };
 
-/// A directory that appears whole or not at all: filled under a temporary name beside `path`.
-class StagedDirectory {
- public:
-  /// Throws std::runtime_error if `path` exists or cannot be made.
-  explicit StagedDirectory(std::filesystem::path path);
-  ~StagedDirectory();  ///< uncommitted: removes the temporary directory
-  StagedDirectory(const StagedDirectory&) = delete;
-  StagedDirectory& operator=(const StagedDirectory&) = delete;
-
-  const std::filesystem::path& staging() const { return staging_; }
-  /// Renames to `path`. Throws std::runtime_error.
-  void commit();
-
- private:
-  std::filesystem::path path_, staging_;
-  bool committed_ = false;
-};
+/// What a replay computes, as JSON: equal jobs give equal runs, wherever their traces lie. `build`
+/// names the program, whose arithmetic and policies are part of the job.
+nlohmann::json job_of(const RunInfo& info, const std::string& build);
 
 /// Writes the three files. Sets run.hash.
 void save_run(Run& run, const std::filesystem::path& directory);

@@ -29,6 +29,8 @@ void add_options(po::options_description& options) {
   add("layers", po::value<std::string>()->value_name("LIST"),
       "only these layers: 0,1,5 (default: all)");
   add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
+  add("fresh", po::bool_switch(),
+      "throw away what an unfinished replay left in RUN.part, which is otherwise gone on with");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -49,7 +51,14 @@ std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
   return layers;
 }
 
-ReplayOptions replay_options(const po::variables_map& options) {
+/// By default the processes of a host share its cores.
+unsigned threads_in(const ProcessGroup& group, const po::variables_map& options) {
+  const unsigned threads = threads_from(options);
+  if (options.count("threads")) return threads;
+  return std::max(1u, threads / static_cast<unsigned>(group.host_size()));
+}
+
+ReplayOptions replay_options(const po::variables_map& options, const ProcessGroup& group) {
   const std::string error = options["output-error"].as<std::string>();
   if (error != "sample" && error != "all")
     throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
@@ -60,9 +69,9 @@ ReplayOptions replay_options(const po::variables_map& options) {
   return {.span = parse_span(options["span"].as<std::string>()),
           .threshold = threshold,
           .every_output_error = error == "all",
-          .threads = threads_from(options),
+          .threads = threads_in(group, options),
           .layers = layers_from(options),
-          .progress = progress_bar("replay")};
+          .progress = group.leads() ? progress_bar("replay") : nullptr};
 }
 
 /// One metric, policies by budgets, averaged over the traces.
@@ -118,21 +127,34 @@ void print_json(const Run& run, const std::string& out) {
   fmt::print("{}\n", top.dump(2, ' ', false, ordered_json::error_handler_t::replace));
 }
 
-int run(const po::variables_map& options) {
+ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
   check_device(options);
   const std::string out = required(options, "out", "--out RUN, a directory to be made");
-  refuse_existing(out, "--out");
+  if (group.leads()) refuse_existing(out, "--out");
   if (!options.count("policy-source")) required(options, "policy", "--policy window,sink,h2o");
   if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
-  ReplayRequest request{.traces = options["trace"].as<std::vector<std::string>>(),
-                        .grid = grid_from(options, replay_references()),
-                        .options = replay_options(options)};
+  ReplayRequest request{
+      .traces = options["trace"].as<std::vector<std::string>>(),
+      .grid = grid_from(options, replay_references()),
+      .options = replay_options(options, group),
+      .fresh = options["fresh"].as<bool>(),
+      .notice = [](const std::string& line) { fmt::print(stderr, "kvlab replay: {}\n", line); }};
   if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
-  const Run result = replay_to(request, out);
+  return request;
+}
+
+int run(const po::variables_map& options) {
+  const auto group = join_process_group();
+  std::optional<ReplayRequest> request;
+  std::optional<Run> result;
+  if (do_together(*group, [&] { request = request_from(options, *group); }))
+    result = replay_to(*request, options["out"].as<std::string>(), *group);
+  if (!result) return 0;  // the first process speaks for all
+  const std::string out = options["out"].as<std::string>();
   if (options["json"].as<bool>())
-    print_json(result, out);
+    print_json(*result, out);
   else
-    print_table(result, out);
+    print_table(*result, out);
   return 0;
 }
 

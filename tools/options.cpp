@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <filesystem>
 #include <limits>
 #include <memory>
@@ -109,14 +110,17 @@ class Bar {
     constexpr int kWidth = 40;
     const std::lock_guard lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
+    if (percent_ < 0) first_ = fraction, started_ = now;
     const int percent = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * 100);
     if (percent <= percent_ || (percent < 100 && now - last_ < std::chrono::milliseconds(100)))
       return;
     percent_ = percent;
     last_ = now;
     drawn_ = true;
-    fmt::print(stderr, "\r{} [{:<{}}] {:3}%", label_,
-               std::string(static_cast<std::size_t>(percent * kWidth / 100), '#'), kWidth, percent);
+    const std::chrono::duration<double> since = now - started_;
+    fmt::print(stderr, "\r{} [{:<{}}] {:3}% {:<14}", label_,
+               std::string(static_cast<std::size_t>(percent * kWidth / 100), '#'), kWidth, percent,
+               time_left(first_, fraction, since.count()));
     std::fflush(stderr);
   }
 
@@ -125,7 +129,8 @@ class Bar {
   std::mutex mutex_;
   int percent_ = -1;
   bool drawn_ = false;
-  std::chrono::steady_clock::time_point last_;
+  double first_ = 0;
+  std::chrono::steady_clock::time_point started_, last_;
 };
 
 }  // namespace
@@ -240,6 +245,14 @@ Device device_from(const po::variables_map& options) {
 void check_device(const po::variables_map& options) {
   if (options.count("device") && device_from(options) == Device::cuda)
     throw std::invalid_argument("--device: this command runs on the CPU; use --device cpu");
+}
+
+std::string time_left(double first, double done, double seconds) {
+  if (done <= first || done >= 1 || seconds < 1) return "";
+  const std::int64_t left = std::llround(seconds * (1 - done) / (done - first));
+  const std::int64_t hours = left / 3600, minutes = left / 60 % 60;
+  return hours ? fmt::format("{}:{:02}:{:02} left", hours, minutes, left % 60)
+               : fmt::format("{}:{:02} left", minutes, left % 60);
 }
 
 std::function<void(double)> progress_bar(std::string label) {

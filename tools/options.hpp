@@ -60,7 +60,11 @@ Device device_from(const po::variables_map& options);
 /// For a command that runs on the CPU: throws std::invalid_argument for --device cuda.
 void check_device(const po::variables_map& options);
 
-/// A bar on standard error, on a terminal only; call with the fraction done, from any thread.
+/// What a bar says when fraction `done` is reached `seconds` after fraction `first`: "1:05 left",
+/// or nothing as long as there is nothing to go by.
+std::string time_left(double first, double done, double seconds);
+/// A bar with the time left on standard error, on a terminal only; call with the fraction done,
+/// from any thread. The first call says where the work begins.
 std::function<void(double)> progress_bar(std::string label);
 
 /// Throws std::runtime_error if `path` exists.

@@ -3,11 +3,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <memory>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <tuple>
 
 #include "sim/kept.hpp"
+#include "sim/run_folder.hpp"
+#include "traces/files.hpp"
 
 namespace kvlab {
 namespace {
@@ -41,15 +45,179 @@ RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& t
   return info;
 }
 
-/// The request's options, with progress over all traces.
-ReplayOptions options_for(const ReplayRequest& request, std::size_t index) {
-  ReplayOptions options = request.options;
-  if (!options.progress) return options;
-  const double share = 1.0 / static_cast<double>(request.traces.size());
-  options.progress = [report = request.options.progress, share, index](double done) {
-    report((static_cast<double>(index) + done) * share);
-  };
-  return options;
+/// XXH3-64 of the running program: another build may compute other figures.
+std::string build_hash() {
+  std::error_code error;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  return error ? "" : xxh3_hex(MappedFile(program).bytes());
+}
+
+/// Opens the traces; of those on one host, each process verifies its share.
+std::vector<TraceReader> open_traces(const ReplayRequest& request, const ProcessGroup& group) {
+  if (request.traces.empty())
+    throw std::invalid_argument("--trace: name at least one trace directory");
+  std::vector<TraceReader> traces;
+  for (const std::string& path : request.traces) {
+    const bool mine = traces.size() % static_cast<std::size_t>(group.host_size()) ==
+                      static_cast<std::size_t>(group.host_rank());
+    traces.push_back(mine ? open_verified_trace(path, request.options.threads)
+                          : TraceReader::open(path));
+  }
+  return traces;
+}
+
+/// All units of a request, numbered through its traces. Equal in every process.
+class Sweep {
+ public:
+  Sweep(const ReplayRequest& request, const ProcessGroup& group)
+      : request_(request),
+        traces_(open_traces(request, group)),
+        info_(describe(request, traces_)),
+        job_json_(job_of(info_, build_hash())),
+        job_hash_(hash_of(job_json_)),
+        jobs_(traces_.size()) {
+    // What cannot be replayed is refused now, not after hours.
+    for (std::size_t t = 0; t < traces_.size(); ++t)
+      for (std::size_t u = 0; u < job(t)->units(); ++u) ids_.push_back({job_hash_, t, u});
+  }
+
+  const RunInfo& info() const { return info_; }
+  const nlohmann::json& job_json() const { return job_json_; }
+  std::string fingerprint() const { return fmt::format("{:016x}", job_hash_); }
+  const std::vector<UnitId>& units() const { return ids_; }
+
+  /// One unit's bytes. From any thread.
+  std::string compute(std::size_t unit) {
+    const UnitId& id = ids_[unit];
+    return pack_unit(id, job(id.trace)->run(id.unit));
+  }
+
+  /// Whether the folder holds the unit. One that is damaged is named, and not there.
+  bool is_finished(const RunFolder& folder, const UnitId& id) const {
+    try {
+      const auto bytes = folder.read_unit(id.trace, id.unit);
+      if (bytes) unpack_unit(id, *bytes, folder.unit_path(id.trace, id.unit).string());
+      return bytes.has_value();
+    } catch (const std::runtime_error& error) {
+      request_.notice(fmt::format("{}; it is computed again", error.what()));
+      return false;
+    }
+  }
+
+  /// The run of what the folder holds, which is every unit.
+  Run collect(const RunFolder& folder) {
+    Run run{.info = info_};
+    for (std::size_t t = 0; t < traces_.size(); ++t) {
+      const std::string& name = info_.traces[t].name;
+      const auto rows = result_rows(name, request_.grid, request_.options, gather(folder, t));
+      if (t == 0)
+        run.kept = kept_over_time(traces_[t], 0, name, request_.grid, request_.options, rows);
+      run.rows.insert(run.rows.end(), rows.begin(), rows.end());
+    }
+    return run;
+  }
+
+ private:
+  static std::uint64_t hash_of(const nlohmann::json& job) {
+    const std::string text = job.dump();
+    return std::stoull(xxh3_hex(std::as_bytes(std::span(text))), nullptr, 16);
+  }
+
+  /// A trace's job: made for its first unit, dropped with its last, because a job holds a table as
+  /// long as its trace.
+  std::shared_ptr<const ReplayJob> job(std::size_t trace) {
+    const std::lock_guard lock(mutex_);
+    auto found = jobs_[trace].lock();
+    if (!found) {
+      found = std::make_shared<const ReplayJob>(traces_[trace], static_cast<std::uint32_t>(trace),
+                                                request_.grid, request_.options);
+      jobs_[trace] = latest_ = found;
+    }
+    return found;
+  }
+
+  ReplayResult gather(const RunFolder& folder, std::size_t trace) {
+    const auto units = job(trace);
+    ReplayGathering gathering(*units);
+    for (std::size_t u = 0; u < units->units(); ++u) {
+      const std::string file = folder.unit_path(trace, u).string();
+      const auto bytes = folder.read_unit(trace, u);
+      if (!bytes) throw std::runtime_error(file + ": has gone; run the same command again");
+      gathering.put(u, unpack_unit({job_hash_, trace, u}, *bytes, file));
+    }
+    return gathering.result();
+  }
+
+  const ReplayRequest& request_;
+  std::vector<TraceReader> traces_;
+  RunInfo info_;
+  nlohmann::json job_json_;
+  std::uint64_t job_hash_;
+  std::vector<UnitId> ids_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<const ReplayJob>> jobs_;  // by trace
+  std::shared_ptr<const ReplayJob> latest_;
+};
+
+/// Counts finished units, and shows how many.
+class Progress {
+ public:
+  Progress(const ReplayRequest& request, std::size_t done, std::size_t all)
+      : show_(request.options.progress), done_(done), all_(all) {
+    show();
+  }
+  void add_one() {
+    const std::lock_guard lock(mutex_);
+    ++done_;
+    show();
+  }
+
+ private:
+  void show() {
+    if (show_) show_(static_cast<double>(done_) / static_cast<double>(all_));
+  }
+  std::function<void(double)> show_;
+  std::mutex mutex_;
+  std::size_t done_, all_;
+};
+
+/// The units that are yet to be computed.
+std::vector<std::size_t> missing_units(const ReplayRequest& request, const Sweep& sweep,
+                                       const RunFolder& folder) {
+  const auto& units = sweep.units();
+  std::vector<std::size_t> missing;
+  for (std::size_t u = 0; u < units.size(); ++u)
+    if (!sweep.is_finished(folder, units[u])) missing.push_back(u);
+  if (missing.size() < units.size())
+    request.notice(fmt::format("going on with {}: {} of {} units are finished",
+                               folder.staging().string(), units.size() - missing.size(),
+                               units.size()));
+  return missing;
+}
+
+Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& sweep,
+         ProcessGroup& group) {
+  RunFolder folder(out, sweep.job_json(), request.fresh);
+  const auto& units = sweep.units();
+  const auto missing = missing_units(request, sweep, folder);
+  Progress progress(request, units.size() - missing.size(), units.size());
+  share_work(
+      group, missing, request.options.threads, [&](std::size_t u) { return sweep.compute(u); },
+      [&](std::size_t u, const std::string& bytes) {
+        folder.write_unit(units[u].trace, units[u].unit, bytes);
+        progress.add_one();
+      });
+  Run run = sweep.collect(folder);
+  folder.commit(run);
+  return run;
+}
+
+/// Throws unless all processes are about to compute the same.
+void check_alike(ProcessGroup& group, const std::string& fingerprint) {
+  const auto said = group.exchange(fingerprint);
+  if (said[static_cast<std::size_t>(group.rank())] != said[0])
+    throw std::runtime_error(
+        "has other traces, options or another build than process 0; all should be alike");
 }
 
 }  // namespace
@@ -82,31 +250,24 @@ std::vector<ReplayConfig> with_references(std::vector<ReplayConfig> grid) {
   return grid;
 }
 
-Run replay_traces(const ReplayRequest& request) {
-  if (request.traces.empty())
-    throw std::invalid_argument("--trace: name at least one trace directory");
-  std::vector<TraceReader> traces;
-  for (const std::string& path : request.traces)
-    traces.push_back(open_verified_trace(path, request.options.threads));
-  Run run{.info = describe(request, traces)};
-  for (std::size_t i = 0; i < traces.size(); ++i) {
-    const auto sequence = static_cast<std::uint32_t>(i);
-    const std::string& name = run.info.traces[i].name;
-    const ReplayResult result = replay(traces[i], sequence, request.grid, options_for(request, i));
-    const auto rows = result_rows(name, request.grid, request.options, result);
-    if (i == 0)
-      run.kept = kept_over_time(traces[i], sequence, name, request.grid, request.options, rows);
-    run.rows.insert(run.rows.end(), rows.begin(), rows.end());
+std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
+                             ProcessGroup& group) {
+  std::optional<Sweep> sweep;
+  if (!do_together(group, [&] { sweep.emplace(request, group); }) ||
+      !do_together(group, [&] { check_alike(group, sweep->fingerprint()); }))
+    return std::nullopt;
+  try {
+    if (group.leads()) return lead(request, out, *sweep, group);
+    share_work(group, {}, request.options.threads, [&](std::size_t u) { return sweep->compute(u); },
+               {});
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    if (group.size() == 1) throw;
+    fmt::print(stderr, "kvlab replay: process {} of {}: {}\n", group.rank(), group.size(),
+               error.what());
+    group.abort();
+    throw;
   }
-  return run;
-}
-
-Run replay_to(const ReplayRequest& request, const std::filesystem::path& out) {
-  StagedDirectory directory(out);
-  Run run = replay_traces(request);
-  save_run(run, directory.staging());
-  directory.commit();
-  return run;
 }
 
 }  // namespace kvlab

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "sim/run.hpp"
+#include "tools/process_group.hpp"
 
 namespace kvlab {
 
@@ -13,16 +16,21 @@ struct ReplayRequest {
   std::vector<std::string> traces;  ///< directories
   std::vector<ReplayConfig> grid;
   ReplayOptions options;
+  bool fresh = false;  ///< throw away what an unfinished replay left
+  std::function<void(const std::string&)> notice = [](const std::string&) {};  ///< one line each
 };
 
 /// `grid` and the references beside it: `full`, and both oracles at every budget and prefill in it.
 std::vector<ReplayConfig> with_references(std::vector<ReplayConfig> grid);
 
-/// Verifies every trace, then replays them all. Throws std::runtime_error for a trace that does not
-/// verify, std::invalid_argument for two traces of one name and for what replay() refuses.
-Run replay_traces(const ReplayRequest& request);
-
-/// The same into `out`, which must not exist, and appears only when it is whole.
-Run replay_to(const ReplayRequest& request, const std::filesystem::path& out);
+/// Verifies every trace, then replays them all into `out`, which must not exist and appears only
+/// when it is whole. Finished units of work wait in `out`.part, and a replay of the same goes on
+/// from them; the run has the same bytes however often it was killed and on however many threads
+/// and processes it ran. Every process of `group` calls it; the leader alone writes, calls back and
+/// returns the run. Throws std::runtime_error for a trace that does not verify and for what
+/// RunFolder refuses, std::invalid_argument for two traces of one name and for what ReplayJob
+/// refuses. When the work has begun, an error in one of several processes ends them all.
+std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
+                             ProcessGroup& group);
 
 }  // namespace kvlab

@@ -44,13 +44,6 @@ void refuse_special(const std::filesystem::path& path) {
       "{}: is not a regular file and would be replaced; name another file", path.string()));
 }
 
-/// Makes a rename last. Some file systems cannot sync a folder (EINVAL): nothing to be done there.
-void sync_folder(const std::filesystem::path& path) {
-  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-  const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
-  if (::fsync(descriptor.get()) != 0 && errno != EINVAL) throw failure(folder, "sync", errno);
-}
-
 }  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), part_(path_) {
@@ -80,7 +73,7 @@ void AtomicFile::commit() {
   if (::rename(part_.c_str(), path_.c_str()) != 0)
     throw failure(path_, "rename a file to it", errno);
   part_.clear();
-  sync_folder(path_);
+  sync_folder_of(path_);
 }
 
 MappedFile::MappedFile(const std::filesystem::path& path) {
@@ -100,6 +93,13 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
 MappedFile::~MappedFile() {
   if (bytes_.empty()) return;
   ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+void sync_folder_of(const std::filesystem::path& path) {
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
+  // Some file systems cannot sync a folder (EINVAL): nothing to be done there.
+  if (::fsync(descriptor.get()) != 0 && errno != EINVAL) throw failure(folder, "sync", errno);
 }
 
 void write_file_atomically(const std::filesystem::path& path, std::string_view text) {

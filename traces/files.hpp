@@ -46,6 +46,9 @@ class MappedFile {
 /// Writes `text` to PATH by PATH.part, fsync and rename. Throws std::runtime_error; PATH is then as
 /// it was, and no .part is left.
 void write_file_atomically(const std::filesystem::path& path, std::string_view text);
+/// Makes the names in the folder of `path` last: those just made by a rename. Throws
+/// std::runtime_error.
+void sync_folder_of(const std::filesystem::path& path);
 /// The whole of a text file of at most `max_bytes`. Throws std::runtime_error.
 std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes);
 /// XXH3-64 as 16 hex digits.

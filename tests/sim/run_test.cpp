@@ -113,29 +113,6 @@ TEST_CASE("a run that was changed or broken is refused by file and key") {
   }
 }
 
-TEST_CASE("a staged directory appears whole or not at all") {
-  const TemporaryFolder folder;
-  const auto out = folder.path() / "run";
-  const auto entries = [&] {
-    return std::distance(std::filesystem::directory_iterator(folder.path()), {});
-  };
-  {
-    const StagedDirectory staged(out);
-    write(staged.staging() / "half", "x");
-  }
-  CHECK(entries() == 0);
-  {
-    StagedDirectory staged(out.string() + "/");
-    write(staged.staging() / "all", "x");
-    staged.commit();
-  }
-  CHECK(std::filesystem::exists(out / "all"));
-  CHECK(entries() == 1);
-  CHECK_THROWS_WITH(StagedDirectory(out), ContainsSubstring("exists already"));
-  CHECK_THROWS_WITH(StagedDirectory(folder.path() / "no" / "such"),
-                    ContainsSubstring("cannot be made"));
-}
-
 TEST_CASE("lifetimes are the first and last shown queries that spanned a token") {
   const std::vector<KeptSet> sets{{10, {1, 9, 10}}, {12, {1, 12}}, {14, {9, 12, 14}}};
   const std::vector<Lifetime> expected{{1, 10, 12},  {9, 10, 10},  {9, 14, 14},

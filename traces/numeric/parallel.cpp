@@ -1,5 +1,9 @@
 #include "traces/numeric/parallel.hpp"
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -118,7 +122,14 @@ Pool& pool() {
 
 }  // namespace
 
-unsigned default_threads() { return std::max(1u, std::thread::hardware_concurrency()); }
+unsigned default_threads() {
+#ifdef __linux__
+  cpu_set_t cores;
+  if (::sched_getaffinity(0, sizeof(cores), &cores) == 0)
+    return std::max(1u, static_cast<unsigned>(CPU_COUNT(&cores)));
+#endif
+  return std::max(1u, std::thread::hardware_concurrency());
+}
 
 void parallel_for(std::size_t count, unsigned threads,
                   const std::function<void(std::size_t)>& body) {

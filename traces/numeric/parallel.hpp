@@ -6,7 +6,8 @@
 
 namespace kvlab {
 
-/// The machine's cores.
+/// The cores that this process may run on: a launcher such as mpirun may give it fewer than there
+/// are.
 unsigned default_threads();
 
 /// Calls body(i) for i in [0, count), items handed out in order to `threads` threads; returns when

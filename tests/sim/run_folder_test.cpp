@@ -1,0 +1,132 @@
+// The folder in which a run is made, and the units of work that wait in it.
+#include "sim/run_folder.hpp"
+
+#include "tests/catch.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/sim/run_fixture.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+using kvlab::test::error_of;
+using kvlab::test::TemporaryFolder;
+
+namespace {
+
+const nlohmann::json kJob{{"grid", "a"}, {"span", "decode"}};
+
+Run small_run() { return made_up_run({{"window", "", 0.8, 0.01}, {"full", "", 0, 0}}); }
+
+std::vector<ReplayConfig> grid() {
+  return {
+      {.policy = parse_policy("h2o"), .budget = parse_budget("16")},
+      {.policy = parse_policy("oracle_topk", replay_references()), .budget = parse_budget("16")}};
+}
+
+/// Everything but the rows' order is in the text.
+std::string text_of(const ReplayResult& result, const std::vector<ReplayConfig>& configs,
+                    const ReplayOptions& options) {
+  return results_csv(result_rows("trace", configs, options, result));
+}
+
+}  // namespace
+
+TEST_CASE("units that were packed and come in any order make the figures of a replay in memory") {
+  const TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder / "trace", {});
+  const auto configs = grid();
+  const ReplayOptions options;
+  const ReplayJob job(trace, 0, configs, options);
+  REQUIRE(job.units() == 4);
+  ReplayGathering gathering(job);
+  for (std::size_t u = job.units(); u-- > 0;) {
+    const UnitId id{7, 0, u};
+    gathering.put(u, unpack_unit(id, pack_unit(id, job.run(u)), "unit"));
+  }
+  CHECK(text_of(gathering.result(), configs, options) ==
+        text_of(replay(trace, 0, configs, options), configs, options));
+  CHECK(job.unit(3).layer == 1);
+  CHECK(job.unit(3).kv_head == 1);
+  std::vector<HeadOutcome> odd = job.run(0);
+  odd[1].stats.error2.pop_back();
+  ReplayGathering again(job);
+  CHECK_THROWS_WITH(again.put(0, odd), ContainsSubstring("another replay"));
+}
+
+TEST_CASE("a unit that was cut, changed or is another's is refused by the file's name") {
+  const UnitId id{7, 1, 2};
+  HeadOutcome outcome{.evictions = 3};
+  outcome.stats.heads.resize(2);
+  outcome.stats.heads[1].recall.above = {0.25, 0.5};
+  outcome.stats.error2 = {1, 2, 3};
+  const std::string bytes = pack_unit(id, std::span(&outcome, 1));
+  const auto refusal = [&](const UnitId& wanted, const std::string& given) {
+    return error_of([&] { unpack_unit(wanted, given, "a.unit"); });
+  };
+  const auto back = unpack_unit(id, bytes, "a.unit");
+  REQUIRE(back.size() == 1);
+  CHECK(back[0].evictions == 3);
+  CHECK(back[0].stats.heads.at(1).recall.above == std::vector<double>{0.25, 0.5});
+  CHECK(back[0].stats.error2 == std::vector<double>{1, 2, 3});
+  for (std::size_t size = 0; size < bytes.size(); ++size)
+    CHECK_THAT(refusal(id, bytes.substr(0, size)), ContainsSubstring("a.unit: "));
+  for (std::size_t at = 0; at < bytes.size(); ++at) {
+    std::string changed = bytes;
+    changed[at] = static_cast<char>(changed[at] ^ 1);
+    CHECK_THAT(refusal(id, changed), ContainsSubstring("a.unit: "));
+  }
+  for (const UnitId& other : {UnitId{8, 1, 2}, UnitId{7, 0, 2}, UnitId{7, 1, 3}})
+    CHECK_THAT(refusal(other, bytes), ContainsSubstring("another"));
+}
+
+TEST_CASE("a run's folder appears whole or not at all") {
+  const TemporaryFolder folder;
+  const auto out = folder / "run", part = folder / "run.part";
+  { const RunFolder unused(out, kJob, false); }
+  CHECK_FALSE(std::filesystem::exists(part));
+  {
+    RunFolder made(out.string() + "/", kJob, false);
+    made.write_unit(0, 0, "unit");
+    Run run = small_run();
+    made.commit(run);
+  }
+  CHECK(load_run(out).rows.size() == small_run().rows.size());
+  CHECK_FALSE(std::filesystem::exists(part));
+  CHECK_THAT(error_of([&] { RunFolder(out, kJob, false); }), ContainsSubstring("exists already"));
+  CHECK_THAT(error_of([&] { RunFolder(folder / "no/such", kJob, false); }),
+             ContainsSubstring("cannot be made"));
+}
+
+TEST_CASE("a run's folder is gone on with by the same job alone, one process at a time") {
+  const TemporaryFolder folder;
+  const auto out = folder / "run";
+  {
+    const RunFolder first(out, kJob, false);
+    first.write_unit(0, 1, "unit");
+    CHECK_THAT(error_of([&] { RunFolder(out, kJob, false); }), ContainsSubstring("at work"));
+  }
+  CHECK(RunFolder(out, kJob, false).read_unit(0, 1) == "unit");
+  CHECK_FALSE(RunFolder(out, kJob, false).read_unit(1, 0));
+  CHECK_THAT(error_of([&] {
+               RunFolder(out, {{"grid", "b"}, {"span", "decode"}}, false);
+             }),
+             ContainsSubstring("differs in: grid)") && ContainsSubstring("--fresh"));
+  CHECK_FALSE(RunFolder(out, {{"grid", "b"}}, true).read_unit(0, 1));
+  CHECK_FALSE(std::filesystem::exists(folder / "run.part"));
+
+  std::filesystem::create_directory(folder / "run.part");
+  test::write_bytes(folder / "run.part" / "mine", "x");
+  CHECK_THAT(error_of([&] { RunFolder(out, kJob, true); }), ContainsSubstring("was not made by"));
+  CHECK(test::read_bytes(folder / "run.part" / "mine") == "x");
+}
+
+TEST_CASE("a run that cannot be written is named, not the folder in which it is made") {
+  const TemporaryFolder folder;
+  RunFolder made(folder / "run", kJob, false);
+  std::filesystem::create_directory(made.unit_path(0, 0).string() + ".part");
+  const std::string error = error_of([&] { made.write_unit(0, 0, "unit"); });
+  CHECK_THAT(error, ContainsSubstring((folder / "run").string() + "/trace0-unit0.unit.part"));
+  CHECK_THAT(error, !ContainsSubstring("is kept"));
+  made.write_unit(0, 1, "unit");
+  CHECK_THAT(error_of([&] { made.write_unit(0, 0, "unit"); }), ContainsSubstring("is kept in"));
+}

@@ -1,0 +1,159 @@
+#!/bin/sh
+# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: sweeps that are killed, resumed and spread over processes leave
+# the bytes of one that ran alone and undisturbed.
+set -eu
+kvlab=$1 source=$2 part=$3
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+for name in first second; do ln -s "$source/traces/samples/tiny-story" $name; done
+
+grid="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
+units=16 # 2 traces, 4 layers, 2 KV heads
+children() { cat /proc/$1/task/$1/children; }
+fail() { echo "FAILED: $*"; exit 1; }
+# start RUN OPTION...: what this script replays, over both traces, in the place of the shell ($! is kvlab).
+start() {
+  run=$1
+  shift
+  exec "$kvlab" replay --trace first second $grid --out "$run" "$@"
+}
+replay() { (start "$@"); }
+same() {
+  for file in results.csv run.json kept.json; do
+    cmp "reference/$file" "$1/$file" || fail "$1 differs from the undisturbed run"
+  done
+  [ ! -e "$1.part" ] || fail "$1.part was left behind"
+}
+finished() { ls "$1.part" 2>/dev/null | grep -c 'unit$' || true; }
+# kill_at RUN COUNT PID: kills -9 when so many units of RUN are finished.
+kill_at() {
+  while [ "$(finished "$1")" -lt "$2" ]; do
+    kill -0 "$3" 2>/dev/null || fail "the replay was over before it could be killed"
+    sleep 0.005
+  done
+  kill -9 "$3" || fail "the replay was over before it could be killed"
+  wait "$3" 2>/dev/null || true
+  [ ! -e "$1" ] || fail "a killed replay left $1"
+}
+# refused WORDS COMMAND...: it exits 2 and says WORDS.
+refused() {
+  words=$1 code=0
+  shift
+  "$@" >out.txt 2>err.txt || code=$?
+  [ $code -eq 2 ] || fail "exit code $code, not 2, of: $*"
+  grep -qF -- "$words" err.txt || fail "not '$words', but: $(cat err.txt)"
+}
+
+reference() { replay reference --threads 1 >/dev/null; }
+
+killed_at_several_moments() {
+  reference
+  for threads in 1 2; do
+    start run$threads --threads $threads >/dev/null 2>&1 &
+    kill_at run$threads 1 $!
+    start run$threads --threads $threads >/dev/null 2>&1 &
+    kill_at run$threads $((units / 2)) $!
+    # One finished unit is cut, one has a changed byte, one is another's; and a file is half written.
+    set -- run$threads.part/*.unit
+    truncate -s 100 "$1"
+    printf X | dd of="$2" bs=1 seek=200 conv=notrunc 2>/dev/null
+    cp "$4" "$3"
+    printf 'half' >"$5.part"
+    before=$(finished run$threads)
+    replay run$threads --threads $threads >/dev/null 2>err.txt
+    for file in "$1" "$2" "$3"; do grep -qF "$file: " err.txt || fail "$file was not named"; done
+    grep -qF "$((before - 3)) of $units units are finished" err.txt || fail "it began again: $(cat err.txt)"
+    same run$threads
+  done
+}
+
+refused_or_afresh() {
+  reference
+  start run --threads 1 >/dev/null 2>&1 &
+  pid=$!
+  while [ "$(finished run)" -lt 1 ]; do sleep 0.005; done
+  refused "another kvlab replay is at work" replay run
+  kill_at run 1 $pid
+  cp -r run.part kept.part
+  refused "differs in: grid" replay run --seed 3
+  refused "differs in: span" replay run --span all
+  refused "differs in: traces" "$kvlab" replay --trace first $grid --out run
+  refused "differs in: build" sh -c "cp '$kvlab' . && printf x >>kvlab && exec ./kvlab replay --trace first second $grid --out run"
+  diff -r run.part kept.part >/dev/null || fail "a refused replay changed what was kept"
+  "$kvlab" replay --trace first --policy window --budget 16 --out run --fresh >/dev/null
+  [ -e run/results.csv ] && [ ! -e run.part ] || fail "--fresh did not start again"
+  mkdir mine.part && echo work >mine.part/novel.txt
+  refused "novel.txt: was not made by" replay mine
+  refused "novel.txt: was not made by" replay mine --fresh
+  [ "$(cat mine.part/novel.txt)" = work ] || fail "somebody's file is gone"
+
+  # A file that cannot grow stands for a full disk.
+  limited() { (trap '' XFSZ; ulimit -f "$1"; shift; replay "$@"); }
+  refused "cannot write" limited 1 small
+  grep -q '^kvlab replay: small[:/]' err.txt || fail "not RUN was named: $(cat err.txt)"
+  [ ! -e small ] && [ ! -e small.part ] || fail "something was left behind"
+  refused "small/results.csv: cannot write" limited 256 small
+  grep -qF "kept in small.part" err.txt || fail "what is kept was not said"
+  replay small >/dev/null 2>&1
+  same small
+}
+
+several_processes() {
+  command -v mpirun >/dev/null || { echo "skipped: there is no mpirun"; exit 0; }
+  [ -e "$(dirname "$kvlab")/kvlab_mpi.so" ] || { echo "skipped: this build has no MPI"; exit 0; }
+  # What counts here is that the processes are there, not where they run.
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+  export OMPI_MCA_btl_base_warn_component_unused=0
+  export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" # Open MPI leaves some behind
+  reference
+  start_spread() { # start_spread N RUN OPTION...
+    processes=$1 run=$2
+    shift 2
+    exec timeout -k 5 120 mpirun --oversubscribe --bind-to none -np "$processes" \
+      "$kvlab" replay --trace first second $grid --out "$run" "$@"
+  }
+  spread() { (start_spread "$@"); }
+  for processes in 1 2 4; do
+    spread $processes run$processes --threads 2 >out.txt
+    [ "$(wc -l <out.txt)" -lt 60 ] && [ "$(grep -c 'next: kvlab report' out.txt)" -eq 1 ] ||
+      fail "several processes printed"
+    same run$processes
+  done
+  # A process dies: all end. Then a lone one finishes what they had.
+  start_spread 4 dead --threads 1 >/dev/null 2>&1 &
+  mpirun=$!
+  while [ "$(finished dead)" -lt 2 ]; do sleep 0.005; done
+  set -- $(children $(children $mpirun)) # of mpirun, which is timeout's child
+  [ $# -eq 4 ] || fail "not 4 processes, but $#"
+  kill -9 "$4"
+  code=0
+  wait $mpirun || code=$?
+  [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and nobody noticed"
+  [ "$(finished dead)" -ge 2 ] || fail "finished units were lost"
+  replay dead >/dev/null 2>err.txt
+  grep -qF "units are finished" err.txt || fail "it began again"
+  same dead
+  # The leader fails in its work (something is where a unit should go): its error, once, and an end.
+  start blocked --threads 1 >/dev/null 2>&1 &
+  kill_at blocked 1 $!
+  mkdir blocked.part/trace1-unit7.unit.part
+  refused "blocked/trace1-unit7.unit.part: cannot create" spread 3 blocked --threads 1
+  [ "$(grep -c 'cannot create' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  rmdir blocked.part/trace1-unit7.unit.part
+  spread 3 blocked >/dev/null 2>&1
+  same blocked
+  # Bad input: said once, by the leader.
+  refused "--layers: 'x'" spread 3 bad --layers x
+  [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  refused "process 1 of 2: has other traces" timeout -k 5 120 mpirun --oversubscribe \
+    -np 1 "$kvlab" replay --trace first second $grid --out odd : \
+    -np 1 "$kvlab" replay --trace first $grid --out odd
+  [ ! -e odd ] && [ ! -e odd.part ] || fail "something was left behind"
+}
+
+case $part in
+  kill) killed_at_several_moments ;;
+  refuse) refused_or_afresh ;;
+  mpi) several_processes ;;
+esac
