@@ -90,58 +90,75 @@ class Tour {
   double seconds_ = 0;
 };
 
-int run(const po::variables_map& options) {
-  const std::string out = options["out"].as<std::string>(), model = model_directory(options);
-  const std::string prompt = shipped("tools/demo/prompt.txt");
-  if (!fs::exists(fs::path(model) / "config.json"))
-    throw std::runtime_error(
-        fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory", model));
-  make_directory(out);
-  const std::string trace = out + "/trace", run = out + "/run", page = out + "/report.html",
-                    policy = out + "/policy.json";
-  Tour tour;
+/// Where the tour's files are.
+struct Paths {
+  std::string model, prompt, trace, run, page, policy;
+};
 
+void capture_and_replay(Tour& tour, const Paths& paths) {
   tour.step("Capture",
             "The model reads a story and goes on with it, with its whole cache. Queries, keys and "
             "values\n"
             "of every layer go into a trace.");
-  tour.run(capture_command(), {"--model", model, "--prompt-file", prompt, "--max-new-tokens", "440",
-                               "--temperature", "0.8", "--seed", "7", "--out", trace});
+  tour.run(capture_command(),
+           {"--model", paths.model, "--prompt-file", paths.prompt, "--max-new-tokens", "440",
+            "--temperature", "0.8", "--seed", "7", "--out", paths.trace});
 
   tour.step("Replay",
             "The trace once more, through six eviction policies at eight budgets, beside two "
             "oracles and the\n"
             "full cache: how much attention falls on tokens that each would still hold?");
   tour.run(replay_command(),
-           {"--trace", trace, "--policy", "window,sink,lru,h2o,streaming_h2o,random", "--budget",
-            "24,32,48,64,96,128,192,256", "--out", run});
+           {"--trace", paths.trace, "--policy", "window,sink,lru,h2o,streaming_h2o,random",
+            "--budget", "24,32,48,64,96,128,192,256", "--out", paths.run});
+}
 
+void report_and_deploy(Tour& tour, const Paths& paths) {
   tour.step("Report", "One page with the answer, the curves behind it and where it comes from.");
-  tour.run(report_command(), {run, "--out", page});
+  tour.run(report_command(), {paths.run, "--out", paths.page});
 
   tour.step("Deploy",
             "The winner at one budget, with its evidence and those that tie with it, as a file.");
-  tour.run(deploy_command(), {run, "--budget", kDeployedBudget, "--out", policy});
+  tour.run(deploy_command(), {paths.run, "--budget", kDeployedBudget, "--out", paths.policy});
+}
 
+void generate_twice(Tour& tour, const Paths& paths) {
   tour.step("Generate",
             "The same story with the full cache, then with the deployed policy: a fraction of the "
             "memory.\n"
             "The draws are the same; the texts part where the caches begin to matter.");
-  Words generate{"--model", model,           "--prompt-file", prompt,   "--max-new-tokens",
-                 "80",      "--temperature", "0.8",           "--seed", "7"};
+  Words generate{"--model", paths.model,     "--prompt-file", paths.prompt, "--max-new-tokens",
+                 "80",      "--temperature", "0.8",           "--seed",     "7"};
   // Both from the decoder that evicts, so that only the cache differs.
   if (has_cuda_device()) generate.insert(generate.end(), {"--device", "cpu"});
   tour.run(generate_command(), generate);
   Words deployed = generate;
-  deployed.insert(deployed.end(), {"--policy-file", policy});
+  deployed.insert(deployed.end(), {"--policy-file", paths.policy});
   tour.run(generate_command(), deployed);
+}
 
+int run(const po::variables_map& options) {
+  const std::string out = options["out"].as<std::string>();
+  const Paths paths{.model = model_directory(options),
+                    .prompt = shipped("tools/demo/prompt.txt"),
+                    .trace = out + "/trace",
+                    .run = out + "/run",
+                    .page = out + "/report.html",
+                    .policy = out + "/policy.json"};
+  if (!fs::exists(fs::path(paths.model) / "config.json"))
+    throw std::runtime_error(
+        fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory", paths.model));
+  make_directory(out);
+  Tour tour;
+  capture_and_replay(tour, paths);
+  report_and_deploy(tour, paths);
+  generate_twice(tour, paths);
   fmt::print(
       "\nAll of it took {:.1f} s. Open {} in a browser.\n"
       "Next: kvlab policies          what each policy does\n"
       "      kvlab eval --help       the same question in the closed loop: perplexity\n"
       "      kvlab capture --help    a trace of your own model and text\n",
-      tour.seconds(), page);
+      tour.seconds(), paths.page);
   return 0;
 }
 

@@ -2,7 +2,11 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <iostream>
+#include <stdexcept>
+
+#include "policies/catalogue.hpp"
 
 namespace kvlab {
 namespace {
@@ -12,6 +16,30 @@ void print_help(const Command& command, const po::options_description& options) 
   std::cout << options << "\nExample: " << command.example << "\n";
 }
 
+[[noreturn]] void refuse_unknown(const std::string& name, const Command& command,
+                                 const po::options_description& options) {
+  std::vector<std::string> names;
+  for (const auto& option : options.options()) names.push_back(option->long_name());
+  const auto near = nearest_name(name.substr(name.find_first_not_of('-')), names);
+  throw std::invalid_argument(fmt::format(
+      "unknown option '{}'; {}", name,
+      near ? "did you mean --" + *near + "?"
+           : fmt::format("`kvlab {} --help` lists those that there are", command.name)));
+}
+
+/// Boost says what is wrong with a value, but not what would be right.
+[[noreturn]] void refuse_value(const std::string& name, const po::parsed_options& parsed,
+                               const po::options_description& options) {
+  const auto given = std::find_if(parsed.options.begin(), parsed.options.end(),
+                                  [&](const auto& option) { return option.string_key == name; });
+  const auto semantic = options.find(name, false).semantic();
+  const bool whole = dynamic_cast<const po::typed_value<std::int64_t>*>(semantic.get()) != nullptr;
+  throw std::invalid_argument(
+      fmt::format("--{}: '{}' should be {}", name,
+                  given == parsed.options.end() || given->value.empty() ? "" : given->value.front(),
+                  whole ? "a whole number" : "a number"));
+}
+
 po::variables_map parse(const Command& command, const po::options_description& options,
                         const std::vector<std::string>& words) {
   po::positional_options_description positional;
@@ -19,9 +47,17 @@ po::variables_map parse(const Command& command, const po::options_description& o
   po::variables_map values;
   // No guessing of abbreviated options: a slip should be named, not completed.
   const int style = po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
-  po::store(
-      po::command_line_parser(words).options(options).positional(positional).style(style).run(),
-      values);
+  po::parsed_options parsed(&options);
+  try {
+    parsed =
+        po::command_line_parser(words).options(options).positional(positional).style(style).run();
+    po::store(parsed, values);
+  } catch (const po::unknown_option& error) {
+    refuse_unknown(error.get_option_name(), command, options);
+  } catch (const po::invalid_option_value& error) {
+    const std::string name = error.get_option_name();
+    refuse_value(name.substr(name.find_first_not_of('-')), parsed, options);
+  }
   if (!values.count("help")) po::notify(values);
   return values;
 }

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "tests/catch.hpp"
+#include "tools/run_command.hpp"
 
 using namespace kvlab;
 
@@ -126,4 +127,30 @@ TEST_CASE("A reference is refused as one where only policies run") {
   CHECK(message_of({"--policy", "oracle_topk", "--budget", "64"}) ==
         "policy oracle_topk: is a reference of `kvlab replay`, which knows the future; name a "
         "policy");
+}
+
+TEST_CASE("The time left is reckoned from where the work began") {
+  CHECK(time_left(0, 0.25, 60) == "3:00 left");
+  CHECK(time_left(0.5, 0.75, 65) == "1:05 left");
+  CHECK(time_left(0.9, 0.901, 100) == "2:45:00 left");
+  CHECK(time_left(0, 0, 60).empty());
+  CHECK(time_left(0, 1, 60).empty());
+  CHECK(time_left(0, 0.5, 0.2).empty());
+}
+
+TEST_CASE("A misspelt option and a number that is none are told what would be right") {
+  const auto message = [](const std::vector<std::string>& words) -> std::string {
+    try {
+      run_command(replay_command(), words);
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  };
+  CHECK(message({"--bugdet", "64"}) == "unknown option '--bugdet'; did you mean --budget?");
+  CHECK(message({"--volume", "11"}) ==
+        "unknown option '--volume'; `kvlab replay --help` lists those that there are");
+  CHECK(message({"--threads", "abc"}) == "--threads: 'abc' should be a whole number");
+  CHECK(message({"--seed", "1.5"}) == "--seed: '1.5' should be a whole number");
+  CHECK(message({"--request-threshold", "low"}) == "--request-threshold: 'low' should be a number");
 }
