@@ -14,22 +14,23 @@
 namespace kvlab {
 namespace {
 
-double parse_number(std::string_view text, std::string_view what) {
+/// `should` says what would be right.
+double parse_number(std::string_view text, std::string_view what, std::string_view should) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value))
-    throw std::invalid_argument(fmt::format("{}: '{}' is not a number", what, text));
+    throw std::invalid_argument(fmt::format("{}: '{}' should be {}", what, text, should));
   return value;
 }
 
 /// Throws unless it lies in [least, 2^31) tokens.
 Extent parse_tokens(std::string_view text, std::string_view what, double least,
                     std::string_view alternative = "") {
-  const double value = parse_number(text, what);
+  const std::string should =
+      fmt::format("a whole number of tokens, at least {} and below 2^31{}", least, alternative);
+  const double value = parse_number(text, what, should);
   if (value != std::floor(value) || value < least || value >= 2147483648.0)
-    throw std::invalid_argument(
-        fmt::format("{}: '{}' should be a whole number of tokens, at least {} and below 2^31{}",
-                    what, text, least, alternative));
+    throw std::invalid_argument(fmt::format("{}: '{}' should be {}", what, text, should));
   return tokens(static_cast<std::uint32_t>(value));
 }
 
@@ -37,7 +38,7 @@ Extent parse_tokens(std::string_view text, std::string_view what, double least,
 /// no share is 0 unless `least` is.
 Extent parse_extent(std::string_view text, std::string_view what, double least) {
   if (!text.ends_with('%')) return parse_tokens(text, what, least, ", or a share such as 20%");
-  const double value = parse_number(text.substr(0, text.size() - 1), what);
+  const double value = parse_number(text.substr(0, text.size() - 1), what, "a share such as 20%");
   if (value < 0 || value > 100)
     throw std::invalid_argument(
         fmt::format("{}: {} should be at least 0% and at most 100%", what, text));
@@ -86,7 +87,8 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     const ParamInfo& param = spec.entry->params[i];
     known.push_back(param.name);
     if (key != param.name) continue;
-    const double number = parse_number(value, what);
+    const double number = parse_number(
+        value, what, fmt::format("a number from {:g} to {:g}", param.least, param.most));
     if (number < param.least || number > param.most)
       throw std::invalid_argument(
           fmt::format("{}={} is outside {:g} to {:g}", what, value, param.least, param.most));

@@ -103,9 +103,15 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
         "policy h2o: unknown parameter 'decay'; known: sinks, recent");
   CHECK(policy_refusal("h2o:recent") == "policy h2o: 'recent' should read parameter=value");
   CHECK(policy_refusal("h2o:") == "policy h2o: '' should read parameter=value");
-  CHECK(policy_refusal("h2o:recent=") == "policy h2o: recent: '' is not a number");
-  CHECK(policy_refusal("h2o:recent=4x") == "policy h2o: recent: '4x' is not a number");
-  CHECK(policy_refusal("h2o:recent=nan") == "policy h2o: recent: 'nan' is not a number");
+  CHECK(policy_refusal("h2o:recent=") ==
+        "policy h2o: recent: '' should be a whole number of tokens, at least 0 and below 2^31, or "
+        "a share such as 20%");
+  CHECK(policy_refusal("h2o:recent=4x") ==
+        "policy h2o: recent: '4x' should be a whole number of tokens, at least 0 and below 2^31, "
+        "or a share such as 20%");
+  CHECK(policy_refusal("h2o:recent=nan") ==
+        "policy h2o: recent: 'nan' should be a whole number of tokens, at least 0 and below 2^31, "
+        "or a share such as 20%");
   CHECK(policy_refusal("h2o:recent=4:recent=5") ==
         "policy h2o: recent is given twice; once would be right");
   CHECK(policy_refusal("full:sinks=4") ==
@@ -143,9 +149,13 @@ TEST_CASE("a budget is at least one token or a share above 0% and up to 100%") {
   CHECK(budget_refusal("0.00001%") == "budget: 0.00001% should be at least 0.0001%");
   CHECK(budget_refusal("-5%") == "budget: -5% should be at least 0% and at most 100%");
   CHECK(budget_refusal("101%") == "budget: 101% should be at least 0% and at most 100%");
-  CHECK(budget_refusal("many") == "budget: 'many' is not a number");
-  CHECK(budget_refusal("%") == "budget: '' is not a number");
-  CHECK(budget_refusal("1e999") == "budget: '1e999' is not a number");
+  CHECK(budget_refusal("many") ==
+        "budget: 'many' should be a whole number of tokens, at least 1 and below 2^31, or a share "
+        "such as 20%");
+  CHECK(budget_refusal("%") == "budget: '' should be a share such as 20%");
+  CHECK(budget_refusal("1e999") ==
+        "budget: '1e999' should be a whole number of tokens, at least 1 and below 2^31, or a share "
+        "such as 20%");
 }
 
 TEST_CASE("a budget's share is rounded down from the length, to at least one token") {
@@ -182,7 +192,8 @@ TEST_CASE("prefill is dense, stream or chunk:N") {
   const auto refused = [](std::string_view text) { return refusal([&] { parse_prefill(text); }); };
   CHECK(refused("chunk:0") ==
         "prefill: chunk: '0' should be a whole number of tokens, at least 1 and below 2^31");
-  CHECK(refused("chunk:20%") == "prefill: chunk: '20%' is not a number");
+  CHECK(refused("chunk:20%") ==
+        "prefill: chunk: '20%' should be a whole number of tokens, at least 1 and below 2^31");
   CHECK(refused("chunks") ==
         "prefill: 'chunks' should be dense, stream or chunk:N (tokens an admission)");
 }

@@ -71,7 +71,7 @@ TEST_CASE("parameters have defaults, a range, and a text that parses back") {
 
   CHECK(refusal("leaky:keep=1.5") == "policy leaky: keep=1.5 is outside 0 to 1");
   CHECK(refusal("leaky:keep=-0.1") == "policy leaky: keep=-0.1 is outside 0 to 1");
-  CHECK(refusal("leaky:keep=inf") == "policy leaky: keep: 'inf' is not a number");
+  CHECK(refusal("leaky:keep=inf") == "policy leaky: keep: 'inf' should be a number from 0 to 1");
   CHECK(refusal("leaky:kep=1") == "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
   CHECK(refusal("leaky:half=1") ==
         "policy leaky: unknown parameter 'half'; known: keep, slope, span, sinks, recent");
