@@ -1,6 +1,7 @@
 // The CUDA backend of a build without it.
 #include <stdexcept>
 
+#include "engine/attention_bench.hpp"
 #include "engine/backend.hpp"
 #include "engine/bench.hpp"
 
@@ -22,5 +23,6 @@ std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path&) {
 
 DecodeBench bench_decode(const DecodeBenchOptions&) { refuse_bench(); }
 PrefillBench bench_prefill(const PrefillBenchOptions&) { refuse_bench(); }
+AttentionBench bench_attention(const AttentionBenchOptions&) { refuse_bench(); }
 
 }  // namespace kvlab

@@ -13,11 +13,10 @@
 
 namespace kvlab::kernels {
 
-/// What a warp has found out about its keys; rows beyond the group are left as they are.
-template <int kDim>
+/// What a warp has found out about its keys, for each head of the group.
 struct WarpPart {
-  float out[kMostGroup][kDim];
-  float max[kMostGroup], sum[kMostGroup];
+  float* out;     // [head, dim], in shared memory
+  float2* state;  // [head]: max, sum
 };
 
 template <int kKeys, bool kSqueezed>
@@ -77,7 +76,7 @@ class TensorCoreWarp {
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
-  static constexpr int kStages = 384 / kDim;  ///< 24 KB of tiles a warp
+  static constexpr int kStages = 256 / kDim;  ///< 16 KB of tiles a warp
   static constexpr bool kSqueezed = kSqueezed_;
   using Tile = CacheTile<T, kDim, kKeys, kSqueezed>;
 
@@ -124,17 +123,15 @@ class TensorCoreWarp {
     add_values(tile, weight);
   }
 
-  __device__ void finish(WarpPart<kDim>& part) {
+  __device__ void finish(const WarpPart& part) {
     sum_ += __shfl_xor_sync(~0u, sum_, 1);
     sum_ += __shfl_xor_sync(~0u, sum_, 2);
     if (row() >= group_) return;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
-      *reinterpret_cast<float2*>(&part.out[row()][n * 8 + column()]) =
+      *reinterpret_cast<float2*>(part.out + row() * kDim + n * 8 + column()) =
           make_float2(out_[n][0], out_[n][1]);
-    if (column() != 0) return;
-    part.max[row()] = max_;
-    part.sum[row()] = sum_;
+    if (column() == 0) part.state[row()] = make_float2(max_, sum_);
   }
 
  private:
@@ -277,16 +274,14 @@ class PlainWarp {
     for (int h = 0; h < kMostGroup; ++h) add_head(tile, weight[h % 4], h);
   }
 
-  __device__ void finish(WarpPart<kDim>& part) {
+  __device__ void finish(const WarpPart& part) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < kMostGroup; ++h) {
       if (h >= group_) break;
 #pragma unroll
-      for (int i = 0; i < kDim / 32; ++i) part.out[h][i * 32 + lane] = out_[h][i];
-      if (lane != 0) continue;
-      part.max[h] = max_[h];
-      part.sum[h] = sum_[h];
+      for (int i = 0; i < kDim / 32; ++i) part.out[h * kDim + i * 32 + lane] = out_[h][i];
+      if (lane == 0) part.state[h] = make_float2(max_[h], sum_[h]);
     }
   }
 

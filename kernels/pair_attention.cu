@@ -32,27 +32,39 @@ struct Plan {
   std::int32_t* arrived;  // [cta], zero between launches
 };
 
-/// What a CTA needs to merge a pair.
-struct Merge {
-  float weights[kMostCtas * kMostGroup];  // [part, head of the group]
-  float2 rows[kMostGroup];                ///< largest logit, sum
-
-  /// A place for each thread, in what a group of less than kMostGroup leaves free of the weights.
-  __device__ float4* thread_outputs() {
-    static_assert(kMostCtas >= kThreads * 4);
-    return reinterpret_cast<float4*>(&weights[kMostCtas * (kMostGroup - 1)]);
-  }
+template <class Warp>
+struct Ring {
+  typename Warp::Tile tiles[kWarps][Warp::kStages];
+  Frequency frequencies[Warp::kSqueezed ? Warp::kHeadSize / 2 : 1];
 };
 
-template <class Warp>
-struct Shared {
-  typename Warp::Tile tiles[kWarps][Warp::kStages];
-  union {
-    WarpPart<Warp::kHeadSize> parts[kWarps];
-    Merge merge;
-  };
-  Frequency frequencies[Warp::kSqueezed ? Warp::kHeadSize / 2 : 1];
-  bool is_last;
+/// What the warps of a CTA tell each other, behind the ring in shared memory: their parts of a
+/// pair, or what all parts of a pair weigh while the CTA merges it. As large as the group needs.
+template <int kDim>
+struct Exchange {
+  int group;
+  float* memory;
+
+  __device__ WarpPart part(int warp) const {
+    return {memory + warp * group * kDim,
+            reinterpret_cast<float2*>(memory + kWarps * group * kDim) + warp * group};
+  }
+  // [part, head of the group]
+  __device__ float* weights() const { return memory; }
+  // [thread]; where the group leaves threads for several rows
+  __device__ float4* outputs() const {
+    return reinterpret_cast<float4*>(memory + kMostCtas * group);
+  }
+  // [head of the group]: largest logit, sum
+  __device__ float2* rows() const {
+    return reinterpret_cast<float2*>(memory + kMostCtas * group + kThreads * 4);
+  }
+  static std::size_t bytes(int group) {
+    const std::size_t parts = kWarps * static_cast<std::size_t>(group) * (kDim + 2);
+    const std::size_t merge =
+        static_cast<std::size_t>(kMostCtas + 2) * static_cast<std::size_t>(group) + kThreads * 4;
+    return std::max(parts, merge) * sizeof(float);
+  }
 };
 
 /// A warp's tiles, fetched ahead. Every kSlotsPerTile slots, warp w takes those from w * kKeys on.
@@ -130,8 +142,8 @@ __device__ void raise_ready(const Plan& plan, int pair, std::uint32_t gone) {
 
 /// Merges what the warps found out about one pair, or about some tiles of it.
 template <class Warp>
-__device__ void write_pair(const Plan& plan, const Shared<Warp>& shared, int pair, bool whole,
-                           int part) {
+__device__ void write_pair(const Plan& plan, const Exchange<Warp::kHeadSize>& exchange, int pair,
+                           bool whole, int part) {
   constexpr int kDim = Warp::kHeadSize;
   const int group = plan.args.group;
   for (int i = threadIdx.x; i < group * kDim / 4; i += kThreads) {
@@ -139,9 +151,10 @@ __device__ void write_pair(const Plan& plan, const Shared<Warp>& shared, int pai
     State state;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const auto& found = shared.parts[w];
-      const float4 out = *reinterpret_cast<const float4*>(&found.out[head][dim]);
-      state = merge(state, State{found.max[head], found.sum[head], {out.x, out.y, out.z, out.w}});
+      const WarpPart found = exchange.part(w);
+      const float4 out = *reinterpret_cast<const float4*>(found.out + head * kDim + dim);
+      state = merge(state,
+                    State{found.state[head].x, found.state[head].y, {out.x, out.y, out.z, out.w}});
     }
     const float4 out = make_float4(state.out[0], state.out[1], state.out[2], state.out[3]);
     const float2 max_and_sum = make_float2(state.max, state.sum);
@@ -171,91 +184,136 @@ struct PairParts {
 };
 
 /// What each part weighs; the sum is of all in a fixed order. A warp for each query head.
-__device__ void weigh_parts(const Plan& plan, const PairParts& parts, Merge& merge) {
-  const int lane = threadIdx.x % 32, count = parts.count();
-  for (int head = threadIdx.x / 32; head < plan.args.group; head += kWarps) {
+template <int kDim>
+__device__ void weigh_parts(const Plan& plan, const PairParts& parts,
+                            const Exchange<kDim>& exchange) {
+  constexpr int kMost = kMostCtas / 32;  // parts of a lane
+  const int lane = threadIdx.x % 32, count = parts.count(), group = plan.args.group;
+  for (int head = threadIdx.x / 32; head < group; head += kWarps) {
+    float2 states[kMost];
     float max = -INFINITY, sum = 0;
-    for (int i = lane; i < count; i += 32)
-      max = fmaxf(max, __ldcg(&plan.part_state[parts.at(i) * plan.args.group + head]).x);
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int i = lane + k * 32;
+      states[k] = i < count ? __ldcg(&plan.part_state[parts.at(i) * group + head])
+                            : make_float2(-INFINITY, 0);
+      max = fmaxf(max, states[k].x);
+    }
     max = warp_max(max);
-    for (int i = lane; i < count; i += 32) {
-      const float2 state = __ldcg(&plan.part_state[parts.at(i) * plan.args.group + head]);
-      const float weight = rescale(state.x, max);
-      merge.weights[i * plan.args.group + head] = weight;
-      sum = fmaf(weight, state.y, sum);
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int i = lane + k * 32;
+      const float weight = rescale(states[k].x, max);
+      if (i < count) exchange.weights()[i * group + head] = weight;
+      sum = fmaf(weight, states[k].y, sum);
     }
     sum = warp_sum(sum);
-    if (lane == 0) merge.rows[head] = make_float2(max, sum);
+    if (lane == 0) exchange.rows()[head] = make_float2(max, sum);
   }
 }
 
-/// The weighted outputs of parts `first`, first + step, …, four dimensions of a query head.
-__device__ float4 sum_parts(const Plan& plan, const PairParts& parts, const Merge& merge,
-                            int columns, int column, int head, int first, int step) {
-  const auto* const out = reinterpret_cast<const float4*>(plan.part_out);
-  float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-  for (int i = first; i < parts.count(); i += step) {
-    const float weight = merge.weights[i * plan.args.group + head];
-    const float4 part = __ldcg(&out[parts.at(i) * columns + column]);
-    sum.x = fmaf(weight, part.x, sum.x);
-    sum.y = fmaf(weight, part.y, sum.y);
-    sum.z = fmaf(weight, part.z, sum.z);
-    sum.w = fmaf(weight, part.w, sum.w);
-  }
-  return sum;
-}
-
-/// Sums the outputs of all parts. Consecutive threads take consecutive columns of four dimensions;
-/// where there are threads for several rows of them, row r takes parts r, r + rows, …
+/// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns of four
+/// dimensions of a query head; where there are threads for several rows of them, row r takes parts
+/// r, r + rows, … What is fetched first is on its way while the parts are weighed.
 template <class Warp>
-__device__ void merge_outputs(const Plan& plan, const PairParts& parts, Merge& merge, int pair) {
-  using T = typename Warp::Element;
-  constexpr int kChunks = Warp::kHeadSize / 4;
-  const int group = plan.args.group, columns = group * kChunks, rows = kThreads / columns;
-  const auto write = [&](int column, float4 sum) {
-    const int head = column / kChunks;
-    write_output<T>(plan, pair * group + head, column % kChunks * 4, sum, merge.rows[head]);
-  };
-  if (rows < 2) {
-    for (int column = threadIdx.x; column < columns; column += kThreads)
-      write(column, sum_parts(plan, parts, merge, columns, column, column / kChunks, 0, 1));
-    return;
+class OutputMerge {
+ public:
+  __device__ OutputMerge(const Plan& plan, const PairParts& parts,
+                         const Exchange<Warp::kHeadSize>& exchange)
+      : plan_(plan),
+        parts_(parts),
+        exchange_(exchange),
+        columns_(plan.args.group * kChunks),
+        rows_(max(kThreads / columns_, 1)),
+        row_(rows_ > 1 ? threadIdx.x / columns_ : 0),
+        column_(rows_ > 1 ? threadIdx.x % columns_ : threadIdx.x) {
+    if (row_ < rows_) fetch(row_);
   }
-  const int row = threadIdx.x / columns, column = threadIdx.x % columns;
-  float4* const of_threads = merge.thread_outputs();
-  if (row < rows)
-    of_threads[threadIdx.x] =
-        sum_parts(plan, parts, merge, columns, column, column / kChunks, row, rows);
-  __syncthreads();
-  if (row != 0) return;
-  float4 sum = of_threads[column];
-  for (int r = 1; r < rows; ++r) {
-    const float4 other = of_threads[r * columns + column];
-    sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
+
+  /// Once the parts are weighed and all threads have seen it.
+  __device__ void write(int pair) {
+    if (rows_ == 1) {
+      for (; column_ < columns_; column_ += kThreads) {
+        write_column(pair, sum());
+        if (column_ + kThreads < columns_) fetch(0, column_ + kThreads);
+      }
+      return;
+    }
+    float4* const outputs = exchange_.outputs();
+    if (row_ < rows_) outputs[threadIdx.x] = sum();
+    __syncthreads();
+    if (row_ != 0) return;
+    float4 all = outputs[column_];
+    for (int r = 1; r < rows_; ++r) {
+      const float4 other = outputs[r * columns_ + column_];
+      all = make_float4(all.x + other.x, all.y + other.y, all.z + other.z, all.w + other.w);
+    }
+    write_column(pair, all);
   }
-  write(column, sum);
-}
+
+ private:
+  static constexpr int kChunks = Warp::kHeadSize / 4;
+  static constexpr int kAtOnce = 12;
+
+  __device__ void fetch(int first) { fetch(first, column_); }
+  __device__ void fetch(int first, int column) {
+    const auto* const out = reinterpret_cast<const float4*>(plan_.part_out);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = first + k * rows_;
+      if (i < parts_.count() && column < columns_)
+        fetched_[k] = __ldcg(&out[parts_.at(i) * columns_ + column]);
+    }
+  }
+  __device__ float4 sum() {
+    const float* const weights = exchange_.weights() + column_ / kChunks;
+    float4 all = make_float4(0, 0, 0, 0);
+    for (int first = row_; first < parts_.count(); first += kAtOnce * rows_) {
+      if (first != row_) fetch(first);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int i = first + k * rows_;
+        if (i >= parts_.count()) break;
+        const float weight = weights[i * plan_.args.group];
+        all.x = fmaf(weight, fetched_[k].x, all.x);
+        all.y = fmaf(weight, fetched_[k].y, all.y);
+        all.z = fmaf(weight, fetched_[k].z, all.z);
+        all.w = fmaf(weight, fetched_[k].w, all.w);
+      }
+    }
+    return all;
+  }
+  __device__ void write_column(int pair, float4 out) const {
+    const int head = column_ / kChunks;
+    write_output<typename Warp::Element>(plan_, pair * plan_.args.group + head,
+                                         column_ % kChunks * 4, out, exchange_.rows()[head]);
+  }
+
+  const Plan& plan_;
+  const PairParts& parts_;
+  const Exchange<Warp::kHeadSize>& exchange_;
+  int columns_, rows_, row_, column_;
+  float4 fetched_[kAtOnce];
+};
 
 /// A part has been written: whoever comes last merges the pair's.
 template <class Warp>
-__device__ void arrive_and_merge(const Plan& plan, const PairParts& parts, Shared<Warp>& shared,
-                                 int pair, std::uint32_t gone) {
+__device__ void arrive_and_merge(const Plan& plan, const PairParts& parts,
+                                 const Exchange<Warp::kHeadSize>& exchange, int pair,
+                                 std::uint32_t gone) {
+  int before = 0;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    std::int32_t* const arrived = &plan.arrived[parts.first];
-    shared.is_last = arrive(arrived) == parts.last - parts.first;
-    if (shared.is_last) *arrived = 0;
-  }
-  __syncthreads();
-  if (!shared.is_last) return;
-  weigh_parts(plan, parts, shared.merge);
+  if (threadIdx.x == 0) before = arrive(&plan.arrived[parts.first]);
+  if (__syncthreads_or(before == parts.last - parts.first) == 0) return;
+  if (threadIdx.x == 0) plan.arrived[parts.first] = 0;
+  OutputMerge<Warp> merge(plan, parts, exchange);
+  weigh_parts(plan, parts, exchange);
   __syncthreads();
   if (threadIdx.x < plan.args.group)
-    leave_softmax(plan, pair, threadIdx.x, shared.merge.rows[threadIdx.x]);
+    leave_softmax(plan, pair, threadIdx.x, exchange.rows()[threadIdx.x]);
   __syncwarp();
   if (threadIdx.x == 0) raise_ready(plan, pair, gone);
-  merge_outputs<Warp>(plan, parts, shared.merge, pair);
+  merge.write(pair);
 }
 
 /// The age that the newest token's slot had: it has left.
@@ -271,17 +329,22 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& sl
 template <class Warp>
 __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& shared = *reinterpret_cast<Shared<Warp>*>(memory);
+  auto& ring = *reinterpret_cast<Ring<Warp>*>(memory);
   const PairAttention& args = plan.args;
+  const Exchange<Warp::kHeadSize> exchange{args.group,
+                                           reinterpret_cast<float*>(memory + sizeof(Ring<Warp>))};
   if (!args.settled) wait_for_predecessor();
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
   if constexpr (Warp::kSqueezed)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
-      shared.frequencies[i] = frequency_of(args.inv_freq[i]);
+      ring.frequencies[i] = frequency_of(args.inv_freq[i]);
   __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
-  let_successor_start();
+  // Whoever observes takes the signals of the launch before this one for its own unless that is
+  // over.
+  const bool observed = args.rows.ready != nullptr;
+  if (!observed) let_successor_start();
   if (left == 0) {
     wait_for_predecessor();
     return;
@@ -290,8 +353,9 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   const int warp = threadIdx.x / 32;
   int at = share.begin(blockIdx.x);  // in the row
   Place place = row.at(at, Warp::kHeadSize);
-  Fetcher<Warp> fetcher(plan, shared.tiles[warp], place, left);
+  Fetcher<Warp> fetcher(plan, ring.tiles[warp], place, left);
   wait_for_predecessor();
+  if (observed) let_successor_start();
   Warp state;
   for (bool first = true; left > 0; first = false) {
     if (!first) place.next_pair(args.table, Warp::kHeadSize);
@@ -302,7 +366,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
                 args.group);
     TileUse use{};
     if constexpr (Warp::kSqueezed) {
-      use.turns.frequencies = shared.frequencies;
+      use.turns.frequencies = ring.frequencies;
       use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
       use.turns.gone = gone_age<Warp>(args, slots);
     }
@@ -317,35 +381,42 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
       if (use.valid > 0) state.add(tile, use, plan.base2_scale);
     }
     if (!first) __syncthreads();  // the pair before has been read
-    state.finish(shared.parts[warp]);
+    state.finish(exchange.part(warp));
     __syncthreads();
     const bool whole = count == slots.tiles();
-    write_pair(plan, shared, slots.pair, whole, blockIdx.x * 2 + (first ? 0 : 1));
+    write_pair<Warp>(plan, exchange, slots.pair, whole, blockIdx.x * 2 + (first ? 0 : 1));
     if (whole) {
       if (args.rows.ready != nullptr) {
         __syncthreads();
         if (threadIdx.x == 0) raise_ready(plan, slots.pair, use.turns.gone);
       }
     } else {
-      arrive_and_merge(plan, PairParts(share, at - place.tile, slots.tiles()), shared, slots.pair,
-                       use.turns.gone);
+      arrive_and_merge<Warp>(plan, PairParts(share, at - place.tile, slots.tiles()), exchange,
+                             slots.pair, use.turns.gone);
     }
     left -= count;
     at += count;
   }
 }
 
-/// CTAs of `shared_bytes` that the device holds at once, but no more than there may be tiles; 0 if
-/// it holds none.
-int ctas_for(const DeviceLimits& limits, const PairTable& table, std::size_t shared_bytes) {
+template <class Warp>
+std::size_t shared_bytes(const PairAttention& args) {
+  static_assert(sizeof(Ring<Warp>) % 16 == 0);
+  return sizeof(Ring<Warp>) + Exchange<Warp::kHeadSize>::bytes(args.group);
+}
+
+/// Two CTAs for each multiprocessor keep enough bytes on their way, and leave room for a third, of
+/// the kernel behind; but no more than there may be tiles. 0 if the device holds none.
+template <class Warp>
+int ctas_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
   // What one CTA may have is all that a multiprocessor has, less what is reserved for it.
   const int on_one =
-      (limits.shared_bytes + kReserved) / (static_cast<int>(shared_bytes) + kReserved);
+      (limits.shared_bytes + kReserved) / (static_cast<int>(shared_bytes<Warp>(args)) + kReserved);
   const std::int64_t tiles =
-      std::int64_t{table.pairs} * (row_slots(table.most_slots) / kSlotsPerTile);
+      std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
   return static_cast<int>(
-      std::min<std::int64_t>({tiles, on_one * limits.multiprocessors, kMostCtas}));
+      std::min<std::int64_t>({tiles, std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
 }
 
 /// Of the parts of pairs that are cut.
@@ -355,10 +426,9 @@ std::size_t part_rows(const PairAttention& args, int ctas) {
 
 template <class Warp>
 cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
-  constexpr std::size_t kBytes = sizeof(Shared<Warp>);
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  const int ctas = ctas_for(limits, args.table, kBytes);
+  const int ctas = ctas_for<Warp>(limits, args);
   if (ctas == 0) return cudaErrorInvalidDevice;
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);
@@ -369,10 +439,9 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
       .part_out = part_out,
       .part_state = reinterpret_cast<float2*>(part_out + part_rows(args, ctas) * Warp::kHeadSize),
       .arrived = signals->arrived};
-  if (const cudaError_t error = cudaFuncSetAttribute(
-          attend_pairs<Warp>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
-    return error;
-  return launch(limits, attend_pairs<Warp>, {ctas, kThreads, kBytes, stream}, plan);
+  if (const cudaError_t error = allow_shared_memory(attend_pairs<Warp>, limits)) return error;
+  return launch(limits, attend_pairs<Warp>, {ctas, kThreads, shared_bytes<Warp>(args), stream},
+                plan);
 }
 
 /// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.
@@ -421,7 +490,7 @@ std::size_t pair_attention_workspace(const PairAttention& args) {
   DeviceLimits limits;
   if (!supported(args) || device_limits(limits) != cudaSuccess) return 0;
   return dispatch(args, [&]<class Warp>() {
-    const int ctas = ctas_for(limits, args.table, sizeof(Shared<Warp>));
+    const int ctas = ctas_for<Warp>(limits, args);
     return sizeof(Signals) +
            part_rows(args, ctas) * (Warp::kHeadSize * sizeof(float) + sizeof(float2));
   });

@@ -8,7 +8,7 @@ namespace kvlab::kernels {
 
 inline constexpr int kMostGroup = 8;      ///< query heads that share a KV head
 inline constexpr int kSlotsPerTile = 64;  ///< that a CTA takes at a time
-inline constexpr int kMostCtas = 512;     ///< of a grid
+inline constexpr int kMostCtas = 288;     ///< of a grid
 inline constexpr int kMostPairs = 1 << 15;
 
 /// Where each pair's slots are, and how many hold live tokens.

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "engine/bench.hpp"
+#include "tools/bench_attention.hpp"
 #include "tools/options.hpp"
 
 namespace kvlab {
@@ -15,7 +16,7 @@ constexpr std::int64_t kMostTokens = 1 << 28, kMostRows = 1 << 16;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("what", po::value<std::vector<std::string>>()->value_name("decode|prefill"),
+  add("what", po::value<std::vector<std::string>>()->value_name("decode|prefill|attention"),
       "what to measure");
   add("model", po::value<std::string>()->value_name("DIR"), "a checkpoint");
   add("random-weights", po::value<std::string>()->value_name("CONFIG.json"),
@@ -31,6 +32,7 @@ void add_options(po::options_description& options) {
       "prefill: of the prompt");
   add("chunk", po::value<std::int64_t>()->value_name("N")->default_value(2048),
       "prefill: tokens at once");
+  add_attention_options(options);
   add_common_options(options);
 }
 
@@ -157,14 +159,17 @@ void run_prefill(const po::variables_map& options) {
 int run(const po::variables_map& options) {
   const auto words = options.count("what") ? options["what"].as<std::vector<std::string>>()
                                            : std::vector<std::string>{};
-  if (words.size() != 1 || (words[0] != "decode" && words[0] != "prefill"))
-    throw std::invalid_argument("what to measure? give one of: decode, prefill");
+  if (words.size() != 1 ||
+      (words[0] != "decode" && words[0] != "prefill" && words[0] != "attention"))
+    throw std::invalid_argument("what to measure? give one of: decode, prefill, attention");
   if (options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
   if (words[0] == "decode")
     run_decode(options);
-  else
+  else if (words[0] == "prefill")
     run_prefill(options);
+  else
+    run_attention_bench(options);
   return 0;
 }
 
@@ -173,7 +178,9 @@ int run(const po::variables_map& options) {
 Command bench_command() {
   return {.name = "bench",
           .summary = "how fast the CUDA decoder is, beside what the card can do",
-          .usage = "decode|prefill --model DIR|--random-weights CONFIG.json [options]",
+          .usage =
+              "decode|prefill --model DIR|--random-weights CONFIG.json [options]\n"
+              "       kvlab bench attention [options]",
           .example = "kvlab bench decode --random-weights engine/models/configs/llama-3.1-8b.json",
           .add_options = add_options,
           .positional = "what",

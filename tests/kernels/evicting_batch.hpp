@@ -34,6 +34,8 @@ class EvictingBatch {
 
   /// Draws each sequence's next token and puts it where it goes. `idle`: [sequence].
   void draw_tokens(const std::vector<bool>& idle = {});
+  /// Layers of a step have one workspace.
+  void share_workspace(const EvictingBatch& other) { workspace_ = other.workspace_; }
   /// Enqueues the kernels; may be captured.
   cudaError_t enqueue(cudaStream_t stream) const;
   /// Compares outputs and observations with float64, and states, victims and lengths with the
@@ -87,8 +89,8 @@ class EvictingBatch {
   int most_slots_ = 1;
   template <class T>
   using Array = std::unique_ptr<DeviceArray<T>>;
-  Array<std::byte> device_keys_, device_values_, device_q_, out_, device_states_, params_,
-      workspace_;
+  Array<std::byte> device_keys_, device_values_, device_q_, out_, device_states_, params_;
+  std::shared_ptr<DeviceArray<std::byte>> workspace_;
   Array<float> device_lse_, device_inv_freq_;
   Array<std::uint32_t> positions_, ages_, threshold16_, sequence_ids_, device_now_;
   Array<std::uint64_t> seeds_;

@@ -1,5 +1,5 @@
 // Attention that observes and evicts, fast and plain, against float64 and against the host's rule.
-#include <cstring>
+#include <memory>
 
 #include "kernels/eviction_kernels.hpp"
 #include "tests/catch.hpp"
@@ -146,6 +146,39 @@ TEST_CASE("a captured graph of observing attention serves a growing sequence", "
         batch.check();
       }
     }
+}
+
+TEST_CASE("layers in a row observe their own logits alone", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  constexpr int kLayers = 12;
+  for (const std::string policy : {"h2o", "lru", "window", "streaming_h2o"}) {
+    INFO(policy);
+    std::vector<std::unique_ptr<EvictingBatch>> layers;
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const EvictingSize size{
+          .policy = policy,
+          .head_size = 128,
+          .sequences = 4,
+          .budgets = {700, 3000, 129},
+          .prompt = 3000,
+          .numbering = policy == "streaming_h2o" ? Positions::cache : Positions::original,
+          .settled = true};
+      layers.push_back(std::make_unique<EvictingBatch>(kernels_of(policy), size));
+      layers.back()->share_workspace(*layers.front());
+    }
+    CapturedGraph graph([&](cudaStream_t stream) {
+      cudaError_t error = cudaSuccess;
+      for (const auto& layer : layers)
+        if (error == cudaSuccess) error = layer->enqueue(stream);
+      return error;
+    });
+    for (int step = 0; step < 3; ++step) {
+      for (const auto& layer : layers) layer->draw_tokens();
+      graph.launch();
+      check_cuda(cudaDeviceSynchronize());
+      for (const auto& layer : layers) layer->check();
+    }
+  }
 }
 
 TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {

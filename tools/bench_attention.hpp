@@ -1,0 +1,14 @@
+// `kvlab bench attention`: decode attention with and without observation and eviction.
+#pragma once
+
+#include "tools/command.hpp"
+
+namespace kvlab {
+
+/// `--policy`, `--head-size`, `--group`, `--sequences`, `--slots`.
+void add_attention_options(po::options_description& options);
+/// Prints the table, or one JSON object. Throws std::invalid_argument for bad options and
+/// std::runtime_error without a device.
+void run_attention_bench(const po::variables_map& options);
+
+}  // namespace kvlab
