@@ -66,11 +66,13 @@ struct ShrinkArgs {
 };
 std::size_t shrink_workspace(const SlotCache& from);
 
-/// One policy of the registry, as compiled for the device.
+/// One policy, as compiled for the device.
 struct AdmissionPolicy {
   std::string_view name;
   std::size_t slot_bytes;  ///< of a state; 0: the policy keeps none
-  cudaError_t (*shrink)(const ShrinkArgs& args, cudaStream_t stream);
+  /// settle_tokens<P> (shrink.cuh): a function's address, or a cudaKernel_t of loaded code.
+  const void* kernel;
+  cudaError_t shrink(const ShrinkArgs& args, cudaStream_t stream) const;
 };
 /// Every registered policy, in the registry's order.
 const std::vector<AdmissionPolicy>& admission_policies();

@@ -14,21 +14,35 @@ namespace kvlab::kernels {
 /// One policy's kernels. All keep the promises of kernels/types.hpp.
 struct EvictionKernels {
   std::string_view name;
+  Needs needs;
   std::size_t slot_bytes;    ///< of PolicyState::states; 0: none
   std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue.
   void (*params)(std::span<const double> values, std::byte* to);
+  /// The policy's own kernel: a function's address, or a cudaKernel_t of code that was loaded.
+  const void* kernel;
   /// Of EvictingAttentionArgs::workspace, bytes.
   std::size_t (*attention_workspace)(const SlotCache& cache);
-  cudaError_t (*attention)(const EvictingAttentionArgs& args, cudaStream_t stream);
+  /// Launches the attention and `kernel`.
+  cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                        cudaStream_t stream);
+
+  cudaError_t attention(const EvictingAttentionArgs& args, cudaStream_t stream) const {
+    return attend(*this, args, stream);
+  }
 };
 
-/// EvictionKernels::params of a policy.
-template <class P>
-void write_params(std::span<const double> values, std::byte* to) {
-  if constexpr (!std::is_empty_v<typename P::Params>)
-    *reinterpret_cast<typename P::Params*>(to) = params_from<P>(values.data());
+/// Whether a policy has all that it works on.
+inline bool complete(const EvictionKernels& policy, const PolicyState& state) {
+  return state.rules && state.seeds && state.sequence_ids &&
+         (policy.slot_bytes == 0 || state.states) && (policy.params_bytes == 0 || state.params) &&
+         (policy.needs != Needs::requests || state.threshold16);
 }
+
+/// What launches `policy.kernel`: observe_pairs<P> (observing_attention.cuh), or evict_kernel<P>
+/// (plain_eviction.cuh). Fills in attention_workspace and attend; all else is given.
+EvictionKernels observing_kernels(EvictionKernels policy);
+EvictionKernels plain_kernels(EvictionKernels policy);
 
 /// Every registered policy, in the registry's order: the fast kernels, two launches that overlap.
 /// Squeezed positions need SlotCache::ages, and all of a head rotated.

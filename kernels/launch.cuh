@@ -48,10 +48,10 @@ cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& l
                               cudaSharedmemCarveoutMaxShared);
 }
 
-/// Launches a kernel that calls wait_for_predecessor() (device/grid_dependency.cuh).
-template <class... Params, class... Args>
-cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const Launch& where,
-                   Args&&... args) {
+/// Calls enqueue(config) for a kernel that calls wait_for_predecessor()
+/// (device/grid_dependency.cuh).
+template <class Enqueue>
+cudaError_t launch_by(const DeviceLimits& limits, const Launch& where, Enqueue enqueue) {
   cudaLaunchAttribute early_start{};
   early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early_start.val.programmaticStreamSerializationAllowed = 1;
@@ -62,7 +62,24 @@ cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const 
   config.stream = where.stream;
   config.attrs = &early_start;
   config.numAttrs = limits.early_start ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  return enqueue(&config);
+}
+
+/// Launches such a kernel.
+template <class... Params, class... Args>
+cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const Launch& where,
+                   Args&&... args) {
+  return launch_by(limits, where, [&](const cudaLaunchConfig_t* config) {
+    return cudaLaunchKernelEx(config, kernel, std::forward<Args>(args)...);
+  });
+}
+
+/// The same for a function's address or a cudaKernel_t, and the address of each parameter.
+inline cudaError_t launch(const DeviceLimits& limits, const void* kernel, const Launch& where,
+                          void** parameters) {
+  return launch_by(limits, where, [&](const cudaLaunchConfig_t* config) {
+    return cudaLaunchKernelExC(config, kernel, parameters);
+  });
 }
 
 inline bool aligned16(const void* pointer) {

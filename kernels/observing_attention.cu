@@ -2,6 +2,7 @@
 
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
+#include "kernels/eviction_kernels.hpp"
 #include "kernels/launch.cuh"
 #include "kernels/pair_row.cuh"
 
@@ -141,6 +142,29 @@ cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned>((cache.most_slots + kNumberThreads - 1) / kNumberThreads),
                     static_cast<unsigned>(table.pairs));
   return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
+}
+
+namespace {
+
+cudaError_t attend_and_observe(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                               cudaStream_t stream) {
+  if (!complete(policy, args.policy)) return cudaErrorInvalidValue;
+  ObservePlan plan;
+  const bool observes = policy.needs != Needs::nothing;
+  if (const cudaError_t error = attend_for(args, observes, plan, stream)) return error;
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  const dim3 blocks(static_cast<unsigned>(plan.table.pairs * plan.chunks));
+  void* parameters[] = {&plan};
+  return launch(limits, policy.kernel, {blocks, kObserveThreads, 0, stream}, parameters);
+}
+
+}  // namespace
+
+EvictionKernels observing_kernels(EvictionKernels policy) {
+  policy.attention_workspace = observing_workspace;
+  policy.attend = attend_and_observe;
+  return policy;
 }
 
 }  // namespace kvlab::kernels

@@ -7,14 +7,12 @@
 // size 128. The logits, 4 bytes for each query head, are written and read in the L2 cache.
 #pragma once
 
-#include "kernels/device/mass_sum.hpp"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
+#include "kernels/device/mass_sum.hpp"
 #include "kernels/device/pair.cuh"
 #include "kernels/device/signal.cuh"
 #include "kernels/device/softmax_state.cuh"
-#include "kernels/eviction_kernels.hpp"
-#include "kernels/launch.cuh"
 #include "kernels/observing_attention.hpp"
 #include "kernels/pair_row.cuh"
 #include "policies/observation.hpp"
@@ -228,32 +226,6 @@ __global__ void __launch_bounds__(kObserveThreads)
     }
   }
   wait_for_predecessor();
-}
-
-template <Policy P>
-cudaError_t observing_attention(const EvictingAttentionArgs& args, cudaStream_t stream) {
-  constexpr bool has_params = !std::is_empty_v<typename P::Params>;
-  const PolicyState& policy = args.policy;
-  if ((kHasState<P> && policy.states == nullptr) || (has_params && policy.params == nullptr) ||
-      policy.rules == nullptr || policy.seeds == nullptr || policy.sequence_ids == nullptr ||
-      (P::kInfo.needs == Needs::requests && policy.threshold16 == nullptr))
-    return cudaErrorInvalidValue;
-  ObservePlan plan;
-  if (const cudaError_t error = attend_for(args, kObserves<P>, plan, stream)) return error;
-  DeviceLimits limits;
-  if (const cudaError_t error = device_limits(limits)) return error;
-  const dim3 blocks(static_cast<unsigned>(plan.table.pairs * plan.chunks));
-  return launch(limits, observe_pairs<P>, {blocks, kObserveThreads, 0, stream}, plan);
-}
-
-template <Policy P>
-EvictionKernels observing_kernels_of() {
-  return {.name = P::kInfo.name,
-          .slot_bytes = kHasState<P> ? sizeof(typename P::Slot) : 0,
-          .params_bytes = std::is_empty_v<typename P::Params> ? 0 : sizeof(typename P::Params),
-          .params = write_params<P>,
-          .attention_workspace = observing_workspace,
-          .attention = observing_attention<P>};
 }
 
 }  // namespace kvlab::kernels

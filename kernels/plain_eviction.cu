@@ -6,6 +6,7 @@
 #include "kernels/device/pair.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/type_dispatch.cuh"
+#include "kernels/eviction_kernels.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -173,6 +174,27 @@ cudaError_t plain_attention(const EvictingAttentionArgs& args, cudaStream_t stre
                                                                                               rows);
     return cudaGetLastError();
   });
+}
+
+namespace {
+
+cudaError_t attend_and_evict(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                             cudaStream_t stream) {
+  if (!complete(policy, args.policy)) return cudaErrorInvalidValue;
+  if (const cudaError_t error = plain_attention(args, stream); error != cudaSuccess) return error;
+  const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
+  EvictingAttentionArgs first = args;
+  PlainRows second = plain_rows(args.cache, args.workspace);
+  void* parameters[] = {&first, &second};
+  return cudaLaunchKernel(policy.kernel, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
+}
+
+}  // namespace
+
+EvictionKernels plain_kernels(EvictionKernels policy) {
+  policy.attention_workspace = plain_workspace;
+  policy.attend = attend_and_evict;
+  return policy;
 }
 
 }  // namespace kvlab::kernels

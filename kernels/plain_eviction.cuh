@@ -4,13 +4,10 @@
 
 #include "kernels/device/leaving.cuh"
 #include "kernels/device/pair.cuh"
-#include "kernels/eviction_kernels.hpp"
 #include "kernels/plain_eviction.hpp"
 #include "policies/observation.hpp"
 
 namespace kvlab::kernels {
-
-inline constexpr int kEvictThreads = 256;
 
 /// What one slot received from the group's query heads.
 template <class P>
@@ -74,31 +71,6 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   const bool full = rule.budget != kUnlimited && static_cast<std::uint32_t>(live) >= rule.budget;
   cache.lengths[pair.index] = live;
   cache.next_slots[pair.index] = P::kInfo.evicts && full ? victim.slot : live;
-}
-
-template <class P>
-cudaError_t plain_eviction_of(const EvictingAttentionArgs& args, cudaStream_t stream) {
-  constexpr bool has_state = !std::is_empty_v<typename P::Slot>;
-  constexpr bool has_params = !std::is_empty_v<typename P::Params>;
-  const PolicyState& policy = args.policy;
-  if ((has_state && !policy.states) || (has_params && !policy.params) || !policy.seeds ||
-      !policy.sequence_ids || (P::kInfo.needs == Needs::requests && !policy.threshold16))
-    return cudaErrorInvalidValue;
-  if (const cudaError_t error = plain_attention(args, stream); error != cudaSuccess) return error;
-  const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
-  evict_kernel<P>
-      <<<pairs, kEvictThreads, 0, stream>>>(args, plain_rows(args.cache, args.workspace));
-  return cudaGetLastError();
-}
-
-template <class P>
-EvictionKernels plain_kernels_of() {
-  return {.name = P::kInfo.name,
-          .slot_bytes = std::is_empty_v<typename P::Slot> ? 0 : sizeof(typename P::Slot),
-          .params_bytes = std::is_empty_v<typename P::Params> ? 0 : sizeof(typename P::Params),
-          .params = write_params<P>,
-          .attention_workspace = plain_workspace,
-          .attention = plain_eviction_of<P>};
 }
 
 }  // namespace kvlab::kernels

@@ -6,6 +6,8 @@
 
 namespace kvlab::kernels {
 
+inline constexpr int kEvictThreads = 256;
+
 /// What plain_attention leaves in the workspace.
 struct PlainRows {
   float* p;        // [sequence, query_head, most_slots]: logits, then probabilities

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "kernels/policy_probe.hpp"
+#include "policies/bytes.hpp"
 
 namespace kvlab {
-
-inline constexpr unsigned kProbeThreads = 128;
 
 /// A thread for each token: its state through all steps.
 template <Policy P>
@@ -29,34 +28,13 @@ __global__ void run_states(ProbeRun run, typename P::Params params) {
     run.weights[i] = 1.0f;
 }
 
-/// A thread for each token of a step (blockIdx.y): its place in the order of leaving.
-inline __global__ void place_tokens(ProbeRun run) {
-  const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= run.tokens) return;
-  const std::uint64_t* ranks = run.ranks + std::size_t{blockIdx.y} * run.tokens;
-  const std::uint32_t now = run.step[blockIdx.y].now;
-  const LeavingKey own{run.guards.guard(i, now), ranks[i], i};
-  std::uint32_t before = 0;
-  for (std::uint32_t j = 0; j < run.tokens; ++j)
-    if (LeavingKey{run.guards.guard(j, now), ranks[j], j} < own) ++before;
-  run.leave_after[std::size_t{blockIdx.y} * run.tokens + i] = before;
-}
-
-template <Policy P>
-cudaError_t launch_probe(const ProbeRun& run, std::span<const double> params, cudaStream_t stream) {
-  if (run.tokens == 0 || run.steps == 0) return cudaErrorInvalidValue;
-  const unsigned blocks = (run.tokens + kProbeThreads - 1) / kProbeThreads;
-  run_states<P><<<blocks, kProbeThreads, 0, stream>>>(run, params_from<P>(params.data()));
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  place_tokens<<<dim3(blocks, run.steps), kProbeThreads, 0, stream>>>(run);
-  return cudaGetLastError();
-}
-
 template <Policy P>
 DeviceProbe probe_of() {
   return {.name = P::kInfo.name,
-          .slot_bytes = std::is_empty_v<typename P::Slot> ? 0 : sizeof(typename P::Slot),
-          .launch = launch_probe<P>};
+          .slot_bytes = kSlotBytes<P>,
+          .params_bytes = kParamsBytes<P>,
+          .params = write_params<P>,
+          .kernel = reinterpret_cast<const void*>(run_states<P>)};
 }
 
 }  // namespace kvlab

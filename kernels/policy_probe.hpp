@@ -10,30 +10,23 @@
 #include <string_view>
 #include <vector>
 
-#include "policies/policy.hpp"
-#include "policies/rule.hpp"
+#include "kernels/probe_run.hpp"
 
 namespace kvlab {
 
-/// A fixed set of tokens through some steps. All pointers are device memory.
-struct ProbeRun {
-  std::uint32_t tokens;        ///< token i is at position i, slot i; all are admitted in step 0
-  std::uint32_t steps;         ///< each observes, then ranks
-  const Step* step;            ///< [step]
-  const Observation* seen;     ///< [step, token]
-  Guards guards;               ///< in tokens
-  std::uint64_t* ranks;        ///< out, [step, token]
-  std::uint32_t* leave_after;  ///< out, [step, token]: how many tokens leave before this one
-  std::byte* slots;            ///< out, [token, slot_bytes]: the states after the last step
-  float* weights;              ///< out, [token]: weight of the query of that age; 1 if unweighted
-};
-
-/// One policy of the registry, as compiled for the device.
+/// One policy, as compiled for the device.
 struct DeviceProbe {
   std::string_view name;
-  std::size_t slot_bytes;  ///< 0: the policy keeps no state
-  /// Enqueues the run on `stream`; may be captured in a graph. `params` as in the catalogue.
-  cudaError_t (*launch)(const ProbeRun& run, std::span<const double> params, cudaStream_t stream);
+  std::size_t slot_bytes;    ///< 0: the policy keeps no state
+  std::size_t params_bytes;  ///< 0: it takes no parameters
+  /// Writes P::Params: one value for each parameter, as in the catalogue.
+  void (*params)(std::span<const double> values, std::byte* to);
+  /// run_states<P> (policy_probe.cuh): a function's address, or a cudaKernel_t of loaded code.
+  const void* kernel;
+
+  /// Enqueues the run on `stream`; may be captured in a graph. `values` as in the catalogue.
+  cudaError_t launch(const ProbeRun& run, std::span<const double> values,
+                     cudaStream_t stream) const;
 };
 
 /// Every registered policy, in the registry's order.

@@ -232,6 +232,9 @@ std::size_t shrink_workspace(const SlotCache& from) {
          (sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
 }
 
+namespace {
+
+/// Whether the arguments can be a shrink's; pointers are not followed.
 bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes) {
   constexpr int kMostPairs = 65535;  // of a grid's second dimension
   const SlotCache& from = args.from;
@@ -244,6 +247,7 @@ bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes) {
          args.policy.seeds != nullptr && args.policy.sequence_ids != nullptr;
 }
 
+/// The rest of a shrink, once the workspace holds every live token's rank.
 cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
                                cudaStream_t stream) {
   const bool in_place = args.from.keys == args.to.keys;
@@ -256,6 +260,21 @@ cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
   move_stayers<<<grid, kShrinkThreads, 0, stream>>>(args, static_cast<int>(slot_bytes), chunks,
                                                     in_place);
   return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t AdmissionPolicy::shrink(const ShrinkArgs& args, cudaStream_t stream) const {
+  if (!can_shrink(args, slot_bytes)) return cudaErrorInvalidValue;
+  const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
+                  args.from.sequences * args.from.kv_heads);
+  ShrinkArgs first = args;
+  void* parameters[] = {&first};
+  if (const cudaError_t error =
+          cudaLaunchKernel(kernel, grid, dim3(kShrinkThreads), parameters, 0, stream);
+      error != cudaSuccess)
+    return error;
+  return keep_last_to_leave(args, slot_bytes, stream);
 }
 
 }  // namespace kvlab::kernels

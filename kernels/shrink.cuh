@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/admission.hpp"
+#include "policies/bytes.hpp"
 #include "policies/rule.hpp"
 
 namespace kvlab::kernels {
@@ -83,29 +84,11 @@ __global__ void __launch_bounds__(kShrinkThreads)
       P::rank(state, token, params, step);
 }
 
-/// Whether the arguments can be a shrink's; pointers are not followed.
-bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes);
-/// The rest of a shrink, once the workspace holds every live token's rank.
-cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes, cudaStream_t stream);
-
-template <Policy P>
-inline constexpr std::size_t kSlotBytes = std::is_empty_v<typename P::Slot>
-                                              ? 0
-                                              : sizeof(typename P::Slot);
-
-template <Policy P>
-cudaError_t shrink(const ShrinkArgs& args, cudaStream_t stream) {
-  if (!can_shrink(args, kSlotBytes<P>)) return cudaErrorInvalidValue;
-  const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
-                  args.from.sequences * args.from.kv_heads);
-  settle_tokens<P><<<grid, kShrinkThreads, 0, stream>>>(args);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  return keep_last_to_leave(args, kSlotBytes<P>, stream);
-}
-
 template <Policy P>
 AdmissionPolicy admission_policy_of() {
-  return {.name = P::kInfo.name, .slot_bytes = kSlotBytes<P>, .shrink = shrink<P>};
+  return {.name = P::kInfo.name,
+          .slot_bytes = kSlotBytes<P>,
+          .kernel = reinterpret_cast<const void*>(settle_tokens<P>)};
 }
 
 }  // namespace kvlab::kernels

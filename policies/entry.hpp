@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "policies/bytes.hpp"
 #include "policies/states.hpp"
 
 namespace kvlab {
@@ -25,10 +26,23 @@ struct PolicySource {
   std::string type;  ///< qualified name of the struct: kvlab::Tova
 };
 
+/// `text` as a C++ literal: for #line.
+inline std::string c_literal(const std::string& text) {
+  std::string literal = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') literal += '\\';
+    literal += c;
+  }
+  return literal + '"';
+}
+
 struct PolicyEntry {
   PolicyInfo info;
   std::vector<ParamInfo> params;
-  std::size_t slot_bytes;  ///< of policy state
+  std::size_t slot_bytes;    ///< of policy state
+  std::size_t params_bytes;  ///< of Params
+  /// Writes params_bytes: one value for each parameter.
+  void (*write_params)(std::span<const double> values, std::byte* to);
   std::unique_ptr<PolicyStates> (*make_states)(std::span<const double> params);
   std::shared_ptr<const PolicySource> source;  ///< null: compiled with kvlab
 };
@@ -42,7 +56,9 @@ template <Policy P>
 PolicyEntry make_entry() {
   PolicyEntry entry{.info = P::kInfo,
                     .params = {},
-                    .slot_bytes = std::is_empty_v<typename P::Slot> ? 0 : sizeof(typename P::Slot),
+                    .slot_bytes = kSlotBytes<P>,
+                    .params_bytes = kParamsBytes<P>,
+                    .write_params = write_params<P>,
                     .make_states = make_states_of<P>,
                     .source = nullptr};
   if constexpr (!std::is_empty_v<typename P::Params>)

@@ -102,23 +102,13 @@ std::vector<std::string> compiler() {
   return {"c++"};
 }
 
-/// As a C++ literal.
-std::string literal_of(std::string_view text) {
-  std::string literal = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') literal += '\\';
-    literal += c;
-  }
-  return literal + '"';
-}
-
 void write_inputs(const fs::path& folder, const PolicySource& source, unsigned line) {
   for (const EmbeddedText& header : policy_headers()) {
     fs::create_directories((folder / header.path).parent_path());
     write_file_atomically(folder / header.path, header.text);
   }
   // The lines count as those of the file that was asked for.
-  const std::string path = literal_of(source.path);
+  const std::string path = c_literal(source.path);
   write_file_atomically(folder / "source.hpp", fmt::format("#line 1 {}\n{}\n", path, source.text));
   constexpr std::string_view kEntry = R"(#include "policies/entry.hpp"
 #include "source.hpp"

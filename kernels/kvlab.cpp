@@ -1,0 +1,208 @@
+// The C interface: translates structs, finds policies by name, and does nothing else.
+#include "kernels/kvlab.h"
+
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kernels/admission.hpp"
+#include "kernels/eviction_kernels.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+struct kvlab_policy {
+  const EvictionKernels* eviction;
+  const AdmissionPolicy* admission;
+};
+
+namespace {
+
+static_assert(sizeof(kvlab_observation) == sizeof(Observation));
+static_assert(sizeof(kvlab_rule) == sizeof(PairRule));
+static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
+static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
+
+/// Both lists are in the registry's order.
+const std::vector<kvlab_policy>& policies() {
+  static const std::vector<kvlab_policy> list = [] {
+    std::vector<kvlab_policy> all;
+    for (const EvictionKernels& eviction : observing_eviction())
+      all.push_back({&eviction, &admission_policies()[all.size()]});
+    return all;
+  }();
+  return list;
+}
+
+Type type_of(kvlab_type type) { return static_cast<Type>(type); }
+
+Needs needs_of(kvlab_needs needs) { return static_cast<Needs>(needs); }
+
+/// Whether the enumerations hold what their types name: C lets them be anything.
+bool known(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
+
+SlotCache cache_of(const kvlab_cache& c) {
+  SlotCache cache{};
+  cache.type = type_of(c.type);
+  cache.sequences = c.sequences;
+  cache.query_heads = c.query_heads;
+  cache.kv_heads = c.kv_heads;
+  cache.head_size = c.head_size;
+  cache.softmax_scale = c.softmax_scale;
+  cache.most_slots = c.most_slots;
+  cache.first_slot = c.first_slot;
+  cache.keys = c.keys;
+  cache.values = c.values;
+  cache.positions = c.positions;
+  cache.lengths = c.lengths;
+  cache.next_slots = c.next_slots;
+  cache.ages = c.ages;
+  return cache;
+}
+
+PolicyState state_of(const kvlab_policy_state& c) {
+  return {.states = static_cast<std::byte*>(c.states),
+          .rules = reinterpret_cast<const PairRule*>(c.rules),
+          .params = static_cast<const std::byte*>(c.params),
+          .threshold16 = c.threshold16,
+          .seeds = c.seeds,
+          .sequence_ids = c.sequence_ids,
+          .layer = c.layer,
+          .seen = reinterpret_cast<Observation*>(c.seen)};
+}
+
+AttentionShape shape_of(const kvlab_prefill_args& c) {
+  return {.type = type_of(c.type),
+          .query_heads = c.query_heads,
+          .kv_heads = c.kv_heads,
+          .head_size = c.head_size,
+          .softmax_scale = c.softmax_scale,
+          .sequence_stride = 0,
+          .head_stride = 0};
+}
+
+}  // namespace
+
+extern "C" {
+
+int kvlab_version(void) { return KVLAB_VERSION; }
+
+const kvlab_policy* kvlab_find_policy(const char* name) {
+  if (name == nullptr) return nullptr;
+  for (const kvlab_policy& policy : policies())
+    if (policy.eviction->name == name) return &policy;
+  return nullptr;
+}
+
+const char* kvlab_policy_name(int index) {
+  if (index < 0 || static_cast<std::size_t>(index) >= policies().size()) return nullptr;
+  return policies()[static_cast<std::size_t>(index)].eviction->name.data();  // from a literal
+}
+
+kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
+  return static_cast<kvlab_needs>(policy->eviction->needs);
+}
+
+size_t kvlab_policy_slot_bytes(const kvlab_policy* policy) { return policy->eviction->slot_bytes; }
+
+size_t kvlab_policy_params_bytes(const kvlab_policy* policy) {
+  return policy->eviction->params_bytes;
+}
+
+cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
+                                void* to) {
+  // Params are doubles, one for each parameter.
+  const std::size_t wanted = policy->eviction->params_bytes / sizeof(double);
+  if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
+  policy->eviction->params(std::span(values, wanted), static_cast<std::byte*>(to));
+  return cudaSuccess;
+}
+
+cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
+  return number_by_age(cache_of(*cache), stream);
+}
+
+size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
+  if (!known(cache->type)) return 0;
+  return policy->eviction->attention_workspace(cache_of(*cache));
+}
+
+cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
+                                     const kvlab_evicting_attention_args* args,
+                                     cudaStream_t stream) {
+  if (!known(args->cache.type)) return cudaErrorInvalidValue;
+  EvictingAttentionArgs converted{};
+  converted.cache = cache_of(args->cache);
+  converted.policy = state_of(args->policy);
+  converted.numbering = args->numbering == KVLAB_SQUEEZED ? Positions::cache : Positions::original;
+  converted.now = args->now;
+  converted.q = args->q;
+  converted.inv_freq = args->inv_freq;
+  converted.rotated = args->rotated;
+  converted.rope_factor = args->rope_factor;
+  converted.out = args->out;
+  converted.lse = args->lse;
+  converted.workspace = args->workspace;
+  converted.settled = args->settled != 0;
+  return policy->eviction->attention(converted, stream);
+}
+
+cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
+  if (!known(args->type) || args->first_slot == nullptr) return cudaErrorInvalidValue;
+  return prefill_attention({.shape = shape_of(*args),
+                            .first = args->first,
+                            .queries = args->queries,
+                            .q = args->q,
+                            .keys = args->keys,
+                            .values = args->values,
+                            .out = args->out,
+                            .lse = args->lse,
+                            .rows = reinterpret_cast<RowSoftmax*>(args->rows),
+                            .older = args->older,
+                            .first_slot = args->first_slot},
+                           stream);
+}
+
+size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
+  if (!known(args->prefill.type)) return 0;
+  return observe_workspace(shape_of(args->prefill), args->prefill.queries);
+}
+
+cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
+  const kvlab_prefill_args& prefill = args->prefill;
+  if (!known(prefill.type) || prefill.first_slot == nullptr) return cudaErrorInvalidValue;
+  return observe_queries({.shape = shape_of(prefill),
+                          .needs = needs_of(args->needs),
+                          .first = prefill.first,
+                          .queries = prefill.queries,
+                          .keys_end = args->keys_end,
+                          .position = args->position,
+                          .q = prefill.q,
+                          .keys = prefill.keys,
+                          .rows = reinterpret_cast<const RowSoftmax*>(prefill.rows),
+                          .older = prefill.older,
+                          .first_slot = prefill.first_slot,
+                          .threshold16 = args->threshold16,
+                          .seen = reinterpret_cast<Observation*>(args->seen),
+                          .workspace = args->workspace},
+                         stream);
+}
+
+size_t kvlab_shrink_workspace(const kvlab_cache* from) { return shrink_workspace(cache_of(*from)); }
+
+cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
+                         cudaStream_t stream) {
+  if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
+  return policy->admission->shrink({.from = cache_of(args->from),
+                                    .to = cache_of(args->to),
+                                    .policy = state_of(args->policy),
+                                    .to_states = static_cast<std::byte*>(args->to_states),
+                                    .now = args->now,
+                                    .admitted = args->admitted,
+                                    .seen = reinterpret_cast<Observation*>(args->seen),
+                                    .workspace = args->workspace},
+                                   stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,197 @@
+/* kvlab's CUDA kernels for any engine, from C: attention over a cache of slots, and eviction by the
+ * policies that kvlab's simulator replays. docs/kernel-library.md tells the story.
+ *
+ * All pointers in structs are device memory; shapes stand behind them, the last one contiguous.
+ * Calls are stream-ordered: no host synchronisation, no allocation, capturable in a CUDA graph, and
+ * deterministic. What changes from step to step is read from device memory, so that a captured
+ * graph serves growing sequences. They return cudaErrorInvalidValue, before any launch, for what is
+ * not supported: head sizes other than 64, 96 and 128, more than 8 query heads for a KV head.
+ * Structs must be zeroed before they are filled in: a later version may add members at the end. */
+#ifndef KVLAB_H
+#define KVLAB_H
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVLAB_VERSION_MAJOR 0
+#define KVLAB_VERSION_MINOR 1
+/** 100 * major + minor of the header; kvlab_version() is that of the library. */
+#define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Binary interfaces are the same where this equals KVLAB_VERSION. */
+int kvlab_version(void);
+
+/** Element type of queries, keys, values and outputs. Sums are float32. */
+typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
+
+/* --- Policies ------------------------------------------------------------------------------- */
+
+/** What a policy looks at. */
+typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2 } kvlab_needs;
+
+/** A policy of the registry. */
+typedef struct kvlab_policy kvlab_policy;
+
+/** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process. */
+const kvlab_policy* kvlab_find_policy(const char* name);
+/** The names, from 0 on; NULL behind the last. */
+const char* kvlab_policy_name(int index);
+kvlab_needs kvlab_policy_needs(const kvlab_policy* policy);
+/** Bytes of state for each slot; 0: none. */
+size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
+/** Bytes of parameters for each sequence; 0: none. */
+size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
+/** Writes them to host memory `to`, for the caller to copy to the device: `values` holds one number
+ *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs. */
+cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
+                                void* to);
+
+/* --- One layer's cache ---------------------------------------------------------------------- */
+
+/** A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head. Its slots begin at
+ *  first_slot[pair]; the first lengths[pair] of them hold live tokens, in any order. Pairs may have
+ *  different budgets, hence different numbers of slots: a pair that decodes needs `budget` slots. */
+typedef struct {
+  kvlab_type type;
+  int sequences, query_heads, kv_heads, head_size;
+  float softmax_scale;
+  int most_slots;            /**< the largest number of slots of a pair */
+  const int64_t* first_slot; /**< [pair] */
+  void* keys;                /**< [slot, head_size]; rotated (RoPE), or plain where squeezed */
+  void* values;              /**< [slot, head_size] */
+  uint32_t* positions;       /**< [slot]: of the token that it holds */
+  int32_t* lengths;          /**< [pair]: live tokens */
+  int32_t* next_slots;       /**< [pair], from first_slot: where the next token goes */
+  uint32_t* ages; /**< [slot]: how many of the pair's live tokens are older; where squeezed, else NULL.
+                       Kept by kvlab_evicting_attention, set by kvlab_number_by_age */
+} kvlab_cache;
+
+/** Sets cache->ages from positions and lengths: after a prompt. */
+cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream);
+
+/** The rule's numbers for one pair, in tokens. sinks + recent <= budget, sinks < budget. */
+typedef struct {
+  uint32_t budget; /**< tokens that a query may span, itself included; UINT32_MAX: no eviction */
+  uint32_t sinks;  /**< positions below leave last */
+  uint32_t recent; /**< the last ones leave before sinks and after all others */
+} kvlab_rule;
+
+/** What one token received from the queries of one step or prompt. */
+typedef struct {
+  uint64_t mass;         /**< sum of probabilities, in units of 2^-32 */
+  uint32_t requests;     /**< queries that gave it at least tau of their largest probability */
+  uint32_t last_request; /**< position of the last such query; meaningful where requests > 0 */
+  uint32_t queries;      /**< queries that could see it */
+} kvlab_observation;
+
+/** What a policy works on, beside the cache. Members that it does not need may be NULL. */
+typedef struct {
+  void* states;                 /**< [slot, slot_bytes] */
+  const kvlab_rule* rules;      /**< [pair] */
+  const void* params;           /**< [sequence, params_bytes] */
+  const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
+  const uint64_t* seeds;        /**< [sequence] */
+  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart */
+  uint32_t layer;
+  kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
+} kvlab_policy_state;
+
+/** The sequence sits out: a value of `now`. */
+#define KVLAB_IDLE UINT32_MAX
+
+/* --- Decoding ------------------------------------------------------------------------------- */
+
+typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1 } kvlab_positions;
+
+/** One decoded token for each sequence. Its key, value and position are in its slot already, which
+ *  is next_slots of each pair; its state is not. */
+typedef struct {
+  kvlab_cache cache;
+  kvlab_policy_state policy;
+  kvlab_positions numbering; /**< squeezed: keys and q are rotated here, by age among the live */
+  const uint32_t* now;       /**< [sequence]: position of the token, or KVLAB_IDLE */
+  const void* q;             /**< [sequence, query_head, head_size] */
+  const float* inv_freq;     /**< [rotated / 2], where squeezed */
+  int rotated;               /**< dimensions that RoPE turns, where squeezed: all, head_size */
+  float rope_factor;         /**< on cos and sin, where squeezed; 1 but for YaRN */
+  void* out;                 /**< [sequence, query_head, head_size] */
+  float* lse;                /**< [sequence, query_head], natural logarithm; or NULL */
+  void* workspace;           /**< zeroed before its first use; not shared by calls at one time */
+  int settled; /**< 1: no kernel ahead in the stream may write what this reads, but for q and each
+                    pair's newest token; then the cache is fetched while they still run. 0 is safe */
+} kvlab_evicting_attention_args;
+
+/** Bytes of workspace; 0 for a shape that is not supported. */
+size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache);
+/** Attends over the live slots, shows the policy what each received, updates its states, and leaves
+ *  in next_slots where the next token goes: behind the others, or, once the budget is reached, in
+ *  the victim's slot. Sets lengths. */
+cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
+                                     const kvlab_evicting_attention_args* args,
+                                     cudaStream_t stream);
+
+/* --- Prompts -------------------------------------------------------------------------------- */
+
+/** A row of logits and its softmax, kept for kvlab_observe. */
+typedef struct {
+  float max_product, lse2;
+} kvlab_row_softmax;
+
+/** Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i of its head and
+ *  sees that slot and all before it. */
+typedef struct {
+  kvlab_type type;
+  int query_heads, kv_heads, head_size;
+  float softmax_scale;
+  int first, queries;
+  const void* q;             /**< [query, query_head, head_size], rotated */
+  const void* keys;          /**< of one sequence, rotated; [slot, head_size] */
+  const void* values;        /**< as keys */
+  const int64_t* first_slot; /**< [kv_head]: where a head's slots begin */
+  const int32_t* older;      /**< [kv_head], or NULL: 0 */
+  void* out;                 /**< [query, query_head, head_size] */
+  float* lse;                /**< [query, query_head], natural logarithm; or NULL */
+  kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
+} kvlab_prefill_args;
+cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
+
+/** What the queries of a kvlab_prefill_attention give to each key. */
+typedef struct {
+  kvlab_prefill_args prefill; /**< as given there; rows are read, values, out and lse are not */
+  kvlab_needs needs;          /**< KVLAB_MASS or KVLAB_REQUESTS */
+  int keys_end;               /**< no query sees a slot from here on */
+  uint32_t position;          /**< of the first query */
+  const uint32_t* threshold16; /**< one number, for KVLAB_REQUESTS */
+  kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
+  void* workspace;
+} kvlab_observe_args;
+size_t kvlab_observe_workspace(const kvlab_observe_args* args);
+cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
+
+/** The end of a prompt: admits its tokens to the policy, shows it what they received, and keeps the
+ *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
+ *  admitted[sequence] new ones, whose keys and values are written and whose positions are not. Those
+ *  that stay go to `to`, which is disjoint from `from`, or the same memory. */
+typedef struct {
+  kvlab_cache from, to;
+  kvlab_policy_state policy; /**< states: of from */
+  void* to_states;           /**< [slot of to, slot_bytes] */
+  const uint32_t* now;       /**< [sequence]: position of the first new token, or KVLAB_IDLE */
+  const uint32_t* admitted;  /**< [sequence] */
+  kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if it needs nothing */
+  void* workspace;
+} kvlab_shrink_args;
+size_t kvlab_shrink_workspace(const kvlab_cache* from);
+cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
+                         cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVLAB_H */

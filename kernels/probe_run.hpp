@@ -1,0 +1,27 @@
+// What a probe of a policy works on: see policy_probe.hpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "policies/policy.hpp"
+#include "policies/rule.hpp"
+
+namespace kvlab {
+
+inline constexpr unsigned kProbeThreads = 128;
+
+/// A fixed set of tokens through some steps. All pointers are device memory.
+struct ProbeRun {
+  std::uint32_t tokens;        ///< token i is at position i, slot i; all are admitted in step 0
+  std::uint32_t steps;         ///< each observes, then ranks
+  const Step* step;            ///< [step]
+  const Observation* seen;     ///< [step, token]
+  Guards guards;               ///< in tokens
+  std::uint64_t* ranks;        ///< out, [step, token]
+  std::uint32_t* leave_after;  ///< out, [step, token]: how many tokens leave before this one
+  std::byte* slots;            ///< out, [token, slot_bytes]: the states after the last step
+  float* weights;              ///< out, [token]: weight of the query of that age; 1 if unweighted
+};
+
+}  // namespace kvlab

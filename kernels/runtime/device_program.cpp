@@ -1,0 +1,156 @@
+#include "kernels/runtime/device_program.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <nvrtc.h>
+#include <stdlib.h>
+
+#include <stdexcept>
+
+namespace kvlab::kernels {
+namespace {
+
+/// The functions of libnvrtc, which is large and not on every machine: it is not linked.
+class Nvrtc {
+ public:
+  Nvrtc() : handle_(open()) {
+    find(create, "nvrtcCreateProgram");
+    find(destroy, "nvrtcDestroyProgram");
+    find(add_name, "nvrtcAddNameExpression");
+    find(compile, "nvrtcCompileProgram");
+    find(log_size, "nvrtcGetProgramLogSize");
+    find(log, "nvrtcGetProgramLog");
+    find(lowered_name, "nvrtcGetLoweredName");
+    find(cubin_size, "nvrtcGetCUBINSize");
+    find(cubin, "nvrtcGetCUBIN");
+    find(error_text, "nvrtcGetErrorString");
+  }
+
+  void check(nvrtcResult result, const char* what) const {
+    if (result != NVRTC_SUCCESS)
+      throw std::runtime_error(fmt::format("NVRTC: {}: {}", what, error_text(result)));
+  }
+
+  decltype(&nvrtcCreateProgram) create;
+  decltype(&nvrtcDestroyProgram) destroy;
+  decltype(&nvrtcAddNameExpression) add_name;
+  decltype(&nvrtcCompileProgram) compile;
+  decltype(&nvrtcGetProgramLogSize) log_size;
+  decltype(&nvrtcGetProgramLog) log;
+  decltype(&nvrtcGetLoweredName) lowered_name;
+  decltype(&nvrtcGetCUBINSize) cubin_size;
+  decltype(&nvrtcGetCUBIN) cubin;
+  decltype(&nvrtcGetErrorString) error_text;
+
+ private:
+  /// On the loader's path, in $CUDA_HOME, or where the toolkit was that built kvlab.
+  static void* open() {
+    const std::string name = fmt::format("libnvrtc.so.{}", CUDART_VERSION / 1000);
+    std::vector<std::string> places{name};
+    if (const char* home = getenv("CUDA_HOME"))
+      places.push_back(fmt::format("{}/lib64/{}", home, name));
+    places.push_back(fmt::format("{}/{}", KVLAB_CUDA_LIBRARIES, name));
+    for (const std::string& place : places)
+      if (void* const handle = dlopen(place.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
+    throw std::runtime_error(fmt::format(
+        "a policy source needs NVRTC on a CUDA device, and there is no {}; install CUDA's toolkit, "
+        "name it in CUDA_HOME, or use --device cpu",
+        name));
+  }
+  template <class Function>
+  void find(Function& function, const char* name) const {
+    function = reinterpret_cast<Function>(dlsym(handle_, name));
+    if (!function) throw std::runtime_error(fmt::format("NVRTC: {}", dlerror()));
+  }
+
+  void* handle_;  // stays open: other libraries hold on to it
+};
+
+/// One program, destroyed with this object.
+class Program {
+ public:
+  Program(const Nvrtc& nvrtc, const std::string& text, std::span<const DeviceHeader> headers)
+      : nvrtc_(nvrtc) {
+    std::vector<const char*> names, texts;
+    for (const DeviceHeader& header : headers) {
+      names.push_back(header.name.c_str());
+      texts.push_back(header.text.c_str());
+    }
+    nvrtc.check(nvrtc.create(&program_, text.c_str(), "policy.cu", static_cast<int>(names.size()),
+                             texts.data(), names.data()),
+                "create");
+  }
+  ~Program() { nvrtc_.destroy(&program_); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  nvrtcProgram get() const { return program_; }
+
+  std::string log() const {
+    std::size_t size = 0;
+    nvrtc_.check(nvrtc_.log_size(program_, &size), "log");
+    std::string text(size, '\0');
+    nvrtc_.check(nvrtc_.log(program_, text.data()), "log");
+    while (!text.empty() && (text.back() == '\0' || text.back() == '\n')) text.pop_back();
+    return text;
+  }
+
+ private:
+  const Nvrtc& nvrtc_;
+  nvrtcProgram program_ = nullptr;
+};
+
+}  // namespace
+
+DeviceCode compile_device_code(const std::string& text, std::span<const DeviceHeader> headers,
+                               std::span<const std::string> kernels, int architecture) {
+  const Nvrtc nvrtc;
+  const Program program(nvrtc, text, headers);
+  for (const std::string& kernel : kernels)
+    nvrtc.check(nvrtc.add_name(program.get(), kernel.c_str()), kernel.c_str());
+  const std::string target = fmt::format("--gpu-architecture=sm_{}", architecture);
+  // The hooks are constexpr functions, which belong to the device here.
+  const std::vector<const char*> options{"--std=c++20", target.c_str(), "--fmad=false",
+                                         "--device-as-default-execution-space"};
+  if (const nvrtcResult result =
+          nvrtc.compile(program.get(), static_cast<int>(options.size()), options.data());
+      result == NVRTC_ERROR_COMPILATION)
+    throw std::invalid_argument("does not compile for the device\n" + program.log());
+  else
+    nvrtc.check(result, "compile");
+
+  DeviceCode code;
+  std::size_t size = 0;
+  nvrtc.check(nvrtc.cubin_size(program.get(), &size), "cubin");
+  code.cubin.resize(size);
+  nvrtc.check(nvrtc.cubin(program.get(), code.cubin.data()), "cubin");
+  for (const std::string& kernel : kernels) {
+    const char* symbol = nullptr;
+    nvrtc.check(nvrtc.lowered_name(program.get(), kernel.c_str(), &symbol), kernel.c_str());
+    code.symbols[kernel] = symbol;
+  }
+  return code;
+}
+
+LoadedCode::LoadedCode(const DeviceCode& code) : symbols_(code.symbols) {
+  const cudaError_t error =
+      cudaLibraryLoadData(&library_, code.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (error != cudaSuccess)
+    throw std::runtime_error(
+        fmt::format("CUDA: cannot load a policy's code: {}", cudaGetErrorString(error)));
+}
+
+LoadedCode::~LoadedCode() { cudaLibraryUnload(library_); }
+
+const void* LoadedCode::kernel(const std::string& name) const {
+  const auto symbol = symbols_.find(name);
+  cudaKernel_t kernel = nullptr;
+  const cudaError_t error = symbol == symbols_.end()
+                                ? cudaErrorSymbolNotFound
+                                : cudaLibraryGetKernel(&kernel, library_, symbol->second.c_str());
+  if (error != cudaSuccess)
+    throw std::runtime_error(fmt::format("CUDA: kernel {}: {}", name, cudaGetErrorString(error)));
+  return reinterpret_cast<const void*>(kernel);
+}
+
+}  // namespace kvlab::kernels

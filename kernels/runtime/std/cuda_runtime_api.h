@@ -1,0 +1,2 @@
+// NVRTC brings what is in here by itself.
+#pragma once

@@ -1,0 +1,29 @@
+// A policy's state and parameters as bytes, for code that does not know their types.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+/// 0 where the policy keeps no state.
+template <class P>
+inline constexpr std::size_t kSlotBytes = std::is_empty_v<typename P::Slot>
+                                              ? 0
+                                              : sizeof(typename P::Slot);
+/// 0 where it takes no parameters.
+template <class P>
+inline constexpr std::size_t kParamsBytes = std::is_empty_v<typename P::Params>
+                                                ? 0
+                                                : sizeof(typename P::Params);
+
+/// Writes P's Params, kParamsBytes, from one value for each line of kParams.
+template <class P>
+void write_params(std::span<const double> values, std::byte* to) {
+  if constexpr (kParamsBytes < P >> 0)
+    *reinterpret_cast<typename P::Params*>(to) = params_from<P>(values.data());
+}
+
+}  // namespace kvlab

@@ -1,0 +1,143 @@
+// A policy's probe run on the host and on the device, to compare what comes out.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+
+#include "kernels/policy_probe.hpp"
+#include "policies/catalogue.hpp"
+#include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/policies/draw.hpp"
+
+namespace kvlab {
+
+inline constexpr std::uint32_t kTokens = 1000, kSteps = 48;
+inline constexpr Guards kGuards{.sinks = 4, .recent = 100};
+
+/// What a probe computes, on the host or from the device.
+struct Outcome {
+  std::vector<std::uint64_t> ranks;        // [step, token]
+  std::vector<std::uint32_t> leave_after;  // [step, token]
+  std::vector<std::byte> slots;            // [token, slot_bytes]
+  std::vector<float> weights;              // [token], by age
+
+  bool operator==(const Outcome&) const = default;
+};
+
+inline std::vector<Step> make_steps() {
+  std::vector<Step> steps;
+  std::uint32_t now = kTokens - 1;
+  for (std::uint32_t s = 0; s < kSteps; ++s) {
+    steps.push_back({.now = now,
+                     .budget = 128 + s,
+                     .live = kTokens,
+                     .queries = 1 + s % 5,
+                     .seed = 42,
+                     .sequence = 1,
+                     .layer = s % 3,
+                     .kv_head = 7});
+    now += 1 + s % 5;
+  }
+  return steps;
+}
+
+inline std::vector<Observation> make_observations(std::span<const Step> steps) {
+  std::vector<Observation> seen;
+  for (const Step& step : steps)
+    for (std::uint32_t i = 0; i < kTokens; ++i)
+      seen.push_back(draw_observation(i, step.now, step.queries));
+  return seen;
+}
+
+/// How many tokens leave before each, with these ranks.
+inline void place(std::span<const std::uint64_t> ranks, std::uint32_t now,
+                  std::span<std::uint32_t> leave_after) {
+  std::vector<std::uint32_t> order(ranks.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::ranges::sort(
+      order, {}, [&](std::uint32_t i) { return std::tuple(kGuards.guard(i, now), ranks[i], i); });
+  for (std::uint32_t i = 0; i < order.size(); ++i) leave_after[order[i]] = i;
+}
+
+inline Outcome run_on_host(const PolicySpec& spec, std::span<const Step> steps,
+                           std::span<const Observation> seen) {
+  const auto states = spec.entry->make_states(spec.params);
+  std::vector<std::uint32_t> indices(kTokens);
+  std::iota(indices.begin(), indices.end(), 0u);
+  states->reserve(kTokens);
+  Outcome out{.ranks = std::vector<std::uint64_t>(kSteps * kTokens),
+              .leave_after = std::vector<std::uint32_t>(kSteps * kTokens),
+              .slots = {},
+              .weights = {}};
+  for (const std::uint32_t i : indices) states->admit(i, Token{i}, steps[0]);
+  for (std::uint32_t s = 0; s < kSteps; ++s) {
+    const std::span ranks = std::span(out.ranks).subspan(s * kTokens, kTokens);
+    states->observe(indices, seen.subspan(s * kTokens, kTokens), steps[s]);
+    states->rank(indices, indices, steps[s], ranks);
+    place(ranks, steps[s].now, std::span(out.leave_after).subspan(s * kTokens, kTokens));
+  }
+  for (const std::uint32_t i : indices) {
+    const auto bytes = states->bytes(i);
+    out.slots.insert(out.slots.end(), bytes.begin(), bytes.end());
+    out.weights.push_back(i < states->tail() ? states->weight(i) : 0.0f);
+  }
+  return out;
+}
+
+/// A policy's device code with its inputs and outputs in device memory.
+class DeviceRun {
+ public:
+  DeviceRun(const DeviceProbe& probe, const PolicySpec& spec, std::span<const Step> steps,
+            std::span<const Observation> seen)
+      : probe_(probe),
+        params_(spec.params),
+        steps_(steps),
+        seen_(seen),
+        slots_(kTokens * probe.slot_bytes) {}
+
+  cudaError_t enqueue(cudaStream_t stream) const {
+    const ProbeRun run{.tokens = kTokens,
+                       .steps = kSteps,
+                       .step = steps_.data(),
+                       .seen = seen_.data(),
+                       .guards = kGuards,
+                       .ranks = ranks_.data(),
+                       .leave_after = leave_after_.data(),
+                       .slots = slots_.data(),
+                       .weights = weights_.data()};
+    return probe_.launch(run, params_, stream);
+  }
+  Outcome take() {
+    Outcome out{.ranks = ranks_.to_host(),
+                .leave_after = leave_after_.to_host(),
+                .slots = slots_.to_host(),
+                .weights = weights_.to_host()};
+    ranks_.clear();
+    leave_after_.clear();
+    slots_.clear();
+    weights_.clear();
+    check_cuda(cudaDeviceSynchronize());
+    return out;
+  }
+
+ private:
+  const DeviceProbe& probe_;
+  std::vector<double> params_;
+  DeviceArray<Step> steps_;
+  DeviceArray<Observation> seen_;
+  DeviceArray<std::uint64_t> ranks_{kSteps * kTokens};
+  DeviceArray<std::uint32_t> leave_after_{kSteps * kTokens};
+  DeviceArray<std::byte> slots_;
+  DeviceArray<float> weights_{kTokens};
+};
+
+inline void check_equal(const Outcome& device, const Outcome& host) {
+  CHECK((device.ranks == host.ranks));
+  CHECK((device.leave_after == host.leave_after));
+  CHECK((device.slots == host.slots));
+  CHECK((device.weights == host.weights));
+}
+
+}  // namespace kvlab

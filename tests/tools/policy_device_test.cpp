@@ -1,0 +1,193 @@
+// A policy source on the device: NVRTC takes every policy's text, and gives the bits that the
+// compiled one gives.
+#include <fmt/format.h>
+
+#include "kernels/runtime/policy_kernels.hpp"
+#include "tests/kernels/evicting_batch.hpp"
+#include "tests/policies/probe_outcome.hpp"
+#include "tests/skip.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "tools/policy_source.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+using Catch::Matchers::ContainsSubstring;
+
+namespace {
+
+/// The registry's header of `policy`, as a source of its own: called my_<policy>.
+std::shared_ptr<const PolicyEntry> source_of(const std::string& header, const std::string& policy) {
+  std::string text = read_bytes(fmt::format("{}/{}", KVLAB_SOURCE_DIR, header));
+  const std::string name = fmt::format("\"{}\"", policy);
+  text.replace(text.find(name), name.size(), fmt::format("\"my_{}\"", policy));
+  const TemporaryFolder folder;
+  write_bytes(folder / "my.hpp", text);
+  return compile_policy_source(folder / "my.hpp");
+}
+
+const std::pair<const char*, const char*> kHeaders[] = {{"policies/h2o.hpp", "h2o"},
+                                                        {"policies/lru.hpp", "lru"},
+                                                        {"policies/random.hpp", "random"},
+                                                        {"tests/policies/leaky.hpp", "leaky"}};
+
+bool has_nvrtc() {
+  try {
+    kernels::compile_device_code("", {}, {}, 90);
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  return true;
+}
+
+/// A prompt of kPrompt tokens at the end of its admission: what a shrink to kBudget leaves.
+struct Shrunk {
+  std::vector<std::int32_t> lengths, next_slots;
+  std::vector<std::uint32_t> positions;
+  std::vector<std::byte> states;
+
+  bool operator==(const Shrunk&) const = default;
+};
+
+Shrunk shrunk(const kernels::AdmissionPolicy& policy) {
+  constexpr int kPrompt = 200, kBudget = 32, kHeadSize = 64;
+  const std::vector<kernels::PairRule> two_rules(2, {kBudget, 2, 8});
+  std::vector<Observation> seen(2 * kPrompt);
+  std::mt19937 random(5);
+  for (Observation& one : seen)
+    one = {.mass = random() % 50,
+           .requests = 1,
+           .last_request = static_cast<std::uint32_t>(random() % kPrompt)};
+  const auto array = [](auto value) {
+    return DeviceArray<decltype(value)>(std::vector<decltype(value)>(2, value));
+  };
+  const DeviceArray<std::int64_t> from_slots(std::vector<std::int64_t>{0, kPrompt}),
+      to_slots(std::vector<std::int64_t>{0, kBudget});
+  const DeviceArray<float> from_keys(2 * kPrompt * kHeadSize), from_values(2 * kPrompt * kHeadSize),
+      to_keys(2 * kBudget * kHeadSize), to_values(2 * kBudget * kHeadSize);
+  const DeviceArray<std::uint32_t> from_positions(2 * kPrompt), to_positions(2 * kBudget);
+  const auto lengths = array(std::int32_t{0}), next = array(std::int32_t{0}),
+             to_lengths = array(std::int32_t{0}), to_next = array(std::int32_t{0});
+  const auto now = array(std::uint32_t{0}), ids = array(std::uint32_t{0}),
+             admitted = array(std::uint32_t{kPrompt});
+  const auto seeds = array(std::uint64_t{0});
+  const DeviceArray<kernels::PairRule> rules(two_rules);
+  const DeviceArray<Observation> device_seen(seen);
+  const DeviceArray<std::byte> states(2 * kPrompt * policy.slot_bytes),
+      to_states(2 * kBudget * policy.slot_bytes);
+  kernels::SlotCache from{.type = kernels::Type::f32,
+                          .sequences = 1,
+                          .query_heads = 2,
+                          .kv_heads = 2,
+                          .head_size = kHeadSize,
+                          .softmax_scale = 1,
+                          .most_slots = kPrompt,
+                          .first_slot = from_slots.data(),
+                          .keys = from_keys.data(),
+                          .values = from_values.data(),
+                          .positions = from_positions.data(),
+                          .lengths = lengths.data(),
+                          .next_slots = next.data()};
+  kernels::SlotCache to = from;
+  to.most_slots = kBudget;
+  to.first_slot = to_slots.data();
+  to.keys = to_keys.data();
+  to.values = to_values.data();
+  to.positions = to_positions.data();
+  to.lengths = to_lengths.data();
+  to.next_slots = to_next.data();
+  const DeviceArray<std::byte> workspace(kernels::shrink_workspace(from));
+  check_cuda(policy.shrink({.from = from,
+                            .to = to,
+                            .policy = {.states = states.data(),
+                                       .rules = rules.data(),
+                                       .params = nullptr,
+                                       .threshold16 = nullptr,
+                                       .seeds = seeds.data(),
+                                       .sequence_ids = ids.data(),
+                                       .layer = 0,
+                                       .seen = nullptr},
+                            .to_states = to_states.data(),
+                            .now = now.data(),
+                            .admitted = admitted.data(),
+                            .seen = device_seen.data(),
+                            .workspace = workspace.data()},
+                           nullptr));
+  return {to_lengths.to_host(), to_next.to_host(), to_positions.to_host(), to_states.to_host()};
+}
+
+}  // namespace
+
+TEST_CASE("NVRTC compiles a policy source for every architecture of kvlab, without a device") {
+  if (!has_nvrtc()) return skip("no NVRTC");
+  for (const auto& [header, policy] : kHeaders)
+    for (const int architecture : {80, 90}) {
+      const auto code = kernels::compile_policy_code(*source_of(header, policy), architecture);
+      CHECK(code.cubin.size() > 1000);
+      CHECK(code.symbols.size() == 4);
+    }
+}
+
+TEST_CASE("what the device cannot compile is shown at the source's own line") {
+  if (!has_nvrtc()) return skip("no NVRTC");
+  PolicyEntry entry = *source_of("policies/h2o.hpp", "h2o");
+  PolicySource broken = *entry.source;
+  broken.path = "my.hpp";
+  const std::string_view good = "slot.mass += seen.mass;";
+  broken.text.replace(broken.text.find(good), good.size(), "slot.mass += sen.mass;");
+  entry.source = std::make_shared<const PolicySource>(broken);
+  std::string message;
+  try {
+    kernels::compile_policy_code(entry, 90);
+  } catch (const std::invalid_argument& error) {
+    message = error.what();
+  }
+  CHECK_THAT(message, ContainsSubstring("my.hpp: does not compile for the device\nmy.hpp(") &&
+                          ContainsSubstring("\"sen\" is undefined"));
+}
+
+TEST_CASE("a policy source does on the device what it does on the host, to the bit", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const std::vector<Step> steps = make_steps();
+  const std::vector<Observation> seen = make_observations(steps);
+  const Stream stream;
+  for (const auto& [header, policy] : kHeaders) DYNAMIC_SECTION(policy) {
+      const auto entry = source_of(header, policy);
+      const kernels::PolicyKernels compiled(entry);
+      const PolicySpec spec = parse_policy(entry->info.name, {}, entry);
+      const Outcome host = run_on_host(spec, steps, seen);
+      const DeviceProbe probe = compiled.probe();
+      DeviceRun run(probe, spec, steps, seen);
+      check_cuda(run.enqueue(stream.get()));
+      check_equal(run.take(), host);
+    }
+}
+
+TEST_CASE("a policy source evicts on the device as on the host, fast and plainly", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "lru", "random"}) DYNAMIC_SECTION(policy) {
+      const kernels::PolicyKernels compiled(source_of("policies/" + policy + ".hpp", policy));
+      for (const auto& device : {compiled.observing(), compiled.plain()}) {
+        // The batch's host side is the registry's policy of that name.
+        kernels::EvictingBatch batch(device,
+                                     {.policy = policy, .sequences = 2, .prompt = 20, .steps = 60});
+        const Stream stream;
+        for (int step = 0; step < 60; ++step) {
+          batch.draw_tokens();
+          check_cuda(batch.enqueue(stream.get()));
+          check_cuda(cudaDeviceSynchronize());
+          batch.check();
+        }
+      }
+    }
+}
+
+TEST_CASE("a policy source shrinks a prompt as the compiled one does, to the bit", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "lru", "random"}) DYNAMIC_SECTION(policy) {
+      const kernels::PolicyKernels compiled(source_of("policies/" + policy + ".hpp", policy));
+      const Shrunk own = shrunk(compiled.admission());
+      CHECK(own.lengths == std::vector<std::int32_t>{31, 31});
+      for (const kernels::AdmissionPolicy& other : kernels::admission_policies())
+        if (other.name == policy) CHECK((own == shrunk(other)));
+    }
+}
