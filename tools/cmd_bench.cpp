@@ -5,6 +5,7 @@
 
 #include "engine/bench.hpp"
 #include "tools/bench_attention.hpp"
+#include "tools/bench_replay.hpp"
 #include "tools/options.hpp"
 
 namespace kvlab {
@@ -16,7 +17,7 @@ constexpr std::int64_t kMostTokens = 1 << 28, kMostRows = 1 << 16;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("what", po::value<std::vector<std::string>>()->value_name("decode|prefill|attention"),
+  add("what", po::value<std::vector<std::string>>()->value_name("decode|prefill|attention|replay"),
       "what to measure");
   add("model", po::value<std::string>()->value_name("DIR"), "a checkpoint");
   add("random-weights", po::value<std::string>()->value_name("CONFIG.json"),
@@ -33,6 +34,7 @@ void add_options(po::options_description& options) {
   add("chunk", po::value<std::int64_t>()->value_name("N")->default_value(2048),
       "prefill: tokens at once");
   add_attention_options(options);
+  add_bench_replay_options(options);
   add_common_options(options);
 }
 
@@ -159,9 +161,10 @@ void run_prefill(const po::variables_map& options) {
 int run(const po::variables_map& options) {
   const auto words = options.count("what") ? options["what"].as<std::vector<std::string>>()
                                            : std::vector<std::string>{};
-  if (words.size() != 1 ||
-      (words[0] != "decode" && words[0] != "prefill" && words[0] != "attention"))
-    throw std::invalid_argument("what to measure? give one of: decode, prefill, attention");
+  if (words.size() != 1 || (words[0] != "decode" && words[0] != "prefill" &&
+                            words[0] != "attention" && words[0] != "replay"))
+    throw std::invalid_argument("what to measure? give one of: decode, prefill, attention, replay");
+  if (words[0] == "replay") return run_bench_replay(options), 0;
   if (options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
   if (words[0] == "decode")
@@ -177,10 +180,11 @@ int run(const po::variables_map& options) {
 
 Command bench_command() {
   return {.name = "bench",
-          .summary = "how fast the CUDA decoder is, beside what the card can do",
+          .summary = "how fast the CUDA decoder and the replay are, beside what the machine can do",
           .usage =
               "decode|prefill --model DIR|--random-weights CONFIG.json [options]\n"
-              "       kvlab bench attention [options]",
+              "       kvlab bench attention [options]\n"
+              "       kvlab bench replay [--trace TRACE] [options]",
           .example = "kvlab bench decode --random-weights engine/models/configs/llama-3.1-8b.json",
           .add_options = add_options,
           .positional = "what",

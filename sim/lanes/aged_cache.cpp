@@ -38,16 +38,17 @@ void AgedCache::reserve(std::size_t count) {
   states_.resize(positions_.size() * loops_.slot_bytes);
 }
 
-void AgedCache::make_room(std::uint32_t now) {
-  if (budget_ == kNoBudget || size_ < budget_) return;
+std::uint32_t AgedCache::make_room(std::uint32_t now) {
+  if (budget_ == kNoBudget || size_ < budget_) return 0;
   const std::uint32_t leaving = size_ - (budget_ - 1);
   loops_.rank(states_.data(), positions_.data(), size_, params_.data(), step(now, 0),
               ranks_.data());
   if (leaving == 1)
-    evict(one_victim(now));
+    evict(last_victim_ = one_victim(now));
   else
     evict_many(now, leaving);
   evictions_ += leaving;
+  return leaving;
 }
 
 /// By age, the sinks come first and the recent last, so each guard is one range, and the first of

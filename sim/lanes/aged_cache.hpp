@@ -29,7 +29,9 @@ class AgedCache {
   float weight(std::uint32_t age) const { return loops_.weight(age, params_.data()); }
   std::uint32_t tail() const { return loops_.tail(params_.data()); }
 
-  void make_room(std::uint32_t now);
+  /// Returns how many left; last_victim() is the age at which one alone left.
+  std::uint32_t make_room(std::uint32_t now);
+  std::size_t last_victim() const { return last_victim_; }
   void admit(std::uint32_t first, std::uint32_t count);
   /// What the live tokens received from the last admission.
   void observe(const Seen& seen);
@@ -52,6 +54,7 @@ class AgedCache {
   std::vector<std::uint64_t> ranks_, bits_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
   std::uint64_t evictions_ = 0;
+  std::size_t last_victim_ = 0;
 };
 
 }  // namespace kvlab

@@ -3,8 +3,13 @@
 namespace kvlab {
 
 FeedbackLane::FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity,
-                           const HeadView& view, const QuerySpan* span)
-    : configs_(std::move(configs)), span_(span), group_(view.group) {
+                           const HeadView& view, const QuerySpan* span,
+                           std::unique_ptr<GroupRows> unrounded, std::unique_ptr<PlaceTable> places)
+    : configs_(std::move(configs)),
+      span_(span),
+      group_(view.group),
+      unrounded_(std::move(unrounded)),
+      places_(std::move(places)) {
   for (const LaneConfig& config : configs_) {
     identity.seed = config.config->seed;
     runs_.push_back(std::make_unique<FeedbackRun>(config, identity, view, span));
@@ -19,10 +24,13 @@ bool FeedbackLane::wants_row(std::uint32_t query) const {
 }
 
 void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
+  bool wanted = observes_;
+  for (std::uint32_t query = first; query < first + count; ++query) wanted |= wants_row(query);
+  if (unrounded_ && wanted) unrounded_->compute(first, count);
   for (std::size_t c = 0; c < runs_.size(); ++c) {
     runs_[c]->forget_samples();
     for (std::uint32_t query = first; query < first + count; ++query) {
-      runs_[c]->attend(query, rows, room_);
+      runs_[c]->attend(query, rows, unrounded_.get(), places_.get(), room_);
       if (watcher_) watcher_(c, query, runs_[c]->visible());
     }
   }
@@ -39,8 +47,8 @@ void FeedbackLane::measure_outputs(std::uint32_t query, std::uint32_t index, Gro
   chain_.begin(query, rows);
   for (const auto& run : runs_) {
     const FeedbackRun::Sample& sample = run->sample(index);
-    const float* sum =
-        sample.all ? nullptr : chain_.move_to(sample.live.data(), sample.sums.data());
+    const float* const sum =
+        sample.all || sample.own ? nullptr : chain_.move_to(sample.live.data(), sample.sums.data());
     for (std::uint32_t head = 0; head < group_; ++head) {
       const float* kept = full + head * dim;
       if (!sample.all && sample.lost[head]) {

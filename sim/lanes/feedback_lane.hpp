@@ -11,10 +11,12 @@ namespace kvlab {
 
 class FeedbackLane final : public Lane {
  public:
-  /// `configs`: any policies at original positions; neighbours should keep similar sets. `span` may
-  /// be null: nothing is measured.
+  /// `configs`: any policies, all at original positions or all squeezed; neighbours should keep
+  /// similar sets. `span` may be null: nothing is measured. `unrounded` and `places`: for squeezed
+  /// positions, which need rows of unrounded logits; else null. They are the lane's to compute.
   FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity, const HeadView& view,
-               const QuerySpan* span);
+               const QuerySpan* span, std::unique_ptr<GroupRows> unrounded = nullptr,
+               std::unique_ptr<PlaceTable> places = nullptr);
   ~FeedbackLane() override;
 
   bool wants_row(std::uint32_t query) const override;
@@ -28,6 +30,8 @@ class FeedbackLane final : public Lane {
   std::vector<LaneConfig> configs_;
   const QuerySpan* span_;
   std::uint32_t group_;
+  std::unique_ptr<GroupRows> unrounded_;
+  std::unique_ptr<PlaceTable> places_;
   std::vector<std::unique_ptr<FeedbackRun>> runs_;
   GatherRoom room_;
   OutputChain chain_;

@@ -39,6 +39,8 @@ void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
 FeedbackRun::FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, const HeadView& view,
                          const QuerySpan* span)
     : cache_(config.config->policy, config.budget, config.guards, identity, view.tokens),
+      squeezed_(config.config->positions == Positions::cache),
+      old_keys_(view),
       cursor_(*config.admissions),
       view_(view),
       span_(span) {
@@ -50,9 +52,10 @@ bool FeedbackRun::observes(std::uint32_t query) const {
   return cache_.needs() == Needs::requests || cursor_.age_of(query) < cache_.tail();
 }
 
-void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
+                         const PlaceTable* places, GatherRoom& room) {
   if (cursor_.begins_at(query)) {
-    cache_.make_room(query);
+    make_room(query);
     cache_.admit(query, cursor_.current().tokens);
     begin_observing();
   }
@@ -60,7 +63,9 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GatherRoom& room)
   const bool measures = span_ && span_->contains(query);
   if (observes(query) || measures) {
     const bool weighted = cache_.needs() == Needs::mass && weight_of(query) != 1.0f;
-    if (visible_ == query + 1 && !weighted)
+    if (squeezed_)
+      see_squeezed(query, rows, *unrounded, *places, room);
+    else if (visible_ == query + 1 && !weighted)
       see_all(query, rows);
     else
       see_kept(query, rows, room);
@@ -68,6 +73,22 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GatherRoom& room)
   if (!cursor_.ends_at(query)) return;
   cursor_.advance();
   cache_.observe(seen_);
+}
+
+/// Tokens older than a victim have lost a younger one from now on.
+void FeedbackRun::make_room(std::uint32_t now) {
+  const std::size_t before = old_keys_.size();
+  const std::uint32_t left = cache_.make_room(now);
+  if (!squeezed_ || left == 0) return;
+  const auto live = cache_.positions();
+  const std::size_t victim = cache_.last_victim();
+  if (left == 1 && victim < before) return old_keys_.erase(victim);
+  std::size_t old = victim;
+  if (left > 1) {
+    old_keys_.clear();
+    for (old = live.size(); old > 0 && live[old - 1] + 1 == now - (live.size() - old);) --old;
+  }
+  for (std::size_t i = old_keys_.size(); i < old; ++i) old_keys_.append(live[i]);
 }
 
 void FeedbackRun::begin_observing() {
@@ -111,19 +132,97 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     if (room.sum[head] >= kSharedSumFloor) continue;
     take_own_maximum(query, head, rows, room);
-    if (!sample || sample->all) continue;
-    sample->lost[head] = true;
-    float* const out = sample->outputs.data() + head * view_.head_size;
-    std::fill(out, out + view_.head_size, 0.0f);
-    divide(room.row.data(), visible_, room.sum[head], room.row.data());
-    accumulate_rows({room.row.data(), visible_}, visible(), view_.v, view_.kv_token_stride,
-                    view_.head_size, out);
+    if (sample && !sample->all) take_own_output(head, room, *sample);
   }
-  if (observes(query)) {
-    if (cache_.needs() == Needs::mass) take_masses(query, rows, room);
-    if (cache_.needs() == Needs::requests) take_requests(query, rows, room);
-  }
+  observe_kept(query, rows, room);
   if (measures) measure(query, rows, room.shared.data());
+}
+
+/// The output of a head from its gathered exponentials.
+void FeedbackRun::take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample) {
+  std::vector<float> p(visible_);
+  for (std::size_t i = 0; i < visible_; ++i)
+    p[i] = room.kept[kept_index(i, head, room.mass.size())];
+  divide(p.data(), visible_, room.sum[head], p.data());
+  sample.lost[head] = true;
+  float* const out = sample.outputs.data() + head * view_.head_size;
+  std::fill(out, out + view_.head_size, 0.0f);
+  accumulate_rows(p, visible(), view_.v, view_.kv_token_stride, view_.head_size, out);
+}
+
+void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  if (!observes(query)) return;
+  if (cache_.needs() == Needs::mass) take_masses(query, rows, room);
+  if (cache_.needs() == Needs::requests) take_requests(query, rows, room);
+}
+
+/// Probabilities from logits at squeezed positions; recall and misses from the full cache's rows.
+void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
+                               const PlaceTable& places, GatherRoom& room) {
+  room.resize(visible_, rows.heads());
+  const bool measures = span_ && span_->contains(query),
+             samples = measures && span_->sampled(query);
+  if (observes(query) || samples) take_squeezed(query, unrounded, places, room);
+  if (samples) {
+    Sample& sample = take_sample(query, false);
+    sample.own = true;
+    sample.sums.assign(rows.heads(), 0.0f);
+    sample.lost.assign(rows.heads(), true);
+    sample.outputs.assign(rows.heads() * view_.head_size, 0.0f);
+    take_squeezed_outputs(rows, room, sample);
+  }
+  observe_kept(query, rows, room);
+  if (!measures) return;
+  std::vector<std::uint32_t> hits(rows.heads());
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().total(rows.e(query, quad), cache_.positions().data(), visible_,
+                      room.least.data() + quad * kQuad, room.shared.data() + quad * kQuad,
+                      hits.data() + quad * kQuad);
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    room.shared[head] = std::min(room.shared[head], rows.sums(query)[head]);
+  measure(query, rows, room.shared.data());
+}
+
+/// The outputs of all heads from their own exponentials.
+void FeedbackRun::take_squeezed_outputs(const GroupRows& rows, const GatherRoom& room,
+                                        Sample& sample) {
+  const std::size_t dim = view_.head_size, stride = room.mass.size() + kPanelTokens;
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().accumulate(room.squeezed.data() + quad * stride * kQuad, visible().data(), visible_,
+                           view_.v, view_.kv_token_stride, dim,
+                           sample.outputs.data() + quad * kQuad * dim);
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    divide(sample.outputs.data() + head * dim, dim, room.sum[head],
+           sample.outputs.data() + head * dim);
+}
+
+/// Gathers exponentials of logits at squeezed places: the youngest live token is at its true
+/// position, and so are those that have lost no younger one.
+void FeedbackRun::take_squeezed(std::uint32_t query, GroupRows& unrounded, const PlaceTable& places,
+                                GatherRoom& room) {
+  const std::size_t old = std::min<std::size_t>(old_keys_.size(), visible_);
+  const std::size_t stride = room.mass.size() + kPanelTokens;
+  const auto live = cache_.positions();
+  room.products.resize(stride * kQuad);
+  room.squeezed.resize(stride * unrounded.heads());
+  const std::uint32_t oldest = live.back() - (cache_.size() - 1);
+  for (std::uint32_t quad = 0; quad < unrounded.quads(); ++quad) {
+    const float *queries[kQuad] = {}, *products[kQuad] = {};
+    for (std::uint32_t h = 0; h < kQuad && quad * kQuad + h < unrounded.group(); ++h) {
+      queries[h] = unrounded.query(query, quad * kQuad + h);
+      products[h] = room.products.data() + h * stride;
+    }
+    old_keys_.products(queries, oldest, places, room.products.data(), stride);
+    for (std::uint32_t h = 0; h < kQuad && products[h]; ++h)
+      if (old < visible_)
+        std::copy_n(unrounded.products(query, quad * kQuad + h) + live[old], visible_ - old,
+                    room.products.data() + h * stride + old);
+    float* const e = room.squeezed.data() + quad * stride * kQuad;
+    row_loops().exponentials(products, visible_, unrounded.softmax_scale(), e,
+                             room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
+    row_loops().gather(e, nullptr, visible_, room.kept.data() + quad * room.mass.size() * kQuad,
+                       room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
+  }
 }
 
 /// The row of a head whose shared exponentials lost their bits, from its own maximum.
@@ -201,6 +300,7 @@ FeedbackRun::Sample& FeedbackRun::take_sample(std::uint32_t query, bool all) {
   if (samples_.size() == sample_count_) samples_.emplace_back();
   Sample& sample = samples_[sample_count_++];
   sample.all = all;
+  sample.own = false;
   if (all) return sample;
   sample.live.assign(cache_.live_bits(), cache_.live_bits() + query / 64 + 1);
   // Younger queries of the admission are live but not seen.

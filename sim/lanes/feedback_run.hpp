@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sim/lanes/aged_cache.hpp"
+#include "sim/lanes/aged_keys.hpp"
 #include "sim/lanes/lane.hpp"
 
 namespace kvlab {
@@ -13,6 +14,7 @@ struct GatherRoom {
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
   std::vector<float> row;                       // one head's, by age
+  std::vector<float> products, squeezed;        // [4][age], [quad][age][4]: squeezed
 
   void resize(std::size_t tokens, std::uint32_t heads);
 };
@@ -22,7 +24,10 @@ class FeedbackRun {
   FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, const HeadView& view,
               const QuerySpan* span);
 
-  void attend(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  /// `rows`: the full cache's. `unrounded`: the same at unrounded positions, and `places`, for
+  /// squeezed positions; else null.
+  void attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded, const PlaceTable* places,
+              GatherRoom& room);
 
   const AgedCache& cache() const { return cache_; }
   HeadStats& stats() { return stats_; }
@@ -31,11 +36,12 @@ class FeedbackRun {
 
   /// A sampled query's live set, until the lane has its outputs.
   struct Sample {
-    bool all = false;                 ///< the cache saw every token
+    bool all = false;                 ///< the output is the full cache's
     std::vector<std::uint64_t> live;  ///< bits
     std::vector<float> sums;          ///< [heads], of the shared exponentials
-    std::vector<bool> lost;           ///< [heads]: the shared exponentials lost their bits
+    std::vector<bool> lost;           ///< [heads]: the shared exponentials are of no use
     std::vector<float> outputs;       ///< [heads][dim], of those heads
+    bool own = false;                 ///< all of them
   };
   const Sample& sample(std::size_t index) const { return samples_[index]; }
   /// Before a block.
@@ -43,7 +49,15 @@ class FeedbackRun {
 
  private:
   bool observes(std::uint32_t query) const;
+  void make_room(std::uint32_t now);
   void see_all(std::uint32_t query, GroupRows& rows);
+  void see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
+                    const PlaceTable& places, GatherRoom& room);
+  void take_squeezed(std::uint32_t query, GroupRows& unrounded, const PlaceTable& places,
+                     GatherRoom& room);
+  void take_squeezed_outputs(const GroupRows& rows, const GatherRoom& room, Sample& sample);
+  void take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample);
+  void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
   void take_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room);
@@ -56,6 +70,8 @@ class FeedbackRun {
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
+  bool squeezed_;
+  AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
   AdmissionCursor cursor_;
   const HeadView& view_;
   const QuerySpan* span_;

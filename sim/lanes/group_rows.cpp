@@ -57,6 +57,7 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   for (std::uint32_t token = 0; token < view.tokens; ++token) {
     rotate(view.key(token), token, key.data());
     keys_.set_row(token, key.data());
+    narrow_keys_ &= are_narrow(key.data(), key.size());
   }
 }
 
@@ -74,8 +75,9 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
     for (std::uint32_t head = 0; head < group; ++head)
       rotate(view_.query(head, first + i), first + i,
              queries_.data() + (i * group + head) * view_.head_size);
-  multiply(queries_.data(), count * group, view_.head_size, keys_, 0, (first + count + 15) / 16,
-           logits_.data(), stride_);
+  const bool narrow = narrow_keys_ && are_narrow(queries_.data(), count * group * view_.head_size);
+  (narrow ? multiply_narrow : multiply)(queries_.data(), count * group, view_.head_size, keys_, 0,
+                                        (first + count + 15) / 16, logits_.data(), stride_);
   for (std::uint32_t i = 0; i < count; ++i) {
     for (std::uint32_t quad = 0; quad < quads_; ++quad) {
       const float* rows[kQuad] = {};

@@ -36,6 +36,15 @@ class GroupRows {
   const float* e(std::uint32_t query, std::uint32_t quad) const {
     return e_.data() + (std::size_t{query - first_} * quads_ + quad) * stride_ * kQuad;
   }
+  /// The products behind them, not scaled: [query + 1].
+  const float* products(std::uint32_t query, std::uint32_t head) const {
+    return logits_.data() + (std::size_t{query - first_} * view_.group + head) * stride_;
+  }
+  /// The rotated query, [dim].
+  const float* query(std::uint32_t query, std::uint32_t head) const {
+    return queries_.data() + (std::size_t{query - first_} * view_.group + head) * view_.head_size;
+  }
+  float softmax_scale() const { return arithmetic_.softmax_scale; }
   /// Lane sums of the rows, [heads()]; 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
@@ -77,6 +86,7 @@ class GroupRows {
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   Panels keys_;  // [token, dim], rotated
+  bool narrow_keys_ = true;
   std::uint32_t block_, quads_, first_ = 0;
   std::size_t stride_, words_;      // tokens of a row, padded; 64-bit words of a row's bits
   std::vector<float> queries_;      // [block, group, dim], rotated

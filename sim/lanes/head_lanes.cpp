@@ -13,11 +13,12 @@
 namespace kvlab {
 namespace {
 
-enum class Kind { nested, feedback, topk };
+enum class Kind { nested, feedback, squeezed, topk };
 
 Kind kind_of(const ReplayConfig& config) {
   if (config.policy.name == kOracleTopk) return Kind::topk;
   if (config.policy.name == kOracleMass) return Kind::nested;
+  if (config.positions == Positions::cache) return Kind::squeezed;
   const PolicyInfo& info = config.policy.entry->info;
   return info.order == Order::nested && info.needs == Needs::nothing ? Kind::nested
                                                                      : Kind::feedback;
@@ -42,18 +43,18 @@ std::string chain_order(const LaneConfig& c) {
 }  // namespace
 
 bool fits_lanes(const ReplayConfig& config) {
-  return config.positions == Positions::original &&
-         (!config.policy.entry || policy_loops(*config.policy.entry));
+  return !config.policy.entry || policy_loops(*config.policy.entry);
 }
 
 HeadLanes::HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity,
                      const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
                      const QuerySpan* span)
     : count_(configs.size()), view_(view), rows_(view, rope, arithmetic) {
-  plan(configs, identity, span);
+  plan(configs, identity, rope, arithmetic, span);
 }
 
 void HeadLanes::plan(const std::vector<LaneConfig>& configs, LiveSet::Identity identity,
+                     const RopeTable& rope, const HeadArithmetic& arithmetic,
                      const QuerySpan* span) {
   std::map<Family, std::vector<std::size_t>> families;
   for (std::size_t c = 0; c < configs.size(); ++c) families[family_of(configs[c])].push_back(c);
@@ -78,6 +79,16 @@ void HeadLanes::plan(const std::vector<LaneConfig>& configs, LiveSet::Identity i
       case Kind::feedback:
         add(std::make_unique<FeedbackLane>(std::move(own), identity, view_, span), indices);
         break;
+      case Kind::squeezed: {
+        HeadArithmetic exact = arithmetic;
+        exact.rounding.reset();
+        add(std::make_unique<FeedbackLane>(
+                std::move(own), identity, view_, span,
+                std::make_unique<GroupRows>(view_, rope, exact),
+                std::make_unique<PlaceTable>(rope, rope.cosines(0).size())),
+            indices);
+        break;
+      }
     }
   }
 }

@@ -7,8 +7,7 @@
 
 namespace kvlab {
 
-/// Whether the lanes take a configuration. The others need logits of their own, or were compiled at
-/// run time.
+/// Whether the lanes take a configuration: all but those of a policy that was compiled at run time.
 bool fits_lanes(const ReplayConfig& config);
 
 /// Takes one KV head through `configs`, all of which fit.
@@ -26,7 +25,7 @@ class HeadLanes {
 
  private:
   void plan(const std::vector<LaneConfig>& configs, LiveSet::Identity identity,
-            const QuerySpan* span);
+            const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span);
   void add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices);
   std::vector<std::uint64_t> future_masses();
 

@@ -15,6 +15,8 @@ inline constexpr std::size_t kQuad = 4;          ///< query heads that are taken
 inline constexpr std::size_t kBlockTokens = 16;  ///< tokens of a gathered block
 inline constexpr std::size_t kKeptFloats = kQuad * kBlockTokens;
 
+inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
+
 struct RowLoops {
   const char* name;  ///< of the instruction set
 
@@ -47,6 +49,13 @@ struct RowLoops {
   /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i).
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y);
+  /// out[h][i] = sum over d of queries[h][d] * key i of the panel, rotated, in index order, i < 32:
+  /// dimensions d and d + half turn by cos[d][i], sin[d][i] (rows `stride` apart), those from
+  /// 2 half on stay. Null queries: not written. `room` [dim][32].
+  void (*rotated_products)(const float* panel, const float* cos, const float* sin,
+                           std::size_t stride, std::size_t half, std::size_t dim,
+                           const float* const* queries, float* room, float* out,
+                           std::size_t out_stride);
 };
 
 /// Those of the best instruction set that this machine has.

@@ -397,7 +397,8 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
-void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::size_t count,
+/// Some tokens, few enough that their values stay in the nearest cache for all columns.
+void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y) {
   constexpr int kColumns = kWidth == 4 ? 2 : 4;
   std::size_t d = 0;
@@ -414,8 +415,64 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
     }
 }
 
-// --- exponentials
-// ----------------------------------------------------------------------------------
+void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::size_t count,
+                     const float* v, std::size_t stride, std::size_t depth, float* y) {
+  constexpr std::size_t kAtOnce = 32;
+  for (std::size_t i = 0; i < count; i += kAtOnce)
+    accumulate_some(weights + i * kQuad, tokens ? tokens + i : nullptr,
+                    count - i < kAtOnce ? count - i : kAtOnce, tokens ? v : v + i * stride, stride,
+                    depth, y);
+}
+
+// --- squeezed positions --------------------------------------------------------------------------
+
+/// Turns some keys of a panel: to [dim][kPanelTokens].
+inline void turn(const float* panel, const float* cos, const float* sin, std::size_t stride,
+                 std::size_t half, std::size_t dim, float* to) {
+  for (std::size_t d = 0; d < half; ++d)
+    for (std::size_t i = 0; i < kPanelTokens; i += kWidth) {
+      const Floats a = load(panel + d * kPanelTokens + i),
+                   b = load(panel + (d + half) * kPanelTokens + i);
+      const Floats c = load(cos + d * stride + i), s = load(sin + d * stride + i);
+      store(to + d * kPanelTokens + i, a * c - b * s);
+      store(to + (d + half) * kPanelTokens + i, b * c + a * s);
+    }
+  for (std::size_t d = 2 * half; d < dim; ++d)
+    std::memcpy(to + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
+}
+
+/// The products of R queries with kPanelTokens turned keys.
+template <int R>
+inline void turned_products(const float* keys, std::size_t dim, const float* const* queries,
+                            float* const* out) {
+  constexpr int kColumns = kWidth == 4 ? 2 : static_cast<int>(kPanelTokens) / kWidth;
+  for (std::size_t i = 0; i < kPanelTokens; i += kColumns * kWidth) {
+    Floats sum[R][kColumns] = {};
+    for (std::size_t d = 0; d < dim; ++d) {
+      Floats column[kColumns];
+      for (int c = 0; c < kColumns; ++c) column[c] = load(keys + d * kPanelTokens + i + c * kWidth);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kColumns; ++c) sum[r][c] += queries[r][d] * column[c];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kColumns; ++c) store(out[r] + i + c * kWidth, sum[r][c]);
+  }
+}
+
+void rotated_products(const float* panel, const float* cos, const float* sin, std::size_t stride,
+                      std::size_t half, std::size_t dim, const float* const* queries, float* turned,
+                      float* out, std::size_t out_stride) {
+  turn(panel, cos, sin, stride, half, dim, turned);
+  int count = 0;
+  while (count < kHeads && queries[count]) ++count;
+  float* const to[kQuad] = {out, out + out_stride, out + 2 * out_stride, out + 3 * out_stride};
+  if (count == 4) turned_products<4>(turned, dim, queries, to);
+  if (count == 3) turned_products<3>(turned, dim, queries, to);
+  if (count == 2) turned_products<2>(turned, dim, queries, to);
+  if (count == 1) turned_products<1>(turned, dim, queries, to);
+}
+
+// --- exponentials --------------------------------------------------------------------------------
 
 /// The shift of a row: round(max / ln 2), as shared_exponentials() takes it.
 inline std::int32_t shift_of(const float* logits, std::size_t count, float scale) {
@@ -492,7 +549,8 @@ constexpr RowLoops row_loops_named(const char* name) {
           .flag = flag,
           .first_least = first_least,
           .common = common,
-          .accumulate = accumulate_quad};
+          .accumulate = accumulate_quad,
+          .rotated_products = rotated_products};
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ class TopkLane final : public Lane {
   std::vector<LaneConfig> configs_;
   std::vector<HeadStats> stats_;
   const QuerySpan& span_;
-  std::vector<float> sorted_;  // a row, the largest first
+  std::vector<std::uint32_t> sorted_, room_;  // a row's bits, the smallest first
 };
 
 }  // namespace kvlab

@@ -72,6 +72,30 @@ TEST_CASE("every instruction set multiplies in the order of the depth, to the bi
       }
 }
 
+TEST_CASE(
+    "fused products of narrow values have the bits of plain ones; wider values are told apart") {
+  for (const Dtype dtype : {Dtype::bf16, Dtype::f16})
+    for (const std::size_t depth : {1u, 64u, 129u})
+      for (const std::size_t m : {1u, 2u, 6u, 8u, 17u, 24u}) {
+        Panels w(103, depth);
+        std::vector<float> rows = noise(103 * depth, 3), x = noise(m * depth, 4, 20);
+        for (std::vector<float>* values : {&rows, &x})
+          for (float& value : *values) value = round_to(dtype, value);
+        for (std::size_t o = 0; o < 103; ++o) w.set_row(o, rows.data() + o * depth);
+        REQUIRE(are_narrow(x.data(), x.size()));
+        const std::vector<float> wanted = plain_product(x, w, m);
+        for (const HotLoops* set : all_sets()) {
+          CAPTURE(set->name, depth, m);
+          std::vector<float> y(wanted.size(), NAN);
+          set->multiply_exact(x.data(), m, depth, reinterpret_cast<const float*>(w.panel(0)), depth,
+                              w.panel_count(), y.data(), 16 * w.panel_count());
+          CHECK(equal_bits(y, wanted));
+        }
+      }
+  for (const float wide : {0.1f, 1e-30f, 1e30f, INFINITY, NAN}) CHECK(!are_narrow(&wide, 1));
+  for (const float narrow : {0.0f, -0.0f, 1.0f, -0.09375f}) CHECK(are_narrow(&narrow, 1));
+}
+
 TEST_CASE("a tile of a product is the product's part") {
   Panels w(71, 20, Dtype::bf16);
   const std::vector<float> rows = noise(71 * 20, 3), x = noise(7 * 20, 4);

@@ -93,6 +93,53 @@ void multiply_panels(const float* x, std::size_t m, std::size_t x_stride, const 
                                y_stride);
 }
 
+// --- exact products ---------------------------------------------------------------------------
+
+constexpr int kExactRows = kWidth == 16 ? 8 : 6, kExactPanels = kWidth == 16 ? 3 : 1;
+
+/// R rows of x by P panels, as block().
+template <int R, int P>
+inline __attribute__((always_inline)) void exact_block(const float* x, std::size_t x_stride,
+                                                       const float* w, std::size_t depth, float* y,
+                                                       std::size_t y_stride) {
+  constexpr int kColumns = P * kParts;
+  Floats sum[R][kColumns] = {};
+  for (std::size_t k = 0; k < depth; ++k) {
+    Floats column[kColumns];
+    for (int c = 0; c < kColumns; ++c)
+      column[c] = load(w + (c / kParts) * depth * kLanes + k * kLanes + (c % kParts) * kWidth);
+    for (int r = 0; r < R; ++r) {
+      const Floats factor = x[r * x_stride + k] - Floats{};  // for -0 too
+      for (int c = 0; c < kColumns; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < kColumns; ++c) store(y + r * y_stride + c * kWidth, sum[r][c]);
+}
+
+/// All rows by P panels.
+template <int P>
+inline void exact_rows(const float* x, std::size_t m, std::size_t x_stride, const float* w,
+                       std::size_t depth, float* y, std::size_t y_stride) {
+  std::size_t i = 0;
+  for (; i + kExactRows <= m; i += kExactRows)
+    exact_block<kExactRows, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+  for (; i + 2 <= m; i += 2)
+    exact_block<2, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+  if (i < m) exact_block<1, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+}
+
+void multiply_exact(const float* x, std::size_t m, std::size_t x_stride, const float* w,
+                    std::size_t depth, std::size_t panels, float* y, std::size_t y_stride) {
+  if constexpr (!kHasFused) return multiply_panels(x, m, x_stride, w, depth, panels, y, y_stride);
+  std::size_t p = 0;
+  for (; p + kExactPanels <= panels; p += kExactPanels)
+    exact_rows<kExactPanels>(x, m, x_stride, w + p * depth * kLanes, depth, y + p * kLanes,
+                             y_stride);
+  for (; p < panels; ++p)
+    exact_rows<1>(x, m, x_stride, w + p * depth * kLanes, depth, y + p * kLanes, y_stride);
+}
+
 void accumulate(const float* p, const std::uint32_t* rows, std::size_t count, const float* v,
                 std::size_t stride, std::size_t depth, float* y) {
   constexpr std::size_t kSums = 4;
@@ -209,6 +256,7 @@ void scale_by(const float* x, const float* weight, std::size_t count, float fact
 constexpr HotLoops loops_named(const char* name) {
   return {.name = name,
           .multiply_float = multiply_panels<float>,
+          .multiply_exact = multiply_exact,
           .multiply_bf16 = multiply_panels<std::uint16_t>,
           .accumulate = accumulate,
           .exponentials = exponentials,

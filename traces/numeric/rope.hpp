@@ -23,6 +23,13 @@ class RopeTable {
   RopeTable(const Rope& rope, std::uint32_t count);
 
   std::uint32_t positions() const { return positions_; }
+  /// What `position` turns by, [rotated / 2] each.
+  std::span<const float> cosines(std::uint32_t position) const {
+    return {cos_.data() + position * half_, half_};
+  }
+  std::span<const float> sines(std::uint32_t position) const {
+    return {sin_.data() + position * half_, half_};
+  }
   /// Rotates one vector of `size` floats to `position`: dimension i and i + rotated / 2 turn
   /// together, those from `rotated` on stay. x == y is allowed. Throws nothing; position <
   /// positions().
