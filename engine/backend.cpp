@@ -40,6 +40,12 @@ class CpuBackend final : public Backend {
   std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache, std::uint32_t) override {
     return std::make_unique<Decoder>(model_, cache, threads_);
   }
+  std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache, std::uint32_t,
+                                                   DecoderObserver& observer) override {
+    auto decoder = std::make_unique<Decoder>(model_, cache, threads_);
+    decoder->watch(&observer);
+    return decoder;
+  }
   TraceHeader trace_header(nlohmann::json options) const override {
     return kvlab::trace_header(model_, std::move(options));
   }

@@ -24,6 +24,10 @@ class Backend {
   /// does not have, std::runtime_error if its memory is too small.
   virtual std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
                                                    std::uint32_t tokens) = 0;
+  /// The same, with an observer that must outlive it; slow.
+  virtual std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache,
+                                                           std::uint32_t tokens,
+                                                           DecoderObserver& observer) = 0;
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;

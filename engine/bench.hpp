@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/decoder.hpp"
+
 namespace kvlab {
 
 /// A checkpoint, or the shape of one with random weights: exactly one of them.
@@ -63,5 +65,53 @@ struct PrefillBench {
   double flops_per_second() const { return flops / (milliseconds * 1e-3); }
 };
 PrefillBench bench_prefill(const PrefillBenchOptions& options);
+
+/// A stream through a cache of fixed size, against a sliding window that is computed anew for every
+/// token: what StreamingLLM (Xiao et al. 2023, section 4.5) was measured against.
+struct StreamBenchOptions {
+  BenchModel model;
+  CacheOptions cache;  ///< the budget is not looked at
+  std::vector<std::uint32_t> budgets;
+  std::uint32_t steps = 64;
+};
+
+struct StreamPoint {
+  std::uint32_t budget = 0;
+  double step_milliseconds = 0;       ///< of the stream, its cache full
+  double recompute_milliseconds = 0;  ///< a prompt of `budget` tokens, which one token costs there
+  std::uint64_t device_bytes = 0;     ///< taken from the driver, weights included
+
+  double ratio() const { return recompute_milliseconds / step_milliseconds; }
+};
+
+struct StreamBench {
+  std::string model, dtype, device;
+  std::uint64_t weight_bytes = 0;
+  std::vector<StreamPoint> points;
+};
+StreamBench bench_stream(const StreamBenchOptions& options);
+
+/// Decoding behind a prompt with a cache that evicts, against the full cache: at one batch, and at
+/// the largest that fits (Zhang et al. 2023, H2O, section 5.3).
+struct EvictBenchOptions {
+  BenchModel model;
+  CacheOptions cache;  ///< with its budget in tokens
+  int batch = 24;
+  std::uint32_t prompt = 2048, decoded = 2048;  ///< tokens of each sequence
+};
+
+struct EvictRun {
+  int batch = 0;
+  double decode_seconds = 0;  ///< of all steps
+  double tokens_per_second = 0;
+  std::uint64_t device_bytes = 0;
+};
+
+struct EvictBench {
+  std::string model, dtype, device;
+  EvictRun full, evicting;                  ///< at the batch that was asked for
+  EvictRun largest_full, largest_evicting;  ///< at the largest of each
+};
+EvictBench bench_evict(const EvictBenchOptions& options);
 
 }  // namespace kvlab

@@ -24,5 +24,7 @@ std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path&) {
 DecodeBench bench_decode(const DecodeBenchOptions&) { refuse_bench(); }
 PrefillBench bench_prefill(const PrefillBenchOptions&) { refuse_bench(); }
 AttentionBench bench_attention(const AttentionBenchOptions&) { refuse_bench(); }
+StreamBench bench_stream(const StreamBenchOptions&) { refuse_bench(); }
+EvictBench bench_evict(const EvictBenchOptions&) { refuse_bench(); }
 
 }  // namespace kvlab

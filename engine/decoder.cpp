@@ -149,8 +149,18 @@ class Decoder::Impl {
     });
     for (std::uint32_t head = 0; head < heads; ++head) {
       const auto seen = cache(layer, head).observe();
-      if (observer_) observer_->observed(layer, head, cache(layer, head).live(), seen);
+      if (observer_) show(layer, head, seen);
     }
+  }
+
+  void show(std::uint32_t layer, std::uint32_t head, std::span<const Observation> seen) {
+    const LiveSet& live = cache(layer, head).live();
+    std::vector<std::byte> states;
+    for (const std::uint32_t slot : live.slots()) {
+      const auto bytes = live.states().bytes(slot);
+      states.insert(states.end(), bytes.begin(), bytes.end());
+    }
+    observer_->observed(layer, head, {live.positions(), states}, seen);
   }
 
   HeadCache& cache(std::size_t layer, std::size_t head) {

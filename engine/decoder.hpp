@@ -25,6 +25,14 @@ struct CacheOptions {
   std::uint32_t threshold16 = request_threshold16(0.01);
 };
 
+/// The live tokens of one KV head, by age.
+struct LiveTokens {
+  std::span<const std::uint32_t> positions;
+  std::span<const std::byte> states;  ///< [token, slot_bytes]: the policy's
+
+  std::uint32_t size() const { return static_cast<std::uint32_t>(positions.size()); }
+};
+
 /// Watches a decoder. Calls come from the thread that feeds, in a fixed order: admission; for each
 /// layer, evicted of every KV head, observed of every KV head, layer; admitted. Pointers live
 /// during the call.
@@ -39,8 +47,8 @@ class DecoderObserver {
                        std::span<const std::uint32_t> /*victim_positions*/) {}
   /// One KV head observed: what each live token by age received (empty if the policy needs
   /// nothing).
-  virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, const LiveSet& /*live*/,
-                        std::span<const Observation> /*seen*/) {}
+  virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/,
+                        const LiveTokens& /*live*/, std::span<const Observation> /*seen*/) {}
   /// The tensors of a layer, before RoPE, and the attention outputs; see TraceWriter::layer.
   virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/,
                      std::span<const float> /*k*/, std::span<const float> /*v*/,

@@ -171,6 +171,7 @@ class Finisher {
   __device__ void write_pair(float a, float b) const {
     const int size = rope_.head_size, half = size / 2, n = head_ * size + dim_;
     const T plain[] = {write_output(run_, row_, n, a), write_output(run_, row_, n + half, b)};
+    if (!is_query() && place_.sits_out()) return;
     if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
     const float2 turned = rotate({to_float(plain[0]), to_float(plain[1])}, turn_);
     const std::int64_t query = std::int64_t{token()} * rope_.query_heads + head_;

@@ -163,7 +163,8 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   const bool query = index < args.query_heads;
   const int kv_head = (index - args.query_heads) % args.kv_heads;
   const TokenPlace place_of(args, static_cast<int>(token));
-  const std::int64_t cached = place_of.of_head(args, kv_head);
+  if (!query && place_of.sits_out()) return;
+  const std::int64_t cached = query ? 0 : place_of.of_head(args, kv_head);
   if (index >= args.query_heads + args.kv_heads) {
     for (int d = lane; d < args.head_size; d += kWarpSize)
       static_cast<T*>(args.values)[cached + d] = from[d];
@@ -253,7 +254,8 @@ bool valid(const RopeWriteArgs& args) {
          args.head_size <= kMostHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
          args.rotated <= args.head_size && args.qkv && args.sequences && args.keys && args.values &&
          args.q && (args.rotated == 0 || (args.rope && args.positions)) &&
-         (next.first_slot ? next.next_slots && next.positions && next.now : args.slots != nullptr);
+         (next.first_slot ? next.next_slots && (!next.positions || next.now)
+                          : args.slots != nullptr);
 }
 
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream) {

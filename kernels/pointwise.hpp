@@ -23,13 +23,13 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
 cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
                       cudaStream_t stream);
 
-/// A cache by pairs (kernels/eviction.hpp), one token a sequence: where it goes, and the position
-/// that is noted there. Null first_slot: the cache has strides instead.
+/// A cache by pairs (kernels/eviction.hpp): where a token goes, and the position that is noted
+/// there. Null first_slot: the cache has strides instead.
 struct NextSlots {
   const std::int64_t* first_slot;  // [sequence, kv_head]
   const std::int32_t* next_slots;  // [sequence, kv_head], from first_slot
-  std::uint32_t* positions;        // [slot]
-  const std::uint32_t* now;        // [sequence]
+  std::uint32_t* positions;        // [slot], or null: nothing is noted
+  const std::uint32_t* now;        // [sequence], or null; ~0: it sits out, nothing is written
 };
 
 /// Splits a projection, norms q and k by head (where gammas are given; the result is rounded to
@@ -44,8 +44,9 @@ struct RopeWriteArgs {
   const float2* rope;             // [position, rotated / 2]: cos, sin
   const std::int32_t* positions;  // [token], device: rows of `rope`
   const std::int32_t* sequences;  // [token], device: which sequence of the cache
-  const std::int32_t* slots;      // [token], device; not looked at where there are next_slots
-  void *keys, *values;            // the layer's cache, [sequence, kv_head, slot, dim]
+  const std::int32_t*
+      slots;            // [token], device; added to next_slots where those are given, if not null
+  void *keys, *values;  // the layer's cache, [sequence, kv_head, slot, dim]
   std::int64_t sequence_stride, head_stride;
   NextSlots next{};
   void* q;  // [token, query_head, dim] of type, rotated

@@ -1,6 +1,7 @@
 // What `rope_write` and the product that ends with it share.
 #pragma once
 
+#include "kernels/eviction.hpp"
 #include "kernels/pointwise.hpp"
 
 namespace kvlab::kernels {
@@ -21,23 +22,28 @@ class TokenPlace {
  public:
   TokenPlace() = default;
   __device__ TokenPlace(const RopeWriteArgs& args, int token)
-      : sequence_(args.sequences[token]), slot_(args.next.first_slot ? 0 : args.slots[token]) {}
+      : sequence_(args.sequences[token]),
+        slot_(args.slots ? args.slots[token] : 0),
+        sits_out_(args.next.now && args.next.now[sequence_] == kIdle) {}
+  /// The sequence keeps what it has, the slot of its next token included.
+  __device__ bool sits_out() const { return sits_out_; }
   /// Of a KV head, in elements from the cache's begin.
   __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
     if (!args.next.first_slot)
       return sequence_ * args.sequence_stride + kv_head * args.head_stride +
              static_cast<std::int64_t>(slot_) * args.head_size;
     const int pair = sequence_ * args.kv_heads + kv_head;
-    return (args.next.first_slot[pair] + args.next.next_slots[pair]) * args.head_size;
+    return (args.next.first_slot[pair] + args.next.next_slots[pair] + slot_) * args.head_size;
   }
   /// Notes the token's position where its key has gone, in a cache by pairs.
   __device__ void note_position(const RopeWriteArgs& args, std::int64_t place) const {
-    if (args.next.first_slot)
+    if (args.next.first_slot && args.next.positions)
       args.next.positions[place / args.head_size] = args.next.now[sequence_];
   }
 
  private:
   int sequence_ = 0, slot_ = 0;
+  bool sits_out_ = false;
 };
 
 }  // namespace kvlab::kernels

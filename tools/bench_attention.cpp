@@ -90,8 +90,6 @@ void print(const AttentionBench& bench) {
 
 void add_attention_options(po::options_description& options) {
   auto add = options.add_options();
-  add("policy", po::value<std::string>()->value_name("LIST"),
-      "attention: with these policies (default: all that evict)");
   add("head-size", po::value<std::string>()->value_name("LIST"), "attention: 64, 96, 128");
   add("group", po::value<std::string>()->value_name("LIST"),
       "attention: query heads for each of 8 KV heads");

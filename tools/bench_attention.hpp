@@ -5,7 +5,8 @@
 
 namespace kvlab {
 
-/// `--policy`, `--head-size`, `--group`, `--sequences`, `--slots`.
+/// `--head-size`, `--group`, `--sequences`, `--slots`; `--policy` (default: all that evict) is one
+/// of add_policy_options().
 void add_attention_options(po::options_description& options);
 /// Prints the table, or one JSON object. Throws std::invalid_argument for bad options and
 /// std::runtime_error without a device.

@@ -55,15 +55,10 @@ class ClosedLoop {
                     .threshold16 = 0},  // each configuration has its own
         hidden_(configs.size()),
         scores_(configs.size()) {
-    const std::uint32_t prompt = std::min(options.prompt_tokens, tokens_);
+    const auto [prompt, first_scored] = loop_span(tokens_, options);
     if (prompt > 0) segments_.push_back({0, prompt, SegmentKind::prompt});
     if (prompt < tokens_) segments_.push_back({prompt, tokens_ - prompt, SegmentKind::decode});
-    first_scored_ = options.span == Span::decode ? prompt : 0;
-    if (tokens_ < 2 || first_scored_ + 1 >= tokens_)
-      throw std::invalid_argument(
-          fmt::format("a sequence of {} tokens with a prompt of {} leaves none to score; a longer "
-                      "text, a shorter prompt or --span all would",
-                      tokens_, prompt));
+    first_scored_ = first_scored;
     for (const LoopConfig& config : configs)
       admissions_.push_back(admissions_of(segments_, config.cache.prefill));
   }
@@ -171,32 +166,18 @@ class ClosedLoop {
       model_.logits(hidden_[c].data() + (first_scored_ + first) * hidden, count, logits.data(),
                     options_.threads);
       parallel_for(count, options_.threads, [&](std::size_t i) {
-        score_row(c, first + i, std::span(full).subspan(i * vocab, vocab),
+        score_one(c, first + i, std::span(full).subspan(i * vocab, vocab),
                   std::span(logits).subspan(i * vocab, vocab));
       });
     }
   }
 
-  void score_row(std::size_t c, std::size_t row, std::span<const float> full,
+  void score_one(std::size_t c, std::size_t row, std::span<const float> full,
                  std::span<const float> logits) {
-    std::vector<float> e(logits.size());
-    const std::int32_t shift = shared_exponentials(logits.data(), logits.size(), e.data());
-    const double lse = log_sum_exp(shift, lane_sum(e.data(), e.size()));
-    const auto target = static_cast<std::size_t>(ids_[first_scored_ + row + 1]);
-    scores_[c].nll[row] = lse - static_cast<double>(logits[target]);
-    scores_[c].same_first[row] = c == 0 || first_of(full) == first_of(logits);
-    if (c == 0) return;
-    const std::int32_t full_shift = shared_exponentials(full.data(), full.size(), e.data());
-    const float full_sum = lane_sum(e.data(), e.size());
-    double difference = 0;
-    for (std::size_t i = 0; i < e.size(); ++i)
-      difference += static_cast<double>(e[i]) * static_cast<double>(full[i] - logits[i]);
-    scores_[c].kl[row] =
-        difference / static_cast<double>(full_sum) + lse - log_sum_exp(full_shift, full_sum);
-  }
-
-  static std::ptrdiff_t first_of(std::span<const float> logits) {
-    return std::max_element(logits.begin(), logits.end()) - logits.begin();
+    const RowScore score = score_row(full, logits, ids_[first_scored_ + row + 1]);
+    scores_[c].nll[row] = score.nll;
+    scores_[c].kl[row] = c == 0 ? 0 : score.kl;
+    scores_[c].same_first[row] = c == 0 || score.same_first;
   }
 
   const Model& model_;
@@ -214,6 +195,35 @@ class ClosedLoop {
 };
 
 }  // namespace
+
+RowScore score_row(std::span<const float> full, std::span<const float> logits, std::int32_t next) {
+  const auto first_of = [](std::span<const float> row) {
+    return std::max_element(row.begin(), row.end()) - row.begin();
+  };
+  std::vector<float> e(logits.size());
+  const std::int32_t shift = shared_exponentials(logits.data(), logits.size(), e.data());
+  const double lse = log_sum_exp(shift, lane_sum(e.data(), e.size()));
+  const std::int32_t full_shift = shared_exponentials(full.data(), full.size(), e.data());
+  const float full_sum = lane_sum(e.data(), e.size());
+  double difference = 0;
+  for (std::size_t i = 0; i < e.size(); ++i)
+    difference += static_cast<double>(e[i]) * static_cast<double>(full[i] - logits[i]);
+  return {
+      .nll = lse - static_cast<double>(logits[static_cast<std::size_t>(next)]),
+      .kl = difference / static_cast<double>(full_sum) + lse - log_sum_exp(full_shift, full_sum),
+      .same_first = first_of(full) == first_of(logits)};
+}
+
+LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options) {
+  const std::uint32_t prompt = std::min(options.prompt_tokens, tokens);
+  const std::uint32_t first_scored = options.span == Span::decode ? prompt : 0;
+  if (tokens < 2 || first_scored + 1 >= tokens)
+    throw std::invalid_argument(
+        fmt::format("a sequence of {} tokens with a prompt of {} leaves none to score; a longer "
+                    "text, a shorter prompt or --span all would",
+                    tokens, prompt));
+  return {prompt, first_scored};
+}
 
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,
                                         std::span<const LoopConfig> configs,

@@ -35,6 +35,20 @@ struct LoopOptions {
   unsigned threads = 1;
 };
 
+/// One row of logits [vocab] scored against the token that followed and the full cache's row.
+struct RowScore {
+  double nll, kl;
+  bool same_first;
+};
+RowScore score_row(std::span<const float> full, std::span<const float> logits, std::int32_t next);
+
+/// The tokens of a sequence as a loop sees them. Throws std::invalid_argument where none is left to
+/// score.
+struct LoopSpan {
+  std::uint32_t prompt, first_scored;  ///< scored are the rows first_scored … tokens - 2
+};
+LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options);
+
 /// Runs `ids` under every configuration; the first must be `full`, the yardstick of kl and
 /// same_first. Configurations share layer 0. Throws std::invalid_argument: no token to score,
 /// guards that do not fit.

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
@@ -17,12 +18,15 @@ constexpr std::int64_t kMostTokens = 1 << 28, kMostRows = 1 << 16;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("what", po::value<std::vector<std::string>>()->value_name("decode|prefill|attention|replay"),
+  add("what",
+      po::value<std::vector<std::string>>()->value_name(
+          "decode|prefill|stream|evict|attention|replay"),
       "what to measure");
   add("model", po::value<std::string>()->value_name("DIR"), "a checkpoint");
   add("random-weights", po::value<std::string>()->value_name("CONFIG.json"),
       "or the shape of one, with weights drawn on the device: engine/models/configs/*.json");
-  add("batch", po::value<std::int64_t>()->value_name("N")->default_value(1), "decode: sequences");
+  add("batch", po::value<std::int64_t>()->value_name("N")->default_value(1),
+      "decode, evict: sequences");
   add("context", po::value<std::int64_t>()->value_name("N")->default_value(1024),
       "decode: tokens that each sequence has at first");
   add("steps", po::value<std::int64_t>()->value_name("N")->default_value(64),
@@ -33,6 +37,11 @@ void add_options(po::options_description& options) {
       "prefill: of the prompt");
   add("chunk", po::value<std::int64_t>()->value_name("N")->default_value(2048),
       "prefill: tokens at once");
+  add("prompt-tokens", po::value<std::int64_t>()->value_name("N")->default_value(2048),
+      "evict: that each sequence has at first");
+  add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(2048),
+      "evict: that each sequence decodes");
+  add_policy_options(options);
   add_attention_options(options);
   add_bench_replay_options(options);
   add_common_options(options);
@@ -158,21 +167,133 @@ void run_prefill(const po::variables_map& options) {
       100 * of_matrix, bench.matrix_flops_per_second * 1e-12, bench.logits_xxh3);
 }
 
+/// The cache of a configuration, its budget resolved against `length`.
+CacheOptions cache_of(const ReplayConfig& config, std::uint32_t length) {
+  return {.policy = config.policy,
+          .budget = config.budget.resolve(length),
+          .budgets = {},
+          .positions = config.positions,
+          .prefill = config.prefill,
+          .seed = config.seed};
+}
+
+/// `--policy` and `--budget`: one policy that evicts, at one budget or more.
+std::vector<ReplayConfig> evicting_from(const po::variables_map& options) {
+  std::vector<ReplayConfig> grid = grid_from(options);
+  for (const ReplayConfig& config : grid)
+    if (!config.policy.entry->info.evicts || config.policy.text() != grid.front().policy.text())
+      throw std::invalid_argument("--policy: give one policy that evicts, and its --budget");
+  return grid;
+}
+
+void run_stream(const po::variables_map& options) {
+  const std::vector<ReplayConfig> grid = evicting_from(options);
+  StreamBenchOptions how{.model = model_from(options),
+                         .cache = cache_of(grid.front(), 1),
+                         .budgets = {},
+                         .steps = count_from(options, "steps", kMostTokens)};
+  for (const ReplayConfig& config : grid) {
+    if (config.budget.extent.is_share)
+      throw std::invalid_argument(
+          "--budget: a stream has no length to take a share of; give tokens");
+    how.budgets.push_back(config.budget.resolve(0));
+  }
+  const StreamBench bench = bench_stream(how);
+  ordered_json points = ordered_json::array();
+  for (const StreamPoint& p : bench.points)
+    points.push_back({{"budget", p.budget},
+                      {"step_milliseconds", p.step_milliseconds},
+                      {"tokens_per_second", 1e3 / p.step_milliseconds},
+                      {"recompute_milliseconds", p.recompute_milliseconds},
+                      {"ratio", p.ratio()},
+                      {"device_bytes", p.device_bytes}});
+  if (options["json"].as<bool>()) {
+    fmt::print("{}\n", ordered_json{{"bench", "stream"},
+                                    {"model", bench.model},
+                                    {"dtype", bench.dtype},
+                                    {"device", bench.device},
+                                    {"policy", how.cache.policy.text()},
+                                    {"positions", name_of(how.cache.positions)},
+                                    {"weight_bytes", bench.weight_bytes},
+                                    {"points", std::move(points)}}
+                           .dump(2));
+    return;
+  }
+  fmt::print("{} in {} on {}: a stream through {}, positions {}\n", bench.model, bench.dtype,
+             bench.device, how.cache.policy.text(), name_of(how.cache.positions));
+  fmt::print("  {:>8}{:>12}{:>18}{:>10}{:>14}\n", "cache", "ms/token", "recomputing, ms", "ratio",
+             "device, MiB");
+  for (const StreamPoint& p : bench.points)
+    fmt::print("  {:>8}{:>12.4f}{:>18.3f}{:>9.1f}x{:>14.1f}\n", p.budget, p.step_milliseconds,
+               p.recompute_milliseconds, p.ratio(), static_cast<double>(p.device_bytes) / 0x1p20);
+}
+
+void run_evict(const po::variables_map& options) {
+  const std::vector<ReplayConfig> grid = evicting_from(options);
+  if (grid.size() != 1) throw std::invalid_argument("--budget: give one");
+  EvictBenchOptions how{.model = model_from(options),
+                        .cache = {},
+                        .batch = static_cast<int>(count_from(options, "batch", kMostRows)),
+                        .prompt = count_from(options, "prompt-tokens", kMostTokens),
+                        .decoded = count_from(options, "max-new-tokens", kMostTokens)};
+  how.cache = cache_of(grid.front(), how.prompt + how.decoded);
+  const EvictBench bench = bench_evict(how);
+  const double time = share(bench.full.decode_seconds, bench.evicting.decode_seconds);
+  const double rate =
+      share(bench.largest_evicting.tokens_per_second, bench.largest_full.tokens_per_second);
+  const auto to_json = [](const EvictRun& run) {
+    return ordered_json{{"batch", run.batch},
+                        {"decode_seconds", run.decode_seconds},
+                        {"tokens_per_second", run.tokens_per_second},
+                        {"device_bytes", run.device_bytes}};
+  };
+  if (options["json"].as<bool>()) {
+    fmt::print("{}\n", ordered_json{{"bench", "evict"},
+                                    {"model", bench.model},
+                                    {"dtype", bench.dtype},
+                                    {"device", bench.device},
+                                    {"policy", how.cache.policy.text()},
+                                    {"budget_tokens", how.cache.budget},
+                                    {"prompt_tokens", how.prompt},
+                                    {"decoded_tokens", how.decoded},
+                                    {"full", to_json(bench.full)},
+                                    {"evicting", to_json(bench.evicting)},
+                                    {"time_ratio", time},
+                                    {"largest_full", to_json(bench.largest_full)},
+                                    {"largest_evicting", to_json(bench.largest_evicting)},
+                                    {"throughput_ratio", rate}}
+                           .dump(2));
+    return;
+  }
+  fmt::print("{} in {} on {}: {} new tokens behind {}, {} at {} tokens\n", bench.model, bench.dtype,
+             bench.device, how.decoded, how.prompt, how.cache.policy.text(), how.cache.budget);
+  fmt::print("  {:<24}{:>8}{:>14}{:>14}{:>14}\n", "", "batch", "decoding, s", "tokens/s",
+             "cache, GiB");
+  const auto line = [](std::string_view name, const EvictRun& run) {
+    fmt::print("  {:<24}{:>8}{:>14.2f}{:>14.0f}{:>14.2f}\n", name, run.batch, run.decode_seconds,
+               run.tokens_per_second, static_cast<double>(run.device_bytes) / 0x1p30);
+  };
+  line("full cache", bench.full);
+  line("evicting", bench.evicting);
+  fmt::print("  time in decoding: {:.2f}x less\n", time);
+  line("full cache, largest", bench.largest_full);
+  line("evicting, largest", bench.largest_evicting);
+  fmt::print("  throughput: {:.2f}x\n", rate);
+}
+
 int run(const po::variables_map& options) {
   const auto words = options.count("what") ? options["what"].as<std::vector<std::string>>()
                                            : std::vector<std::string>{};
-  if (words.size() != 1 || (words[0] != "decode" && words[0] != "prefill" &&
-                            words[0] != "attention" && words[0] != "replay"))
-    throw std::invalid_argument("what to measure? give one of: decode, prefill, attention, replay");
+  const std::map<std::string, void (*)(const po::variables_map&)> benches{
+      {"decode", run_decode}, {"prefill", run_prefill},           {"stream", run_stream},
+      {"evict", run_evict},   {"attention", run_attention_bench}, {"replay", run_bench_replay}};
+  if (words.size() != 1 || !benches.contains(words[0]))
+    throw std::invalid_argument(
+        "what to measure? give one of: decode, prefill, stream, evict, attention, replay");
   if (words[0] == "replay") return run_bench_replay(options), 0;
   if (options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
-  if (words[0] == "decode")
-    run_decode(options);
-  else if (words[0] == "prefill")
-    run_prefill(options);
-  else
-    run_attention_bench(options);
+  benches.at(words[0])(options);
   return 0;
 }
 
@@ -182,7 +303,7 @@ Command bench_command() {
   return {.name = "bench",
           .summary = "how fast the CUDA decoder and the replay are, beside what the machine can do",
           .usage =
-              "decode|prefill --model DIR|--random-weights CONFIG.json [options]\n"
+              "decode|prefill|stream|evict --model DIR|--random-weights CONFIG.json [options]\n"
               "       kvlab bench attention [options]\n"
               "       kvlab bench replay [--trace TRACE] [options]",
           .example = "kvlab bench decode --random-weights engine/models/configs/llama-3.1-8b.json",

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/tokenizer.hpp"
+#include "tools/decoder_loop.hpp"
 #include "tools/eval.hpp"
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
@@ -39,12 +40,11 @@ void add_options(po::options_description& options) {
 }
 
 LoopConfig deployed(const std::string& path, const std::shared_ptr<const PolicyEntry>& compiled,
-                    const Model& model) {
+                    const ModelConfig& config, const std::string& weights_xxh3) {
   const PolicyFile file = read_policy_file(path, compiled);
-  if (const auto warning = model_mismatch(file, model.config().name, model.weights_xxh3());
-      !warning.empty())
+  if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
-  const CacheOptions cache = cache_options(file, model.config().shape());
+  const CacheOptions cache = cache_options(file, config.shape());
   return {.cache = {.policy = cache.policy,
                     .budget = {.extent = tokens(file.budget)},
                     .prefill = cache.prefill,
@@ -116,8 +116,37 @@ EvalOptions eval_options(const po::variables_map& options) {
           .progress = progress_bar("eval")};
 }
 
+/// The model on the device that was asked for.
+struct Loaded {
+  ModelConfig config;
+  std::string weights_xxh3;
+  std::function<std::vector<EvalScore>(const std::vector<std::vector<std::int32_t>>& texts,
+                                       std::vector<LoopConfig> configs, const EvalOptions& how)>
+      evaluate;
+};
+
+/// On the CPU layer by layer, on a CUDA device token by token.
+Loaded load(Device device, const std::string& directory, unsigned threads) {
+  if (device == Device::cpu) {
+    const Model model = Model::load(directory, threads);
+    return {model.config(), model.weights_xxh3(),
+            [model](const auto& texts, std::vector<LoopConfig> configs, const EvalOptions& how) {
+              return evaluate(model, texts, std::move(configs), how);
+            }};
+  }
+  const std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
+  const LoopRunner run = [backend](std::span<const std::int32_t> ids,
+                                   std::span<const LoopConfig> configs, const LoopOptions& how) {
+    return run_decoder_loop(*backend, ids, configs, how);
+  };
+  return {
+      backend->config(), backend->weights_xxh3(),
+      [backend, run](const auto& texts, std::vector<LoopConfig> configs, const EvalOptions& how) {
+        return evaluate(backend->config(), run, texts, std::move(configs), how);
+      }};
+}
+
 int run(const po::variables_map& options) {
-  check_device(options);
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
   const EvalOptions how = eval_options(options);
@@ -128,23 +157,24 @@ int run(const po::variables_map& options) {
     for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const Model model = Model::load(directory, how.threads);
+  const Loaded model = load(device_from(options), directory, how.threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))
-    configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model));
+    configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,
+                               model.weights_xxh3));
 
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : options["text"].as<std::vector<std::string>>())
     texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
-  const std::vector<EvalScore> scores = evaluate(model, texts, std::move(configs), how);
+  const std::vector<EvalScore> scores = model.evaluate(texts, std::move(configs), how);
   if (!options["json"].as<bool>()) {
     print_table(scores);
     return 0;
   }
   nlohmann::ordered_json configurations = nlohmann::ordered_json::array();
   for (const EvalScore& score : scores) configurations.push_back(to_json(score));
-  const nlohmann::ordered_json result{{"model", model.config().name},
-                                      {"weights_xxh3", model.weights_xxh3()},
+  const nlohmann::ordered_json result{{"model", model.config.name},
+                                      {"weights_xxh3", model.weights_xxh3},
                                       {"span", options["span"].as<std::string>()},
                                       {"configurations", std::move(configurations)}};
   fmt::print("{}\n", result.dump(2));

@@ -94,15 +94,6 @@ ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cac
           {"kv_bytes_peak", decoder.kv_bytes_peak()}};
 }
 
-/// The CUDA decoder is the default where there is one, but it does not evict yet.
-Device device_for(const po::variables_map& options, const CacheChoice& choice) {
-  const Device device = device_from(options);
-  const PolicySpec& policy = choice.file ? choice.file->policy : choice.config->policy;
-  if (device == Device::cpu || options.count("device") || !policy.entry->info.evicts) return device;
-  warn("the CUDA decoder keeps the full cache for now; evicting on the CPU");
-  return Device::cpu;
-}
-
 int run(const po::variables_map& options) {
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const unsigned threads = threads_from(options);
@@ -111,7 +102,7 @@ int run(const po::variables_map& options) {
   const std::string prompt = prompt_from(options);
   const CacheChoice choice = cache_from(options);
 
-  const auto backend = load_backend(device_for(options, choice), directory, threads);
+  const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));

@@ -18,6 +18,8 @@ void add_options(po::options_description& options) {
       "checkpoint: config.json, safetensors files, tokenizer.json");
   add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
       "a token is requested by a query from this share of its row's largest probability on");
+  add("check-every", po::value<std::int64_t>()->value_name("N")->default_value(1),
+      "ask (b) of every N-th admission; (a) is asked of all");
   add_prompt_options(options);
   add_turn_options(options);
   add_policy_options(options);
@@ -35,6 +37,10 @@ CacheOptions cache_of(const ReplayConfig& config, std::uint32_t length, double t
           .threshold16 = request_threshold16(threshold)};
 }
 
+std::uint32_t check_every_from(const po::variables_map& options) {
+  return static_cast<std::uint32_t>(number_from(options, "check-every", 1, 1 << 30));
+}
+
 void print_report(const ReplayConfig& config, const VerifyReport& report) {
   fmt::print("{} budget {} prefill {} positions {}\n", config.policy.text(), config.budget.text(),
              config.prefill.text(), name_of(config.positions));
@@ -45,7 +51,7 @@ void print_report(const ReplayConfig& config, const VerifyReport& report) {
     fmt::print("  (b) observations         none needed\n");
   else
     fmt::print(
-        "  (b) observations         {}: {} tokens, worst error {:.2e} (at most {:.0e}), {} wrong "
+        "  (b) observations         {}: {} tokens, worst error {:.2e} (at most {:.1e}), {} wrong "
         "requests\n",
         report.right() ? "right" : "WRONG", report.observations, report.worst_mass,
         report.tolerance, report.wrong_requests);
@@ -91,9 +97,9 @@ struct Dialogue {
   std::uint32_t length;
 };
 
-Dialogue dialogue_from(const po::variables_map& options, const Model& model,
+Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& config,
                        const Tokenizer& tokenizer) {
-  auto first = encode_prompt(tokenizer, model.config(), prompt_from(options));
+  auto first = encode_prompt(tokenizer, config, prompt_from(options));
   auto prompts = turns_from(options, tokenizer, std::move(first));
   const std::uint32_t decode_tokens = max_new_tokens_from(options);
   Dialogue dialogue{.turns = {}, .length = most_tokens(prompts, decode_tokens)};
@@ -102,7 +108,6 @@ Dialogue dialogue_from(const po::variables_map& options, const Model& model,
 }
 
 int run(const po::variables_map& options) {
-  check_device(options);
   const unsigned threads = threads_from(options);
   const double threshold = options["request-threshold"].as<double>();
   if (!(threshold >= 0 && threshold <= 1))
@@ -110,16 +115,17 @@ int run(const po::variables_map& options) {
         fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
   const std::vector<ReplayConfig> grid = grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const Model model = Model::load(directory, threads);
+  const auto backend = load_backend(device_from(options), directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  const Dialogue dialogue = dialogue_from(options, model, tokenizer);
+  const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
 
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   for (const ReplayConfig& config : grid) {
     const CacheOptions cache = cache_of(config, dialogue.length, threshold);
     const VerifyReport report =
-        verify_decoder(model, cache, dialogue.turns, sampling_from(options), threads);
+        verify_decoder(*backend, cache, dialogue.turns, sampling_from(options),
+                       {.threads = threads, .check_every = check_every_from(options)});
     ok = ok && report.ok();
     if (options["json"].as<bool>())
       results.push_back(to_json(config, report));

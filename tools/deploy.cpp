@@ -105,8 +105,7 @@ ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figu
   const auto& source = run.info.source;
   const bool from_source = source && source->policy == series.policy;
   try {
-    if (from_source)
-      check_source(compiled, source->policy, source->path, source->xxh3, "run.json");
+    if (from_source) check_source(compiled, source->policy, source->path, source->xxh3, "run.json");
     return {.policy = parse_policy(text, {}, from_source ? compiled : nullptr),
             .budget = {.extent = tokens(ballot.budget.least_tokens)},
             .prefill = parse_prefill(series.prefill),

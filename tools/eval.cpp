@@ -19,10 +19,10 @@ constexpr std::size_t kLeastSequences = 8;  // fewer: blocks are parts of sequen
 constexpr std::uint32_t kParts = 16;
 
 /// Cuts texts into sequences, each behind the model's first token (where it has one).
-std::vector<Ids> sequences_of(const Model& model, const std::vector<Ids>& texts,
+std::vector<Ids> sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
                               const EvalOptions& options) {
-  const std::size_t first = model.config().bos >= 0 ? 1 : 0;
-  const std::size_t window = options.window ? options.window : model.config().trained_context;
+  const std::size_t first = model.bos >= 0 ? 1 : 0;
+  const std::size_t window = options.window ? options.window : model.trained_context;
   if (window < first + 2)
     throw std::invalid_argument(
         fmt::format("window {}: should be at least {} tokens", window, first + 2));
@@ -33,7 +33,7 @@ std::vector<Ids> sequences_of(const Model& model, const std::vector<Ids>& texts,
     const std::size_t step = options.stream ? std::max<std::size_t>(length, 1) : window - first;
     for (std::size_t start = 0; start < length; start += step) {
       Ids ids;
-      if (first) ids.push_back(model.config().bos);
+      if (first) ids.push_back(model.bos);
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
@@ -96,10 +96,14 @@ EvalScore summarise(const LoopConfig& config, std::uint32_t budget_tokens, std::
           .kv_bytes_peak = peak};
 }
 
-}  // namespace
+/// `outer` sequences at once, `inner` threads for each.
+struct Threads {
+  unsigned outer, inner;
+};
 
-std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& texts,
-                                std::vector<LoopConfig> configs, const EvalOptions& options) {
+std::vector<EvalScore> evaluate_by(const LoopRunner& run, const std::vector<Ids>& sequences,
+                                   std::vector<LoopConfig> configs, const EvalOptions& options,
+                                   Threads threads) {
   const auto is_full = [](const LoopConfig& c) {
     return !c.cache.policy.entry->info.evicts && c.cache.positions == Positions::original;
   };
@@ -111,19 +115,15 @@ std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& text
         configs.begin(),
         {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}, .budgets = {}});
 
-  const std::vector<Ids> sequences = sequences_of(model, texts, options);
   std::size_t longest = 0;
   for (const Ids& ids : sequences) longest = std::max(longest, ids.size());
 
-  // Windows are independent: one thread each. A single stream spreads over its heads instead.
-  const unsigned outer = sequences.size() > 1 ? options.threads : 1;
-  const unsigned inner = sequences.size() > 1 ? 1 : options.threads;
   std::vector<std::vector<LoopScores>> scores(sequences.size());
   std::size_t done = 0;
   std::mutex mutex;
-  parallel_for(sequences.size(), outer, [&](std::size_t s) {
-    scores[s] = run_closed_loop(model, sequences[s], configs,
-                                loop_options(options, s, sequences[s].size(), inner));
+  parallel_for(sequences.size(), threads.outer, [&](std::size_t s) {
+    scores[s] =
+        run(sequences[s], configs, loop_options(options, s, sequences[s].size(), threads.inner));
     const std::lock_guard lock(mutex);
     ++done;
     if (options.progress)
@@ -138,6 +138,28 @@ std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& text
         configs[c], evicts ? configs[c].cache.budget.resolve(length) : length, c, scores));
   }
   return result;
+}
+
+}  // namespace
+
+std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options) {
+  const LoopRunner run = [&](std::span<const std::int32_t> ids, std::span<const LoopConfig> grid,
+                             const LoopOptions& how) {
+    return run_closed_loop(model, ids, grid, how);
+  };
+  const std::vector<Ids> sequences = sequences_of(model.config(), texts, options);
+  // Windows are independent: one thread each. A single stream spreads over its heads instead.
+  const bool one = sequences.size() == 1;
+  return evaluate_by(run, sequences, std::move(configs), options,
+                     {one ? 1 : options.threads, one ? options.threads : 1});
+}
+
+std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
+                                const std::vector<Ids>& texts, std::vector<LoopConfig> configs,
+                                const EvalOptions& options) {
+  return evaluate_by(run, sequences_of(config, texts, options), std::move(configs), options,
+                     {1, options.threads});
 }
 
 }  // namespace kvlab

@@ -32,10 +32,18 @@ struct EvalScore {
   std::uint64_t kv_bytes_peak;          ///< of one sequence
 };
 
+/// What runs a sequence: run_closed_loop or run_decoder_loop.
+using LoopRunner = std::function<std::vector<LoopScores>(
+    std::span<const std::int32_t> ids, std::span<const LoopConfig> configs, const LoopOptions&)>;
+
 /// Scores `configs` (`full` is put in front if it is not there) over texts given as token ids
 /// without special tokens. Standard errors take sequences as blocks, or sixteenths of them where
 /// there are fewer than eight. Throws std::invalid_argument.
 std::vector<EvalScore> evaluate(const Model& model,
+                                const std::vector<std::vector<std::int32_t>>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options);
+/// The same by another runner, one sequence at a time.
+std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<LoopConfig> configs, const EvalOptions& options);
 

@@ -10,9 +10,12 @@
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
 #include "tools/reference_attention.hpp"
+#include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
 namespace {
+
+constexpr double kFloatError = 1e-5;  // of a float32 probability
 
 /// The evicting run of one KV head, as it is watched.
 struct WatchedHead {
@@ -25,17 +28,28 @@ struct WatchedHead {
 
 /// Float64's view of what one token should have observed.
 struct Expected {
-  double mass = 0;
+  double mass = 0, plain_mass = 0;          // plain: of an attention on rounded q and k
   std::uint32_t requests = 0, unclear = 0;  // surely requested; too near the threshold to say
   std::uint32_t last_request = 0, queries = 0;
 };
 
-class Watch final : public DecoderObserver {
+/// Float64's probabilities of one row, and those of a plain attention on rounded q and k.
+struct Row {
+  std::vector<double> exact, plain;
+};
+
+}  // namespace
+
+class Verifier::Watch final : public DecoderObserver {
  public:
-  Watch(const Model& model, const CacheOptions& options)
-      : shape_(model.config().shape()),
+  Watch(const ModelConfig& config, const CacheOptions& options, std::optional<Dtype> rounding,
+        VerifyOptions how)
+      : config_(config),
+        shape_(config.shape()),
         options_(options),
-        reference_(model.config().rope, shape_.head_size, model.config().softmax_scale()),
+        rounding_(rounding),
+        how_(std::move(how)),
+        reference_(config.rope, shape_.head_size, config.softmax_scale()),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
@@ -73,7 +87,7 @@ class Watch final : public DecoderObserver {
     head.shadow->admit(now, admissions_.back().tokens);
   }
 
-  void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& live,
+  void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveTokens& live,
                 std::span<const Observation> seen) override {
     WatchedHead& head = at(layer, kv_head);
     head.seen.assign(seen.begin(), seen.end());
@@ -83,22 +97,32 @@ class Watch final : public DecoderObserver {
 
   void layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float>, std::span<const float>) override {
+    if (!looks_at(layer)) return;
     for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
       WatchedHead& head = at(layer, h);
       append(head, h, q, k, v);
-      if (head.shadow->needs() != Needs::nothing) check_observations(head);
+      if (head.shadow->needs() != Needs::nothing && admissions_.size() % how_.check_every == 0)
+        check_observations(head);
     }
+  }
+
+  void admitted() override { report.tolerance = std::max(report.tolerance, 2 * worst_plain_); }
+
+  bool looks_at(std::uint32_t layer) const {
+    return how_.layers.empty() || std::ranges::find(how_.layers, layer) != how_.layers.end();
   }
 
   WatchedHead& at(std::uint32_t layer, std::uint32_t kv_head) {
     return heads_[std::size_t{layer} * shape_.kv_heads + kv_head];
   }
-  const std::vector<Admission>& admissions() const { return admissions_; }
-  const ModelShape& shape() const { return shape_; }
 
   VerifyReport report;
+  VerifyReport finish();  ///< asks (c)
 
  private:
+  std::optional<Parting> run_free(const RopeTable& rope, std::uint32_t layer,
+                                  std::uint32_t kv_head);
+
   template <class... Args>
   void differ(fmt::format_string<Args...> format, Args&&... args) {
     if (report.identical)
@@ -107,15 +131,16 @@ class Watch final : public DecoderObserver {
   }
 
   void compare_states(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& shadow,
-                      const LiveSet& live) {
+                      const LiveTokens& live) {
     const std::uint32_t now = admissions_.back().first;
-    if (!std::ranges::equal(shadow.positions(), live.positions()))
+    if (!std::ranges::equal(shadow.positions(), live.positions))
       return differ("layer {} head {} position {}: other tokens are live", layer, kv_head, now);
+    const std::size_t slot_bytes = live.states.size() / std::max(1u, live.size());
     for (std::uint32_t i = 0; i < live.size(); ++i) {
       const auto expected = shadow.states().bytes(shadow.slots()[i]);
-      if (!std::ranges::equal(expected, live.states().bytes(live.slots()[i])))
+      if (!std::ranges::equal(expected, live.states.subspan(i * slot_bytes, slot_bytes)))
         return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
-                      now, live.positions()[i]);
+                      now, live.positions[i]);
     }
   }
 
@@ -145,7 +170,9 @@ class Watch final : public DecoderObserver {
       ++report.observations;
       if (head.shadow->needs() == Needs::mass) {
         const double mass = std::ldexp(static_cast<double>(seen.mass), -32);
-        const double error = std::fabs(mass - e.mass) / (heads * std::max(1u, e.queries));
+        const double rows = heads * std::max(1u, e.queries);
+        const double error = std::fabs(mass - e.mass) / rows;
+        worst_plain_ = std::max(worst_plain_, std::fabs(e.plain_mass - e.mass) / rows);
         // Not fmax: a NaN must show.
         if (!(error <= report.worst_mass)) report.worst_mass = error;
       } else {
@@ -159,7 +186,32 @@ class Watch final : public DecoderObserver {
     }
   }
 
-  std::vector<Expected> expected_observations(const WatchedHead& head) const {
+  /// `query` and `keys` are rotated, in float64.
+  Row row_of(const std::vector<double>& query, std::span<const std::vector<double>> keys) const {
+    Row row{.exact = reference_.probabilities(query, keys), .plain = {}};
+    if (!rounding_) return row;
+    const auto rounded = [&](const std::vector<double>& x) {
+      std::vector<double> y;
+      for (const double value : x)
+        y.push_back(static_cast<double>(round_to(*rounding_, static_cast<float>(value))));
+      return y;
+    };
+    std::vector<std::vector<double>> rounded_keys;
+    for (const auto& key : keys) rounded_keys.push_back(rounded(key));
+    row.plain = reference_.probabilities(rounded(query), rounded_keys);
+    return row;
+  }
+
+  /// By how much a probability near the threshold may be off, relatively.
+  double relative_error(const Row& row, double threshold) const {
+    double worst = 0;
+    for (std::size_t i = 0; i < row.plain.size(); ++i)
+      if (row.exact[i] > threshold / 2)
+        worst = std::max(worst, std::fabs(row.plain[i] - row.exact[i]) / row.exact[i]);
+    return std::max(kFloatError, 2 * worst);
+  }
+
+  std::vector<Expected> expected_observations(const WatchedHead& head) {
     const auto live = head.shadow->positions();
     const Admission& admission = admissions_.back();
     std::vector<std::vector<double>> keys;
@@ -179,7 +231,7 @@ class Watch final : public DecoderObserver {
 
   void expect_from_query(const WatchedHead& head, std::uint32_t query,
                          std::span<const std::vector<double>> keys, std::uint32_t age,
-                         std::vector<Expected>& expected) const {
+                         std::vector<Expected>& expected) {
     const double threshold = options_.threshold16 / 65536.0;
     const auto place = static_cast<std::uint32_t>(keys.size() - 1);
     const PolicyStates& states = head.shadow->states();
@@ -187,13 +239,16 @@ class Watch final : public DecoderObserver {
     std::vector<std::uint8_t> sure(keys.size()), unclear(keys.size());
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
-      const auto p = reference_.probabilities(
+      const Row row = row_of(
           reference_.rotate(q, options_.positions == Positions::original ? query : place), keys);
+      const std::vector<double>& p = row.exact;
       const double largest = *std::max_element(p.begin(), p.end());
+      const double relative = relative_error(row, threshold * largest);
       for (std::size_t i = 0; i < p.size(); ++i) {
         expected[i].mass += weight * p[i];
+        expected[i].plain_mass += weight * (rounding_ ? row.plain[i] : p[i]);
         // The relative error of a probability, and the absolute one of its Q32.32.
-        const double slack = report.tolerance * threshold * largest + 0x1p-31;
+        const double slack = relative * threshold * largest + 0x1p-31;
         sure[i] |= p[i] > threshold * largest + slack;
         unclear[i] |= std::fabs(p[i] - threshold * largest) <= slack;
       }
@@ -207,18 +262,24 @@ class Watch final : public DecoderObserver {
     }
   }
 
+  ModelConfig config_;
   ModelShape shape_;
-  const CacheOptions& options_;
+  CacheOptions options_;
+  std::optional<Dtype> rounding_;
+  VerifyOptions how_;
   ReferenceAttention reference_;
+  double worst_plain_ = 0;
   std::vector<WatchedHead> heads_;  // [layer, kv_head]
   std::vector<Admission> admissions_;
 };
 
+namespace {
+
 /// The first eviction on which a free-running replay of one head disagrees, if any.
 class FreeRun {
  public:
-  FreeRun(Watch& watch, std::uint32_t layer, std::uint32_t kv_head)
-      : head_(watch.at(layer, kv_head)), layer_(layer), kv_head_(kv_head) {}
+  FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
+      : head_(head), layer_(layer), kv_head_(kv_head) {}
 
   void compare(std::uint32_t now, const LiveSet& live) {
     if (parting || live.surplus() == 0) return;
@@ -252,54 +313,76 @@ class FreeRun {
   std::uint32_t layer_, kv_head_;
 };
 
-void run_free(Watch& watch, const Model& model, const CacheOptions& options, const RopeTable& rope,
-              std::uint32_t layer, std::uint32_t kv_head) {
-  const WatchedHead& head = watch.at(layer, kv_head);
-  const ModelShape& shape = watch.shape();
-  const std::size_t dim = shape.head_size;
+}  // namespace
+
+std::optional<Parting> Verifier::Watch::run_free(const RopeTable& rope, std::uint32_t layer,
+                                                 std::uint32_t kv_head) {
+  const WatchedHead& head = at(layer, kv_head);
+  const std::size_t dim = shape_.head_size;
   const HeadView view{.tokens = rope.positions(),
-                      .group = shape.group(),
-                      .head_size = shape.head_size,
+                      .group = shape_.group(),
+                      .head_size = shape_.head_size,
                       .q = head.q.data(),
                       .q_head_stride = dim,
-                      .q_token_stride = shape.group() * dim,
+                      .q_token_stride = shape_.group() * dim,
                       .k = head.k.data(),
                       .v = head.v.data(),
                       .kv_token_stride = dim};
-  const HeadArithmetic arithmetic{model.config().softmax_scale(), std::nullopt,
-                                  options.threshold16};
-  FreeRun free(watch, layer, kv_head);
+  const HeadArithmetic arithmetic{config_.softmax_scale(), rounding_, options_.threshold16};
+  FreeRun free(head, layer, kv_head);
   std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(std::make_unique<HeadRun>(watch.live_set(layer, kv_head), options.positions,
-                                           watch.admissions(), view, rope, arithmetic));
+  runs.push_back(std::make_unique<HeadRun>(live_set(layer, kv_head), options_.positions,
+                                           admissions_, view, rope, arithmetic));
   runs[0]->watch_room([&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
   SharedRows rows(view, rope, arithmetic);
   run_head(view.tokens, rows, runs, nullptr);
-  ++watch.report.heads;
-  if (free.parting) watch.report.partings.push_back(*free.parting);
+  return free.parting;
 }
 
-}  // namespace
+VerifyReport Verifier::Watch::finish() {
+  if (admissions_.empty()) return report;
+  const RopeTable rope(config_.rope, admissions_.back().first + admissions_.back().tokens);
+  std::vector<std::optional<Parting>> partings(heads_.size());
+  parallel_for(heads_.size(), how_.threads, [&](std::size_t i) {
+    const auto layer = static_cast<std::uint32_t>(i / shape_.kv_heads);
+    if (looks_at(layer))
+      partings[i] = run_free(rope, layer, static_cast<std::uint32_t>(i % shape_.kv_heads));
+  });
+  for (std::size_t i = 0; i < partings.size(); ++i) {
+    report.heads += looks_at(static_cast<std::uint32_t>(i / shape_.kv_heads));
+    if (partings[i]) report.partings.push_back(*partings[i]);
+  }
+  return report;
+}
 
-VerifyReport verify_decoder(const Model& model, const CacheOptions& options,
+Verifier::Verifier(const ModelConfig& config, const CacheOptions& cache,
+                   std::optional<Dtype> rounding, VerifyOptions options)
+    : watch_(std::make_unique<Watch>(config, cache, rounding, std::move(options))) {}
+Verifier::~Verifier() = default;
+DecoderObserver& Verifier::observer() { return *watch_; }
+VerifyReport Verifier::report() { return watch_->finish(); }
+
+VerifyReport verify_decoder(Backend& backend, const CacheOptions& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
-                            unsigned threads) {
-  Watch watch(model, options);
-  Decoder decoder(model, options, threads);
-  decoder.watch(&watch);
+                            const VerifyOptions& options) {
+  const TraceHeader header = backend.trace_header({});
+  Verifier verifier(
+      backend.config(), cache,
+      header.rounding == Rounding::model_dtype ? std::optional(header.shape.dtype) : std::nullopt,
+      options);
+  std::uint32_t tokens = 0;
+  for (const VerifyTurn& turn : turns)
+    tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;
+  const auto decoder = backend.watched_decoder(cache, tokens, verifier.observer());
   Sampler sampler(sampling);
   for (const VerifyTurn& turn : turns) {
-    std::span<const float> logits = decoder.feed(turn.prompt, SegmentKind::prompt);
+    std::span<const float> logits = decoder->feed(turn.prompt, SegmentKind::prompt);
     for (std::uint32_t i = 0; i < turn.decode_tokens; ++i) {
       const std::int32_t id = sampler.pick(logits);
-      logits = decoder.feed(std::span(&id, 1), SegmentKind::decode);
+      logits = decoder->feed(std::span(&id, 1), SegmentKind::decode);
     }
   }
-  const RopeTable rope(model.config().rope, decoder.tokens());
-  for (std::uint32_t layer = 0; layer < watch.shape().layers; ++layer)
-    for (std::uint32_t h = 0; h < watch.shape().kv_heads; ++h)
-      run_free(watch, model, options, rope, layer, h);
-  return watch.report;
+  return verifier.report();
 }
 
 }  // namespace kvlab

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/decoder.hpp"
+#include "engine/backend.hpp"
 #include "engine/sampler.hpp"
 
 namespace kvlab {
@@ -28,6 +29,8 @@ struct VerifyReport {
   std::uint64_t observations = 0;
   double worst_mass = 0;             ///< |mass - float64's| per query and query head
   std::uint64_t wrong_requests = 0;  ///< tokens whose requests float64 does not allow
+  /// What float32 sums may differ by; where q and k are rounded, twice the worst error that a plain
+  /// attention of that dtype makes on the same rows.
   double tolerance = 1e-5;
   bool right() const { return worst_mass <= tolerance && wrong_requests == 0; }
   // (c) Free-running from q and k: where do they part?
@@ -43,9 +46,33 @@ struct VerifyTurn {
   std::uint32_t decode_tokens;
 };
 
-/// Decodes the turns under `options`, asking (a) and (b) on the way and (c) at the end.
-VerifyReport verify_decoder(const Model& model, const CacheOptions& options,
+struct VerifyOptions {
+  unsigned threads = 1;
+  /// (b) looks at every so many-th admission; (a) at all of them.
+  std::uint32_t check_every = 1;
+  /// (b) and (c) look at these layers; empty: at all.
+  std::vector<std::uint32_t> layers;
+};
+
+/// Asks the three questions of one sequence: watch a decoder with it, then take the report.
+class Verifier {
+ public:
+  /// `rounding`: what the decoder rounds q and k to after RoPE.
+  Verifier(const ModelConfig& config, const CacheOptions& cache, std::optional<Dtype> rounding,
+           VerifyOptions options);
+  ~Verifier();
+
+  DecoderObserver& observer();
+  VerifyReport report();  ///< asks (c); once
+
+ private:
+  class Watch;
+  std::unique_ptr<Watch> watch_;
+};
+
+/// Decodes the turns under `cache`, asking (a) and (b) on the way and (c) at the end.
+VerifyReport verify_decoder(Backend& backend, const CacheOptions& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
-                            unsigned threads);
+                            const VerifyOptions& options);
 
 }  // namespace kvlab

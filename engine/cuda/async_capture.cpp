@@ -14,15 +14,6 @@ int step_buffers(std::size_t step_bytes) {
   return static_cast<int>(std::clamp(kStepBytes / step_bytes, kFewestSteps, kMostSteps));
 }
 
-/// Rows of `width` out of rows of `stride` elements, widened.
-void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_t stride,
-                std::size_t width, std::vector<float>& to) {
-  to.resize(rows * width);
-  const std::size_t element = bytes_of(dtype);
-  for (std::size_t row = 0; row < rows; ++row)
-    to_float(dtype, from + row * stride * element, width, to.data() + row * width);
-}
-
 }  // namespace
 
 AsyncCapture::Pool::Pool(std::size_t buffer_bytes, int count)
@@ -167,8 +158,10 @@ void AsyncCapture::write(const Item& item) {
       item.pool->copied[static_cast<std::size_t>(item.buffer)].wait("capturing");
       const std::byte* const data = item.pool->at(item.buffer);
       const std::size_t layer_bytes = shape_.offsets(item.tokens).end;
-      for (std::uint32_t i = 0; i < item.layers; ++i)
-        write_layer(item.first_layer + i, data + i * layer_bytes, item.tokens);
+      for (std::uint32_t i = 0; i < item.layers; ++i) {
+        layer_.read(shape_, data + i * layer_bytes, item.tokens);
+        writer_.layer(item.first_layer + i, layer_.q, layer_.k, layer_.v, layer_.out, layer_.lse);
+      }
       break;
     }
     case Item::Kind::end:
@@ -176,26 +169,6 @@ void AsyncCapture::write(const Item& item) {
       if (progress_) progress_(writer_.tokens());
       break;
   }
-}
-
-void AsyncCapture::write_layer(std::uint32_t layer, const std::byte* data, std::size_t tokens) {
-  const CaptureShape::Offsets at = shape_.offsets(tokens);
-  const std::size_t element = bytes_of(shape_.dtype);
-  const std::size_t q = std::size_t{shape_.query_heads} * shape_.head_size;
-  const std::size_t kv = std::size_t{shape_.kv_heads} * shape_.head_size;
-  const std::size_t row = q + 2 * kv;
-  const std::byte* const qkv = data + at.qkv;
-  if (shape_.plain) {
-    widen_rows(shape_.dtype, data + at.plain_q, tokens, q, q, q_);
-    widen_rows(shape_.dtype, data + at.plain_k, tokens, kv, kv, k_);
-  } else {
-    widen_rows(shape_.dtype, qkv, tokens, row, q, q_);
-    widen_rows(shape_.dtype, qkv + q * element, tokens, row, kv, k_);
-  }
-  widen_rows(shape_.dtype, qkv + (q + kv) * element, tokens, row, kv, v_);
-  widen_rows(shape_.dtype, data + at.out, tokens, q, q, out_);
-  const auto* const lse = reinterpret_cast<const float*>(data + at.lse);
-  writer_.layer(layer, q_, k_, v_, out_, {lse, tokens * shape_.query_heads});
 }
 
 }  // namespace kvlab

@@ -69,7 +69,6 @@ class AsyncCapture {
   int copy(Pool& pool, const std::byte* device, std::size_t bytes, cudaStream_t stream);
   void run();
   void write(const Item& item);
-  void write_layer(std::uint32_t layer, const std::byte* data, std::size_t tokens);
 
   TraceWriter& writer_;
   CaptureShape shape_;
@@ -79,7 +78,7 @@ class AsyncCapture {
   Pool chunks_;          // a layer of a chunk each
   Pool steps_;           // all layers of a step each
   int last_chunk_ = -1;  ///< buffer of the chunk's layer before
-  std::vector<float> q_, k_, v_, out_;
+  CapturedLayer layer_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

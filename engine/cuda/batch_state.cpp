@@ -62,11 +62,10 @@ void BatchState::set_sampling(int row, const SamplingOptions& options, std::uint
 
 void BatchState::set_next(int row, std::int32_t id) { put(state_.ids + row, id); }
 
-void BatchState::set_fed(int row, std::uint32_t fed, std::uint32_t spare_slot) {
-  const bool idle = fed == 0;
-  put(state_.positions + row, static_cast<std::int32_t>(fed));
-  put(state_.slots + row, static_cast<std::int32_t>(idle ? spare_slot : fed));
-  put(state_.lengths + row, static_cast<std::int32_t>(idle ? 0 : fed + 1));
+void BatchState::set_row(int row, const Row& state) {
+  put(state_.positions + row, state.position);
+  put(state_.slots + row, state.slot);
+  put(state_.lengths + row, state.length);
 }
 
 void BatchState::sample(int rows, const float* logits) {

@@ -23,8 +23,11 @@ class BatchState {
 
   void set_sampling(int row, const SamplingOptions& options, std::uint64_t counter);
   void set_next(int row, std::int32_t id);
-  /// The row's sequence has `fed` tokens; 0: it is idle, and its row writes to `spare_slot`.
-  void set_fed(int row, std::uint32_t fed, std::uint32_t spare_slot);
+  /// cuda::StepState, of one row.
+  struct Row {
+    std::int32_t position, slot, length;
+  };
+  void set_row(int row, const Row& state);
 
   /// Samples the rows' next ids from logits [row, vocab].
   void sample(int rows, const float* logits);

@@ -18,7 +18,18 @@ std::size_t out_bytes(const CaptureShape& shape, std::size_t rows) {
 std::size_t chunks_bytes(const CaptureShape& shape, std::size_t tokens) {
   return 2 * shape.offsets(tokens).end;
 }
-std::size_t step_bytes(const CaptureShape& shape) { return shape.layers * shape.offsets(1).end; }
+std::size_t step_bytes(const CaptureShape& shape, std::size_t rows) {
+  return shape.layers * shape.offsets(rows).end;
+}
+
+/// Rows of `width` out of rows of `stride` elements, widened.
+void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_t stride,
+                std::size_t width, std::vector<float>& to) {
+  to.resize(rows * width);
+  const std::size_t element = bytes_of(dtype);
+  for (std::size_t row = 0; row < rows; ++row)
+    to_float(dtype, from + row * stride * element, width, to.data() + row * width);
+}
 
 }  // namespace
 
@@ -43,24 +54,44 @@ CaptureShape capture_shape(const ModelConfig& config, Dtype dtype) {
           .plain = config.qk_norm};
 }
 
-LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, std::size_t rows,
-                                     std::size_t chunk_tokens, bool capture, cudaStream_t stream)
+void CapturedLayer::read(const CaptureShape& shape, const std::byte* data, std::size_t tokens) {
+  const CaptureShape::Offsets at = shape.offsets(tokens);
+  const std::size_t element = bytes_of(shape.dtype);
+  const std::size_t queries = std::size_t{shape.query_heads} * shape.head_size;
+  const std::size_t kv = std::size_t{shape.kv_heads} * shape.head_size;
+  const std::size_t row = queries + 2 * kv;
+  const std::byte* const qkv = data + at.qkv;
+  if (shape.plain) {
+    widen_rows(shape.dtype, data + at.plain_q, tokens, queries, queries, q);
+    widen_rows(shape.dtype, data + at.plain_k, tokens, kv, kv, k);
+  } else {
+    widen_rows(shape.dtype, qkv, tokens, row, queries, q);
+    widen_rows(shape.dtype, qkv + queries * element, tokens, row, kv, k);
+  }
+  widen_rows(shape.dtype, qkv + (queries + kv) * element, tokens, row, kv, v);
+  widen_rows(shape.dtype, data + at.out, tokens, queries, queries, out);
+  const auto* const from = reinterpret_cast<const float*>(data + at.lse);
+  lse.assign(from, from + tokens * shape.query_heads);
+}
+
+LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, Rows rows, bool keep,
+                                     cudaStream_t stream)
     : shape_(shape),
-      capture_(capture),
-      qkv_(qkv_bytes(shape, rows), "queries, keys and values"),
-      out_(out_bytes(shape, rows), "attention outputs") {
+      rows_(rows),
+      keep_(keep),
+      qkv_(qkv_bytes(shape, rows.most()), "queries, keys and values"),
+      out_(out_bytes(shape, rows.most()), "attention outputs") {
   // Attention writes nothing for idle rows; what follows still computes on them.
   cuda::check(cudaMemsetAsync(out_.data(), 0, out_.bytes(), stream), "attention outputs");
-  if (!capture) return;
-  chunks_ = cuda::DeviceBuffer(chunks_bytes(shape, chunk_tokens), "capture");
-  step_ = cuda::DeviceBuffer(step_bytes(shape), "capture");
+  if (!keep) return;
+  chunks_ = cuda::DeviceBuffer(chunks_bytes(shape, rows.chunk), "capture");
+  step_ = cuda::DeviceBuffer(step_bytes(shape, rows.step), "capture");
   cuda::check(cudaMemsetAsync(step_.data(), 0, step_.bytes(), stream), "capture");
 }
 
-std::size_t LayerOutputMemory::bytes(const CaptureShape& shape, std::size_t rows,
-                                     std::size_t chunk_tokens, bool capture) {
-  return qkv_bytes(shape, rows) + out_bytes(shape, rows) +
-         (capture ? chunks_bytes(shape, chunk_tokens) + step_bytes(shape) : 0);
+std::size_t LayerOutputMemory::bytes(const CaptureShape& shape, Rows rows, bool keep) {
+  return qkv_bytes(shape, rows.most()) + out_bytes(shape, rows.most()) +
+         (keep ? chunks_bytes(shape, rows.chunk) + step_bytes(shape, rows.step) : 0);
 }
 
 LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens) const {
@@ -73,13 +104,13 @@ LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens)
 }
 
 LayerOutputs LayerOutputMemory::chunk(std::uint32_t layer, std::size_t tokens) const {
-  if (!capture_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
+  if (!keep_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
   return captured_at(chunks_.data() + layer % 2 * (chunks_.bytes() / 2), tokens);
 }
 
 LayerOutputs LayerOutputMemory::step(std::uint32_t layer) const {
-  if (!capture_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
-  return captured_at(step_.data() + layer * shape_.offsets(1).end, 1);
+  if (!keep_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
+  return captured_at(step_.data() + layer * shape_.offsets(rows_.step).end, rows_.step);
 }
 
 }  // namespace kvlab

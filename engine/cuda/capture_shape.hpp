@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "engine/cuda/memory.hpp"
 #include "engine/model.hpp"
@@ -23,6 +24,13 @@ struct CaptureShape {
 };
 CaptureShape capture_shape(const ModelConfig& config, Dtype dtype);
 
+/// What a layer left, in float32: q, k, v, out and lse [token, head, dim or 1].
+struct CapturedLayer {
+  std::vector<float> q, k, v, out, lse;
+  /// `data`: on the host, one of CaptureShape.
+  void read(const CaptureShape& shape, const std::byte* data, std::size_t tokens);
+};
+
 /// Of one layer, of the tokens that go through it together.
 struct LayerOutputs {
   std::byte *qkv, *out;
@@ -30,26 +38,30 @@ struct LayerOutputs {
   std::byte *plain_q, *plain_k;  // or null: q and k are what qkv holds
 };
 
-/// Memory for them: one place used again by every layer, or, for a capture, two layers of a
+/// Memory for them: one place used again by every layer, or, where they are kept, two layers of a
 /// prompt's chunk in turn and all layers of a step.
 class LayerOutputMemory {
  public:
-  LayerOutputMemory(const CaptureShape& shape, std::size_t rows, std::size_t chunk_tokens,
-                    bool capture, cudaStream_t stream);
+  /// `rows`: most tokens at once; of a prompt, of a step.
+  struct Rows {
+    std::size_t chunk, step;
+    std::size_t most() const { return chunk > step ? chunk : step; }
+  };
+  LayerOutputMemory(const CaptureShape& shape, Rows rows, bool keep, cudaStream_t stream);
   /// Device memory that it needs.
-  static std::size_t bytes(const CaptureShape& shape, std::size_t rows, std::size_t chunk_tokens,
-                           bool capture);
+  static std::size_t bytes(const CaptureShape& shape, Rows rows, bool keep);
 
   LayerOutputs chunk(std::uint32_t layer, std::size_t tokens) const;
   LayerOutputs step(std::uint32_t layer) const;
-  /// Of the last step's token: all layers, CaptureShape of one token.
+  /// Of the last step: all layers, CaptureShape of a token for each row.
   const std::byte* step_data() const { return step_.data(); }
 
  private:
   LayerOutputs captured_at(std::byte* base, std::size_t tokens) const;
 
   CaptureShape shape_;
-  bool capture_;
+  Rows rows_;
+  bool keep_;
   cuda::DeviceBuffer qkv_, out_, chunks_, step_;
 };
 

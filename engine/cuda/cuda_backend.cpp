@@ -9,10 +9,13 @@
 namespace kvlab {
 namespace {
 
+bool evicts(const CacheOptions& cache) {
+  return !cache.policy.entry || cache.policy.entry->info.evicts;
+}
+
 void refuse_eviction(const CacheOptions& cache) {
-  if (!cache.policy.entry || cache.policy.entry->info.evicts)
-    throw std::invalid_argument(
-        "the CUDA decoder keeps the full cache for now; --device cpu evicts");
+  if (evicts(cache))
+    throw std::invalid_argument("a trace is captured from the full cache: leave out --policy");
 }
 
 class CudaBackend final : public Backend {
@@ -25,7 +28,13 @@ class CudaBackend final : public Backend {
 
   std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
                                            std::uint32_t tokens) override {
-    return sequence(cache, {.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
+    if (!evicts(cache)) return sequence({.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
+    return sequence({.tokens = tokens, .cache = cache});
+  }
+
+  std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache, std::uint32_t tokens,
+                                                   DecoderObserver& observer) override {
+    return sequence({.tokens = tokens, .cache = cache, .observer = &observer});
   }
 
   TraceHeader trace_header(nlohmann::json options) const override {
@@ -35,16 +44,15 @@ class CudaBackend final : public Backend {
   std::unique_ptr<SequenceDecoder> capturing_decoder(
       const CacheOptions& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) override {
-    return sequence(cache, {.tokens = tokens,
-                            .prefill_chunk = cache.prefill.chunk,
-                            .writer = &writer,
-                            .progress = std::move(progress)});
+    refuse_eviction(cache);
+    return sequence({.tokens = tokens,
+                     .prefill_chunk = cache.prefill.chunk,
+                     .writer = &writer,
+                     .progress = std::move(progress)});
   }
 
  private:
-  std::unique_ptr<SequenceDecoder> sequence(const CacheOptions& cache,
-                                            CudaSequence::Options options) {
-    refuse_eviction(cache);
+  std::unique_ptr<SequenceDecoder> sequence(CudaSequence::Options options) {
     return std::make_unique<CudaSequence>(model_, std::move(options));
   }
 

@@ -4,6 +4,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/bench.hpp"
+#include "engine/cuda/bench_tools.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/limits.hpp"
 #include "traces/files.hpp"
@@ -11,53 +12,7 @@
 namespace kvlab {
 namespace {
 
-using cuda::Event;
-
-constexpr int kWarmUp = 4;      // steps
-constexpr int kRepeats = 5;     // of a part, or a prompt; the median counts
-constexpr double kLong = 1000;  // milliseconds: once is enough
-
-DeviceModel load(const BenchModel& model) {
-  if (!has_cuda_device())
-    throw std::runtime_error("no CUDA device on this machine; bench measures the CUDA decoder");
-  return model.random_weights.empty() ? DeviceModel::load(model.directory)
-                                      : DeviceModel::random(model.random_weights);
-}
-
-std::string device_name() {
-  cudaDeviceProp properties{};
-  cuda::check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
-  return properties.name;
-}
-
-/// Any ids: a model's speed does not depend on them.
-std::vector<std::int32_t> some_ids(std::size_t count, std::uint32_t vocab) {
-  std::vector<std::int32_t> ids(count);
-  for (std::size_t i = 0; i < count; ++i)
-    ids[i] = static_cast<std::int32_t>((i * 2654435761u + 7) % vocab);
-  return ids;
-}
-
-template <class Enqueue>
-double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
-  Event start(Event::Kind::timed), end(Event::Kind::timed);
-  start.record(stream);
-  enqueue();
-  end.record(stream);
-  end.wait("a benchmark");
-  return static_cast<double>(end.since(start));
-}
-
-template <class Enqueue>
-double median_milliseconds(cudaStream_t stream, Enqueue enqueue) {
-  const bool is_long = milliseconds_of(stream, enqueue) > kLong;  // warms up, too
-  std::vector<double> times;
-  for (int i = 0; i < (is_long ? 1 : kRepeats); ++i)
-    times.push_back(milliseconds_of(stream, enqueue));
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
-  std::ranges::nth_element(times, middle);
-  return *middle;
-}
+constexpr int kWarmUp = 4;  // steps
 
 std::string hash_of_logits(const CudaDecoder& decoder, int rows) {
   std::vector<float> all;
@@ -86,7 +41,7 @@ double sampling_rate(const DeviceModel& model, const DecodeBenchOptions& options
   const std::uint32_t count = options.steps + 1;
   CudaSequence sequence(model, {.tokens = options.context + count, .writer = writer});
   Sampler sampler({});
-  const auto prompt = some_ids(options.context, model.config().vocab);
+  const auto prompt = bench_ids(options.context, model.config().vocab);
   sequence.feed(prompt, SegmentKind::prompt);
   sequence.flush();  // the prompt is not what is measured
   const auto start = std::chrono::steady_clock::now();
@@ -108,17 +63,17 @@ void time_capture(const DeviceModel& model, const DecodeBenchOptions& options,
 }  // namespace
 
 DecodeBench bench_decode(const DecodeBenchOptions& options) {
-  const DeviceModel model = load(options.model);
+  const DeviceModel model = bench_model(options.model);
   DecodeBench result{.model = model.config().name,
                      .dtype = std::string(torch_name(model.dtype())),
-                     .device = device_name()};
+                     .device = bench_device()};
   result.read_bytes_per_second = cuda::read_bytes_per_second();
   if (!options.capture.empty()) time_capture(model, options, result);
 
   CudaDecoder decoder(model, {.sequences = options.batch,
                               .slots = options.context + options.steps + kWarmUp + 1,
                               .prefill_tokens = 128});
-  const auto ids = some_ids(static_cast<std::size_t>(options.batch), model.config().vocab);
+  const auto ids = bench_ids(static_cast<std::size_t>(options.batch), model.config().vocab);
   for (int row = 0; row < options.batch; ++row) {
     decoder.pretend(row, options.context);
     decoder.set_next(row, ids[static_cast<std::size_t>(row)]);
@@ -140,16 +95,16 @@ DecodeBench bench_decode(const DecodeBenchOptions& options) {
 }
 
 PrefillBench bench_prefill(const PrefillBenchOptions& options) {
-  const DeviceModel model = load(options.model);
+  const DeviceModel model = bench_model(options.model);
   const ModelConfig& config = model.config();
   PrefillBench result{.model = config.name,
                       .dtype = std::string(torch_name(model.dtype())),
-                      .device = device_name()};
+                      .device = bench_device()};
   result.matrix_flops_per_second = cuda::matrix_flops_per_second(model.type());
   CudaDecoder decoder(model, {.sequences = 1,
                               .slots = options.tokens,
                               .prefill_tokens = std::min(options.chunk, options.tokens)});
-  const auto ids = some_ids(options.tokens, config.vocab);
+  const auto ids = bench_ids(options.tokens, config.vocab);
   result.milliseconds = median_milliseconds(decoder.stream(), [&] {
     decoder.rewind(0, 0);
     decoder.prefill(0, ids);

@@ -7,6 +7,8 @@
 #include <stdexcept>
 
 #include "engine/cuda/batch_state.hpp"
+#include "engine/cuda/cache_watch.hpp"
+#include "engine/cuda/evicting_cache.hpp"
 #include "engine/cuda/full_cache.hpp"
 #include "engine/cuda/layer_products.hpp"
 #include "engine/cuda/prompt_ids.hpp"
@@ -28,7 +30,12 @@ void check_options(const CudaDecoderOptions& options) {
     throw std::invalid_argument("CUDA decoder: a prompt's chunk needs at least one token");
   if (options.capture && options.sequences != 1)
     throw std::invalid_argument("CUDA decoder: a trace is of one sequence");
-  if (options.slots == 0) throw std::invalid_argument("CUDA decoder: no slots; give at least one");
+  if (options.slots == 0 && options.caches.empty())
+    throw std::invalid_argument("CUDA decoder: no slots; give at least one");
+  if (!options.caches.empty() &&
+      options.caches.size() != static_cast<std::size_t>(options.sequences))
+    throw std::invalid_argument(fmt::format("CUDA decoder: {} caches for {} sequences",
+                                            options.caches.size(), options.sequences));
 }
 
 /// Most tokens that go through a layer at once.
@@ -47,6 +54,28 @@ WorkSizes work_sizes(const ModelConfig& config, Dtype dtype, const CudaDecoderOp
           .logits = static_cast<std::size_t>(options.sequences) * config.vocab * sizeof(float)};
 }
 
+LayerOutputMemory::Rows output_rows(const CudaDecoderOptions& options) {
+  return {options.prefill_tokens, static_cast<std::size_t>(options.sequences)};
+}
+
+EvictingCache::Options evicting(const CudaDecoderOptions& options) {
+  return {.caches = options.caches,
+          .most_tokens = options.slots,
+          .part_tokens = static_cast<int>(options.prefill_tokens),
+          .watched = options.watched,
+          .plain = options.plain_eviction};
+}
+
+bool keeps_outputs(const CudaDecoderOptions& options) { return options.capture || options.watched; }
+
+std::unique_ptr<DeviceCache> make_cache(const DeviceModel& model, const BatchState& batch,
+                                        const CudaDecoderOptions& options, cudaStream_t stream) {
+  if (!options.caches.empty())
+    return std::make_unique<EvictingCache>(model, batch, evicting(options), stream);
+  return std::make_unique<FullCache>(model, batch, options.sequences, options.slots,
+                                     most_rows(options), stream);
+}
+
 /// Bytes of everything that is allocated.
 struct Memory {
   std::uint64_t cache, work;
@@ -55,15 +84,21 @@ Memory memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   const int rows = most_rows(options);
   const WorkSizes own = work_sizes(config, model.dtype(), options);
-  return {.cache = static_cast<std::uint64_t>(options.sequences) *
-                   FullCache::bytes(model, FullCache::capacity(options.slots)),
-          .work = own.x + own.inner + own.logits +
-                  BatchState::bytes(options.sequences, config.vocab) +
-                  LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
-                                           static_cast<unsigned>(rows), options.prefill_tokens,
-                                           options.capture) +
-                  LayerProducts::bytes(model, static_cast<unsigned>(rows)) +
-                  FullCache::work_bytes(model, options.sequences, options.slots, rows)};
+  Memory memory{.cache = 0,
+                .work = own.x + own.inner + own.logits +
+                        BatchState::bytes(options.sequences, config.vocab) +
+                        LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
+                                                 output_rows(options), keeps_outputs(options)) +
+                        LayerProducts::bytes(model, static_cast<unsigned>(rows))};
+  if (options.caches.empty()) {
+    memory.cache = static_cast<std::uint64_t>(options.sequences) *
+                   FullCache::bytes(model, FullCache::capacity(options.slots));
+    memory.work += FullCache::work_bytes(model, options.sequences, options.slots, rows);
+  } else {
+    memory.cache = EvictingCache::bytes(model, evicting(options));
+    memory.work += EvictingCache::work_bytes(model, evicting(options));
+  }
+  return memory;
 }
 
 bool fits(const Memory& memory, std::uint64_t free) {
@@ -87,6 +122,13 @@ CudaDecoderOptions checked(const DeviceModel& model, const CudaDecoderOptions& o
   const Memory needed = memory_for(model, options);
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (fits(needed, memory.free)) return options;
+  if (!options.caches.empty())
+    throw std::runtime_error(fmt::format(
+        "device memory: the caches of {} sequence{} of {} need {}, and their work buffers {}; {} "
+        "of {} are free; smaller budgets or fewer sequences would fit",
+        options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
+        cuda::bytes_text(needed.cache), cuda::bytes_text(needed.work),
+        cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
   throw std::runtime_error(fmt::format(
       "device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and "
       "its work buffers {}; {} of {} are free: {} tokens a sequence would fit",
@@ -105,40 +147,55 @@ class CudaDecoder::Impl {
         weights_(model.weights()),
         options_(checked(model, options)),
         batch_(options.sequences, config_.vocab, stream_.get()),
-        outputs_(kvlab::capture_shape(config_, model.dtype()),
-                 static_cast<unsigned>(most_rows(options)), options.prefill_tokens, options.capture,
-                 stream_.get()),
-        cache_(model, batch_, options.sequences, options.slots, most_rows(options), stream_.get()),
+        outputs_(kvlab::capture_shape(config_, model.dtype()), output_rows(options),
+                 keeps_outputs(options), stream_.get()),
+        cache_(make_cache(model, batch_, options, stream_.get())),
         products_(model, most_rows(options), stream_.get()),
         prompt_(stream_.get()),
-        fed_(static_cast<std::size_t>(options.sequences)) {
+        fed_(static_cast<std::size_t>(options.sequences)),
+        admitted_behind_(fed_.size()) {
     const WorkSizes size = work_sizes(config_, model.dtype(), options);
     x_ = DeviceBuffer(size.x, "hidden states");
     inner_ = DeviceBuffer(size.inner, "the MLP");
     logits_ = DeviceBuffer(size.logits, "logits");
     for (int row = 0; row < options_.sequences; ++row) set_state(row);
+    if (const auto* cache = dynamic_cast<const EvictingCache*>(cache_.get());
+        cache && options.watched)
+      watch_ = std::make_unique<CacheWatch>(*cache, config_,
+                                            kvlab::capture_shape(config_, model.dtype()),
+                                            options.sequences, stream_.get());
     synchronize();
   }
 
   ~Impl() { cudaStreamSynchronize(stream_.get()); }
 
   void prefill(int sequence, std::span<const std::int32_t> ids, std::vector<float>* all_logits,
-               const OnChunk& on_chunk) {
+               const OnChunk& on_chunk, SegmentKind kind) {
     if (ids.empty()) throw std::invalid_argument("decoder: no tokens to feed; give at least one");
     check_ids(ids);
-    std::uint32_t& fed = fed_.at(static_cast<std::size_t>(sequence));
-    refuse_beyond_slots(fed, ids.size());
+    cache_->refuse_beyond(fed(sequence), ids.size());
     if (all_logits) all_logits->resize(ids.size() * config_.vocab);
     const std::int32_t* const device_ids = prompt_.upload(ids);
-    for (std::size_t start = 0; start < ids.size(); start += options_.prefill_tokens) {
-      const std::size_t count = std::min<std::size_t>(options_.prefill_tokens, ids.size() - start);
-      prefill_chunk(sequence, device_ids + start, ids.subspan(start, count), start == 0, on_chunk);
-      fed += static_cast<std::uint32_t>(count);
-      if (all_logits)
-        copy_logits(static_cast<int>(count), all_logits->data() + start * config_.vocab);
-      if (start + count == ids.size()) logits_of(static_cast<int>(count) - 1, 1, sequence);
+    const std::size_t most = admission_tokens(sequence, kind, ids.size());
+    const std::size_t others = evicts() ? static_cast<std::size_t>(sequence) : 0;
+    keep_logits(others);
+    for (std::size_t start = 0; start < ids.size(); start += most) {
+      const std::size_t count = std::min(most, ids.size() - start);
+      const bool is_last = start + count == ids.size();
+      float* const logits = all_logits ? all_logits->data() + start * config_.vocab : nullptr;
+      if (evicts() && count == 1)
+        feed_alone(sequence, ids[start], kind, start == 0, logits);
+      else
+        admit({.sequence = sequence,
+               .kind = kind,
+               .device_ids = device_ids + start,
+               .ids = ids.subspan(start, count),
+               .opens = start == 0,
+               .is_last = is_last},
+              logits, on_chunk);
     }
     set_state(sequence);
+    restore_logits(others);
   }
 
   void step(int rows) { run_graph(rows, Step::sampled); }
@@ -166,7 +223,17 @@ class CudaDecoder::Impl {
     batch_.set_next(sequence, id);
   }
 
+  bool evicts() const { return !options_.caches.empty(); }
+
+  void watch(int sequence, DecoderObserver* observer) {
+    if (!watch_) throw std::logic_error("CUDA decoder: was not made to be watched");
+    watch_->watch(sequence, observer);
+  }
+
   void rewind(int sequence, std::uint32_t tokens) {
+    if (evicts() && tokens != fed(sequence))
+      throw std::logic_error(
+          "CUDA decoder: where tokens leave, none that was fed can be forgotten");
     std::uint32_t& fed = fed_.at(static_cast<std::size_t>(sequence));
     if (tokens > fed)
       throw std::invalid_argument(
@@ -176,8 +243,8 @@ class CudaDecoder::Impl {
   }
 
   void pretend(int sequence, std::uint32_t tokens) {
-    refuse_beyond_slots(0, tokens);
-    cache_.pretend(sequence, tokens);
+    cache_->refuse_beyond(0, tokens);
+    cache_->pretend(sequence, tokens);
     fed_.at(static_cast<std::size_t>(sequence)) = tokens;
     set_state(sequence);
   }
@@ -194,6 +261,13 @@ class CudaDecoder::Impl {
   }
 
   std::uint32_t tokens(int sequence) const { return fed_.at(static_cast<std::size_t>(sequence)); }
+  std::uint64_t live_bytes(int sequence) const {
+    return cache_->live_bytes(sequence, tokens(sequence));
+  }
+  std::uint64_t evictions(int sequence) const {
+    const std::uint32_t behind = admitted_behind_.at(static_cast<std::size_t>(sequence));
+    return cache_->evictions(sequence, behind);
+  }
   const DeviceModel& model() const { return model_; }
   cudaStream_t stream() const { return stream_.get(); }
   void synchronize() const { stream_.synchronize("decoding"); }
@@ -213,26 +287,27 @@ class CudaDecoder::Impl {
       };
     };
     std::uint64_t live = 0;
-    for (int row = 0; row < rows; ++row) live += FullCache::bytes(model_, tokens(row) + 1);
+    for (int row = 0; row < rows; ++row) live += cache_->live_bytes(row, tokens(row) + 1);
     const std::uint64_t head =
         std::uint64_t{config_.vocab} * config_.hidden * bytes_of(model_.dtype());
     return {
         {"norm, qkv, rope", weight_bytes(&DeviceLayer::qkv),
          every_layer([this, rows](std::uint32_t l) {
-           qkv(l, rows, outputs_.step(l), cache_.step_write(l, rows));
+           qkv(l, rows, x_.as<float>(), outputs_.step(l), cache_->step_write(l, rows));
          })},
         {"attention", live, every_layer([this, rows](std::uint32_t l) {
-           cache_.attend_step(l, rows, outputs_.step(l));
+           cache_->attend_step(l, rows, outputs_.step(l));
          })},
-        {"output", weight_bytes(&DeviceLayer::output),
-         every_layer([this, rows](std::uint32_t l) { output(l, rows, outputs_.step(l)); })},
+        {"output", weight_bytes(&DeviceLayer::output), every_layer([this, rows](std::uint32_t l) {
+           output(l, rows, x_.as<float>(), outputs_.step(l));
+         })},
         {"norm, gate, up", weight_bytes(&DeviceLayer::gate_up),
          every_layer([this, rows](std::uint32_t l) {
            products_.gated(weights_.layers[l], rows, x_.as<float>(), inner_.data());
          })},
         {"down", weight_bytes(&DeviceLayer::down),
-         every_layer([this, rows](std::uint32_t l) { down(l, rows); })},
-        {"norm, head", head, [this, rows] { logits_of(0, rows, 0); }},
+         every_layer([this, rows](std::uint32_t l) { down(l, rows, x_.as<float>()); })},
+        {"norm, head", head, [this, rows] { logits_of(x_.as<float>(), rows, 0); }},
         {"sample", std::uint64_t{static_cast<unsigned>(rows)} * config_.vocab * sizeof(float),
          [this, rows] { batch_.sample(rows, logits_.as<float>()); }},
     };
@@ -243,9 +318,9 @@ class CudaDecoder::Impl {
 
   // --- What is asked -----------------------------------------------------------------------------
 
-  void set_state(int row) {
-    batch_.set_fed(row, fed_[static_cast<std::size_t>(row)], options_.slots);
-  }
+  std::uint32_t& fed(int sequence) { return fed_.at(static_cast<std::size_t>(sequence)); }
+
+  void set_state(int row) { batch_.set_row(row, cache_->row(fed(row))); }
 
   void check_ids(std::span<const std::int32_t> ids) const {
     for (const std::int32_t id : ids)
@@ -260,44 +335,149 @@ class CudaDecoder::Impl {
           "CUDA decoder: {} rows asked for, it has {} sequences", rows, options_.sequences));
   }
 
-  void refuse_beyond_slots(std::uint64_t fed, std::uint64_t more) const {
-    if (fed + more > options_.slots)
-      throw std::invalid_argument(fmt::format(
-          "CUDA decoder: {} tokens of a sequence need as many slots; it was made with {}",
-          fed + more, options_.slots));
-  }
-
   // --- Prefill -----------------------------------------------------------------------------------
 
-  void prefill_chunk(int sequence, const std::int32_t* device_ids,
-                     std::span<const std::int32_t> ids, bool opens, const OnChunk& on_chunk) {
-    const PromptPart part{.sequence = sequence,
-                          .position = fed_[static_cast<std::size_t>(sequence)],
-                          .rows = static_cast<int>(ids.size())};
-    embed(device_ids, part.rows);
+  std::size_t admission_tokens(int sequence, SegmentKind kind, std::size_t count) const {
+    if (evicts() && kind == SegmentKind::decode) return 1;
+    const std::uint32_t asked = cache_->admission_tokens(sequence);
+    return asked == 0 ? count : asked;
+  }
+
+  struct Admission {
+    int sequence;
+    SegmentKind kind;
+    const std::int32_t* device_ids;
+    std::span<const std::int32_t> ids;
+    bool opens, is_last;  ///< of what is being fed
+  };
+
+  /// An admission of many tokens, layer by layer, each in parts that fit the work buffers.
+  void admit(const Admission& what, float* logits, const OnChunk& on_chunk) {
+    const std::size_t count = what.ids.size();
+    const std::uint32_t behind = fed(what.sequence);
+    float* const x = admission_states(count);
+    const auto parts = parts_of(what.sequence, behind, count);
+    for (const PromptPart& part : parts)
+      embed(what.device_ids + part.first, part.rows, x_row(x, part));
+    cache_->begin_admission(what.sequence, behind, static_cast<std::uint32_t>(count));
+    const bool watched = watch_ && watch_->watches(what.sequence);
+    if (watched)
+      watch_->begin(what.sequence, what.ids, behind, what.kind,
+                    what.opens && what.kind == SegmentKind::prompt);
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
-      const LayerOutputs to = outputs_.chunk(layer, ids.size());
-      qkv(layer, part.rows, to, cache_.prompt_write(layer, part));
-      cache_.attend_prompt(layer, part, to);
-      if (on_chunk)
-        on_chunk({.ids = ids,
-                  .first = layer == 0,
-                  .last = layer + 1 == config_.layers,
-                  .opens = opens,
-                  .layer = layer,
-                  .data = to.qkv});
-      output(layer, part.rows, to);
-      mlp(layer, part.rows);
+      cache_->begin_layer(layer);
+      for (const PromptPart& part : parts) {
+        const auto rows = static_cast<std::size_t>(part.rows);
+        const LayerOutputs to = outputs_.chunk(layer, rows);
+        prompt_layer(layer, part, x_row(x, part), to, [&] {
+          if (watched) watch_->part(part, to);
+          if (on_chunk)
+            on_chunk({.ids = what.ids.subspan(part.first, rows),
+                      .first = layer == 0,
+                      .last = layer + 1 == config_.layers,
+                      .opens = what.opens,
+                      .layer = layer,
+                      .data = to.qkv});
+        });
+      }
+      cache_->end_layer(layer);
+      if (watched) watch_->end_layer(layer);
     }
+    if (watched) watch_->end();
+    fed(what.sequence) += static_cast<std::uint32_t>(count);
+    admitted_behind_[static_cast<std::size_t>(what.sequence)] = behind;
+    if (logits) copy_logits(x, static_cast<int>(count), logits);
+    if (what.is_last) logits_of(x + (count - 1) * config_.hidden, 1, what.sequence);
+  }
+
+  void prompt_layer(std::uint32_t layer, const PromptPart& part, float* x, const LayerOutputs& to,
+                    const std::function<void()>& attended) {
+    qkv(layer, part.rows, x, to, cache_->prompt_write(layer, part));
+    cache_->attend_prompt(layer, part, to);
+    attended();
+    output(layer, part.rows, x, to);
+    mlp(layer, part.rows, x);
+  }
+
+  std::vector<PromptPart> parts_of(int sequence, std::uint32_t behind, std::size_t count) const {
+    std::vector<PromptPart> parts;
+    for (std::size_t first = 0; first < count; first += options_.prefill_tokens)
+      parts.push_back(
+          {.sequence = sequence,
+           .position = behind + static_cast<std::uint32_t>(first),
+           .rows = static_cast<int>(std::min<std::size_t>(options_.prefill_tokens, count - first)),
+           .first = static_cast<std::uint32_t>(first)});
+    return parts;
+  }
+
+  /// Room for the hidden states of an admission: those of a step, or more.
+  float* admission_states(std::size_t count) {
+    const std::size_t bytes = count * config_.hidden * sizeof(float);
+    if (bytes <= x_.bytes()) return x_.as<float>();
+    if (bytes > admission_x_.bytes()) {
+      synchronize();
+      admission_x_ = DeviceBuffer();
+      admission_x_ = DeviceBuffer(bytes, "a prompt's hidden states");
+    }
+    return admission_x_.as<float>();
+  }
+
+  /// A step of one sequence computes something for the rows before it, too: their logits are put
+  /// aside.
+  void keep_logits(std::size_t rows) {
+    const std::size_t bytes = rows * config_.vocab * sizeof(float);
+    if (bytes > kept_logits_.bytes()) {
+      synchronize();
+      kept_logits_ = DeviceBuffer();
+      kept_logits_ = DeviceBuffer(bytes, "logits");
+    }
+    copy_rows(logits_, kept_logits_, bytes);
+  }
+  void restore_logits(std::size_t rows) {
+    copy_rows(kept_logits_, logits_, rows * config_.vocab * sizeof(float));
+  }
+  void copy_rows(const DeviceBuffer& from, const DeviceBuffer& to, std::size_t bytes) {
+    if (bytes == 0) return;
+    check(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, stream_.get()),
+          "keeping logits");
+  }
+
+  /// One token by a step in which the other sequences sit out.
+  void feed_alone(int sequence, std::int32_t id, SegmentKind kind, bool opens, float* logits) {
+    for (int row = 0; row < options_.sequences; ++row)
+      if (row != sequence) batch_.set_row(row, cache_->row(0));
+    const auto behind = static_cast<std::int32_t>(fed(sequence));
+    batch_.set_row(sequence, {.position = behind, .slot = 0, .length = behind + 1});
+    batch_.set_next(sequence, id);
+    graph(sequence + 1, Step::fed).launch(stream_.get());
+    if (watch_ && watch_->watches(sequence)) {
+      const CacheWatch::Fed one{sequence, id, fed(sequence), kind,
+                                opens && kind == SegmentKind::prompt};
+      watch_->stepped({&one, 1}, outputs_.step_data());
+    }
+    note_fed(sequence);
+    for (int row = 0; row < options_.sequences; ++row)
+      if (row != sequence) set_state(row);
+    if (!logits) return;
+    check(cudaMemcpyAsync(logits, logits_row(sequence), config_.vocab * sizeof(float),
+                          cudaMemcpyDeviceToHost, stream_.get()),
+          "reading logits");
+    synchronize();
+  }
+
+  void note_fed(int row) {
+    const auto at = static_cast<std::size_t>(row);
+    admitted_behind_[at] = fed_[at]++;
   }
 
   /// Logits of every token of a chunk, to the host.
-  void copy_logits(int count, float* to) {
+  void copy_logits(const float* x, int count, float* to) {
     if (logit_rows_.bytes() == 0)
       logit_rows_ = DeviceBuffer(std::size_t{kLogitRows} * config_.vocab * sizeof(float), "logits");
     for (int first = 0; first < count; first += kLogitRows) {
       const int rows = std::min(kLogitRows, count - first);
-      products_.head(x_row(first), rows, logit_rows_.as<float>());
+      products_.head(x + static_cast<std::size_t>(first) * config_.hidden, rows,
+                     logit_rows_.as<float>());
       check(
           cudaMemcpyAsync(to + static_cast<std::size_t>(first) * config_.vocab, logit_rows_.data(),
                           static_cast<std::size_t>(rows) * config_.vocab * sizeof(float),
@@ -312,36 +492,59 @@ class CudaDecoder::Impl {
   void before_step(int rows) {
     check_rows(rows);
     for (int row = 0; row < rows; ++row)
-      if (tokens(row) > 0) refuse_beyond_slots(tokens(row), 1);
+      if (tokens(row) > 0) cache_->refuse_beyond(tokens(row), 1);
   }
 
   void after_step(int rows, Step kind) {
     for (int row = 0; row < rows; ++row)
-      if (tokens(row) > 0) ++fed_[static_cast<std::size_t>(row)];
+      if (tokens(row) > 0) note_fed(row);
     if (kind == Step::sampled) batch_.note_published();
   }
 
   void run_graph(int rows, Step kind) {
     before_step(rows);
-    const std::pair key{rows, kind};
-    auto graph = graphs_.find(key);
-    if (graph == graphs_.end()) {
-      graph = graphs_.emplace(key, Graph(stream_.get(), [&] { enqueue_step(rows, kind); })).first;
-    }
-    graph->second.launch(stream_.get());
+    const auto watched = watched_rows(rows);
+    graph(rows, kind).launch(stream_.get());
+    if (!watched.empty()) watch_->stepped(watched, outputs_.step_data());
     after_step(rows, kind);
   }
 
+  /// What a step is about to feed to those who are watched.
+  std::vector<CacheWatch::Fed> watched_rows(int rows) {
+    std::vector<CacheWatch::Fed> watched;
+    if (!watch_ || !watch_->watches_any()) return watched;
+    synchronize();
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(rows));
+    check(cudaMemcpy(ids.data(), batch_.state().ids, ids.size() * sizeof(std::int32_t),
+                     cudaMemcpyDeviceToHost),
+          "watching the cache");
+    for (int row = 0; row < rows; ++row)
+      if (tokens(row) > 0 && watch_->watches(row))
+        watched.push_back(
+            {row, ids[static_cast<std::size_t>(row)], tokens(row), SegmentKind::decode, false});
+    return watched;
+  }
+
+  const Graph& graph(int rows, Step kind) {
+    const std::pair key{rows, kind};
+    auto found = graphs_.find(key);
+    if (found == graphs_.end())
+      found = graphs_.emplace(key, Graph(stream_.get(), [&] { enqueue_step(rows, kind); })).first;
+    return found->second;
+  }
+
   void enqueue_step(int rows, Step kind) {
-    embed(batch_.state().ids, rows);
+    float* const x = x_.as<float>();
+    embed(batch_.state().ids, rows, x);
+    cache_->begin_step(rows);
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       const LayerOutputs to = outputs_.step(layer);
-      qkv(layer, rows, to, cache_.step_write(layer, rows));
-      cache_.attend_step(layer, rows, to);
-      output(layer, rows, to);
-      mlp(layer, rows);
+      qkv(layer, rows, x, to, cache_->step_write(layer, rows));
+      cache_->attend_step(layer, rows, to);
+      output(layer, rows, x, to);
+      mlp(layer, rows, x);
     }
-    logits_of(0, rows, 0);
+    logits_of(x, rows, 0);
     if (kind == Step::fed) {
       batch_.advance(rows);
       return;
@@ -352,21 +555,22 @@ class CudaDecoder::Impl {
 
   // --- Layers ------------------------------------------------------------------------------------
 
-  float* x_row(int row) const {
-    return x_.as<float>() + static_cast<std::size_t>(row) * config_.hidden;
+  float* x_row(float* x, const PromptPart& part) const {
+    return x + std::size_t{part.first} * config_.hidden;
   }
   float* logits_row(int row) const {
     return logits_.as<float>() + static_cast<std::size_t>(row) * config_.vocab;
   }
 
-  void embed(const std::int32_t* ids, int rows) {
+  void embed(const std::int32_t* ids, int rows, float* x) {
     check(kernels::embed(model_.type(), weights_.embedding, static_cast<int>(config_.hidden), ids,
-                         rows, x_.as<float>(), stream_.get()),
+                         rows, x, stream_.get()),
           "embedding");
   }
 
   /// `write` comes from the cache; the rest is filled in here.
-  void qkv(std::uint32_t layer, int rows, const LayerOutputs& to, kernels::RopeWriteArgs write) {
+  void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
+           kernels::RopeWriteArgs write) {
     const DeviceLayer& weights = weights_.layers[layer];
     write.type = model_.type();
     write.tokens = rows;
@@ -378,25 +582,25 @@ class CudaDecoder::Impl {
     write.norm_epsilon = config_.norm_epsilon;
     write.plain_q = to.plain_q;
     write.plain_k = to.plain_k;
-    products_.qkv(weights, x_.as<float>(), to.qkv, write);
+    products_.qkv(weights, x, to.qkv, write);
   }
 
-  void output(std::uint32_t layer, int rows, const LayerOutputs& to) {
-    products_.added(weights_.layers[layer].output, to.out, rows, x_.as<float>());
+  void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
+    products_.added(weights_.layers[layer].output, to.out, rows, x);
   }
 
-  void down(std::uint32_t layer, int rows) {
-    products_.added(weights_.layers[layer].down, inner_.data(), rows, x_.as<float>());
+  void down(std::uint32_t layer, int rows, float* x) {
+    products_.added(weights_.layers[layer].down, inner_.data(), rows, x);
   }
 
-  void mlp(std::uint32_t layer, int rows) {
-    products_.gated(weights_.layers[layer], rows, x_.as<float>(), inner_.data());
-    down(layer, rows);
+  void mlp(std::uint32_t layer, int rows, float* x) {
+    products_.gated(weights_.layers[layer], rows, x, inner_.data());
+    down(layer, rows, x);
   }
 
-  /// Logits of `rows` hidden states from `first` on, to the rows of sequences from `sequence` on.
-  void logits_of(int first, int rows, int sequence) {
-    products_.head(x_row(first), rows, logits_row(sequence));
+  /// Logits of hidden states x [rows], to the rows of sequences from `sequence` on.
+  void logits_of(const float* x, int rows, int sequence) {
+    products_.head(x, rows, logits_row(sequence));
   }
 
   const DeviceModel& model_;
@@ -406,24 +610,33 @@ class CudaDecoder::Impl {
   cuda::Stream stream_;
   BatchState batch_;
   LayerOutputMemory outputs_;
-  FullCache cache_;
+  std::unique_ptr<DeviceCache> cache_;
   LayerProducts products_;
   PromptIds prompt_;
-  std::vector<std::uint32_t> fed_;  // tokens, by sequence
-  DeviceBuffer x_;                  // [row, hidden] float32
-  DeviceBuffer inner_;              // [row, mlp]
-  DeviceBuffer logits_;             // [sequence, vocab]
-  DeviceBuffer logit_rows_;         // [kLogitRows, vocab], made when asked for
+  // [sequence]: tokens, and how many of them were there before the last admission.
+  std::vector<std::uint32_t> fed_, admitted_behind_;
+  DeviceBuffer x_;            // [row, hidden] float32
+  DeviceBuffer admission_x_;  // the same of an admission that is longer
+  DeviceBuffer inner_;        // [row, mlp]
+  DeviceBuffer logits_;       // [sequence, vocab]
+  DeviceBuffer kept_logits_;  // of other sequences, while one is fed
+  DeviceBuffer logit_rows_;   // [kLogitRows, vocab], made when asked for
   std::map<std::pair<int, Step>, Graph> graphs_;
+  std::unique_ptr<CacheWatch> watch_;  // or null
 };
 
 CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
     : impl_(std::make_unique<Impl>(model, options)) {}
 CudaDecoder::~CudaDecoder() = default;
 
+bool CudaDecoder::fits(const DeviceModel& model, const CudaDecoderOptions& options) {
+  return kvlab::fits(memory_for(model, options), cuda::memory_info().free);
+}
+
 void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
-                          std::vector<float>* all_logits, const OnChunk& on_chunk) {
-  impl_->prefill(sequence, ids, all_logits, on_chunk);
+                          std::vector<float>* all_logits, const OnChunk& on_chunk,
+                          SegmentKind kind) {
+  impl_->prefill(sequence, ids, all_logits, on_chunk, kind);
 }
 void CudaDecoder::step(int rows) { impl_->step(rows); }
 void CudaDecoder::step_plain(int rows) { impl_->step_plain(rows); }
@@ -446,6 +659,12 @@ const DeviceModel& CudaDecoder::model() const { return impl_->model(); }
 std::uint64_t CudaDecoder::cache_bytes(std::uint64_t tokens) const {
   return FullCache::bytes(impl_->model(), tokens);
 }
+void CudaDecoder::watch(int sequence, DecoderObserver* observer) {
+  impl_->watch(sequence, observer);
+}
+bool CudaDecoder::evicts() const { return impl_->evicts(); }
+std::uint64_t CudaDecoder::live_bytes(int sequence) const { return impl_->live_bytes(sequence); }
+std::uint64_t CudaDecoder::evictions(int sequence) const { return impl_->evictions(sequence); }
 cudaStream_t CudaDecoder::stream() const { return impl_->stream(); }
 void CudaDecoder::synchronize() const { impl_->synchronize(); }
 CaptureShape CudaDecoder::capture_shape() const {

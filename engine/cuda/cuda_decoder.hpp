@@ -1,4 +1,5 @@
-// The decoder on the device: batches of sequences of unequal length, the whole cache of each.
+// The decoder on the device: batches of sequences of unequal length, the whole cache of each or
+// what a policy keeps of it.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +12,19 @@
 #include "engine/cuda/batch_state.hpp"
 #include "engine/cuda/capture_shape.hpp"
 #include "engine/cuda/device_model.hpp"
-#include "engine/sampler.hpp"
+#include "engine/decoder.hpp"
 
 namespace kvlab {
 
 struct CudaDecoderOptions {
   int sequences = 1;
-  std::uint32_t slots = 0;              ///< tokens that each sequence may hold
+  std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
   std::uint32_t prefill_tokens = 2048;  ///< of a prompt at once
   bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
+  /// [sequence], of one policy and one kind of positions; empty: the whole cache of each.
+  std::vector<CacheOptions> caches;
+  bool watched = false;         ///< observers may look at what the caches do: slow
+  bool plain_eviction = false;  ///< by kernels/plain_eviction.hpp: slow, but on any device
 };
 
 /// Everything is enqueued on one stream and returns at once, unless it says that it waits. Throws
@@ -30,6 +35,8 @@ class CudaDecoder {
   /// do not fit the device's memory, and says how many tokens would.
   CudaDecoder(const DeviceModel& model, CudaDecoderOptions options);
   ~CudaDecoder();
+  /// Whether a decoder with these options would fit the memory that is free now.
+  static bool fits(const DeviceModel& model, const CudaDecoderOptions& options);
 
   /// Called with every layer of a prompt's chunk when it has been enqueued: the layer, the chunk's
   /// tokens, and what is there in device memory (CaptureShape). The memory is used again two layers
@@ -43,11 +50,13 @@ class CudaDecoder {
   };
   using OnChunk = std::function<void(const Chunk&)>;
 
-  /// Feeds tokens to one sequence, and leaves the last one's logits in its row. `all_logits`:
-  /// waits, and puts those of every token there [n, vocab]. Throws std::out_of_range for an id
-  /// outside the vocabulary.
+  /// Feeds tokens to one sequence, and leaves the last one's logits in its row. Where tokens may
+  /// leave, a prompt is admitted as its cache says, decoded tokens one by one. `all_logits`: waits,
+  /// and puts those of every token there [n, vocab]. Throws std::out_of_range for an id outside the
+  /// vocabulary.
   void prefill(int sequence, std::span<const std::int32_t> ids,
-               std::vector<float>* all_logits = nullptr, const OnChunk& on_chunk = {});
+               std::vector<float>* all_logits = nullptr, const OnChunk& on_chunk = {},
+               SegmentKind kind = SegmentKind::prompt);
   /// Feeds each of the first `rows` sequences its next token, computes its logits and samples the
   /// token after. Sequences that were given nothing yet are idle.
   void step(int rows);
@@ -58,10 +67,16 @@ class CudaDecoder {
   /// Feeds as step() does, but leaves the next tokens as they are.
   void feed_next(int rows);
 
+  /// Shows what a sequence's cache does; null: nobody looks. Throws std::logic_error if the decoder
+  /// was not made to be watched.
+  void watch(int sequence, DecoderObserver* observer);
+
   void set_sampling(int sequence, const SamplingOptions& options, std::uint64_t counter = 0);
   /// The token that the next step feeds.
   void set_next(int sequence, std::int32_t id);
-  /// Forgets all but the first `tokens`.
+  /// Whether tokens leave: then nothing that was fed can be forgotten.
+  bool evicts() const;
+  /// Forgets all but the first `tokens`. Throws std::logic_error where tokens leave.
   void rewind(int sequence, std::uint32_t tokens);
   /// Benchmarks: random keys and values instead of a prompt of so many tokens.
   void pretend(int sequence, std::uint32_t tokens);
@@ -76,7 +91,10 @@ class CudaDecoder {
   std::uint32_t tokens(int sequence) const;  ///< fed so far
 
   const DeviceModel& model() const;
-  std::uint64_t cache_bytes(std::uint64_t tokens) const;  ///< of one sequence's keys and values
+  /// Keys and values of so many live tokens of one sequence, in all layers and heads.
+  std::uint64_t cache_bytes(std::uint64_t tokens) const;
+  std::uint64_t live_bytes(int sequence) const;  ///< keys and values that it holds
+  std::uint64_t evictions(int sequence) const;   ///< over all layers and KV heads
   cudaStream_t stream() const;
   void synchronize() const;
 

@@ -17,7 +17,7 @@ std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
   const std::uint32_t most = options.writer ? kCapturedTokens : kPrefillTokens;
   const std::uint32_t asked =
       options.prefill_chunk == 0 ? most : std::min(most, options.prefill_chunk);
-  return std::max<std::uint32_t>(1, std::min(asked, options.tokens));
+  return options.tokens == 0 ? asked : std::max<std::uint32_t>(1, std::min(asked, options.tokens));
 }
 
 std::string device_name() {
@@ -48,10 +48,14 @@ TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options) 
 }
 
 CudaSequence::CudaSequence(const DeviceModel& model, Options options)
-    : decoder_(model, {.sequences = 1,
-                       .slots = options.tokens,
-                       .prefill_tokens = prefill_tokens(options),
-                       .capture = options.writer != nullptr}) {
+    : decoder_(model,
+               {.sequences = 1,
+                .slots = options.tokens,
+                .prefill_tokens = prefill_tokens(options),
+                .capture = options.writer != nullptr,
+                .caches = options.cache ? std::vector{*options.cache} : std::vector<CacheOptions>{},
+                .watched = options.observer != nullptr}) {
+  if (options.observer) decoder_.watch(0, options.observer);
   if (options.writer)
     capture_ = std::make_unique<AsyncCapture>(*options.writer, decoder_.capture_shape(),
                                               prefill_tokens(options), std::move(options.progress));
@@ -64,7 +68,8 @@ std::span<const float> CudaSequence::feed(std::span<const std::int32_t> ids, Seg
     on_chunk = [&](const CudaDecoder::Chunk& chunk) {
       capture_->chunk(chunk, kind, decoder_.stream());
     };
-  decoder_.prefill(0, ids, all_logits, on_chunk);
+  decoder_.prefill(0, ids, all_logits, on_chunk, kind);
+  kv_bytes_peak_ = std::max(kv_bytes_peak_, decoder_.live_bytes(0));
   logits_ = decoder_.logits(0);
   return logits_;
 }
@@ -78,10 +83,12 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   decoder_.set_sampling(0, sampler.options(), sampler.counter());
   decoder_.choose(1);
 
+  // What has left cannot come back: where tokens leave, no step runs that may be forgotten.
+  const std::uint32_t ahead = decoder_.evicts() ? 0 : kAhead;
   std::deque<int> copies;  // of steps whose token has not been seen yet
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {
-    for (; chosen < count && chosen - seen <= kAhead; ++chosen) {
+    for (; chosen < count && chosen - seen <= ahead; ++chosen) {
       decoder_.step(1);
       if (capture_)
         copies.push_back(capture_->copy_step(decoder_.step_capture(), decoder_.stream()));
@@ -98,6 +105,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   for (const int copy : copies) capture_->drop(copy);
   // Steps were under way when it was over; what they fed is forgotten, their draws too.
   decoder_.rewind(0, before + seen - 1);
+  kv_bytes_peak_ = std::max(kv_bytes_peak_, decoder_.live_bytes(0));
   sampler.skip(seen);
 }
 

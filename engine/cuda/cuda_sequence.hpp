@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/cuda/async_capture.hpp"
@@ -20,6 +21,8 @@ class CudaSequence final : public SequenceDecoder {
   /// as is good. With a writer, everything goes into that trace.
   struct Options {
     std::uint32_t tokens = 0, prefill_chunk = 0;
+    std::optional<CacheOptions> cache;    ///< none: the whole cache
+    DecoderObserver* observer = nullptr;  ///< of a cache that is given; or null
     TraceWriter* writer = nullptr;
     AsyncCapture::Progress progress;
   };
@@ -32,13 +35,14 @@ class CudaSequence final : public SequenceDecoder {
               const std::function<bool(std::int32_t)>& on_id) override;
   void flush() override;
   std::uint32_t tokens() const override { return decoder_.tokens(0); }
-  std::uint64_t kv_bytes_peak() const override { return decoder_.cache_bytes(tokens()); }
-  std::uint64_t evictions() const override { return 0; }
+  std::uint64_t kv_bytes_peak() const override { return kv_bytes_peak_; }
+  std::uint64_t evictions() const override { return decoder_.evictions(0); }
 
  private:
   CudaDecoder decoder_;
   std::unique_ptr<AsyncCapture> capture_;  // or null
   std::vector<float> logits_;
+  std::uint64_t kv_bytes_peak_ = 0;
 };
 
 }  // namespace kvlab

@@ -75,6 +75,17 @@ __global__ void rope_table_kernel(const float* inv_freq, int half, std::size_t c
   }
 }
 
+__global__ void rope_rows_kernel(const float* inv_freq, int half, const std::int32_t* positions,
+                                 std::uint32_t first, std::size_t count, float factor,
+                                 float2* table) {
+  const std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const std::size_t row = i / static_cast<std::size_t>(half);
+  const double position = positions ? max(positions[row], 0) : first + static_cast<double>(row);
+  const double angle = position * static_cast<double>(inv_freq[i % static_cast<std::size_t>(half)]);
+  table[i] = {static_cast<float>(cos(angle)) * factor, static_cast<float>(sin(angle)) * factor};
+}
+
 /// Eight 16-byte loads in flight a thread.
 __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint32_t* sink) {
   constexpr int kUnroll = 8;
@@ -165,6 +176,16 @@ cudaError_t fill_rope_table(const float* inv_freq, int half, int positions, floa
   const std::size_t count = static_cast<std::size_t>(positions) * static_cast<std::size_t>(half);
   rope_table_kernel<<<blocks_for(count), kThreads, 0, stream>>>(inv_freq, half, count, factor,
                                                                 table);
+  return cudaGetLastError();
+}
+
+cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
+                           std::uint32_t first, int rows, float factor, float2* table,
+                           cudaStream_t stream) {
+  const std::size_t count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(half);
+  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+  rope_rows_kernel<<<blocks, kThreads, 0, stream>>>(inv_freq, half, positions, first, count, factor,
+                                                    table);
   return cudaGetLastError();
 }
 

@@ -21,6 +21,11 @@ cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std:
 /// table[position, i] = (cos, sin) of position * inv_freq[i], angles in float64, times `factor`.
 cudaError_t fill_rope_table(const float* inv_freq, int half, int positions, float factor,
                             float2* table, cudaStream_t stream);
+/// table[row, i] = the same of positions[row], or of first + row where those are null; of 0 for a
+/// position below 0 (an idle row).
+cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
+                           std::uint32_t first, int rows, float factor, float2* table,
+                           cudaStream_t stream);
 /// Reads `bytes` (a multiple of 16) and writes next to nothing: what a read costs.
 cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink, cudaStream_t stream);
 

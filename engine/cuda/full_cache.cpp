@@ -1,5 +1,9 @@
 #include "engine/cuda/full_cache.hpp"
 
+#include <fmt/format.h>
+
+#include <stdexcept>
+
 #include "engine/cuda/fill.hpp"
 
 namespace kvlab {
@@ -45,6 +49,7 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, int sequ
       batch_(batch),
       sequences_(sequences),
       slots_(slots),
+      rows_(rows),
       stream_(stream),
       shape_(attention_shape(model, capacity(slots))) {
   const WorkSizes size = work_sizes(model, sequences, capacity(slots), rows);
@@ -82,6 +87,29 @@ std::uint64_t FullCache::bytes(const DeviceModel& model, std::uint64_t tokens) {
 std::uint64_t FullCache::work_bytes(const DeviceModel& model, int sequences, std::uint32_t slots,
                                     int rows) {
   return work_sizes(model, sequences, capacity(slots), rows).sum();
+}
+
+BatchState::Row FullCache::row(std::uint32_t fed) const {
+  const bool idle = fed == 0;
+  return {.position = static_cast<std::int32_t>(fed),
+          .slot = static_cast<std::int32_t>(idle ? slots_ : fed),
+          .length = static_cast<std::int32_t>(idle ? 0 : fed + 1)};
+}
+
+void FullCache::refuse_beyond(std::uint32_t fed, std::uint64_t more) const {
+  if (fed + more > slots_)
+    throw std::invalid_argument(
+        fmt::format("CUDA decoder: {} tokens of a sequence need as many slots; it was made with {}",
+                    fed + more, slots_));
+}
+
+/// Chunks make no difference where nothing leaves: as many as fit the buffers.
+std::uint32_t FullCache::admission_tokens(int /*sequence*/) const {
+  return static_cast<std::uint32_t>(rows_);
+}
+
+std::uint64_t FullCache::live_bytes(int /*sequence*/, std::uint32_t fed) const {
+  return bytes(model_, fed);
 }
 
 /// Bytes from the cache's begin to a layer's sequence.

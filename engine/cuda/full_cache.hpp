@@ -22,13 +22,15 @@ class FullCache final : public DeviceCache {
   /// A slot that no token has: one more than there are tokens.
   static std::uint32_t capacity(std::uint32_t slots) { return slots + 1; }
 
+  BatchState::Row row(std::uint32_t fed) const override;
+  void refuse_beyond(std::uint32_t fed, std::uint64_t more) const override;
+  std::uint32_t admission_tokens(int sequence) const override;
   kernels::RopeWriteArgs prompt_write(std::uint32_t layer, const PromptPart& part) override;
-  kernels::RopeWriteArgs step_write(std::uint32_t layer, int rows) override;
   void attend_prompt(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override;
+  kernels::RopeWriteArgs step_write(std::uint32_t layer, int rows) override;
   void attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) override;
-
-  /// Benchmarks: random keys and values instead of a prompt of so many tokens.
-  void pretend(int sequence, std::uint32_t tokens);
+  std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
+  void pretend(int sequence, std::uint32_t tokens) override;
 
  private:
   kernels::RopeWriteArgs write(std::uint32_t layer, int sequence);
@@ -39,6 +41,7 @@ class FullCache final : public DeviceCache {
   const BatchState& batch_;
   int sequences_;
   std::uint32_t slots_;
+  int rows_;
   cudaStream_t stream_;
   kernels::AttentionShape shape_;
   cuda::DeviceBuffer keys_, values_;  // [layer, sequence, kv_head, slot, dim], keys rotated

@@ -9,8 +9,8 @@
 
 namespace kvlab::kernels {
 
-/// The sum of fixed_mass(1, p) over at most 2^14 probabilities, 0 <= p <= 1.5: rounding may take one
-/// over 1.
+/// The sum of fixed_mass(1, p) over at most 2^14 probabilities, 0 <= p <= 1.5: rounding may take
+/// one over 1.
 ///
 /// p + 64 rounds p to a multiple of 2^-17; the rest, exact, plus 1.5 * 2^-9 rounds to a multiple of
 /// 2^-32, to even as p itself would, since the first part is an even number of those. Both integers

@@ -72,7 +72,7 @@ class Recorder : public DecoderObserver {
       for (const std::uint32_t victim : victims) log += fmt::format("e{}@{} ", victim, now);
     calls += fmt::format("e{}{}", layer, kv_head);
   }
-  void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& live,
+  void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveTokens& live,
                 std::span<const Observation> seen) override {
     sizes_agree = sizes_agree && seen.size() == live.size();
     calls += fmt::format("o{}{}", layer, kv_head);

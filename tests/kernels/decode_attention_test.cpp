@@ -69,8 +69,8 @@ class Batch {
   void poison() {
     check_cuda(cudaMemset(out_->data(), kPoison, (heads() + kGuardRows) * row_bytes()));
     check_cuda(cudaMemset(lse_->data(), kPoison, (heads() + kGuardRows) * 4));
-    check_cuda(cudaMemset(workspace_->data() + kSignalBytes, kPoison,
-                          workspace_bytes() - kSignalBytes));
+    check_cuda(
+        cudaMemset(workspace_->data() + kSignalBytes, kPoison, workspace_bytes() - kSignalBytes));
     check_cuda(cudaDeviceSynchronize());
   }
 

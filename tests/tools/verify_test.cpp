@@ -31,11 +31,11 @@ CacheOptions cache(const PolicyEntry& entry, std::uint32_t budget, Prefill prefi
           .seed = 11};
 }
 
-void check(const Model& model, const CacheOptions& options, const std::vector<VerifyTurn>& turns) {
+void check(Backend& backend, const CacheOptions& options, const std::vector<VerifyTurn>& turns) {
   INFO(options.policy.text() << " prefill " << options.prefill.text() << " positions "
                              << name_of(options.positions));
   const VerifyReport report =
-      verify_decoder(model, options, turns, {.temperature = 1, .seed = 5}, 2);
+      verify_decoder(backend, options, turns, {.temperature = 1, .seed = 5}, {.threads = 2});
   CHECK(report.identical);
   CHECK(report.first_difference == "");
   CHECK(report.worst_mass <= 1e-5);
@@ -47,19 +47,19 @@ void check(const Model& model, const CacheOptions& options, const std::vector<Ve
 }
 
 TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in every mode") {
-  const Model model = Model::load(kModel, 2);
+  const auto backend = load_backend(Device::cpu, kModel, 2);
   const auto turns = two_turns(60);
   for (const PolicyEntry& entry : policy_catalogue())
     for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
       for (const Positions positions : {Positions::original, Positions::cache})
-        check(model, cache(entry, 32, prefill, positions), turns);
+        check(*backend, cache(entry, 32, prefill, positions), turns);
 }
 
 TEST_CASE("Budgets by layer and KV head are verified head by head") {
-  const Model model = Model::load(kModel, 2);
+  const auto backend = load_backend(Device::cpu, kModel, 2);
   CacheOptions options = cache(policy_catalogue()[4], 32, Prefill{0}, Positions::original);
   for (std::uint32_t i = 0; i < 8; ++i) options.budgets.push_back(16 + 4 * i);
-  check(model, options, two_turns(40));
+  check(*backend, options, two_turns(40));
 }
 
 }  // namespace

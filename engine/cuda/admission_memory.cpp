@@ -1,0 +1,93 @@
+#include "engine/cuda/admission_memory.hpp"
+
+#include <algorithm>
+#include <vector>
+
+namespace kvlab {
+namespace {
+
+using cuda::check;
+using cuda::DeviceBuffer;
+
+}  // namespace
+
+AdmissionMemory::AdmissionMemory(const DeviceModel& model, Need need, cudaStream_t stream)
+    : model_(model), need_(need), stream_(stream) {
+  const ModelConfig& config = model.config();
+  lengths_ = DeviceBuffer(config.kv_heads * sizeof(std::int32_t), "an admission");
+  next_ = DeviceBuffer(config.kv_heads * sizeof(std::int32_t), "an admission");
+  first_slot_ = DeviceBuffer(config.kv_heads * sizeof(std::int64_t), "an admission");
+  if (!need.observes) return;
+  const auto tokens = static_cast<std::size_t>(need.part_tokens);
+  rows_ = DeviceBuffer(tokens * config.query_heads * sizeof(kernels::RowSoftmax), "an admission");
+  observe_workspace_ =
+      DeviceBuffer(kernels::observe_workspace(shape(), need.part_tokens), "an admission");
+}
+
+void AdmissionMemory::reserve(std::uint32_t slots) {
+  if (static_cast<int>(slots) <= slots_) return;
+  check(cudaStreamSynchronize(stream_), "an admission");
+  slots_ = static_cast<int>(slots);
+  const ModelConfig& config = model_.config();
+  const std::size_t all = std::size_t{slots} * config.kv_heads;
+  const std::size_t bytes = all * config.head_size * bytes_of(model_.dtype());
+  for (DeviceBuffer* buffer :
+       {&keys_, &values_, &turned_, &positions_, &states_, &seen_, &shrink_workspace_})
+    *buffer = DeviceBuffer();  // first give back, then take
+  keys_ = DeviceBuffer(bytes, "an admission's keys");
+  values_ = DeviceBuffer(bytes, "an admission's values");
+  if (need_.squeezed) turned_ = DeviceBuffer(bytes, "an admission's keys by age");
+  positions_ = DeviceBuffer(all * sizeof(std::uint32_t), "an admission");
+  states_ = DeviceBuffer(all * need_.slot_bytes, "an admission");
+  if (need_.observes) seen_ = DeviceBuffer(all * sizeof(Observation), "an admission");
+  shrink_workspace_ = DeviceBuffer(kernels::shrink_workspace(cache()), "an admission");
+
+  std::vector<std::int64_t> first;
+  for (std::uint32_t head = 0; head < config.kv_heads; ++head)
+    first.push_back(std::int64_t{head} * slots_);
+  check(cudaMemcpyAsync(first_slot_.data(), first.data(), first_slot_.bytes(),
+                        cudaMemcpyHostToDevice, stream_),
+        "an admission");
+  check(cudaStreamSynchronize(stream_), "an admission");
+}
+
+kernels::SlotCache AdmissionMemory::cache() const {
+  const ModelConfig& config = model_.config();
+  return {.type = model_.type(),
+          .sequences = 1,
+          .query_heads = static_cast<int>(config.query_heads),
+          .kv_heads = static_cast<int>(config.kv_heads),
+          .head_size = static_cast<int>(config.head_size),
+          .softmax_scale = config.softmax_scale(),
+          .most_slots = slots_,
+          .first_slot = first_slot_.as<std::int64_t>(),
+          .keys = keys_.data(),
+          .values = values_.data(),
+          .positions = positions_.as<std::uint32_t>(),
+          .lengths = lengths_.as<std::int32_t>(),
+          .next_slots = next_.as<std::int32_t>()};
+}
+
+kernels::AttentionShape AdmissionMemory::shape() const {
+  const ModelConfig& config = model_.config();
+  const std::int64_t head_stride = std::int64_t{slots_} * config.head_size;
+  return {.type = model_.type(),
+          .query_heads = static_cast<int>(config.query_heads),
+          .kv_heads = static_cast<int>(config.kv_heads),
+          .head_size = static_cast<int>(config.head_size),
+          .softmax_scale = config.softmax_scale(),
+          .sequence_stride = head_stride * config.kv_heads,
+          .head_stride = head_stride};
+}
+
+void AdmissionMemory::clear_older() {
+  check(cudaMemsetAsync(lengths_.data(), 0, lengths_.bytes(), stream_), "an admission");
+  check(cudaMemsetAsync(next_.data(), 0, next_.bytes(), stream_), "an admission");
+}
+
+void AdmissionMemory::clear_seen() {
+  if (need_.observes)
+    check(cudaMemsetAsync(seen_.data(), 0, seen_.bytes(), stream_), "an admission");
+}
+
+}  // namespace kvlab

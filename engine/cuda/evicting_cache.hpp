@@ -1,0 +1,96 @@
+// A cache that evicts: each KV head of each layer of each sequence has as many slots as its budget,
+// and a policy decides who leaves. In decoding everything is in the step's graph: the victim's slot
+// takes the next token.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "engine/cuda/admission_memory.hpp"
+#include "engine/cuda/device_cache.hpp"
+#include "engine/cuda/pair_slots.hpp"
+#include "kernels/eviction_kernels.hpp"
+
+namespace kvlab {
+
+class EvictingCache final : public DeviceCache {
+ public:
+  struct Options {
+    /// [sequence]: all of one policy and one numbering of positions; the rest may differ.
+    std::vector<CacheOptions> caches;
+    std::uint32_t most_tokens = 0;  ///< of any sequence; 0: no limit
+    int part_tokens = 1;            ///< of a prompt that go through a layer together
+    bool watched = false;           ///< keep what each live token received
+    bool plain = false;             ///< by the plain kernels, where the fast ones would do
+  };
+  /// `batch` must outlive it. Throws std::invalid_argument for caches that do not go together.
+  EvictingCache(const DeviceModel& model, const BatchState& batch, Options options,
+                cudaStream_t stream);
+
+  /// Device memory that it takes for keys, values, positions and states; and beside them for work,
+  /// without what long admissions add.
+  static std::uint64_t bytes(const DeviceModel& model, const Options& options);
+  static std::uint64_t work_bytes(const DeviceModel& model, const Options& options);
+
+  BatchState::Row row(std::uint32_t fed) const override;
+  void refuse_beyond(std::uint32_t fed, std::uint64_t more) const override;
+  std::uint32_t admission_tokens(int sequence) const override;
+  void begin_admission(int sequence, std::uint32_t fed, std::uint32_t tokens) override;
+  void begin_layer(std::uint32_t layer) override;
+  kernels::RopeWriteArgs prompt_write(std::uint32_t layer, const PromptPart& part) override;
+  void attend_prompt(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override;
+  void end_layer(std::uint32_t layer) override;
+  void begin_step(int rows) override;
+  kernels::RopeWriteArgs step_write(std::uint32_t layer, int rows) override;
+  void attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) override;
+  std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
+  std::uint64_t evictions(int sequence, std::uint32_t behind) const override;
+  void pretend(int sequence, std::uint32_t tokens) override;
+
+  // For those who watch.
+  const PairSlots& slots() const { return slots_; }
+  kernels::SlotCache layer_cache(std::uint32_t layer, int sequences) const;
+  kernels::PolicyState layer_policy(std::uint32_t layer) const;
+  const AdmissionMemory& admission() const { return *admission_; }
+  std::size_t slot_bytes() const { return kernels_.slot_bytes; }
+  const PolicyInfo& policy() const { return options_.caches.front().policy.entry->info; }
+
+ private:
+  struct Admission {
+    int sequence = 0;
+    std::uint32_t fed = 0, tokens = 0;
+  };
+
+  void fill_rules();
+  void shrink(const kernels::SlotCache& from, std::byte* from_states, Observation* seen,
+              const kernels::SlotCache& to, std::byte* to_states, std::uint32_t layer);
+  kernels::SlotCache of_sequence(kernels::SlotCache cache, int sequence) const;
+  kernels::PolicyState of_sequence(kernels::PolicyState policy, int sequence) const;
+  bool squeezed() const { return options_.caches.front().positions == Positions::cache; }
+  std::size_t pair_index(std::uint32_t layer, std::size_t pair) const {
+    return layer * slots_.pairs() + pair;
+  }
+
+  const DeviceModel& model_;
+  const ModelConfig& config_;
+  const BatchState& batch_;
+  Options options_;
+  cudaStream_t stream_;
+  PairSlots slots_;
+  const kernels::EvictionKernels& kernels_;
+  const kernels::AdmissionPolicy& admission_kernels_;
+  cuda::DeviceBuffer keys_, values_;                               // [slot, dim]
+  cuda::DeviceBuffer positions_, states_, seen_, ages_;            // [slot]
+  cuda::DeviceBuffer first_slots_, lengths_, next_slots_, rules_;  // [layer, pair]
+  cuda::DeviceBuffer params_, thresholds_, seeds_, sequence_ids_;  // [sequence]
+  cuda::DeviceBuffer q_;                                           // [row, query_head, dim]
+  cuda::DeviceBuffer inv_freq_, turns_;  // [rotated / 2], [row, rotated / 2]
+  cuda::DeviceBuffer iota_, zeros_;      // [part token]
+  cuda::DeviceBuffer workspace_;
+  cuda::DeviceBuffer admitted_;  // nothing; now and tokens of the admission
+  cuda::DeviceBuffer weights_;   // [age]
+  std::unique_ptr<AdmissionMemory> admission_;
+  Admission current_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,38 @@
+// How many slots each KV head of each layer of each sequence has, and where they begin. Host only.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/decoder.hpp"
+
+namespace kvlab {
+
+/// A pair is one KV head of one sequence; every layer has all pairs.
+class PairSlots {
+ public:
+  /// `caches` [sequence] decide the budgets; nobody has more than `most_tokens` (0: no limit).
+  /// Throws std::invalid_argument where guards do not fit, or a cache has no bound at all.
+  PairSlots(const ModelConfig& config, std::span<const CacheOptions> caches,
+            std::uint32_t most_tokens);
+
+  std::size_t pairs() const { return caches_.size() * kv_heads_; }  ///< of a layer
+  std::int64_t total() const { return total_; }                     ///< slots, all layers
+  int most() const { return most_; }                                ///< of a pair
+  std::uint32_t budget(std::uint32_t layer, std::size_t pair) const;
+  Guards guards(std::uint32_t layer, std::size_t pair) const;
+  /// [layer, pair], in slots from the cache's begin.
+  const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
+  /// Live tokens at most while `n` are admitted behind `fed`, and how many of them were older.
+  std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
+
+ private:
+  std::size_t kv_heads_;
+  std::vector<CacheOptions> caches_;
+  std::vector<std::int64_t> first_slots_;
+  std::int64_t total_ = 0;
+  int most_ = 0;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,36 @@
+// Squeezed positions of an admission: queries and keys turned by age, into memory of their own. The
+// cache keeps its keys as they were before RoPE.
+#pragma once
+
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+
+/// One sequence's tokens of an admission in one layer: `older` ones are live already, the new ones
+/// lie behind them. A token's place is the number of live tokens older than it, that is, for a new
+/// one, older[kv_head] + its index.
+struct SqueezeArgs {
+  Type type;
+  int query_heads, kv_heads, head_size;
+  int rotated;
+  const float* inv_freq;      // [rotated / 2], device; angles are float64
+  float rope_factor;          ///< on cos and sin
+  const std::int32_t* older;  // [kv_head], device
+  int first, tokens;          ///< new tokens first … first + tokens - 1
+};
+/// to[token, query_head] = q turned to the token's place. In place is allowed.
+cudaError_t squeeze_queries(const SqueezeArgs& args, const void* q, void* to, cudaStream_t stream);
+
+/// Keys [kv_head, slot, dim], `slots` for each head.
+struct SqueezeKeysArgs {
+  SqueezeArgs shape;
+  int slots;
+  const std::uint32_t* positions;  // [kv_head, slot], of the older ones
+  const void* keys;
+  void* to;
+};
+/// The new tokens `first …`, or with `of_older` the older ones (first and tokens are not looked
+/// at).
+cudaError_t squeeze_keys(const SqueezeKeysArgs& args, bool of_older, cudaStream_t stream);
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,94 @@
+#include "tools/decoder_loop.hpp"
+
+#include <algorithm>
+
+#include "traces/numeric/parallel.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kBlock = 256;  // tokens whose logits are held at once
+
+CacheOptions cache_of(const LoopConfig& config, std::uint32_t tokens, std::uint32_t sequence) {
+  const bool evicts = config.cache.policy.entry->info.evicts;
+  return {.policy = config.cache.policy,
+          .budget = evicts ? config.cache.budget.resolve(tokens) : kNoBudget,
+          .budgets = config.budgets,
+          .positions = config.cache.positions,
+          .prefill = config.cache.prefill,
+          .seed = config.cache.seed,
+          .sequence = sequence,
+          .threshold16 = request_threshold16(config.threshold)};
+}
+
+class DecoderLoop {
+ public:
+  DecoderLoop(Backend& backend, std::span<const std::int32_t> ids,
+              std::span<const LoopConfig> configs, const LoopOptions& options)
+      : vocab_(backend.config().vocab),
+        ids_(ids),
+        options_(options),
+        tokens_(static_cast<std::uint32_t>(ids.size())),
+        span_(loop_span(tokens_, options)),
+        logits_(configs.size()),
+        scores_(configs.size()) {
+    for (const LoopConfig& config : configs)
+      decoders_.push_back(backend.decoder(cache_of(config, tokens_, options.sequence), tokens_));
+  }
+
+  std::vector<LoopScores> run() {
+    feed(0, span_.prompt, SegmentKind::prompt);
+    for (std::uint32_t first = span_.prompt; first < tokens_; first += kBlock)
+      feed(first, std::min(kBlock, tokens_ - first), SegmentKind::decode);
+    for (std::size_t c = 0; c < decoders_.size(); ++c)
+      scores_[c].kv_bytes_peak = decoders_[c]->kv_bytes_peak();
+    return std::move(scores_);
+  }
+
+ private:
+  void feed(std::uint32_t first, std::uint32_t count, SegmentKind kind) {
+    if (count == 0) return;
+    const bool scored = first + count > span_.first_scored;
+    for (std::size_t c = 0; c < decoders_.size(); ++c)
+      decoders_[c]->feed(ids_.subspan(first, count), kind, scored ? &logits_[c] : nullptr);
+    if (scored) score(first, count);
+  }
+
+  /// Rows first … first + count - 1 of all configurations; the last token has nothing to foretell.
+  void score(std::uint32_t first, std::uint32_t count) {
+    const std::uint32_t begin = std::max(first, span_.first_scored);
+    const std::uint32_t end = std::min(first + count, tokens_ - 1);
+    for (std::size_t c = 0; c < decoders_.size() && begin < end; ++c) {
+      std::vector<RowScore> rows(end - begin);
+      parallel_for(rows.size(), options_.threads, [&](std::size_t i) {
+        const std::size_t at = (begin - first + i) * vocab_;
+        rows[i] = score_row(std::span(logits_[0]).subspan(at, vocab_),
+                            std::span(logits_[c]).subspan(at, vocab_), ids_[begin + i + 1]);
+      });
+      for (const RowScore& row : rows) {
+        scores_[c].nll.push_back(row.nll);
+        scores_[c].kl.push_back(c == 0 ? 0 : row.kl);
+        scores_[c].same_first.push_back(c == 0 || row.same_first);
+      }
+    }
+  }
+
+  std::size_t vocab_;
+  std::span<const std::int32_t> ids_;
+  const LoopOptions& options_;
+  std::uint32_t tokens_;
+  LoopSpan span_;
+  std::vector<std::unique_ptr<SequenceDecoder>> decoders_;  // by configuration
+  std::vector<std::vector<float>> logits_;                  // by configuration, [token, vocab]
+  std::vector<LoopScores> scores_;
+};
+
+}  // namespace
+
+std::vector<LoopScores> run_decoder_loop(Backend& backend, std::span<const std::int32_t> ids,
+                                         std::span<const LoopConfig> configs,
+                                         const LoopOptions& options) {
+  return DecoderLoop(backend, ids, configs, options).run();
+}
+
+}  // namespace kvlab
