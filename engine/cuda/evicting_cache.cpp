@@ -80,11 +80,37 @@ bool needs_plain(const DeviceModel& model, const EvictingCache::Options& options
          (is_squeezed(options) && model.config().rope.rotated() != model.config().head_size);
 }
 
-const kernels::EvictionKernels& eviction_kernels(const DeviceModel& model,
-                                                 const EvictingCache::Options& options) {
-  const auto& list =
-      needs_plain(model, options) ? kernels::plain_eviction() : kernels::observing_eviction();
-  return named(list, options.caches.front().policy.entry->info.name);
+const std::shared_ptr<const PolicyEntry>& entry_of(const EvictingCache::Options& options) {
+  return options.caches.front().policy.entry;
+}
+
+/// Null for a policy of the registry.
+std::unique_ptr<kernels::PolicyKernels> compiled(const EvictingCache::Options& options) {
+  if (!entry_of(options)->source) return nullptr;
+  return std::make_unique<kernels::PolicyKernels>(entry_of(options));
+}
+
+kernels::EvictionKernels eviction_kernels(const DeviceModel& model,
+                                          const EvictingCache::Options& options,
+                                          const kernels::PolicyKernels* compiled) {
+  const bool plain = needs_plain(model, options);
+  if (compiled) return plain ? compiled->plain() : compiled->observing();
+  return named(plain ? kernels::plain_eviction() : kernels::observing_eviction(),
+               entry_of(options)->info.name);
+}
+
+kernels::AdmissionPolicy admission_policy(const EvictingCache::Options& options,
+                                          const kernels::PolicyKernels* compiled) {
+  if (compiled) return compiled->admission();
+  return named(kernels::admission_policies(), entry_of(options)->info.name);
+}
+
+/// The same for every policy.
+std::size_t attention_workspace(const DeviceModel& model, const EvictingCache::Options& options,
+                                const kernels::SlotCache& cache) {
+  const auto any =
+      needs_plain(model, options) ? kernels::plain_kernels({}) : kernels::observing_kernels({});
+  return any.attention_workspace(cache);
 }
 
 }  // namespace
@@ -97,8 +123,9 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch, 
       options_(std::move(options)),
       stream_(stream),
       slots_(config_, checked(options_.caches), options_.most_tokens),
-      kernels_(eviction_kernels(model, options_)),
-      admission_kernels_(named(kernels::admission_policies(), policy().name)) {
+      compiled_(compiled(options_)),
+      kernels_(eviction_kernels(model, options_, compiled_.get())),
+      admission_kernels_(admission_policy(options_, compiled_.get())) {
   const std::int64_t total = slots_.total();
   const auto slots = static_cast<std::size_t>(total);
   keys_ = DeviceBuffer(key_bytes(model, total), "the cache's keys");
@@ -168,10 +195,10 @@ void EvictingCache::fill_rules() {
 
 std::uint64_t EvictingCache::bytes(const DeviceModel& model, const Options& options) {
   const PairSlots slots(model.config(), checked(options.caches), options.most_tokens);
-  const auto& kernels = eviction_kernels(model, options);
   return 2 * key_bytes(model, slots.total()) +
          static_cast<std::uint64_t>(slots.total()) *
-             (kernels.slot_bytes + sizeof(std::uint32_t) * (is_squeezed(options) ? 2 : 1));
+             (entry_of(options)->slot_bytes +
+              sizeof(std::uint32_t) * (is_squeezed(options) ? 2 : 1));
 }
 
 std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options& options) {
@@ -181,8 +208,7 @@ std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options&
   const std::uint64_t seen = options.watched && info.needs != Needs::nothing
                                  ? static_cast<std::uint64_t>(slots.total()) * sizeof(Observation)
                                  : 0;
-  return seen + q_bytes(model, options) +
-         eviction_kernels(model, options).attention_workspace(cache);
+  return seen + q_bytes(model, options) + attention_workspace(model, options, cache);
 }
 
 BatchState::Row EvictingCache::row(std::uint32_t fed) const {

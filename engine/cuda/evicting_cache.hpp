@@ -10,6 +10,7 @@
 #include "engine/cuda/device_cache.hpp"
 #include "engine/cuda/pair_slots.hpp"
 #include "kernels/eviction_kernels.hpp"
+#include "kernels/runtime/policy_kernels.hpp"
 
 namespace kvlab {
 
@@ -77,8 +78,9 @@ class EvictingCache final : public DeviceCache {
   Options options_;
   cudaStream_t stream_;
   PairSlots slots_;
-  const kernels::EvictionKernels& kernels_;
-  const kernels::AdmissionPolicy& admission_kernels_;
+  std::unique_ptr<kernels::PolicyKernels> compiled_;  // or null: the policy is in the registry
+  kernels::EvictionKernels kernels_;
+  kernels::AdmissionPolicy admission_kernels_;
   cuda::DeviceBuffer keys_, values_;                               // [slot, dim]
   cuda::DeviceBuffer positions_, states_, seen_, ages_;            // [slot]
   cuda::DeviceBuffer first_slots_, lengths_, next_slots_, rules_;  // [layer, pair]
