@@ -7,6 +7,7 @@
 #include "engine/tokenizer.hpp"
 #include "tools/decoder_loop.hpp"
 #include "tools/eval.hpp"
+#include "tools/evicting_device.hpp"
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
 
@@ -157,7 +158,7 @@ int run(const po::variables_map& options) {
     for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const Loaded model = load(device_from(options), directory, how.threads);
+  const Loaded model = load(evicting_device_from(options, true), directory, how.threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))
     configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,
