@@ -8,6 +8,7 @@
 
 #include "policies/catalogue.hpp"
 #include "traces/numeric/dtype.hpp"
+#include "traces/numeric/rope.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -34,6 +35,10 @@ struct HeadArithmetic {
   std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
   std::uint32_t threshold16 = 0;  ///< of requests
 };
+
+/// y = x [dim] rotated to its original position, and rounded as the model does.
+void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
+                     std::uint32_t head_size, std::uint32_t position, float* y);
 
 /// Tokens that enter the cache together.
 struct Admission {

@@ -46,7 +46,9 @@ class SharedRows {
   std::size_t index(std::uint32_t query, std::uint32_t head) const {
     return std::size_t{query - first_} * view_.group + head;
   }
-  void rotate(const float* x, std::uint32_t position, float* y) const;
+  void rotate(const float* x, std::uint32_t position, float* y) const {
+    rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
+  }
 
   HeadView view_;
   const RopeTable& rope_;

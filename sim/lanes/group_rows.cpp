@@ -61,13 +61,6 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   }
 }
 
-void GroupRows::rotate(const float* x, std::uint32_t position, float* y) const {
-  rope_.rotate(x, view_.head_size, position, y);
-  if (arithmetic_.rounding)
-    for (std::uint32_t d = 0; d < view_.head_size; ++d)
-      y[d] = round_to(*arithmetic_.rounding, y[d]);
-}
-
 void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
   first_ = first;
   const std::size_t group = view_.group;

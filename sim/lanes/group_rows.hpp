@@ -78,7 +78,9 @@ class GroupRows {
   };
   std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
   Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
-  void rotate(const float* x, std::uint32_t position, float* y) const;
+  void rotate(const float* x, std::uint32_t position, float* y) const {
+    rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
+  }
   /// The row of one quad, gathered: [blocks][4][16] in kept_.
   void gather_row(std::uint32_t query, std::uint32_t quad);
 
