@@ -68,18 +68,6 @@ kernels::SlotCache AdmissionMemory::cache() const {
           .next_slots = next_.as<std::int32_t>()};
 }
 
-kernels::AttentionShape AdmissionMemory::shape() const {
-  const ModelConfig& config = model_.config();
-  const std::int64_t head_stride = std::int64_t{slots_} * config.head_size;
-  return {.type = model_.type(),
-          .query_heads = static_cast<int>(config.query_heads),
-          .kv_heads = static_cast<int>(config.kv_heads),
-          .head_size = static_cast<int>(config.head_size),
-          .softmax_scale = config.softmax_scale(),
-          .sequence_stride = head_stride * config.kv_heads,
-          .head_stride = head_stride};
-}
-
 void AdmissionMemory::clear_older() {
   check(cudaMemsetAsync(lengths_.data(), 0, lengths_.bytes(), stream_), "an admission");
   check(cudaMemsetAsync(next_.data(), 0, next_.bytes(), stream_), "an admission");

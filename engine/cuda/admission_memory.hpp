@@ -29,7 +29,7 @@ class AdmissionMemory {
   kernels::RowSoftmax* rows() const { return rows_.as<kernels::RowSoftmax>(); }
   void* observe_workspace() const { return observe_workspace_.data(); }
   void* shrink_workspace() const { return shrink_workspace_.data(); }
-  kernels::AttentionShape shape() const;
+  kernels::AttentionShape shape() const { return model_.attention_shape(slots_); }
   std::int32_t* older() const { return lengths_.as<std::int32_t>(); }  // [kv_head], device
 
   /// Nothing is live yet and nothing was seen.

@@ -181,6 +181,17 @@ DeviceModel DeviceModel::random(const std::filesystem::path& config_file, std::u
   return model;
 }
 
+kernels::AttentionShape DeviceModel::attention_shape(int slots) const {
+  const std::int64_t head_stride = std::int64_t{slots} * config_.head_size;
+  return {.type = type(),
+          .query_heads = static_cast<int>(config_.query_heads),
+          .kv_heads = static_cast<int>(config_.kv_heads),
+          .head_size = static_cast<int>(config_.head_size),
+          .softmax_scale = config_.softmax_scale(),
+          .sequence_stride = head_stride * config_.kv_heads,
+          .head_stride = head_stride};
+}
+
 std::uint64_t DeviceModel::step_bytes() const {
   const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
   return config_.tied_head ? bytes() : bytes() - embedding;

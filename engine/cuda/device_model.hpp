@@ -8,7 +8,7 @@
 
 #include "engine/cuda/memory.hpp"
 #include "engine/model.hpp"
-#include "kernels/types.hpp"
+#include "kernels/attention.hpp"
 
 namespace kvlab {
 
@@ -51,6 +51,8 @@ class DeviceModel {
   const ModelConfig& config() const { return config_; }
   Dtype dtype() const { return dtype_; }
   kernels::Type type() const { return kernel_type(dtype_); }
+  /// Attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
+  kernels::AttentionShape attention_shape(int slots) const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
   /// Bytes that one decode step reads: all but the embedding, of which it reads a row a sequence,

@@ -330,16 +330,7 @@ void EvictingCache::begin_layer(std::uint32_t layer) {
          admission_->cache(), admission_->states(), layer);
   if (!squeezed()) return;
   const kernels::SlotCache cache = admission_->cache();
-  check(kernels::squeeze_keys({.shape = {.type = model_.type(),
-                                         .query_heads = cache.query_heads,
-                                         .kv_heads = cache.kv_heads,
-                                         .head_size = cache.head_size,
-                                         .rotated = static_cast<int>(config_.rope.rotated()),
-                                         .inv_freq = inv_freq_.as<float>(),
-                                         .rope_factor = config_.rope.factor,
-                                         .older = admission_->older(),
-                                         .first = 0,
-                                         .tokens = 0},
+  check(kernels::squeeze_keys({.shape = squeeze_shape(0, 0),
                                .slots = cache.most_slots,
                                .positions = cache.positions,
                                .keys = cache.keys,
@@ -348,11 +339,22 @@ void EvictingCache::begin_layer(std::uint32_t layer) {
         "positions of a prompt");
 }
 
+kernels::SqueezeArgs EvictingCache::squeeze_shape(int first, int tokens) const {
+  return {.type = model_.type(),
+          .query_heads = static_cast<int>(config_.query_heads),
+          .kv_heads = static_cast<int>(config_.kv_heads),
+          .head_size = static_cast<int>(config_.head_size),
+          .rotated = static_cast<int>(config_.rope.rotated()),
+          .inv_freq = inv_freq_.as<float>(),
+          .rope_factor = config_.rope.factor,
+          .older = admission_->older(),
+          .first = first,
+          .tokens = tokens};
+}
+
 kernels::RopeWriteArgs EvictingCache::prompt_write(std::uint32_t layer, const PromptPart& part) {
   const kernels::SlotCache cache = admission_->cache();
   kernels::RopeWriteArgs args{};
-  args.keys = cache.keys;
-  args.values = cache.values;
   args.sequences = zeros_.as<std::int32_t>();
   args.slots = iota_.as<std::int32_t>();
   // The part's slots begin behind those of the parts before it.
@@ -380,16 +382,7 @@ void EvictingCache::attend_prompt(std::uint32_t layer, const PromptPart& part,
                                   const LayerOutputs& to) {
   const kernels::SlotCache cache = admission_->cache();
   if (squeezed()) {
-    const kernels::SqueezeArgs shape{.type = model_.type(),
-                                     .query_heads = cache.query_heads,
-                                     .kv_heads = cache.kv_heads,
-                                     .head_size = cache.head_size,
-                                     .rotated = static_cast<int>(config_.rope.rotated()),
-                                     .inv_freq = inv_freq_.as<float>(),
-                                     .rope_factor = config_.rope.factor,
-                                     .older = admission_->older(),
-                                     .first = static_cast<int>(part.first),
-                                     .tokens = part.rows};
+    const kernels::SqueezeArgs shape = squeeze_shape(static_cast<int>(part.first), part.rows);
     check(kernels::squeeze_queries(shape, q_.data(), q_.data(), stream_), "positions of a prompt");
     check(kernels::squeeze_keys({.shape = shape,
                                  .slots = cache.most_slots,

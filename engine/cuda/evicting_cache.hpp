@@ -11,6 +11,7 @@
 #include "engine/cuda/pair_slots.hpp"
 #include "kernels/eviction_kernels.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
+#include "kernels/squeeze.hpp"
 
 namespace kvlab {
 
@@ -68,6 +69,8 @@ class EvictingCache final : public DeviceCache {
   kernels::SlotCache of_sequence(kernels::SlotCache cache, int sequence) const;
   kernels::PolicyState of_sequence(kernels::PolicyState policy, int sequence) const;
   bool squeezed() const { return options_.caches.front().positions == Positions::cache; }
+  /// Places of an admission's keys and queries by age.
+  kernels::SqueezeArgs squeeze_shape(int first, int tokens) const;
   std::size_t pair_index(std::uint32_t layer, std::size_t pair) const {
     return layer * slots_.pairs() + pair;
   }

@@ -12,18 +12,6 @@ namespace {
 using cuda::check;
 using cuda::DeviceBuffer;
 
-kernels::AttentionShape attention_shape(const DeviceModel& model, std::uint32_t capacity) {
-  const ModelConfig& config = model.config();
-  const std::int64_t head_stride = std::int64_t{capacity} * config.head_size;
-  return {.type = model.type(),
-          .query_heads = static_cast<int>(config.query_heads),
-          .kv_heads = static_cast<int>(config.kv_heads),
-          .head_size = static_cast<int>(config.head_size),
-          .softmax_scale = config.softmax_scale(),
-          .sequence_stride = head_stride * config.kv_heads,
-          .head_stride = head_stride};
-}
-
 struct WorkSizes {
   std::size_t q, rope, iota, zeros, attention;
   std::size_t sum() const { return q + rope + iota + zeros + attention; }
@@ -36,8 +24,9 @@ WorkSizes work_sizes(const DeviceModel& model, int sequences, std::uint32_t capa
           .rope = capacity * config.rope.inv_freq.size() * sizeof(float2),
           .iota = capacity * sizeof(std::int32_t),
           .zeros = static_cast<std::size_t>(rows) * sizeof(std::int32_t),
-          .attention = kernels::decode_attention_workspace(attention_shape(model, capacity),
-                                                           sequences, static_cast<int>(capacity))};
+          .attention =
+              kernels::decode_attention_workspace(model.attention_shape(static_cast<int>(capacity)),
+                                                  sequences, static_cast<int>(capacity))};
 }
 
 }  // namespace
@@ -51,7 +40,7 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, int sequ
       slots_(slots),
       rows_(rows),
       stream_(stream),
-      shape_(attention_shape(model, capacity(slots))) {
+      shape_(model.attention_shape(static_cast<int>(capacity(slots)))) {
   const WorkSizes size = work_sizes(model, sequences, capacity(slots), rows);
   const std::size_t half = static_cast<std::size_t>(sequences) * bytes(model, capacity(slots)) / 2;
   keys_ = DeviceBuffer(half, "the cache's keys");
