@@ -93,19 +93,38 @@ void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
   }
 }
 
-/// Numbers the live tokens without a gap, up to the youngest's true position: only differences
-/// count. A key turns again, from its plain self, when younger tokens have left.
+/// Only differences of positions count. Tokens that have lost no younger one stay where they are;
+/// the older ones are numbered by age, and turn again, from their plain selves, when one that is
+/// older yet has left.
 void HeadCache::squeeze(const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
-  const std::uint32_t oldest = live_.positions().back() - (live_.size() - 1);
+  old_ = tokens_before_gaps(live_.positions());
   std::vector<float> rotated(dim);
   for (std::uint32_t age = 0; age < live_.size(); ++age) {
-    const std::uint32_t row = rows_[age];
-    if (turns_[row] == oldest + age) continue;
-    turns_[row] = oldest + age;
-    rope.rotate(&plain_keys_[row * dim], dim, oldest + age, rotated.data());
+    const std::uint32_t row = rows_[age], place = age < old_ ? age : live_.positions()[age];
+    if (turns_[row] == place) continue;
+    turns_[row] = place;
+    rope.rotate(&plain_keys_[row * dim], dim, place, rotated.data());
     keys_.set_row(row, rotated.data());
   }
+}
+
+/// Products of the queries, turned to their positions or to their numbers, with the keys of all
+/// rows: [query, head, row].
+void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
+                            bool by_number, std::size_t panels, const RopeTable& rope,
+                            std::vector<float>& by_row) const {
+  const std::size_t dim = shape_.head_size, group = shape_.group;
+  const std::size_t queries = (end - begin) * group, stride = panels * 16;
+  std::vector<float> rotated(queries * dim);
+  for (std::size_t i = 0; i < queries; ++i) {
+    const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
+    rope.rotate(admission.q + token * admission.query_stride + i % group * dim, dim,
+                by_number ? visible(admission, token) - 1 : admission.first + token,
+                &rotated[i * dim]);
+  }
+  by_row.resize(queries * stride);
+  multiply_fused(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
 }
 
 void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
@@ -114,21 +133,17 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
   const std::span rows = std::span(rows_).first(visible(admission, end - 1));
   const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
   const std::size_t queries = (end - begin) * group, stride = panels * 16;
-  std::vector<float> rotated(queries * dim), by_row(queries * stride), by_age(rows.size());
-
-  for (std::size_t i = 0; i < queries; ++i) {
-    const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
-    rope.rotate(admission.q + token * admission.query_stride + i % group * dim, dim,
-                admission.first + token, &rotated[i * dim]);
-  }
-  multiply(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
+  std::vector<float> by_row, by_row_of_old, by_age(rows.size());
+  multiply_at(admission, begin, end, false, panels, rope, by_row);
+  if (old_ > 0) multiply_at(admission, begin, end, true, panels, rope, by_row_of_old);
 
   Tally received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
     const std::size_t head = i % group, count = visible(admission, token);
     float* p = by_age.data();
-    for (std::size_t age = 0; age < count; ++age) p[age] = by_row[i * stride + rows[age]];
+    for (std::size_t age = 0; age < count; ++age)
+      p[age] = (age < old_ ? by_row_of_old : by_row)[i * stride + rows[age]];
     scale(p, count, shape_.softmax_scale);
     const std::int32_t shift = shared_exponentials(p, count, p);
     const float sum = lane_sum(p, count);

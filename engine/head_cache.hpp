@@ -2,7 +2,7 @@
 // them.
 //
 // The arithmetic is a replay's, step for step and from the same primitives, so that a decoder and a
-// replay of its trace reach equal bits: logits by `multiply`, gathered by age, scaled,
+// replay of its trace reach equal bits: logits by `multiply_fused`, gathered by age, scaled,
 // exponentials, one sum, one division, values added by age.
 #pragma once
 
@@ -66,6 +66,9 @@ class HeadCache {
   void place_rows();
   void store(const HeadAdmission& admission, const RopeTable& rope);
   void squeeze(const RopeTable& rope);
+  void multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
+                   bool by_number, std::size_t panels, const RopeTable& rope,
+                   std::vector<float>& by_row) const;
 
   HeadShape shape_;
   LiveSet live_;
@@ -77,6 +80,7 @@ class HeadCache {
   std::vector<float> values_;         // [row, dim]
   std::vector<float> plain_keys_;     // [row, dim], before RoPE; only where positions are squeezed
   std::vector<std::uint32_t> turns_;  // [row]: the position that a key is rotated to; likewise
+  std::uint32_t old_ = 0;             // live tokens that are placed by number, the oldest; likewise
 
   std::mutex seen_mutex_;
   Tally seen_;

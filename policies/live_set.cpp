@@ -5,6 +5,12 @@
 
 namespace kvlab {
 
+std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions) {
+  std::size_t old = positions.empty() ? 0 : positions.size() - 1;
+  while (old > 0 && positions[old - 1] + 1 == positions[old]) --old;
+  return static_cast<std::uint32_t>(old);
+}
+
 LiveSet::LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity)
     : LiveSet(
           spec.entry->make_states(spec.params), spec.entry->info.needs,

@@ -13,6 +13,9 @@ namespace kvlab {
 
 inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
 
+/// How many live tokens, the oldest ones, have lost a younger one. `positions`: ascending.
+std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions);
+
 class LiveSet {
  public:
   /// Which cache this is: enters Step, hence `random`.

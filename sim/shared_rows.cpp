@@ -47,8 +47,8 @@ void SharedRows::compute(std::uint32_t first, std::uint32_t count) {
     for (std::uint32_t head = 0; head < view_.group; ++head)
       rotate(view_.query(head, query), query,
              queries_.data() + index(query, head) * view_.head_size);
-  multiply(queries_.data(), rows, view_.head_size, keys_, 0, (first + count + 15) / 16, e_.data(),
-           stride_);
+  multiply_fused(queries_.data(), rows, view_.head_size, keys_, 0, (first + count + 15) / 16,
+                 e_.data(), stride_);
   for (std::uint32_t query = first; query < first + count; ++query)
     for (std::uint32_t head = 0; head < view_.group; ++head) {
       float* row = e_.data() + index(query, head) * stride_;
@@ -103,7 +103,7 @@ void SharedRows::logits(std::uint32_t query, std::uint32_t head,
   std::vector<float> key(view_.head_size);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     keys_.get_row(tokens[i], key.data());
-    out[i] = dot(q, key.data(), view_.head_size);
+    out[i] = dot_fused(q, key.data(), view_.head_size);
   }
   scale(out, tokens.size(), arithmetic_.softmax_scale);
 }

@@ -17,10 +17,10 @@ void SqueezedKeys::place(const LiveSet& live) {
   tokens_.resize(live.slot_count(), kNoBudget);
   const auto positions = live.positions();
   const auto slots = live.slots();
-  const std::uint32_t oldest = positions.back() - (live.size() - 1);
+  old_ = tokens_before_gaps(positions);
   std::vector<float> key(view_.head_size);
   for (std::uint32_t i = 0; i < live.size(); ++i) {
-    const std::uint32_t slot = slots[i], place = oldest + i;
+    const std::uint32_t slot = slots[i], place = i < old_ ? i : positions[i];
     if (tokens_[slot] == positions[i] && placed_[slot] == place) continue;
     rope_.rotate(view_.key(positions[i]), view_.head_size, place, key.data());
     keys_.set_row(slot, key.data());
@@ -29,21 +29,29 @@ void SqueezedKeys::place(const LiveSet& live) {
   }
 }
 
-void SqueezedKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32_t visible) {
+/// Products of the query's heads, turned to `place`, with the keys of all slots.
+void SqueezedKeys::multiply_at(std::uint32_t query, std::uint32_t place,
+                               std::vector<float>& by_slot) {
   for (std::uint32_t head = 0; head < view_.group; ++head)
-    rope_.rotate(view_.query(head, query), view_.head_size, query,
+    rope_.rotate(view_.query(head, query), view_.head_size, place,
                  queries_.data() + head * view_.head_size);
   const std::size_t stride = keys_.panel_count() * 16;
-  by_slot_.resize(view_.group * stride);
-  multiply(queries_.data(), view_.group, view_.head_size, keys_, 0, keys_.panel_count(),
-           by_slot_.data(), stride);
+  by_slot.resize(view_.group * stride);
+  multiply_fused(queries_.data(), view_.group, view_.head_size, keys_, 0, keys_.panel_count(),
+                 by_slot.data(), stride);
+}
+
+void SqueezedKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32_t visible) {
+  multiply_at(query, query, by_position_);
+  if (old_ > 0) multiply_at(query, visible - 1, by_number_);
+  const std::size_t stride = keys_.panel_count() * 16;
   visible_ = visible;
   by_age_.resize(view_.group * visible_);
   const auto slots = live.slots();
   for (std::uint32_t head = 0; head < view_.group; ++head) {
-    const float* from = by_slot_.data() + head * stride;
     float* to = by_age_.data() + head * visible_;
-    for (std::uint32_t i = 0; i < visible; ++i) to[i] = from[slots[i]];
+    for (std::uint32_t i = 0; i < visible; ++i)
+      to[i] = (i < old_ ? by_number_ : by_position_)[head * stride + slots[i]];
     scale(to, visible_, softmax_scale_);
   }
 }

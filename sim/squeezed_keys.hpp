@@ -1,9 +1,9 @@
 // Keys of a live set that is numbered 0, 1, 2, … by age at every step (positions = cache).
 //
-// Only differences of positions count, so the youngest token keeps its true position and every
-// other one sits as many places before it as there are live tokens younger than it. A key then
-// moves only when a younger token leaves, and is rotated again from its unrotated self, never in
-// place.
+// Only differences of positions count, so two frames serve. A token that has lost no younger one is
+// as far from the query as it ever was: key and query stay at their true positions, where logits
+// are those of any other cache. An older one turns to its number, and the query to its own: such a
+// key turns again only when a token older than it leaves, from its unrotated self, never in place.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +29,16 @@ class SqueezedKeys {
   std::span<const float> logits(std::uint32_t head) const;
 
  private:
+  void multiply_at(std::uint32_t query, std::uint32_t place, std::vector<float>& by_slot);
+
   HeadView view_;
   const RopeTable& rope_;
   float softmax_scale_;
   Panels keys_;                        // [slot, dim], rotated to placed_[slot]
   std::vector<std::uint32_t> placed_;  // [slot]
   std::vector<std::uint32_t> tokens_;  // [slot]: which token it was placed for
-  std::vector<float> queries_, by_slot_, by_age_;
+  std::uint32_t old_ = 0;              // tokens that are placed by number
+  std::vector<float> queries_, by_number_, by_position_, by_age_;
   std::size_t visible_ = 0;
 };
 

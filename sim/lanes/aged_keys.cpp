@@ -6,16 +6,16 @@
 namespace kvlab {
 
 PlaceTable::PlaceTable(const RopeTable& rope, std::size_t half)
-    : half_(half), cos_((rope.positions() / kPanelTokens + 1) * half * kStride), sin_(cos_.size()) {
+    : rope_(&rope),
+      half_(half),
+      cos_((rope.positions() / kPanelTokens + 1) * half * kPanelTokens),
+      sin_(cos_.size()) {
   for (std::uint32_t place = 0; place < rope.positions(); ++place) {
     const auto c = rope.cosines(place), s = rope.sines(place);
-    const std::size_t block = place / kPanelTokens, i = place % kPanelTokens;
+    const std::size_t panel = place / kPanelTokens, i = place % kPanelTokens;
     for (std::size_t d = 0; d < half; ++d) {
-      cos_[(block * half + d) * kStride + i] = c[d];
-      sin_[(block * half + d) * kStride + i] = s[d];
-      if (block == 0) continue;  // the second half of the row before
-      cos_[((block - 1) * half + d) * kStride + kPanelTokens + i] = c[d];
-      sin_[((block - 1) * half + d) * kStride + kPanelTokens + i] = s[d];
+      cos_[(panel * half + d) * kPanelTokens + i] = c[d];
+      sin_[(panel * half + d) * kPanelTokens + i] = s[d];
     }
   }
 }
@@ -40,18 +40,25 @@ void AgedKeys::erase(std::size_t index) {
     }
   }
   --size_;
+  turned_ = std::min(turned_, index);
 }
 
-void AgedKeys::products(const float* const* queries, std::uint32_t first_place,
-                        const PlaceTable& places, float* out, std::size_t out_stride) {
+/// Turns the panels that hold keys which are new or have moved.
+void AgedKeys::turn(const PlaceTable& places) {
   const std::size_t dim = view_->head_size;
-  turned_.resize(dim * kPanelTokens);
-  for (std::size_t first = 0; first < size_; first += kPanelTokens) {
-    const auto place = static_cast<std::uint32_t>(first_place + first);
-    row_loops().rotated_products(panels_.data() + first * dim, places.cos(place), places.sin(place),
-                                 PlaceTable::kStride, places.half(), dim, queries, turned_.data(),
-                                 out + first, out_stride);
-  }
+  turned_panels_.resize(panels_.size());
+  if (turned_ == size_) return;
+  for (std::size_t panel = turned_ / kPanelTokens; panel * kPanelTokens < size_; ++panel)
+    row_loops().turn_panel(row(panel, 0), places.cos(panel), places.sin(panel), places.half(), dim,
+                           turned_panels_.data() + panel * dim * kPanelTokens);
+  turned_ = size_;
+}
+
+void AgedKeys::products(const float* const* queries, const PlaceTable& places, float* out,
+                        std::size_t out_stride) {
+  turn(places);
+  row_loops().panel_products(turned_panels_.data(), (size_ + kPanelTokens - 1) / kPanelTokens,
+                             view_->head_size, queries, out, out_stride);
 }
 
 }  // namespace kvlab

@@ -12,11 +12,12 @@ namespace kvlab {
 class FeedbackLane final : public Lane {
  public:
   /// `configs`: any policies, all at original positions or all squeezed; neighbours should keep
-  /// similar sets. `span` may be null: nothing is measured. `unrounded` and `places`: for squeezed
-  /// positions, which need rows of unrounded logits; else null. They are the lane's to compute.
+  /// similar sets. `span` may be null: nothing is measured. `places`: for squeezed positions, which
+  /// need rows of unrounded logits too; else null. `unrounded`: these, for the lane to compute;
+  /// null: the full cache's are not rounded either.
   FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity, const HeadView& view,
-               const QuerySpan* span, std::unique_ptr<GroupRows> unrounded = nullptr,
-               std::unique_ptr<PlaceTable> places = nullptr);
+               const QuerySpan* span, std::unique_ptr<PlaceTable> places = nullptr,
+               std::unique_ptr<GroupRows> unrounded = nullptr);
   ~FeedbackLane() override;
 
   bool wants_row(std::uint32_t query) const override;
@@ -25,6 +26,7 @@ class FeedbackLane final : public Lane {
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
  private:
+  void take_own_outputs(std::uint32_t sample, const GroupRows& rows);
   void measure_outputs(std::uint32_t query, std::uint32_t sample, GroupRows& rows);
 
   std::vector<LaneConfig> configs_;

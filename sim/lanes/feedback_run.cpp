@@ -1,6 +1,7 @@
 #include "sim/lanes/feedback_run.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -166,69 +167,91 @@ void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& 
   if (samples) {
     Sample& sample = take_sample(query, false);
     sample.own = true;
-    sample.sums.assign(rows.heads(), 0.0f);
-    sample.lost.assign(rows.heads(), true);
-    sample.outputs.assign(rows.heads() * view_.head_size, 0.0f);
-    take_squeezed_outputs(rows, room, sample);
+    sample.sums = room.sum;
+    sample.kept.assign(room.kept.begin(),
+                       room.kept.begin() + static_cast<std::ptrdiff_t>(
+                                               kept_index(0, rows.heads(), room.mass.size())));
+    sample.tokens.assign(visible().begin(), visible().end());
   }
   observe_kept(query, rows, room);
   if (!measures) return;
-  std::vector<std::uint32_t> hits(rows.heads());
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    row_loops().total(rows.e(query, quad), cache_.positions().data(), visible_,
-                      room.least.data() + quad * kQuad, room.shared.data() + quad * kQuad,
-                      hits.data() + quad * kQuad);
-  for (std::uint32_t head = 0; head < rows.group(); ++head)
-    room.shared[head] = std::min(room.shared[head], rows.sums(query)[head]);
+  add_shared(query, rows, room.shared.data());
   measure(query, rows, room.shared.data());
 }
 
-/// The outputs of all heads from their own exponentials.
-void FeedbackRun::take_squeezed_outputs(const GroupRows& rows, const GatherRoom& room,
-                                        Sample& sample) {
-  const std::size_t dim = view_.head_size, stride = room.mass.size() + kPanelTokens;
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    row_loops().accumulate(room.squeezed.data() + quad * stride * kQuad, visible().data(), visible_,
-                           view_.v, view_.kv_token_stride, dim,
-                           sample.outputs.data() + quad * kQuad * dim);
-  for (std::uint32_t head = 0; head < rows.group(); ++head)
-    divide(sample.outputs.data() + head * dim, dim, room.sum[head],
-           sample.outputs.data() + head * dim);
+/// Sums of the full cache's exponentials over the live set, [heads], no larger than the row's. From
+/// old_keys_ on live tokens follow one another.
+void FeedbackRun::add_shared(std::uint32_t query, const GroupRows& rows, float* sums) const {
+  const auto live = visible();
+  const std::size_t old = old_keys_.size();
+  constexpr float kNever[kQuad] = {HUGE_VALF, HUGE_VALF, HUGE_VALF, HUGE_VALF};
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
+    float scattered[kQuad], following[kQuad];
+    std::uint32_t hits[kQuad] = {};
+    const float* const e = rows.e(query, quad);
+    row_loops().total(e, live.data(), old, kNever, scattered, hits);
+    row_loops().total(e + live[old] * kQuad, nullptr, live.size() - old, kNever, following, hits);
+    for (std::size_t h = 0; h < kQuad; ++h)
+      sums[quad * kQuad + h] =
+          std::min(scattered[h] + following[h], rows.sums(query)[quad * kQuad + h]);
+  }
 }
 
-/// Gathers exponentials of logits at squeezed places: the youngest live token is at its true
-/// position, and so are those that have lost no younger one.
+/// A quad's queries, each turned to its number.
+void FeedbackRun::turn_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
+                               GatherRoom& room, const float** queries) const {
+  const std::size_t dim = view_.head_size;
+  room.turned.resize(kQuad * dim);
+  for (std::uint32_t h = 0; h < kQuad && quad * kQuad + h < view_.group; ++h) {
+    float* const to = room.turned.data() + h * dim;
+    places.rope().rotate(view_.query(quad * kQuad + h, query), dim, visible_ - 1, to);
+    queries[h] = to;
+  }
+}
+
+/// Gathers exponentials of logits at squeezed places: those of tokens that have lost a younger one
+/// are the run's own, the others the full cache's.
 void FeedbackRun::take_squeezed(std::uint32_t query, GroupRows& unrounded, const PlaceTable& places,
                                 GatherRoom& room) {
-  const std::size_t old = std::min<std::size_t>(old_keys_.size(), visible_);
-  const std::size_t stride = room.mass.size() + kPanelTokens;
-  const auto live = cache_.positions();
+  const std::size_t old = old_keys_.size(), stride = room.mass.size() + kPanelTokens;
   room.products.resize(stride * kQuad);
-  room.squeezed.resize(stride * unrounded.heads());
-  const std::uint32_t oldest = live.back() - (cache_.size() - 1);
   for (std::uint32_t quad = 0; quad < unrounded.quads(); ++quad) {
     const float *queries[kQuad] = {}, *products[kQuad] = {};
-    for (std::uint32_t h = 0; h < kQuad && quad * kQuad + h < unrounded.group(); ++h) {
-      queries[h] = unrounded.query(query, quad * kQuad + h);
+    turn_queries(query, quad, places, room, queries);
+    for (std::size_t h = 0; h < kQuad && queries[h]; ++h)
       products[h] = room.products.data() + h * stride;
-    }
-    old_keys_.products(queries, oldest, places, room.products.data(), stride);
+    old_keys_.products(queries, places, room.products.data(), stride);
+    row_loops().join(products, old, unrounded.softmax_scale(),
+                     unrounded.shifts(query) + quad * kQuad,
+                     unrounded.e(query, quad) + cache_.positions()[old] * kQuad, visible_ - old,
+                     room.kept.data() + quad * room.mass.size() * kQuad,
+                     room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
     for (std::uint32_t h = 0; h < kQuad && products[h]; ++h)
-      if (old < visible_)
-        std::copy_n(unrounded.products(query, quad * kQuad + h) + live[old], visible_ - old,
-                    room.products.data() + h * stride + old);
-    float* const e = room.squeezed.data() + quad * stride * kQuad;
-    row_loops().exponentials(products, visible_, unrounded.softmax_scale(), e,
-                             room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
-    row_loops().gather(e, nullptr, visible_, room.kept.data() + quad * room.mass.size() * kQuad,
-                       room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
+      if (room.sum[quad * kQuad + h] < kSharedSumFloor)
+        take_own_squeezed(query, quad * kQuad + h, unrounded, room);
   }
+}
+
+/// The same for one head from its own maximum; room.products holds those of the old keys.
+void FeedbackRun::take_own_squeezed(std::uint32_t query, std::uint32_t head,
+                                    const GroupRows& unrounded, GatherRoom& room) {
+  const std::size_t old = old_keys_.size(), stride = room.mass.size() + kPanelTokens;
+  std::copy_n(room.products.data() + head % kQuad * stride, old, room.row.data());
+  std::copy_n(unrounded.products(query, head) + cache_.positions()[old], visible_ - old,
+              room.row.data() + old);
+  scale(room.row.data(), visible_, unrounded.softmax_scale());
+  take_own_row(head, room);
 }
 
 /// The row of a head whose shared exponentials lost their bits, from its own maximum.
 void FeedbackRun::take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows,
                                    GatherRoom& room) {
   rows.logits(query, head, visible(), room.row.data());
+  take_own_row(head, room);
+}
+
+/// A head's gathered exponentials from the logits in room.row.
+void FeedbackRun::take_own_row(std::uint32_t head, GatherRoom& room) const {
   shared_exponentials(room.row.data(), visible_, room.row.data());
   room.sum[head] = lane_sum(room.row.data(), visible_);
   room.most[head] = *std::max_element(room.row.begin(), room.row.begin() + visible_);

@@ -14,7 +14,7 @@ struct GatherRoom {
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
   std::vector<float> row;                       // one head's, by age
-  std::vector<float> products, squeezed;        // [4][age], [quad][age][4]: squeezed
+  std::vector<float> products, turned;          // [4][age], [4][dim]: squeezed
 
   void resize(std::size_t tokens, std::uint32_t heads);
 };
@@ -41,9 +41,12 @@ class FeedbackRun {
     std::vector<float> sums;          ///< [heads], of the shared exponentials
     std::vector<bool> lost;           ///< [heads]: the shared exponentials are of no use
     std::vector<float> outputs;       ///< [heads][dim], of those heads
-    bool own = false;                 ///< all of them
+    /// Squeezed: the exponentials are the sample's own, of tokens by age, and `sums` theirs.
+    bool own = false;
+    std::vector<float> kept;  ///< [quad][blocks][4][16]
+    std::vector<std::uint32_t> tokens;
   };
-  const Sample& sample(std::size_t index) const { return samples_[index]; }
+  Sample& sample(std::size_t index) { return samples_[index]; }
   /// Before a block.
   void forget_samples() { sample_count_ = 0; }
 
@@ -55,11 +58,16 @@ class FeedbackRun {
                     const PlaceTable& places, GatherRoom& room);
   void take_squeezed(std::uint32_t query, GroupRows& unrounded, const PlaceTable& places,
                      GatherRoom& room);
-  void take_squeezed_outputs(const GroupRows& rows, const GatherRoom& room, Sample& sample);
+  void turn_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
+                    GatherRoom& room, const float** queries) const;
+  void take_own_squeezed(std::uint32_t query, std::uint32_t head, const GroupRows& unrounded,
+                         GatherRoom& room);
+  void add_shared(std::uint32_t query, const GroupRows& rows, float* sums) const;
   void take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample);
   void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
+  void take_own_row(std::uint32_t head, GatherRoom& room) const;
   void take_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_requests(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void add_masses(const std::uint64_t* mass);

@@ -51,13 +51,13 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   e_.resize(std::size_t{block_} * heads() * stride_);
   sums_.resize(std::size_t{block_} * heads());
   most_.resize(sums_.size());
+  shifts_.resize(sums_.size());
   kept_.resize(stride_ * kQuad);
   lazy_.resize(block_);
   std::vector<float> key(view.head_size);
   for (std::uint32_t token = 0; token < view.tokens; ++token) {
     rotate(view.key(token), token, key.data());
     keys_.set_row(token, key.data());
-    narrow_keys_ &= are_narrow(key.data(), key.size());
   }
 }
 
@@ -68,9 +68,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
     for (std::uint32_t head = 0; head < group; ++head)
       rotate(view_.query(head, first + i), first + i,
              queries_.data() + (i * group + head) * view_.head_size);
-  const bool narrow = narrow_keys_ && are_narrow(queries_.data(), count * group * view_.head_size);
-  (narrow ? multiply_narrow : multiply)(queries_.data(), count * group, view_.head_size, keys_, 0,
-                                        (first + count + 15) / 16, logits_.data(), stride_);
+  multiply_fused(queries_.data(), count * group, view_.head_size, keys_, 0,
+                 (first + count + 15) / 16, logits_.data(), stride_);
   for (std::uint32_t i = 0; i < count; ++i) {
     for (std::uint32_t quad = 0; quad < quads_; ++quad) {
       const float* rows[kQuad] = {};
@@ -78,7 +77,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
         rows[h] = logits_.data() + (i * group + quad * kQuad + h) * stride_;
       const std::size_t at = (std::size_t{i} * quads_ + quad) * kQuad;
       row_loops().exponentials(rows, first + i + 1, arithmetic_.softmax_scale,
-                               e_.data() + at * stride_, sums_.data() + at, most_.data() + at);
+                               e_.data() + at * stride_, sums_.data() + at, most_.data() + at,
+                               shifts_.data() + at);
     }
     Lazy& parts = lazy_[i];
     parts.requests = parts.masses = parts.asked = parts.outputs = false;
@@ -163,7 +163,7 @@ void GroupRows::logits(std::uint32_t query, std::uint32_t head,
   std::vector<float> key(view_.head_size);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     keys_.get_row(tokens[i], key.data());
-    out[i] = dot(q, key.data(), view_.head_size);
+    out[i] = dot_fused(q, key.data(), view_.head_size);
   }
   scale(out, tokens.size(), arithmetic_.softmax_scale);
 }

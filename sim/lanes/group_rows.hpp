@@ -40,13 +40,12 @@ class GroupRows {
   const float* products(std::uint32_t query, std::uint32_t head) const {
     return logits_.data() + (std::size_t{query - first_} * view_.group + head) * stride_;
   }
-  /// The rotated query, [dim].
-  const float* query(std::uint32_t query, std::uint32_t head) const {
-    return queries_.data() + (std::size_t{query - first_} * view_.group + head) * view_.head_size;
-  }
   float softmax_scale() const { return arithmetic_.softmax_scale; }
   /// Lane sums of the rows, [heads()]; 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
+
+  /// The shifts that the exponentials were taken with (traces/numeric/softmax.hpp), [heads()].
+  const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
   /// Which earlier tokens the rows request (N_t; the query's own token is not in it).
   struct Requests {
@@ -88,13 +87,13 @@ class GroupRows {
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   Panels keys_;  // [token, dim], rotated
-  bool narrow_keys_ = true;
   std::uint32_t block_, quads_, first_ = 0;
-  std::size_t stride_, words_;      // tokens of a row, padded; 64-bit words of a row's bits
-  std::vector<float> queries_;      // [block, group, dim], rotated
-  std::vector<float> logits_;       // [block, group, token]
-  std::vector<float> e_;            // [block, quad, token, 4]
-  std::vector<float> sums_, most_;  // [block, heads()]
+  std::size_t stride_, words_;        // tokens of a row, padded; 64-bit words of a row's bits
+  std::vector<float> queries_;        // [block, group, dim], rotated
+  std::vector<float> logits_;         // [block, group, token]
+  std::vector<float> e_;              // [block, quad, token, 4]
+  std::vector<float> sums_, most_;    // [block, heads()]
+  std::vector<std::int32_t> shifts_;  // [block, heads()]
   std::vector<float> kept_;
   std::vector<Lazy> lazy_;  // [block]
 };

@@ -84,8 +84,8 @@ void HeadLanes::plan(const std::vector<LaneConfig>& configs, LiveSet::Identity i
         exact.rounding.reset();
         add(std::make_unique<FeedbackLane>(
                 std::move(own), identity, view_, span,
-                std::make_unique<GroupRows>(view_, rope, exact),
-                std::make_unique<PlaceTable>(rope, rope.cosines(0).size())),
+                std::make_unique<PlaceTable>(rope, rope.cosines(0).size()),
+                arithmetic.rounding ? std::make_unique<GroupRows>(view_, rope, exact) : nullptr),
             indices);
         break;
       }

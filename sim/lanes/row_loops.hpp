@@ -21,9 +21,10 @@ struct RowLoops {
   const char* name;  ///< of the instruction set
 
   /// From logits to shared exponentials (traces/numeric/softmax.hpp): rows[h] holds `count` logits,
-  /// to be scaled; null: padding, zeros. Writes e [count][4], sum[4] (lane sums), most[4].
+  /// to be scaled; null: padding, zeros. Writes e [count][4], sum[4] (lane sums), most[4], and the
+  /// shift[4] that they were taken with.
   void (*exponentials)(const float* const* rows, std::size_t count, float scale, float* e,
-                       float* sum, float* most);
+                       float* sum, float* most, std::int32_t* shift);
   /// Gathers the exponentials of tokens[i], i < count (null: token i), into kept
   /// [blocks][4][16], the last block padded with zeros. sum[4]: lane sums in the order of i;
   /// most[4]: the largest, 0 at least.
@@ -46,16 +47,28 @@ struct RowLoops {
   std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
   /// Bits set in both.
   std::uint64_t (*common)(const std::uint64_t* a, const std::uint64_t* b, std::size_t words);
-  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i).
+  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i),
+  /// fused.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y);
-  /// out[h][i] = sum over d of queries[h][d] * key i of the panel, rotated, in index order, i < 32:
-  /// dimensions d and d + half turn by cos[d][i], sin[d][i] (rows `stride` apart), those from
-  /// 2 half on stay. Null queries: not written. `room` [dim][32].
-  void (*rotated_products)(const float* panel, const float* cos, const float* sin,
-                           std::size_t stride, std::size_t half, std::size_t dim,
-                           const float* const* queries, float* room, float* out,
-                           std::size_t out_stride);
+  /// Turns 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
+  /// ([half][32]), those from 2 half on stay.
+  void (*turn_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,
+                     std::size_t dim, float* turned);
+  /// out[h][i] = queries[h] [dim] times key i, one chain of fused multiply-adds, i < 32 * panels;
+  /// keys [panels][dim][32]. Up to four queries, the others null: not written.
+  void (*panel_products)(const float* keys, std::size_t panels, std::size_t dim,
+                         const float* const* queries, float* out, std::size_t out_stride);
+  /// A row whose `old` first logits (rows[h], to be scaled; null: padding) are its own and whose
+  /// `shared` others have the exponentials e [shared][4], taken with shift[h]: gathers all into
+  /// kept, as gather() does. sum[h] = 0 where the own ones are too large for that shift.
+  void (*join)(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
+               const float* e, std::size_t shared, float* kept, float* sum, float* most);
+  /// y[h][d] += kept (see gather) of the i-th token and head h * v[tokens[i] * stride + d], for i
+  /// in [begin, end), fused.
+  void (*accumulate_kept)(const float* kept, const std::uint32_t* tokens, std::size_t begin,
+                          std::size_t end, const float* v, std::size_t stride, std::size_t depth,
+                          float* y);
 };
 
 /// Those of the best instruction set that this machine has.

@@ -379,97 +379,150 @@ std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size
 
 // --- outputs -------------------------------------------------------------------------------------
 
-/// P registers of each head's sums, over all tokens.
-template <int P>
-inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t count,
-                               const float* v, std::size_t stride, std::size_t depth, float* y) {
+/// Weights [token][4].
+struct ByToken {
+  const float* weights;
+  inline __attribute__((always_inline)) float at(std::size_t i, int h) const {
+    return weights[i * kQuad + static_cast<std::size_t>(h)];
+  }
+};
+/// Weights [blocks][4][16].
+struct ByBlock {
+  const float* kept;
+  inline __attribute__((always_inline)) float at(std::size_t i, int h) const {
+    return kept[i / kBlockTokens * kKeptFloats + static_cast<std::size_t>(h) * kBlockTokens +
+                i % kBlockTokens];
+  }
+};
+
+/// P registers of each head's sums, over tokens [begin, end).
+template <int P, class Weights>
+inline void accumulate_columns(Weights weights, const std::uint32_t* tokens, std::size_t begin,
+                               std::size_t end, const float* v, std::size_t stride,
+                               std::size_t depth, float* y) {
   Floats sum[kHeads][P];
   for (int h = 0; h < kHeads; ++h)
     for (int p = 0; p < P; ++p) sum[h][p] = load(y + h * depth + p * kWidth);
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = begin; i < end; ++i) {
     const float* row = v + (tokens ? tokens[i] : i) * stride;
     Floats column[P];
     for (int p = 0; p < P; ++p) column[p] = load(row + p * kWidth);
-    for (int h = 0; h < kHeads; ++h)
-      for (int p = 0; p < P; ++p) sum[h][p] += weights[i * kQuad + h] * column[p];
+    for (int h = 0; h < kHeads; ++h) {
+      const Floats factor = weights.at(i, h) - Floats{};  // for -0 too
+      for (int p = 0; p < P; ++p) sum[h][p] = fused(factor, column[p], sum[h][p]);
+    }
   }
   for (int h = 0; h < kHeads; ++h)
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
 /// Some tokens, few enough that their values stay in the nearest cache for all columns.
-void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t count,
-                     const float* v, std::size_t stride, std::size_t depth, float* y) {
+template <class Weights>
+void accumulate_some(Weights weights, const std::uint32_t* tokens, std::size_t begin,
+                     std::size_t end, const float* v, std::size_t stride, std::size_t depth,
+                     float* y) {
   constexpr int kColumns = kWidth == 4 ? 2 : 4;
   std::size_t d = 0;
   for (; d + kColumns * kWidth <= depth; d += kColumns * kWidth)
-    accumulate_columns<kColumns>(weights, tokens, count, v + d, stride, depth, y + d);
+    accumulate_columns<kColumns>(weights, tokens, begin, end, v + d, stride, depth, y + d);
   for (; d + kWidth <= depth; d += kWidth)
-    accumulate_columns<1>(weights, tokens, count, v + d, stride, depth, y + d);
+    accumulate_columns<1>(weights, tokens, begin, end, v + d, stride, depth, y + d);
   for (; d < depth; ++d)
     for (int h = 0; h < kHeads; ++h) {
       float sum = y[h * depth + d];
-      for (std::size_t i = 0; i < count; ++i)
-        sum += weights[i * kQuad + h] * v[(tokens ? tokens[i] : i) * stride + d];
+      for (std::size_t i = begin; i < end; ++i)
+        sum = fused_float(weights.at(i, h), v[(tokens ? tokens[i] : i) * stride + d], sum);
       y[h * depth + d] = sum;
     }
 }
 
+template <class Weights>
+inline void accumulate_all(Weights weights, const std::uint32_t* tokens, std::size_t begin,
+                           std::size_t end, const float* v, std::size_t stride, std::size_t depth,
+                           float* y) {
+  constexpr std::size_t kAtOnce = 32;
+  for (std::size_t i = begin; i < end; i += kAtOnce)
+    accumulate_some(weights, tokens, i, end - i < kAtOnce ? end : i + kAtOnce, v, stride, depth, y);
+}
+
 void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y) {
-  constexpr std::size_t kAtOnce = 32;
-  for (std::size_t i = 0; i < count; i += kAtOnce)
-    accumulate_some(weights + i * kQuad, tokens ? tokens + i : nullptr,
-                    count - i < kAtOnce ? count - i : kAtOnce, tokens ? v : v + i * stride, stride,
-                    depth, y);
+  accumulate_all(ByToken{weights}, tokens, 0, count, v, stride, depth, y);
+}
+
+void accumulate_kept(const float* kept, const std::uint32_t* tokens, std::size_t begin,
+                     std::size_t end, const float* v, std::size_t stride, std::size_t depth,
+                     float* y) {
+  accumulate_all(ByBlock{kept}, tokens, begin, end, v, stride, depth, y);
 }
 
 // --- squeezed positions --------------------------------------------------------------------------
 
-/// Turns some keys of a panel: to [dim][kPanelTokens].
-inline void turn(const float* panel, const float* cos, const float* sin, std::size_t stride,
-                 std::size_t half, std::size_t dim, float* to) {
+void turn_panel(const float* panel, const float* cos, const float* sin, std::size_t half,
+                std::size_t dim, float* turned) {
   for (std::size_t d = 0; d < half; ++d)
     for (std::size_t i = 0; i < kPanelTokens; i += kWidth) {
       const Floats a = load(panel + d * kPanelTokens + i),
                    b = load(panel + (d + half) * kPanelTokens + i);
-      const Floats c = load(cos + d * stride + i), s = load(sin + d * stride + i);
-      store(to + d * kPanelTokens + i, a * c - b * s);
-      store(to + (d + half) * kPanelTokens + i, b * c + a * s);
+      const Floats c = load(cos + d * kPanelTokens + i), s = load(sin + d * kPanelTokens + i);
+      store(turned + d * kPanelTokens + i, a * c - b * s);
+      store(turned + (d + half) * kPanelTokens + i, b * c + a * s);
     }
   for (std::size_t d = 2 * half; d < dim; ++d)
-    std::memcpy(to + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
+    std::memcpy(turned + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
 }
 
-/// The products of R queries with kPanelTokens turned keys.
-template <int R>
-inline void turned_products(const float* keys, std::size_t dim, const float* const* queries,
-                            float* const* out) {
-  constexpr int kColumns = kWidth == 4 ? 2 : static_cast<int>(kPanelTokens) / kWidth;
-  for (std::size_t i = 0; i < kPanelTokens; i += kColumns * kWidth) {
-    Floats sum[R][kColumns] = {};
-    for (std::size_t d = 0; d < dim; ++d) {
-      Floats column[kColumns];
-      for (int c = 0; c < kColumns; ++c) column[c] = load(keys + d * kPanelTokens + i + c * kWidth);
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < kColumns; ++c) sum[r][c] += queries[r][d] * column[c];
+constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
+
+/// R queries by P panels, C registers of each.
+template <int R, int P, int C>
+inline __attribute__((always_inline)) void products_of(const float* keys, std::size_t dim,
+                                                       const float* const* queries,
+                                                       float* const* out) {
+  Floats sum[R][P * C] = {};
+  for (std::size_t d = 0; d < dim; ++d) {
+    Floats column[P * C];
+    for (int c = 0; c < P * C; ++c)
+      column[c] = load(keys + ((c / C) * dim + d) * kPanelTokens + (c % C) * kWidth);
+    for (int r = 0; r < R; ++r) {
+      const Floats factor = queries[r][d] - Floats{};  // for -0 too
+      for (int c = 0; c < P * C; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
     }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kColumns; ++c) store(out[r] + i + c * kWidth, sum[r][c]);
   }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < P * C; ++c)
+      store(out[r] + (c / C) * kPanelTokens + (c % C) * kWidth, sum[r][c]);
 }
 
-void rotated_products(const float* panel, const float* cos, const float* sin, std::size_t stride,
-                      std::size_t half, std::size_t dim, const float* const* queries, float* turned,
-                      float* out, std::size_t out_stride) {
-  turn(panel, cos, sin, stride, half, dim, turned);
+template <int R>
+inline void all_products(const float* keys, std::size_t panels, std::size_t dim,
+                         const float* const* queries, float* out, std::size_t out_stride) {
+  constexpr int kColumns = kPanelPieces < 2 ? kPanelPieces : 2;
+  std::size_t p = 0;
+  float* to[R];
+  const auto aim = [&](std::size_t i) {
+    for (int r = 0; r < R; ++r) to[r] = out + static_cast<std::size_t>(r) * out_stride + i;
+  };
+  if constexpr (kPanelPieces == kColumns)
+    for (; p + 2 <= panels; p += 2) {
+      aim(p * kPanelTokens);
+      products_of<R, 2, kColumns>(keys + p * dim * kPanelTokens, dim, queries, to);
+    }
+  for (; p < panels; ++p)
+    for (std::size_t i = 0; i < kPanelTokens; i += kColumns * kWidth) {
+      aim(p * kPanelTokens + i);
+      products_of<R, 1, kColumns>(keys + p * dim * kPanelTokens + i, dim, queries, to);
+    }
+}
+
+void panel_products(const float* keys, std::size_t panels, std::size_t dim,
+                    const float* const* queries, float* out, std::size_t out_stride) {
   int count = 0;
   while (count < kHeads && queries[count]) ++count;
-  float* const to[kQuad] = {out, out + out_stride, out + 2 * out_stride, out + 3 * out_stride};
-  if (count == 4) turned_products<4>(turned, dim, queries, to);
-  if (count == 3) turned_products<3>(turned, dim, queries, to);
-  if (count == 2) turned_products<2>(turned, dim, queries, to);
-  if (count == 1) turned_products<1>(turned, dim, queries, to);
+  if (count == 4) all_products<4>(keys, panels, dim, queries, out, out_stride);
+  if (count == 3) all_products<3>(keys, panels, dim, queries, out, out_stride);
+  if (count == 2) all_products<2>(keys, panels, dim, queries, out, out_stride);
+  if (count == 1) all_products<1>(keys, panels, dim, queries, out, out_stride);
 }
 
 // --- exponentials --------------------------------------------------------------------------------
@@ -515,7 +568,7 @@ struct Exponentials {
 };
 
 void exponentials_quad(const float* const* rows, std::size_t count, float scale, float* e,
-                       float* sum, float* most) {
+                       float* sum, float* most, std::int32_t* shift) {
   Exponentials all;
   for (int h = 0; h < kHeads; ++h)
     if (rows[h]) all.shift[h] = shift_of(rows[h], count, scale);
@@ -536,6 +589,79 @@ void exponentials_quad(const float* const* rows, std::size_t count, float scale,
   for (int h = 0; h < kHeads; ++h) {
     sum[h] = by_halves(all.sum[h]);
     most[h] = largest_of(all.most[h]);
+    shift[h] = all.shift[h];
+  }
+}
+
+// --- joined rows ---------------------------------------------------------------------------------
+
+/// How far above a shift the own logits of a row may lie, in powers of two.
+constexpr std::int32_t kMostAbove = 60;
+
+/// A block of own logits: their exponentials by head, [4][16].
+inline __attribute__((always_inline)) void take_own(const float* const* rows, std::size_t first,
+                                                    float scale, const std::int32_t* shift,
+                                                    float* kept) {
+  for (int h = 0; h < kHeads; ++h)
+    for (int c = 0; c < kPieces; ++c)
+      store(kept + h * kTokens + c * kWidth,
+            rows[h] ? exponential(load(rows[h] + first + c * kWidth) * scale, shift[h]) : Floats{});
+}
+
+inline __attribute__((always_inline)) void count_block(const float* kept, Gathered& all) {
+  for (int h = 0; h < kHeads; ++h) {
+    for (int c = 0; c < kPieces; ++c) {
+      const Floats e = load(kept + h * kTokens + c * kWidth);
+      all.sum[h][c] += e;
+      all.most[h] = greater(e, all.most[h]);
+    }
+  }
+}
+
+/// The block that holds the last `own` logits of its own and the first shared exponentials. Returns
+/// how many of these.
+inline std::size_t take_border(const float* const* rows, std::size_t first, std::size_t own,
+                               float scale, const std::int32_t* shift, const float* e,
+                               std::size_t shared, float* kept) {
+  float padded[kQuad][kBlockTokens] = {};
+  const float* parts[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h) {
+    if (!rows[h]) continue;
+    std::memcpy(padded[h], rows[h] + first, own * sizeof(float));
+    parts[h] = padded[h];
+  }
+  take_own(parts, 0, scale, shift, kept);
+  for (std::size_t i = own; i < kBlockTokens; ++i)
+    for (std::size_t h = 0; h < kQuad; ++h)
+      kept[h * kBlockTokens + i] = i - own < shared ? e[(i - own) * kQuad + h] : 0.0f;
+  return kBlockTokens - own < shared ? kBlockTokens - own : shared;
+}
+
+void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
+          const float* e, std::size_t shared, float* kept, float* sum, float* most) {
+  Gathered all;
+  bool large[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h)
+    large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMostAbove;
+  std::size_t i = 0, taken = 0;
+  for (; i + kBlockTokens <= old; i += kBlockTokens, kept += kKeptFloats) {
+    take_own(rows, i, scale, shift, kept);
+    count_block(kept, all);
+  }
+  if (i < old) {
+    taken = take_border(rows, i, old - i, scale, shift, e, shared, kept);
+    count_block(kept, all);
+    kept += kKeptFloats;
+  }
+  for (; taken + kBlockTokens <= shared; taken += kBlockTokens, kept += kKeptFloats)
+    all.take(Contiguous{e, nullptr}, taken, kept);
+  if (taken < shared) {
+    const Tail tail(Contiguous{e, nullptr}, taken, shared);
+    all.take(Contiguous{tail.e, nullptr}, 0, kept);
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    sum[h] = large[h] ? 0.0f : by_halves(all.sum[h]);
+    most[h] = largest_of(all.most[h]);
   }
 }
 
@@ -550,7 +676,10 @@ constexpr RowLoops row_loops_named(const char* name) {
           .first_least = first_least,
           .common = common,
           .accumulate = accumulate_quad,
-          .rotated_products = rotated_products};
+          .turn_panel = turn_panel,
+          .panel_products = panel_products,
+          .join = join,
+          .accumulate_kept = accumulate_kept};
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/numeric/hot_loops.hpp"
 #include "traces/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -219,12 +220,13 @@ TEST_CASE("a row of a quad has the exponentials and sums of softmax.hpp, on ever
         INFO(loops->name << ", " << count << " tokens, " << heads << " heads");
         std::vector<float> e(count * kQuad, NAN), wanted(count);
         float sum[kQuad], most[kQuad];
-        loops->exponentials(rows, count, 0.25f, e.data(), sum, most);
+        std::int32_t shift[kQuad];
+        loops->exponentials(rows, count, 0.25f, e.data(), sum, most, shift);
         for (int h = 0; h < static_cast<int>(kQuad); ++h) {
           if (h < heads) {
             std::copy_n(rows[h], count, wanted.begin());
             scale(wanted.data(), count, 0.25f);
-            shared_exponentials(wanted.data(), count, wanted.data());
+            REQUIRE(shared_exponentials(wanted.data(), count, wanted.data()) == shift[h]);
           } else {
             std::fill(wanted.begin(), wanted.end(), 0.0f);
           }
@@ -233,6 +235,89 @@ TEST_CASE("a row of a quad has the exponentials and sums of softmax.hpp, on ever
                     std::bit_cast<std::uint32_t>(wanted[i]));
           REQUIRE(sum[h] == lane_sum(wanted.data(), count));
           REQUIRE(most[h] == *std::max_element(wanted.begin(), wanted.end()));
+        }
+      }
+    }
+}
+
+TEST_CASE(
+    "a joined row has the exponentials and sums of its own and the shared part, on every set") {
+  std::mt19937 draw(7);
+  std::normal_distribution<float> normal(0, 30);
+  for (const std::size_t old : {0u, 1u, 15u, 16u, 17u, 40u, 64u})
+    for (const std::size_t shared : {0u, 1u, 7u, 15u, 16u, 33u, 100u}) {
+      if (old + shared == 0) continue;
+      const std::size_t count = old + shared, room = (count + 15) / 16 * 16;
+      const std::int32_t shift[kQuad] = {0, 40, -3, 0};
+      std::vector<float> own(kQuad * (old + 16)), e = random_row(draw, shared), wanted(count);
+      for (float& x : own) x = normal(draw);
+      own[0] = 4 * 0.70f * (shift[0] + 80);  // if it is there: too large for head 0
+      const float* rows[kQuad] = {};
+      for (std::size_t h = 0; h < 3; ++h) rows[h] = own.data() + h * (old + 16);
+      for (std::size_t i = 0; i < shared; ++i) e[i * kQuad + 3] = 0;
+      for (const RowLoops* loops : sets()) {
+        INFO(loops->name << ", " << old << " own, " << shared << " shared");
+        std::vector<float> kept(room * kQuad, NAN);
+        float sum[kQuad], most[kQuad];
+        loops->join(rows, old, 0.25f, shift, e.data(), shared, kept.data(), sum, most);
+        if (old > 0) REQUIRE(sum[0] == 0);
+        REQUIRE(sum[3] == 0);
+        for (std::size_t h = old > 0 ? 1 : 0; h < 3; ++h) {
+          std::copy_n(rows[h], old, wanted.begin());
+          scale(wanted.data(), old, 0.25f);
+          hot_loops().exponentials(wanted.data(), old, shift[h], wanted.data());
+          for (std::size_t i = 0; i < shared; ++i) wanted[old + i] = e[i * kQuad + h];
+          for (std::size_t i = 0; i < count; ++i) REQUIRE(at(kept, i, h) == wanted[i]);
+          for (std::size_t i = count; i < room; ++i) REQUIRE(at(kept, i, h) >= 0);
+          REQUIRE(sum[h] == lane_sum(wanted.data(), count));
+          REQUIRE(most[h] == *std::max_element(wanted.begin(), wanted.end()));
+        }
+      }
+    }
+}
+
+TEST_CASE("panels of keys: turned as a rotation turns, multiplied as fused chains, on every set") {
+  std::mt19937 draw(8);
+  std::normal_distribution<float> normal;
+  for (const std::size_t dim : {8u, 20u, 64u, 128u})
+    for (const std::size_t panels : {1u, 2u, 5u}) {
+      const std::size_t half = dim / 4, size = panels * kPanelTokens;
+      Rope rope;
+      for (std::size_t i = 0; i < half; ++i) rope.inv_freq.push_back(1 / static_cast<float>(i + 1));
+      const RopeTable table(rope, static_cast<std::uint32_t>(size));
+      std::vector<float> keys(size * dim), cos(half * kPanelTokens), sin(cos.size()),
+          queries(kQuad * dim), key(dim);
+      for (float& x : keys) x = normal(draw);
+      for (float& x : queries) x = normal(draw);
+      const auto key_at = [&](const std::vector<float>& from, std::size_t i) {
+        for (std::size_t d = 0; d < dim; ++d)
+          key[d] = from[(i / kPanelTokens * dim + d) * kPanelTokens + i % kPanelTokens];
+      };
+      for (const RowLoops* loops : sets()) {
+        INFO(loops->name << ", " << panels << " panels of " << dim);
+        std::vector<float> turned(keys.size(), NAN), out(kQuad * size, NAN), wanted(dim);
+        for (std::size_t p = 0; p < panels; ++p) {
+          for (std::size_t d = 0; d < half; ++d)
+            for (std::size_t i = 0; i < kPanelTokens; ++i) {
+              const auto place = static_cast<std::uint32_t>(p * kPanelTokens + i);
+              cos[d * kPanelTokens + i] = table.cosines(place)[d];
+              sin[d * kPanelTokens + i] = table.sines(place)[d];
+            }
+          const std::size_t at_panel = p * dim * kPanelTokens;
+          loops->turn_panel(keys.data() + at_panel, cos.data(), sin.data(), half, dim,
+                            turned.data() + at_panel);
+        }
+        const float* some[kQuad] = {};
+        for (std::size_t h = 0; h < 3; ++h) some[h] = queries.data() + h * dim;
+        loops->panel_products(turned.data(), panels, dim, some, out.data(), size);
+        for (std::size_t i = 0; i < size; ++i) {
+          key_at(keys, i);
+          table.rotate(key.data(), dim, static_cast<std::uint32_t>(i), wanted.data());
+          key_at(turned, i);
+          REQUIRE(key == wanted);
+          for (std::size_t h = 0; h < 3; ++h)
+            REQUIRE(out[h * size + i] == dot_fused(some[h], key.data(), dim));
+          REQUIRE(std::isnan(out[3 * size + i]));
         }
       }
     }
@@ -282,10 +367,23 @@ TEST_CASE("weighted sums of values and bits in common, on every set") {
     for (std::size_t i = 0; i < list.size(); ++i)
       for (std::size_t h = 0; h < kQuad; ++h)
         for (std::size_t d = 0; d < dim; ++d)
-          wanted[h * dim + d] += weights[i * kQuad + h] * v[list[i] * dim + d];
+          wanted[h * dim + d] =
+              std::fma(weights[i * kQuad + h], v[list[i] * dim + d], wanted[h * dim + d]);
+    const std::size_t blocks = (list.size() + kBlockTokens - 1) / kBlockTokens;
+    std::vector<float> kept(blocks * kKeptFloats, NAN);
+    for (std::size_t i = 0; i < list.size(); ++i)
+      for (std::size_t h = 0; h < kQuad; ++h)
+        kept[i / kBlockTokens * kKeptFloats + h * kBlockTokens + i % kBlockTokens] =
+            weights[i * kQuad + h];
     for (const RowLoops* loops : sets()) {
       std::vector<float> y(kQuad * dim, 0.5f);
       loops->accumulate(weights.data(), list.data(), list.size(), v.data(), dim, dim, y.data());
+      CHECK(y == wanted);
+      y.assign(kQuad * dim, 0.5f);
+      const std::size_t half = list.size() / 2;
+      loops->accumulate_kept(kept.data(), list.data(), 0, half, v.data(), dim, dim, y.data());
+      loops->accumulate_kept(kept.data(), list.data(), half, list.size(), v.data(), dim, dim,
+                             y.data());
       CHECK(y == wanted);
       const std::uint64_t a[] = {~std::uint64_t{0}, 5, 1}, b[] = {std::uint64_t{1} << 63, 4, 2};
       CHECK(loops->common(a, b, 3) == 2);

@@ -72,9 +72,20 @@ TEST_CASE("every instruction set multiplies in the order of the depth, to the bi
       }
 }
 
-TEST_CASE(
-    "fused products of narrow values have the bits of plain ones; wider values are told apart") {
-  for (const Dtype dtype : {Dtype::bf16, Dtype::f16})
+/// The same by chains of fused multiply-adds.
+std::vector<float> fused_product(const std::vector<float>& x, const Panels& w, std::size_t m) {
+  const std::size_t depth = w.depth(), outputs = 16 * w.panel_count();
+  std::vector<float> y(m * outputs), row(depth);
+  for (std::size_t o = 0; o < w.rows(); ++o) {
+    w.get_row(o, row.data());
+    for (std::size_t i = 0; i < m; ++i)
+      y[i * outputs + o] = dot_fused(x.data() + i * depth, row.data(), depth);
+  }
+  return y;
+}
+
+TEST_CASE("fused products have the bits of fused chains; of narrow values, those of plain ones") {
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const std::size_t depth : {1u, 64u, 129u})
       for (const std::size_t m : {1u, 2u, 6u, 8u, 17u, 24u}) {
         Panels w(103, depth);
@@ -82,18 +93,40 @@ TEST_CASE(
         for (std::vector<float>* values : {&rows, &x})
           for (float& value : *values) value = round_to(dtype, value);
         for (std::size_t o = 0; o < 103; ++o) w.set_row(o, rows.data() + o * depth);
-        REQUIRE(are_narrow(x.data(), x.size()));
-        const std::vector<float> wanted = plain_product(x, w, m);
+        const std::vector<float> wanted = fused_product(x, w, m);
+        if (dtype != Dtype::f32) CHECK(equal_bits(plain_product(x, w, m), wanted));
         for (const HotLoops* set : all_sets()) {
           CAPTURE(set->name, depth, m);
           std::vector<float> y(wanted.size(), NAN);
-          set->multiply_exact(x.data(), m, depth, reinterpret_cast<const float*>(w.panel(0)), depth,
+          set->multiply_fused(x.data(), m, depth, reinterpret_cast<const float*>(w.panel(0)), depth,
                               w.panel_count(), y.data(), 16 * w.panel_count());
           CHECK(equal_bits(y, wanted));
         }
       }
-  for (const float wide : {0.1f, 1e-30f, 1e30f, INFINITY, NAN}) CHECK(!are_narrow(&wide, 1));
-  for (const float narrow : {0.0f, -0.0f, 1.0f, -0.09375f}) CHECK(are_narrow(&narrow, 1));
+}
+
+TEST_CASE("a fused sum is rounded once on every instruction set") {
+  // Ties of the rounding, what a double still holds and what it does not, extremes.
+  const std::vector<float> values{1.0f,      -1.0f,     1 + 0x1p-23f, 1 - 0x1p-24f, 0x1p-24f,
+                                  -0x1p-24f, 0x1p-49f,  -0x1p-49f,    0x1p-75f,     3e38f,
+                                  -3e38f,    0x1p-126f, 0x1p-149f,    -0x1p-140f,   0.1f,
+                                  0.0f,      -0.0f,     0x1.8p12f,    INFINITY,     NAN};
+  for (const float c : values)
+    for (const float a : values)
+      for (const float b : values) {
+        Panels w(1, 2);
+        const float row[] = {1, b}, x[] = {c, a};
+        w.set_row(0, row);
+        const float wanted = std::fma(a, b, std::fma(c, 1.0f, 0.0f));
+        for (const HotLoops* set : all_sets()) {
+          CAPTURE(set->name, a, b, c);
+          std::vector<float> y(16);
+          set->multiply_fused(x, 1, 2, reinterpret_cast<const float*>(w.panel(0)), 2, 1, y.data(),
+                              16);
+          const bool same = y[0] == wanted || (std::isnan(y[0]) && std::isnan(wanted));
+          CHECK(same);
+        }
+      }
 }
 
 TEST_CASE("a tile of a product is the product's part") {

@@ -1,9 +1,10 @@
 // The loops that take the time, compiled once for each instruction set and chosen at run time.
 //
 // All of them give the same bits on any machine: no FMA contraction (a build flag), every sum in a
-// stated order. A result depends neither on how many rows are computed together nor on the number
-// of threads. That is why a replay, the closed loop by layers and the token-by-token decoder reach
-// equal bits, which no BLAS promises for one row and for many.
+// stated order, and where sums are fused they are so everywhere (in software where a machine has no
+// such instruction). A result depends neither on how many rows are computed together nor on the
+// number of threads. That is why a replay, the closed loop by layers and the token-by-token decoder
+// reach equal bits, which no BLAS promises for one row and for many.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +20,8 @@ struct HotLoops {
   /// See multiply_tile; w holds `panels` panels.
   void (*multiply_float)(const float* x, std::size_t m, std::size_t x_stride, const float* w,
                          std::size_t depth, std::size_t panels, float* y, std::size_t y_stride);
-  /// The same bits, faster, where every product x * w is exact in float32: fusing rounds once, as
-  /// adding an exact product does.
-  void (*multiply_exact)(const float* x, std::size_t m, std::size_t x_stride, const float* w,
+  /// See multiply_fused.
+  void (*multiply_fused)(const float* x, std::size_t m, std::size_t x_stride, const float* w,
                          std::size_t depth, std::size_t panels, float* y, std::size_t y_stride);
   void (*multiply_bf16)(const float* x, std::size_t m, std::size_t x_stride, const std::uint16_t* w,
                         std::size_t depth, std::size_t panels, float* y, std::size_t y_stride);

@@ -93,13 +93,13 @@ void multiply_panels(const float* x, std::size_t m, std::size_t x_stride, const 
                                y_stride);
 }
 
-// --- exact products ---------------------------------------------------------------------------
+// --- fused products ---------------------------------------------------------------------------
 
-constexpr int kExactRows = kWidth == 16 ? 8 : 6, kExactPanels = kWidth == 16 ? 3 : 1;
+constexpr int kFusedRows = kWidth == 16 ? 8 : 6, kFusedPanels = kWidth == 16 ? 3 : 1;
 
 /// R rows of x by P panels, as block().
 template <int R, int P>
-inline __attribute__((always_inline)) void exact_block(const float* x, std::size_t x_stride,
+inline __attribute__((always_inline)) void fused_block(const float* x, std::size_t x_stride,
                                                        const float* w, std::size_t depth, float* y,
                                                        std::size_t y_stride) {
   constexpr int kColumns = P * kParts;
@@ -119,25 +119,26 @@ inline __attribute__((always_inline)) void exact_block(const float* x, std::size
 
 /// All rows by P panels.
 template <int P>
-inline void exact_rows(const float* x, std::size_t m, std::size_t x_stride, const float* w,
+inline void fused_rows(const float* x, std::size_t m, std::size_t x_stride, const float* w,
                        std::size_t depth, float* y, std::size_t y_stride) {
   std::size_t i = 0;
-  for (; i + kExactRows <= m; i += kExactRows)
-    exact_block<kExactRows, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+  for (; i + kFusedRows <= m; i += kFusedRows)
+    fused_block<kFusedRows, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+  for (; i + 4 <= m; i += 4)
+    fused_block<4, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
   for (; i + 2 <= m; i += 2)
-    exact_block<2, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
-  if (i < m) exact_block<1, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+    fused_block<2, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
+  if (i < m) fused_block<1, P>(x + i * x_stride, x_stride, w, depth, y + i * y_stride, y_stride);
 }
 
-void multiply_exact(const float* x, std::size_t m, std::size_t x_stride, const float* w,
+void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const float* w,
                     std::size_t depth, std::size_t panels, float* y, std::size_t y_stride) {
-  if constexpr (!kHasFused) return multiply_panels(x, m, x_stride, w, depth, panels, y, y_stride);
   std::size_t p = 0;
-  for (; p + kExactPanels <= panels; p += kExactPanels)
-    exact_rows<kExactPanels>(x, m, x_stride, w + p * depth * kLanes, depth, y + p * kLanes,
+  for (; p + kFusedPanels <= panels; p += kFusedPanels)
+    fused_rows<kFusedPanels>(x, m, x_stride, w + p * depth * kLanes, depth, y + p * kLanes,
                              y_stride);
   for (; p < panels; ++p)
-    exact_rows<1>(x, m, x_stride, w + p * depth * kLanes, depth, y + p * kLanes, y_stride);
+    fused_rows<1>(x, m, x_stride, w + p * depth * kLanes, depth, y + p * kLanes, y_stride);
 }
 
 void accumulate(const float* p, const std::uint32_t* rows, std::size_t count, const float* v,
@@ -256,7 +257,7 @@ void scale_by(const float* x, const float* weight, std::size_t count, float fact
 constexpr HotLoops loops_named(const char* name) {
   return {.name = name,
           .multiply_float = multiply_panels<float>,
-          .multiply_exact = multiply_exact,
+          .multiply_fused = multiply_fused,
           .multiply_bf16 = multiply_panels<std::uint16_t>,
           .accumulate = accumulate,
           .exponentials = exponentials,

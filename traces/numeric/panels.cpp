@@ -1,6 +1,7 @@
 #include "traces/numeric/panels.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -57,23 +58,10 @@ void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels&
   multiply_tile(x, m, x_stride, w, first, last, y + first * 16, y_stride);
 }
 
-bool are_narrow(const float* x, std::size_t count) {
-  constexpr std::uint32_t kLeast = (127 - 60) << 23, kMost = (127 + 60) << 23;
-  bool narrow = true;
-  for (std::size_t i = 0; i < count; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    const std::uint32_t magnitude = bits & 0x7fff'ffffu;
-    narrow &=
-        (bits & 0xfffu) == 0 && (magnitude == 0 || (magnitude >= kLeast && magnitude <= kMost));
-  }
-  return narrow;
-}
-
-void multiply_narrow(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-                     std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
+void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                    std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
   if (first >= last) return;
-  hot_loops().multiply_exact(x, m, x_stride, reinterpret_cast<const float*>(w.panel(first)),
+  hot_loops().multiply_fused(x, m, x_stride, reinterpret_cast<const float*>(w.panel(first)),
                              w.depth(), last - first, y + first * 16, y_stride);
 }
 
@@ -89,9 +77,9 @@ void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Pa
                          last - first, y, y_stride);
 }
 
-float dot(const float* a, const float* b, std::size_t depth) {
+float dot_fused(const float* a, const float* b, std::size_t depth) {
   float sum = 0;
-  for (std::size_t k = 0; k < depth; ++k) sum += a[k] * b[k];
+  for (std::size_t k = 0; k < depth; ++k) sum = std::fma(a[k], b[k], sum);
   return sum;
 }
 

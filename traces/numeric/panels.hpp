@@ -45,20 +45,18 @@ class Panels {
 void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
               std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// Whether each value is 0 or has at most 12 significant bits (as bf16 and f16 have) and a
-/// magnitude in [2^-60, 2^60]: the product of two such is exact in float32.
-bool are_narrow(const float* x, std::size_t count);
-/// multiply() for narrow x and w (float32 panels): the same bits, up to twice as fast, since fusing
-/// an exact product changes nothing.
-void multiply_narrow(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-                     std::size_t first, std::size_t last, float* y, std::size_t y_stride);
-
 /// The same with y the tile of panels [first, last) alone: the column of panel `first` is 0.
 void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                    std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// The same sum for one pair of rows.
-float dot(const float* a, const float* b, std::size_t depth);
+/// multiply() by float32 panels with each element one chain of fused multiply-adds in index order:
+/// what attention's logits are, in a replay and in a decoder. (Products of bf16 or f16 values are
+/// exact in float32, so for them fusing changes nothing.)
+void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                    std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
+/// The same chain for one pair of rows.
+float dot_fused(const float* a, const float* b, std::size_t depth);
 
 /// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: attention's second
 /// half. `rows` empty: rows 0, 1, 2, …

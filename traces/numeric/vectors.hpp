@@ -43,6 +43,7 @@ inline Floats load(const std::uint16_t* from) {  // bf16
 }
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
+/// a * b + c, rounded once.
 #if defined(__AVX512F__)
 constexpr bool kHasFused = true;
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -54,7 +55,32 @@ constexpr bool kHasFused = true;
 inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 #else
 constexpr bool kHasFused = false;
-inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
+#endif
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
+inline float fused_float(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+/// In software: the product is exact in double, and its sum with c, rounded to odd, has enough bits
+/// that rounding it again to float rounds as once (Boldo and Melquiond 2008).
+inline float fused_float(float a, float b, float c) {
+  const double product = static_cast<double>(a) * static_cast<double>(b),
+               added = static_cast<double>(c);
+  double sum = product + added;
+  const double part = sum - product;
+  const double lost = (product - (sum - part)) + (added - part);
+  if (lost > 0 || lost < 0) {
+    std::int64_t bits;
+    std::memcpy(&bits, &sum, sizeof bits);
+    if ((bits & 1) == 0) bits += (lost > 0) == (sum > 0) ? 1 : -1;
+    std::memcpy(&sum, &bits, sizeof bits);
+  }
+  return static_cast<float>(sum);
+}
+inline Floats fused(Floats a, Floats b, Floats c) {
+  Floats sum;
+  for (int i = 0; i < kWidth; ++i) sum[i] = fused_float(a[i], b[i], c[i]);
+  return sum;
+}
 #endif
 
 }  // namespace
