@@ -162,7 +162,7 @@ class ClosedLoop {
     const std::size_t vocab = model_.config().vocab, hidden = model_.config().hidden;
     std::vector<float> full(count * vocab), other(count * vocab);
     for (std::size_t c = 0; c < configs_.size(); ++c) {
-      std::vector<float>& logits = c == 0 ? full : other;
+      std::vector<float>& logits = is_yardstick(c) ? full : other;
       model_.logits(hidden_[c].data() + (first_scored_ + first) * hidden, count, logits.data(),
                     options_.threads);
       parallel_for(count, options_.threads, [&](std::size_t i) {
@@ -176,9 +176,10 @@ class ClosedLoop {
                  std::span<const float> logits) {
     const RowScore score = score_row(full, logits, ids_[first_scored_ + row + 1]);
     scores_[c].nll[row] = score.nll;
-    scores_[c].kl[row] = c == 0 ? 0 : score.kl;
-    scores_[c].same_first[row] = c == 0 || score.same_first;
+    scores_[c].kl[row] = is_yardstick(c) ? 0 : score.kl;
+    scores_[c].same_first[row] = is_yardstick(c) || score.same_first;
   }
+  bool is_yardstick(std::size_t c) const { return c == 0 || !options_.against_first; }
 
   const Model& model_;
   const ModelShape shape_;

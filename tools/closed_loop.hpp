@@ -25,6 +25,7 @@ struct LoopScores {
   std::vector<double> nll;               ///< -ln p(next token)
   std::vector<double> kl;                ///< from the full cache's distribution, nats
   std::vector<std::uint8_t> same_first;  ///< the most probable token is the full cache's
+  std::vector<float> seconds;            ///< that feeding took; empty where it is not by token
   std::uint64_t kv_bytes_peak = 0;       ///< keys and values, float32, all layers and heads
 };
 
@@ -33,6 +34,10 @@ struct LoopOptions {
   Span span = Span::decode;         ///< which queries' predictions are scored
   std::uint32_t sequence = 0;
   unsigned threads = 1;
+  /// The first configuration is `full`, the yardstick of kl and same_first; otherwise each is its
+  /// own, and they say nothing.
+  bool against_first = true;
+  std::function<void(double)> progress;  ///< may be empty; gets the share that is done
 };
 
 /// One row of logits [vocab] scored against the token that followed and the full cache's row.
@@ -49,9 +54,8 @@ struct LoopSpan {
 };
 LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options);
 
-/// Runs `ids` under every configuration; the first must be `full`, the yardstick of kl and
-/// same_first. Configurations share layer 0. Throws std::invalid_argument: no token to score,
-/// guards that do not fit.
+/// Runs `ids` under every configuration. Configurations share layer 0. Throws
+/// std::invalid_argument: no token to score, guards that do not fit.
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,
                                         std::span<const LoopConfig> configs,
                                         const LoopOptions& options);

@@ -7,7 +7,6 @@
 #include "engine/tokenizer.hpp"
 #include "tools/decoder_loop.hpp"
 #include "tools/eval.hpp"
-#include "tools/evicting_device.hpp"
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
 
@@ -32,6 +31,10 @@ void add_options(po::options_description& options) {
       "use the first T tokens of each text; 0: all");
   add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
       "whose predictions are scored: those of decoded tokens, or all");
+  add("no-full", po::bool_switch(),
+      "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
+  add("block-tokens", po::value<std::int64_t>()->value_name("N")->default_value(0),
+      "also the perplexity of each N scored tokens of a text, in their order; 0: not");
   add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
       "a token is requested by a query from this share of its row's largest probability on");
   add("policy-file", po::value<std::string>()->value_name("FILE"),
@@ -60,22 +63,30 @@ nlohmann::ordered_json to_json(const EvalScore& score) {
     return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
   };
   const ReplayConfig& cache = score.config.cache;
-  return {{"policy", cache.policy.name},
-          {"params", cache.policy.params_text()},
-          {"budget", cache.policy.entry->info.evicts ? cache.budget.text() : "all"},
-          {"budget_tokens", score.budget_tokens},
-          {"prefill", cache.prefill.text()},
-          {"positions", name_of(cache.positions)},
-          {"seed", cache.seed},
-          {"perplexity", number(score.perplexity)},
-          {"perplexity_stderr", number(score.perplexity_error)},
-          {"nll", number(score.nll)},
-          {"nll_stderr", number(score.nll_error)},
-          {"kl", number(score.kl)},
-          {"kl_stderr", number(score.kl_error)},
-          {"top1_agreement", number(score.same_first)},
-          {"tokens", score.tokens},
-          {"kv_bytes_peak", score.kv_bytes_peak}};
+  nlohmann::ordered_json blocks = nlohmann::ordered_json::array();
+  for (const EvalBlock& block : score.blocks)
+    blocks.push_back({{"first", block.first},
+                      {"perplexity", number(std::exp(block.nll))},
+                      {"ms_per_token", number(block.milliseconds_per_token)}});
+  nlohmann::ordered_json json = {
+      {"policy", cache.policy.name},
+      {"params", cache.policy.params_text()},
+      {"budget", cache.policy.entry->info.evicts ? cache.budget.text() : "all"},
+      {"budget_tokens", score.budget_tokens},
+      {"prefill", cache.prefill.text()},
+      {"positions", name_of(cache.positions)},
+      {"seed", cache.seed},
+      {"perplexity", number(score.perplexity)},
+      {"perplexity_stderr", number(score.perplexity_error)},
+      {"nll", number(score.nll)},
+      {"nll_stderr", number(score.nll_error)},
+      {"kl", number(score.kl)},
+      {"kl_stderr", number(score.kl_error)},
+      {"top1_agreement", number(score.same_first)},
+      {"tokens", score.tokens},
+      {"kv_bytes_peak", score.kv_bytes_peak}};
+  if (!score.blocks.empty()) json["blocks"] = std::move(blocks);
+  return json;
 }
 
 void print_table(const std::vector<EvalScore>& scores) {
@@ -84,11 +95,19 @@ void print_table(const std::vector<EvalScore>& scores) {
   for (const EvalScore& score : scores) {
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
-    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10.4f} {:>6.1f}% {:>8.1f} KiB\n",
+    const bool against_full = !std::isnan(score.kl);
+    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>8.1f} KiB\n",
                score.config.cache.policy.text(), score.budget_tokens,
                name_of(score.config.cache.positions),
-               fmt::format("{:.3f}{}", score.perplexity, error), score.kl, 100 * score.same_first,
+               fmt::format("{:.3f}{}", score.perplexity, error),
+               against_full ? fmt::format("{:.4f}", score.kl) : "-",
+               against_full ? fmt::format("{:.1f}%", 100 * score.same_first) : "-",
                static_cast<double>(score.kv_bytes_peak) / 1024);
+    for (const EvalBlock& block : score.blocks)
+      fmt::print("  from token {:>9} {:>45.3f}{}\n", block.first, std::exp(block.nll),
+                 std::isnan(block.milliseconds_per_token)
+                     ? ""
+                     : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
   }
 }
 
@@ -113,6 +132,8 @@ EvalOptions eval_options(const po::variables_map& options) {
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
           .span = span == "all" ? Span::all : Span::decode,
+          .against_full = !options["no-full"].as<bool>(),
+          .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
           .progress = progress_bar("eval")};
 }
@@ -158,7 +179,7 @@ int run(const po::variables_map& options) {
     for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const Loaded model = load(evicting_device_from(options, true), directory, how.threads);
+  const Loaded model = load(device_from(options), directory, how.threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))
     configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,

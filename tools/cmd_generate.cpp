@@ -8,7 +8,6 @@
 
 #include "tools/context.hpp"
 #include "tools/conversation.hpp"
-#include "tools/evicting_device.hpp"
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
 #include "tools/prompt.hpp"
@@ -103,9 +102,7 @@ int run(const po::variables_map& options) {
   const std::string prompt = prompt_from(options);
   const CacheChoice choice = cache_from(options);
 
-  const PolicySpec& policy = choice.file ? choice.file->policy : choice.config->policy;
-  const Device device = evicting_device_from(options, policy.entry->info.evicts);
-  const auto backend = load_backend(device, directory, threads);
+  const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));

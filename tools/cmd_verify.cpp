@@ -5,7 +5,6 @@
 
 #include "engine/tokenizer.hpp"
 #include "tools/conversation.hpp"
-#include "tools/evicting_device.hpp"
 #include "tools/options.hpp"
 #include "tools/prompt.hpp"
 #include "tools/verify.hpp"
@@ -116,7 +115,7 @@ int run(const po::variables_map& options) {
         fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
   const std::vector<ReplayConfig> grid = grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const auto backend = load_backend(evicting_device_from(options, true), directory, threads);
+  const auto backend = load_backend(device_from(options), directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
 

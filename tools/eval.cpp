@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 
@@ -55,7 +56,34 @@ LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::
   return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
           .span = options.span,
           .sequence = static_cast<std::uint32_t>(sequence),
-          .threads = threads};
+          .threads = threads,
+          .against_first = options.against_full,
+          .progress = {}};
+}
+
+/// One configuration's scores by `tokens` of each sequence.
+std::vector<EvalBlock> blocks_of(std::size_t c, const std::vector<std::vector<LoopScores>>& scores,
+                                 std::size_t tokens) {
+  std::vector<EvalBlock> blocks;
+  if (tokens == 0) return blocks;
+  std::size_t longest = 0;
+  for (const auto& sequence : scores) longest = std::max(longest, sequence[c].nll.size());
+  for (std::size_t first = 0; first < longest; first += tokens) {
+    double nll = 0, seconds = 0;
+    std::size_t count = 0, timed = 0;
+    for (const auto& sequence : scores) {
+      const LoopScores& one = sequence[c];
+      for (std::size_t i = first; i < std::min(first + tokens, one.nll.size()); ++i, ++count) {
+        nll += one.nll[i];
+        if (i < one.seconds.size()) seconds += static_cast<double>(one.seconds[i]), ++timed;
+      }
+    }
+    blocks.push_back({.first = first,
+                      .nll = nll / static_cast<double>(count),
+                      .milliseconds_per_token = timed ? 1e3 * seconds / static_cast<double>(timed)
+                                                      : std::numeric_limits<double>::quiet_NaN()});
+  }
+  return blocks;
 }
 
 /// One configuration's scores over all sequences, as sums by block.
@@ -93,7 +121,8 @@ EvalScore summarise(const LoopConfig& config, std::uint32_t budget_tokens, std::
           .kl_error = k.standard_error,
           .same_first = estimate(same).value,
           .tokens = tokens,
-          .kv_bytes_peak = peak};
+          .kv_bytes_peak = peak,
+          .blocks = {}};
 }
 
 /// `outer` sequences at once, `inner` threads for each.
@@ -110,10 +139,12 @@ std::vector<EvalScore> evaluate_by(const LoopRunner& run, const std::vector<Ids>
   const auto full = std::find_if(configs.begin(), configs.end(), is_full);
   if (full != configs.end())
     std::rotate(configs.begin(), full, full + 1);
-  else
+  else if (options.against_full)
     configs.insert(
         configs.begin(),
         {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}, .budgets = {}});
+  if (configs.empty())
+    throw std::invalid_argument("nothing to score: no policy, and not the full cache either");
 
   std::size_t longest = 0;
   for (const Ids& ids : sequences) longest = std::max(longest, ids.size());
@@ -121,21 +152,29 @@ std::vector<EvalScore> evaluate_by(const LoopRunner& run, const std::vector<Ids>
   std::vector<std::vector<LoopScores>> scores(sequences.size());
   std::size_t done = 0;
   std::mutex mutex;
+  const auto show = [&](double more) {
+    if (options.progress)
+      options.progress((static_cast<double>(done) + more) / static_cast<double>(sequences.size()));
+  };
   parallel_for(sequences.size(), threads.outer, [&](std::size_t s) {
-    scores[s] =
-        run(sequences[s], configs, loop_options(options, s, sequences[s].size(), threads.inner));
+    LoopOptions how = loop_options(options, s, sequences[s].size(), threads.inner);
+    if (threads.outer == 1) how.progress = show;
+    scores[s] = run(sequences[s], configs, how);
     const std::lock_guard lock(mutex);
     ++done;
-    if (options.progress)
-      options.progress(static_cast<double>(done) / static_cast<double>(sequences.size()));
+    show(0);
   });
 
   std::vector<EvalScore> result;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     const bool evicts = configs[c].cache.policy.entry->info.evicts;
     const auto length = static_cast<std::uint32_t>(longest);
-    result.push_back(summarise(
-        configs[c], evicts ? configs[c].cache.budget.resolve(length) : length, c, scores));
+    EvalScore score =
+        summarise(configs[c], evicts ? configs[c].cache.budget.resolve(length) : length, c, scores);
+    if (!options.against_full)
+      score.kl = score.kl_error = score.same_first = std::numeric_limits<double>::quiet_NaN();
+    score.blocks = blocks_of(c, scores, options.block_tokens);
+    result.push_back(std::move(score));
   }
   return result;
 }

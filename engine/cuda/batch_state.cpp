@@ -62,6 +62,11 @@ void BatchState::set_sampling(int row, const SamplingOptions& options, std::uint
 
 void BatchState::set_next(int row, std::int32_t id) { put(state_.ids + row, id); }
 
+void BatchState::copy_next(int row, const std::int32_t* id) {
+  check(cudaMemcpyAsync(state_.ids + row, id, sizeof *id, cudaMemcpyDeviceToDevice, stream_),
+        "writing the batch's state");
+}
+
 void BatchState::set_row(int row, const Row& state) {
   put(state_.positions + row, state.position);
   put(state_.slots + row, state.slot);

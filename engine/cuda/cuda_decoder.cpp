@@ -11,6 +11,7 @@
 #include "engine/cuda/evicting_cache.hpp"
 #include "engine/cuda/full_cache.hpp"
 #include "engine/cuda/layer_products.hpp"
+#include "engine/cuda/logit_ring.hpp"
 #include "engine/cuda/prompt_ids.hpp"
 
 namespace kvlab {
@@ -152,6 +153,7 @@ class CudaDecoder::Impl {
         cache_(make_cache(model, batch_, options, stream_.get())),
         products_(model, most_rows(options), stream_.get()),
         prompt_(stream_.get()),
+        logit_ring_(stream_.get()),
         fed_(static_cast<std::size_t>(options.sequences)),
         admitted_behind_(fed_.size()) {
     const WorkSizes size = work_sizes(config_, model.dtype(), options);
@@ -179,20 +181,23 @@ class CudaDecoder::Impl {
     const std::size_t most = admission_tokens(sequence, kind, ids.size());
     const std::size_t others = evicts() ? static_cast<std::size_t>(sequence) : 0;
     keep_logits(others);
-    for (std::size_t start = 0; start < ids.size(); start += most) {
-      const std::size_t count = std::min(most, ids.size() - start);
-      const bool is_last = start + count == ids.size();
+    for (std::size_t start = 0; start < ids.size();) {
+      const std::size_t left = ids.size() - start;
+      // Single tokens go by steps, all that follow each other at once.
+      const bool alone = evicts() && (most == 1 || left == 1);
+      const std::size_t count = alone ? left : std::min(most, left);
+      const Admission what{.sequence = sequence,
+                           .kind = kind,
+                           .device_ids = device_ids + start,
+                           .ids = ids.subspan(start, count),
+                           .opens = start == 0,
+                           .is_last = start + count == ids.size()};
       float* const logits = all_logits ? all_logits->data() + start * config_.vocab : nullptr;
-      if (evicts() && count == 1)
-        feed_alone(sequence, ids[start], kind, start == 0, logits);
+      if (alone)
+        feed_alone(what, logits);
       else
-        admit({.sequence = sequence,
-               .kind = kind,
-               .device_ids = device_ids + start,
-               .ids = ids.subspan(start, count),
-               .opens = start == 0,
-               .is_last = is_last},
-              logits, on_chunk);
+        admit(what, logits, on_chunk);
+      start += count;
     }
     set_state(sequence);
     restore_logits(others);
@@ -442,27 +447,29 @@ class CudaDecoder::Impl {
           "keeping logits");
   }
 
-  /// One token by a step in which the other sequences sit out.
-  void feed_alone(int sequence, std::int32_t id, SegmentKind kind, bool opens, float* logits) {
+  /// Tokens one by one, by steps in which the other sequences sit out.
+  void feed_alone(const Admission& what, float* logits) {
+    const int sequence = what.sequence;
     for (int row = 0; row < options_.sequences; ++row)
       if (row != sequence) batch_.set_row(row, cache_->row(0));
     const auto behind = static_cast<std::int32_t>(fed(sequence));
     batch_.set_row(sequence, {.position = behind, .slot = 0, .length = behind + 1});
-    batch_.set_next(sequence, id);
-    graph(sequence + 1, Step::fed).launch(stream_.get());
-    if (watch_ && watch_->watches(sequence)) {
-      const CacheWatch::Fed one{sequence, id, fed(sequence), kind,
-                                opens && kind == SegmentKind::prompt};
-      watch_->stepped({&one, 1}, outputs_.step_data());
+    const Graph& step = graph(sequence + 1, Step::fed);
+    const bool watched = watch_ && watch_->watches(sequence);
+    for (std::size_t i = 0; i < what.ids.size(); ++i) {
+      batch_.copy_next(sequence, what.device_ids + i);
+      step.launch(stream_.get());
+      if (watched) {
+        const CacheWatch::Fed one{sequence, what.ids[i], fed(sequence), what.kind,
+                                  what.opens && i == 0 && what.kind == SegmentKind::prompt};
+        watch_->stepped({&one, 1}, outputs_.step_data());
+      }
+      note_fed(sequence);
+      if (logits) logit_ring_.take(logits_row(sequence), logits + i * config_.vocab, config_.vocab);
     }
-    note_fed(sequence);
+    if (logits) logit_ring_.flush();
     for (int row = 0; row < options_.sequences; ++row)
       if (row != sequence) set_state(row);
-    if (!logits) return;
-    check(cudaMemcpyAsync(logits, logits_row(sequence), config_.vocab * sizeof(float),
-                          cudaMemcpyDeviceToHost, stream_.get()),
-          "reading logits");
-    synchronize();
   }
 
   void note_fed(int row) {
@@ -478,13 +485,11 @@ class CudaDecoder::Impl {
       const int rows = std::min(kLogitRows, count - first);
       products_.head(x + static_cast<std::size_t>(first) * config_.hidden, rows,
                      logit_rows_.as<float>());
-      check(
-          cudaMemcpyAsync(to + static_cast<std::size_t>(first) * config_.vocab, logit_rows_.data(),
-                          static_cast<std::size_t>(rows) * config_.vocab * sizeof(float),
-                          cudaMemcpyDeviceToHost, stream_.get()),
-          "reading logits");
-      synchronize();
+      for (int row = 0; row < rows; ++row)
+        logit_ring_.take(logit_rows_.as<float>() + static_cast<std::size_t>(row) * config_.vocab,
+                         to + static_cast<std::size_t>(first + row) * config_.vocab, config_.vocab);
     }
+    logit_ring_.flush();
   }
 
   // --- Decode ------------------------------------------------------------------------------------
@@ -613,6 +618,7 @@ class CudaDecoder::Impl {
   std::unique_ptr<DeviceCache> cache_;
   LayerProducts products_;
   PromptIds prompt_;
+  LogitRing logit_ring_;
   // [sequence]: tokens, and how many of them were there before the last admission.
   std::vector<std::uint32_t> fed_, admitted_behind_;
   DeviceBuffer x_;            // [row, hidden] float32

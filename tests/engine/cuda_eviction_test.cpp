@@ -1,5 +1,8 @@
 // The CUDA decoder's caches that evict: against the CPU decoder's, and under the simulator's eyes.
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
 
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
@@ -95,51 +98,133 @@ TEST_CASE("In float32 every policy's logits are the CPU decoder's, in every mode
       }
 }
 
+namespace {
+
+/// How many tokens a parity run feeds, and how closely it looks.
+struct ParityShape {
+  std::uint32_t scale = 1;  ///< of budgets and prompts
+  int steps = 60, steps_of_second_turn = 20;
+  VerifyOptions verify{.threads = 2};
+};
+
+/// Four unequal sequences: budgets by layer and head, with guards, of one token; all three kinds of
+/// prefill.
+std::vector<CacheOptions> parity_caches(const std::string& policy, Positions positions,
+                                        const ModelConfig& model, std::uint32_t scale) {
+  std::vector<CacheOptions> caches{
+      cache(policy + ":recent=8", 24 * scale, Prefill{0}, positions),
+      cache(policy + ":sinks=2:recent=25%", 64 * scale, Prefill{16}, positions),
+      cache(policy, 40 * scale, Prefill{1}, positions),
+      cache(policy + ":sinks=0:recent=0", 1, Prefill{0}, positions)};
+  for (std::uint32_t s = 0; s < caches.size(); ++s) {
+    caches[s].sequence = s;
+    caches[s].seed = 3 + s;
+  }
+  for (std::uint32_t i = 0; i < model.layers * model.kv_heads; ++i)
+    caches[0].budgets.push_back((16 + 4 * (i % 8)) * scale);
+  return caches;
+}
+
+/// Decodes a batch of four, one of them with a second turn, and asks the three questions of each.
+std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& policy, bool plain,
+                                 Positions positions, const ParityShape& shape) {
+  const auto caches = parity_caches(policy, positions, model.config(), shape.scale);
+  CudaDecoder decoder(model, {.sequences = 4,
+                              .prefill_tokens = 24 * static_cast<std::uint32_t>(shape.scale),
+                              .caches = caches,
+                              .watched = true,
+                              .plain_eviction = plain});
+  std::vector<std::unique_ptr<Verifier>> verifiers;
+  for (int s = 0; s < 4; ++s) {
+    verifiers.push_back(std::make_unique<Verifier>(
+        model.config(), caches[static_cast<std::size_t>(s)], model.dtype(), shape.verify));
+    decoder.watch(s, &verifiers.back()->observer());
+  }
+  const std::size_t lengths[]{70, 33, 50, 9};
+  for (int s = 0; s < 4; ++s) {
+    decoder.prefill(s, some_ids(lengths[s] * shape.scale, 100 * s));
+    // Greedy text of a small model soon repeats itself.
+    decoder.set_sampling(s, {.temperature = 1, .seed = 5u + static_cast<unsigned>(s)});
+  }
+  decoder.choose(4);
+  for (int step = 0; step < shape.steps; ++step) decoder.step(4);
+  decoder.prefill(1, some_ids(40 * shape.scale, 7));
+  decoder.choose(4);
+  for (int step = 0; step < shape.steps_of_second_turn; ++step) decoder.step(4);
+  std::vector<VerifyReport> reports;
+  for (const auto& verifier : verifiers) reports.push_back(verifier->report());
+  return reports;
+}
+
+void check_parity(const std::vector<VerifyReport>& reports) {
+  for (std::size_t s = 0; s < reports.size(); ++s) {
+    const VerifyReport& report = reports[s];
+    CAPTURE(s, report.worst_mass, report.tolerance);
+    CHECK(report.identical);
+    CHECK(report.first_difference == "");
+    CHECK(report.right());
+    CHECK(report.wrong_requests == 0);
+    CHECK(report.evictions > 0);
+  }
+}
+
+/// A line a sequence, for docs/measurements.
+void print_parity(const std::string& model, const std::string& policy, Positions positions,
+                  const std::vector<VerifyReport>& reports) {
+  for (std::size_t s = 0; s < reports.size(); ++s) {
+    const VerifyReport& r = reports[s];
+    double widest = 0;
+    for (const Parting& parting : r.partings) widest = std::max(widest, parting.margin);
+    std::printf(
+        "%-14s %-14s %-9s %zu  %-9s %9llu %10llu %9.1e %9.1e %6llu  %4zu of %u, %.1e\n",
+        model.c_str(), policy.c_str(), std::string(name_of(positions)).c_str(), s,
+        r.identical ? "identical" : "DIFFERENT", static_cast<unsigned long long>(r.evictions),
+        static_cast<unsigned long long>(r.observations), r.worst_mass, r.tolerance,
+        static_cast<unsigned long long>(r.wrong_requests), r.partings.size(), r.heads, widest);
+  }
+  std::fflush(stdout);
+}
+
+std::string environment(const char* name, const char* otherwise) {
+  const char* const value = std::getenv(name);
+  return value ? value : otherwise;
+}
+
+}  // namespace
+
 TEST_CASE(
     "Sequences of a batch, each with its own budget, guards and mode, pass the three questions",
     "[gpu]") {
   if (no_device()) return;
-  const DeviceModel& model = tiny(Dtype::bf16);
   for (const char* policy : kPolicies)
     for (const bool plain : {false, true})
       for (const Positions positions : {Positions::original, Positions::cache}) {
-        std::vector<CacheOptions> caches{
-            cache(std::string(policy) + ":recent=8", 24, Prefill{0}, positions),
-            cache(std::string(policy) + ":sinks=2:recent=25%", 64, Prefill{16}, positions),
-            cache(policy, 40, Prefill{1}, positions),
-            cache(std::string(policy) + ":sinks=0:recent=0", 1, Prefill{0}, positions)};
-        for (std::uint32_t s = 0; s < caches.size(); ++s) {
-          caches[s].sequence = s;
-          caches[s].seed = 3 + s;
-        }
-        for (std::uint32_t i = 0; i < 8; ++i) caches[0].budgets.push_back(16 + 4 * i);
-        CudaDecoder decoder(model, {.sequences = 4,
-                                    .prefill_tokens = 24,
-                                    .caches = caches,
-                                    .watched = true,
-                                    .plain_eviction = plain});
-        std::vector<std::unique_ptr<Verifier>> verifiers;
-        for (int s = 0; s < 4; ++s) {
-          verifiers.push_back(std::make_unique<Verifier>(model.config(),
-                                                         caches[static_cast<std::size_t>(s)],
-                                                         Dtype::bf16, VerifyOptions{.threads = 2}));
-          decoder.watch(s, &verifiers.back()->observer());
-        }
-        const std::size_t lengths[]{70, 33, 50, 9};
-        for (int s = 0; s < 4; ++s) decoder.prefill(s, some_ids(lengths[s], 100 * s));
-        decoder.choose(4);
-        for (int step = 0; step < 60; ++step) decoder.step(4);
-        decoder.prefill(1, some_ids(40, 7));  // a later turn
-        decoder.choose(4);
-        for (int step = 0; step < 20; ++step) decoder.step(4);
-        for (int s = 0; s < 4; ++s) {
-          const VerifyReport report = verifiers[static_cast<std::size_t>(s)]->report();
-          CAPTURE(policy, plain, name_of(positions), s, report.worst_mass, report.tolerance);
-          CHECK(report.identical);
-          CHECK(report.first_difference == "");
-          CHECK(report.right());
-          CHECK(report.wrong_requests == 0);
-          CHECK(report.evictions > 0);
-        }
+        CAPTURE(policy, plain, name_of(positions));
+        check_parity(parity(tiny(Dtype::bf16), policy, plain, positions, {}));
       }
+}
+
+// Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration
+// whose weights are drawn; KVLAB_PARITY_STEPS, KVLAB_PARITY_POLICY.
+TEST_CASE("Long parity", "[.][parity][gpu]") {
+  if (no_device()) return;
+  const std::filesystem::path path = environment("KVLAB_PARITY_MODEL", kTiny.c_str());
+  const bool drawn = path.extension() == ".json";
+  const DeviceModel model = drawn ? DeviceModel::random(path) : DeviceModel::load(path);
+  const std::string only = environment("KVLAB_PARITY_POLICY", "");
+  ParityShape shape{.scale = 2, .steps = std::stoi(environment("KVLAB_PARITY_STEPS", "2000"))};
+  shape.steps_of_second_turn = shape.steps / 4;
+  shape.verify.check_every = 16;
+  // A large model: (b) and (c) at its ends and its middle, (a) everywhere.
+  const std::uint32_t layers = model.config().layers;
+  if (layers > 16) shape.verify.layers = {0, layers / 2, layers - 1};
+  for (const char* policy : kPolicies)
+    for (const Positions positions : {Positions::original, Positions::cache}) {
+      if (!only.empty() && only != policy) continue;
+      CAPTURE(policy, name_of(positions));
+      const auto reports = parity(model, policy, false, positions, shape);
+      print_parity(drawn ? path.stem().string() : path.filename().string(), policy, positions,
+                   reports);
+      check_parity(reports);
+    }
 }
