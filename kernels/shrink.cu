@@ -2,7 +2,7 @@
 //
 // Bytes: choosing reads 12 a live token some times over (from the L2 cache); the move reads and
 // writes what stays: 4 * head_size * bytes_of(type) and a state for each token, the floor.
-#include "kernels/device/reduce.cuh"
+#include "kernels/device/select_leaving.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/shrink.cuh"
 
@@ -10,134 +10,6 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kBins = 256;
-constexpr int kHistograms = 8;  ///< copies, so that warps seldom add to the same bin
-
-/// The rule's order, 98 bits: guard, rank, position. No two tokens of a pair are equal.
-struct Keys {
-  const std::uint64_t* ranks;
-  const std::uint32_t* positions;
-  Guards guards;
-  std::uint32_t next;  ///< position to be admitted next
-
-  __device__ LeavingKey operator[](std::uint32_t i) const {
-    return {guards.guard(positions[i], next), ranks[i], positions[i]};
-  }
-};
-
-/// The guard, the 8 bytes of the rank, the 4 of the position, from the most significant.
-constexpr int kDigits = 13;
-__device__ std::uint32_t digit_of(const LeavingKey& key, int digit) {
-  if (digit == 0) return key.guard;
-  if (digit <= 8) return static_cast<std::uint32_t>(key.rank >> (8 - digit) * 8) & 0xff;
-  return key.position >> (12 - digit) * 8 & 0xff;
-}
-/// The key with all digits from `digits` on zero.
-__device__ LeavingKey leading(LeavingKey key, int digits) {
-  if (digits < 1) key.guard = 0;
-  if (digits < 9) key.rank = digits <= 1 ? 0 : key.rank >> (9 - digits) * 8 << (9 - digits) * 8;
-  if (digits < 13)
-    key.position = digits <= 9 ? 0 : key.position >> (13 - digits) * 8 << (13 - digits) * 8;
-  return key;
-}
-__device__ bool equal(const LeavingKey& a, const LeavingKey& b) {
-  return a.guard == b.guard && a.rank == b.rank && a.position == b.position;
-}
-
-/// A threshold: exactly the tokens that come before it in the order leave, when only the first
-/// `digits` of a key count.
-struct Threshold {
-  LeavingKey key;
-  int digits;
-  __device__ bool leaves(const LeavingKey& other) const { return leading(other, digits) < key; }
-};
-
-struct SelectionShared {
-  std::uint32_t histogram[kHistograms][kBins];
-  std::uint32_t bin, before;  ///< the bin with the token sought, and how many of its prefix precede
-  std::uint32_t warps[kWarps];
-};
-
-/// The bin of the token that `before_it` others of the same prefix precede. By the whole block.
-__device__ void find_bin(SelectionShared& shared, std::uint32_t before_it) {
-  __shared__ std::uint32_t sums[kBins / kWarpSize];
-  const int bin = threadIdx.x, lane = bin % kWarpSize;
-  std::uint32_t own = 0, upto = 0;
-  if (bin < kBins) {
-    for (int copy = 0; copy < kHistograms; ++copy) own += shared.histogram[copy][bin];
-    upto = own;
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const std::uint32_t other = __shfl_up_sync(~0u, upto, distance);
-      if (lane >= distance) upto += other;
-    }
-    if (lane == kWarpSize - 1) sums[bin / kWarpSize] = upto;
-  }
-  __syncthreads();
-  if (bin < kBins) {
-    for (int warp = 0; warp < bin / kWarpSize; ++warp) upto += sums[warp];
-    if (upto - own <= before_it && before_it < upto) {
-      shared.bin = static_cast<std::uint32_t>(bin);
-      shared.before = upto - own;
-    }
-  }
-  __syncthreads();
-}
-
-/// Radix selection: the threshold before which `leaving` of the `live` tokens come. By the whole
-/// block; 0 < leaving < live.
-__device__ Threshold select(SelectionShared& shared, const Keys& keys, std::uint32_t live,
-                            std::uint32_t leaving) {
-  Threshold found{{}, 0};
-  std::uint32_t before_it = leaving;  // tokens of the same prefix before the first that stays
-  for (int digit = 0; digit < kDigits && before_it > 0; ++digit) {
-    for (int i = threadIdx.x; i < kHistograms * kBins; i += kThreads)
-      (&shared.histogram[0][0])[i] = 0;
-    __syncthreads();
-    auto& histogram = shared.histogram[threadIdx.x / kWarpSize % kHistograms];
-    for (std::uint32_t i = threadIdx.x; i < live; i += kThreads) {
-      const LeavingKey key = keys[i];
-      if (equal(leading(key, digit), found.key)) atomicAdd(&histogram[digit_of(key, digit)], 1u);
-    }
-    __syncthreads();
-    find_bin(shared, before_it);
-    const std::uint64_t bin = shared.bin;
-    if (digit == 0)
-      found.key.guard = static_cast<std::uint32_t>(bin);
-    else if (digit <= 8)
-      found.key.rank |= bin << (8 - digit) * 8;
-    else
-      found.key.position |= static_cast<std::uint32_t>(bin) << (12 - digit) * 8;
-    found.digits = digit + 1;
-    before_it -= shared.before;
-    __syncthreads();
-  }
-  return found;
-}
-
-/// Calls each(slot, stays, how many before it stay) for the slots of [0, live). By the whole block;
-/// `stays` is asked twice. Each warp has a run of slots.
-template <class Stays, class Each>
-__device__ void number_stayers(SelectionShared& shared, std::uint32_t live, Stays stays,
-                               Each each) {
-  const std::uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const std::uint32_t run = (live + kThreads - 1) / kThreads * kWarpSize;
-  const std::uint32_t begin = min(warp * run, live), end = min(begin + run, live);
-  std::uint32_t count = 0;
-  for (std::uint32_t i = begin + lane; i - lane < end; i += kWarpSize)
-    count += __popc(__ballot_sync(~0u, i < end && stays(i)));
-  if (lane == 0) shared.warps[warp] = count;
-  __syncthreads();
-  std::uint32_t before = 0;
-  for (std::uint32_t w = 0; w < warp; ++w) before += shared.warps[w];
-  for (std::uint32_t i = begin + lane; i - lane < end; i += kWarpSize) {
-    const bool own = i < end && stays(i);
-    const std::uint32_t mask = __ballot_sync(~0u, own);
-    if (i < end) each(i, own, before + __popc(mask & ((1u << lane) - 1)));
-    before += __popc(mask);
-  }
-  __syncthreads();
-}
 
 /// Who stays, and where to: a block for each pair.
 __global__ void __launch_bounds__(kThreads)
@@ -150,16 +22,16 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t kept = rule.budget == kUnlimited ? live : min(live, rule.budget - 1);
   const std::size_t row = std::size_t(pair.index) * args.from.most_slots;
   const ShrinkWorkspace workspace = shrink_parts(args);
-  const Keys keys{workspace.ranks + row,
-                  args.from.positions + pair.first_slot,
-                  {.sinks = rule.sinks, .recent = rule.recent},
-                  pair.now + pair.admitted};
+  const LeavingKeys keys{workspace.ranks + row,
+                         args.from.positions + pair.first_slot,
+                         {.sinks = rule.sinks, .recent = rule.recent},
+                         pair.now + pair.admitted};
   std::int32_t* const sources = workspace.sources + row;
   std::int32_t* const holes = workspace.holes + row;
 
   if (kept > 0) {
-    const Threshold threshold =
-        kept == live ? Threshold{{}, 0} : select(shared, keys, live, live - kept);
+    const LeavingThreshold threshold =
+        kept == live ? LeavingThreshold{{}, 0} : select_leaving(shared, keys, live, live - kept);
     const auto stays = [&](std::uint32_t i) { return !threshold.leaves(keys[i]); };
     const auto note_source = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
       const auto slot = static_cast<std::int32_t>(i);

@@ -31,11 +31,13 @@ class QuerySpan {
     return block_of(static_cast<std::uint32_t>(index_[query]));
   }
   std::uint32_t block_of_sample(std::uint32_t sample) const { return block_of(sample * every_); }
-
- private:
+  /// Of the i-th query of the span.
   std::uint32_t block_of(std::uint32_t i) const {
     return static_cast<std::uint32_t>(std::uint64_t{i} * blocks() / size_);
   }
+  std::uint32_t sample_every() const { return every_; }
+
+ private:
   std::vector<std::int32_t> index_;  // [token]: which query of the span, or -1
   std::uint32_t size_ = 0, every_;
 };

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "policies/observation.hpp"
+#include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/oracle.hpp"
@@ -84,14 +85,60 @@ class Replay {
   const std::vector<std::uint32_t>& budgets() const { return budgets_; }
 
   /// One unit of work: all configurations on one KV head.
-  std::vector<HeadOutcome> run_unit(std::uint32_t layer, std::uint32_t kv_head) const {
-    const HeadTensors tensors = read_head(trace_, layer, kv_head);
+  std::vector<HeadOutcome> run_unit(ReplayUnit unit) const {
+    std::vector<std::size_t> all(configs_.size());
+    std::iota(all.begin(), all.end(), std::size_t{0});
     std::vector<HeadOutcome> outcomes(configs_.size());
+    run_here(all, unit, outcomes);
+    return outcomes;
+  }
+
+  /// Several units: elsewhere what is taken there, the rest here.
+  std::vector<std::vector<HeadOutcome>> run_units(std::span<const ReplayUnit> units) const {
+    std::vector<std::size_t> there, here;
+    for (std::size_t c = 0; c < configs_.size(); ++c)
+      (goes_elsewhere(c) ? there : here).push_back(c);
+    std::vector<std::vector<HeadOutcome>> outcomes(units.size());
+    for (auto& of_unit : outcomes) of_unit.resize(configs_.size());
+    if (!there.empty()) {
+      auto own = options_.elsewhere->run(plan_for(there), units);
+      for (std::size_t u = 0; u < units.size(); ++u)
+        for (std::size_t i = 0; i < there.size(); ++i) outcomes[u][there[i]] = std::move(own[u][i]);
+    }
+    if (!here.empty())
+      parallel_for(units.size(), options_.threads,
+                   [&](std::size_t u) { run_here(here, units[u], outcomes[u]); });
+    return outcomes;
+  }
+
+  bool goes_elsewhere(std::size_t c) const {
+    return options_.elsewhere && options_.elsewhere->takes(trace_.shape(), configs_[c]);
+  }
+
+  ReplayPlan plan_for(std::span<const std::size_t> which) const {
+    ReplayPlan plan{trace_, sequence_, rope_, arithmetic_, span_, options_.threads, {}};
+    for (const std::size_t c : which) plan.configs.push_back(resolved(c));
+    return plan;
+  }
+
+  /// Some configurations of one unit, on this thread.
+  void run_here(std::span<const std::size_t> which, ReplayUnit unit,
+                std::vector<HeadOutcome>& outcomes) const {
+    const auto [layer, kv_head] = unit;
+    const HeadTensors tensors = read_head(trace_, layer, kv_head);
     std::vector<std::size_t> shared, alone;
-    for (std::size_t c = 0; c < configs_.size(); ++c) (takes_lane(c) ? shared : alone).push_back(c);
+    for (const std::size_t c : which) (takes_lane(c) ? shared : alone).push_back(c);
     if (!shared.empty()) run_lanes(shared, layer, kv_head, tensors.view, outcomes);
     if (!alone.empty()) run_plainly(alone, layer, kv_head, tensors.view, outcomes);
-    return outcomes;
+  }
+
+  ResolvedConfig resolved(std::size_t c) const {
+    const ReplayConfig& config = configs_[c];
+    const PolicyEntry* const entry = config.policy.entry.get();
+    const bool evicts = !entry || entry->info.evicts;
+    return {&config, evicts ? budgets_[c] : kNoBudget,
+            entry && evicts ? resolve_guards(config.policy, budgets_[c]) : Guards{},
+            &admissions_[c]};
   }
 
   /// Whether the lanes take a configuration; the plain replay takes the rest, one by one.
@@ -101,12 +148,9 @@ class Replay {
                        std::uint32_t kv_head, const HeadView& view, const QuerySpan* span) const {
     std::vector<LaneConfig> lanes;
     for (const std::size_t c : which) {
-      const ReplayConfig& config = configs_[c];
-      const PolicyEntry* const entry = config.policy.entry.get();
-      const bool evicts = !entry || entry->info.evicts;
-      lanes.push_back({&config, evicts ? budgets_[c] : kNoBudget,
-                       entry && evicts ? resolve_guards(config.policy, budgets_[c]) : Guards{},
-                       &admissions_[c], dense_prompt(trace_.segments(), config.prefill)});
+      const ResolvedConfig r = resolved(c);
+      lanes.push_back({r.config, r.budget, r.guards, r.admissions,
+                       dense_prompt(trace_.segments(), r.config->prefill)});
     }
     return {std::move(lanes), {0, sequence_, layer, kv_head}, view, rope_, arithmetic_, span};
   }
@@ -251,8 +295,14 @@ ReplayUnit ReplayJob::unit(std::size_t index) const {
 }
 
 std::vector<HeadOutcome> ReplayJob::run(std::size_t index) const {
-  const ReplayUnit place = unit(index);
-  return impl_->replay.run_unit(place.layer, place.kv_head);
+  return impl_->replay.run_unit(unit(index));
+}
+
+std::vector<std::vector<HeadOutcome>> ReplayJob::run_together(
+    std::span<const std::size_t> indices) const {
+  std::vector<ReplayUnit> wanted;
+  for (const std::size_t index : indices) wanted.push_back(unit(index));
+  return impl_->replay.run_units(wanted);
 }
 
 ReplayGathering::ReplayGathering(const ReplayJob& job)
@@ -282,6 +332,13 @@ ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const ReplayConfig> configs, const ReplayOptions& options) {
   const ReplayJob job(trace, sequence, configs, options);
   ReplayGathering gathering(job);
+  if (options.elsewhere) {
+    std::vector<std::size_t> all(job.units());
+    std::iota(all.begin(), all.end(), std::size_t{0});
+    auto outcomes = job.run_together(all);
+    for (const std::size_t unit : all) gathering.put(unit, std::move(outcomes[unit]));
+    return gathering.result();
+  }
   std::size_t done = 0;
   std::mutex mutex;
   parallel_for(job.units(), options.threads, [&](std::size_t unit) {

@@ -30,11 +30,14 @@ struct ReplayConfig {
 
 enum class Span { decode, all };
 
+class HeadReplayer;  // sim/head_replayer.hpp
+
 struct ReplayOptions {
   Span span = Span::decode;
   double threshold = 0.01;          ///< tau
   bool every_output_error = false;  ///< false: every eighth query of the span
   bool plain = false;  ///< one configuration at a time, without lanes: what tests compare with
+  HeadReplayer* elsewhere = nullptr;  ///< takes what it can off the CPU; null: nothing
   unsigned threads = 1;
   std::vector<std::uint32_t> layers;     ///< empty: all
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty
@@ -86,6 +89,9 @@ class ReplayJob {
   ReplayUnit unit(std::size_t index) const;
   /// The outcomes of one unit, by configuration. From any thread, in any order.
   std::vector<HeadOutcome> run(std::size_t index) const;
+  /// The same of several units, in their order: with `options.elsewhere` together there, and what
+  /// that does not take on `options.threads` threads.
+  std::vector<std::vector<HeadOutcome>> run_together(std::span<const std::size_t> indices) const;
 
  private:
   friend class ReplayGathering;

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "sim/ranking.hpp"
+#include "tools/cuda_replay.hpp"
 #include "tools/options.hpp"
 #include "tools/replay_run.hpp"
 
@@ -128,7 +129,9 @@ void print_json(const Run& run, const std::string& out) {
 }
 
 ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
-  check_device(options);
+  const bool on_device = options.count("device") && device_from(options) == Device::cuda;
+  if (on_device && group.size() > 1)
+    throw std::invalid_argument("--device: cuda is for one process; under mpirun use --device cpu");
   const std::string out = required(options, "out", "--out RUN, a directory to be made");
   if (group.leads()) refuse_existing(out, "--out");
   if (!options.count("policy-source")) required(options, "policy", "--policy window,sink,h2o");
@@ -140,6 +143,8 @@ ReplayRequest request_from(const po::variables_map& options, const ProcessGroup&
       .fresh = options["fresh"].as<bool>(),
       .notice = [](const std::string& line) { fmt::print(stderr, "kvlab replay: {}\n", line); }};
   if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
+  if (on_device) request.device = cuda_replayer();
+  request.options.elsewhere = request.device.get();
   return request;
 }
 

@@ -73,7 +73,7 @@ class Sweep {
       : request_(request),
         traces_(open_traces(request, group)),
         info_(describe(request, traces_)),
-        job_json_(job_of(info_, build_hash())),
+        job_json_(job_of(info_, build_hash() + (request.options.elsewhere ? " on CUDA" : ""))),
         job_hash_(hash_of(job_json_)),
         jobs_(traces_.size()) {
     // What cannot be replayed is refused now, not after hours.
@@ -90,6 +90,21 @@ class Sweep {
   std::string compute(std::size_t unit) {
     const UnitId& id = ids_[unit];
     return pack_unit(id, job(id.trace)->run(id.unit));
+  }
+
+  /// Some units, those of each trace together; each(unit, bytes) for all.
+  void compute_together(const std::vector<std::size_t>& units,
+                        const std::function<void(std::size_t, const std::string&)>& each) {
+    for (auto first = units.begin(); first != units.end();) {
+      const auto end = std::find_if(
+          first, units.end(), [&](std::size_t u) { return ids_[u].trace != ids_[*first].trace; });
+      std::vector<std::size_t> indices;
+      for (auto u = first; u != end; ++u) indices.push_back(ids_[*u].unit);
+      const auto outcomes = job(ids_[*first].trace)->run_together(indices);
+      for (auto u = first; u != end; ++u)
+        each(*u, pack_unit(ids_[*u], outcomes[static_cast<std::size_t>(u - first)]));
+      first = end;
+    }
   }
 
   /// Whether the folder holds the unit. One that is damaged is named, and not there.
@@ -201,12 +216,16 @@ Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& 
   const auto& units = sweep.units();
   const auto missing = missing_units(request, sweep, folder);
   Progress progress(request, units.size() - missing.size(), units.size());
-  share_work(
-      group, missing, request.options.threads, [&](std::size_t u) { return sweep.compute(u); },
-      [&](std::size_t u, const std::string& bytes) {
-        folder.write_unit(units[u].trace, units[u].unit, bytes);
-        progress.add_one();
-      });
+  const auto finished = [&](std::size_t u, const std::string& bytes) {
+    folder.write_unit(units[u].trace, units[u].unit, bytes);
+    progress.add_one();
+  };
+  if (request.options.elsewhere)
+    sweep.compute_together(missing, finished);
+  else
+    share_work(
+        group, missing, request.options.threads, [&](std::size_t u) { return sweep.compute(u); },
+        finished);
   Run run = sweep.collect(folder);
   folder.commit(run);
   return run;

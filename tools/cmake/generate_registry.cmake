@@ -113,3 +113,26 @@ const std::vector<EvictionKernels>& @function@() {
 }  // namespace kvlab::kernels
 ]])
 endfunction()
+
+# kvlab_generate_replay(<registry.txt> <replay.cu>): every policy's caches in a replay.
+function(kvlab_generate_replay registry output)
+  kvlab_read_registry(${registry} headers types)
+  list(TRANSFORM types REPLACE "(.+)" "      replay_policy_of<\\1>(),")
+  list(JOIN types "\n" policies)
+  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
+// Generated from the registry. Do not edit.
+#include "kernels/replay_walk.cuh"
+#include "policies/registry.hpp"
+
+namespace kvlab::kernels {
+
+const std::vector<ReplayPolicy>& replay_policies() {
+  static const std::vector<ReplayPolicy> policies{
+@policies@
+  };
+  return policies;
+}
+
+}  // namespace kvlab::kernels
+]])
+endfunction()

@@ -1,0 +1,142 @@
+// Which of many tokens leave: the first of the rule's order, by the whole block, and who stays.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/device/reduce.cuh"
+#include "policies/rule.hpp"
+
+namespace kvlab::kernels {
+
+/// Bins of a digit.
+inline constexpr int kLeavingBins = 256;
+inline constexpr int kLeavingHistograms = 8;  ///< copies, so that warps seldom add to the same bin
+inline constexpr int kMostLeavingWarps = 32;
+
+/// The rule's order, 98 bits: guard, rank, position. No two tokens of a pair are equal.
+struct LeavingKeys {
+  const std::uint64_t* ranks;
+  const std::uint32_t* positions;
+  Guards guards;
+  std::uint32_t next;  ///< position to be admitted next
+
+  __device__ LeavingKey operator[](std::uint32_t i) const {
+    return {guards.guard(positions[i], next), ranks[i], positions[i]};
+  }
+};
+
+/// The guard, the 8 bytes of the rank, the 4 of the position, from the most significant.
+inline constexpr int kLeavingDigits = 13;
+__device__ inline std::uint32_t digit_of(const LeavingKey& key, int digit) {
+  if (digit == 0) return key.guard;
+  if (digit <= 8) return static_cast<std::uint32_t>(key.rank >> (8 - digit) * 8) & 0xff;
+  return key.position >> (12 - digit) * 8 & 0xff;
+}
+/// The key with all digits from `digits` on zero.
+__device__ inline LeavingKey leading(LeavingKey key, int digits) {
+  if (digits < 1) key.guard = 0;
+  if (digits < 9) key.rank = digits <= 1 ? 0 : key.rank >> (9 - digits) * 8 << (9 - digits) * 8;
+  if (digits < 13)
+    key.position = digits <= 9 ? 0 : key.position >> (13 - digits) * 8 << (13 - digits) * 8;
+  return key;
+}
+__device__ inline bool equal(const LeavingKey& a, const LeavingKey& b) {
+  return a.guard == b.guard && a.rank == b.rank && a.position == b.position;
+}
+
+/// A threshold: exactly the tokens that come before it in the order leave, when only the first
+/// `digits` of a key count.
+struct LeavingThreshold {
+  LeavingKey key;
+  int digits;
+  __device__ bool leaves(const LeavingKey& other) const { return leading(other, digits) < key; }
+};
+
+struct SelectionShared {
+  std::uint32_t histogram[kLeavingHistograms][kLeavingBins];
+  std::uint32_t bin, before;  ///< the bin with the token sought, and how many of its prefix precede
+  std::uint32_t warps[kMostLeavingWarps];
+};
+
+/// The bin of the token that `before_it` others of the same prefix precede. By the whole block.
+__device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
+  __shared__ std::uint32_t sums[kLeavingBins / kWarpSize];
+  const int bin = threadIdx.x, lane = bin % kWarpSize;
+  std::uint32_t own = 0, upto = 0;
+  if (bin < kLeavingBins) {
+    for (int copy = 0; copy < kLeavingHistograms; ++copy) own += shared.histogram[copy][bin];
+    upto = own;
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const std::uint32_t other = __shfl_up_sync(~0u, upto, distance);
+      if (lane >= distance) upto += other;
+    }
+    if (lane == kWarpSize - 1) sums[bin / kWarpSize] = upto;
+  }
+  __syncthreads();
+  if (bin < kLeavingBins) {
+    for (int warp = 0; warp < bin / kWarpSize; ++warp) upto += sums[warp];
+    if (upto - own <= before_it && before_it < upto) {
+      shared.bin = static_cast<std::uint32_t>(bin);
+      shared.before = upto - own;
+    }
+  }
+  __syncthreads();
+}
+
+/// Radix selection: the threshold before which `leaving` of the `live` tokens come. By the whole
+/// block; 0 < leaving < live.
+__device__ inline LeavingThreshold select_leaving(SelectionShared& shared, const LeavingKeys& keys,
+                                                  std::uint32_t live, std::uint32_t leaving) {
+  LeavingThreshold found{{}, 0};
+  std::uint32_t before_it = leaving;  // tokens of the same prefix before the first that stays
+  for (int digit = 0; digit < kLeavingDigits && before_it > 0; ++digit) {
+    for (int i = threadIdx.x; i < kLeavingHistograms * kLeavingBins;
+         i += static_cast<int>(blockDim.x))
+      (&shared.histogram[0][0])[i] = 0;
+    __syncthreads();
+    auto& histogram = shared.histogram[threadIdx.x / kWarpSize % kLeavingHistograms];
+    for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x) {
+      const LeavingKey key = keys[i];
+      if (equal(leading(key, digit), found.key)) atomicAdd(&histogram[digit_of(key, digit)], 1u);
+    }
+    __syncthreads();
+    find_bin(shared, before_it);
+    const std::uint64_t bin = shared.bin;
+    if (digit == 0)
+      found.key.guard = static_cast<std::uint32_t>(bin);
+    else if (digit <= 8)
+      found.key.rank |= bin << (8 - digit) * 8;
+    else
+      found.key.position |= static_cast<std::uint32_t>(bin) << (12 - digit) * 8;
+    found.digits = digit + 1;
+    before_it -= shared.before;
+    __syncthreads();
+  }
+  return found;
+}
+
+/// Calls each(slot, stays, how many before it stay) for the slots of [0, live). By the whole block;
+/// `stays` is asked twice. Each warp has a run of slots.
+template <class Stays, class Each>
+__device__ void number_stayers(SelectionShared& shared, std::uint32_t live, Stays stays,
+                               Each each) {
+  const std::uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const std::uint32_t run = (live + blockDim.x - 1) / blockDim.x * kWarpSize;
+  const std::uint32_t begin = min(warp * run, live), end = min(begin + run, live);
+  std::uint32_t count = 0;
+  for (std::uint32_t i = begin + lane; i - lane < end; i += kWarpSize)
+    count += __popc(__ballot_sync(~0u, i < end && stays(i)));
+  if (lane == 0) shared.warps[warp] = count;
+  __syncthreads();
+  std::uint32_t before = 0;
+  for (std::uint32_t w = 0; w < warp; ++w) before += shared.warps[w];
+  for (std::uint32_t i = begin + lane; i - lane < end; i += kWarpSize) {
+    const bool own = i < end && stays(i);
+    const std::uint32_t mask = __ballot_sync(~0u, own);
+    if (i < end) each(i, own, before + __popc(mask & ((1u << lane) - 1)));
+    before += __popc(mask);
+  }
+  __syncthreads();
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,161 @@
+// Replay on the device: many caches, each one KV head under one configuration, over the same
+// queries and keys. Queries come in blocks, in order: replay_rows() makes the full cache's
+// exponentials of a block, and a policy's `walk` takes every cache through its queries.
+//
+// A unit is one KV head with its group of query heads; a quad is four query heads side by side, the
+// last padded. All rows are float32.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kernels/eviction.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kMostReplayQueries = 64;    ///< of a block
+inline constexpr int kReplaySpanBlocks = 16;     ///< that figures are summed over, at most
+inline constexpr int kMostReplayGroup = 8;       ///< query heads of a KV head
+inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
+
+struct ReplayShape {
+  int units;  ///< that are replayed together
+  int tokens, group, head_size, rotated;
+  float softmax_scale;
+  Type rounding;  ///< of q and k after RoPE at original positions; f32: they are not rounded
+  std::uint32_t threshold16;  ///< of requests
+  constexpr int quads() const { return (group + 3) / 4; }
+};
+
+/// What all queries need. Angles are data: `turns` holds cos and sin.
+struct ReplayTensors {
+  const float* queries;  // [unit, token, group, dim], rotated, not rounded
+  const float* keys;     // [unit, token, dim], before RoPE
+  const float* values;   // [unit, token, dim]
+  const float2* turns;   // [position, rotated / 2]
+};
+
+/// Turns vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
+struct ReplayTurnArgs {
+  const float* from;
+  const float2* turns;
+  int rows, tokens, head_size, rotated;
+  int group, group_head;  ///< row t goes to [t, group_head] of [tokens, group, dim]
+  float* plain;           // not rounded, or null
+  void* rounded;          // of `rounding`, or null
+  Type rounding;
+};
+cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream);
+
+/// Which queries are measured. Errors are taken on each `sample_every`-th of the span.
+struct ReplaySpan {
+  const std::int32_t* index;  // [token]: which query of the span, or -1
+  int size, blocks, sample_every;
+};
+
+/// A block of queries, for every unit: [unit, query of the block, …], `block` of them apart.
+struct ReplayRows {
+  int first, count, block;
+  float4* e;       // [quad, token]: exponentials, the row's largest is 1
+  float4* logits;  // [quad, token]: of queries and keys that were not rounded; null: nobody asks
+  float4* sums;    // [quad]
+  float4* least;   // [quad]: e from which on the full row requests a token; infinite for padding
+  uint4* wanted;   // [quad]: earlier tokens that it requests, where the query is of the span
+  float* outputs;  // [group, dim]: of the full cache, where the query is a sample
+};
+
+/// From products [unit, query of the block, head, token] of rotated queries and keys.
+struct ReplayRowsArgs {
+  ReplayShape shape;
+  ReplaySpan span;
+  ReplayRows rows;
+  const float* products;
+  const float* unrounded;  ///< for rows.logits; null: as products
+  const float* values;
+};
+/// Bytes: products read once, rows.e (and rows.logits) written once, each 16 a quad and token.
+cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
+
+/// Tokens that enter together.
+struct ReplayAdmission {
+  std::uint32_t first, tokens;
+};
+
+/// One configuration.
+struct ReplayRule {
+  PairRule rule;
+  bool squeezed;  ///< live tokens are numbered by age
+  std::uint64_t seed;
+  std::int64_t first_slot;   ///< among a unit's
+  std::uint32_t slots;       ///< the most that are ever live
+  std::uint32_t params;      ///< bytes from ReplayArgs::params
+  std::uint32_t admissions;  ///< index of the first; a last one of no tokens follows
+};
+
+/// Where a cache is between two blocks. All zero at first.
+struct ReplayProgress {
+  std::uint64_t evictions;
+  std::uint32_t live, most_live, admission;
+  std::int32_t victim;  ///< slot + 1 of the token that makes room next; 0: not known
+  std::uint32_t victim_position;
+};
+
+/// All caches, [unit, slot of the unit].
+struct ReplayCaches {
+  std::int64_t unit_slots;
+  int slot_stride;  ///< bytes of a state, a multiple of 8
+  std::byte* states;
+  std::uint32_t *positions, *places, *holes, *fillers;
+  std::uint64_t* ranks;
+  Observation* seen;
+  float4* own;               // [unit, quad, slot]: exponentials of a cache's own logits
+  ReplayProgress* progress;  // [unit, configuration]
+};
+
+/// What is summed for each query head and block of the span.
+enum class ReplaySum { recall, nll, missed, wanted, error, errors };
+inline constexpr int kReplaySums = 6;
+
+struct ReplayFigures {
+  double* sums;    // [unit, configuration, ReplaySum, head (of quads), 16]
+  double* errors;  // [unit, configuration, sample, 2]: squared, group summed: error, output
+  std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
+  std::uint32_t* kept;          // [unit, configuration, token, words]: bits, zero before; or null
+  int configs, samples, words;
+};
+
+struct ReplayArgs {
+  ReplayShape shape;
+  ReplayTensors tensors;
+  ReplaySpan span;
+  ReplayRows rows;
+  ReplayCaches caches;
+  ReplayFigures figures;
+  const ReplayRule* rules;  // [configuration]
+  const ReplayAdmission* admissions;
+  const std::byte* params;
+  const std::int32_t* members;  ///< configurations of this policy
+  int member_count;
+  std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
+  std::uint32_t sequence;
+  const std::uint32_t *layers, *kv_heads;  // [unit]
+};
+
+/// One policy of the registry.
+struct ReplayPolicy {
+  std::string_view name;
+  std::size_t slot_bytes, params_bytes;
+  void (*params)(std::span<const double> values, std::byte* to);
+  const void* kernels[2];  ///< for one quad and for two
+
+  /// Takes the members' caches through the block of queries.
+  cudaError_t walk(const ReplayArgs& args, cudaStream_t stream) const;
+};
+
+/// Every registered policy, in the registry's order.
+const std::vector<ReplayPolicy>& replay_policies();
+
+}  // namespace kvlab::kernels

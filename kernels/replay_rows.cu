@@ -1,0 +1,211 @@
+// What all caches of a unit share: turned vectors, a block's exponentials, the full cache's
+// outputs.
+#include "kernels/device/element.cuh"
+#include "kernels/device/fold.cuh"
+#include "kernels/device/mass_sum.hpp"
+#include "kernels/device/type_dispatch.cuh"
+#include "kernels/replay.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+
+/// A warp for each vector.
+template <class T>
+__global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
+  const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  if (row >= args.rows) return;
+  const int half = args.rotated / 2, token = row % args.tokens,
+            lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const float* const from = args.from + std::int64_t{row} * args.head_size;
+  const std::int64_t to = (std::int64_t{row} * args.group + args.group_head) * args.head_size;
+  const auto put = [&](int d, float value) {
+    if (args.plain) args.plain[to + d] = value;
+    if (rounded) rounded[to + d] = from_float<T>(value);
+  };
+  for (int d = lane; d < half; d += kWarpSize) {
+    const float2 turn = args.turns[std::int64_t{token} * half + d];
+    const float low = from[d], high = from[d + half];
+    put(d, low * turn.x - high * turn.y);
+    put(d + half, high * turn.x + low * turn.y);
+  }
+  for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from[d]);
+}
+
+/// A fold over the block of four values, in every thread. `shared`: [kWarps][4]; free again after
+/// the next barrier.
+template <class Fold>
+__device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold) {
+  const unsigned lane = threadIdx.x % kWarpSize;
+  const float folded = warp_fold4(value, fold);
+  if (lane < 4) shared[threadIdx.x / kWarpSize][lane] = folded;
+  __syncthreads();
+  float all = shared[0][lane % 4];
+  for (int warp = 1; warp < kWarps; ++warp) all = fold(all, shared[warp][lane % 4]);
+  return of_lanes(all, 0);
+}
+
+/// One quad's products of one query, by token.
+struct QuadRow {
+  const float* products;  // [head, token]
+  int tokens, heads;
+  float scale;
+
+  /// 0 where there is no head.
+  __device__ float4 operator[](int token) const {
+    return {at(0, token), at(1, token), at(2, token), at(3, token)};
+  }
+  __device__ float at(int head, int token) const {
+    return head < heads ? products[std::int64_t{head} * tokens + token] * scale : 0.0f;
+  }
+};
+
+/// e from which on a row requests a token; infinite where there is no head.
+__device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold16) {
+  const auto least = [&](float of_sum, int head) {
+    if (head >= heads) return __int_as_float(0x7f800000);
+    const float p = request_floor(fixed_mass(1.0f, 1 / of_sum), threshold16);
+    return p < 0 ? 0.0f : p * of_sum;
+  };
+  return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
+}
+
+/// A block for each query (x), quad (y) and unit (z).
+__global__ void __launch_bounds__(kThreads)
+    rows_kernel(const __grid_constant__ ReplayRowsArgs args) {
+  __shared__ float largest[kWarps][4], sums[kWarps][4];
+  __shared__ std::uint32_t counts[4];
+  const ReplayShape& shape = args.shape;
+  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
+  const int query = args.rows.first + i, length = query + 1;
+  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i;
+  const std::int64_t of_quad = of_query * shape.quads() + quad;
+  const std::int64_t first_product = (of_query * shape.group + 4 * quad) * shape.tokens;
+  const QuadRow row{args.products + first_product, shape.tokens, shape.group - 4 * quad,
+                    shape.softmax_scale};
+  float4* const e = args.rows.e + of_quad * shape.tokens;
+
+  float4 most = row[0];
+  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
+    const float4 x = row[t];
+    most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
+  }
+  most = block_fold4(most, largest, Larger{});
+  float4 sum{};
+  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
+    const float4 x = row[t];
+    const float4 y{expf(x.x - most.x), row.heads > 1 ? expf(x.y - most.y) : 0.0f,
+                   row.heads > 2 ? expf(x.z - most.z) : 0.0f,
+                   row.heads > 3 ? expf(x.w - most.w) : 0.0f};
+    e[t] = y;
+    sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
+  }
+  if (threadIdx.x < 4) counts[threadIdx.x] = 0;
+  sum = block_fold4(sum, sums, Add{});
+  const float4 least = least_of(sum, row.heads, shape.threshold16);
+  if (threadIdx.x == 0) {
+    args.rows.sums[of_quad] = sum;
+    args.rows.least[of_quad] = least;
+  }
+  if (args.rows.logits) {
+    const QuadRow plain{(args.unrounded ? args.unrounded : args.products) + first_product,
+                        shape.tokens, row.heads, row.scale};
+    for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads)
+      args.rows.logits[of_quad * shape.tokens + t] = plain[t];
+  }
+  if (args.span.index[query] < 0) return;
+  uint4 wanted{};
+  for (int t = static_cast<int>(threadIdx.x); t < query; t += kThreads) {
+    const float4 x = e[t];
+    wanted.x += x.x >= least.x ? 1 : 0, wanted.y += x.y >= least.y ? 1 : 0;
+    wanted.z += x.z >= least.z ? 1 : 0, wanted.w += x.w >= least.w ? 1 : 0;
+  }
+  wanted = {__reduce_add_sync(~0u, wanted.x), __reduce_add_sync(~0u, wanted.y),
+            __reduce_add_sync(~0u, wanted.z), __reduce_add_sync(~0u, wanted.w)};
+  if (threadIdx.x % kWarpSize == 0) {
+    atomicAdd(&counts[0], wanted.x), atomicAdd(&counts[1], wanted.y);
+    atomicAdd(&counts[2], wanted.z), atomicAdd(&counts[3], wanted.w);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) args.rows.wanted[of_quad] = {counts[0], counts[1], counts[2], counts[3]};
+}
+
+/// The full cache's outputs of sampled queries: a block for each query (x), four dimensions to a
+/// thread of a warp (y: quad), unit (z).
+__global__ void __launch_bounds__(kThreads)
+    outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
+  __shared__ float4 partial[kWarps][4][kWarpSize];
+  const ReplayShape& shape = args.shape;
+  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
+  const int query = args.rows.first + i, index = args.span.index[query];
+  if (index < 0 || index % args.span.sample_every != 0) return;
+  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i;
+  const std::int64_t of_quad = of_query * shape.quads() + quad;
+  const float4* const e = args.rows.e + of_quad * shape.tokens;
+  const float4 of_sum = args.rows.sums[of_quad];
+  const float* const values =
+      args.values + std::int64_t{blockIdx.z} * shape.tokens * shape.head_size;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
+            warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  for (int first = 0; first < shape.head_size; first += 4 * kWarpSize) {
+    const int d = first + 4 * lane;
+    float4 sums[4] = {};
+    if (d < shape.head_size)
+      for (int t = warp; t <= query; t += kWarps) {
+        const float4 weight = e[t];
+        const float4 value =
+            *reinterpret_cast<const float4*>(values + std::int64_t{t} * shape.head_size + d);
+#pragma unroll
+        for (int head = 0; head < 4; ++head) {
+          const float w = component(weight, head);
+          float4& sum = sums[head];
+          sum.x = fmaf(w, value.x, sum.x), sum.y = fmaf(w, value.y, sum.y);
+          sum.z = fmaf(w, value.z, sum.z), sum.w = fmaf(w, value.w, sum.w);
+        }
+      }
+#pragma unroll
+    for (int head = 0; head < 4; ++head) partial[warp][head][lane] = sums[head];
+    __syncthreads();
+    if (warp < 4 && 4 * quad + warp < shape.group && d < shape.head_size) {
+      float4 all{};
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 x = partial[w][warp][lane];
+        all.x += x.x, all.y += x.y, all.z += x.z, all.w += x.w;
+      }
+      const float over = 1 / component(of_sum, warp);
+      *reinterpret_cast<float4*>(args.rows.outputs +
+                                 (of_query * shape.group + 4 * quad + warp) * shape.head_size +
+                                 d) = {all.x * over, all.y * over, all.z * over, all.w * over};
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream) {
+  if (args.rows < 1 || args.tokens < 1 || args.rotated > args.head_size)
+    return cudaErrorInvalidValue;
+  return with_type(args.rounding, [&](auto zero) {
+    turn_kernel<<<(args.rows + kWarps - 1) / kWarps, kThreads, 0, stream>>>(
+        args, static_cast<decltype(zero)*>(args.rounded));
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
+  const ReplayShape& shape = args.shape;
+  if (shape.group < 1 || shape.group > kMostReplayGroup || args.rows.count < 1 ||
+      args.rows.count > args.rows.block || shape.units < 1 || shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(shape.quads()),
+                  static_cast<unsigned>(shape.units));
+  rows_kernel<<<grid, kThreads, 0, stream>>>(args);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,47 @@
+// Where KV heads may be replayed other than on this CPU.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sim/head_view.hpp"
+#include "sim/replay.hpp"
+#include "sim/tabulate.hpp"
+
+namespace kvlab {
+
+/// One configuration, resolved for a trace.
+struct ResolvedConfig {
+  const ReplayConfig* config;
+  std::uint32_t budget;  ///< in tokens; kNoBudget: never evicts
+  Guards guards;
+  const std::vector<Admission>* admissions;
+};
+
+/// What the units of a replay have in common.
+struct ReplayPlan {
+  const TraceReader& trace;
+  std::uint32_t sequence;
+  const RopeTable& rope;
+  const HeadArithmetic& arithmetic;
+  const QuerySpan& span;
+  unsigned threads;
+  std::vector<ResolvedConfig> configs;
+};
+
+/// Takes many KV heads through many configurations together: a device.
+class HeadReplayer {
+ public:
+  virtual ~HeadReplayer() = default;
+  /// Whether it can; what it cannot the CPU does.
+  virtual bool takes(const ModelShape& shape, const ReplayConfig& config) const = 0;
+  /// The outcomes by unit, then by configuration of the plan. Throws std::runtime_error: the device
+  /// fails, or is too small for one unit.
+  virtual std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
+                                                    std::span<const ReplayUnit> units) = 0;
+  /// What run() has spent on reading traces and moving them to the device, so far.
+  virtual double reading_seconds() const = 0;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,148 @@
+// The replay on a device against the plain replay on the CPU.
+#include "tools/cuda_replay.hpp"
+
+#include <cmath>
+#include <map>
+#include <tuple>
+
+#include "engine/backend.hpp"
+#include "tests/catch.hpp"
+#include "tests/sim/differential.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/skip.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
+constexpr double kTolerance = 1e-4;
+
+/// Groups of 1, 3, 7 and 4, lengths about a block of queries, two turns, every rounding.
+std::vector<RandomTrace> shapes() {
+  return {
+      {.layers = 2,
+       .query_heads = 2,
+       .kv_heads = 2,
+       .head_size = 8,
+       .segments = {{0, 1, kPrompt}, {1, 64, kDecode}},
+       .seed = 4},
+      {.layers = 1,
+       .query_heads = 6,
+       .kv_heads = 2,
+       .head_size = 24,
+       .dtype = Dtype::bf16,
+       .rounding = Rounding::model_dtype,
+       .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
+       .seed = 5},
+      {.layers = 1,
+       .query_heads = 7,
+       .kv_heads = 1,
+       .head_size = 136,
+       .dtype = Dtype::f16,
+       .rounding = Rounding::model_dtype,
+       .rope_factor = 1.1f,
+       .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
+       .silent_first = true,
+       .seed = 6},
+      // Heavy tokens that leave take all of the row's exponentials with them.
+      {.layers = 1,
+       .query_heads = 4,
+       .kv_heads = 1,
+       .head_size = 16,
+       .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
+       .pull = 90,
+       .seed = 7}};
+}
+
+bool is_whole(const std::string& metric) {
+  return metric == "evictions" || metric == "live_max" || metric.ends_with("_bytes") ||
+         metric == "zero_outputs";
+}
+
+void check_equal(const ReplayResult& got, const ReplayResult& wanted,
+                 const std::function<std::string(std::size_t)>& name) {
+  REQUIRE(got.measurements.size() == wanted.measurements.size());
+  REQUIRE(got.budget_tokens == wanted.budget_tokens);
+  for (std::size_t i = 0; i < wanted.measurements.size(); ++i) {
+    const Measurement &a = got.measurements[i], &b = wanted.measurements[i];
+    INFO(name(b.config) << " " << b.metric << " layer " << b.layer << " head " << b.head << ": "
+                        << a.value << " ± " << a.standard_error << " of " << a.count
+                        << ", on the CPU " << b.value << " ± " << b.standard_error << " of "
+                        << b.count);
+    REQUIRE(std::tuple(a.config, a.layer, a.head, a.metric) ==
+            std::tuple(b.config, b.layer, b.head, b.metric));
+    CHECK(a.count == b.count);
+    const double allowed = is_whole(b.metric) ? 0 : kTolerance * std::max(1.0, std::abs(b.value));
+    CHECK(std::abs(a.value - b.value) <= allowed);
+    CHECK(std::isnan(a.standard_error) == std::isnan(b.standard_error));
+    if (!std::isnan(b.standard_error))
+      CHECK(std::abs(a.standard_error - b.standard_error) <=
+            kTolerance * std::max(1.0, b.standard_error));
+  }
+}
+
+TEST_CASE("a device measures what the plain replay measures, and keeps the sets that it keeps",
+          "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  for (const RandomTrace& wanted : shapes()) {
+    const test::TemporaryFolder folder;
+    const TraceReader trace = write_random_trace(folder / "trace", wanted);
+    std::vector<Case> cases;
+    for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
+    const auto configs = replay_configs(cases);
+
+    for (const Span span : {Span::decode, Span::all}) {
+      std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>>
+          kept;
+      const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
+        kept[{unit, config, query}] = {live.begin(), live.end()};
+      });
+      ReplayOptions options{.span = span, .every_output_error = span == Span::all, .plain = true};
+      const ReplayResult here = replay(trace, kSequence, configs, options);
+      options.elsewhere = device.get();
+      const ReplayResult there = replay(trace, kSequence, configs, options);
+      check_equal(there, here, [&](std::size_t c) { return cases[c].text; });
+      const ReplayResult again = replay(trace, kSequence, configs, options);
+      for (std::size_t i = 0; i < again.measurements.size(); ++i)
+        REQUIRE(again.measurements[i].value == there.measurements[i].value);
+
+      std::vector<std::uint32_t> every(trace.tokens());
+      for (std::uint32_t t = 0; t < trace.tokens(); ++t) every[t] = t;
+      options.elsewhere = nullptr;
+      std::size_t taken = 0;
+      for (const Case& c : cases) {
+        if (!device->takes(trace.shape(), c.replay)) continue;
+        const auto sets = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
+        for (const KeptSet& set : sets) {
+          INFO(c.text << " query " << set.query);
+          REQUIRE(kept[{0, taken, set.query}] == set.positions);
+        }
+        ++taken;
+      }
+    }
+  }
+}
+
+TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const auto trace =
+      TraceReader::open(std::string(KVLAB_SOURCE_DIR) + "/traces/samples/tiny-story");
+  std::vector<ReplayConfig> grid;
+  for (const char* policy : {"lru", "window", "h2o", "sink", "streaming_h2o", "random", "full",
+                             "lru:sinks=4:recent=50%"})
+    for (const char* budget : {"5%", "20%", "60%"}) {
+      ReplayConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
+      config.positions = config.policy.entry->info.positions;
+      grid.push_back(config);
+    }
+  const auto device = cuda_replayer();
+  ReplayOptions options{.span = Span::all, .threads = 4};
+  const ReplayResult here = replay(trace, 0, grid, options);
+  options.elsewhere = device.get();
+  check_equal(replay(trace, 0, grid, options), here,
+              [&](std::size_t c) { return grid[c].policy.text() + " " + grid[c].budget.text(); });
+}
+
+}  // namespace
+}  // namespace kvlab
