@@ -1,0 +1,122 @@
+#include "engine/cuda/decoder_memory.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "engine/cuda/full_cache.hpp"
+#include "engine/cuda/layer_products.hpp"
+
+namespace kvlab {
+namespace {
+
+/// Not for buffers: their rounding up, a prompt's ids, and what CUDA loads and records later.
+constexpr std::uint64_t kReserve = 256u << 20;
+
+void check_options(const CudaDecoderOptions& options) {
+  if (options.sequences < 1) throw std::invalid_argument("CUDA decoder: at least one sequence");
+  if (options.prefill_tokens < 1)
+    throw std::invalid_argument("CUDA decoder: a prompt's chunk needs at least one token");
+  if (options.capture && options.sequences != 1)
+    throw std::invalid_argument("CUDA decoder: a trace is of one sequence");
+  if (options.slots == 0 && options.caches.empty())
+    throw std::invalid_argument("CUDA decoder: no slots; give at least one");
+  if (!options.caches.empty() &&
+      options.caches.size() != static_cast<std::size_t>(options.sequences))
+    throw std::invalid_argument(fmt::format("CUDA decoder: {} caches for {} sequences",
+                                            options.caches.size(), options.sequences));
+}
+
+/// Bytes of everything that is allocated.
+struct Memory {
+  std::uint64_t cache, work;
+};
+Memory memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
+  const ModelConfig& config = model.config();
+  const int rows = most_rows(options);
+  const WorkSizes own = work_sizes(config, model.dtype(), options);
+  Memory memory{.cache = 0,
+                .work = own.x + own.inner + own.logits +
+                        BatchState::bytes(options.sequences, config.vocab) +
+                        LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
+                                                 output_rows(options), keeps_outputs(options)) +
+                        LayerProducts::bytes(model, static_cast<unsigned>(rows))};
+  if (options.caches.empty()) {
+    memory.cache = static_cast<std::uint64_t>(options.sequences) *
+                   FullCache::bytes(model, FullCache::capacity(options.slots));
+    memory.work += FullCache::work_bytes(model, options.sequences, options.slots, rows);
+  } else {
+    memory.cache = EvictingCache::bytes(model, evicting_options(options));
+    memory.work += EvictingCache::work_bytes(model, evicting_options(options));
+  }
+  return memory;
+}
+
+bool fits(const Memory& memory, std::uint64_t free) {
+  return memory.cache + memory.work + kReserve <= free;
+}
+
+/// The most slots a sequence that fit; work buffers grow with them, too.
+std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions options,
+                             std::uint64_t free) {
+  std::uint32_t most = 0;
+  for (std::uint32_t too_many = options.slots; too_many - most > 1;) {
+    options.slots = most + (too_many - most) / 2;
+    (fits(memory_for(model, options), free) ? most : too_many) = options.slots;
+  }
+  return most;
+}
+
+}  // namespace
+
+int most_rows(const CudaDecoderOptions& options) {
+  return std::max(static_cast<int>(options.prefill_tokens), options.sequences);
+}
+
+WorkSizes work_sizes(const ModelConfig& config, Dtype dtype, const CudaDecoderOptions& options) {
+  const auto rows = static_cast<std::size_t>(most_rows(options));
+  return {.x = rows * config.hidden * sizeof(float),
+          .inner = rows * config.mlp * bytes_of(dtype),
+          .logits = static_cast<std::size_t>(options.sequences) * config.vocab * sizeof(float)};
+}
+
+LayerOutputMemory::Rows output_rows(const CudaDecoderOptions& options) {
+  return {options.prefill_tokens, static_cast<std::size_t>(options.sequences)};
+}
+
+bool keeps_outputs(const CudaDecoderOptions& options) { return options.capture || options.watched; }
+
+EvictingCache::Options evicting_options(const CudaDecoderOptions& options) {
+  return {.caches = options.caches,
+          .most_tokens = options.slots,
+          .part_tokens = static_cast<int>(options.prefill_tokens),
+          .watched = options.watched,
+          .plain = options.plain_eviction};
+}
+
+bool fits_free_memory(const DeviceModel& model, const CudaDecoderOptions& options) {
+  return fits(memory_for(model, options), cuda::memory_info().free);
+}
+
+CudaDecoderOptions checked_options(const DeviceModel& model, const CudaDecoderOptions& options) {
+  check_options(options);
+  const Memory needed = memory_for(model, options);
+  const cuda::MemoryInfo memory = cuda::memory_info();
+  if (fits(needed, memory.free)) return options;
+  if (!options.caches.empty())
+    throw std::runtime_error(fmt::format(
+        "device memory: the caches of {} sequence{} of {} need {}, and their work buffers {}; {} "
+        "of {} are free; smaller budgets or fewer sequences would fit",
+        options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
+        cuda::bytes_text(needed.cache), cuda::bytes_text(needed.work),
+        cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
+  throw std::runtime_error(fmt::format(
+      "device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and "
+      "its work buffers {}; {} of {} are free: {} tokens a sequence would fit",
+      options.slots, options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
+      cuda::bytes_text(needed.cache), cuda::bytes_text(needed.work), cuda::bytes_text(memory.free),
+      cuda::bytes_text(memory.total), slots_that_fit(model, options, memory.free)));
+}
+
+}  // namespace kvlab
