@@ -63,9 +63,10 @@ void FeedbackLane::take_own_outputs(std::uint32_t index, const GroupRows& rows) 
       const std::size_t begin = next[r], size = sample.kept.size() / rows.quads();
       while (next[r] < sample.tokens.size() && sample.tokens[next[r]] < end) ++next[r];
       for (std::uint32_t quad = 0; quad < rows.quads() && begin < next[r]; ++quad)
-        row_loops().accumulate_kept(sample.kept.data() + quad * size, sample.tokens.data(), begin,
-                                    next[r], view.v, view.kv_token_stride, dim,
-                                    sample.outputs.data() + quad * kQuad * dim);
+        row_loops().accumulate(sample.kept.data() + quad * size + begin * kQuad,
+                               sample.tokens.data() + begin, next[r] - begin, view.v,
+                               view.kv_token_stride, dim,
+                               sample.outputs.data() + quad * kQuad * dim);
     }
   for (const auto& run : runs_)
     for (std::uint32_t head = 0; head < group_; ++head) {

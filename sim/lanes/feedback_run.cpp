@@ -17,8 +17,7 @@ std::size_t padded(std::size_t tokens) {
 
 /// Where head h's exponential of the i-th gathered token lies.
 std::size_t kept_index(std::size_t i, std::size_t head, std::size_t room_tokens) {
-  return head / kQuad * room_tokens * kQuad + i / kBlockTokens * kKeptFloats +
-         head % kQuad * kBlockTokens + i % kBlockTokens;
+  return head / kQuad * room_tokens * kQuad + i * kQuad + head % kQuad;
 }
 
 }  // namespace

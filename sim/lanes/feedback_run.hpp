@@ -9,7 +9,7 @@ namespace kvlab {
 
 /// Room that the runs of a lane take turns in.
 struct GatherRoom {
-  std::vector<float> kept;                      // [quad][blocks][4][16]
+  std::vector<float> kept;                      // [quad][age][4]
   std::vector<std::uint64_t> mass;              // [age]
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
@@ -43,7 +43,7 @@ class FeedbackRun {
     std::vector<float> outputs;       ///< [heads][dim], of those heads
     /// Squeezed: the exponentials are the sample's own, of tokens by age, and `sums` theirs.
     bool own = false;
-    std::vector<float> kept;  ///< [quad][blocks][4][16]
+    std::vector<float> kept;  ///< [quad][age][4]
     std::vector<std::uint32_t> tokens;
   };
   Sample& sample(std::size_t index) { return samples_[index]; }

@@ -52,7 +52,6 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   sums_.resize(std::size_t{block_} * heads());
   most_.resize(sums_.size());
   shifts_.resize(sums_.size());
-  kept_.resize(stride_ * kQuad);
   lazy_.resize(block_);
   std::vector<float> key(view.head_size);
   for (std::uint32_t token = 0; token < view.tokens; ++token) {
@@ -107,19 +106,13 @@ GroupRows::Requests GroupRows::requests(std::uint32_t query) {
   return {parts.least.data(), parts.bits.data(), parts.count.data()};
 }
 
-void GroupRows::gather_row(std::uint32_t query, std::uint32_t quad) {
-  float sum[kQuad], most[kQuad];
-  row_loops().gather(e(query, quad), nullptr, query + 1, kept_.data(), sum, most);
-}
-
 const std::uint64_t* GroupRows::masses(std::uint32_t query) {
   Lazy& parts = lazy(query);
   if (!parts.masses) {
     parts.masses = true;
     parts.mass.resize(stride_);
     for (std::uint32_t quad = 0; quad < quads_; ++quad) {
-      gather_row(query, quad);
-      row_loops().masses(kept_.data(), query + 1, sums(query) + quad * kQuad, quad == 0,
+      row_loops().masses(e(query, quad), query + 1, sums(query) + quad * kQuad, quad == 0,
                          parts.mass.data());
     }
   }
@@ -133,8 +126,7 @@ const std::uint32_t* GroupRows::asked(std::uint32_t query) {
     const Requests wanted = requests(query);
     parts.any.resize(stride_);
     for (std::uint32_t quad = 0; quad < quads_; ++quad) {
-      gather_row(query, quad);
-      row_loops().mark(kept_.data(), query + 1, wanted.least + quad * kQuad, quad == 0,
+      row_loops().mark(e(query, quad), query + 1, wanted.least + quad * kQuad, quad == 0,
                        parts.any.data());
     }
   }

@@ -32,7 +32,7 @@ class GroupRows {
   std::uint32_t heads() const { return quads_ * static_cast<std::uint32_t>(kQuad); }  ///< padded
   std::uint32_t threshold16() const { return arithmetic_.threshold16; }
 
-  /// [query + 1][4].
+  /// [query + 1][4], and zeros up to a whole block.
   const float* e(std::uint32_t query, std::uint32_t quad) const {
     return e_.data() + (std::size_t{query - first_} * quads_ + quad) * stride_ * kQuad;
   }
@@ -80,8 +80,6 @@ class GroupRows {
   void rotate(const float* x, std::uint32_t position, float* y) const {
     rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
   }
-  /// The row of one quad, gathered: [blocks][4][16] in kept_.
-  void gather_row(std::uint32_t query, std::uint32_t quad);
 
   HeadView view_;
   const RopeTable& rope_;
@@ -94,8 +92,7 @@ class GroupRows {
   std::vector<float> e_;              // [block, quad, token, 4]
   std::vector<float> sums_, most_;    // [block, heads()]
   std::vector<std::int32_t> shifts_;  // [block, heads()]
-  std::vector<float> kept_;
-  std::vector<Lazy> lazy_;  // [block]
+  std::vector<Lazy> lazy_;            // [block]
 };
 
 }  // namespace kvlab

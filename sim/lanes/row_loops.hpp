@@ -2,8 +2,8 @@
 // time. All sets give the same bits.
 //
 // Four query heads of a group are a quad, padded with zeros; a row's exponentials lie as
-// [token][4], so that a scattered read brings a token's four in one 16-byte load. Gathered rows lie
-// in blocks of sixteen tokens: [block][4][16].
+// [token][4], so that a scattered read brings a token's four in one 16-byte load. Every row has
+// room for whole blocks of sixteen tokens, and zeros there behind its last one.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,7 @@
 namespace kvlab {
 
 inline constexpr std::size_t kQuad = 4;          ///< query heads that are taken together
-inline constexpr std::size_t kBlockTokens = 16;  ///< tokens of a gathered block
-inline constexpr std::size_t kKeptFloats = kQuad * kBlockTokens;
+inline constexpr std::size_t kBlockTokens = 16;  ///< rows are padded to whole blocks of tokens
 
 inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
 
@@ -21,26 +20,26 @@ struct RowLoops {
   const char* name;  ///< of the instruction set
 
   /// From logits to shared exponentials (traces/numeric/softmax.hpp): rows[h] holds `count` logits,
-  /// to be scaled; null: padding, zeros. Writes e [count][4], sum[4] (lane sums), most[4], and the
-  /// shift[4] that they were taken with.
+  /// to be scaled; null: padding, zeros. Writes e [count][4] and zeros up to a whole block,
+  /// sum[4] (lane sums), most[4], and the shift[4] that they were taken with.
   void (*exponentials)(const float* const* rows, std::size_t count, float scale, float* e,
                        float* sum, float* most, std::int32_t* shift);
-  /// Gathers the exponentials of tokens[i], i < count (null: token i), into kept
-  /// [blocks][4][16], the last block padded with zeros. sum[4]: lane sums in the order of i;
-  /// most[4]: the largest, 0 at least.
+  /// Gathers the exponentials of tokens[i], i < count, into kept [count][4] and zeros up to a whole
+  /// block. sum[4]: lane sums in the order of i; most[4]: the largest, 0 at least.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
                  float* sum, float* most);
   /// The sums alone, in no order that a decoder knows; hits[h] += tokens with e >= least[h].
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
   /// mass[i] += sum over the quad of fixed_mass(1, kept / sum[h]), i < count; `first`: = instead.
-  /// A head with sum 0 is padding. The arrays are padded to whole blocks.
+  /// A head with sum 0 is padding. Works on whole blocks.
   void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
                  std::uint64_t* mass);
   /// asked[i] |= whether some head h of the quad has kept >= least[h]; `first`: = instead.
   void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
                std::uint32_t* asked);
-  /// Bit i of bits[h] (64-bit words, `words` apart): whether e[i][h] >= least[h], i < count.
+  /// Bit i of bits[h] (64-bit words, `words` apart): whether e[i][h] >= least[h], i < count;
+  /// the bits behind are 0.
   void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
                std::size_t words);
   /// The first index of the smallest rank in [begin, end), begin < end.
@@ -61,14 +60,10 @@ struct RowLoops {
                          const float* const* queries, float* out, std::size_t out_stride);
   /// A row whose `old` first logits (rows[h], to be scaled; null: padding) are its own and whose
   /// `shared` others have the exponentials e [shared][4], taken with shift[h]: gathers all into
-  /// kept, as gather() does. sum[h] = 0 where the own ones are too large for that shift.
+  /// kept [old + shared][4], as gather() does. sum[h] = 0 where the own ones are too large for that
+  /// shift.
   void (*join)(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
                const float* e, std::size_t shared, float* kept, float* sum, float* most);
-  /// y[h][d] += kept (see gather) of the i-th token and head h * v[tokens[i] * stride + d], for i
-  /// in [begin, end), fused.
-  void (*accumulate_kept)(const float* kept, const std::uint32_t* tokens, std::size_t begin,
-                          std::size_t end, const float* v, std::size_t stride, std::size_t depth,
-                          float* y);
 };
 
 /// Those of the best instruction set that this machine has.

@@ -12,18 +12,14 @@ namespace {
 
 constexpr int kHeads = static_cast<int>(kQuad);
 constexpr int kTokens = static_cast<int>(kBlockTokens);
-constexpr int kPieces = kTokens / kWidth;  // registers for one head of a block
-constexpr int kQuadsInRegister = kWidth / kHeads;
+constexpr int kQuads = kWidth / kHeads;                // tokens in a register
+constexpr int kBlockParts = kTokens / kQuads;          // registers of a block, [16][4]
+constexpr int kPieces = kTokens / kWidth;              // registers for one head of a block
+constexpr std::size_t kBlockFloats = kTokens * kQuad;  // of a block
 
 // --- a quad's registers ------------------------------------------------------------------------
 
-inline Words as_words(Ints v) {
-  Words w;
-  std::memcpy(&w, &v, sizeof w);
-  return w;
-}
-
-/// The four exponentials of kWidth / 4 tokens, `tokens[0], tokens[4], …` of a register's tokens.
+/// The exponentials of kQuads tokens.
 #if defined(__AVX512F__)
 inline Floats load_quads(const float* a, const float* b, const float* c, const float* d) {
   const __m512 ab = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
@@ -39,24 +35,68 @@ inline Floats load_quads(const float* a, const float*, const float*, const float
 }
 #endif
 
-/// Unpacks pairs within each lane of four: (a0 b0 a1 b1) or, high, (a2 b2 a3 b3).
-template <bool High, int... I>
-inline Floats unpack(Floats a, Floats b) {
-  if constexpr (kWidth == 16) {
-    constexpr int o = High ? 2 : 0;
-    return __builtin_shufflevector(a, b, o, o + 16, o + 1, o + 17, o + 4, o + 20, o + 5, o + 21,
-                                   o + 8, o + 24, o + 9, o + 25, o + 12, o + 28, o + 13, o + 29);
-  } else if constexpr (kWidth == 8) {
-    constexpr int o = High ? 2 : 0;
-    return __builtin_shufflevector(a, b, o, o + 8, o + 1, o + 9, o + 4, o + 12, o + 5, o + 13);
-  } else {
-    constexpr int o = High ? 2 : 0;
-    return __builtin_shufflevector(a, b, o, o + 4, o + 1, o + 5);
-  }
+/// The exponentials of tokens[0], …, tokens[kQuads - 1].
+inline Floats load_scattered(const float* e, const std::uint32_t* tokens) {
+  const auto at = [&](int i) { return e + std::size_t{tokens[i]} * kQuad; };
+  if constexpr (kQuads == 4) return load_quads(at(0), at(1), at(2), at(3));
+  if constexpr (kQuads == 2) return load_quads(at(0), at(1), nullptr, nullptr);
+  return load_quads(at(0), nullptr, nullptr, nullptr);
 }
 
-/// Four registers of (token, head) to four of (head, token), within each lane of four: rows r of
-/// lane k hold token 4 k + r before, head r after.
+/// Four floats to every kQuads tokens of a register.
+inline Floats repeated(const float* four) {
+  Floats v;
+  for (int i = 0; i < kWidth; ++i) v[i] = four[i % kHeads];
+  return v;
+}
+
+/// Unpacks pairs within each lane of four: (a0 b0 a1 b1) or, high, (a2 b2 a3 b3).
+template <bool High, class V>
+inline V unpack(V a, V b) {
+  constexpr int o = High ? 2 : 0;
+  if constexpr (kWidth == 16)
+    return __builtin_shufflevector(a, b, o, o + 16, o + 1, o + 17, o + 4, o + 20, o + 5, o + 21,
+                                   o + 8, o + 24, o + 9, o + 25, o + 12, o + 28, o + 13, o + 29);
+  else if constexpr (kWidth == 8)
+    return __builtin_shufflevector(a, b, o, o + 8, o + 1, o + 9, o + 4, o + 12, o + 5, o + 13);
+  else
+    return __builtin_shufflevector(a, b, o, o + 4, o + 1, o + 5);
+}
+
+/// The same with pairs of two: (a0 a1 b0 b1) or (a2 a3 b2 b3).
+template <bool High, class V>
+inline V unpack_pairs(V a, V b) {
+  constexpr int o = High ? 2 : 0;
+  if constexpr (kWidth == 16)
+    return __builtin_shufflevector(a, b, o, o + 1, o + 16, o + 17, o + 4, o + 5, o + 20, o + 21,
+                                   o + 8, o + 9, o + 24, o + 25, o + 12, o + 13, o + 28, o + 29);
+  else if constexpr (kWidth == 8)
+    return __builtin_shufflevector(a, b, o, o + 1, o + 8, o + 9, o + 4, o + 5, o + 12, o + 13);
+  else
+    return __builtin_shufflevector(a, b, o, o + 1, o + 4, o + 5);
+}
+
+/// Element j of lane k goes to kQuads j + k: the tokens of four registers [token][4], turned, come
+/// into their order.
+template <class V>
+inline V in_order(V v) {
+  if constexpr (kWidth == 16)
+    return __builtin_shufflevector(v, v, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  else if constexpr (kWidth == 8)
+    return __builtin_shufflevector(v, v, 0, 4, 1, 5, 2, 6, 3, 7);
+  else
+    return v;
+}
+/// The other way round.
+template <class V>
+inline V out_of_order(V v) {
+  if constexpr (kWidth == 8)
+    return __builtin_shufflevector(v, v, 0, 2, 4, 6, 1, 3, 5, 7);
+  else
+    return in_order(v);
+}
+
+/// Within each lane of four: element j of register i and element i of register j change places.
 inline void transpose(Floats* r) {
   const Floats a = unpack<false>(r[0], r[2]), b = unpack<false>(r[1], r[3]);
   const Floats c = unpack<true>(r[0], r[2]), d = unpack<true>(r[1], r[3]);
@@ -66,33 +106,6 @@ inline void transpose(Floats* r) {
   r[3] = unpack<true>(c, d);
 }
 
-/// Loads the quads of kWidth tokens and turns them: r[h] holds head h of the tokens in order.
-struct Scattered {
-  const float* e;
-  const std::uint32_t* tokens;
-  inline __attribute__((always_inline)) const float* at(int i) const {
-    return e + std::size_t{tokens[i]} * kQuad;
-  }
-  inline __attribute__((always_inline)) void load_turned(std::size_t first, Floats* r) const {
-    const Scattered from{e, tokens + first};
-    for (int i = 0; i < kHeads; ++i)
-      r[i] = kWidth == 16  ? load_quads(from.at(i), from.at(i + 4), from.at(i + 8), from.at(i + 12))
-             : kWidth == 8 ? load_quads(from.at(i), from.at(i + 4), nullptr, nullptr)
-                           : load_quads(from.at(i), nullptr, nullptr, nullptr);
-    transpose(r);
-  }
-};
-struct Contiguous {
-  const float* e;
-  const std::uint32_t* tokens;  // not looked at
-  inline __attribute__((always_inline)) void load_turned(std::size_t first, Floats* r) const {
-    const float* from = e + first * kQuad;
-    for (int i = 0; i < kHeads; ++i)
-      r[i] = load_quads(from + 4 * i, from + 16 + 4 * i, from + 32 + 4 * i, from + 48 + 4 * i);
-    transpose(r);
-  }
-};
-
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float largest_of(Floats v) {
@@ -101,69 +114,71 @@ inline float largest_of(Floats v) {
   return most;
 }
 
-/// Sixteen running sums, added by halves.
-inline float by_halves(const Floats* pieces) {
-  float lanes[kTokens];
-  for (int c = 0; c < kPieces; ++c) store(lanes + c * kWidth, pieces[c]);
-  for (int width = kTokens / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-  return lanes[0];
-}
-
-/// The last tokens of a row, padded with zeros to whole blocks, as a row of their own.
-struct Tail {
-  alignas(64) float e[kBlockTokens * kQuad] = {};
-
-  template <class From>
-  Tail(const From& from, std::size_t first, std::size_t count) {
-    for (std::size_t i = first; i < count; ++i) {
-      const std::size_t token = from.tokens ? from.tokens[i] : i;
-      std::memcpy(e + (i - first) * kQuad, from.e + token * kQuad, kQuad * sizeof(float));
-    }
-  }
-};
-
 // --- gathering -----------------------------------------------------------------------------------
 
-struct Gathered {
-  Floats sum[kHeads][kPieces] = {}, most[kHeads] = {};
+/// Lane sums of a quad: those of sixteen tokens side by side, [16][4].
+struct QuadSums {
+  static constexpr int kMosts = kBlockParts < 4 ? kBlockParts : 4;
+  Floats sum[kBlockParts] = {}, most[kMosts] = {};
 
-  template <class From>
-  inline __attribute__((always_inline)) void take(const From& from, std::size_t first,
-                                                  float* kept) {
-    for (int c = 0; c < kPieces; ++c) {
-      Floats r[kHeads];
-      from.load_turned(first + c * kWidth, r);
-      for (int h = 0; h < kHeads; ++h) {
-        store(kept + h * kTokens + c * kWidth, r[h]);
-        sum[h][c] += r[h];
-        most[h] = greater(r[h], most[h]);
-      }
+  inline __attribute__((always_inline)) void add(int part, Floats e) {
+    sum[part] += e;
+    most[part % kMosts] = greater(e, most[part % kMosts]);
+  }
+  inline __attribute__((always_inline)) void add_block(const float* block) {
+    for (int i = 0; i < kBlockParts; ++i) add(i, load(block + i * kWidth));
+  }
+  /// Adds the lanes by halves.
+  void finish(float* to_sum, float* to_most) const {
+    float lanes[kBlockFloats], largest[kMosts * kWidth];
+    for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
+    for (int i = 0; i < kMosts; ++i) store(largest + i * kWidth, most[i]);
+    for (int width = kTokens / 2; width > 0; width /= 2)
+      for (int l = 0; l < width * kHeads; ++l) lanes[l] += lanes[l + width * kHeads];
+    for (int h = 0; h < kHeads; ++h) {
+      to_sum[h] = lanes[h];
+      to_most[h] = 0;
+      for (int i = h; i < kMosts * kWidth; i += kHeads)
+        to_most[h] = largest[i] > to_most[h] ? largest[i] : to_most[h];
     }
   }
 };
 
-template <class From>
-inline void gather_from(const From& from, std::size_t count, float* kept, float* sum, float* most) {
-  Gathered all;
-  std::size_t i = 0;
-  for (; i + kBlockTokens <= count; i += kBlockTokens, kept += kKeptFloats) all.take(from, i, kept);
-  if (i < count) {
-    const Tail tail(from, i, count);
-    all.take(Contiguous{tail.e, nullptr}, 0, kept);
-  }
-  for (int h = 0; h < kHeads; ++h) {
-    sum[h] = by_halves(all.sum[h]);
-    most[h] = largest_of(all.most[h]);
-  }
+/// Zeros from token `count` to the end of its block.
+inline void pad(float* rows, std::size_t count) {
+  const std::size_t rest = (kBlockTokens - count % kBlockTokens) % kBlockTokens;
+  std::memset(rows + count * kQuad, 0, rest * kQuad * sizeof(float));
+}
+
+/// The sums of what lies in order, padded.
+inline void sum_blocks(const float* e, std::size_t count, float* sum, float* most) {
+  QuadSums all;
+  for (std::size_t i = 0; i < count; i += kBlockTokens) all.add_block(e + i * kQuad);
+  all.finish(sum, most);
 }
 
 void gather(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept, float* sum,
             float* most) {
-  if (tokens)
-    gather_from(Scattered{e, tokens}, count, kept, sum, most);
-  else
-    gather_from(Contiguous{e, nullptr}, count, kept, sum, most);
+  QuadSums all;
+  std::size_t i = 0;
+  for (; i + kBlockTokens <= count; i += kBlockTokens) {
+    float* const to = kept + i * kQuad;
+    const bool run = tokens[i + kBlockTokens - 1] - tokens[i] == kBlockTokens - 1;
+    const float* const from = e + std::size_t{tokens[i]} * kQuad;
+    for (int part = 0; part < kBlockParts; ++part) {
+      const Floats x =
+          run ? load(from + part * kWidth) : load_scattered(e, tokens + i + part * kQuads);
+      store(to + part * kWidth, x);
+      all.add(part, x);
+    }
+  }
+  if (i < count) {
+    for (std::size_t j = i; j < count; ++j)
+      std::memcpy(kept + j * kQuad, e + std::size_t{tokens[j]} * kQuad, kQuad * sizeof(float));
+    pad(kept, count);
+    all.add_block(kept + i * kQuad);
+  }
+  all.finish(sum, most);
 }
 
 /// Four heads of one token in a register of four, whatever the set.
@@ -204,18 +219,24 @@ void total(const float* e, const std::uint32_t* tokens, std::size_t count, const
 
 // --- masses --------------------------------------------------------------------------------------
 
-/// Divides by one sum, rounded correctly, without a division for each element where the machine
-/// fuses: a faithful first quotient from the reciprocal in two parts, then one exact remainder
-/// (Markstein 1990, theorem 8.2). The sum is scaled by 2^-32, so quotients are p * 2^32.
+/// Divides a quad's tokens by one sum a head, rounded correctly, without a division for each
+/// element where the machine fuses: a faithful first quotient from the reciprocal in two parts,
+/// then one exact remainder (Markstein 1990, theorem 8.2). Sums are scaled by 2^-32, so quotients
+/// are p * 2^32.
 struct Divisor {
   Floats sum, high, low;
 
-  explicit Divisor(float whole) {
-    const float scaled = whole > 0 ? whole * 0x1p-32f : 1.0f;
-    const Floats zero = {};
-    sum = zero + scaled;
-    high = zero + 1.0f / scaled;
-    low = whole > 0 ? fused(-sum, high, zero + 1.0f) * high : zero;
+  explicit Divisor(const float* whole) {
+    float parts[3][kQuad];
+    for (std::size_t h = 0; h < kQuad; ++h) {
+      const float scaled = whole[h] > 0 ? whole[h] * 0x1p-32f : 1.0f, inverse = 1.0f / scaled;
+      parts[0][h] = scaled;
+      parts[1][h] = inverse;
+      parts[2][h] = whole[h] > 0 ? fused_float(-scaled, inverse, 1.0f) * inverse : 0.0f;
+    }
+    sum = repeated(parts[0]);
+    high = repeated(parts[1]);
+    low = repeated(parts[2]);
   }
   inline __attribute__((always_inline)) Floats divide(Floats e) const {
     if constexpr (!kHasFused) return e / sum;
@@ -253,6 +274,13 @@ inline bool any_at_least(Floats v, float bound) {
 #endif
 }
 
+/// The sums over heads of four registers [token][4], by token.
+inline Ints over_heads(const Ints* r) {
+  const Ints ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
+  const Ints cd = unpack<false>(r[2], r[3]) + unpack<true>(r[2], r[3]);
+  return in_order(unpack_pairs<false>(ab, cd) + unpack_pairs<true>(ab, cd));
+}
+
 /// Adds a register of 32-bit counts to 64-bit masses.
 inline __attribute__((always_inline)) void add_counts(Ints counts, bool first,
                                                       std::uint64_t* mass) {
@@ -275,30 +303,28 @@ inline __attribute__((always_inline)) void add_counts(Ints counts, bool first,
 inline void add_exactly(const Floats* scaled, bool first, std::uint64_t* mass) {
   for (int i = 0; i < kWidth; ++i) {
     std::uint64_t all = first ? 0 : mass[i];
-    for (int h = 0; h < kHeads; ++h) all += fixed_mass(1.0f, scaled[h][i] * 0x1p-32f);
+    for (int h = 0; h < kHeads; ++h)
+      all += fixed_mass(1.0f, scaled[i / kQuads][i % kQuads * kHeads + h] * 0x1p-32f);
     mass[i] = all;
   }
 }
 
 void masses(const float* kept, std::size_t count, const float* sum, bool first,
             std::uint64_t* mass) {
-  const Divisor divisors[kHeads]{Divisor(sum[0]), Divisor(sum[1]), Divisor(sum[2]),
-                                 Divisor(sum[3])};
-  for (std::size_t i = 0; i < count; i += kBlockTokens, kept += kKeptFloats)
-    for (int c = 0; c < kPieces; ++c) {
-      Floats scaled[kHeads];
-      for (int h = 0; h < kHeads; ++h)
-        scaled[h] = divisors[h].divide(load(kept + h * kTokens + c * kWidth));
-      const Floats most = greater(greater(scaled[0], scaled[1]), greater(scaled[2], scaled[3]));
-      std::uint64_t* to = mass + i + c * kWidth;
-      if (__builtin_expect(any_at_least(most, 0x1p29f), 0)) {
-        add_exactly(scaled, first, to);
-        continue;
-      }
-      Ints counts = {};
-      for (int h = 0; h < kHeads; ++h) counts += nearest(scaled[h]);
-      add_counts(counts, first, to);
+  const Divisor divisor(sum);
+  const std::size_t padded = (count + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+  for (std::size_t i = 0; i < padded; i += kWidth, kept += kWidth * kQuad) {
+    Floats scaled[kHeads];
+    for (int r = 0; r < kHeads; ++r) scaled[r] = divisor.divide(load(kept + r * kWidth));
+    const Floats most = greater(greater(scaled[0], scaled[1]), greater(scaled[2], scaled[3]));
+    if (__builtin_expect(any_at_least(most, 0x1p29f), 0)) {
+      add_exactly(scaled, first, mass + i);
+      continue;
     }
+    Ints counts[kHeads];
+    for (int r = 0; r < kHeads; ++r) counts[r] = nearest(scaled[r]);
+    add_counts(over_heads(counts), first, mass + i);
+  }
 }
 
 // --- requests ------------------------------------------------------------------------------------
@@ -311,26 +337,44 @@ inline Ints load_ints(const std::uint32_t* from) {
 
 void mark(const float* kept, std::size_t count, const float* least, bool first,
           std::uint32_t* asked) {
-  for (std::size_t i = 0; i < count; i += kBlockTokens, kept += kKeptFloats)
-    for (int c = 0; c < kPieces; ++c) {
-      Ints any = {};
-      for (int h = 0; h < kHeads; ++h) any |= load(kept + h * kTokens + c * kWidth) >= least[h];
-      std::uint32_t* to = asked + i + c * kWidth;
-      Ints flags = any & 1;
-      if (!first) flags |= load_ints(to);
-      std::memcpy(to, &flags, sizeof flags);
-    }
+  const Floats bound = repeated(least);
+  const std::size_t padded = (count + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+  for (std::size_t i = 0; i < padded; i += kWidth, kept += kWidth * kQuad) {
+    Ints wants[kHeads];
+    for (int r = 0; r < kHeads; ++r) wants[r] = load(kept + r * kWidth) >= bound;
+    Ints flags = (over_heads(wants) != 0) & 1;
+    if (!first) flags |= load_ints(asked + i);
+    std::memcpy(asked + i, &flags, sizeof flags);
+  }
+}
+
+/// Bit i: element i of `v` is at least `bound`.
+inline std::uint64_t bits_of(Floats v, float bound) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  return static_cast<std::uint32_t>(
+      _mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_set1_ps(bound), _CMP_GE_OQ)));
+#else
+  std::uint64_t bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= std::uint64_t{v[i] >= bound} << i;
+  return bits;
+#endif
 }
 
 void flag(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
           std::size_t words) {
   for (std::size_t w = 0; w * 64 < count; ++w) {
-    const std::size_t size = count - w * 64 < 64 ? count - w * 64 : 64;
     std::uint64_t all[kQuad] = {};
-    for (std::size_t i = 0; i < size; ++i)
-      for (std::size_t h = 0; h < kQuad; ++h)
-        all[h] |= std::uint64_t{e[(w * 64 + i) * kQuad + h] >= least[h]} << i;
-    for (std::size_t h = 0; h < kQuad; ++h) bits[h * words + w] = all[h];
+    for (std::size_t i = 0; i < 64 && w * 64 + i < count; i += kWidth) {
+      Floats r[kHeads];
+      for (int j = 0; j < kHeads; ++j) r[j] = load(e + (w * 64 + i) * kQuad + j * kWidth);
+      transpose(r);
+      for (int h = 0; h < kHeads; ++h) all[h] |= bits_of(in_order(r[h]), least[h]) << i;
+    }
+    const std::size_t size = count - w * 64;
+    const std::uint64_t seen = size < 64 ? (std::uint64_t{1} << size) - 1 : ~std::uint64_t{0};
+    for (std::size_t h = 0; h < kQuad; ++h) bits[h * words + w] = all[h] & seen;
   }
 }
 
@@ -379,25 +423,9 @@ std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size
 
 // --- outputs -------------------------------------------------------------------------------------
 
-/// Weights [token][4].
-struct ByToken {
-  const float* weights;
-  inline __attribute__((always_inline)) float at(std::size_t i, int h) const {
-    return weights[i * kQuad + static_cast<std::size_t>(h)];
-  }
-};
-/// Weights [blocks][4][16].
-struct ByBlock {
-  const float* kept;
-  inline __attribute__((always_inline)) float at(std::size_t i, int h) const {
-    return kept[i / kBlockTokens * kKeptFloats + static_cast<std::size_t>(h) * kBlockTokens +
-                i % kBlockTokens];
-  }
-};
-
 /// P registers of each head's sums, over tokens [begin, end).
-template <int P, class Weights>
-inline void accumulate_columns(Weights weights, const std::uint32_t* tokens, std::size_t begin,
+template <int P>
+inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                                std::size_t end, const float* v, std::size_t stride,
                                std::size_t depth, float* y) {
   Floats sum[kHeads][P];
@@ -408,7 +436,8 @@ inline void accumulate_columns(Weights weights, const std::uint32_t* tokens, std
     Floats column[P];
     for (int p = 0; p < P; ++p) column[p] = load(row + p * kWidth);
     for (int h = 0; h < kHeads; ++h) {
-      const Floats factor = weights.at(i, h) - Floats{};  // for -0 too
+      const Floats factor =
+          weights[i * kQuad + static_cast<std::size_t>(h)] - Floats{};  // for -0 too
       for (int p = 0; p < P; ++p) sum[h][p] = fused(factor, column[p], sum[h][p]);
     }
   }
@@ -417,8 +446,7 @@ inline void accumulate_columns(Weights weights, const std::uint32_t* tokens, std
 }
 
 /// Some tokens, few enough that their values stay in the nearest cache for all columns.
-template <class Weights>
-void accumulate_some(Weights weights, const std::uint32_t* tokens, std::size_t begin,
+void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
                      float* y) {
   constexpr int kColumns = kWidth == 4 ? 2 : 4;
@@ -431,29 +459,18 @@ void accumulate_some(Weights weights, const std::uint32_t* tokens, std::size_t b
     for (int h = 0; h < kHeads; ++h) {
       float sum = y[h * depth + d];
       for (std::size_t i = begin; i < end; ++i)
-        sum = fused_float(weights.at(i, h), v[(tokens ? tokens[i] : i) * stride + d], sum);
+        sum = fused_float(weights[i * kQuad + static_cast<std::size_t>(h)],
+                          v[(tokens ? tokens[i] : i) * stride + d], sum);
       y[h * depth + d] = sum;
     }
 }
 
-template <class Weights>
-inline void accumulate_all(Weights weights, const std::uint32_t* tokens, std::size_t begin,
-                           std::size_t end, const float* v, std::size_t stride, std::size_t depth,
-                           float* y) {
-  constexpr std::size_t kAtOnce = 32;
-  for (std::size_t i = begin; i < end; i += kAtOnce)
-    accumulate_some(weights, tokens, i, end - i < kAtOnce ? end : i + kAtOnce, v, stride, depth, y);
-}
-
 void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y) {
-  accumulate_all(ByToken{weights}, tokens, 0, count, v, stride, depth, y);
-}
-
-void accumulate_kept(const float* kept, const std::uint32_t* tokens, std::size_t begin,
-                     std::size_t end, const float* v, std::size_t stride, std::size_t depth,
-                     float* y) {
-  accumulate_all(ByBlock{kept}, tokens, begin, end, v, stride, depth, y);
+  constexpr std::size_t kAtOnce = 32;
+  for (std::size_t i = 0; i < count; i += kAtOnce)
+    accumulate_some(weights, tokens, i, count - i < kAtOnce ? count : i + kAtOnce, v, stride, depth,
+                    y);
 }
 
 // --- squeezed positions --------------------------------------------------------------------------
@@ -542,127 +559,60 @@ inline std::int32_t shift_of(const float* logits, std::size_t count, float scale
   return static_cast<std::int32_t>(rounded - kRounder);
 }
 
-struct Exponentials {
-  std::int32_t shift[kHeads] = {};
-  Floats sum[kHeads][kPieces] = {}, most[kHeads] = {};
-
-  /// One block of logits, [4] rows, to e [16][4].
-  inline __attribute__((always_inline)) void take(const float* const* rows, std::size_t first,
-                                                  float scale, float* e) {
-    for (int c = 0; c < kPieces; ++c) {
-      Floats r[kHeads];
-      for (int h = 0; h < kHeads; ++h) {
-        r[h] = Floats{};
-        if (!rows[h]) continue;
-        r[h] = exponential(load(rows[h] + first + c * kWidth) * scale, shift[h]);
-        sum[h][c] += r[h];
-        most[h] = greater(r[h], most[h]);
-      }
-      transpose(r);  // lane k of register i: token 4 k + i of the register's
-      for (int i = 0; i < kHeads; ++i)
-        for (int k = 0; k < kQuadsInRegister; ++k)
-          std::memcpy(e + (c * kWidth + 4 * k + i) * kHeads,
-                      reinterpret_cast<const char*>(&r[i]) + 16 * k, 16);
-    }
-  }
-};
-
-void exponentials_quad(const float* const* rows, std::size_t count, float scale, float* e,
-                       float* sum, float* most, std::int32_t* shift) {
-  Exponentials all;
+/// kWidth logits of each head, rows[h] + first (null: padding), to their exponentials [token][4].
+inline __attribute__((always_inline)) void take_exponentials(const float* const* rows,
+                                                             std::size_t first, float scale,
+                                                             const std::int32_t* shift, Floats* r) {
   for (int h = 0; h < kHeads; ++h)
-    if (rows[h]) all.shift[h] = shift_of(rows[h], count, scale);
+    r[h] = rows[h] ? out_of_order(exponential(load(rows[h] + first) * scale, shift[h])) : Floats{};
+  transpose(r);
+}
+
+/// `count` logits of each head to e [count][4], padded to whole blocks.
+inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
+                               const std::int32_t* shift, float* e) {
+  Floats r[kHeads];
   std::size_t i = 0;
-  for (; i + kBlockTokens <= count; i += kBlockTokens) all.take(rows, i, scale, e + i * kQuad);
+  for (; i + kWidth <= count; i += kWidth) {
+    take_exponentials(rows, i, scale, shift, r);
+    for (int j = 0; j < kHeads; ++j) store(e + i * kQuad + j * kWidth, r[j]);
+  }
   if (i < count) {
-    alignas(64) float rest[kQuad][kBlockTokens], last[kKeptFloats];
+    float rest[kQuad][kWidth] = {}, last[kWidth * kQuad];
     const float* parts[kQuad] = {};
     for (int h = 0; h < kHeads; ++h) {
       if (!rows[h]) continue;
-      for (float& x : rest[h]) x = -__builtin_inff();
       std::memcpy(rest[h], rows[h] + i, (count - i) * sizeof(float));
       parts[h] = rest[h];
     }
-    all.take(parts, 0, scale, last);
+    take_exponentials(parts, 0, scale, shift, r);
+    for (int j = 0; j < kHeads; ++j) store(last + j * kWidth, r[j]);
     std::memcpy(e + i * kQuad, last, (count - i) * kQuad * sizeof(float));
   }
-  for (int h = 0; h < kHeads; ++h) {
-    sum[h] = by_halves(all.sum[h]);
-    most[h] = largest_of(all.most[h]);
-    shift[h] = all.shift[h];
-  }
+  pad(e, count);
 }
 
-// --- joined rows ---------------------------------------------------------------------------------
+void exponentials_quad(const float* const* rows, std::size_t count, float scale, float* e,
+                       float* sum, float* most, std::int32_t* shift) {
+  for (int h = 0; h < kHeads; ++h) shift[h] = rows[h] ? shift_of(rows[h], count, scale) : 0;
+  write_exponentials(rows, count, scale, shift, e);
+  sum_blocks(e, count, sum, most);
+}
 
-/// How far above a shift the own logits of a row may lie, in powers of two.
+/// How far above a shift the own logits of a joined row may lie, in powers of two.
 constexpr std::int32_t kMostAbove = 60;
-
-/// A block of own logits: their exponentials by head, [4][16].
-inline __attribute__((always_inline)) void take_own(const float* const* rows, std::size_t first,
-                                                    float scale, const std::int32_t* shift,
-                                                    float* kept) {
-  for (int h = 0; h < kHeads; ++h)
-    for (int c = 0; c < kPieces; ++c)
-      store(kept + h * kTokens + c * kWidth,
-            rows[h] ? exponential(load(rows[h] + first + c * kWidth) * scale, shift[h]) : Floats{});
-}
-
-inline __attribute__((always_inline)) void count_block(const float* kept, Gathered& all) {
-  for (int h = 0; h < kHeads; ++h) {
-    for (int c = 0; c < kPieces; ++c) {
-      const Floats e = load(kept + h * kTokens + c * kWidth);
-      all.sum[h][c] += e;
-      all.most[h] = greater(e, all.most[h]);
-    }
-  }
-}
-
-/// The block that holds the last `own` logits of its own and the first shared exponentials. Returns
-/// how many of these.
-inline std::size_t take_border(const float* const* rows, std::size_t first, std::size_t own,
-                               float scale, const std::int32_t* shift, const float* e,
-                               std::size_t shared, float* kept) {
-  float padded[kQuad][kBlockTokens] = {};
-  const float* parts[kQuad] = {};
-  for (int h = 0; h < kHeads; ++h) {
-    if (!rows[h]) continue;
-    std::memcpy(padded[h], rows[h] + first, own * sizeof(float));
-    parts[h] = padded[h];
-  }
-  take_own(parts, 0, scale, shift, kept);
-  for (std::size_t i = own; i < kBlockTokens; ++i)
-    for (std::size_t h = 0; h < kQuad; ++h)
-      kept[h * kBlockTokens + i] = i - own < shared ? e[(i - own) * kQuad + h] : 0.0f;
-  return kBlockTokens - own < shared ? kBlockTokens - own : shared;
-}
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
           const float* e, std::size_t shared, float* kept, float* sum, float* most) {
-  Gathered all;
   bool large[kQuad] = {};
   for (int h = 0; h < kHeads; ++h)
     large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMostAbove;
-  std::size_t i = 0, taken = 0;
-  for (; i + kBlockTokens <= old; i += kBlockTokens, kept += kKeptFloats) {
-    take_own(rows, i, scale, shift, kept);
-    count_block(kept, all);
-  }
-  if (i < old) {
-    taken = take_border(rows, i, old - i, scale, shift, e, shared, kept);
-    count_block(kept, all);
-    kept += kKeptFloats;
-  }
-  for (; taken + kBlockTokens <= shared; taken += kBlockTokens, kept += kKeptFloats)
-    all.take(Contiguous{e, nullptr}, taken, kept);
-  if (taken < shared) {
-    const Tail tail(Contiguous{e, nullptr}, taken, shared);
-    all.take(Contiguous{tail.e, nullptr}, 0, kept);
-  }
-  for (int h = 0; h < kHeads; ++h) {
-    sum[h] = large[h] ? 0.0f : by_halves(all.sum[h]);
-    most[h] = largest_of(all.most[h]);
-  }
+  write_exponentials(rows, old, scale, shift, kept);
+  std::memcpy(kept + old * kQuad, e, shared * kQuad * sizeof(float));
+  pad(kept, old + shared);
+  sum_blocks(kept, old + shared, sum, most);
+  for (int h = 0; h < kHeads; ++h)
+    if (large[h]) sum[h] = 0;
 }
 
 constexpr RowLoops row_loops_named(const char* name) {
@@ -678,8 +628,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .accumulate = accumulate_quad,
           .turn_panel = turn_panel,
           .panel_products = panel_products,
-          .join = join,
-          .accumulate_kept = accumulate_kept};
+          .join = join};
 }
 
 }  // namespace
