@@ -1,7 +1,6 @@
 #include "sim/lanes/aged_keys.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 namespace kvlab {
 
@@ -31,14 +30,9 @@ void AgedKeys::append(std::uint32_t position) {
 
 void AgedKeys::erase(std::size_t index) {
   const std::size_t dim = view_->head_size, last = (size_ - 1) / kPanelTokens;
-  for (std::size_t panel = index / kPanelTokens; panel <= last; ++panel) {
-    const std::size_t from = panel == index / kPanelTokens ? index % kPanelTokens : 0;
-    for (std::size_t d = 0; d < dim; ++d) {
-      float* const keys = row(panel, d);
-      std::memmove(keys + from, keys + from + 1, (kPanelTokens - 1 - from) * sizeof(float));
-      if (panel < last) keys[kPanelTokens - 1] = row(panel + 1, d)[0];
-    }
-  }
+  for (std::size_t panel = index / kPanelTokens; panel <= last; ++panel)
+    row_loops().close_gap(row(panel, 0), panel < last ? row(panel + 1, 0) : nullptr,
+                          panel == index / kPanelTokens ? index % kPanelTokens : 0, dim);
   --size_;
   turned_ = std::min(turned_, index);
 }

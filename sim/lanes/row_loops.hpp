@@ -50,6 +50,9 @@ struct RowLoops {
   /// fused.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y);
+  /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
+  /// panel (null: zeros) comes in.
+  void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);
   /// Turns 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
   /// ([half][32]), those from 2 half on stay.
   void (*turn_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,

@@ -396,6 +396,17 @@ inline Longs load_longs(const std::uint64_t* from) {
   return v;
 }
 
+inline bool any_equal(Longs v, std::uint64_t x) {
+#if defined(__AVX512F__)
+  return _mm512_cmpeq_epi64_mask(reinterpret_cast<__m512i>(v),
+                                 _mm512_set1_epi64(static_cast<std::int64_t>(x))) != 0;
+#else
+  bool any = false;
+  for (std::size_t l = 0; l < kLongs; ++l) any |= v[l] == x;
+  return any;
+#endif
+}
+
 std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_t end) {
   std::uint64_t least = ranks[begin];
   std::size_t i = begin;
@@ -417,6 +428,7 @@ std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_
 std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size_t end) {
   const std::uint64_t least = least_of(ranks, begin, end);
   std::size_t i = begin;
+  while (i + kLongs <= end && !any_equal(load_longs(ranks + i), least)) i += kLongs;
   while (ranks[i] != least) ++i;
   return i;
 }
@@ -475,6 +487,27 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
 
 // --- squeezed positions --------------------------------------------------------------------------
 
+constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
+
+/// Keys behind `gap` move up by one.
+void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim) {
+  Ints moves[kPanelPieces];
+  for (int c = 0; c < kPanelPieces; ++c)
+    for (int l = 0; l < kWidth; ++l)
+      moves[c][l] = static_cast<std::size_t>(c * kWidth + l) >= gap ? -1 : 0;
+  for (std::size_t d = 0; d < dim; ++d) {
+    float* const row = panel + d * kPanelTokens;
+    float last[kWidth];  // what comes into the last register: the row ends with it
+    std::memcpy(last, row + kPanelTokens - kWidth + 1, (kWidth - 1) * sizeof(float));
+    last[kWidth - 1] = next ? next[d * kPanelTokens] : 0.0f;
+    for (int c = 0; c < kPanelPieces; ++c) {
+      const Floats stays = load(row + c * kWidth),
+                   comes = c + 1 < kPanelPieces ? load(row + c * kWidth + 1) : load(last);
+      store(row + c * kWidth, moves[c] ? comes : stays);
+    }
+  }
+}
+
 void turn_panel(const float* panel, const float* cos, const float* sin, std::size_t half,
                 std::size_t dim, float* turned) {
   for (std::size_t d = 0; d < half; ++d)
@@ -488,8 +521,6 @@ void turn_panel(const float* panel, const float* cos, const float* sin, std::siz
   for (std::size_t d = 2 * half; d < dim; ++d)
     std::memcpy(turned + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
 }
-
-constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
 
 /// R queries by P panels, C registers of each.
 template <int R, int P, int C>
@@ -626,6 +657,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .first_least = first_least,
           .common = common,
           .accumulate = accumulate_quad,
+          .close_gap = close_gap,
           .turn_panel = turn_panel,
           .panel_products = panel_products,
           .join = join};

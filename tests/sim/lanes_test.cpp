@@ -279,6 +279,26 @@ TEST_CASE(
     }
 }
 
+TEST_CASE("a key taken out of panels leaves the others in their order, on every set") {
+  const std::size_t dim = 3;
+  for (std::size_t gap = 0; gap < kPanelTokens; ++gap)
+    for (const bool more : {false, true})
+      for (const RowLoops* loops : sets()) {
+        std::vector<float> panel(dim * kPanelTokens), next(panel.size());
+        std::iota(panel.begin(), panel.end(), 1.0f);
+        std::iota(next.begin(), next.end(), 1000.0f);
+        loops->close_gap(panel.data(), more ? next.data() : nullptr, gap, dim);
+        for (std::size_t d = 0; d < dim; ++d)
+          for (std::size_t i = 0; i < kPanelTokens; ++i) {
+            const std::size_t from = d * kPanelTokens + i;
+            const float behind = i + 1 < kPanelTokens ? static_cast<float>(from + 2)
+                                 : more               ? next[d * kPanelTokens]
+                                                      : 0.0f;
+            REQUIRE(panel[from] == (i < gap ? static_cast<float>(from + 1) : behind));
+          }
+      }
+}
+
 TEST_CASE("panels of keys: turned as a rotation turns, multiplied as fused chains, on every set") {
   std::mt19937 draw(8);
   std::normal_distribution<float> normal;
