@@ -10,7 +10,6 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::size_t kLeastBlocks = 8;  // fewer say too little about the error
-constexpr double kRecallFloor = 1e-9;
 
 /// The mean of ratios with block `out` left out (none: out == blocks).
 double mean_without(std::span<const BlockedRatio* const> ratios, std::span<const double> above,
@@ -107,6 +106,11 @@ void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uin
     error += difference * difference;
     size += static_cast<double>(full[d]) * static_cast<double>(full[d]);
   }
+  add_error(span, query, head, error, size);
+}
+
+void HeadStats::add_error(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
+                          double error, double size) {
   const std::uint32_t sample = span.sample(query);
   error2[sample] += error;
   output2[sample] += size;

@@ -62,6 +62,9 @@ struct Estimate {
 };
 Estimate mean_of(std::span<const BlockedRatio* const> ratios);
 
+/// nll_recall takes the logarithm of no less than this.
+inline constexpr double kRecallFloor = 1e-9;
+
 /// One configuration's figures on one KV head.
 struct HeadStats {
   struct PerQueryHead {
@@ -78,6 +81,9 @@ struct HeadStats {
   /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].
   void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
                    std::span<const float> full, std::span<const float> kept);
+  /// The same from squared norms: of the difference, and of the full cache's output.
+  void add_error(const QuerySpan& span, std::uint32_t query, std::uint32_t head, double error,
+                 double size);
 };
 
 }  // namespace kvlab

@@ -22,12 +22,17 @@ class FeedbackLane final : public Lane {
 
   bool wants_row(std::uint32_t query) const override;
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  bool takes_outputs() const override { return true; }
+  void list_outputs(const SampledRows& rows, std::vector<ValueJob>& jobs) override;
+  void finish_outputs(const SampledRows& rows) override;
   std::vector<LaneOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
  private:
-  void take_own_outputs(std::uint32_t sample, const GroupRows& rows);
-  void measure_outputs(std::uint32_t query, std::uint32_t sample, GroupRows& rows);
+  void list_own(const SampledRows& rows, FeedbackRun::Sample& sample,
+                std::vector<ValueJob>& jobs) const;
+  void measure_outputs(const SampledRows& rows, std::size_t i, FeedbackRun& run,
+                       const float* shared);
 
   std::vector<LaneConfig> configs_;
   const QuerySpan* span_;
@@ -36,7 +41,7 @@ class FeedbackLane final : public Lane {
   std::unique_ptr<PlaceTable> places_;
   std::vector<std::unique_ptr<FeedbackRun>> runs_;
   GatherRoom room_;
-  OutputChain chain_;
+  std::vector<OutputChain> chains_;  // by sampled query
   LaneWatcher watcher_;
   bool observes_ = false;
 };

@@ -43,7 +43,8 @@ FeedbackRun::FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, c
       old_keys_(view),
       cursor_(*config.admissions),
       view_(view),
-      span_(span) {
+      span_(span),
+      tally_(view.group) {
   if (span) stats_.resize(*span, view.group);
 }
 
@@ -140,14 +141,14 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
 
 /// The output of a head from its gathered exponentials.
 void FeedbackRun::take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample) {
-  std::vector<float> p(visible_);
+  std::vector<float> e(visible_);
   for (std::size_t i = 0; i < visible_; ++i)
-    p[i] = room.kept[kept_index(i, head, room.mass.size())];
-  divide(p.data(), visible_, room.sum[head], p.data());
+    e[i] = room.kept[kept_index(i, head, room.mass.size())];
   sample.lost[head] = true;
+  sample.sums[head] = room.sum[head];
   float* const out = sample.outputs.data() + head * view_.head_size;
   std::fill(out, out + view_.head_size, 0.0f);
-  accumulate_rows(p, visible(), view_.v, view_.kv_token_stride, view_.head_size, out);
+  accumulate_rows(e, visible(), view_.v, view_.kv_token_stride, view_.head_size, out);
 }
 
 void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
@@ -303,18 +304,16 @@ void FeedbackRun::add_requests(std::uint32_t query, const std::uint32_t* asked) 
 }
 
 void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* shared) {
-  const std::uint32_t block = span_->block(query);
+  tally_.begin_query(span_->block(query), stats_);
   const GroupRows::Requests wanted = rows.requests(query);
   const bool all = visible_ == query + 1;
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     const double recall =
         all ? 1.0 : static_cast<double>(shared[head]) / static_cast<double>(rows.sums(query)[head]);
-    stats_.add_recall(block, head, recall);
     const std::uint64_t hits = all ? wanted.count[head]
                                    : row_loops().common(wanted.bits + head * rows.words(),
                                                         cache_.live_bits(), query / 64 + 1);
-    stats_.heads[head].miss.add(block, static_cast<double>(wanted.count[head] - hits),
-                                wanted.count[head]);
+    tally_.add(head, recall, static_cast<double>(wanted.count[head] - hits), wanted.count[head]);
   }
 }
 

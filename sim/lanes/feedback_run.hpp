@@ -4,6 +4,7 @@
 #include "sim/lanes/aged_cache.hpp"
 #include "sim/lanes/aged_keys.hpp"
 #include "sim/lanes/lane.hpp"
+#include "sim/lanes/recall_tally.hpp"
 
 namespace kvlab {
 
@@ -40,15 +41,17 @@ class FeedbackRun {
     std::vector<std::uint64_t> live;  ///< bits
     std::vector<float> sums;          ///< [heads], of the shared exponentials
     std::vector<bool> lost;           ///< [heads]: the shared exponentials are of no use
-    std::vector<float> outputs;       ///< [heads][dim], of those heads
+    std::vector<float>
+        outputs;  ///< [heads][dim]: sums of values times exponentials, of those heads
     /// Squeezed: the exponentials are the sample's own, of tokens by age, and `sums` theirs.
     bool own = false;
     std::vector<float> kept;  ///< [quad][age][4]
     std::vector<std::uint32_t> tokens;
   };
   Sample& sample(std::size_t index) { return samples_[index]; }
-  /// Before a block.
   void forget_samples() { sample_count_ = 0; }
+  /// After the last query.
+  void flush() { tally_.flush(stats_); }
 
  private:
   bool observes(std::uint32_t query) const;
@@ -84,6 +87,7 @@ class FeedbackRun {
   const HeadView& view_;
   const QuerySpan* span_;
   HeadStats stats_;
+  RecallTally tally_;
   std::uint32_t visible_ = 0;
   Seen seen_;                        // of the admission in progress
   std::vector<std::uint64_t> mass_;  // [age], over an admission of several queries

@@ -80,7 +80,7 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
                                shifts_.data() + at);
     }
     Lazy& parts = lazy_[i];
-    parts.requests = parts.masses = parts.asked = parts.outputs = false;
+    parts.requests = parts.masses = parts.asked = false;
   }
 }
 
@@ -131,21 +131,6 @@ const std::uint32_t* GroupRows::asked(std::uint32_t query) {
     }
   }
   return parts.any.data();
-}
-
-const float* GroupRows::outputs(std::uint32_t query) {
-  Lazy& parts = lazy(query);
-  if (!parts.outputs) {
-    parts.outputs = true;
-    const std::size_t dim = view_.head_size;
-    parts.output.assign(heads() * dim, 0.0f);
-    for (std::uint32_t quad = 0; quad < quads_; ++quad)
-      row_loops().accumulate(e(query, quad), nullptr, query + 1, view_.v, view_.kv_token_stride,
-                             dim, parts.output.data() + quad * kQuad * dim);
-    for (std::uint32_t h = 0; h < view_.group; ++h)
-      divide(parts.output.data() + h * dim, dim, sums(query)[h], parts.output.data() + h * dim);
-  }
-  return parts.output.data();
 }
 
 void GroupRows::logits(std::uint32_t query, std::uint32_t head,

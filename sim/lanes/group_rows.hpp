@@ -60,8 +60,6 @@ class GroupRows {
   const std::uint64_t* masses(std::uint32_t query);
   /// 1 where some head of the group requests the token, the query's own included: [query + 1].
   const std::uint32_t* asked(std::uint32_t query);
-  /// The full cache's outputs, [heads()][dim].
-  const float* outputs(std::uint32_t query);
 
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
@@ -70,8 +68,8 @@ class GroupRows {
  private:
   /// What is computed when it is first asked for, by query of the block.
   struct Lazy {
-    bool requests = false, masses = false, asked = false, outputs = false;
-    std::vector<float> least, output;
+    bool requests = false, masses = false, asked = false;
+    std::vector<float> least;
     std::vector<std::uint64_t> bits, mass;
     std::vector<std::uint32_t> count, any;
   };

@@ -13,9 +13,10 @@ NestedLane::NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOr
       guards_(configs.front().guards),
       view_(view),
       span_(span),
-      cursor_(*configs.front().admissions) {
+      cursor_(*configs.front().admissions),
+      begins_(configs.size() + 1) {
   for (const LaneConfig& config : configs) {
-    levels_.push_back({.budget = config.budget, .tokens = {}, .stats = {}});
+    levels_.push_back({config.budget, {}, RecallTally(view.group)});
     if (span) levels_.back().stats.resize(*span, view.group);
   }
 }
@@ -37,138 +38,247 @@ void NestedLane::attend_query(std::uint32_t query, GroupRows& rows) {
   if (cursor_.ends_at(query)) cursor_.advance();
 }
 
+// --- evictions -----------------------------------------------------------------------------------
+
 void NestedLane::begin_admission(const Admission& admission) {
-  make_room(admission.first);
+  const std::size_t before = tokens_.size();
   order_->admit(admission.first, admission.tokens);
-  for (std::uint32_t i = 0; i < admission.tokens; ++i)
-    levels_.front().tokens.push_back(admission.first + i);
-  std::uint64_t live = 0;
-  for (Level& level : levels_) {
-    live += level.tokens.size();
-    level.live_max = std::max(level.live_max, live);
+  if (takes_one(admission)) {
+    pass_down(admission.first);
+    if (tokens_.size() == before) return;  // no level has grown
+  } else {
+    make_room(admission.first);
+    std::vector<std::uint32_t> entering(admission.tokens);
+    std::iota(entering.begin(), entering.end(), admission.first);
+    tokens_.insert(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[1]), entering.begin(),
+                   entering.end());
+    for (std::size_t l = 1; l < begins_.size(); ++l) begins_[l] += entering.size();
   }
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    levels_[l].live_max = std::max<std::uint64_t>(levels_[l].live_max, begins_[l + 1]);
+}
+
+/// Whether one token enters a first level that one token has to leave at most.
+bool NestedLane::takes_one(const Admission& admission) const {
+  return admission.tokens == 1 &&
+         (levels_[0].budget == kNoBudget || begins_[1] <= levels_[0].budget);
 }
 
 /// A victim of one budget is still live at the next one, and a token that a smaller budget keeps
 /// outranks as many others at a larger one: only what the level itself holds, with what has dropped
-/// to it, may leave.
-void NestedLane::make_room(std::uint32_t now) {
-  carried_.clear();
-  std::size_t kept = 0;  // at smaller budgets
-  for (Level& level : levels_) {
-    level.tokens.insert(level.tokens.end(), carried_.begin(), carried_.end());
-    carried_.clear();
-    const std::size_t allowed =
-        level.budget == kNoBudget ? level.tokens.size() : level.budget - 1 - kept;
-    if (level.tokens.size() > allowed) drop(level.tokens, level.tokens.size() - allowed, now);
-    level.evictions += carried_.size();
-    kept += level.tokens.size();
+/// to it, may leave. The new token takes the first victim's place.
+void NestedLane::pass_down(std::uint32_t now) {
+  if (begins_[1] < levels_[0].budget) {  // then no other level holds a token yet
+    tokens_.push_back(now);
+    for (std::size_t l = 1; l < begins_.size(); ++l) ++begins_[l];
+    return;
+  }
+  ranks_.resize(tokens_.size());
+  order_->rank(tokens_, now, ranks_);
+  Leaving carried = exchange(0, now, nullptr);
+  ++levels_[0].evictions;
+  tokens_[begins_[1] - 1] = now;
+  for (std::size_t l = 1; l < levels_.size(); ++l) {
+    const std::size_t room = levels_[l].budget - levels_[l - 1].budget;
+    if (begins_[l + 1] - begins_[l] < room) {  // likewise
+      const auto end = tokens_.end();
+      tokens_.insert(std::lower_bound(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l]),
+                                      end, carried.position),
+                     carried.position);
+      for (std::size_t after = l + 1; after < begins_.size(); ++after) ++begins_[after];
+      return;
+    }
+    carried = exchange(l, now, &carried);
+    ++levels_[l].evictions;
   }
 }
 
-/// Moves the tokens that leave first from `pool` to carried_.
-void NestedLane::drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now) {
+/// Takes the first to leave out of a level and puts `comes` (null: nothing, the level's last place
+/// is free then) in; it may be `comes` itself.
+NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
+                                         const Leaving* comes) {
+  const std::size_t begin = begins_[level], end = begins_[level + 1];
+  if (begin == end) return *comes;
+  const std::size_t victim = find_victim(begin, end, now);
+  const Leaving leaves{tokens_[victim], ranks_[victim]};
+  const auto key = [&](const Leaving& token) {
+    return LeavingKey{guards_.guard(token.position, now), token.rank, token.position};
+  };
+  if (comes && key(*comes) < key(leaves)) return *comes;
+  const auto at = [&](std::size_t i) { return tokens_.begin() + static_cast<std::ptrdiff_t>(i); };
+  const auto place = comes ? std::lower_bound(at(begin), at(end), comes->position) : at(end);
+  if (place > at(victim)) {
+    std::move(at(victim + 1), place, at(victim));
+    if (comes) *(place - 1) = comes->position;
+  } else {
+    std::move_backward(place, at(victim), at(victim + 1));
+    *place = comes->position;
+  }
+  return leaves;
+}
+
+/// Tokens lie by age: the sinks come first and the recent last, and the first of equal ranks is the
+/// oldest.
+std::size_t NestedLane::find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const {
+  std::size_t first = begin, last = end;
+  if (guards_.sinks > 0 || guards_.recent > 0) {
+    const auto at = [&](std::size_t i) { return tokens_.begin() + static_cast<std::ptrdiff_t>(i); };
+    const auto sinks = std::partition_point(
+        at(begin), at(end), [&](std::uint32_t position) { return position < guards_.sinks; });
+    const auto recent = std::partition_point(
+        sinks, at(end), [&](std::uint32_t position) { return guards_.guard(position, now) == 0; });
+    first = static_cast<std::size_t>(sinks - tokens_.begin());
+    last = static_cast<std::size_t>(recent - tokens_.begin());
+    if (first == last && last < end)
+      last = end;
+    else if (first == last)
+      first = begin;
+  }
+  return row_loops().first_least(ranks_.data(), first, last);
+}
+
+/// The same for any number of tokens that leave.
+void NestedLane::make_room(std::uint32_t now) {
+  std::vector<std::uint32_t> tokens, carried, pool;
+  std::vector<std::size_t> begins{0};
+  for (std::size_t l = 0; l < levels_.size(); ++l) {
+    pool.assign(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l]),
+                tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l + 1]));
+    pool.insert(pool.end(), carried.begin(), carried.end());
+    std::sort(pool.begin(), pool.end());
+    carried.clear();
+    const std::size_t allowed =
+        levels_[l].budget == kNoBudget ? pool.size() : levels_[l].budget - 1 - tokens.size();
+    if (pool.size() > allowed) drop(pool, pool.size() - allowed, now, carried);
+    levels_[l].evictions += carried.size();
+    tokens.insert(tokens.end(), pool.begin(), pool.end());
+    begins.push_back(tokens.size());
+  }
+  tokens_ = std::move(tokens);
+  begins_ = std::move(begins);
+}
+
+/// Moves the tokens that leave first from `pool` to `carried`.
+void NestedLane::drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now,
+                      std::vector<std::uint32_t>& carried) {
   ranks_.resize(pool.size());
   order_->rank(pool, now, ranks_);
   const auto key = [&](std::size_t i) {
     return LeavingKey{guards_.guard(pool[i], now), ranks_[i], pool[i]};
   };
-  if (leaving == 1) {
-    std::size_t first = 0;
-    LeavingKey least = key(0);
-    for (std::size_t i = 1; i < pool.size(); ++i)
-      if (const LeavingKey other = key(i); other < least) least = other, first = i;
-    carried_.push_back(pool[first]);
-    pool[first] = pool.back();
-    pool.pop_back();
-    return;
-  }
   std::vector<std::size_t> order(pool.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::nth_element(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(leaving) - 1,
                    order.end(), [&](std::size_t a, std::size_t b) { return key(a) < key(b); });
   std::vector<std::uint32_t> staying;
   for (std::size_t i = 0; i < order.size(); ++i)
-    (i < leaving ? carried_ : staying).push_back(pool[order[i]]);
+    (i < leaving ? carried : staying).push_back(pool[order[i]]);
   std::sort(staying.begin(), staying.end());
   pool = std::move(staying);
 }
 
-/// The tokens of a level that the current query may see: the admission's youngest lie at the end of
-/// the first.
-std::span<const std::uint32_t> NestedLane::visible(std::size_t level) const {
-  const auto& tokens = levels_[level].tokens;
-  return {tokens.data(), tokens.size() - (level == 0 ? unseen_ : 0)};
-}
+// --- figures -------------------------------------------------------------------------------------
 
 void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
-  const std::uint32_t heads = rows.heads(), block = span_->block(query);
+  const std::size_t heads = rows.heads();
   const GroupRows::Requests wanted = rows.requests(query);
-  std::vector<std::uint32_t> hits(heads);
-  std::vector<double> running(heads);
-  sums_.resize(levels_.size() * heads);
-  std::size_t live = 0;
+  totals_.resize(levels_.size() * heads);
+  sums_.resize(totals_.size());
+  hits_.resize(totals_.size());
+  running_.assign(heads, 0.0);
   for (std::size_t l = 0; l < levels_.size(); ++l) {
-    const auto tokens = visible(l);
-    live += tokens.size();
-    const bool all = live == query + 1;
-    for (std::uint32_t quad = 0; quad < rows.quads() && !tokens.empty(); ++quad) {
-      float sum[kQuad];
-      row_loops().total(rows.e(query, quad), tokens.data(), tokens.size(),
-                        wanted.least + quad * kQuad, sum, hits.data() + quad * kQuad);
-      for (std::size_t h = 0; h < kQuad; ++h)
-        running[quad * kQuad + h] += static_cast<double>(sum[h]);
-    }
-    HeadStats& stats = levels_[l].stats;
-    for (std::uint32_t h = 0; h < rows.group(); ++h) {
-      const float full = rows.sums(query)[h];
-      sums_[l * heads + h] = all ? full : static_cast<float>(running[h]);
-      stats.add_recall(block, h, all ? 1.0 : std::min(1.0, running[h] / static_cast<double>(full)));
-      // The query's own token is live, and it is not in N.
-      const bool own = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
-      const std::uint32_t found = hits[h] - (own ? 1 : 0);
-      stats.heads[h].miss.add(block, wanted.count[h] - found, wanted.count[h]);
-    }
+    for (std::size_t h = 0; h < heads; ++h)
+      hits_[l * heads + h] = l > 0 ? hits_[(l - 1) * heads + h] : 0;
+    for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+      row_loops().total(rows.e(query, quad), tokens_.data() + begin_of(l), end_of(l) - begin_of(l),
+                        wanted.least + quad * kQuad, totals_.data() + l * heads + quad * kQuad,
+                        hits_.data() + l * heads + quad * kQuad);
+    measure_level(query, l, wanted, rows);
   }
-  if (span_->sampled(query)) measure_outputs(query, rows);
+  if (span_->sampled(query)) take_sample(query, rows);
 }
 
-void NestedLane::measure_outputs(std::uint32_t query, GroupRows& rows) {
-  outputs_.assign(rows.heads() * view_.head_size, 0.0f);
-  for (std::size_t l = 0; l < levels_.size(); ++l) {
-    add_to_outputs(query, visible(l), rows);
-    measure_level(query, l, rows);
-  }
-}
-
-void NestedLane::add_to_outputs(std::uint32_t query, std::span<const std::uint32_t> tokens,
-                                const GroupRows& rows) {
-  weights_.resize(tokens.size() * kQuad);
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
-    const float* const e = rows.e(query, quad);
-    for (std::size_t i = 0; i < tokens.size(); ++i)
-      std::copy_n(e + tokens[i] * kQuad, kQuad, weights_.data() + i * kQuad);
-    row_loops().accumulate(weights_.data(), tokens.data(), tokens.size(), view_.v,
-                           view_.kv_token_stride, view_.head_size,
-                           outputs_.data() + quad * kQuad * view_.head_size);
-  }
-}
-
-void NestedLane::measure_level(std::uint32_t query, std::size_t level, GroupRows& rows) {
-  const std::size_t dim = view_.head_size;
-  const float* const full = rows.outputs(query);
-  std::size_t live = 0;
-  for (std::size_t l = 0; l <= level; ++l) live += visible(l).size();
-  std::vector<float> kept(dim);
+void NestedLane::measure_level(std::uint32_t query, std::size_t level,
+                               const GroupRows::Requests& wanted, GroupRows& rows) {
+  const std::size_t at = level * rows.heads();
+  const bool all = begins_[level + 1] - unseen_ == query + 1;
+  RecallTally& tally = levels_[level].tally;
+  tally.begin_query(span_->block(query), levels_[level].stats);
   for (std::uint32_t h = 0; h < rows.group(); ++h) {
-    const float sum = sums_[level * rows.heads() + h];
-    if (live == query + 1)
-      std::copy_n(full + h * dim, dim, kept.data());
-    else if (sum < kSharedSumFloor)
-      kept = own_output(query, level, h, rows);
-    else
-      divide(outputs_.data() + h * dim, dim, sum, kept.data());
-    levels_[level].stats.add_outputs(*span_, query, h, {full + h * dim, dim}, kept);
+    running_[h] += static_cast<double>(totals_[at + h]);
+    const float full = rows.sums(query)[h];
+    sums_[at + h] = all ? full : static_cast<float>(running_[h]);
+    // The query's own token is live, and it is not in N.
+    const bool own = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
+    const std::uint32_t found = hits_[at + h] - (own ? 1 : 0);
+    tally.add(h, all ? 1.0 : std::min(1.0, running_[h] / static_cast<double>(full)),
+              wanted.count[h] - found, wanted.count[h]);
+  }
+}
+
+void NestedLane::take_sample(std::uint32_t query, GroupRows& rows) {
+  if (sample_count_ == samples_.size()) samples_.emplace_back();
+  Sample& sample = samples_[sample_count_++];
+  sample.tokens.clear();
+  sample.begins.assign(1, 0);
+  for (std::size_t l = 0; l < levels_.size(); ++l) {
+    sample.tokens.insert(sample.tokens.end(),
+                         tokens_.begin() + static_cast<std::ptrdiff_t>(begin_of(l)),
+                         tokens_.begin() + static_cast<std::ptrdiff_t>(end_of(l)));
+    sample.begins.push_back(sample.tokens.size());
+  }
+  sample.weights.resize(sample.tokens.size() * rows.heads());
+  float* to = sample.weights.data();
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    for (const std::uint32_t token : sample.tokens)
+      to = std::copy_n(rows.e(query, quad) + token * kQuad, kQuad, to);
+  sample.sums = sums_;
+  sample.values.assign(levels_.size() * rows.heads() * view_.head_size, 0.0f);
+  sample.own.clear();
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    for (std::uint32_t h = 0; h < rows.group(); ++h)
+      if (sums_[l * rows.heads() + h] < kSharedSumFloor)
+        sample.own[l * rows.heads() + h] = own_output(query, l, h, rows);
+}
+
+/// Neighbouring sampled queries have nearly the same tokens in a level.
+void NestedLane::list_outputs(const SampledRows& rows, std::vector<ValueJob>& jobs) {
+  const std::size_t heads = rows.heads(), dim = view_.head_size;
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      Sample& sample = samples_[i];
+      const std::size_t begin = sample.begins[l], count = sample.begins[l + 1] - begin;
+      for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+        jobs.push_back({sample.weights.data() + (quad * sample.tokens.size() + begin) * kQuad,
+                        sample.tokens.data() + begin, count,
+                        sample.values.data() + (l * heads + quad * kQuad) * dim});
+    }
+}
+
+void NestedLane::finish_outputs(const SampledRows& rows) {
+  const std::size_t size = rows.heads() * view_.head_size;
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    for (std::size_t l = 0; l < levels_.size(); ++l) {
+      float* const values = samples_[i].values.data() + l * size;
+      if (l > 0)
+        for (std::size_t d = 0; d < size; ++d) values[d] += values[d - size];
+      measure_outputs(rows, i, l);
+    }
+  sample_count_ = 0;
+}
+
+void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level) {
+  const std::size_t dim = view_.head_size, at = level * rows.heads();
+  const Sample& sample = samples_[i];
+  const bool all = sample.begins[level + 1] == rows.query(i) + std::size_t{1};
+  for (std::uint32_t h = 0; h < view_.group; ++h) {
+    double error = 0;
+    if (const auto own = sample.own.find(at + h); !all && own != sample.own.end())
+      error = row_loops().distance2(rows.output(i, h), own->second.data(), 1.0f, dim);
+    else if (!all)
+      error = row_loops().distance2(rows.output(i, h), sample.values.data() + (at + h) * dim,
+                                    1 / sample.sums[at + h], dim);
+    levels_[level].stats.add_error(*span_, rows.query(i), h, error, rows.norm2(i, h));
   }
 }
 
@@ -188,7 +298,8 @@ std::vector<float> NestedLane::own_output(std::uint32_t query, std::size_t level
 std::vector<std::uint32_t> NestedLane::live(std::size_t level) const {
   std::vector<std::uint32_t> tokens;
   for (std::size_t l = 0; l <= level; ++l)
-    tokens.insert(tokens.end(), visible(l).begin(), visible(l).end());
+    tokens.insert(tokens.end(), tokens_.begin() + static_cast<std::ptrdiff_t>(begin_of(l)),
+                  tokens_.begin() + static_cast<std::ptrdiff_t>(end_of(l)));
   std::sort(tokens.begin(), tokens.end());
   return tokens;
 }
@@ -199,10 +310,10 @@ void NestedLane::show(std::uint32_t query) {
 
 std::vector<LaneOutcome> NestedLane::outcomes() {
   std::vector<LaneOutcome> all;
-  std::uint64_t live = 0;
-  for (Level& level : levels_) {
-    live += level.tokens.size();
-    all.push_back({std::move(level.stats), level.evictions, level.live_max, live});
+  for (std::size_t l = 0; l < levels_.size(); ++l) {
+    Level& level = levels_[l];
+    level.tally.flush(level.stats);
+    all.push_back({std::move(level.stats), level.evictions, level.live_max, begins_[l + 1]});
   }
   return all;
 }

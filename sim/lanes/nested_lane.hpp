@@ -5,8 +5,11 @@
 // 1970).
 #pragma once
 
+#include <map>
+
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/policy_loops.hpp"
+#include "sim/lanes/recall_tally.hpp"
 
 namespace kvlab {
 
@@ -32,26 +35,52 @@ class NestedLane final : public Lane {
 
   bool wants_row(std::uint32_t query) const override;
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  bool takes_outputs() const override { return true; }
+  void list_outputs(const SampledRows& rows, std::vector<ValueJob>& jobs) override;
+  void finish_outputs(const SampledRows& rows) override;
   std::vector<LaneOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
  private:
   struct Level {
     std::uint32_t budget;
-    std::vector<std::uint32_t> tokens;  ///< live here, and at no smaller budget
     HeadStats stats;
+    RecallTally tally;
     std::uint64_t evictions = 0, live_max = 0;
   };
+  /// A victim on its way down.
+  struct Leaving {
+    std::uint32_t position;
+    std::uint64_t rank;
+  };
+  /// A sampled query, until its outputs are there.
+  struct Sample {
+    std::vector<std::uint32_t> tokens;  // by level
+    std::vector<std::size_t> begins;    // [level + 1]
+    std::vector<float> weights;         // [quad][tokens][4]
+    std::vector<float> sums;            // [level][heads]: running
+    std::vector<float> values;          // [level][heads][dim]
+    /// Outputs of heads whose shared exponentials are of no use: level * heads + head.
+    std::map<std::size_t, std::vector<float>> own;
+  };
   void begin_admission(const Admission& admission);
+  bool takes_one(const Admission& admission) const;
+  void pass_down(std::uint32_t now);
+  Leaving exchange(std::size_t level, std::uint32_t now, const Leaving* comes);
+  std::size_t find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const;
   void make_room(std::uint32_t now);
-  void drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now);
+  void drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now,
+            std::vector<std::uint32_t>& carried);
   void attend_query(std::uint32_t query, GroupRows& rows);
-  std::span<const std::uint32_t> visible(std::size_t level) const;
+  std::size_t begin_of(std::size_t level) const { return begins_[level]; }
+  std::size_t end_of(std::size_t level) const {
+    return begins_[level + 1] - (level == 0 ? unseen_ : 0);
+  }
   void measure(std::uint32_t query, GroupRows& rows);
-  void measure_outputs(std::uint32_t query, GroupRows& rows);
-  void add_to_outputs(std::uint32_t query, std::span<const std::uint32_t> tokens,
-                      const GroupRows& rows);
-  void measure_level(std::uint32_t query, std::size_t level, GroupRows& rows);
+  void measure_level(std::uint32_t query, std::size_t level, const GroupRows::Requests& wanted,
+                     GroupRows& rows);
+  void take_sample(std::uint32_t query, GroupRows& rows);
+  void measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level);
   std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
                                 const GroupRows& rows) const;
   std::vector<std::uint32_t> live(std::size_t level) const;
@@ -63,12 +92,17 @@ class NestedLane final : public Lane {
   const QuerySpan* span_;
   AdmissionCursor cursor_;
   std::vector<Level> levels_;
-  std::uint32_t unseen_ = 0;  ///< of the admission's tokens, by the current query
-  std::vector<std::uint32_t> carried_;
-  std::vector<std::uint64_t> ranks_;
-  std::vector<float> sums_;     // [level][heads]: running, of the current query
-  std::vector<float> outputs_;  // [heads][dim]: running sums of a sampled query
-  std::vector<float> weights_;
+  std::vector<std::uint32_t>
+      tokens_;                        // live at a level and at no smaller budget; ascending in each
+  std::vector<std::size_t> begins_;   // [level + 1]: where the levels lie in tokens_
+  std::uint32_t unseen_ = 0;          // of the admission's tokens, by the current query
+  std::vector<std::uint64_t> ranks_;  // [tokens]
+  std::vector<float> totals_;         // [level][heads]: of the current query
+  std::vector<std::uint32_t> hits_;   // likewise, running
+  std::vector<float> sums_;           // likewise, running
+  std::vector<double> running_;       // [heads]
+  std::vector<Sample> samples_;
+  std::size_t sample_count_ = 0;
   LaneWatcher watcher_;
 };
 

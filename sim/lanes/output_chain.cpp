@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
-#include <cstring>
 
 namespace kvlab {
 namespace {
@@ -14,50 +12,49 @@ constexpr float kMostGross = 4;
 
 }  // namespace
 
-void OutputChain::begin(std::uint32_t query, const GroupRows& rows) {
+void OutputChain::begin(const SampledRows& rows, std::size_t i) {
   rows_ = &rows;
-  query_ = query;
-  words_ = query / 64 + 1;
+  index_ = i;
+  words_ = rows.query(i) / 64 + 1;
   bits_.assign(words_, 0);
-  sum_.assign(rows.heads() * rows.view().head_size, 0.0f);
   gross_.assign(rows.heads(), 0.0f);
   step_.resize(rows.heads());
+  used_ = 0;
 }
 
-const float* OutputChain::move_to(const std::uint64_t* bits, const float* sums) {
+void OutputChain::move_to(const std::uint64_t* bits, const float* sums) {
   std::size_t differ = 0, live = 0;
   for (std::size_t w = 0; w < words_; ++w) {
     differ += static_cast<std::size_t>(std::popcount(bits[w] ^ bits_[w]));
     live += static_cast<std::size_t>(std::popcount(bits[w]));
   }
-  list(bits, live < differ);
-  if (live >= differ && is_coarse(sums)) list(bits, true);
-  apply();
+  if (used_ == links_.size()) links_.emplace_back();
+  Link& link = links_[used_++];
+  list(bits, live < differ || used_ == 1, link);
+  if (!link.fresh && is_coarse(sums)) list(bits, true, link);
+  for (std::uint32_t h = 0; h < rows_->heads(); ++h)
+    gross_[h] = (link.fresh ? 0.0f : gross_[h]) + step_[h];
+  link.values.assign(rows_->heads() * rows_->view().head_size, 0.0f);
   std::copy(bits, bits + words_, bits_.begin());
-  return sum_.data();
 }
 
-/// Lists the step's tokens with their signed exponentials.
-void OutputChain::list(const std::uint64_t* bits, bool from_nothing) {
-  if (from_nothing) {
-    std::fill(bits_.begin(), bits_.end(), std::uint64_t{0});
-    std::fill(sum_.begin(), sum_.end(), 0.0f);
-    std::fill(gross_.begin(), gross_.end(), 0.0f);
-  }
-  tokens_.clear();
+/// Lists the tokens that differ with their signed exponentials.
+void OutputChain::list(const std::uint64_t* bits, bool fresh, Link& link) {
+  link.fresh = fresh;
+  link.tokens.clear();
   for (std::size_t w = 0; w < words_; ++w)
-    for (std::uint64_t left = bits[w] ^ bits_[w]; left; left &= left - 1)
-      tokens_.push_back(static_cast<std::uint32_t>(w * 64) +
-                        static_cast<std::uint32_t>(std::countr_zero(left)));
-  const std::size_t count = tokens_.size();
-  weights_.resize(rows_->heads() * count);
+    for (std::uint64_t left = bits[w] ^ (fresh ? 0 : bits_[w]); left; left &= left - 1)
+      link.tokens.push_back(static_cast<std::uint32_t>(w * 64) +
+                            static_cast<std::uint32_t>(std::countr_zero(left)));
+  const std::size_t count = link.tokens.size();
+  link.weights.resize(rows_->heads() * count);
   std::fill(step_.begin(), step_.end(), 0.0f);
   for (std::uint32_t quad = 0; quad < rows_->quads(); ++quad) {
-    const float* e = rows_->e(query_, quad);
-    float* to = weights_.data() + quad * count * kQuad;
-    float* magnitude = step_.data() + quad * kQuad;
+    const float* const e = rows_->e(index_, quad);
+    float* const to = link.weights.data() + quad * count * kQuad;
+    float* const magnitude = step_.data() + quad * kQuad;
     for (std::size_t i = 0; i < count; ++i) {
-      const std::uint32_t token = tokens_[i];
+      const std::uint32_t token = link.tokens[i];
       const bool joins = bits[token / 64] >> token % 64 & 1;
       for (std::size_t h = 0; h < kQuad; ++h) {
         const float x = e[token * kQuad + h];
@@ -68,20 +65,25 @@ void OutputChain::list(const std::uint64_t* bits, bool from_nothing) {
   }
 }
 
-bool OutputChain::is_coarse(const float* sums) {
-  for (std::uint32_t h = 0; h < rows_->group(); ++h)
+bool OutputChain::is_coarse(const float* sums) const {
+  for (std::uint32_t h = 0; h < rows_->view().group; ++h)
     if (gross_[h] + step_[h] > kMostGross * sums[h]) return true;
   return false;
 }
 
-void OutputChain::apply() {
-  const HeadView& view = rows_->view();
-  const std::size_t count = tokens_.size();
+void OutputChain::list_jobs(std::size_t link, std::vector<ValueJob>& jobs) {
+  Link& own = links_[link];
+  const std::size_t count = own.tokens.size();
   for (std::uint32_t quad = 0; quad < rows_->quads(); ++quad)
-    row_loops().accumulate(weights_.data() + quad * count * kQuad, tokens_.data(), count, view.v,
-                           view.kv_token_stride, view.head_size,
-                           sum_.data() + quad * kQuad * view.head_size);
-  for (std::uint32_t h = 0; h < rows_->heads(); ++h) gross_[h] += step_[h];
+    jobs.push_back({own.weights.data() + quad * count * kQuad, own.tokens.data(), count,
+                    own.values.data() + quad * kQuad * rows_->view().head_size});
+}
+
+void OutputChain::finish() {
+  for (std::size_t i = 1; i < used_; ++i)
+    if (!links_[i].fresh)
+      for (std::size_t d = 0; d < links_[i].values.size(); ++d)
+        links_[i].values[d] += links_[i - 1].values[d];
 }
 
 }  // namespace kvlab

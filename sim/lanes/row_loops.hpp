@@ -50,6 +50,8 @@ struct RowLoops {
   /// fused.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y);
+  /// The sum of (a[i] - factor * b[i])^2, in double.
+  double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
   /// panel (null: zeros) comes in.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);

@@ -485,6 +485,24 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
                     y);
 }
 
+/// Sixteen running sums, index modulo 16, added by halves.
+double distance2(const float* a, const float* b, float factor, std::size_t count) {
+  double lanes[kTokens] = {};
+  std::size_t i = 0;
+  for (; i + kTokens <= count; i += kTokens)
+    for (int l = 0; l < kTokens; ++l) {
+      const double x = static_cast<double>(a[i + l]) - static_cast<double>(factor * b[i + l]);
+      lanes[l] += x * x;
+    }
+  for (int l = 0; i < count; ++i, ++l) {
+    const double x = static_cast<double>(a[i]) - static_cast<double>(factor * b[i]);
+    lanes[l] += x * x;
+  }
+  for (int width = kTokens / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  return lanes[0];
+}
+
 // --- squeezed positions --------------------------------------------------------------------------
 
 constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
@@ -657,6 +675,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .first_least = first_least,
           .common = common,
           .accumulate = accumulate_quad,
+          .distance2 = distance2,
           .close_gap = close_gap,
           .turn_panel = turn_panel,
           .panel_products = panel_products,
