@@ -76,7 +76,8 @@ class TensorCoreWarp {
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
-  static constexpr int kStages = 256 / kDim;  ///< 16 KB of tiles a warp
+  static constexpr int kStages = 256 / kDim;      ///< 16 KB of tiles a warp
+  static constexpr int kMostStages = 384 / kDim;  ///< 24 KB, where a launch is long or very short
   static constexpr bool kSqueezed = kSqueezed_;
   using Tile = CacheTile<T, kDim, kKeys, kSqueezed>;
 
@@ -238,6 +239,7 @@ class PlainWarp {
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 2;
+  static constexpr int kMostStages = 2;
   static constexpr bool kSqueezed = kSqueezed_;
   using Tile = CacheTile<float, kDim, kKeys, kSqueezed>;
 

@@ -15,13 +15,14 @@ struct Launch {
   dim3 grid, block;
   std::size_t shared_bytes = 0;  ///< dynamic
   cudaStream_t stream = nullptr;
+  unsigned cluster = 0;  ///< blocks of each cluster (sm_90); 0: none
 };
 
 /// What launchers ask of the current device.
 struct DeviceLimits {
   int multiprocessors = 0;
   int shared_bytes = 0;      ///< dynamic shared memory that a block may have
-  bool early_start = false;  ///< sm_90: programmatic dependent launch
+  bool early_start = false;  ///< sm_90: programmatic dependent launch, and clusters
 };
 
 inline cudaError_t device_limits(DeviceLimits& limits) {
@@ -52,16 +53,23 @@ cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& l
 /// (device/grid_dependency.cuh).
 template <class Enqueue>
 cudaError_t launch_by(const DeviceLimits& limits, const Launch& where, Enqueue enqueue) {
-  cudaLaunchAttribute early_start{};
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (limits.early_start) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (where.cluster > 0) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {where.cluster, 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = where.grid;
   config.blockDim = where.block;
   config.dynamicSmemBytes = where.shared_bytes;
   config.stream = where.stream;
-  config.attrs = &early_start;
-  config.numAttrs = limits.early_start ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return enqueue(&config);
 }
 

@@ -26,6 +26,8 @@ namespace {
 constexpr int kBarrierBytes = sizeof(RingBarriers);
 static_assert(kBarrierBytes % 16 == 0);
 constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
+/// Sums of each tile side by side: a product waits for the one before it of its own sum.
+constexpr int kChains = 2;
 /// Partial sums of all warps, for two units by turns.
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
@@ -49,27 +51,27 @@ struct Layout {
   std::size_t bytes;       ///< ring and all
 };
 
-/// Eight floats to eight rounded ones and, 16 bytes on, what the rounding left.
+/// Eight floats to the left operands of two products: two rounded ones and what the rounding left
+/// of them, the next two and what it left of those; 16 bytes on, the same of the other four.
 template <class T>
 struct SplitEight {
   __device__ void operator()(const float (&value)[8], float* to) const {
     uint4 packed[2];
-    std::uint32_t* const high = &packed[0].x;
-    std::uint32_t* const low = &packed[1].x;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float a = value[2 * i], b = value[2 * i + 1];
-      high[i] = pack<T>(a, b);
-      low[i] = pack<T>(a - to_float(from_float<T>(a)), b - to_float(from_float<T>(b)));
+      std::uint32_t* const at = &packed[i / 2].x + i % 2 * 2;
+      at[0] = pack<T>(a, b);
+      at[1] = pack<T>(a - to_float(from_float<T>(a)), b - to_float(from_float<T>(b)));
     }
     reinterpret_cast<uint4*>(to)[0] = packed[0];
     reinterpret_cast<uint4*>(to)[1] = packed[1];
   }
 };
 
-/// A lane's part of x over a run: rounded to T, and what the rounding left.
+/// A lane's part of x over a run: left operands.
 struct XRun {
-  uint4 high[kSteps], low[kSteps];
+  uint4 left[kSteps][kChains];
 };
 
 /// Rows of x as the products read them.
@@ -87,10 +89,12 @@ class XRows {
       if (k >= k_) continue;
       if constexpr (has_norm(kForm)) {  // SplitEight
         const auto* const from = reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 4);
-        x.high[step] = from[0];
-        x.low[step] = from[1];
+        x.left[step][0] = from[0];
+        x.left[step][1] = from[1];
       } else {
-        x.high[step] = *reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 2);
+        const uint4 plain = *reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 2);
+        x.left[step][0] = {plain.x, 0, plain.y, 0};
+        x.left[step][1] = {plain.z, 0, plain.w, 0};
       }
     }
     return x;
@@ -132,7 +136,12 @@ class Finisher {
 
   /// Sends for what a unit's outputs need beside its product.
   __device__ void start(int unit) {
-    if (kForm != Form::rotated || row_ >= run_.rows) return;
+    if (row_ >= run_.rows) return;
+    if constexpr (kForm != Form::rotated) {
+      const int n = unit * outputs_of_unit(kForm) + output_;
+      if (n < run_.n) residual_ = residual_of(run_, row_, n);
+      return;
+    }
     const int first = first_of_pairs(unit, rope_.head_size);
     head_ = first / rope_.head_size;
     dim_ = first % rope_.head_size + output_;
@@ -158,7 +167,8 @@ class Finisher {
       if (n >= run_.n) return;
       write_output(run_, row_, n,
                    kForm == Form::gated ? silu(total(0, output_)) * total(1, output_)
-                                        : total(output_ / kTileRows, output_ % kTileRows));
+                                        : total(output_ / kTileRows, output_ % kTileRows),
+                   residual_);
     }
   }
 
@@ -170,7 +180,7 @@ class Finisher {
 
   __device__ void write_pair(float a, float b) const {
     const int size = rope_.head_size, half = size / 2, n = head_ * size + dim_;
-    const T plain[] = {write_output(run_, row_, n, a), write_output(run_, row_, n + half, b)};
+    const T plain[] = {write_output(run_, row_, n, a, 0), write_output(run_, row_, n + half, b, 0)};
     if (!is_query() && place_.sits_out()) return;
     if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
     const float2 turned = rotate({to_float(plain[0]), to_float(plain[1])}, turn_);
@@ -189,6 +199,7 @@ class Finisher {
   const LinearRun<T>& run_;
   const RopeWriteArgs& rope_;
   int row_, output_;
+  float residual_ = 0;
   const float2* turns_ = nullptr;
   TokenPlace place_;
   int head_ = 0, dim_ = 0;   ///< of the first of the pair
@@ -219,20 +230,24 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
   for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
        unit += static_cast<int>(gridDim.x)) {
     finisher.start(unit);
-    float sums[kTiles][4] = {};
+    float sums[kTiles][kChains][4] = {};
 #pragma unroll 1
     for (int k = 0; k < run.k; k += kStageRun) {
       const XRun x = rows.read(k + warp * kRun);
+      uint4 weights[kTiles][kSteps];
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        uint4 weights[kSteps];
-        reader.read(weights);
+      for (auto& tile : weights) reader.read(tile);
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          const uint4 &w = weights[step], &high = x.high[step], &low = x.low[step];
-          multiply_add<T>(sums[tile], {high.x, low.x, high.y, low.y}, w.x, w.y);
-          multiply_add<T>(sums[tile], {high.z, low.z, high.w, low.w}, w.z, w.w);
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        const auto& [first, second] = x.left[step];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          multiply_add<T>(sums[tile][0], {first.x, first.y, first.z, first.w},
+                          weights[tile][step].x, weights[tile][step].y);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          multiply_add<T>(sums[tile][1], {second.x, second.y, second.z, second.w},
+                          weights[tile][step].z, weights[tile][step].w);
       }
     }
 
@@ -240,10 +255,13 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
     float* const partial = partials + turn * kLinearWarps * kTiles * kPartial;
     if (lane / 4 < run.rows) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile)
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const auto& [first, second] = sums[tile];
         *reinterpret_cast<float2*>(partial + (warp * kTiles + tile) * kPartial +
                                    lane / 4 * kTileRows + lane % 4 * 2) =
-            float2{sums[tile][0] + sums[tile][2], sums[tile][1] + sums[tile][3]};
+            float2{(first[0] + second[0]) + (first[2] + second[2]),
+                   (first[1] + second[1]) + (first[3] + second[3])};
+      }
     }
     barrier_of_first<kLinearThreads>();
     finisher.finish(unit, partial);
@@ -272,9 +290,11 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   multiply<T, kForm>(run, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
 }
 
-/// For so many rows: the ring is as long as there is room. False if there is not enough.
+/// For so many rows: the ring is as long as there is room, but no longer than `most_stages`, which
+/// a block sends for in all. False if there is not enough.
 template <class T>
-bool lay_out(Form form, int rows, int k, const DeviceLimits& limits, Layout& layout) {
+bool lay_out(Form form, int rows, int k, int most_stages, const DeviceLimits& limits,
+             Layout& layout) {
   layout.gamma = kBarrierBytes + kPartialBytes;
   layout.x = layout.gamma + (has_norm(form) ? static_cast<int>(gamma_bytes<T>(k)) : 0);
   const auto stages = [&](std::size_t x_bytes) {
@@ -288,6 +308,7 @@ bool lay_out(Form form, int rows, int k, const DeviceLimits& limits, Layout& lay
   if (!has_norm(form) && !layout.plain_x_is_shared) x_bytes = 0;
   layout.stages = stages(x_bytes);
   if (layout.stages < kLeastStages) return false;
+  layout.stages = std::min(layout.stages, most_stages);
   layout.bytes = static_cast<std::size_t>(layout.stages) * kStageBytes +
                  static_cast<std::size_t>(layout.x) + x_bytes;
   return true;
@@ -299,19 +320,22 @@ cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream, const RopeWrite
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
+  const int units = units_of(kForm, run.n), blocks = std::min(units, limits.multiprocessors);
+  const int most_stages =
+      (units + blocks - 1) / blocks * kTiles * ((run.k + kStageRun - 1) / kStageRun);
   Layout layout{};
   int most = run.rows;
-  while (most > 0 && !lay_out<T>(kForm, most, run.k, limits, layout)) --most;
+  while (most > 0 && !lay_out<T>(kForm, most, run.k, most_stages, limits, layout)) --most;
   if (most == 0) return cudaErrorInvalidValue;
   const int passes = (run.rows + most - 1) / most, each = (run.rows + passes - 1) / passes;
-  lay_out<T>(kForm, each, run.k, limits, layout);
+  lay_out<T>(kForm, each, run.k, most_stages, limits, layout);
 
   const auto kernel = linear_kernel<T, kForm>;
   error = allow_shared_memory(kernel, limits);
-  // More than half: a block for each multiprocessor, or an early start would put two on some and
-  // none on others.
-  const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) / 2 + 1;
-  const int blocks = std::min(units_of(kForm, run.n), limits.multiprocessors);
+  // Beside a CTA of attention there is room for one small block, whose weights are on their way
+  // while that one attends, but not for two: an early start would put two on some multiprocessors
+  // and none on others.
+  const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
   const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
                      .block = dim3(kLinearThreads + kWarpSize),
                      .shared_bytes = std::max(layout.bytes, alone),

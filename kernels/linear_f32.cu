@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kLinearThreads) linear_f32_kernel(const Linear
 #pragma unroll
     for (int row = 0; row < kMostLinearRows; ++row)
       if (row < run.rows && lane == row)
-        write_output(run, row, n, run.up ? silu(sums[row]) * ups[row] : sums[row]);
+        write_output(run, row, n, run.up ? silu(sums[row]) * ups[row] : sums[row],
+                     residual_of(run, row, n));
   }
 }
 

@@ -2,8 +2,9 @@
 //
 // A stage of the ring is a tile of eight weight rows over 1024 of k, of which each of the eight
 // warps takes 128. So much is always on its way that the memory is busy (kWindow), and no more, or
-// what else the block reads (x, on which everything waits) would stand in a queue behind it. What
-// has arrived may wait in the ring meanwhile.
+// what else the block reads (x, on which everything waits) would stand in a queue behind it; a
+// little less until the ring has been sent for once, for so long x is awaited. What has arrived may
+// wait in the ring meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ inline constexpr int kStageRun = kLinearWarps * kRun;  // k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kSteps * kLoadBytes;
 inline constexpr int kLeastStages = 4, kMostStages = 12;
-inline constexpr int kWindow = 4;  // stages on their way
+inline constexpr int kWindow = 4, kFirstWindow = 3;  // stages on their way
 
 /// What a product computes, and which weight rows the two tiles of a unit are.
 enum class Form {
@@ -108,6 +109,7 @@ class WeightSender {
             copy_some(rows[tile] + k, wanted[tile] - k);
           barriers_.full[next_.slot].arrive_when_copied();
           next_.advance(stages_);
+          ++sent_;
         }
     }
   }
@@ -115,7 +117,7 @@ class WeightSender {
  private:
   __device__ void make_room() {
     barriers_.empty[next_.slot].wait(next_.parity ^ 1);
-    if (on_their_way_ < kWindow) {
+    if (on_their_way_ < (sent_ < stages_ ? kFirstWindow : kWindow)) {
       ++on_their_way_;
       return;
     }
@@ -144,7 +146,7 @@ class WeightSender {
   int stages_;
   RingBarriers& barriers_;
   RingPlace next_, oldest_;
-  int on_their_way_ = 0;
+  int sent_ = 0, on_their_way_ = 0;
 };
 
 /// One of the reading warps.

@@ -37,16 +37,22 @@ template <class T>
 __host__ __device__ constexpr std::size_t gamma_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(T);
 }
+/// What an output is added to; 0 where it is not.
+template <class T>
+__device__ inline float residual_of(const LinearRun<T>& run, int row, int column) {
+  return run.residual ? run.residual[static_cast<std::size_t>(row) * run.n + column] : 0.0f;
+}
 /// Writes bias, product and whatever is asked for one output. Returns what is, or would be, in y.
 template <class T>
-__device__ inline T write_output(const LinearRun<T>& run, int row, int column, float value) {
+__device__ inline T write_output(const LinearRun<T>& run, int row, int column, float value,
+                                 float residual) {
   const std::size_t at = static_cast<std::size_t>(row) * static_cast<std::size_t>(run.n) +
                          static_cast<std::size_t>(column);
   if (run.bias) value += to_float(run.bias[column]);
   const T rounded = from_float<T>(value);
   if (run.y) run.y[at] = rounded;
   if (run.y_float) run.y_float[at] = value;
-  if (run.residual) run.residual[at] += value;
+  if (run.residual) run.residual[at] = residual + value;
   return rounded;
 }
 

@@ -6,135 +6,29 @@
 // pair is cut where a share ends. A CTA that has all of a pair writes its output; of a pair that is
 // cut each CTA leaves a part in the workspace, and the last to arrive merges them in their order.
 // So the grid depends on capacity and device alone, and lengths are read where the kernel runs.
+// A few pairs with few slots have a kernel of their own (clustered_attention.cuh).
 #include <algorithm>
 
-#include "kernels/decode_tile.cuh"
+#include "kernels/clustered_attention.cuh"
 #include "kernels/device/even_share.cuh"
-#include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/signal.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/pair_row.cuh"
+#include "kernels/pair_tiles.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * 32;
-
-/// The arguments, and what follows from them and from the device.
-struct Plan {
-  PairAttention args;
-  int ctas;
-  float base2_scale;      ///< softmax scale, for base-2 logits
-  float* part_out;        // [cta, 2, head of the group, dim], not yet divided by the sum
-  float2* part_state;     // [cta, 2, head of the group]: max, sum
-  std::int32_t* arrived;  // [cta], zero between launches
-};
-
-template <class Warp>
-struct Ring {
-  typename Warp::Tile tiles[kWarps][Warp::kStages];
-  Frequency frequencies[Warp::kSqueezed ? Warp::kHeadSize / 2 : 1];
-};
-
-/// What the warps of a CTA tell each other, behind the ring in shared memory: their parts of a
-/// pair, or what all parts of a pair weigh while the CTA merges it. As large as the group needs.
-template <int kDim>
-struct Exchange {
-  int group;
-  float* memory;
-
-  __device__ WarpPart part(int warp) const {
-    return {memory + warp * group * kDim,
-            reinterpret_cast<float2*>(memory + kWarps * group * kDim) + warp * group};
-  }
-  // [part, head of the group]
-  __device__ float* weights() const { return memory; }
-  // [thread]; where the group leaves threads for several rows
-  __device__ float4* outputs() const {
-    return reinterpret_cast<float4*>(memory + kMostCtas * group);
-  }
-  // [head of the group]: largest logit, sum
-  __device__ float2* rows() const {
-    return reinterpret_cast<float2*>(memory + kMostCtas * group + kThreads * 4);
-  }
-  static std::size_t bytes(int group) {
-    const std::size_t parts = kWarps * static_cast<std::size_t>(group) * (kDim + 2);
-    const std::size_t merge =
-        static_cast<std::size_t>(kMostCtas + 2) * static_cast<std::size_t>(group) + kThreads * 4;
-    return std::max(parts, merge) * sizeof(float);
-  }
-};
-
-/// A warp's tiles, fetched ahead. Every kSlotsPerTile slots, warp w takes those from w * kKeys on.
-template <class Warp>
-class Fetcher {
- public:
-  using T = typename Warp::Element;
-  __device__ Fetcher(const Plan& plan, typename Warp::Tile* ring, const Place& place, int count)
-      : args_(plan.args), ring_(ring), place_(place), left_(count) {
-    for (int i = 0; i < Warp::kStages - 1; ++i) fetch();
-  }
-  /// The next tile, once it is there; the one before it may be overwritten.
-  __device__ const typename Warp::Tile& next() {
-    wait_copies<Warp::kStages - 2>();
-    __syncwarp();
-    fetch();
-    const auto& tile = ring_[read_];
-    read_ = read_ + 1 == Warp::kStages ? 0 : read_ + 1;
-    return tile;
-  }
-
- private:
-  __device__ void fetch() {
-    if (left_ > 0) {
-      if (place_.tile == place_.slots.tiles()) place_.next_pair(args_.table, Warp::kHeadSize);
-      // The newest token comes from the kernel before; the rest has been there.
-      if (place_.slots.newest / kSlotsPerTile == place_.tile) wait_for_predecessor();
-      const int slot = place_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
-      const int valid = place_.slots.live - slot;
-      const std::int64_t from =
-          place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
-      auto& tile = ring_[write_];
-      tile.load_slots(static_cast<const T*>(args_.keys) + from,
-                      static_cast<const T*>(args_.values) + from, valid);
-      if constexpr (Warp::kSqueezed) tile.load(args_.ages + from / Warp::kHeadSize, valid);
-      write_ = write_ + 1 == Warp::kStages ? 0 : write_ + 1;
-      ++place_.tile;
-      --left_;
-    }
-    commit_copies();
-  }
-
-  const PairAttention& args_;
-  typename Warp::Tile* ring_;
-  Place place_;
-  int left_;
-  int read_ = 0, write_ = 0;
-};
-
 /// Four dimensions of one query head, merged.
 using State = SoftmaxState<4>;
 
-template <class T>
-__device__ void write_output(const Plan& plan, int row, int dim, float4 out, float2 max_and_sum) {
-  T* const to = static_cast<T*>(plan.args.out) + std::int64_t{row} * plan.args.head_size + dim;
-  const float sum = max_and_sum.y;
-  to[0] = from_float<T>(out.x / sum);
-  to[1] = from_float<T>(out.y / sum);
-  to[2] = from_float<T>(out.z / sum);
-  to[3] = from_float<T>(out.w / sum);
-  if (dim == 0 && plan.args.lse != nullptr) plan.args.lse[row] = log_sum_exp(max_and_sum.x, sum);
-}
-
 /// For whoever observes. The flag may be raised once the whole CTA has come by.
-__device__ void leave_softmax(const Plan& plan, int pair, int head, float2 max_and_sum) {
+__device__ void leave_softmax(const PairPlan& plan, int pair, int head, float2 max_and_sum) {
   if (plan.args.rows.softmax != nullptr)
     plan.args.rows.softmax[pair * kMostGroup + head] =
         make_float2(max_and_sum.x, 1 / max_and_sum.y);
 }
-__device__ void raise_ready(const Plan& plan, int pair, std::uint32_t gone) {
+__device__ void raise_ready(const PairPlan& plan, int pair, std::uint32_t gone) {
   if (plan.args.rows.ready == nullptr) return;
   if (plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
   raise_flag(&plan.args.rows.ready[pair]);
@@ -142,8 +36,8 @@ __device__ void raise_ready(const Plan& plan, int pair, std::uint32_t gone) {
 
 /// Merges what the warps found out about one pair, or about some tiles of it.
 template <class Warp>
-__device__ void write_pair(const Plan& plan, const Exchange<Warp::kHeadSize>& exchange, int pair,
-                           bool whole, int part) {
+__device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>& exchange,
+                           int pair, bool whole, int part) {
   constexpr int kDim = Warp::kHeadSize;
   const int group = plan.args.group;
   for (int i = threadIdx.x; i < group * kDim / 4; i += kThreads) {
@@ -185,7 +79,7 @@ struct PairParts {
 
 /// What each part weighs; the sum is of all in a fixed order. A warp for each query head.
 template <int kDim>
-__device__ void weigh_parts(const Plan& plan, const PairParts& parts,
+__device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange) {
   constexpr int kMost = kMostCtas / 32;  // parts of a lane
   const int lane = threadIdx.x % 32, count = parts.count(), group = plan.args.group;
@@ -218,7 +112,7 @@ __device__ void weigh_parts(const Plan& plan, const PairParts& parts,
 template <class Warp>
 class OutputMerge {
  public:
-  __device__ OutputMerge(const Plan& plan, const PairParts& parts,
+  __device__ OutputMerge(const PairPlan& plan, const PairParts& parts,
                          const Exchange<Warp::kHeadSize>& exchange)
       : plan_(plan),
         parts_(parts),
@@ -289,7 +183,7 @@ class OutputMerge {
                                          column_ % kChunks * 4, out, exchange_.rows()[head]);
   }
 
-  const Plan& plan_;
+  const PairPlan& plan_;
   const PairParts& parts_;
   const Exchange<Warp::kHeadSize>& exchange_;
   int columns_, rows_, row_, column_;
@@ -298,7 +192,7 @@ class OutputMerge {
 
 /// A part has been written: whoever comes last merges the pair's.
 template <class Warp>
-__device__ void arrive_and_merge(const Plan& plan, const PairParts& parts,
+__device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
                                  const Exchange<Warp::kHeadSize>& exchange, int pair,
                                  std::uint32_t gone) {
   int before = 0;
@@ -327,19 +221,19 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& sl
 }
 
 template <class Warp>
-__global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ PairPlan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& ring = *reinterpret_cast<Ring<Warp>*>(memory);
   const PairAttention& args = plan.args;
-  const Exchange<Warp::kHeadSize> exchange{args.group,
-                                           reinterpret_cast<float*>(memory + sizeof(Ring<Warp>))};
+  const Ring<Warp> ring{plan.stages, memory};
+  const Exchange<Warp::kHeadSize> exchange{
+      args.group, reinterpret_cast<float*>(memory + Ring<Warp>::bytes(plan.stages))};
   if (!args.settled) wait_for_predecessor();
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
   if constexpr (Warp::kSqueezed)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
-      ring.frequencies[i] = frequency_of(args.inv_freq[i]);
+      ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
   __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
   // Whoever observes takes the signals of the launch before this one for its own unless that is
   // over.
@@ -353,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   const int warp = threadIdx.x / 32;
   int at = share.begin(blockIdx.x);  // in the row
   Place place = row.at(at, Warp::kHeadSize);
-  Fetcher<Warp> fetcher(plan, ring.tiles[warp], place, left);
+  Fetcher<Warp> fetcher(plan, ring.tiles(warp), place, left);
   wait_for_predecessor();
   if (observed) let_successor_start();
   Warp state;
@@ -366,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
                 args.group);
     TileUse use{};
     if constexpr (Warp::kSqueezed) {
-      use.turns.frequencies = ring.frequencies;
+      use.turns.frequencies = ring.frequencies();
       use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
       use.turns.gone = gone_age<Warp>(args, slots);
     }
@@ -400,23 +294,36 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
 }
 
 template <class Warp>
-std::size_t shared_bytes(const PairAttention& args) {
-  static_assert(sizeof(Ring<Warp>) % 16 == 0);
-  return sizeof(Ring<Warp>) + Exchange<Warp::kHeadSize>::bytes(args.group);
+std::size_t shared_bytes(const PairAttention& args, int stages) {
+  return Ring<Warp>::bytes(stages) + Exchange<Warp::kHeadSize>::bytes(args.group);
+}
+
+/// Of the largest lengths.
+std::int64_t most_tiles(const PairAttention& args) {
+  return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
 }
 
 /// Two CTAs for each multiprocessor keep enough bytes on their way, and leave room for a third, of
-/// the kernel behind; but no more than there may be tiles. 0 if the device holds none.
+/// the kernel behind; but no more than there may be tiles, and one where that makes two for each.
+/// 0 if the device holds none.
 template <class Warp>
 int ctas_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
   // What one CTA may have is all that a multiprocessor has, less what is reserved for it.
-  const int on_one =
-      (limits.shared_bytes + kReserved) / (static_cast<int>(shared_bytes<Warp>(args)) + kReserved);
-  const std::int64_t tiles =
-      std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
-  return static_cast<int>(
-      std::min<std::int64_t>({tiles, std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
+  const int bytes = static_cast<int>(shared_bytes<Warp>(args, Warp::kStages));
+  const int on_one = (limits.shared_bytes + kReserved) / (bytes + kReserved);
+  const bool few = most_tiles(args) <= 2 * limits.multiprocessors;
+  return static_cast<int>(std::min<std::int64_t>(
+      {most_tiles(args), std::min(on_one, few ? 1 : 2) * limits.multiprocessors, kMostCtas}));
+}
+
+/// Where room for a third CTA means that some multiprocessors get three of one launch, and that
+/// launch is long: none. (Head size 128 gains nothing by it.)
+template <class Warp>
+int stages_for(const PairAttention& args, int ctas) {
+  constexpr int kLong = 16;  // tiles of a CTA
+  const bool fills = Warp::kHeadSize == 64 && args.rows.ready == nullptr;
+  return fills && most_tiles(args) >= kLong * ctas ? Warp::kMostStages : Warp::kStages;
 }
 
 /// Of the parts of pairs that are cut.
@@ -432,16 +339,20 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
   if (ctas == 0) return cudaErrorInvalidDevice;
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);
-  const Plan plan{
+  const PairPlan plan{
       .args = args,
       .ctas = ctas,
+      .stages = stages_for<Warp>(args, ctas),
       .base2_scale = args.softmax_scale * kLog2E,
       .part_out = part_out,
       .part_state = reinterpret_cast<float2*>(part_out + part_rows(args, ctas) * Warp::kHeadSize),
       .arrived = signals->arrived};
+  if constexpr (!Warp::kSqueezed)
+    if (const int stages = clustered_stages<Warp>(limits, args))
+      return launch_clusters<Warp>(limits, plan, stages, stream);
   if (const cudaError_t error = allow_shared_memory(attend_pairs<Warp>, limits)) return error;
-  return launch(limits, attend_pairs<Warp>, {ctas, kThreads, shared_bytes<Warp>(args), stream},
-                plan);
+  return launch(limits, attend_pairs<Warp>,
+                {ctas, kThreads, shared_bytes<Warp>(args, plan.stages), stream}, plan);
 }
 
 /// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.

@@ -96,6 +96,17 @@ template <int kLeft>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
+/// The same for a number known when running, 0 to kMost.
+template <int kMost>
+__device__ inline void wait_copies(int left) {
+  if constexpr (kMost > 0)
+    if (left < kMost) return wait_copies<kMost - 1>(left);
+  wait_copies<kMost>();
+}
+/// A line of 128 bytes to the L2 cache.
+__device__ inline void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 
 /// Rows of kRowBytes in shared memory, 16-byte chunks of a row permuted so that the same chunk of
 /// eight consecutive rows lies in eight different banks.

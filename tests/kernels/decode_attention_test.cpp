@@ -201,29 +201,54 @@ TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[g
     for (const int kv_heads : {2, 8})
       run_and_check({.type = type, .group = 1, .kv_heads = kv_heads, .sequences = 4, .slots = 9000},
                     {9000, 1, 8999, 4097});
-    run_and_check({.type = type, .head_size = 64, .group = 2, .kv_heads = 1, .slots = 40000},
-                  {39999});
+    for (const int kv_heads : {1, 8})
+      run_and_check(
+          {.type = type, .head_size = 64, .group = 2, .kv_heads = kv_heads, .slots = 40000},
+          {39999});
     run_and_check(
         {.type = type, .head_size = 64, .group = 1, .kv_heads = 8, .sequences = 70, .slots = 200},
         std::vector<std::int32_t>(70, 200));
   }
 }
 
+/// As many slots as a cluster's shared memory holds of a pair, and lengths around its CTAs' shares.
+TEST_CASE("decode attention agrees with float64 where each of few pairs has a cluster", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 3, 8}) {
+        const int tiles = type == Type::f32 ? 2 : 384 / head_size, slots = tiles * 8 * 64;
+        const Size size{
+            .type = type, .head_size = head_size, .group = group, .sequences = 6, .slots = slots};
+        INFO(name(size));
+        run_and_check(size, {slots, 511, 0, 513, slots - 1, 1});
+      }
+}
+
+TEST_CASE("decode attention of few pairs, small enough for a race checker", "[gpu][small]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const int head_size : {64, 96, 128})
+    run_and_check({.head_size = head_size, .group = 3, .kv_heads = 1, .sequences = 2, .slots = 700},
+                  {700, 65});
+}
+
 TEST_CASE("decode attention holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    Size size{.type = type, .sequences = 12, .slots = 300};
-    INFO(name(size));
-    run_and_check(size, kRagged, true);
-    size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
-    run_and_check(size, kRagged);
-  }
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int kv_heads : {1, 2}) {
+      Size size{.type = type, .kv_heads = kv_heads, .sequences = 12, .slots = 300};
+      INFO(name(size));
+      run_and_check(size, kRagged, true);
+      size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
+      run_and_check(size, kRagged);
+    }
 }
 
 TEST_CASE("decode attention in a captured graph follows lengths that change", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Size& size : {Size{.kv_heads = 2, .sequences = 3, .slots = 1500},
                            Size{.kv_heads = 3, .sequences = 3, .slots = 1500},
+                           Size{.kv_heads = 3, .sequences = 3, .slots = 1600},
                            Size{.type = Type::f32, .sequences = 3, .slots = 1500}}) {
     Batch batch(size, {1, 1, 1});
     CapturedGraph graph(
@@ -243,10 +268,11 @@ TEST_CASE("decode attention in a captured graph follows lengths that change", "[
 TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Size& size : {Size{.group = 7, .sequences = 3, .slots = 5000},
+                           Size{.head_size = 64, .group = 7, .sequences = 3, .slots = 3000},
                            Size{.group = 7, .kv_heads = 4, .sequences = 3, .slots = 5000},
                            Size{.type = Type::f16, .group = 7, .sequences = 3, .slots = 5000},
                            Size{.type = Type::f32, .group = 7, .sequences = 3, .slots = 5000}}) {
-    Batch batch(size, {5000, 3, 2500});
+    Batch batch(size, {size.slots, 3, 2500});
     const Stream stream;
     batch.poison();
     check_cuda(decode_attention(batch.args(), stream.get()));
