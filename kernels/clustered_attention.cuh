@@ -104,6 +104,24 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
   }
 }
 
+/// To the L2 cache: the newest token's tile, which waits for it. Its slot is then written there.
+template <class Warp>
+__device__ void prefetch_newest(const PairAttention& args, const PairSlots& slots, int first,
+                                int count) {
+  constexpr int kLine = 128;
+  constexpr int kSlot = Warp::kHeadSize * static_cast<int>(sizeof(typename Warp::Element));
+  const int tile = slots.newest / kSlotsPerTile;
+  if (tile < first || tile >= first + count) return;
+  const int slot = tile * kSlotsPerTile;
+  const int bytes = min(slots.live - slot, kSlotsPerTile) * kSlot;
+  const std::int64_t from = (slots.base / Warp::kHeadSize + slot) * kSlot;
+#pragma unroll 1  // short code: a launch finds the instruction cache cold
+  for (int at = static_cast<int>(threadIdx.x) * kLine; at < bytes; at += kThreads * kLine) {
+    prefetch_line(static_cast<const char*>(args.keys) + from + at);
+    prefetch_line(static_cast<const char*>(args.values) + from + at);
+  }
+}
+
 template <class Warp>
 __global__ void __launch_bounds__(kThreads)
     attend_in_clusters(const __grid_constant__ PairPlan plan) {
@@ -122,7 +140,8 @@ __global__ void __launch_bounds__(kThreads)
   let_successor_start();
   const EvenShare share(slots.tiles(), kClusterCtas);
   const int first = share.begin(rank), count = share.begin(rank + 1) - first;
-  Fetcher<Warp> fetcher(plan, ring.tiles(warp), Place{slots, first}, count);
+  prefetch_newest<Warp>(args, slots, first, count);
+  AllTilesAhead<Warp> tiles(plan, ring.tiles(warp), Place{slots, first}, count);
   wait_for_predecessor();
   Warp state;
   state.start(static_cast<const typename Warp::Element*>(args.q) +
@@ -130,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
               args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {
-    const auto& tile = fetcher.next();
+    const auto& tile = tiles.next();
     use.valid = slots.live - (first + i) * kSlotsPerTile - warp * Warp::kKeys;
     if (use.valid > 0) state.add(tile, use, plan.base2_scale);
   }

@@ -220,13 +220,14 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& sl
   return PairRows::kNone;
 }
 
-template <class Warp>
+/// `Tiles`: TilesAhead or AllTilesAhead.
+template <class Warp, class Tiles>
 __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ PairPlan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   const PairAttention& args = plan.args;
-  const Ring<Warp> ring{plan.stages, memory};
+  const Ring<Warp> ring{Tiles::stages(plan), memory};
   const Exchange<Warp::kHeadSize> exchange{
-      args.group, reinterpret_cast<float*>(memory + Ring<Warp>::bytes(plan.stages))};
+      args.group, reinterpret_cast<float*>(memory + Ring<Warp>::bytes(Tiles::stages(plan)))};
   if (!args.settled) wait_for_predecessor();
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.ctas);
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   const int warp = threadIdx.x / 32;
   int at = share.begin(blockIdx.x);  // in the row
   Place place = row.at(at, Warp::kHeadSize);
-  Fetcher<Warp> fetcher(plan, ring.tiles(warp), place, left);
+  Tiles tiles(plan, ring.tiles(warp), place, left);
   wait_for_predecessor();
   if (observed) let_successor_start();
   Warp state;
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     }
     use.logits_stride = row_slots(args.table.most_slots);
     for (int i = 0; i < count; ++i) {
-      const auto& tile = fetcher.next();
+      const auto& tile = tiles.next();
       const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
       use.valid = slots.live - slot;
       use.turns.newest = slots.newest - slot;
@@ -303,27 +304,38 @@ std::int64_t most_tiles(const PairAttention& args) {
   return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
 }
 
-/// Two CTAs for each multiprocessor keep enough bytes on their way, and leave room for a third, of
-/// the kernel behind; but no more than there may be tiles, and one where that makes two for each.
-/// 0 if the device holds none.
+/// Two for each multiprocessor keep enough bytes on their way, and leave room for a third, of the
+/// kernel behind; but no more than there may be tiles. 0 if the device holds none.
 template <class Warp>
-int ctas_for(const DeviceLimits& limits, const PairAttention& args) {
+int most_ctas(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
   // What one CTA may have is all that a multiprocessor has, less what is reserved for it.
   const int bytes = static_cast<int>(shared_bytes<Warp>(args, Warp::kStages));
   const int on_one = (limits.shared_bytes + kReserved) / (bytes + kReserved);
-  const bool few = most_tiles(args) <= 2 * limits.multiprocessors;
   return static_cast<int>(std::min<std::int64_t>(
-      {most_tiles(args), std::min(on_one, few ? 1 : 2) * limits.multiprocessors, kMostCtas}));
+      {most_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
 }
 
-/// Where room for a third CTA means that some multiprocessors get three of one launch, and that
-/// launch is long: none. (Head size 128 gains nothing by it.)
+struct Grid {
+  int ctas, stages;
+  bool all_ahead;  ///< every stage is sent for at once
+};
+
 template <class Warp>
-int stages_for(const PairAttention& args, int ctas) {
+Grid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kLong = 16;  // tiles of a CTA
-  const bool fills = Warp::kHeadSize == 64 && args.rows.ready == nullptr;
-  return fills && most_tiles(args) >= kLong * ctas ? Warp::kMostStages : Warp::kStages;
+  Grid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
+  if (args.rows.ready != nullptr) return grid;           // the kernel behind needs its room
+  if (most_tiles(args) <= 2 * limits.multiprocessors) {  // at most two for each CTA, at once
+    grid.ctas = std::min(grid.ctas, limits.multiprocessors);
+    grid.all_ahead = true;
+  } else if (Warp::kHeadSize == 64 && most_tiles(args) >= kLong * grid.ctas) {
+    // No room for a third CTA: some multiprocessors would get three of this launch, others one. At
+    // head size 128 this gains nothing.
+    grid.stages = Warp::kMostStages;
+    grid.all_ahead = true;
+  }
+  return grid;
 }
 
 /// Of the parts of pairs that are cut.
@@ -331,28 +343,36 @@ std::size_t part_rows(const PairAttention& args, int ctas) {
   return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
 }
 
+template <class Warp, class Tiles>
+cudaError_t launch_pairs(const DeviceLimits& limits, const PairPlan& plan, cudaStream_t stream) {
+  const auto kernel = attend_pairs<Warp, Tiles>;
+  if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
+  const std::size_t bytes = shared_bytes<Warp>(plan.args, plan.stages);
+  return launch(limits, kernel, {plan.ctas, kThreads, bytes, stream}, plan);
+}
+
 template <class Warp>
 cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  const int ctas = ctas_for<Warp>(limits, args);
-  if (ctas == 0) return cudaErrorInvalidDevice;
+  const Grid grid = grid_for<Warp>(limits, args);
+  if (grid.ctas == 0) return cudaErrorInvalidDevice;
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);
-  const PairPlan plan{
-      .args = args,
-      .ctas = ctas,
-      .stages = stages_for<Warp>(args, ctas),
-      .base2_scale = args.softmax_scale * kLog2E,
-      .part_out = part_out,
-      .part_state = reinterpret_cast<float2*>(part_out + part_rows(args, ctas) * Warp::kHeadSize),
-      .arrived = signals->arrived};
-  if constexpr (!Warp::kSqueezed)
+  const PairPlan plan{.args = args,
+                      .ctas = grid.ctas,
+                      .base2_scale = args.softmax_scale * kLog2E,
+                      .part_out = part_out,
+                      .part_state = reinterpret_cast<float2*>(
+                          part_out + part_rows(args, grid.ctas) * Warp::kHeadSize),
+                      .arrived = signals->arrived,
+                      .stages = grid.stages};
+  if constexpr (!Warp::kSqueezed) {  // those are always observed
     if (const int stages = clustered_stages<Warp>(limits, args))
       return launch_clusters<Warp>(limits, plan, stages, stream);
-  if (const cudaError_t error = allow_shared_memory(attend_pairs<Warp>, limits)) return error;
-  return launch(limits, attend_pairs<Warp>,
-                {ctas, kThreads, shared_bytes<Warp>(args, plan.stages), stream}, plan);
+    if (grid.all_ahead) return launch_pairs<Warp, AllTilesAhead<Warp>>(limits, plan, stream);
+  }
+  return launch_pairs<Warp, TilesAhead<Warp>>(limits, plan, stream);
 }
 
 /// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.
@@ -401,7 +421,7 @@ std::size_t pair_attention_workspace(const PairAttention& args) {
   DeviceLimits limits;
   if (!supported(args) || device_limits(limits) != cudaSuccess) return 0;
   return dispatch(args, [&]<class Warp>() {
-    const int ctas = ctas_for<Warp>(limits, args);
+    const int ctas = most_ctas<Warp>(limits, args);
     return sizeof(Signals) +
            part_rows(args, ctas) * (Warp::kHeadSize * sizeof(float) + sizeof(float2));
   });

@@ -17,11 +17,11 @@ inline constexpr int kThreads = kWarps * 32;
 struct PairPlan {
   PairAttention args;
   int ctas;
-  int stages;             ///< tiles of each warp in shared memory
   float base2_scale;      ///< softmax scale, for base-2 logits
   float* part_out;        // [cta, 2, head of the group, dim], not yet divided by the sum
   float2* part_state;     // [cta, 2, head of the group]: max, sum
   std::int32_t* arrived;  // [cta], zero between launches
+  int stages;             ///< tiles of each warp in shared memory
 };
 
 /// Begins shared memory: each warp's tiles, and the frequencies by which keys are turned.
@@ -74,13 +74,80 @@ struct Exchange {
   }
 };
 
-/// A warp's tiles, fetched ahead. Every kSlotsPerTile slots, warp w takes those from w * kKeys on.
+/// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on.
 template <class Warp>
-class Fetcher {
+class TileSource {
  public:
   using T = typename Warp::Element;
-  __device__ Fetcher(const PairPlan& plan, typename Warp::Tile* ring, const Place& place, int count)
-      : args_(plan.args), ring_(ring), stages_(plan.stages), place_(place), left_(count) {
+  __device__ TileSource(const PairAttention& args, const Place& place, int count)
+      : args_(args), place_(place), left_(count) {}
+
+  /// Starts copying the next tile, if there is one. A group of copies in any case.
+  __device__ void start_next(typename Warp::Tile& tile) {
+    if (left_ > 0) {
+      if (place_.tile == place_.slots.tiles()) place_.next_pair(args_.table, Warp::kHeadSize);
+      // The newest token comes from the kernel before; the rest has been there.
+      if (place_.slots.newest / kSlotsPerTile == place_.tile) wait_for_predecessor();
+      const int slot = place_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
+      const int valid = place_.slots.live - slot;
+      const std::int64_t from =
+          place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
+      tile.load_slots(static_cast<const T*>(args_.keys) + from,
+                      static_cast<const T*>(args_.values) + from, valid);
+      if constexpr (Warp::kSqueezed) tile.load(args_.ages + from / Warp::kHeadSize, valid);
+      ++place_.tile;
+      --left_;
+    }
+    commit_copies();
+  }
+
+ private:
+  const PairAttention& args_;
+  Place place_;
+  int left_;
+};
+
+/// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,
+/// launches of many tiles took about 1 us longer.)
+template <class Warp>
+class TilesAhead {
+ public:
+  static constexpr int kStages = Warp::kStages;
+  __device__ static int stages(const PairPlan&) { return kStages; }
+  __device__ TilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
+                        int count)
+      : source_(plan.args, place, count), ring_(ring) {
+    for (int i = 0; i < kStages - 1; ++i) fetch();
+  }
+  /// The next tile, once it is there; the one before it may be overwritten.
+  __device__ const typename Warp::Tile& next() {
+    wait_copies<kStages - 2>();
+    __syncwarp();
+    fetch();
+    const auto& tile = ring_[read_];
+    read_ = read_ + 1 == kStages ? 0 : read_ + 1;
+    return tile;
+  }
+
+ private:
+  __device__ void fetch() {
+    source_.start_next(ring_[write_]);
+    write_ = write_ + 1 == kStages ? 0 : write_ + 1;
+  }
+
+  TileSource<Warp> source_;
+  typename Warp::Tile* ring_;
+  int read_ = 0, write_ = 0;
+};
+
+/// The same in plan.stages, all of which are sent for at once.
+template <class Warp>
+class AllTilesAhead {
+ public:
+  __device__ static int stages(const PairPlan& plan) { return plan.stages; }
+  __device__ AllTilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
+                           int count)
+      : source_(plan.args, place, count), ring_(ring), stages_(plan.stages) {
     for (int i = 0; i < stages_; ++i) fetch();
   }
   /// The next tile, once it is there; the one before it is overwritten.
@@ -97,42 +164,13 @@ class Fetcher {
 
  private:
   __device__ void fetch() {
-    if (left_ > 0) {
-      if (place_.tile == place_.slots.tiles()) place_.next_pair(args_.table, Warp::kHeadSize);
-      const int slot = place_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
-      const int valid = place_.slots.live - slot;
-      const std::int64_t from =
-          place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
-      const T* const keys = static_cast<const T*>(args_.keys) + from;
-      const T* const values = static_cast<const T*>(args_.values) + from;
-      // The newest token comes from the kernel before; the rest has been there.
-      if (place_.slots.newest / kSlotsPerTile == place_.tile) {
-        prefetch_slots(keys, valid);
-        prefetch_slots(values, valid);
-        wait_for_predecessor();
-      }
-      auto& tile = ring_[write_];
-      tile.load_slots(keys, values, valid);
-      if constexpr (Warp::kSqueezed) tile.load(args_.ages + from / Warp::kHeadSize, valid);
-      write_ = write_ + 1 == stages_ ? 0 : write_ + 1;
-      ++place_.tile;
-      --left_;
-    }
-    commit_copies();
-  }
-  /// To the L2 cache, where what is still to be written will be too.
-  __device__ static void prefetch_slots(const T* from, int valid) {
-    constexpr int kLine = 128;
-    const int bytes = min(valid, Warp::kKeys) * Warp::kHeadSize * static_cast<int>(sizeof(T));
-    for (int at = static_cast<int>(threadIdx.x) % 32 * kLine; at < bytes; at += 32 * kLine)
-      prefetch_line(reinterpret_cast<const char*>(from) + at);
+    source_.start_next(ring_[write_]);
+    write_ = write_ + 1 == stages_ ? 0 : write_ + 1;
   }
 
-  const PairAttention& args_;
+  TileSource<Warp> source_;
   typename Warp::Tile* ring_;
   int stages_;
-  Place place_;
-  int left_;
   int read_ = -1, write_ = 0;
 };
 
