@@ -1,5 +1,7 @@
 #include "engine/backend.hpp"
 
+#include <algorithm>
+
 #include "engine/capture.hpp"
 
 namespace kvlab {
@@ -28,6 +30,32 @@ class CapturedDecoder final : public SequenceDecoder {
  private:
   Capture capture_;
   Decoder decoder_;
+};
+
+/// One decoder after another.
+class SideBySide final : public BatchDecoder {
+ public:
+  SideBySide(std::vector<std::unique_ptr<SequenceDecoder>> decoders, std::size_t vocab)
+      : decoders_(std::move(decoders)), vocab_(vocab) {}
+
+  void prompt(int sequence, std::span<const std::int32_t> ids) override {
+    decoders_.at(static_cast<std::size_t>(sequence))->feed(ids, SegmentKind::prompt);
+  }
+  void decode(int rows, std::span<const std::int32_t> ids, float* logits) override {
+    check_whole_steps(rows, ids.size());
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      SequenceDecoder& decoder = *decoders_.at(i % static_cast<std::size_t>(rows));
+      const auto row = decoder.feed(ids.subspan(i, 1), SegmentKind::decode);
+      if (logits) std::ranges::copy(row, logits + i * vocab_);
+    }
+  }
+  std::uint64_t kv_bytes_peak(int sequence) const override {
+    return decoders_.at(static_cast<std::size_t>(sequence))->kv_bytes_peak();
+  }
+
+ private:
+  std::vector<std::unique_ptr<SequenceDecoder>> decoders_;
+  std::size_t vocab_;
 };
 
 class CpuBackend final : public Backend {
@@ -61,6 +89,13 @@ class CpuBackend final : public Backend {
 };
 
 }  // namespace
+
+std::unique_ptr<BatchDecoder> Backend::batch_decoder(std::span<const CacheOptions> caches,
+                                                     std::uint32_t tokens) {
+  std::vector<std::unique_ptr<SequenceDecoder>> decoders;
+  for (const CacheOptions& cache : caches) decoders.push_back(decoder(cache, tokens));
+  return std::make_unique<SideBySide>(std::move(decoders), config().vocab);
+}
 
 std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path& directory,
                                       unsigned threads) {

@@ -5,8 +5,10 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 
+#include "engine/batch_decoder.hpp"
 #include "engine/decoder.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "traces/trace.hpp"
@@ -28,6 +30,12 @@ class Backend {
   virtual std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache,
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
+
+  /// For a sequence of at most `tokens` for each cache, side by side. Null if the memory is too
+  /// small; throws std::invalid_argument for caches that cannot be side by side on this device:
+  /// ones of two policies, or of two kinds of positions.
+  virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const CacheOptions> caches,
+                                                      std::uint32_t tokens);
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/tokenizer.hpp"
+#include "tools/batch_loop.hpp"
 #include "tools/decoder_loop.hpp"
 #include "tools/eval.hpp"
 #include "tools/options.hpp"
@@ -147,7 +148,8 @@ struct Loaded {
       evaluate;
 };
 
-/// On the CPU layer by layer, on a CUDA device token by token.
+/// On the CPU layer by layer, on a CUDA device in batches, or token by token where a prompt is
+/// scored or a stream followed.
 Loaded load(Device device, const std::string& directory, unsigned threads) {
   if (device == Device::cpu) {
     const Model model = Model::load(directory, threads);
@@ -161,11 +163,22 @@ Loaded load(Device device, const std::string& directory, unsigned threads) {
                                    std::span<const LoopConfig> configs, const LoopOptions& how) {
     return run_decoder_loop(*backend, ids, configs, how);
   };
-  return {
-      backend->config(), backend->weights_xxh3(),
-      [backend, run](const auto& texts, std::vector<LoopConfig> configs, const EvalOptions& how) {
-        return evaluate(backend->config(), run, texts, std::move(configs), how);
-      }};
+  const SweepRunner run_batches = [backend](const auto& sequences,
+                                            std::span<const LoopConfig> configs,
+                                            const EvalOptions& how) {
+    return run_batch_loop(*backend, sequences, configs,
+                          {.prompt_tokens = how.prompt_tokens,
+                           .threads = how.threads,
+                           .against_first = how.against_full,
+                           .progress = how.progress});
+  };
+  return {backend->config(), backend->weights_xxh3(),
+          [backend, run, run_batches](const auto& texts, std::vector<LoopConfig> configs,
+                                      const EvalOptions& how) {
+            return how.span == Span::decode && how.block_tokens == 0
+                       ? evaluate(backend->config(), run_batches, texts, std::move(configs), how)
+                       : evaluate(backend->config(), run, texts, std::move(configs), how);
+          }};
 }
 
 int run(const po::variables_map& options) {

@@ -130,9 +130,32 @@ struct Threads {
   unsigned outer, inner;
 };
 
-std::vector<EvalScore> evaluate_by(const LoopRunner& run, const std::vector<Ids>& sequences,
-                                   std::vector<LoopConfig> configs, const EvalOptions& options,
-                                   Threads threads) {
+/// Sequence by sequence.
+SweepRunner sweep_of(const LoopRunner& run, Threads threads) {
+  return [&run, threads](const std::vector<Ids>& sequences, std::span<const LoopConfig> configs,
+                         const EvalOptions& options) {
+    std::vector<std::vector<LoopScores>> scores(sequences.size());
+    std::size_t done = 0;
+    std::mutex mutex;
+    const auto show = [&](double more) {
+      if (options.progress)
+        options.progress((static_cast<double>(done) + more) /
+                         static_cast<double>(sequences.size()));
+    };
+    parallel_for(sequences.size(), threads.outer, [&](std::size_t s) {
+      LoopOptions how = loop_options(options, s, sequences[s].size(), threads.inner);
+      if (threads.outer == 1) how.progress = show;
+      scores[s] = run(sequences[s], configs, how);
+      const std::lock_guard lock(mutex);
+      ++done;
+      show(0);
+    });
+    return scores;
+  };
+}
+
+std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids>& sequences,
+                                   std::vector<LoopConfig> configs, const EvalOptions& options) {
   const auto is_full = [](const LoopConfig& c) {
     return !c.cache.policy.entry->info.evicts && c.cache.positions == Positions::original;
   };
@@ -149,22 +172,7 @@ std::vector<EvalScore> evaluate_by(const LoopRunner& run, const std::vector<Ids>
   std::size_t longest = 0;
   for (const Ids& ids : sequences) longest = std::max(longest, ids.size());
 
-  std::vector<std::vector<LoopScores>> scores(sequences.size());
-  std::size_t done = 0;
-  std::mutex mutex;
-  const auto show = [&](double more) {
-    if (options.progress)
-      options.progress((static_cast<double>(done) + more) / static_cast<double>(sequences.size()));
-  };
-  parallel_for(sequences.size(), threads.outer, [&](std::size_t s) {
-    LoopOptions how = loop_options(options, s, sequences[s].size(), threads.inner);
-    if (threads.outer == 1) how.progress = show;
-    scores[s] = run(sequences[s], configs, how);
-    const std::lock_guard lock(mutex);
-    ++done;
-    show(0);
-  });
-
+  const std::vector<std::vector<LoopScores>> scores = run(sequences, configs, options);
   std::vector<EvalScore> result;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     const bool evicts = configs[c].cache.policy.entry->info.evicts;
@@ -190,15 +198,20 @@ std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& text
   const std::vector<Ids> sequences = sequences_of(model.config(), texts, options);
   // Windows are independent: one thread each. A single stream spreads over its heads instead.
   const bool one = sequences.size() == 1;
-  return evaluate_by(run, sequences, std::move(configs), options,
-                     {one ? 1 : options.threads, one ? options.threads : 1});
+  const Threads threads{one ? 1 : options.threads, one ? options.threads : 1};
+  return evaluate_by(sweep_of(run, threads), sequences, std::move(configs), options);
+}
+
+std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
+                                const std::vector<Ids>& texts, std::vector<LoopConfig> configs,
+                                const EvalOptions& options) {
+  return evaluate_by(run, sequences_of(config, texts, options), std::move(configs), options);
 }
 
 std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
                                 const std::vector<Ids>& texts, std::vector<LoopConfig> configs,
                                 const EvalOptions& options) {
-  return evaluate_by(run, sequences_of(config, texts, options), std::move(configs), options,
-                     {1, options.threads});
+  return evaluate(config, sweep_of(run, {1, options.threads}), texts, std::move(configs), options);
 }
 
 }  // namespace kvlab

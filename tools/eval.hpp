@@ -42,7 +42,7 @@ struct EvalScore {
   std::vector<EvalBlock> blocks;        ///< where they were asked for
 };
 
-/// What runs a sequence: run_closed_loop or run_decoder_loop.
+/// What runs a sequence, such as run_decoder_loop.
 using LoopRunner = std::function<std::vector<LoopScores>(
     std::span<const std::int32_t> ids, std::span<const LoopConfig> configs, const LoopOptions&)>;
 
@@ -52,7 +52,16 @@ using LoopRunner = std::function<std::vector<LoopScores>(
 std::vector<EvalScore> evaluate(const Model& model,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<LoopConfig> configs, const EvalOptions& options);
-/// The same by another runner, one sequence at a time.
+/// What runs all sequences: [sequence][configuration].
+using SweepRunner = std::function<std::vector<std::vector<LoopScores>>(
+    const std::vector<std::vector<std::int32_t>>& sequences, std::span<const LoopConfig> configs,
+    const EvalOptions& options)>;
+
+/// The same by another runner.
+std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
+                                const std::vector<std::vector<std::int32_t>>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options);
+/// The same, one sequence at a time.
 std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<LoopConfig> configs, const EvalOptions& options);

@@ -62,8 +62,9 @@ void BatchState::set_sampling(int row, const SamplingOptions& options, std::uint
 
 void BatchState::set_next(int row, std::int32_t id) { put(state_.ids + row, id); }
 
-void BatchState::copy_next(int row, const std::int32_t* id) {
-  check(cudaMemcpyAsync(state_.ids + row, id, sizeof *id, cudaMemcpyDeviceToDevice, stream_),
+void BatchState::copy_next(int first_row, const std::int32_t* ids, int rows) {
+  check(cudaMemcpyAsync(state_.ids + first_row, ids, static_cast<std::size_t>(rows) * sizeof *ids,
+                        cudaMemcpyDeviceToDevice, stream_),
         "writing the batch's state");
 }
 

@@ -1,13 +1,17 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "engine/cuda/cuda_batch.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/device_model.hpp"
 
 namespace kvlab {
 namespace {
+
+constexpr std::uint32_t kBatchPromptTokens = 2048;  // at once
 
 bool evicts(const CacheOptions& cache) {
   return !cache.policy.entry || cache.policy.entry->info.evicts;
@@ -35,6 +39,17 @@ class CudaBackend final : public Backend {
   std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache, std::uint32_t tokens,
                                                    DecoderObserver& observer) override {
     return sequence({.tokens = tokens, .cache = cache, .observer = &observer});
+  }
+
+  std::unique_ptr<BatchDecoder> batch_decoder(std::span<const CacheOptions> caches,
+                                              std::uint32_t tokens) override {
+    CudaDecoderOptions options{.sequences = static_cast<int>(caches.size()),
+                               .slots = tokens,
+                               .prefill_tokens = std::min(tokens, kBatchPromptTokens)};
+    if (!caches.empty() && evicts(caches.front()))
+      options.caches.assign(caches.begin(), caches.end());
+    if (!CudaDecoder::fits(model_, options)) return nullptr;
+    return std::make_unique<CudaBatch>(model_, std::move(options));
   }
 
   TraceHeader trace_header(nlohmann::json options) const override {

@@ -100,6 +100,20 @@ class CudaDecoder::Impl {
   void step(int rows) { run_graph(rows, Step::sampled); }
   void feed_next(int rows) { run_graph(rows, Step::fed); }
 
+  void force(int rows, std::span<const std::int32_t> ids, float* logits) {
+    check_rows(rows);
+    check_ids(ids);
+    const auto width = static_cast<std::size_t>(rows);
+    const std::int32_t* const device_ids = prompt_.upload(ids);
+    for (std::size_t at = 0; at + width <= ids.size(); at += width) {
+      batch_.copy_next(0, device_ids + at, rows);
+      run_graph(rows, Step::fed);
+      if (logits)
+        logit_ring_.take(logits_.as<float>(), logits + at * config_.vocab, width * config_.vocab);
+    }
+    if (logits) logit_ring_.flush();
+  }
+
   void step_plain(int rows) {
     before_step(rows);
     enqueue_step(rows, Step::sampled);
@@ -351,7 +365,7 @@ class CudaDecoder::Impl {
     const Graph& step = graph(sequence + 1, Step::fed);
     const bool watched = watch_ && watch_->watches(sequence);
     for (std::size_t i = 0; i < what.ids.size(); ++i) {
-      batch_.copy_next(sequence, what.device_ids + i);
+      batch_.copy_next(sequence, what.device_ids + i, 1);
       step.launch(stream_.get());
       if (watched) {
         const CacheWatch::Fed one{sequence, what.ids[i], fed(sequence), what.kind,
@@ -379,9 +393,9 @@ class CudaDecoder::Impl {
       const int rows = std::min(kLogitRows, count - first);
       products_.head(x + static_cast<std::size_t>(first) * config_.hidden, rows,
                      logit_rows_.as<float>());
-      for (int row = 0; row < rows; ++row)
-        logit_ring_.take(logit_rows_.as<float>() + static_cast<std::size_t>(row) * config_.vocab,
-                         to + static_cast<std::size_t>(first + row) * config_.vocab, config_.vocab);
+      logit_ring_.take(logit_rows_.as<float>(),
+                       to + static_cast<std::size_t>(first) * config_.vocab,
+                       static_cast<std::size_t>(rows) * config_.vocab);
     }
     logit_ring_.flush();
   }
@@ -542,6 +556,9 @@ void CudaDecoder::step(int rows) { impl_->step(rows); }
 void CudaDecoder::step_plain(int rows) { impl_->step_plain(rows); }
 void CudaDecoder::choose(int rows) { impl_->choose(rows); }
 void CudaDecoder::feed_next(int rows) { impl_->feed_next(rows); }
+void CudaDecoder::force(int rows, std::span<const std::int32_t> ids, float* logits) {
+  impl_->force(rows, ids, logits);
+}
 void CudaDecoder::set_sampling(int sequence, const SamplingOptions& options,
                                std::uint64_t counter) {
   impl_->set_sampling(sequence, options, counter);

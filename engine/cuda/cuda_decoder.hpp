@@ -67,6 +67,10 @@ class CudaDecoder {
   /// Feeds as step() does, but leaves the next tokens as they are.
   void feed_next(int rows);
 
+  /// Feeds the first `rows` sequences ids [step, row], whatever was sampled. `logits`: waits, and
+  /// puts those of every step and row there [step, row, vocab]; or null. Throws as prefill() does.
+  void force(int rows, std::span<const std::int32_t> ids, float* logits);
+
   /// Shows what a sequence's cache does; null: nobody looks. Throws std::logic_error if the decoder
   /// was not made to be watched.
   void watch(int sequence, DecoderObserver* observer);

@@ -4,36 +4,36 @@
 
 namespace kvlab {
 
-void LogitRing::take(const float* row, float* to, std::uint32_t vocab) {
-  const std::size_t bytes = std::size_t{vocab} * sizeof(float);
-  if (staged_.bytes() < kHalves * kRows * bytes)
-    staged_ = cuda::PinnedBuffer(kHalves * kRows * bytes);
-  vocab_ = vocab;
-  std::uint32_t& count = rows_[half_];
-  const std::size_t at = std::size_t{half_} * kRows + count;
-  cuda::check(cudaMemcpyAsync(staged_.as<float>() + at * vocab, row, bytes, cudaMemcpyDeviceToHost,
-                              stream_),
+void LogitRing::take(const float* logits, float* to, std::size_t floats) {
+  if (filled_ > 0 && filled_ + floats > kHalfFloats) turn();
+  if (staged_[half_].bytes() < floats * sizeof(float))  // it is empty
+    staged_[half_] = cuda::PinnedBuffer(std::max(floats, kHalfFloats) * sizeof(float));
+  cuda::check(cudaMemcpyAsync(staged_[half_].as<float>() + filled_, logits, floats * sizeof(float),
+                              cudaMemcpyDeviceToHost, stream_),
               "reading logits");
-  to_[half_][count++] = to;
-  if (count < kRows) return;
-  copied_[half_].record(stream_);
-  half_ = 1 - half_;
-  settle(half_);  // the other half travels meanwhile
+  copies_[half_].push_back({filled_, floats, to});
+  filled_ += floats;
 }
 
-void LogitRing::flush() {
-  if (rows_[half_] > 0) copied_[half_].record(stream_);
-  settle(1 - half_);
+/// The full half travels while the other one is emptied and filled.
+void LogitRing::turn() {
+  copied_[half_].record(stream_);
+  half_ = 1 - half_;
+  filled_ = 0;
   settle(half_);
 }
 
-void LogitRing::settle(std::uint32_t half) {
-  if (rows_[half] == 0) return;
+void LogitRing::flush() {
+  turn();
+  settle(1 - half_);
+}
+
+void LogitRing::settle(std::size_t half) {
+  if (copies_[half].empty()) return;
   copied_[half].wait("reading logits");
-  const float* row = staged_.as<float>() + std::size_t{half} * kRows * vocab_;
-  for (std::uint32_t i = 0; i < rows_[half]; ++i, row += vocab_)
-    std::copy_n(row, vocab_, to_[half][i]);
-  rows_[half] = 0;
+  for (const Copy& copy : copies_[half])
+    std::copy_n(staged_[half].as<float>() + copy.at, copy.floats, copy.to);
+  copies_[half].clear();
 }
 
 }  // namespace kvlab

@@ -1,9 +1,10 @@
-// Rows of logits on their way to the host: copied behind the steps that compute them, so that the
-// device does not wait for the host to read each.
+// Logits on their way to the host: copied behind the steps that compute them, so that the device
+// does not wait for the host to read each.
 #pragma once
 
 #include <array>
-#include <cstdint>
+#include <cstddef>
+#include <vector>
 
 #include "engine/cuda/memory.hpp"
 
@@ -13,23 +14,27 @@ class LogitRing {
  public:
   explicit LogitRing(cudaStream_t stream) : stream_(stream) {}
 
-  /// Enqueues the copy of a row [vocab] from device memory; it is in `to` after flush() at the
-  /// latest. All rows until then have one size.
-  void take(const float* row, float* to, std::uint32_t vocab);
+  /// Enqueues a copy of so many floats from device memory; they are in `to` after flush() at the
+  /// latest.
+  void take(const float* logits, float* to, std::size_t floats);
   /// Waits.
   void flush();
 
  private:
-  static constexpr std::uint32_t kHalves = 2, kRows = 32;  // kRows: of each half
+  static constexpr std::size_t kHalves = 2, kHalfFloats = std::size_t{4} << 20;
 
-  void settle(std::uint32_t half);
+  struct Copy {
+    std::size_t at, floats;
+    float* to;
+  };
+  void turn();
+  void settle(std::size_t half);
 
   cudaStream_t stream_;
-  cuda::PinnedBuffer staged_;  // [half, row, vocab]
+  std::array<cuda::PinnedBuffer, kHalves> staged_;
   std::array<cuda::Event, kHalves> copied_;
-  std::array<std::array<float*, kRows>, kHalves> to_{};
-  std::array<std::uint32_t, kHalves> rows_{};  // on their way
-  std::uint32_t half_ = 0, vocab_ = 0;
+  std::array<std::vector<Copy>, kHalves> copies_;  // on their way
+  std::size_t half_ = 0, filled_ = 0;              // floats of the half that is being filled
 };
 
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "tests/catch.hpp"
+#include "tools/batch_loop.hpp"
 #include "tools/decoder_loop.hpp"
 
 namespace kvlab {
@@ -38,6 +39,47 @@ TEST_CASE("A remainder that is all prompt is left out") {
 
 TEST_CASE("A stream is one sequence, whatever the window") {
   CHECK(scored(200, {.stream = true}) == 100);
+}
+
+TEST_CASE("Side by side, windows and budgets score what they score one by one") {
+  const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
+  std::vector<std::vector<std::int32_t>> texts(2);
+  for (std::int32_t i = 0; i < 150; ++i) texts[0].push_back(300 + i * 37 % 211);
+  for (std::int32_t i = 0; i < 90; ++i) texts[1].push_back(500 + i * 53 % 307);
+  std::vector<LoopConfig> configs;
+  for (const char* policy : {"h2o", "window", "random"})
+    for (const std::uint32_t budget : {8u, 16u})
+      for (const Prefill prefill : {Prefill{0}, Prefill{1}, Prefill{5}})
+        configs.push_back({.cache = {.policy = parse_policy(policy),
+                                     .budget = {.extent = tokens(budget)},
+                                     .prefill = prefill,
+                                     .seed = 7},
+                           .budgets = {}});
+  const EvalOptions options{.window = 64, .threads = 2};
+  const LoopRunner one_by_one = [&](std::span<const std::int32_t> ids,
+                                    std::span<const LoopConfig> grid, const LoopOptions& how) {
+    return run_decoder_loop(*backend, ids, grid, how);
+  };
+  const SweepRunner side_by_side = [&](const auto& sequences, std::span<const LoopConfig> grid,
+                                       const EvalOptions& how) {
+    return run_batch_loop(*backend, sequences, grid,
+                          {.prompt_tokens = how.prompt_tokens, .threads = how.threads});
+  };
+  for (const std::uint32_t prompt : {0u, 20u}) {
+    EvalOptions how = options;
+    how.prompt_tokens = prompt;
+    const auto expected = evaluate(backend->config(), one_by_one, texts, configs, how);
+    const auto scores = evaluate(backend->config(), side_by_side, texts, configs, how);
+    REQUIRE(scores.size() == expected.size());
+    for (std::size_t c = 0; c < scores.size(); ++c) {
+      CAPTURE(prompt, c);
+      CHECK(scores[c].tokens == expected[c].tokens);
+      CHECK(std::fabs(scores[c].nll - expected[c].nll) < 1e-9);
+      CHECK(std::fabs(scores[c].kl - expected[c].kl) < 1e-9);
+      CHECK(scores[c].same_first == expected[c].same_first);
+      CHECK(scores[c].kv_bytes_peak == expected[c].kv_bytes_peak);
+    }
+  }
 }
 
 TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without the full cache") {

@@ -1,0 +1,31 @@
+// Sequences that are fed tokens side by side, each behind its own prompt.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+
+namespace kvlab {
+
+class BatchDecoder {
+ public:
+  virtual ~BatchDecoder() = default;
+
+  /// Admits a sequence's prompt, of at least one token. Throws std::out_of_range for an id outside
+  /// the vocabulary.
+  virtual void prompt(int sequence, std::span<const std::int32_t> ids) = 0;
+  /// Feeds the first `rows` sequences decoded tokens, ids [step, row]. `logits`: where to put those
+  /// of every step and row [step, row, vocab], or null. Throws as prompt() does, and
+  /// std::invalid_argument for ids that are not whole steps.
+  virtual void decode(int rows, std::span<const std::int32_t> ids, float* logits) = 0;
+  /// Keys and values that a sequence held at most, all layers and heads.
+  virtual std::uint64_t kv_bytes_peak(int sequence) const = 0;
+};
+
+/// Throws std::invalid_argument.
+inline void check_whole_steps(int rows, std::size_t ids) {
+  if (rows < 1 || ids == 0 || ids % static_cast<std::size_t>(rows) != 0)
+    throw std::invalid_argument("batch: the ids should be a step or more of so many rows");
+}
+
+}  // namespace kvlab
