@@ -32,6 +32,8 @@ void add_options(po::options_description& options) {
       "use the first T tokens of each text; 0: all");
   add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
       "whose predictions are scored: those of decoded tokens, or all");
+  add("batched", po::bool_switch(),
+      "on a CUDA device, windows and budgets side by side; has not been measured on one yet");
   add("no-full", po::bool_switch(),
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
   add("block-tokens", po::value<std::int64_t>()->value_name("N")->default_value(0),
@@ -128,12 +130,15 @@ EvalOptions eval_options(const po::variables_map& options) {
   const std::string span = options["span"].as<std::string>();
   if (span != "decode" && span != "all")
     throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
+  if (options["batched"].as<bool>() && (span == "all" || tokens_from(options, "block-tokens") > 0))
+    throw std::invalid_argument("--batched: scores decoded tokens alone, without --block-tokens");
   return {.window = tokens_from(options, "window"),
           .stream = options["stream"].as<bool>(),
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
           .span = span == "all" ? Span::all : Span::decode,
           .against_full = !options["no-full"].as<bool>(),
+          .batched = options["batched"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
           .progress = progress_bar("eval")};
@@ -148,8 +153,8 @@ struct Loaded {
       evaluate;
 };
 
-/// On the CPU layer by layer, on a CUDA device in batches, or token by token where a prompt is
-/// scored or a stream followed.
+/// On the CPU layer by layer, on a CUDA device token by token or, where it is asked for, in
+/// batches.
 Loaded load(Device device, const std::string& directory, unsigned threads) {
   if (device == Device::cpu) {
     const Model model = Model::load(directory, threads);
@@ -175,7 +180,7 @@ Loaded load(Device device, const std::string& directory, unsigned threads) {
   return {backend->config(), backend->weights_xxh3(),
           [backend, run, run_batches](const auto& texts, std::vector<LoopConfig> configs,
                                       const EvalOptions& how) {
-            return how.span == Span::decode && how.block_tokens == 0
+            return how.batched
                        ? evaluate(backend->config(), run_batches, texts, std::move(configs), how)
                        : evaluate(backend->config(), run, texts, std::move(configs), how);
           }};

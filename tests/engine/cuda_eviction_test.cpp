@@ -192,6 +192,45 @@ std::string environment(const char* name, const char* otherwise) {
 
 }  // namespace
 
+TEST_CASE("Sequences that are fed side by side have the logits that they have alone", "[gpu]") {
+  if (no_device()) return;
+  const auto cuda = load_backend(Device::cuda, kTiny, 2);
+  for (const char* policy : {"full", "h2o", "sink"}) {
+    std::vector<CacheOptions> caches;
+    for (std::uint32_t s = 0; s < 12; ++s) {  // more than the products of a few rows take
+      caches.push_back(cache(policy, 16 + 4 * s, Prefill{0}, Positions::original));
+      caches.back().sequence = s;
+    }
+    if (!caches[0].policy.entry->info.evicts)
+      for (CacheOptions& one : caches) one.budget = kNoBudget;
+    const auto batch = cuda->batch_decoder(caches, 120);
+    REQUIRE(batch != nullptr);
+    const std::size_t vocab = cuda->config().vocab;
+    constexpr int kRows = 12, kSteps = 40;
+    Ids ids;
+    for (int i = 0; i < kSteps * kRows; ++i) ids.push_back(i * 7919 % 8192);
+    for (int s = 0; s < kRows; ++s) batch->prompt(s, some_ids(60, 100 * s));
+    std::vector<float> together(ids.size() * vocab);
+    batch->decode(kRows, ids, together.data());
+    for (const int s : {0, 5, 11}) {
+      const auto alone = cuda->decoder(caches[static_cast<std::size_t>(s)], 120);
+      alone->feed(some_ids(60, 100 * s), SegmentKind::prompt);
+      Ids own;
+      std::vector<float> expected, rows;
+      for (int step = 0; step < kSteps; ++step) {
+        const std::size_t at = static_cast<std::size_t>(step * kRows + s);
+        own.push_back(ids[at]);
+        rows.insert(rows.end(), together.begin() + static_cast<std::ptrdiff_t>(at * vocab),
+                    together.begin() + static_cast<std::ptrdiff_t>((at + 1) * vocab));
+      }
+      alone->feed(own, SegmentKind::decode, &expected);
+      CAPTURE(policy, s);
+      CHECK(relative_error(rows, expected) < 0.03);  // products of other kernels, in bf16
+      CHECK(batch->kv_bytes_peak(s) == alone->kv_bytes_peak());
+    }
+  }
+}
+
 TEST_CASE(
     "Sequences of a batch, each with its own budget, guards and mode, pass the three questions",
     "[gpu]") {
