@@ -33,9 +33,11 @@ struct ReplayShape {
 /// What all queries need. Angles are data: `turns` holds cos and sin.
 struct ReplayTensors {
   const float* queries;  // [unit, token, group, dim], rotated, not rounded
-  const float* keys;     // [unit, token, dim], before RoPE
-  const float* values;   // [unit, token, dim]
+  Type type;             // of keys and values
+  const void* keys;      // [unit, token, dim], before RoPE
+  const void* values;    // [unit, token, dim]
   const float2* turns;   // [position, rotated / 2]
+  const float2* fine;    // [64, rotated / 2]: the same of positions 0 to 63, without RoPE's factor
 };
 
 /// Turns vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
@@ -74,10 +76,22 @@ struct ReplayRowsArgs {
   ReplayRows rows;
   const float* products;
   const float* unrounded;  ///< for rows.logits; null: as products
-  const float* values;
+  Type type;               ///< of values
+  const void* values;
 };
 /// Bytes: products read once, rows.e (and rows.logits) written once, each 16 a quad and token.
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
+
+/// Causal softmax of such products, for one exact pass of attention: what a query may not see
+/// becomes 0.
+struct ReplaySoftmaxArgs {
+  ReplayShape shape;
+  int first, count, block;
+  const float* products;
+  Type type;
+  void* to;  // as products, of `type`
+};
+cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream);
 
 /// Tokens that enter together.
 struct ReplayAdmission {
@@ -153,6 +167,8 @@ struct ReplayPolicy {
 
   /// Takes the members' caches through the block of queries.
   cudaError_t walk(const ReplayArgs& args, cudaStream_t stream) const;
+  /// Rounds that its thread blocks go in on the current device, if alone there.
+  cudaError_t waves(const ReplayArgs& args, int& waves) const;
 };
 
 /// Every registered policy, in the registry's order.

@@ -2,6 +2,7 @@
 // outputs.
 #include "kernels/device/element.cuh"
 #include "kernels/device/fold.cuh"
+#include "kernels/device/load.cuh"
 #include "kernels/device/mass_sum.hpp"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/replay.hpp"
@@ -145,8 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t of_quad = of_query * shape.quads() + quad;
   const float4* const e = args.rows.e + of_quad * shape.tokens;
   const float4 of_sum = args.rows.sums[of_quad];
-  const float* const values =
-      args.values + std::int64_t{blockIdx.z} * shape.tokens * shape.head_size;
+  const std::int64_t values = std::int64_t{blockIdx.z} * shape.tokens * shape.head_size;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
             warp = static_cast<int>(threadIdx.x) / kWarpSize;
   for (int first = 0; first < shape.head_size; first += 4 * kWarpSize) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int t = warp; t <= query; t += kWarps) {
         const float4 weight = e[t];
         const float4 value =
-            *reinterpret_cast<const float4*>(values + std::int64_t{t} * shape.head_size + d);
+            load4(args.values, args.type, values + std::int64_t{t} * shape.head_size + d);
 #pragma unroll
         for (int head = 0; head < 4; ++head) {
           const float w = component(weight, head);
@@ -183,7 +183,43 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// A block for each query and head (x) and unit (y).
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    softmax_kernel(const __grid_constant__ ReplaySoftmaxArgs args, T* to) {
+  __shared__ float shared[2][kWarps];
+  const int row = static_cast<int>(blockIdx.x), length = args.first + row / args.shape.group + 1,
+            width = args.first + args.count;
+  const std::int64_t at =
+      (std::int64_t{blockIdx.y} * args.block * args.shape.group + row) * args.shape.tokens;
+  const float* const products = args.products + at;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
+  float most = products[0];
+  for (int t = thread; t < length; t += kThreads) most = fmaxf(most, products[t]);
+  most = warp_max(most);
+  if (thread % kWarpSize == 0) shared[0][warp] = most;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared[0][w]);
+  const float factor = args.shape.softmax_scale * 1.44269504f;
+  float sum = 0;
+  for (int t = thread; t < length; t += kThreads) sum += exp2f((products[t] - most) * factor);
+  const float over = 1 / block_sum(sum, shared[1]);
+  for (int t = thread; t < width; t += kThreads)
+    to[at + t] = from_float<T>(t < length ? exp2f((products[t] - most) * factor) * over : 0.0f);
+}
+
 }  // namespace
+
+cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream) {
+  if (args.count < 1 || args.count > args.block || args.shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(args.count * args.shape.group),
+                  static_cast<unsigned>(args.shape.units));
+  return with_type(args.type, [&](auto zero) {
+    softmax_kernel<<<grid, kThreads, 0, stream>>>(args, static_cast<decltype(zero)*>(args.to));
+    return cudaGetLastError();
+  });
+}
 
 cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream) {
   if (args.rows < 1 || args.tokens < 1 || args.rotated > args.head_size)

@@ -35,7 +35,7 @@ class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
   /// Whether it can; what it cannot the CPU does.
-  virtual bool takes(const ModelShape& shape, const ReplayConfig& config) const = 0;
+  virtual bool takes(const TraceHeader& header, const ReplayConfig& config) const = 0;
   /// The outcomes by unit, then by configuration of the plan. Throws std::runtime_error: the device
   /// fails, or is too small for one unit.
   virtual std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,

@@ -112,7 +112,7 @@ class Replay {
   }
 
   bool goes_elsewhere(std::size_t c) const {
-    return options_.elsewhere && options_.elsewhere->takes(trace_.shape(), configs_[c]);
+    return options_.elsewhere && options_.elsewhere->takes(trace_.header(), configs_[c]);
   }
 
   ReplayPlan plan_for(std::span<const std::size_t> which) const {

@@ -57,7 +57,8 @@ SyntheticShape shape_from(const po::variables_map& options) {
   return shape;
 }
 
-ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigned threads) {
+ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigned threads,
+                     bool on_device) {
   const ModelShape& shape = trace.shape();
   ordered_json grids = ordered_json::array();
   ordered_json json{{"bench", "replay"},
@@ -67,6 +68,7 @@ ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigne
                     {"kv_heads", shape.kv_heads},
                     {"head_size", shape.head_size},
                     {"threads", threads},
+                    {"device", on_device ? "cuda" : "cpu"},
                     {"bytes_read", bench.bytes_read},
                     {"exact_seconds", bench.exact.time.seconds},
                     {"exact_cpu_seconds", bench.exact.time.cpu_seconds},
@@ -79,6 +81,8 @@ ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigne
                      {"ratio", grid.ratio},
                      {"cpu_ratio", grid.cpu_ratio},
                      {"slots_per_second", grid.slot_steps_per_second()}});
+    if (grid.step_microseconds > 0)
+      grids.back()["microseconds_per_step_and_wave"] = grid.step_microseconds;
     if (grid.name == "grid") {
       json["ratio_to_attention"] = grid.ratio;
       json["cpu_ratio_to_attention"] = grid.cpu_ratio;
@@ -88,18 +92,21 @@ ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigne
   return json;
 }
 
-void print(const ReplayBench& bench, const TraceReader& trace, unsigned threads) {
+void print(const ReplayBench& bench, const TraceReader& trace, unsigned threads, bool on_device) {
   const ModelShape& shape = trace.shape();
   fmt::print("{} tokens, {} layers, {} query heads on {} KV heads of {}; {} threads; {:.0f} MB\n",
              trace.tokens(), shape.layers, shape.query_heads, shape.kv_heads, shape.head_size,
              threads, bench.bytes_read * 1e-6);
-  fmt::print("one exact pass by OpenBLAS: {:.3f} s, {:.0f} GFLOP/s\n", bench.exact.time.seconds,
-             bench.exact.flops / bench.exact.time.seconds * 1e-9);
-  fmt::print("  {:<20}{:>8}{:>10}{:>9}{:>11}{:>16}\n", "", "configs", "s", "passes", "CPU time",
-             "slots/s");
+  fmt::print("one exact pass by {}: {:.3f} s, {:.0f} GFLOP/s\n", on_device ? "cuBLAS" : "OpenBLAS",
+             bench.exact.time.seconds, bench.exact.flops / bench.exact.time.seconds * 1e-9);
+  fmt::print("  {:<20}{:>8}{:>10}{:>9}{:>11}{:>16}\n", "", "configs", "s", "passes",
+             on_device ? "us/step" : "CPU time", "slots/s");
   for (const GridTime& grid : bench.grids)
     fmt::print("  {:<20}{:>8}{:>10.3f}{:>9.2f}{:>11.2f}{:>16.3g}\n", grid.name, grid.configs,
-               grid.time.seconds, grid.ratio, grid.cpu_ratio, grid.slot_steps_per_second());
+               grid.time.seconds, grid.ratio, on_device ? grid.step_microseconds : grid.cpu_ratio,
+               grid.slot_steps_per_second());
+  if (on_device)
+    fmt::print("without reading the trace; us/step: of a query and a wave of thread blocks\n");
 }
 
 }  // namespace
@@ -123,7 +130,8 @@ void add_bench_replay_options(po::options_description& options) {
 }
 
 void run_bench_replay(const po::variables_map& options) {
-  check_device(options);
+  const auto device =
+      options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
   const auto grids =
       bench_grids(options.count("grid") ? split_list(options["grid"].as<std::string>())
                                         : std::vector<std::string>{});
@@ -137,11 +145,11 @@ void run_bench_replay(const po::variables_map& options) {
   else
     synthetic.emplace(shape_from(options));
   const TraceReader& trace = given ? *given : synthetic->trace();
-  const ReplayBench bench = bench_replay(trace, grids, how, repeats);
+  const ReplayBench bench = bench_replay(trace, grids, how, repeats, device.get());
   if (options["json"].as<bool>())
-    fmt::print("{}\n", to_json(bench, trace, how.threads).dump(2));
+    fmt::print("{}\n", to_json(bench, trace, how.threads, device != nullptr).dump(2));
   else
-    print(bench, trace, how.threads);
+    print(bench, trace, how.threads, device != nullptr);
 }
 
 }  // namespace kvlab

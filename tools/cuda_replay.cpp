@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -55,6 +57,7 @@ std::uint32_t most_live(const std::vector<Admission>& admissions, std::uint32_t 
 template <class T>
 DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
   DeviceBuffer buffer(values.size() * sizeof(T), what);
+  if (values.empty()) return buffer;
   check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), what);
   return buffer;
 }
@@ -67,9 +70,10 @@ std::vector<T> download(const DeviceBuffer& buffer) {
   return values;
 }
 
-/// The configurations of one policy, the largest budgets first.
+/// Configurations of one policy and of about the same size.
 struct Members {
   const ReplayPolicy* policy;
+  int size_class;
   std::vector<std::int32_t> configs;
   std::uint32_t most_slots = 0;
   DeviceBuffer on_device;
@@ -104,12 +108,10 @@ class Grid {
       add_member(policy, static_cast<std::int32_t>(rules.size() - 1), slots);
     }
     params.resize(params.size() + 16);  // never empty
-    for (Members& m : members) {
-      std::stable_sort(m.configs.begin(), m.configs.end(), [&](std::int32_t a, std::int32_t b) {
-        return rules[static_cast<std::size_t>(a)].slots > rules[static_cast<std::size_t>(b)].slots;
-      });
-      m.on_device = upload(m.configs, "the replay's grid");
-    }
+    std::stable_sort(members.begin(), members.end(), [](const Members& a, const Members& b) {
+      return a.most_slots > b.most_slots;
+    });
+    for (Members& m : members) m.on_device = upload(m.configs, "the replay's grid");
     rules_ = upload(rules, "the replay's grid");
     admissions_ = upload(admissions, "the replay's grid");
     params_ = upload(params, "the replay's grid");
@@ -128,9 +130,12 @@ class Grid {
 
  private:
   void add_member(const ReplayPolicy& policy, std::int32_t config, std::uint32_t slots) {
-    auto found = std::find_if(members.begin(), members.end(),
-                              [&](const Members& m) { return m.policy == &policy; });
-    if (found == members.end()) found = members.insert(found, Members{&policy, {}, 0, {}});
+    const int size_class = std::bit_width(slots - 1);
+    auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
+      return m.policy == &policy && m.size_class == size_class;
+    });
+    if (found == members.end())
+      found = members.insert(found, Members{&policy, size_class, {}, 0, {}});
     found->configs.push_back(config);
     found->most_slots = std::max(found->most_slots, slots);
   }
@@ -141,12 +146,12 @@ class Grid {
 /// Device memory of some units, in the order of `bytes_of_unit`.
 struct UnitSizes {
   std::size_t tokens, group, dim, quads, block, slots, configs, samples;
-  std::size_t slot_stride, product_bytes;
+  std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
 
   std::size_t tensors() const {
     const std::size_t vectors = tokens * (group + 1) * dim;
-    return vectors * product_bytes + tokens * group * dim * 4 + 2 * tokens * dim * 4 +
+    return vectors * product_bytes + tokens * group * dim * 4 + 2 * tokens * dim * element_bytes +
            (unrounded() ? tokens * dim * 4 : 0);
   }
   bool unrounded() const { return squeezed && rounds; }
@@ -163,13 +168,52 @@ struct UnitSizes {
   }
 };
 
+/// A stream, and branches of it that run side by side.
+class Streams {
+ public:
+  Streams() {
+    for (std::size_t i = 0; i < std::size(branches_); ++i) ends_.emplace_back();
+  }
+  cudaStream_t first() const { return first_.get(); }
+  cudaStream_t branch(std::size_t i) const { return branches_[i % std::size(branches_)].get(); }
+  /// Branches go on from where the first stream is.
+  void fork() {
+    begin_.record(first());
+    for (const cuda::Stream& branch : branches_)
+      check(cudaStreamWaitEvent(branch.get(), begin_.get()), "waiting for a stream");
+  }
+  /// The first stream goes on when all branches have ended.
+  void join() {
+    for (std::size_t i = 0; i < std::size(branches_); ++i) {
+      ends_[i].record(branches_[i].get());
+      check(cudaStreamWaitEvent(first(), ends_[i].get()), "waiting for a stream");
+    }
+  }
+
+ private:
+  cuda::Stream first_, branches_[8];
+  cuda::Event begin_;
+  std::vector<cuda::Event> ends_;
+};
+
+/// What all units read.
+struct Tables {
+  DeviceBuffer turns, fine, span;
+};
+
 /// Units that are on the device together, from their tensors to their figures.
 class Batch {
  public:
   Batch(const ReplayPlan& plan, const Grid& grid, const UnitSizes& sizes,
-        std::span<const ReplayUnit> units, const DeviceBuffer& turns, const DeviceBuffer& span,
-        cuda::BatchedProduct& product, cudaStream_t stream)
-      : plan_(plan), grid_(grid), sizes_(sizes), units_(units), product_(product), stream_(stream) {
+        std::span<const ReplayUnit> units, const Tables& tables, cuda::BatchedProduct& product,
+        Streams& streams)
+      : plan_(plan),
+        grid_(grid),
+        sizes_(sizes),
+        units_(units),
+        product_(product),
+        streams_(streams),
+        stream_(streams.first()) {
     const ModelShape& shape = plan.trace.shape();
     args_.shape = {.units = static_cast<int>(units.size()),
                    .tokens = static_cast<int>(sizes.tokens),
@@ -179,8 +223,10 @@ class Batch {
                    .softmax_scale = plan.arithmetic.softmax_scale,
                    .rounding = type_of(plan.arithmetic.rounding),
                    .threshold16 = plan.arithmetic.threshold16};
-    args_.tensors.turns = turns.as<float2>();
-    args_.span = {span.as<std::int32_t>(), static_cast<int>(plan.span.size()),
+    args_.tensors.type = type_of(shape.dtype);
+    args_.tensors.turns = tables.turns.as<float2>();
+    args_.tensors.fine = tables.fine.as<float2>();
+    args_.span = {tables.span.as<std::int32_t>(), static_cast<int>(plan.span.size()),
                   static_cast<int>(plan.span.blocks()), static_cast<int>(plan.span.sample_every())};
     args_.sequence = plan.sequence;
     grid.describe(args_);
@@ -190,6 +236,10 @@ class Batch {
   void read();
   void replay();
   std::vector<std::vector<HeadOutcome>> outcomes() const;
+  /// Of one query, over the policies.
+  int waves();
+  /// Attention of every query. Returns its flops.
+  double attend();
   /// Keeps what every query attended, from before replay() on.
   void keep_sets();
   void show_sets(std::size_t first_unit, const KeptWatcher& watcher) const;
@@ -198,7 +248,8 @@ class Batch {
   template <class T>
   T* take(std::size_t bytes_of_unit, bool zero = false) {
     DeviceBuffer& buffer = buffers_.emplace_back(bytes_of_unit * units_.size(), "the replay");
-    if (zero) check(cudaMemsetAsync(buffer.data(), 0, buffer.bytes(), stream_), "clearing");
+    if (zero && buffer.bytes() > 0)
+      check(cudaMemsetAsync(buffer.data(), 0, buffer.bytes(), stream_), "clearing");
     return buffer.as<T>();
   }
   void allocate();
@@ -215,10 +266,12 @@ class Batch {
   const UnitSizes& sizes_;
   std::span<const ReplayUnit> units_;
   cuda::BatchedProduct& product_;
+  Streams& streams_;
   cudaStream_t stream_;
   ReplayArgs args_{};
   std::vector<DeviceBuffer> buffers_;
-  float *queries_ = nullptr, *keys_ = nullptr, *unrounded_keys_ = nullptr, *values_ = nullptr;
+  float *queries_ = nullptr, *unrounded_keys_ = nullptr;
+  std::byte *keys_ = nullptr, *values_ = nullptr;
   std::byte *rounded_queries_ = nullptr, *rounded_keys_ = nullptr;
   float *products_ = nullptr, *unrounded_products_ = nullptr;
 };
@@ -235,8 +288,8 @@ void Batch::allocate() {
   args_.kv_heads = buffers_.emplace_back(upload(kv_heads, "the replay")).as<std::uint32_t>();
 
   queries_ = take<float>(s.tokens * s.group * s.dim * 4);
-  keys_ = take<float>(s.tokens * s.dim * 4);
-  values_ = take<float>(s.tokens * s.dim * 4);
+  keys_ = take<std::byte>(s.tokens * s.dim * s.element_bytes);
+  values_ = take<std::byte>(s.tokens * s.dim * s.element_bytes);
   rounded_queries_ = take<std::byte>(s.tokens * s.group * s.dim * s.product_bytes);
   rounded_keys_ = take<std::byte>(s.tokens * s.dim * s.product_bytes);
   if (s.unrounded()) unrounded_keys_ = take<float>(s.tokens * s.dim * 4);
@@ -311,30 +364,36 @@ void Batch::read() {
 
 void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t head) {
   const UnitSizes& s = sizes_;
-  const std::size_t of_unit = unit * s.tokens * s.dim,
-                    bytes = plan_.trace.tokens() * s.dim * sizeof(float);
-  const auto copy = [&](float* to) {
-    check(cudaMemcpyAsync(to + of_unit, from, bytes, cudaMemcpyDeviceToDevice, stream_),
-          "reading a trace");
-  };
-  if (part == Part::v) return copy(values_);
-  if (part == Part::k) copy(keys_);
-  const std::size_t group = part == Part::q ? s.group : 1;
-  std::byte* const rounded = part == Part::q ? rounded_queries_ : rounded_keys_;
-  float* const plain = part == Part::q ? queries_ : unrounded_keys_;
-  check(kernels::replay_turn({.from = from,
-                              .turns = args_.tensors.turns,
-                              .rows = static_cast<int>(plan_.trace.tokens()),
-                              .tokens = static_cast<int>(plan_.trace.tokens()),
-                              .head_size = args_.shape.head_size,
-                              .rotated = args_.shape.rotated,
-                              .group = static_cast<int>(group),
-                              .group_head = part == Part::q ? static_cast<int>(head) : 0,
-                              .plain = plain ? plain + of_unit * group : nullptr,
-                              .rounded = rounded + of_unit * group * s.product_bytes,
-                              .rounding = args_.shape.rounding},
-                             stream_),
-        "turning queries and keys");
+  const std::size_t of_unit = unit * s.tokens * s.dim;
+  kernels::ReplayTurnArgs args{.from = from,
+                               .turns = args_.tensors.turns,
+                               .rows = static_cast<int>(plan_.trace.tokens()),
+                               .tokens = static_cast<int>(plan_.trace.tokens()),
+                               .head_size = args_.shape.head_size,
+                               .rotated = args_.shape.rotated,
+                               .group = 1,
+                               .group_head = 0,
+                               .plain = nullptr,
+                               .rounded = nullptr,
+                               .rounding = args_.shape.rounding};
+  if (part != Part::q) {  // as in the trace
+    kernels::ReplayTurnArgs copy = args;
+    copy.rotated = 0;
+    copy.rounding = args_.tensors.type;
+    copy.rounded = (part == Part::k ? keys_ : values_) + of_unit * s.element_bytes;
+    check(kernels::replay_turn(copy, stream_), "reading a trace");
+  }
+  if (part == Part::v) return;
+  if (part == Part::k) {
+    args.plain = unrounded_keys_ ? unrounded_keys_ + of_unit : nullptr;
+    args.rounded = rounded_keys_ + of_unit * s.product_bytes;
+  } else {
+    args.group = static_cast<int>(s.group);
+    args.group_head = static_cast<int>(head);
+    args.plain = queries_ + of_unit * s.group;
+    args.rounded = rounded_queries_ + of_unit * s.group * s.product_bytes;
+  }
+  check(kernels::replay_turn(args, stream_), "turning queries and keys");
 }
 
 void Batch::multiply(Type type, const void* queries, const void* keys, float* to,
@@ -373,6 +432,7 @@ void Batch::make_rows(std::uint32_t first, std::uint32_t count) {
                               .rows = args_.rows,
                               .products = products_,
                               .unrounded = unrounded_products_,
+                              .type = args_.tensors.type,
                               .values = values_},
                              stream_),
         "computing rows");
@@ -383,13 +443,16 @@ void Batch::replay() {
                       block = static_cast<std::uint32_t>(sizes_.block);
   for (std::uint32_t first = 0; first < tokens; first += block) {
     make_rows(first, std::min(block, tokens - first));
-    for (const Members& members : grid_.members) {
+    streams_.fork();
+    for (std::size_t m = 0; m < grid_.members.size(); ++m) {
+      const Members& members = grid_.members[m];
       args_.members = members.on_device.as<std::int32_t>();
       args_.member_count = static_cast<int>(members.configs.size());
       args_.room_slots = members.most_slots;
-      check(members.policy->walk(args_, stream_),
+      check(members.policy->walk(args_, streams_.branch(m)),
             fmt::format("replaying {}", members.policy->name));
     }
+    streams_.join();
   }
   check(cudaStreamSynchronize(stream_), "replaying");
 }
@@ -449,6 +512,61 @@ HeadOutcome Batch::outcome(std::size_t figure, const std::vector<double>& sums,
   return outcome;
 }
 
+int Batch::waves() {
+  int all = 0;
+  args_.rows.count = 1;
+  for (const Members& members : grid_.members) {
+    args_.member_count = static_cast<int>(members.configs.size());
+    args_.room_slots = members.most_slots;
+    int own = 0;
+    check(members.policy->waves(args_, own), "asking for the device's limits");
+    all += own;
+  }
+  return all;
+}
+
+double Batch::attend() {
+  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
+             dim = static_cast<std::int64_t>(sizes_.dim),
+             rows = static_cast<std::int64_t>(sizes_.block * sizes_.group);
+  const auto block = static_cast<std::uint32_t>(sizes_.block);
+  double flops = 0;
+  for (std::uint32_t first = 0; first < plan_.trace.tokens(); first += block) {
+    const std::uint32_t count = std::min(block, plan_.trace.tokens() - first);
+    multiply(args_.shape.rounding, rounded_queries_, rounded_keys_, products_, first, count);
+    check(kernels::replay_softmax({.shape = args_.shape,
+                                   .first = static_cast<int>(first),
+                                   .count = static_cast<int>(count),
+                                   .block = static_cast<int>(block),
+                                   .products = products_,
+                                   .type = args_.tensors.type,
+                                   .to = args_.rows.e},
+                                  stream_),
+          "softmax");
+    const int width = static_cast<int>(first + count),
+              wanted = static_cast<int>(count * sizes_.group);
+    product_({.type = args_.tensors.type,
+              .batches = args_.shape.units,
+              .rows = wanted,
+              .n = static_cast<int>(dim),
+              .k = width,
+              .x = args_.rows.e,
+              .x_row = tokens,
+              .x_batch = rows * tokens,
+              .w = values_,
+              .w_row = dim,
+              .w_batch = tokens * dim,
+              .w_by_k = true,
+              .y = args_.rows.outputs,
+              .y_row = dim,
+              .y_batch = rows * dim},
+             stream_);
+    flops += 4.0 * args_.shape.units * wanted * width * static_cast<double>(dim);
+  }
+  check(cudaStreamSynchronize(stream_), "attention");
+  return flops;
+}
+
 void Batch::keep_sets() {
   args_.figures.words = static_cast<int>((sizes_.tokens + 31) / 32);
   const std::size_t words = static_cast<std::size_t>(args_.figures.words);
@@ -469,45 +587,92 @@ void Batch::show_sets(std::size_t first_unit, const KeptWatcher& watcher) const 
     }
 }
 
-class CudaReplayer final : public HeadReplayer {
+class Replayer final : public CudaReplayer {
  public:
-  explicit CudaReplayer(KeptWatcher watcher) : watcher_(std::move(watcher)) {}
+  explicit Replayer(KeptWatcher watcher) : watcher_(std::move(watcher)) {}
 
-  bool takes(const ModelShape& shape, const ReplayConfig& config) const override {
+  bool takes(const TraceHeader& header, const ReplayConfig& config) const override {
+    const ModelShape& shape = header.shape;
     const PolicyEntry* const entry = config.policy.entry.get();
     return entry && !entry->source && find_policy(config.policy.name) &&
            shape.group() <= kernels::kMostReplayGroup &&
-           shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0;
+           shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
+           header.rope.rotated() % 4 == 0;
   }
 
   double reading_seconds() const override { return reading_; }
 
   std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
                                             std::span<const ReplayUnit> units) override {
-    const Grid grid(plan);
-    const DeviceBuffer turns = upload(turns_of(plan.rope), "the angles"),
-                       span = upload(span_of(plan), "the span");
-    const UnitSizes sizes = sizes_of(plan, grid);
-    const std::size_t at_once = units_at_once(sizes, units.size());
     std::vector<std::vector<HeadOutcome>> all;
-    for (std::size_t first = 0; first < units.size(); first += at_once) {
-      Batch batch(plan, grid, sizes, units.subspan(first, std::min(at_once, units.size() - first)),
-                  turns, span, product_, stream_.get());
-      reading_ += timed([&] { batch.read(); }).seconds;
+    in_batches(plan, units, [&](Batch& batch, std::size_t first) {
       if (watcher_) batch.keep_sets();
       batch.replay();
       if (watcher_) batch.show_sets(first, watcher_);
+      waves_ = batch.waves();
       for (auto& outcomes : batch.outcomes()) all.push_back(std::move(outcomes));
-    }
+    });
     return all;
   }
 
+  int waves() const override { return waves_; }
+
+  ExactPass exact_pass(const TraceReader& trace, unsigned threads) override {
+    const RopeTable rope(trace.header().rope, trace.tokens());
+    const HeadArithmetic arithmetic{.softmax_scale = trace.header().softmax_scale,
+                                    .rounding = trace.header().rounding == Rounding::model_dtype
+                                                    ? std::optional(trace.shape().dtype)
+                                                    : std::nullopt};
+    const QuerySpan span(trace.segments(), false, 1);
+    const ReplayPlan plan{trace, 0, rope, arithmetic, span, threads, {}};
+    std::vector<ReplayUnit> units;
+    for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
+      for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head)
+        units.push_back({layer, kv_head});
+    ExactPass pass;
+    in_batches(plan, units, [&](Batch& batch, std::size_t) {
+      batch.attend();  // chooses algorithms
+      const WorkTime time = timed([&] { pass.flops += batch.attend(); });
+      pass.time.seconds += time.seconds;
+      pass.time.cpu_seconds += time.cpu_seconds;
+    });
+    return pass;
+  }
+
  private:
+  /// Calls work(batch, index of its first unit) for as many units at a time as fit.
+  template <class Work>
+  void in_batches(const ReplayPlan& plan, std::span<const ReplayUnit> units, Work work) {
+    const Grid grid(plan);
+    const Tables tables{upload(turns_of(plan.rope), "the angles"),
+                        upload(fine_turns_of(plan.trace.header().rope), "the angles"),
+                        upload(span_of(plan), "the span")};
+    const UnitSizes sizes = sizes_of(plan, grid);
+    const std::size_t at_once = units_at_once(sizes, units.size());
+    for (std::size_t first = 0; first < units.size(); first += at_once) {
+      Batch batch(plan, grid, sizes, units.subspan(first, std::min(at_once, units.size() - first)),
+                  tables, product_, streams_);
+      reading_ += timed([&] { batch.read(); }).seconds;
+      work(batch, first);
+    }
+  }
+
   static std::vector<float2> turns_of(const RopeTable& rope) {
     std::vector<float2> turns;
     for (std::uint32_t position = 0; position < rope.positions(); ++position)
       for (std::size_t d = 0; d < rope.cosines(position).size(); ++d)
         turns.push_back({rope.cosines(position)[d], rope.sines(position)[d]});
+    return turns;
+  }
+
+  static std::vector<float2> fine_turns_of(const Rope& rope) {
+    constexpr int kFine = 64;
+    std::vector<float2> turns;
+    for (int position = 0; position < kFine; ++position)
+      for (const float frequency : rope.inv_freq) {
+        const double angle = position * static_cast<double>(frequency);
+        turns.push_back({static_cast<float>(std::cos(angle)), static_cast<float>(std::sin(angle))});
+      }
     return turns;
   }
 
@@ -532,6 +697,7 @@ class CudaReplayer final : public HeadReplayer {
             .samples = plan.span.samples(),
             .slot_stride = static_cast<std::size_t>(grid.slot_stride),
             .product_bytes = kernels::bytes_of(rounding),
+            .element_bytes = bytes_of(shape.dtype),
             .squeezed = grid.squeezed,
             .rounds = rounding != Type::f32};
   }
@@ -551,16 +717,17 @@ class CudaReplayer final : public HeadReplayer {
 
   KeptWatcher watcher_;
   double reading_ = 0;
-  cuda::Stream stream_;
+  int waves_ = 0;
+  Streams streams_;
   cuda::BatchedProduct product_;
 };
 
 }  // namespace
 
-std::unique_ptr<HeadReplayer> cuda_replayer(KeptWatcher watcher) {
+std::unique_ptr<CudaReplayer> cuda_replayer(KeptWatcher watcher) {
   if (!has_cuda_device())
     throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
-  return std::make_unique<CudaReplayer>(std::move(watcher));
+  return std::make_unique<Replayer>(std::move(watcher));
 }
 
 }  // namespace kvlab

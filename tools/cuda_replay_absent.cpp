@@ -5,7 +5,7 @@
 
 namespace kvlab {
 
-std::unique_ptr<HeadReplayer> cuda_replayer(KeptWatcher) {
+std::unique_ptr<CudaReplayer> cuda_replayer(KeptWatcher) {
   throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
 }
 

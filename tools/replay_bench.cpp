@@ -82,7 +82,8 @@ std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names) {
 }
 
 ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
-                         const ReplayOptions& options, unsigned repeats) {
+                         ReplayOptions options, unsigned repeats, CudaReplayer* device) {
+  options.elsewhere = device;
   const ModelShape& shape = trace.shape();
   ReplayBench bench;
   bench.bytes_read = static_cast<double>(trace.tokens()) * shape.layers *
@@ -95,11 +96,17 @@ ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>&
   }
   for (unsigned repeat = 0; repeat < repeats; ++repeat)
     for (std::size_t g = 0; g < grids.size(); ++g) {
-      const ExactPass exact = exact_pass(trace, options.threads);
+      const ExactPass exact =
+          device ? device->exact_pass(trace, options.threads) : exact_pass(trace, options.threads);
       keep_least(bench.exact.time, exact.time, repeat == 0 && g == 0);
       bench.exact.flops = exact.flops;
-      keep_least(bench.grids[g].time, timed([&] { replay(trace, 0, grids[g].configs, options); }),
-                 repeat == 0);
+      const double reading = device ? device->reading_seconds() : 0;
+      WorkTime time = timed([&] { replay(trace, 0, grids[g].configs, options); });
+      if (device) time.seconds -= device->reading_seconds() - reading;
+      keep_least(bench.grids[g].time, time, repeat == 0);
+      if (device)
+        bench.grids[g].step_microseconds =
+            1e6 * bench.grids[g].time.seconds / trace.tokens() / device->waves();
     }
   for (GridTime& grid : bench.grids) {
     grid.ratio = grid.time.seconds / bench.exact.time.seconds;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sim/replay.hpp"
+#include "tools/cuda_replay.hpp"
 #include "tools/exact_pass.hpp"
 
 namespace kvlab {
@@ -22,6 +23,7 @@ struct GridTime {
   double slot_steps = 0;  ///< live tokens attended, over queries, KV heads and configurations
   double ratio = 0;       ///< to the exact pass, by the clock
   double cpu_ratio = 0;   ///< the same of processor time
+  double step_microseconds = 0;  ///< on a device: of a query and a wave of thread blocks
   double slot_steps_per_second() const { return slot_steps / time.seconds; }
 };
 
@@ -39,7 +41,8 @@ std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names);
 std::vector<std::string> bench_grid_names();
 
 /// Takes the exact pass and every grid `repeats` times, in turns, and keeps the least time of each.
+/// With a device both run there, and times are without reading the trace; else `device` is null.
 ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
-                         const ReplayOptions& options, unsigned repeats);
+                         ReplayOptions options, unsigned repeats, CudaReplayer* device);
 
 }  // namespace kvlab

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <random>
+#include <thread>
+
+#include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
 namespace {
@@ -70,9 +73,14 @@ TraceReader write_synthetic_trace(const std::filesystem::path& directory,
     writer.begin(std::vector<std::int32_t>(count, 1),
                  prompt ? SegmentKind::prompt : SegmentKind::decode);
     const std::vector<float> out(std::size_t{count} * shape.query_heads * shape.head_size);
+    std::vector<std::vector<float>> drawn(std::size_t{3} * shape.layers);
+    parallel_for(drawn.size(), std::max(1u, std::thread::hardware_concurrency()),
+                 [&](std::size_t i) {
+                   Source& source = (i % 3 == 0 ? q : i % 3 == 1 ? k : v)[i / 3];
+                   drawn[i] = source.draw(first, count);
+                 });
     for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-      writer.layer(layer, q[layer].draw(first, count), k[layer].draw(first, count),
-                   v[layer].draw(first, count), out, {});
+      writer.layer(layer, drawn[3 * layer], drawn[3 * layer + 1], drawn[3 * layer + 2], out, {});
     writer.end();
     first += count;
   }

@@ -112,7 +112,7 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
       options.elsewhere = nullptr;
       std::size_t taken = 0;
       for (const Case& c : cases) {
-        if (!device->takes(trace.shape(), c.replay)) continue;
+        if (!device->takes(trace.header(), c.replay)) continue;
         const auto sets = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
         for (const KeptSet& set : sets) {
           INFO(c.text << " query " << set.query);
