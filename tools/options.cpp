@@ -159,7 +159,7 @@ void add_common_options(po::options_description& options) {
   auto add = options.add_options();
   add("threads", po::value<std::int64_t>()->value_name("N"), "default: all cores");
   add("device", po::value<std::string>()->value_name("cpu|cuda"),
-      "default: cuda where there is one");
+      "default: cuda where there is one; for replay and its bench: cpu");
   add("json", po::bool_switch(), "print one JSON object");
 }
 
