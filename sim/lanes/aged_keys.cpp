@@ -21,8 +21,8 @@ PlaceTable::PlaceTable(const RopeTable& rope, std::size_t half)
 
 void AgedKeys::append(std::uint32_t position) {
   const std::size_t dim = view_->head_size, panel = size_ / kPanelTokens;
-  if (panels_.size() < (panel + 1) * dim * kPanelTokens)
-    panels_.resize((panel + 1) * dim * kPanelTokens);
+  if (panels_.size() < (panel + 1) * dim * kPanelTokens + 1)
+    panels_.resize((panel + 1) * dim * kPanelTokens + 1);
   const float* const key = view_->key(position);
   for (std::size_t d = 0; d < dim; ++d) row(panel, d)[size_ % kPanelTokens] = key[d];
   ++size_;

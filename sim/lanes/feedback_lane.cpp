@@ -11,7 +11,8 @@ FeedbackLane::FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity id
       span_(span),
       group_(view.group),
       unrounded_(std::move(unrounded)),
-      places_(std::move(places)) {
+      places_(std::move(places)),
+      unrounded_samples_(view) {
   for (const LaneConfig& config : configs_) {
     identity.seed = config.config->seed;
     runs_.push_back(std::make_unique<FeedbackRun>(config, identity, view, span));
@@ -35,6 +36,8 @@ void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& r
       if (watcher_) watcher_(c, query, runs_[c]->visible());
     }
   }
+  for (std::uint32_t query = first; unrounded_ && span_ && query < first + count; ++query)
+    if (span_->contains(query) && span_->sampled(query)) unrounded_samples_.add(query, *unrounded_);
 }
 
 /// Neighbouring sampled queries keep nearly the same tokens, so each configuration's jobs follow
@@ -48,6 +51,7 @@ void FeedbackLane::list_outputs(const SampledRows& rows, std::vector<ValueJob>& 
       if (!sample.all && !sample.own) chains_[i].move_to(sample.live.data(), sample.sums.data());
     }
   }
+  list_tails(rows, jobs);
   std::vector<std::size_t> next(rows.size());
   for (const auto& run : runs_)
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -62,35 +66,64 @@ void FeedbackLane::list_outputs(const SampledRows& rows, std::vector<ValueJob>& 
 /// The job of exponentials that a run has of its own.
 void FeedbackLane::list_own(const SampledRows& rows, FeedbackRun::Sample& sample,
                             std::vector<ValueJob>& jobs) const {
-  const std::size_t dim = rows.view().head_size, size = sample.kept.size() / rows.quads();
-  sample.outputs.assign(rows.heads() * dim, 0.0f);
+  const std::size_t dim = rows.view().head_size, count = sample.tokens.size();
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    jobs.push_back({sample.kept.data() + quad * size, sample.tokens.data(), sample.tokens.size(),
+    jobs.push_back({sample.kept.data() + quad * count * kQuad, sample.tokens.data(), count,
                     sample.outputs.data() + quad * kQuad * dim});
+}
+
+/// The youngest tokens of squeezed sets, whose exponentials all share: of any two sets the longer
+/// run holds the shorter one.
+void FeedbackLane::list_tails(const SampledRows& rows, std::vector<ValueJob>& jobs) {
+  const SampledRows& e = unrounded_ ? unrounded_samples_ : rows;
+  const std::size_t dim = rows.view().head_size;
+  tails_.resize(std::max(tails_.size(), rows.size()));
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    auto& tails = tails_[i];
+    tails.clear();
+    for (const auto& run : runs_)
+      if (run->sample(i).own) tails[run->sample(i).first].assign(rows.heads() * dim, 0.0f);
+    std::uint32_t end = rows.query(i) + 1;
+    for (auto tail = tails.rbegin(); tail != tails.rend(); end = tail->first, ++tail)
+      for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+        jobs.push_back({e.e(i, quad) + tail->first * kQuad, nullptr, end - tail->first,
+                        tail->second.data() + quad * kQuad * dim, tail->first});
+  }
 }
 
 void FeedbackLane::finish_outputs(const SampledRows& rows) {
   for (std::size_t i = 0; i < rows.size(); ++i) {
     chains_[i].finish();
+    const std::vector<float>* younger = nullptr;
+    for (auto tail = tails_[i].rbegin(); tail != tails_[i].rend(); ++tail) {
+      for (std::size_t d = 0; younger && d < younger->size(); ++d) tail->second[d] += (*younger)[d];
+      younger = &tail->second;
+    }
     std::size_t link = 0;
     for (const auto& run : runs_) {
       const FeedbackRun::Sample& sample = run->sample(i);
-      measure_outputs(rows, i, *run, sample.all || sample.own ? nullptr : chains_[i].sums(link++));
+      measure_outputs(rows, i, *run,
+                      sample.all   ? nullptr
+                      : sample.own ? tails_[i].at(sample.first).data()
+                                   : chains_[i].sums(link++));
     }
   }
   for (const auto& run : runs_) run->forget_samples();
+  unrounded_samples_.clear();
 }
 
-/// `shared`: the sums of the shared exponentials' values, [heads][dim], where they serve.
+/// `shared`: the sums of the shared exponentials' values, [heads][dim].
 void FeedbackLane::measure_outputs(const SampledRows& rows, std::size_t i, FeedbackRun& run,
                                    const float* shared) {
   const std::size_t dim = rows.view().head_size;
-  const FeedbackRun::Sample& sample = run.sample(i);
+  FeedbackRun::Sample& sample = run.sample(i);
   for (std::uint32_t head = 0; head < group_; ++head) {
     double error = 0;
     if (!sample.all) {
-      const bool own = sample.own || sample.lost[head];
-      const float* const sum = (own ? sample.outputs.data() : shared) + head * dim;
+      float* const own = sample.outputs.data() + head * dim;
+      if (sample.own && !sample.lost[head])
+        for (std::size_t d = 0; d < dim; ++d) own[d] += shared[head * dim + d];
+      const float* const sum = sample.own || sample.lost[head] ? own : shared + head * dim;
       error = row_loops().distance2(rows.output(i, head), sum, 1 / sample.sums[head], dim);
     }
     run.stats().add_error(*span_, rows.query(i), head, error, rows.norm2(i, head));

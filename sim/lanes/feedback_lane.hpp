@@ -2,6 +2,7 @@
 // keeps its own states, and all read the shared exponentials of the tokens they keep.
 #pragma once
 
+#include <map>
 #include <memory>
 
 #include "sim/lanes/feedback_run.hpp"
@@ -31,6 +32,7 @@ class FeedbackLane final : public Lane {
  private:
   void list_own(const SampledRows& rows, FeedbackRun::Sample& sample,
                 std::vector<ValueJob>& jobs) const;
+  void list_tails(const SampledRows& rows, std::vector<ValueJob>& jobs);
   void measure_outputs(const SampledRows& rows, std::size_t i, FeedbackRun& run,
                        const float* shared);
 
@@ -42,6 +44,9 @@ class FeedbackLane final : public Lane {
   std::vector<std::unique_ptr<FeedbackRun>> runs_;
   GatherRoom room_;
   std::vector<OutputChain> chains_;  // by sampled query
+  SampledRows unrounded_samples_;    // of sampled queries, where there are unrounded rows
+  /// By sampled query and first token: values summed from there to the query, [heads][dim].
+  std::vector<std::map<std::uint32_t, std::vector<float>>> tails_;
   LaneWatcher watcher_;
   bool observes_ = false;
 };

@@ -164,36 +164,50 @@ void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& 
   const bool measures = span_ && span_->contains(query),
              samples = measures && span_->sampled(query);
   if (observes(query) || samples) take_squeezed(query, unrounded, places, room);
-  if (samples) {
-    Sample& sample = take_sample(query, false);
-    sample.own = true;
-    sample.sums = room.sum;
-    sample.kept.assign(room.kept.begin(),
-                       room.kept.begin() + static_cast<std::ptrdiff_t>(
-                                               kept_index(0, rows.heads(), room.mass.size())));
-    sample.tokens.assign(visible().begin(), visible().end());
-  }
+  if (samples) take_squeezed_sample(query, rows, room);
   observe_kept(query, rows, room);
   if (!measures) return;
   add_shared(query, rows, room.shared.data());
   measure(query, rows, room.shared.data());
 }
 
+void FeedbackRun::take_squeezed_sample(std::uint32_t query, const GroupRows& rows,
+                                       const GatherRoom& room) {
+  Sample& sample = take_sample(query, false);
+  const std::size_t old = old_keys_.size();
+  sample.own = true;
+  sample.first = cache_.positions()[old];
+  sample.sums = room.sum;
+  sample.lost.assign(rows.heads(), false);
+  sample.outputs.assign(rows.heads() * view_.head_size, 0.0f);
+  sample.tokens.assign(visible().begin(), visible().begin() + static_cast<std::ptrdiff_t>(old));
+  sample.kept.clear();
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
+    const float* const kept = room.kept.data() + quad * room.mass.size() * kQuad;
+    sample.kept.insert(sample.kept.end(), kept, kept + old * kQuad);
+  }
+  for (std::uint32_t head = 0; head < rows.group(); ++head) {
+    if (!room.lost[head]) continue;
+    for (std::size_t i = 0; i < old; ++i)
+      sample.kept[kept_index(i, head, old)] = 0;  // the job adds nothing to what is complete
+    take_own_output(head, room, sample);
+  }
+}
+
 /// Sums of the full cache's exponentials over the live set, [heads], no larger than the row's. From
 /// old_keys_ on live tokens follow one another.
-void FeedbackRun::add_shared(std::uint32_t query, const GroupRows& rows, float* sums) const {
+void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, float* sums) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
   constexpr float kNever[kQuad] = {HUGE_VALF, HUGE_VALF, HUGE_VALF, HUGE_VALF};
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
-    float scattered[kQuad], following[kQuad];
+    float scattered[kQuad];
     std::uint32_t hits[kQuad] = {};
-    const float* const e = rows.e(query, quad);
-    row_loops().total(e, live.data(), old, kNever, scattered, hits);
-    row_loops().total(e + live[old] * kQuad, nullptr, live.size() - old, kNever, following, hits);
+    row_loops().total(rows.e(query, quad), live.data(), old, kNever, scattered, hits);
+    const auto following = rows.sums_from(query, quad, live[old]);
     for (std::size_t h = 0; h < kQuad; ++h)
-      sums[quad * kQuad + h] =
-          std::min(scattered[h] + following[h], rows.sums(query)[quad * kQuad + h]);
+      sums[quad * kQuad + h] = std::min(static_cast<float>(following[h]) + scattered[h],
+                                        rows.sums(query)[quad * kQuad + h]);
   }
 }
 
@@ -215,6 +229,7 @@ void FeedbackRun::take_squeezed(std::uint32_t query, GroupRows& unrounded, const
                                 GatherRoom& room) {
   const std::size_t old = old_keys_.size(), stride = room.mass.size() + kPanelTokens;
   room.products.resize(stride * kQuad);
+  room.lost.assign(unrounded.heads(), false);
   for (std::uint32_t quad = 0; quad < unrounded.quads(); ++quad) {
     const float *queries[kQuad] = {}, *products[kQuad] = {};
     turn_queries(query, quad, places, room, queries);
@@ -241,6 +256,7 @@ void FeedbackRun::take_own_squeezed(std::uint32_t query, std::uint32_t head,
               room.row.data() + old);
   scale(room.row.data(), visible_, unrounded.softmax_scale());
   take_own_row(head, room);
+  room.lost[head] = true;
 }
 
 /// The row of a head whose shared exponentials lost their bits, from its own maximum.

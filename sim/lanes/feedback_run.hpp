@@ -14,6 +14,7 @@ struct GatherRoom {
   std::vector<std::uint64_t> mass;              // [age]
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
+  std::vector<bool> lost;                       // [heads]: squeezed, taken from its own maximum
   std::vector<float> row;                       // one head's, by age
   std::vector<float> products, turned;          // [4][age], [4][dim]: squeezed
 
@@ -43,10 +44,13 @@ class FeedbackRun {
     std::vector<bool> lost;           ///< [heads]: the shared exponentials are of no use
     std::vector<float>
         outputs;  ///< [heads][dim]: sums of values times exponentials, of those heads
-    /// Squeezed: the exponentials are the sample's own, of tokens by age, and `sums` theirs.
+    /// Squeezed: the exponentials of the oldest tokens are the sample's own; from `first` on to the
+    /// query they are those of the unrounded rows. `outputs` will be sums over the oldest, except
+    /// for lost heads.
     bool own = false;
     std::vector<float> kept;  ///< [quad][age][4]
     std::vector<std::uint32_t> tokens;
+    std::uint32_t first = 0;
   };
   Sample& sample(std::size_t index) { return samples_[index]; }
   void forget_samples() { sample_count_ = 0; }
@@ -65,8 +69,9 @@ class FeedbackRun {
                     GatherRoom& room, const float** queries) const;
   void take_own_squeezed(std::uint32_t query, std::uint32_t head, const GroupRows& unrounded,
                          GatherRoom& room);
-  void add_shared(std::uint32_t query, const GroupRows& rows, float* sums) const;
+  void add_shared(std::uint32_t query, GroupRows& rows, float* sums) const;
   void take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample);
+  void take_squeezed_sample(std::uint32_t query, const GroupRows& rows, const GatherRoom& room);
   void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);

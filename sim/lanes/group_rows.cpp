@@ -12,6 +12,8 @@ namespace {
 
 constexpr std::size_t kRowBytes = std::size_t{1} << 19;  // exponentials in flight, of 1 MB of cache
 constexpr float kNever = std::numeric_limits<float>::infinity();
+constexpr float kNevers[kQuad] = {kNever, kNever, kNever, kNever};
+constexpr std::size_t kTailTokens = 64;  // of a range whose sum is kept
 
 std::uint32_t block_for(std::size_t row_floats) {
   return static_cast<std::uint32_t>(
@@ -80,7 +82,7 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
                                shifts_.data() + at);
     }
     Lazy& parts = lazy_[i];
-    parts.requests = parts.masses = parts.asked = false;
+    parts.requests = parts.masses = parts.asked = parts.tails = false;
   }
 }
 
@@ -131,6 +133,38 @@ const std::uint32_t* GroupRows::asked(std::uint32_t query) {
     }
   }
   return parts.any.data();
+}
+
+/// Sums of whole ranges of tokens, from the last one on.
+void GroupRows::sum_tails(std::uint32_t query, Lazy& parts) {
+  const std::size_t ranges = query / kTailTokens + 1;
+  parts.tail.assign(quads_ * (ranges + 1), {});
+  for (std::uint32_t quad = 0; quad < quads_; ++quad)
+    for (std::size_t r = ranges; r-- > 0;) {
+      const std::size_t begin = r * kTailTokens,
+                        end = std::min<std::size_t>(begin + kTailTokens, query + std::size_t{1});
+      float sum[kQuad];
+      std::uint32_t hits[kQuad] = {};
+      row_loops().total(e(query, quad) + begin * kQuad, nullptr, end - begin, kNevers, sum, hits);
+      auto& tail = parts.tail[quad * (ranges + 1) + r];
+      tail = parts.tail[quad * (ranges + 1) + r + 1];
+      for (std::size_t h = 0; h < kQuad; ++h) tail[h] += static_cast<double>(sum[h]);
+    }
+}
+
+std::array<double, kQuad> GroupRows::sums_from(std::uint32_t query, std::uint32_t quad,
+                                               std::uint32_t first) {
+  Lazy& parts = lazy(query);
+  if (!parts.tails) sum_tails(query, parts);
+  parts.tails = true;
+  const std::size_t ranges = query / kTailTokens + 1, next = first / kTailTokens + 1;
+  const std::size_t end = std::min<std::size_t>(next * kTailTokens, query + std::size_t{1});
+  float sum[kQuad];
+  std::uint32_t hits[kQuad] = {};
+  row_loops().total(e(query, quad) + first * kQuad, nullptr, end - first, kNevers, sum, hits);
+  std::array<double, kQuad> sums = parts.tail[quad * (ranges + 1) + next];
+  for (std::size_t h = 0; h < kQuad; ++h) sums[h] += static_cast<double>(sum[h]);
+  return sums;
 }
 
 void GroupRows::logits(std::uint32_t query, std::uint32_t head,

@@ -2,6 +2,7 @@
 // time, as the lanes read them: exponentials [query][quad][token][4].
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -61,6 +62,9 @@ class GroupRows {
   /// 1 where some head of the group requests the token, the query's own included: [query + 1].
   const std::uint32_t* asked(std::uint32_t query);
 
+  /// Sums of a quad's exponentials from token `first` on.
+  std::array<double, kQuad> sums_from(std::uint32_t query, std::uint32_t quad, std::uint32_t first);
+
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
@@ -68,12 +72,14 @@ class GroupRows {
  private:
   /// What is computed when it is first asked for, by query of the block.
   struct Lazy {
-    bool requests = false, masses = false, asked = false;
+    bool requests = false, masses = false, asked = false, tails = false;
     std::vector<float> least;
     std::vector<std::uint64_t> bits, mass;
     std::vector<std::uint32_t> count, any;
+    std::vector<std::array<double, kQuad>> tail;  // [quad][token / 64]: sums from there on
   };
   std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
+  void sum_tails(std::uint32_t query, Lazy& parts);
   Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
   void rotate(const float* x, std::uint32_t position, float* y) const {
     rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);

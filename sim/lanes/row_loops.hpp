@@ -53,7 +53,7 @@ struct RowLoops {
   /// The sum of (a[i] - factor * b[i])^2, in double.
   double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
-  /// panel (null: zeros) comes in.
+  /// panel (null: zeros) comes in. Reads one float behind the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);
   /// Turns 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
   /// ([half][32]), those from 2 half on stay.

@@ -457,7 +457,7 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
-/// Some tokens, few enough that their values stay in the nearest cache for all columns.
+/// Some tokens, few enough that their values stay in cache for all columns.
 void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
                      float* y) {
@@ -479,7 +479,7 @@ void accumulate_some(const float* weights, const std::uint32_t* tokens, std::siz
 
 void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      const float* v, std::size_t stride, std::size_t depth, float* y) {
-  constexpr std::size_t kAtOnce = 32;
+  constexpr std::size_t kAtOnce = 128;
   for (std::size_t i = 0; i < count; i += kAtOnce)
     accumulate_some(weights, tokens, i, count - i < kAtOnce ? count : i + kAtOnce, v, stride, depth,
                     y);
@@ -515,14 +515,11 @@ void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim
       moves[c][l] = static_cast<std::size_t>(c * kWidth + l) >= gap ? -1 : 0;
   for (std::size_t d = 0; d < dim; ++d) {
     float* const row = panel + d * kPanelTokens;
-    float last[kWidth];  // what comes into the last register: the row ends with it
-    std::memcpy(last, row + kPanelTokens - kWidth + 1, (kWidth - 1) * sizeof(float));
-    last[kWidth - 1] = next ? next[d * kPanelTokens] : 0.0f;
     for (int c = 0; c < kPanelPieces; ++c) {
-      const Floats stays = load(row + c * kWidth),
-                   comes = c + 1 < kPanelPieces ? load(row + c * kWidth + 1) : load(last);
+      const Floats stays = load(row + c * kWidth), comes = load(row + c * kWidth + 1);
       store(row + c * kWidth, moves[c] ? comes : stays);
     }
+    row[kPanelTokens - 1] = next ? next[d * kPanelTokens] : 0.0f;
   }
 }
 

@@ -7,18 +7,19 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kRange = 64;      // tokens whose values stay in the nearest cache
+constexpr std::uint32_t kRange = 64;      // tokens whose values stay in cache
 constexpr std::size_t kLeastInRange = 8;  // fewer do not pay for loading the sums
 
 void add_part(const HeadView& view, const ValueJob& job, std::size_t begin, std::size_t end) {
   if (begin >= end) return;
+  const float* const v = job.tokens ? view.v : view.v + (job.first + begin) * view.kv_token_stride;
   row_loops().accumulate(job.weights + begin * kQuad, job.tokens ? job.tokens + begin : nullptr,
-                         end - begin, job.tokens ? view.v : view.v + begin * view.kv_token_stride,
-                         view.kv_token_stride, view.head_size, job.y);
+                         end - begin, v, view.kv_token_stride, view.head_size, job.y);
 }
 
 std::uint32_t last_token(const ValueJob& job) {
-  return job.tokens ? job.tokens[job.count - 1] : static_cast<std::uint32_t>(job.count - 1);
+  return job.tokens ? job.tokens[job.count - 1]
+                    : job.first + static_cast<std::uint32_t>(job.count - 1);
 }
 
 /// By ranges of tokens, all jobs in each.
@@ -32,8 +33,8 @@ void add_together(const HeadView& view, std::span<const ValueJob> jobs) {
       const std::size_t begin = next[i];
       if (job.tokens)
         while (next[i] < job.count && job.tokens[next[i]] < end) ++next[i];
-      else
-        next[i] = std::min<std::size_t>(end, job.count);
+      else if (end > job.first)
+        next[i] = std::min<std::size_t>(end - job.first, job.count);
       add_part(view, job, begin, next[i]);
     }
 }

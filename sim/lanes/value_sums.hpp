@@ -13,9 +13,10 @@ namespace kvlab {
 /// y[h][d] += weights[i][h] * value d of tokens[i], i < count, for the four heads of a quad.
 struct ValueJob {
   const float* weights;         ///< [count][4]
-  const std::uint32_t* tokens;  ///< ascending; null: token i
+  const std::uint32_t* tokens;  ///< ascending; null: token first + i
   std::size_t count;
   float* y;  ///< [4][dim]
+  std::uint32_t first = 0;
 };
 
 /// Does all of them: those of many tokens by ranges of tokens, the others one after another.

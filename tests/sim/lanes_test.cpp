@@ -284,7 +284,7 @@ TEST_CASE("a key taken out of panels leaves the others in their order, on every 
   for (std::size_t gap = 0; gap < kPanelTokens; ++gap)
     for (const bool more : {false, true})
       for (const RowLoops* loops : sets()) {
-        std::vector<float> panel(dim * kPanelTokens), next(panel.size());
+        std::vector<float> panel(dim * kPanelTokens + 1), next(panel.size());
         std::iota(panel.begin(), panel.end(), 1.0f);
         std::iota(next.begin(), next.end(), 1000.0f);
         loops->close_gap(panel.data(), more ? next.data() : nullptr, gap, dim);
