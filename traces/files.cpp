@@ -95,6 +95,11 @@ MappedFile::~MappedFile() {
   ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 
+void MappedFile::release() const {
+  if (!bytes_.empty())
+    ::madvise(const_cast<std::byte*>(bytes_.data()), bytes_.size(), MADV_DONTNEED);
+}
+
 void sync_folder_of(const std::filesystem::path& path) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);

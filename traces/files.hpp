@@ -38,6 +38,9 @@ class MappedFile {
   MappedFile& operator=(const MappedFile&) = delete;
 
   std::span<const std::byte> bytes() const { return bytes_; }
+  /// Lets go of the pages that have been read, which stay valid: reading brings them back. So a
+  /// large file does not stay in the process's memory.
+  void release() const;
 
  private:
   std::span<const std::byte> bytes_;

@@ -43,6 +43,8 @@ class SafetensorsFile {
                        std::span<const std::size_t> shape) const;
   /// The whole file, header included, as mapped: what checksums are taken of.
   std::span<const std::byte> bytes() const { return mapping_->bytes(); }
+  /// See MappedFile::release.
+  void release() const { mapping_->release(); }
 
  private:
   std::shared_ptr<const MappedFile> mapping_;

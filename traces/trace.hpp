@@ -90,6 +90,10 @@ class TraceReader {
   };
   CheckRows check_rows(std::size_t index, std::uint32_t layer) const;
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
+  /// Lets go of the shards' pages that have been read (MappedFile::release).
+  void release() const {
+    for (const SafetensorsFile& file : files_) file.release();
+  }
   const SafetensorsFile& tokens_file() const { return tokens_file_; }
   const std::string& tokens_xxh3() const { return tokens_xxh3_; }
 

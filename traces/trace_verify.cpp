@@ -67,6 +67,7 @@ class HeadVerifier {
         tolerance_(tolerance_of(trace.shape().dtype)) {
     load_keys();
     trace.read(Part::v, layer, kv_head, 0, trace.tokens(), values_.data());
+    trace.release();
   }
 
   HeadCheck run() {
@@ -170,6 +171,7 @@ std::vector<std::string> damaged_files(const TraceReader& trace, unsigned thread
     const SafetensorsFile& file = is_shard ? trace.shard_file(i) : trace.tokens_file();
     const std::string& wanted = is_shard ? trace.shards()[i].xxh3 : trace.tokens_xxh3();
     const std::string found = xxh3_hex(file.bytes());
+    file.release();
     if (found != wanted)
       problems[i] = fmt::format("{}: damaged: XXH3-64 is {}, the manifest says {}",
                                 file.path().filename().string(), found, wanted);
