@@ -1,0 +1,94 @@
+#include "tools/cuda_replay/grid.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "policies/live_set.hpp"
+#include "tools/cuda_replay/transfer.hpp"
+
+namespace kvlab {
+
+using kernels::ReplayArgs;
+using kernels::ReplayPolicy;
+using kernels::ReplayRule;
+using kernels::Type;
+
+namespace {
+
+/// The most tokens that are ever live.
+std::uint32_t most_live(const std::vector<Admission>& admissions, std::uint32_t budget) {
+  std::uint32_t live = 0, most = 0;
+  for (const Admission& admission : admissions) {
+    if (budget != kNoBudget) live = std::min(live, budget - 1);
+    live += admission.tokens;
+    most = std::max(most, live);
+  }
+  return most;
+}
+
+}  // namespace
+
+Type type_of(const std::optional<Dtype>& rounding) {
+  if (!rounding || *rounding == Dtype::f32) return Type::f32;
+  return *rounding == Dtype::bf16 ? Type::bf16 : Type::f16;
+}
+
+const ReplayPolicy* find_policy(std::string_view name) {
+  const auto& all = kernels::replay_policies();
+  const auto found = std::find_if(all.begin(), all.end(),
+                                  [&](const ReplayPolicy& policy) { return policy.name == name; });
+  return found == all.end() ? nullptr : &*found;
+}
+
+Grid::Grid(const ReplayPlan& plan) {
+  std::vector<ReplayRule> rules;
+  std::vector<kernels::ReplayAdmission> admissions;
+  std::vector<std::byte> params;
+  for (const ResolvedConfig& resolved : plan.configs) {
+    const ReplayConfig& config = *resolved.config;
+    const ReplayPolicy& policy = *find_policy(config.policy.name);
+    const std::uint32_t slots = most_live(*resolved.admissions, resolved.budget);
+    rules.push_back({.rule = {resolved.budget, resolved.guards.sinks, resolved.guards.recent},
+                     .squeezed = config.positions == Positions::cache,
+                     .seed = config.seed,
+                     .first_slot = unit_slots,
+                     .slots = slots,
+                     .params = static_cast<std::uint32_t>(params.size()),
+                     .admissions = static_cast<std::uint32_t>(admissions.size())});
+    squeezed |= rules.back().squeezed;
+    unit_slots += slots;
+    slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
+    params.resize(params.size() + (policy.params_bytes + 15) / 16 * 16);
+    if (policy.params_bytes) policy.params(config.policy.params, &params[rules.back().params]);
+    for (const Admission& admission : *resolved.admissions)
+      admissions.push_back({admission.first, admission.tokens});
+    admissions.push_back({plan.trace.tokens(), 0});
+    add_member(policy, static_cast<std::int32_t>(rules.size() - 1), slots);
+  }
+  params.resize(params.size() + 16);  // never empty
+  std::stable_sort(members.begin(), members.end(),
+                   [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
+  for (Members& m : members) m.on_device = upload(m.configs, "the replay's grid");
+  rules_ = upload(rules, "the replay's grid");
+  admissions_ = upload(admissions, "the replay's grid");
+  params_ = upload(params, "the replay's grid");
+}
+
+void Grid::describe(ReplayArgs& args) const {
+  args.rules = rules_.as<ReplayRule>();
+  args.admissions = admissions_.as<kernels::ReplayAdmission>();
+  args.params = params_.data();
+}
+
+void Grid::add_member(const ReplayPolicy& policy, std::int32_t config, std::uint32_t slots) {
+  const int size_class = std::bit_width(slots - 1);
+  auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
+    return m.policy == &policy && m.size_class == size_class;
+  });
+  if (found == members.end())
+    found = members.insert(found, Members{&policy, size_class, {}, 0, {}});
+  found->configs.push_back(config);
+  found->most_slots = std::max(found->most_slots, slots);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,71 @@
+// The configurations of a replay as the kernels read them, and what they take of memory.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "engine/cuda/memory.hpp"
+#include "kernels/replay.hpp"
+#include "sim/head_replayer.hpp"
+
+namespace kvlab {
+
+kernels::Type type_of(const std::optional<Dtype>& rounding);
+/// Null for a policy that is not compiled for the device.
+const kernels::ReplayPolicy* find_policy(std::string_view name);
+
+/// Configurations of one policy and of about the same size.
+struct Members {
+  const kernels::ReplayPolicy* policy;
+  int size_class;
+  std::vector<std::int32_t> configs;
+  std::uint32_t most_slots = 0;
+  cuda::DeviceBuffer on_device;
+};
+
+/// The grid as the kernels read it: the same for every unit.
+class Grid {
+ public:
+  explicit Grid(const ReplayPlan& plan);
+
+  void describe(kernels::ReplayArgs& args) const;
+
+  std::vector<Members> members;
+  std::int64_t unit_slots = 0;
+  int slot_stride = 8;
+  bool squeezed = false;
+
+ private:
+  void add_member(const kernels::ReplayPolicy& policy, std::int32_t config, std::uint32_t slots);
+
+  cuda::DeviceBuffer rules_, admissions_, params_;
+};
+
+/// Device memory of some units, in the order of `bytes_of_unit`.
+struct UnitSizes {
+  std::size_t tokens, group, dim, quads, block, slots, configs, samples;
+  std::size_t slot_stride, product_bytes, element_bytes;
+  bool squeezed, rounds;
+
+  std::size_t tensors() const {
+    const std::size_t vectors = tokens * (group + 1) * dim;
+    return vectors * product_bytes + tokens * group * dim * 4 + 2 * tokens * dim * element_bytes +
+           (unrounded() ? tokens * dim * 4 : 0);
+  }
+  bool unrounded() const { return squeezed && rounds; }
+  std::size_t products() const { return block * group * tokens * 4; }
+  std::size_t row() const { return block * quads * tokens * 16; }
+  std::size_t caches() const { return slots * (slot_stride + 4 * 4 + 8 + 24 + 16 * quads); }
+  std::size_t figures() const {
+    return configs * (kernels::kReplaySums * 4 * quads * 8 * kernels::kReplaySpanBlocks +
+                      samples * 16 + 4 * 4 * quads + sizeof(kernels::ReplayProgress));
+  }
+  std::size_t bytes() const {
+    return tensors() + (unrounded() ? 2 : 1) * products() + (squeezed ? 2 : 1) * row() + caches() +
+           figures() + block * (group * dim * 4 + quads * 48);
+  }
+};
+
+}  // namespace kvlab
