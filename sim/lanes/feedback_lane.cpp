@@ -3,6 +3,14 @@
 #include <algorithm>
 
 namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kTailTokens = 64;  // of a range whose sum all squeezed sets share
+
+/// The first range that begins at `token` or later.
+std::uint32_t first_whole(std::uint32_t token) { return (token + kTailTokens - 1) / kTailTokens; }
+
+}  // namespace
 
 FeedbackLane::FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity,
                            const HeadView& view, const QuerySpan* span,
@@ -72,39 +80,52 @@ void FeedbackLane::list_own(const SampledRows& rows, FeedbackRun::Sample& sample
                     sample.outputs.data() + quad * kQuad * dim});
 }
 
-/// The youngest tokens of squeezed sets, whose exponentials all share: of any two sets the longer
-/// run holds the shorter one.
+/// The youngest tokens of squeezed sets, whose exponentials all share: sums over ranges of tokens
+/// that depend on no configuration, and what each set has before its first whole range.
 void FeedbackLane::list_tails(const SampledRows& rows, std::vector<ValueJob>& jobs) {
   const SampledRows& e = unrounded_ ? unrounded_samples_ : rows;
-  const std::size_t dim = rows.view().head_size;
+  const std::size_t dim = rows.view().head_size, size = rows.heads() * dim;
+  if (!places_) return;
   tails_.resize(std::max(tails_.size(), rows.size()));
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    auto& tails = tails_[i];
-    tails.clear();
-    for (const auto& run : runs_)
-      if (run->sample(i).own) tails[run->sample(i).first].assign(rows.heads() * dim, 0.0f);
-    std::uint32_t end = rows.query(i) + 1;
-    for (auto tail = tails.rbegin(); tail != tails.rend(); end = tail->first, ++tail)
+    const std::uint32_t end = rows.query(i) + 1, ranges = (end + kTailTokens - 1) / kTailTokens;
+    const auto list = [&](std::uint32_t first, std::uint32_t last, float* y) {
       for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-        jobs.push_back({e.e(i, quad) + tail->first * kQuad, nullptr, end - tail->first,
-                        tail->second.data() + quad * kQuad * dim, tail->first});
+        jobs.push_back(
+            {e.e(i, quad) + first * kQuad, nullptr, last - first, y + quad * kQuad * dim, first});
+    };
+    std::uint32_t least = ranges;
+    for (const auto& run : runs_) {
+      FeedbackRun::Sample& sample = run->sample(i);
+      if (!sample.own) continue;
+      const std::uint32_t whole = first_whole(sample.first);
+      least = std::min(least, whole);
+      sample.tail.assign(size, 0.0f);
+      list(sample.first, std::min(whole * kTailTokens, end), sample.tail.data());
+    }
+    tails_[i].assign((ranges + 1) * size, 0.0f);
+    for (std::uint32_t r = least; r < ranges; ++r)
+      list(r * kTailTokens, std::min((r + 1) * kTailTokens, end), tails_[i].data() + r * size);
   }
 }
 
 void FeedbackLane::finish_outputs(const SampledRows& rows) {
+  const std::size_t size = rows.heads() * rows.view().head_size;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     chains_[i].finish();
-    const std::vector<float>* younger = nullptr;
-    for (auto tail = tails_[i].rbegin(); tail != tails_[i].rend(); ++tail) {
-      for (std::size_t d = 0; younger && d < younger->size(); ++d) tail->second[d] += (*younger)[d];
-      younger = &tail->second;
-    }
+    for (std::size_t d = places_ ? tails_[i].size() - size : 0; d-- > 0;)
+      tails_[i][d] += tails_[i][d + size];
     std::size_t link = 0;
     for (const auto& run : runs_) {
-      const FeedbackRun::Sample& sample = run->sample(i);
+      FeedbackRun::Sample& sample = run->sample(i);
+      if (sample.own) {
+        const std::size_t whole =
+            std::min<std::size_t>(first_whole(sample.first) * size, tails_[i].size() - size);
+        for (std::size_t d = 0; d < size; ++d) sample.tail[d] += tails_[i][whole + d];
+      }
       measure_outputs(rows, i, *run,
                       sample.all   ? nullptr
-                      : sample.own ? tails_[i].at(sample.first).data()
+                      : sample.own ? sample.tail.data()
                                    : chains_[i].sums(link++));
     }
   }

@@ -2,7 +2,6 @@
 // keeps its own states, and all read the shared exponentials of the tokens they keep.
 #pragma once
 
-#include <map>
 #include <memory>
 
 #include "sim/lanes/feedback_run.hpp"
@@ -43,10 +42,9 @@ class FeedbackLane final : public Lane {
   std::unique_ptr<PlaceTable> places_;
   std::vector<std::unique_ptr<FeedbackRun>> runs_;
   GatherRoom room_;
-  std::vector<OutputChain> chains_;  // by sampled query
-  SampledRows unrounded_samples_;    // of sampled queries, where there are unrounded rows
-  /// By sampled query and first token: values summed from there to the query, [heads][dim].
-  std::vector<std::map<std::uint32_t, std::vector<float>>> tails_;
+  std::vector<OutputChain> chains_;        // by sampled query
+  SampledRows unrounded_samples_;          // of sampled queries, where there are unrounded rows
+  std::vector<std::vector<float>> tails_;  // by sampled query: [range of tokens][heads][dim]
   LaneWatcher watcher_;
   bool observes_ = false;
 };

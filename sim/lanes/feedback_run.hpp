@@ -51,6 +51,7 @@ class FeedbackRun {
     std::vector<float> kept;  ///< [quad][age][4]
     std::vector<std::uint32_t> tokens;
     std::uint32_t first = 0;
+    std::vector<float> tail;  ///< [heads][dim]: sums of values from `first` on
   };
   Sample& sample(std::size_t index) { return samples_[index]; }
   void forget_samples() { sample_count_ = 0; }
