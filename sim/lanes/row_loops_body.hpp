@@ -654,7 +654,7 @@ void join(const float* const* rows, std::size_t old, float scale, const std::int
   for (int h = 0; h < kHeads; ++h)
     large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMostAbove;
   write_exponentials(rows, old, scale, shift, kept);
-  std::memcpy(kept + old * kQuad, e, shared * kQuad * sizeof(float));
+  if (shared > 0) std::memcpy(kept + old * kQuad, e, shared * kQuad * sizeof(float));
   pad(kept, old + shared);
   sum_blocks(kept, old + shared, sum, most);
   for (int h = 0; h < kHeads; ++h)
