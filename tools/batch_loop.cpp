@@ -1,7 +1,7 @@
 #include "tools/batch_loop.hpp"
 
 #include <algorithm>
-#include <numeric>
+#include <functional>
 #include <stdexcept>
 
 #include "tools/decoder_loop.hpp"
@@ -131,25 +131,15 @@ class BatchLoop {
   }
 
  private:
-  CacheOptions cache_of(const LoopConfig& config, const Window& window) const {
-    const bool evicts = config.cache.policy.entry->info.evicts;
-    return {.policy = config.cache.policy,
-            .budget = evicts ? config.cache.budget.resolve(window.tokens()) : kNoBudget,
-            .budgets = config.budgets,
-            .positions = config.cache.positions,
-            .prefill = config.cache.prefill,
-            .seed = config.cache.seed,
-            .sequence = static_cast<std::uint32_t>(window.sequence),
-            .threshold16 = request_threshold16(config.threshold)};
-  }
-
   /// One for each batch of configurations; none if they do not fit together.
   std::vector<BatchRun> decoders(std::span<const Window> windows) {
     std::vector<BatchRun> runs;
     for (const auto& batch : batches_) {
       std::vector<CacheOptions> caches;
       for (const Window& window : windows)
-        for (const std::size_t c : batch) caches.push_back(cache_of(configs_[c], window));
+        for (const std::size_t c : batch)
+          caches.push_back(loop_cache(configs_[c], window.tokens(),
+                                      static_cast<std::uint32_t>(window.sequence)));
       auto decoder = backend_.batch_decoder(caches, windows.front().tokens());
       if (!decoder) return {};
       const ReplayConfig& cache = configs_[batch.front()].cache;

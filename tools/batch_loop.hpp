@@ -15,8 +15,7 @@ struct BatchLoopOptions {
 };
 
 /// As run_decoder_loop() of each sequence under every configuration, Span::decode, but batch by
-/// batch: [sequence][configuration]. `tokens`: what budgets that are shares refer to, by sequence,
-/// is the sequence's length. Throws std::runtime_error where not even one sequence fits the
+/// batch: [sequence][configuration]. Throws std::runtime_error where not even one sequence fits the
 /// device's memory.
 std::vector<std::vector<LoopScores>> run_batch_loop(
     Backend& backend, const std::vector<std::vector<std::int32_t>>& sequences,

@@ -138,7 +138,6 @@ EvalOptions eval_options(const po::variables_map& options) {
           .max_tokens = tokens_from(options, "max-tokens"),
           .span = span == "all" ? Span::all : Span::decode,
           .against_full = !options["no-full"].as<bool>(),
-          .batched = options["batched"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
           .progress = progress_bar("eval")};
@@ -155,7 +154,7 @@ struct Loaded {
 
 /// On the CPU layer by layer, on a CUDA device token by token or, where it is asked for, in
 /// batches.
-Loaded load(Device device, const std::string& directory, unsigned threads) {
+Loaded load(Device device, const std::string& directory, unsigned threads, bool batched) {
   if (device == Device::cpu) {
     const Model model = Model::load(directory, threads);
     return {model.config(), model.weights_xxh3(),
@@ -178,9 +177,9 @@ Loaded load(Device device, const std::string& directory, unsigned threads) {
                            .progress = how.progress});
   };
   return {backend->config(), backend->weights_xxh3(),
-          [backend, run, run_batches](const auto& texts, std::vector<LoopConfig> configs,
-                                      const EvalOptions& how) {
-            return how.batched
+          [backend, run, run_batches, batched](const auto& texts, std::vector<LoopConfig> configs,
+                                               const EvalOptions& how) {
+            return batched
                        ? evaluate(backend->config(), run_batches, texts, std::move(configs), how)
                        : evaluate(backend->config(), run, texts, std::move(configs), how);
           }};
@@ -197,7 +196,8 @@ int run(const po::variables_map& options) {
     for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const Loaded model = load(device_from(options), directory, how.threads);
+  const Loaded model =
+      load(device_from(options), directory, how.threads, options["batched"].as<bool>());
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))
     configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,

@@ -7,8 +7,8 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "engine/cuda/transfer.hpp"
 #include "tools/cuda_replay/batch.hpp"
-#include "tools/cuda_replay/transfer.hpp"
 
 namespace kvlab {
 namespace {
@@ -76,9 +76,9 @@ class Replayer final : public CudaReplayer {
   template <class Work>
   void in_batches(const ReplayPlan& plan, std::span<const ReplayUnit> units, Work work) {
     const Grid grid(plan);
-    const Tables tables{upload(turns_of(plan.rope), "the angles"),
-                        upload(fine_turns_of(plan.trace.header().rope), "the angles"),
-                        upload(span_of(plan), "the span")};
+    const Tables tables{cuda::upload(turns_of(plan.rope), "the angles"),
+                        cuda::upload(fine_turns_of(plan.trace.header().rope), "the angles"),
+                        cuda::upload(span_of(plan), "the span")};
     const UnitSizes sizes = sizes_of(plan, grid);
     const std::size_t at_once = units_at_once(sizes, units.size());
     for (std::size_t first = 0; first < units.size(); first += at_once) {

@@ -12,18 +12,6 @@ namespace {
 constexpr std::uint32_t kBlock = 256;       // tokens whose logits are held at once
 constexpr std::uint32_t kMostBlock = 8192;  // where a prompt's chunks make them more
 
-CacheOptions cache_of(const LoopConfig& config, std::uint32_t tokens, std::uint32_t sequence) {
-  const bool evicts = config.cache.policy.entry->info.evicts;
-  return {.policy = config.cache.policy,
-          .budget = evicts ? config.cache.budget.resolve(tokens) : kNoBudget,
-          .budgets = config.budgets,
-          .positions = config.cache.positions,
-          .prefill = config.cache.prefill,
-          .seed = config.cache.seed,
-          .sequence = sequence,
-          .threshold16 = request_threshold16(config.threshold)};
-}
-
 /// How many tokens of a prompt to feed at once, so that every configuration admits it as if fed
 /// whole; 0: all.
 std::uint32_t prompt_block(std::span<const LoopConfig> configs) {
@@ -51,7 +39,7 @@ class DecoderLoop {
         seconds_(configs.size()),
         scores_(configs.size()) {
     for (const LoopConfig& config : configs)
-      decoders_.push_back(backend.decoder(cache_of(config, tokens_, options.sequence), tokens_));
+      decoders_.push_back(backend.decoder(loop_cache(config, tokens_, options.sequence), tokens_));
   }
 
   std::vector<LoopScores> run() {
@@ -115,6 +103,18 @@ class DecoderLoop {
 };
 
 }  // namespace
+
+CacheOptions loop_cache(const LoopConfig& config, std::uint32_t tokens, std::uint32_t sequence) {
+  const bool evicts = config.cache.policy.entry->info.evicts;
+  return {.policy = config.cache.policy,
+          .budget = evicts ? config.cache.budget.resolve(tokens) : kNoBudget,
+          .budgets = config.budgets,
+          .positions = config.cache.positions,
+          .prefill = config.cache.prefill,
+          .seed = config.cache.seed,
+          .sequence = sequence,
+          .threshold16 = request_threshold16(config.threshold)};
+}
 
 std::vector<LoopScores> run_decoder_loop(Backend& backend, std::span<const std::int32_t> ids,
                                          std::span<const LoopConfig> configs,

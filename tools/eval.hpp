@@ -17,7 +17,6 @@ struct EvalOptions {
   std::uint32_t max_tokens = 0;     ///< of each text; 0: all
   Span span = Span::decode;
   bool against_full = true;        ///< run the full cache too, for kl and same_first
-  bool batched = false;            ///< for those who choose a runner
   std::uint32_t block_tokens = 0;  ///< scores by so many tokens, too; 0: not
   unsigned threads = 1;
   std::function<void(double)> progress;

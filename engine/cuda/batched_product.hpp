@@ -1,12 +1,11 @@
 // Many products of one shape by cuBLASLt, sums in float32.
 #pragma once
 
-#include <cublasLt.h>
-
 #include <map>
 #include <memory>
 #include <tuple>
 
+#include "engine/cuda/lt_product.hpp"
 #include "engine/cuda/memory.hpp"
 #include "kernels/types.hpp"
 
@@ -37,13 +36,12 @@ class BatchedProduct {
   void operator()(const BatchedProductArgs& args, cudaStream_t stream);
 
  private:
-  struct Plan;
   using Key = std::tuple<kernels::Type, int, int, int, int, bool>;
-  Plan& plan_for(const BatchedProductArgs& args);
+  LtProduct& plan_for(const BatchedProductArgs& args);
 
   cublasLtHandle_t handle_ = nullptr;
   DeviceBuffer workspace_;
-  std::map<Key, std::unique_ptr<Plan>> plans_;
+  std::map<Key, std::unique_ptr<LtProduct>> plans_;
 };
 
 }  // namespace kvlab::cuda

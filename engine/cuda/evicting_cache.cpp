@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "engine/cuda/fill.hpp"
+#include "engine/cuda/transfer.hpp"
 #include "kernels/squeeze.hpp"
 
 namespace kvlab {
@@ -15,14 +16,6 @@ using cuda::check;
 using cuda::DeviceBuffer;
 
 constexpr std::uint32_t kLongestSequence = 1u << 31;  // tokens
-
-template <class T>
-DeviceBuffer uploaded(const std::vector<T>& values, std::string_view what) {
-  DeviceBuffer buffer(values.size() * sizeof(T), what);
-  if (values.empty()) return buffer;
-  check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), what);
-  return buffer;
-}
 
 template <class List>
 const auto& named(const List& list, std::string_view policy) {
@@ -135,7 +128,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch, 
   if (options_.watched && policy().needs != Needs::nothing)
     seen_ = DeviceBuffer(slots * sizeof(Observation), "what tokens receive");
   if (squeezed()) ages_ = DeviceBuffer(slots * sizeof(std::uint32_t), "the cache's ages");
-  first_slots_ = uploaded(slots_.first_slots(), "the cache's slots");
+  first_slots_ = cuda::upload(slots_.first_slots(), "the cache's slots");
   const std::size_t words = slots_.first_slots().size() * sizeof(std::int32_t);
   lengths_ = DeviceBuffer(words, "the cache's lengths");
   next_slots_ = DeviceBuffer(words, "the cache's lengths");
@@ -144,7 +137,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch, 
   fill_rules();
 
   q_ = DeviceBuffer(q_bytes(model, options_), "queries");
-  inv_freq_ = uploaded(config_.rope.inv_freq, "RoPE's frequencies");
+  inv_freq_ = cuda::upload(config_.rope.inv_freq, "RoPE's frequencies");
   const auto rows = std::max(options_.part_tokens, static_cast<int>(options_.caches.size()));
   turns_ = DeviceBuffer(
       static_cast<std::size_t>(rows) * config_.rope.inv_freq.size() * sizeof(float2), "RoPE");
@@ -176,7 +169,7 @@ void EvictingCache::fill_rules() {
       rules.push_back(
           {.budget = slots_.budget(layer, pair), .sinks = guards.sinks, .recent = guards.recent});
     }
-  rules_ = uploaded(rules, "budgets");
+  rules_ = cuda::upload(rules, "budgets");
   std::vector<std::byte> params(options_.caches.size() * kernels_.params_bytes);
   std::vector<std::uint32_t> thresholds, ids;
   std::vector<std::uint64_t> seeds;
@@ -187,10 +180,10 @@ void EvictingCache::fill_rules() {
     seeds.push_back(cache.seed);
     ids.push_back(cache.sequence);
   }
-  params_ = uploaded(params, "the policy's parameters");
-  thresholds_ = uploaded(thresholds, "request thresholds");
-  seeds_ = uploaded(seeds, "seeds");
-  sequence_ids_ = uploaded(ids, "sequences");
+  params_ = cuda::upload(params, "the policy's parameters");
+  thresholds_ = cuda::upload(thresholds, "request thresholds");
+  seeds_ = cuda::upload(seeds, "seeds");
+  sequence_ids_ = cuda::upload(ids, "sequences");
 }
 
 std::uint64_t EvictingCache::bytes(const DeviceModel& model, const Options& options) {
@@ -294,7 +287,7 @@ void EvictingCache::begin_admission(int sequence, std::uint32_t fed, std::uint32
   for (std::uint32_t age = 0; age < tokens; ++age)
     weights.push_back(age < states->tail() ? states->weight(age) : 0.0f);
   check(cudaStreamSynchronize(stream_), "an admission");
-  weights_ = uploaded(weights, "weights of queries");
+  weights_ = cuda::upload(weights, "weights of queries");
 }
 
 /// Tokens that stay in `from` go to `to`: words [0, 2) of admitted_ without new ones, or [2, 4)

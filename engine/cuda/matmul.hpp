@@ -1,12 +1,11 @@
 // Products of many rows by cuBLASLt, sums in float32.
 #pragma once
 
-#include <cublasLt.h>
-
 #include <map>
 #include <memory>
 #include <tuple>
 
+#include "engine/cuda/lt_product.hpp"
 #include "engine/cuda/memory.hpp"
 #include "kernels/types.hpp"
 
@@ -35,13 +34,12 @@ class Matmul {
   void operator()(const MatmulArgs& args, cudaStream_t stream);
 
  private:
-  struct Plan;
   using Key = std::tuple<kernels::Type, int, int, int, bool, MatmulArgs::Output>;
-  Plan& plan_for(const MatmulArgs& args);
+  LtProduct& plan_for(const MatmulArgs& args);
 
   cublasLtHandle_t handle_ = nullptr;
   DeviceBuffer workspace_;
-  std::map<Key, std::unique_ptr<Plan>> plans_;
+  std::map<Key, std::unique_ptr<LtProduct>> plans_;
 };
 
 }  // namespace kvlab::cuda

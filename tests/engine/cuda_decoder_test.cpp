@@ -11,6 +11,7 @@
 #include "engine/decoder.hpp"
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"
+#include "tests/engine/cuda_fixture.hpp"
 #include "tests/engine/expected_logits.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -18,11 +19,8 @@
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
 using test::relative_error;
-using Ids = std::vector<std::int32_t>;
 
 namespace {
-
-const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
 
 // Relative errors of logits against the CPU decoder, which computes in float32 from the same
 // weights.
@@ -30,32 +28,6 @@ constexpr double kFloatTolerance = 2e-5;  // float32: only the order of sums dif
 // Twice the error of transformers in bf16 on this model.
 constexpr double kBf16Tolerance = 2 * 0.0066;
 constexpr double kF16Tolerance = kBf16Tolerance / 8;  // three bits more
-
-bool no_device() {
-  if (has_cuda_device()) return false;
-  skip("no CUDA device");
-  return true;
-}
-
-const Model& cpu_tiny() {
-  static const Model model = Model::load(kTiny, 2);
-  return model;
-}
-
-const DeviceModel& tiny(Dtype dtype) {
-  static std::map<Dtype, DeviceModel> models;
-  auto found = models.find(dtype);
-  if (found == models.end()) found = models.emplace(dtype, DeviceModel::load(kTiny, dtype)).first;
-  return found->second;
-}
-
-Ids some_ids(std::size_t count, std::int32_t vocab = 8192, std::int32_t first = 0) {
-  Ids ids{0};
-  while (ids.size() < count)
-    ids.push_back(
-        static_cast<std::int32_t>((static_cast<std::int64_t>(ids.size()) + first) * 7919 % vocab));
-  return ids;
-}
 
 std::vector<float> all_logits_on_cpu(const Model& model, const Ids& ids) {
   Decoder decoder(model, {}, 2);

@@ -8,40 +8,12 @@
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
 #include "tests/catch.hpp"
-#include "tests/skip.hpp"
+#include "tests/engine/cuda_fixture.hpp"
 #include "tools/verify.hpp"
 
 using namespace kvlab;
-using Ids = std::vector<std::int32_t>;
 
 namespace {
-
-const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
-
-bool no_device() {
-  if (has_cuda_device()) return false;
-  skip("no CUDA device");
-  return true;
-}
-
-const Model& cpu_tiny() {
-  static const Model model = Model::load(kTiny, 2);
-  return model;
-}
-
-const DeviceModel& tiny(Dtype dtype) {
-  static const DeviceModel bf16 = DeviceModel::load(kTiny, Dtype::bf16),
-                           f32 = DeviceModel::load(kTiny, Dtype::f32);
-  return dtype == Dtype::f32 ? f32 : bf16;
-}
-
-Ids some_ids(std::size_t count, std::int64_t first = 0) {
-  Ids ids{0};
-  while (ids.size() < count)
-    ids.push_back(
-        static_cast<std::int32_t>((static_cast<std::int64_t>(ids.size()) + first) * 7919 % 8192));
-  return ids;
-}
 
 CacheOptions cache(const std::string& policy, std::uint32_t budget, Prefill prefill,
                    Positions positions) {
@@ -61,9 +33,9 @@ std::vector<float> conversation(SequenceDecoder& decoder) {
     all.insert(all.end(), some.begin(), some.end());
   };
   feed(some_ids(90), SegmentKind::prompt);
-  feed(some_ids(60, 500), SegmentKind::decode);
-  feed(some_ids(50, 900), SegmentKind::prompt);
-  feed(some_ids(20, 1300), SegmentKind::decode);
+  feed(some_ids(60, 8192, 500), SegmentKind::decode);
+  feed(some_ids(50, 8192, 900), SegmentKind::prompt);
+  feed(some_ids(20, 8192, 1300), SegmentKind::decode);
   return all;
 }
 
@@ -142,13 +114,13 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& po
   }
   const std::size_t lengths[]{70, 33, 50, 9};
   for (int s = 0; s < 4; ++s) {
-    decoder.prefill(s, some_ids(lengths[s] * shape.scale, 100 * s));
+    decoder.prefill(s, some_ids(lengths[s] * shape.scale, 8192, 100 * s));
     // Greedy text of a small model soon repeats itself.
     decoder.set_sampling(s, {.temperature = 1, .seed = 5u + static_cast<unsigned>(s)});
   }
   decoder.choose(4);
   for (int step = 0; step < shape.steps; ++step) decoder.step(4);
-  decoder.prefill(1, some_ids(40 * shape.scale, 7));
+  decoder.prefill(1, some_ids(40 * shape.scale, 8192, 7));
   decoder.choose(4);
   for (int step = 0; step < shape.steps_of_second_turn; ++step) decoder.step(4);
   std::vector<VerifyReport> reports;
@@ -209,12 +181,12 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
     constexpr int kRows = 12, kSteps = 40;
     Ids ids;
     for (int i = 0; i < kSteps * kRows; ++i) ids.push_back(i * 7919 % 8192);
-    for (int s = 0; s < kRows; ++s) batch->prompt(s, some_ids(60, 100 * s));
+    for (int s = 0; s < kRows; ++s) batch->prompt(s, some_ids(60, 8192, 100 * s));
     std::vector<float> together(ids.size() * vocab);
     batch->decode(kRows, ids, together.data());
     for (const int s : {0, 5, 11}) {
       const auto alone = cuda->decoder(caches[static_cast<std::size_t>(s)], 120);
-      alone->feed(some_ids(60, 100 * s), SegmentKind::prompt);
+      alone->feed(some_ids(60, 8192, 100 * s), SegmentKind::prompt);
       Ids own;
       std::vector<float> expected, rows;
       for (int step = 0; step < kSteps; ++step) {

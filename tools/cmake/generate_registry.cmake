@@ -67,32 +67,9 @@ const std::vector<DeviceProbe>& device_probes() {
 ]])
 endfunction()
 
-# kvlab_generate_admission(<registry.txt> <admission.cu>): every policy's shrink after an admission.
-function(kvlab_generate_admission registry output)
-  kvlab_read_registry(${registry} headers types)
-  list(TRANSFORM types REPLACE "(.+)" "      admission_policy_of<\\1>(),")
-  list(JOIN types "\n" policies)
-  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
-// Generated from the registry. Do not edit.
-#include "kernels/shrink.cuh"
-#include "policies/registry.hpp"
-
-namespace kvlab::kernels {
-
-const std::vector<AdmissionPolicy>& admission_policies() {
-  static const std::vector<AdmissionPolicy> policies{
-@policies@
-  };
-  return policies;
-}
-
-}  // namespace kvlab::kernels
-]])
-endfunction()
-
-# kvlab_generate_eviction(<registry.txt> <eviction.cu> <header> <maker> <function>): a list of every policy's
-# eviction kernels: `const std::vector<EvictionKernels>& function()`, each made by `maker<Policy>()` of <header>.
-function(kvlab_generate_eviction registry output header maker function)
+# kvlab_generate_kernels(<registry.txt> <list.cu> <header> <maker> <type> <function>): a list of what every policy has on
+# the device: `const std::vector<type>& function()`, each made by `maker<Policy>()` of <header>.
+function(kvlab_generate_kernels registry output header maker type function)
   kvlab_read_registry(${registry} headers types)
   list(TRANSFORM types REPLACE "(.+)" "      ${maker}<\\1>(),")
   list(JOIN types "\n" kernels)
@@ -103,34 +80,11 @@ function(kvlab_generate_eviction registry output header maker function)
 
 namespace kvlab::kernels {
 
-const std::vector<EvictionKernels>& @function@() {
-  static const std::vector<EvictionKernels> list{
+const std::vector<@type@>& @function@() {
+  static const std::vector<@type@> list{
 @kernels@
   };
   return list;
-}
-
-}  // namespace kvlab::kernels
-]])
-endfunction()
-
-# kvlab_generate_replay(<registry.txt> <replay.cu>): every policy's caches in a replay.
-function(kvlab_generate_replay registry output)
-  kvlab_read_registry(${registry} headers types)
-  list(TRANSFORM types REPLACE "(.+)" "      replay_policy_of<\\1>(),")
-  list(JOIN types "\n" policies)
-  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
-// Generated from the registry. Do not edit.
-#include "kernels/replay_walk.cuh"
-#include "policies/registry.hpp"
-
-namespace kvlab::kernels {
-
-const std::vector<ReplayPolicy>& replay_policies() {
-  static const std::vector<ReplayPolicy> policies{
-@policies@
-  };
-  return policies;
 }
 
 }  // namespace kvlab::kernels

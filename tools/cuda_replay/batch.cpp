@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "tools/cuda_replay/transfer.hpp"
+#include "engine/cuda/transfer.hpp"
 #include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
@@ -22,8 +22,8 @@ void Batch::allocate() {
     kv_heads.push_back(unit.kv_head);
   }
   buffers_.reserve(40);
-  args_.layers = buffers_.emplace_back(upload(layers, "the replay")).as<std::uint32_t>();
-  args_.kv_heads = buffers_.emplace_back(upload(kv_heads, "the replay")).as<std::uint32_t>();
+  args_.layers = buffers_.emplace_back(cuda::upload(layers, "the replay")).as<std::uint32_t>();
+  args_.kv_heads = buffers_.emplace_back(cuda::upload(kv_heads, "the replay")).as<std::uint32_t>();
 
   queries_ = take<float>(s.tokens * s.group * s.dim * 4);
   keys_ = take<std::byte>(s.tokens * s.dim * s.element_bytes);
@@ -201,10 +201,10 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
       return static_cast<const void*>(buffer.data()) == data;
     });
   };
-  const auto sums = download<double>(buffer_of(args_.figures.sums));
-  const auto errors = download<double>(buffer_of(args_.figures.errors));
-  const auto zeros = download<std::uint32_t>(buffer_of(args_.figures.zero_outputs));
-  const auto progress = download<kernels::ReplayProgress>(buffer_of(args_.caches.progress));
+  const auto sums = cuda::download<double>(buffer_of(args_.figures.sums));
+  const auto errors = cuda::download<double>(buffer_of(args_.figures.errors));
+  const auto zeros = cuda::download<std::uint32_t>(buffer_of(args_.figures.zero_outputs));
+  const auto progress = cuda::download<kernels::ReplayProgress>(buffer_of(args_.caches.progress));
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
     for (std::size_t c = 0; c < sizes_.configs; ++c)
@@ -312,7 +312,7 @@ void Batch::keep_sets() {
 }
 
 void Batch::show_sets(std::size_t first_unit, const KeptWatcher& watcher) const {
-  const auto bits = download<std::uint32_t>(buffers_.back());
+  const auto bits = cuda::download<std::uint32_t>(buffers_.back());
   const auto words = static_cast<std::size_t>(args_.figures.words);
   std::vector<std::uint32_t> live;
   for (std::size_t figure = 0; figure < units_.size() * sizes_.configs; ++figure)

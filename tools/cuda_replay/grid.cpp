@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "engine/cuda/transfer.hpp"
 #include "policies/live_set.hpp"
-#include "tools/cuda_replay/transfer.hpp"
 
 namespace kvlab {
 
@@ -68,10 +68,10 @@ Grid::Grid(const ReplayPlan& plan) {
   params.resize(params.size() + 16);  // never empty
   std::stable_sort(members.begin(), members.end(),
                    [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
-  for (Members& m : members) m.on_device = upload(m.configs, "the replay's grid");
-  rules_ = upload(rules, "the replay's grid");
-  admissions_ = upload(admissions, "the replay's grid");
-  params_ = upload(params, "the replay's grid");
+  for (Members& m : members) m.on_device = cuda::upload(m.configs, "the replay's grid");
+  rules_ = cuda::upload(rules, "the replay's grid");
+  admissions_ = cuda::upload(admissions, "the replay's grid");
+  params_ = cuda::upload(params, "the replay's grid");
 }
 
 void Grid::describe(ReplayArgs& args) const {
