@@ -57,9 +57,11 @@ class DeviceArray {
   std::size_t size_;
 };
 
+/// Waits for the fills and copies that were enqueued before on the default stream: cudaMemset, and
+/// cudaMemcpy from pageable memory, return before they are done.
 class Stream {
  public:
-  Stream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  Stream() { check_cuda(cudaStreamCreate(&stream_)); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   ~Stream() { cudaStreamDestroy(stream_); }

@@ -8,7 +8,7 @@
 #include "engine/backend.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/limits.hpp"
-#include "engine/cuda/memory.hpp"
+#include "engine/cuda/transfer.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/eviction_kernels.hpp"
 #include "policies/catalogue.hpp"
@@ -31,16 +31,10 @@ constexpr const char* kWhat = "the attention bench";
 
 template <class T>
 DeviceBuffer upload(const std::vector<T>& values) {
-  DeviceBuffer buffer(values.size() * sizeof(T), kWhat);
-  check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), kWhat);
-  return buffer;
+  return cuda::upload(values, kWhat);
 }
 
-DeviceBuffer zeroes(std::size_t bytes) {
-  DeviceBuffer buffer(bytes, kWhat);
-  if (bytes > 0) check(cudaMemset(buffer.data(), 0, bytes), kWhat);
-  return buffer;
-}
+DeviceBuffer zeroes(std::size_t bytes) { return cuda::zeroes(bytes, kWhat); }
 
 /// The caches of some layers, all full: every step evicts.
 class Layers {

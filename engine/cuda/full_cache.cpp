@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "engine/cuda/fill.hpp"
+#include "engine/cuda/transfer.hpp"
 
 namespace kvlab {
 namespace {
@@ -50,14 +51,11 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, int sequ
   iota_ = DeviceBuffer(size.iota, "positions");
   zeros_ = DeviceBuffer(size.zeros, "a prompt's sequence");
   workspace_ = DeviceBuffer(size.attention, "attention");
-  check(cudaMemset(workspace_.data(), 0, kernels::kSignalBytes), "attention");
+  check(cudaMemsetAsync(workspace_.data(), 0, kernels::kSignalBytes, stream), "attention");
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
 
   const auto& inv_freq = config_.rope.inv_freq;
-  const DeviceBuffer frequencies(inv_freq.size() * sizeof(float), "RoPE's frequencies");
-  check(
-      cudaMemcpy(frequencies.data(), inv_freq.data(), frequencies.bytes(), cudaMemcpyHostToDevice),
-      "RoPE's frequencies");
+  const DeviceBuffer frequencies = cuda::upload(inv_freq, "RoPE's frequencies");
   check(cuda::fill_rope_table(frequencies.as<float>(), static_cast<int>(inv_freq.size()),
                               static_cast<int>(capacity(slots)), config_.rope.factor,
                               rope_.as<float2>(), stream),

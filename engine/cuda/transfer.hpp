@@ -8,11 +8,23 @@
 
 namespace kvlab::cuda {
 
+/// There when it returns: the copy of pageable memory may else still be under way, and streams of
+/// the engine do not wait for the default one.
 template <class T>
 DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
   DeviceBuffer buffer(values.size() * sizeof(T), what);
   if (values.empty()) return buffer;
   check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), what);
+  check(cudaStreamSynchronize(nullptr), what);
+  return buffer;
+}
+
+/// Zero when it returns, for the same reason.
+inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
+  DeviceBuffer buffer(bytes, what);
+  if (bytes == 0) return buffer;
+  check(cudaMemset(buffer.data(), 0, bytes), what);
+  check(cudaStreamSynchronize(nullptr), what);
   return buffer;
 }
 

@@ -216,13 +216,14 @@ TEST_CASE(
 }
 
 // Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration
-// whose weights are drawn; KVLAB_PARITY_STEPS, KVLAB_PARITY_POLICY.
+// whose weights are drawn; KVLAB_PARITY_STEPS, KVLAB_PARITY_POLICY, KVLAB_PARITY_POSITIONS.
 TEST_CASE("Long parity", "[.][parity][gpu]") {
   if (no_device()) return;
   const std::filesystem::path path = environment("KVLAB_PARITY_MODEL", kTiny.c_str());
   const bool drawn = path.extension() == ".json";
   const DeviceModel model = drawn ? DeviceModel::random(path) : DeviceModel::load(path);
   const std::string only = environment("KVLAB_PARITY_POLICY", "");
+  const std::string positioned = environment("KVLAB_PARITY_POSITIONS", "");
   ParityShape shape{.scale = 2, .steps = std::stoi(environment("KVLAB_PARITY_STEPS", "2000"))};
   shape.steps_of_second_turn = shape.steps / 4;
   shape.verify.check_every = 16;
@@ -232,6 +233,7 @@ TEST_CASE("Long parity", "[.][parity][gpu]") {
   for (const char* policy : kPolicies)
     for (const Positions positions : {Positions::original, Positions::cache}) {
       if (!only.empty() && only != policy) continue;
+      if (!positioned.empty() && positioned != name_of(positions)) continue;
       CAPTURE(policy, name_of(positions));
       const auto reports = parity(model, policy, false, positions, shape);
       print_parity(drawn ? path.stem().string() : path.filename().string(), policy, positions,
