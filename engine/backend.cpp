@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/capture.hpp"
+#include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
 namespace {
@@ -58,6 +59,16 @@ class SideBySide final : public BatchDecoder {
   std::size_t vocab_;
 };
 
+class HostLogits final : public LogitMemory {
+ public:
+  explicit HostLogits(std::size_t floats) : logits_(floats) {}
+  float* data() override { return logits_.data(); }
+  std::vector<float> to_host() const override { return logits_; }
+
+ private:
+  std::vector<float> logits_;
+};
+
 class CpuBackend final : public Backend {
  public:
   CpuBackend(const std::filesystem::path& directory, unsigned threads)
@@ -73,6 +84,20 @@ class CpuBackend final : public Backend {
     auto decoder = std::make_unique<Decoder>(model_, cache, threads_);
     decoder->watch(&observer);
     return decoder;
+  }
+  std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) override {
+    return std::make_unique<HostLogits>(floats);
+  }
+  std::vector<RowScore> score(const ScoredRows& rows) override {
+    const std::size_t vocab = model_.config().vocab;
+    std::vector<RowScore> scores(rows.next.size());
+    parallel_for(scores.size(), threads_, [&](std::size_t i) {
+      if (rows.next[i] < 0) return;
+      const auto of_yardstick = static_cast<std::size_t>(rows.yardstick_rows[i]);
+      scores[i] = score_row(std::span(rows.yardstick + of_yardstick * vocab, vocab),
+                            std::span(rows.logits + i * vocab, vocab), rows.next[i]);
+    });
+    return scores;
   }
   TraceHeader trace_header(nlohmann::json options) const override {
     return kvlab::trace_header(model_, std::move(options));

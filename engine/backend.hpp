@@ -7,9 +7,11 @@
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "engine/batch_decoder.hpp"
 #include "engine/decoder.hpp"
+#include "engine/row_score.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "traces/trace.hpp"
 
@@ -36,6 +38,11 @@ class Backend {
   /// ones of two policies, or of two kinds of positions.
   virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const CacheOptions> caches,
                                                       std::uint32_t tokens);
+
+  /// Throws std::runtime_error if the memory is too small.
+  virtual std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) = 0;
+  /// [row].
+  virtual std::vector<RowScore> score(const ScoredRows& rows) = 0;
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;

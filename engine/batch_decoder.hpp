@@ -4,8 +4,17 @@
 #include <cstdint>
 #include <span>
 #include <stdexcept>
+#include <vector>
 
 namespace kvlab {
+
+/// Memory for rows of logits where a backend computes and scores them.
+class LogitMemory {
+ public:
+  virtual ~LogitMemory() = default;
+  virtual float* data() = 0;
+  virtual std::vector<float> to_host() const = 0;
+};
 
 class BatchDecoder {
  public:
@@ -15,8 +24,8 @@ class BatchDecoder {
   /// the vocabulary.
   virtual void prompt(int sequence, std::span<const std::int32_t> ids) = 0;
   /// Feeds the first `rows` sequences decoded tokens, ids [step, row]. `logits`: where to put those
-  /// of every step and row [step, row, vocab], or null. Throws as prompt() does, and
-  /// std::invalid_argument for ids that are not whole steps.
+  /// of every step and row [step, row, vocab], in the backend's LogitMemory, or null. Throws as
+  /// prompt() does, and std::invalid_argument for ids that are not whole steps.
   virtual void decode(int rows, std::span<const std::int32_t> ids, float* logits) = 0;
   /// Keys and values that a sequence held at most, all layers and heads.
   virtual std::uint64_t kv_bytes_peak(int sequence) const = 0;

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/likeliest.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/pointwise.hpp"
@@ -24,21 +25,6 @@ constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
 constexpr int kLimbBits = 14, kLimbs = 3;  ///< of a weight, so that 32-bit sums do not overflow
 constexpr int kMostVocab = (1 << (32 - kLimbBits)) - 1;
 constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
-
-/// Orders as the logit does; not-a-number comes above all, and 0 and -0 are one.
-__device__ inline u32 ordered(float logit) {
-  if (isnan(logit)) return 0xffffffffu;
-  const u32 bits = __float_as_uint(logit + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ inline float from_ordered(u32 key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-/// Larger for a likelier id; at equal logits for the lower id.
-__device__ inline u64 candidate(float logit, int id) {
-  return u64{ordered(logit)} << 32 | ~static_cast<u32>(id);
-}
 
 /// workspace[row, part] = the best candidate of a part.
 __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs args) {

@@ -5,14 +5,13 @@
 #include <stdexcept>
 
 #include "tools/decoder_loop.hpp"
-#include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
 namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-constexpr std::size_t kMostRows = 64;                       // of a batch
+constexpr std::size_t kMostRows = 128;                      // of a batch
 constexpr std::size_t kLogitFloats = std::size_t{1} << 24;  // of a batch that are held at once
 
 /// Configurations that can be side by side: of one policy, one kind of positions and one prefill.
@@ -111,7 +110,10 @@ class BatchLoop {
   std::vector<std::vector<LoopScores>> run() {
     std::size_t widest = 0;
     for (const auto& batch : batches_) widest = std::max(widest, batch.size());
-    std::size_t at_once = std::max<std::size_t>(1, kMostRows / widest);
+    std::size_t at_once = std::clamp<std::size_t>(kMostRows / widest, 1, windows_.size());
+    const std::size_t floats = std::max(kLogitFloats, at_once * widest * vocab_);
+    first_logits_ = backend_.logit_memory(floats);
+    other_logits_ = backend_.logit_memory(floats);
     for (std::size_t first = 0; first < windows_.size();) {
       const std::span windows = std::span(windows_).subspan(first);
       const std::size_t count = std::min(at_once, windows.size());
@@ -181,10 +183,9 @@ class BatchLoop {
   void decode_block(std::span<const Window> windows, std::uint32_t step, std::uint32_t steps,
                     std::vector<BatchRun>& runs) {
     for (std::size_t r = 0; r < runs.size(); ++r) {
-      std::vector<float>& logits = r == 0 ? first_logits_ : other_logits_;
-      logits.resize(windows.size() * runs[r].configs.size() * steps * vocab_);
+      float* const logits = (r == 0 ? first_logits_ : other_logits_)->data();
       runs[r].decode(
-          windows, [&](const Window& w) { return w.prompt + step; }, steps, logits.data());
+          windows, [&](const Window& w) { return w.prompt + step; }, steps, logits);
       score(windows, step, steps, runs[0].configs.size(), runs[r], logits);
     }
   }
@@ -192,26 +193,26 @@ class BatchLoop {
   /// logits [step, window, configuration, vocab]; the yardstick is the first run's first
   /// configuration.
   void score(std::span<const Window> windows, std::uint32_t step, std::uint32_t steps,
-             std::size_t first_width, const BatchRun& run, const std::vector<float>& logits) {
+             std::size_t first_width, const BatchRun& run, const float* logits) {
     const std::size_t width = run.configs.size(), rows = windows.size() * width;
-    std::vector<RowScore> scored(steps * rows);
-    parallel_for(scored.size(), options_.threads, [&](std::size_t i) {
+    Ids next(steps * rows, -1), yardsticks(steps * rows);
+    for (std::size_t i = 0; i < next.size(); ++i) {
       const Window& window = windows[i % rows / width];
-      const std::size_t at = window.prompt + step + i / rows;
-      if (at + 1 >= window.ids->size()) return;  // the last token has nothing to foretell
-      const float* const own = logits.data() + i * vocab_;
+      const std::size_t at = window.prompt + step + i / rows + 1;
+      if (at < window.ids->size()) next[i] = (*window.ids)[at];  // the last token foretells nothing
       const std::size_t full = (i / rows * windows.size() + i % rows / width) * first_width;
-      const float* const yardstick =
-          options_.against_first ? first_logits_.data() + full * vocab_ : own;
-      scored[i] =
-          score_row(std::span(yardstick, vocab_), std::span(own, vocab_), (*window.ids)[at + 1]);
-    });
+      yardsticks[i] = static_cast<std::int32_t>(options_.against_first ? full : i);
+    }
+    const std::vector<RowScore> scored =
+        backend_.score({.logits = logits,
+                        .yardstick = options_.against_first ? first_logits_->data() : logits,
+                        .yardstick_rows = yardsticks,
+                        .next = next});
     for (std::size_t i = 0; i < scored.size(); ++i) {
-      const Window& window = windows[i % rows / width];
-      if (window.prompt + step + i / rows + 1 >= window.ids->size()) continue;
+      if (next[i] < 0) continue;
       const std::size_t c = run.configs[i % width];
       const bool itself = c == 0 || !options_.against_first;
-      LoopScores& scores = scores_[window.sequence][c];
+      LoopScores& scores = scores_[windows[i % rows / width].sequence][c];
       scores.nll.push_back(scored[i].nll);
       scores.kl.push_back(itself ? 0 : scored[i].kl);
       scores.same_first.push_back(itself || scored[i].same_first);
@@ -231,8 +232,9 @@ class BatchLoop {
   const BatchLoopOptions& options_;
   std::vector<std::vector<std::size_t>> batches_;
   std::vector<Window> windows_;
-  std::vector<std::vector<LoopScores>> scores_;     // [sequence][configuration]
-  std::vector<float> first_logits_, other_logits_;  // [step, window, configuration, vocab]
+  std::vector<std::vector<LoopScores>> scores_;  // [sequence][configuration]
+  // [step, window, configuration, vocab]: the yardstick's run, and the one that is held against it.
+  std::unique_ptr<LogitMemory> first_logits_, other_logits_;
   std::uint64_t done_ = 0, all_tokens_ = 0;
 };
 

@@ -8,8 +8,7 @@
 namespace kvlab {
 
 struct BatchLoopOptions {
-  std::uint32_t prompt_tokens = 0;  ///< of each sequence; 0: half of it
-  unsigned threads = 1;
+  std::uint32_t prompt_tokens = 0;       ///< of each sequence; 0: half of it
   bool against_first = true;             ///< as LoopOptions'
   std::function<void(double)> progress;  ///< may be empty; gets the share that is done
 };

@@ -197,24 +197,6 @@ class ClosedLoop {
 
 }  // namespace
 
-RowScore score_row(std::span<const float> full, std::span<const float> logits, std::int32_t next) {
-  const auto first_of = [](std::span<const float> row) {
-    return std::max_element(row.begin(), row.end()) - row.begin();
-  };
-  std::vector<float> e(logits.size());
-  const std::int32_t shift = shared_exponentials(logits.data(), logits.size(), e.data());
-  const double lse = log_sum_exp(shift, lane_sum(e.data(), e.size()));
-  const std::int32_t full_shift = shared_exponentials(full.data(), full.size(), e.data());
-  const float full_sum = lane_sum(e.data(), e.size());
-  double difference = 0;
-  for (std::size_t i = 0; i < e.size(); ++i)
-    difference += static_cast<double>(e[i]) * static_cast<double>(full[i] - logits[i]);
-  return {
-      .nll = lse - static_cast<double>(logits[static_cast<std::size_t>(next)]),
-      .kl = difference / static_cast<double>(full_sum) + lse - log_sum_exp(full_shift, full_sum),
-      .same_first = first_of(full) == first_of(logits)};
-}
-
 LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options) {
   const std::uint32_t prompt = std::min(options.prompt_tokens, tokens);
   const std::uint32_t first_scored = options.span == Span::decode ? prompt : 0;

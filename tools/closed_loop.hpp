@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/model.hpp"
+#include "engine/row_score.hpp"
 #include "sim/replay.hpp"
 
 namespace kvlab {
@@ -39,13 +40,6 @@ struct LoopOptions {
   bool against_first = true;
   std::function<void(double)> progress;  ///< may be empty; gets the share that is done
 };
-
-/// One row of logits [vocab] scored against the token that followed and the full cache's row.
-struct RowScore {
-  double nll, kl;
-  bool same_first;
-};
-RowScore score_row(std::span<const float> full, std::span<const float> logits, std::int32_t next);
 
 /// The tokens of a sequence as a loop sees them. Throws std::invalid_argument where none is left to
 /// score.

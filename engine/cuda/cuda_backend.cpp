@@ -7,6 +7,8 @@
 #include "engine/cuda/cuda_batch.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/device_model.hpp"
+#include "engine/cuda/transfer.hpp"
+#include "kernels/row_score.hpp"
 
 namespace kvlab {
 namespace {
@@ -21,6 +23,16 @@ void refuse_eviction(const CacheOptions& cache) {
   if (evicts(cache))
     throw std::invalid_argument("a trace is captured from the full cache: leave out --policy");
 }
+
+class DeviceLogits final : public LogitMemory {
+ public:
+  explicit DeviceLogits(std::size_t floats) : buffer_(floats * sizeof(float), "rows of logits") {}
+  float* data() override { return buffer_.as<float>(); }
+  std::vector<float> to_host() const override { return cuda::download<float>(buffer_); }
+
+ private:
+  cuda::DeviceBuffer buffer_;
+};
 
 class CudaBackend final : public Backend {
  public:
@@ -50,6 +62,31 @@ class CudaBackend final : public Backend {
       options.caches.assign(caches.begin(), caches.end());
     if (!CudaDecoder::fits(model_, options)) return nullptr;
     return std::make_unique<CudaBatch>(model_, std::move(options));
+  }
+
+  std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) override {
+    return std::make_unique<DeviceLogits>(floats);
+  }
+
+  std::vector<RowScore> score(const ScoredRows& rows) override {
+    constexpr const char* kWhat = "scoring logits";
+    std::vector<RowScore> scores;
+    if (rows.next.empty()) return scores;
+    const cuda::DeviceBuffer of_yardstick = cuda::upload(rows.yardstick_rows, kWhat);
+    const cuda::DeviceBuffer next = cuda::upload(rows.next, kWhat);
+    const cuda::DeviceBuffer scored(rows.next.size() * sizeof(kernels::ScoredRow), kWhat);
+    cuda::check(kernels::score_rows({.rows = static_cast<int>(rows.next.size()),
+                                     .vocab = static_cast<int>(model_.config().vocab),
+                                     .logits = rows.logits,
+                                     .yardstick = rows.yardstick,
+                                     .yardstick_rows = of_yardstick.as<std::int32_t>(),
+                                     .next = next.as<std::int32_t>(),
+                                     .scores = scored.as<kernels::ScoredRow>()},
+                                    nullptr),
+                kWhat);
+    for (const kernels::ScoredRow& row : cuda::download<kernels::ScoredRow>(scored))
+      scores.push_back({row.nll, row.kl, row.same_first != 0});
+    return scores;
   }
 
   TraceHeader trace_header(nlohmann::json options) const override {

@@ -16,6 +16,7 @@ void CudaBatch::prompt(int sequence, std::span<const std::int32_t> ids) {
 void CudaBatch::decode(int rows, std::span<const std::int32_t> ids, float* logits) {
   check_whole_steps(rows, ids.size());
   decoder_.force(rows, ids, logits);
+  decoder_.synchronize();
   for (int row = 0; row < rows; ++row) {
     auto& peak = kv_bytes_peak_.at(static_cast<std::size_t>(row));
     peak = std::max(peak, decoder_.live_bytes(row));

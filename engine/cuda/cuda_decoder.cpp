@@ -109,9 +109,11 @@ class CudaDecoder::Impl {
       batch_.copy_next(0, device_ids + at, rows);
       run_graph(rows, Step::fed);
       if (logits)
-        logit_ring_.take(logits_.as<float>(), logits + at * config_.vocab, width * config_.vocab);
+        check(cudaMemcpyAsync(logits + at * config_.vocab, logits_.data(),
+                              width * config_.vocab * sizeof(float), cudaMemcpyDeviceToDevice,
+                              stream_.get()),
+              "keeping logits");
     }
-    if (logits) logit_ring_.flush();
   }
 
   void step_plain(int rows) {

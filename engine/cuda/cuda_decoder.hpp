@@ -67,8 +67,9 @@ class CudaDecoder {
   /// Feeds as step() does, but leaves the next tokens as they are.
   void feed_next(int rows);
 
-  /// Feeds the first `rows` sequences ids [step, row], whatever was sampled. `logits`: waits, and
-  /// puts those of every step and row there [step, row, vocab]; or null. Throws as prefill() does.
+  /// Feeds the first `rows` sequences ids [step, row], whatever was sampled. `logits`: device
+  /// memory where those of every step and row go [step, row, vocab], or null. Throws as prefill()
+  /// does.
   void force(int rows, std::span<const std::int32_t> ids, float* logits);
 
   /// Shows what a sequence's cache does; null: nobody looks. Throws std::logic_error if the decoder

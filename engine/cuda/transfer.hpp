@@ -1,6 +1,7 @@
 // Arrays to and from the device.
 #pragma once
 
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -11,12 +12,17 @@ namespace kvlab::cuda {
 /// There when it returns: the copy of pageable memory may else still be under way, and streams of
 /// the engine do not wait for the default one.
 template <class T>
-DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
-  DeviceBuffer buffer(values.size() * sizeof(T), what);
+DeviceBuffer upload(std::span<const T> values, std::string_view what) {
+  DeviceBuffer buffer(values.size_bytes(), what);
   if (values.empty()) return buffer;
   check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), what);
   check(cudaStreamSynchronize(nullptr), what);
   return buffer;
+}
+
+template <class T>
+DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
+  return upload(std::span(values), what);
 }
 
 /// Zero when it returns, for the same reason.

@@ -8,7 +8,8 @@ namespace kvlab::kernels {
 inline constexpr int kWarpSize = 32;
 
 /// The sum over the warp, in every lane.
-__device__ inline float warp_sum(float value) {
+template <class T>
+__device__ inline T warp_sum(T value) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
     value += __shfl_xor_sync(0xffffffffu, value, distance);
@@ -25,14 +26,15 @@ __device__ inline T warp_max(T value) {
   return value;
 }
 
-/// The sum over the block, in every thread. `shared`: a float for each warp; free again after the
+/// The sum over the block, in every thread. `shared`: a value for each warp; free again after the
 /// next barrier.
-__device__ inline float block_sum(float value, float* shared) {
+template <class T>
+__device__ inline T block_sum(T value, T* shared) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
   value = warp_sum(value);
   if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = value;
   __syncthreads();
-  float sum = 0;
+  T sum = 0;
   for (int warp = 0; warp < warps; ++warp) sum += shared[warp];
   return sum;
 }

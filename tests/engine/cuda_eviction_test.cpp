@@ -182,8 +182,9 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
     Ids ids;
     for (int i = 0; i < kSteps * kRows; ++i) ids.push_back(i * 7919 % 8192);
     for (int s = 0; s < kRows; ++s) batch->prompt(s, some_ids(60, 8192, 100 * s));
-    std::vector<float> together(ids.size() * vocab);
-    batch->decode(kRows, ids, together.data());
+    const auto logits = cuda->logit_memory(ids.size() * vocab);
+    batch->decode(kRows, ids, logits->data());
+    const std::vector<float> together = logits->to_host();
     for (const int s : {0, 5, 11}) {
       const auto alone = cuda->decoder(caches[static_cast<std::size_t>(s)], 120);
       alone->feed(some_ids(60, 8192, 100 * s), SegmentKind::prompt);

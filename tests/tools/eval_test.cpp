@@ -62,8 +62,7 @@ TEST_CASE("Side by side, windows and budgets score what they score one by one") 
   };
   const SweepRunner side_by_side = [&](const auto& sequences, std::span<const LoopConfig> grid,
                                        const EvalOptions& how) {
-    return run_batch_loop(*backend, sequences, grid,
-                          {.prompt_tokens = how.prompt_tokens, .threads = how.threads});
+    return run_batch_loop(*backend, sequences, grid, {.prompt_tokens = how.prompt_tokens});
   };
   for (const std::uint32_t prompt : {0u, 20u}) {
     EvalOptions how = options;
