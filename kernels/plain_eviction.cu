@@ -75,15 +75,6 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   }
 }
 
-/// The maximum over the block, in every thread. `shared` as in block_sum.
-__device__ float block_max(float value, float* shared) {
-  value = warp_max(value);
-  if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared[warp]);
-  return value;
-}
-
 /// The row's values, weighted and added up: out[dim]. The slots are shared by groups of `dim`
 /// threads.
 template <class T>

@@ -16,15 +16,6 @@ using u64 = unsigned long long;
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 
-/// The best over the block, in every thread.
-__device__ u64 block_max(u64 value, u64* shared) {
-  value = warp_max(value);
-  if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  for (int warp = 0; warp < kWarps; ++warp) value = max(value, shared[warp]);
-  return value;
-}
-
 __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
   __shared__ u64 best_of_warp[2][kWarps];
   __shared__ double sum_of_warp[3][kWarps];

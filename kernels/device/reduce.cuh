@@ -39,4 +39,15 @@ __device__ inline T block_sum(T value, T* shared) {
   return sum;
 }
 
+/// The maximum over the block, likewise.
+template <class T>
+__device__ inline T block_max(T value, T* shared) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  value = warp_max(value);
+  if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  for (int warp = 0; warp < warps; ++warp) value = shared[warp] > value ? shared[warp] : value;
+  return value;
+}
+
 }  // namespace kvlab::kernels
