@@ -9,9 +9,9 @@
 #include "engine/cuda/batch_state.hpp"
 #include "engine/cuda/cache_watch.hpp"
 #include "engine/cuda/decoder_memory.hpp"
+#include "engine/cuda/device_layers.hpp"
 #include "engine/cuda/evicting_cache.hpp"
 #include "engine/cuda/full_cache.hpp"
-#include "engine/cuda/layer_products.hpp"
 #include "engine/cuda/logit_ring.hpp"
 #include "engine/cuda/prompt_ids.hpp"
 
@@ -39,20 +39,18 @@ class CudaDecoder::Impl {
   Impl(const DeviceModel& model, const CudaDecoderOptions& options)
       : model_(model),
         config_(model.config()),
-        weights_(model.weights()),
         options_(checked_options(model, options)),
         batch_(options.sequences, config_.vocab, stream_.get()),
         outputs_(kvlab::capture_shape(config_, model.dtype()), output_rows(options),
                  keeps_outputs(options), stream_.get()),
         cache_(make_cache(model, batch_, options, stream_.get())),
-        products_(model, most_rows(options), stream_.get()),
+        layers_(model, most_rows(options), stream_.get()),
         prompt_(stream_.get()),
         logit_ring_(stream_.get()),
         fed_(static_cast<std::size_t>(options.sequences)),
         admitted_behind_(fed_.size()) {
-    const WorkSizes size = work_sizes(config_, model.dtype(), options);
+    const WorkSizes size = work_sizes(config_, options);
     x_ = DeviceBuffer(size.x, "hidden states");
-    inner_ = DeviceBuffer(size.inner, "the MLP");
     logits_ = DeviceBuffer(size.logits, "logits");
     for (int row = 0; row < options_.sequences; ++row) set_state(row);
     if (const auto* cache = dynamic_cast<const EvictingCache*>(cache_.get());
@@ -189,13 +187,6 @@ class CudaDecoder::Impl {
   const std::byte* step_capture() const { return outputs_.step_data(); }
 
   std::vector<Part> parts(int rows) {
-    const auto weight_bytes = [&](auto member) {
-      std::uint64_t bytes = 0;
-      for (const DeviceLayer& layer : weights_.layers)
-        bytes += std::uint64_t{static_cast<unsigned>((layer.*member).n)} *
-                 static_cast<unsigned>((layer.*member).k) * bytes_of(model_.dtype());
-      return bytes;
-    };
     const auto every_layer = [this](auto body) {
       return [this, body] {
         for (std::uint32_t layer = 0; layer < config_.layers; ++layer) body(layer);
@@ -203,26 +194,24 @@ class CudaDecoder::Impl {
     };
     std::uint64_t live = 0;
     for (int row = 0; row < rows; ++row) live += cache_->live_bytes(row, tokens(row) + 1);
-    const std::uint64_t head =
-        std::uint64_t{config_.vocab} * config_.hidden * bytes_of(model_.dtype());
     return {
-        {"norm, qkv, rope", weight_bytes(&DeviceLayer::qkv),
+        {"norm, qkv, rope", layers_.weight_bytes(&DeviceLayer::qkv),
          every_layer([this, rows](std::uint32_t l) {
-           qkv(l, rows, x_.as<float>(), outputs_.step(l), cache_->step_write(l, rows));
+           layers_.qkv(l, rows, x_.as<float>(), outputs_.step(l), cache_->step_write(l, rows));
          })},
         {"attention", live, every_layer([this, rows](std::uint32_t l) {
            cache_->attend_step(l, rows, outputs_.step(l));
          })},
-        {"output", weight_bytes(&DeviceLayer::output), every_layer([this, rows](std::uint32_t l) {
-           output(l, rows, x_.as<float>(), outputs_.step(l));
-         })},
-        {"norm, gate, up", weight_bytes(&DeviceLayer::gate_up),
+        {"output", layers_.weight_bytes(&DeviceLayer::output),
          every_layer([this, rows](std::uint32_t l) {
-           products_.gated(weights_.layers[l], rows, x_.as<float>(), inner_.data());
+           layers_.output(l, rows, x_.as<float>(), outputs_.step(l));
          })},
-        {"down", weight_bytes(&DeviceLayer::down),
-         every_layer([this, rows](std::uint32_t l) { down(l, rows, x_.as<float>()); })},
-        {"norm, head", head, [this, rows] { logits_of(x_.as<float>(), rows, 0); }},
+        {"norm, gate, up", layers_.weight_bytes(&DeviceLayer::gate_up),
+         every_layer([this, rows](std::uint32_t l) { layers_.gated(l, rows, x_.as<float>()); })},
+        {"down", layers_.weight_bytes(&DeviceLayer::down),
+         every_layer([this, rows](std::uint32_t l) { layers_.down(l, rows, x_.as<float>()); })},
+        {"norm, head", layers_.head_bytes(),
+         [this, rows] { layers_.head(x_.as<float>(), rows, logits_.as<float>()); }},
         {"sample", std::uint64_t{static_cast<unsigned>(rows)} * config_.vocab * sizeof(float),
          [this, rows] { batch_.sample(rows, logits_.as<float>()); }},
     };
@@ -273,7 +262,7 @@ class CudaDecoder::Impl {
     float* const x = admission_states(count);
     const auto parts = parts_of(what.sequence, behind, count);
     for (const PromptPart& part : parts)
-      embed(what.device_ids + part.first, part.rows, x_row(x, part));
+      layers_.embed(what.device_ids + part.first, part.rows, x_row(x, part));
     cache_->begin_admission(what.sequence, behind, static_cast<std::uint32_t>(count));
     const bool watched = watch_ && watch_->watches(what.sequence);
     if (watched)
@@ -302,16 +291,17 @@ class CudaDecoder::Impl {
     fed(what.sequence) += static_cast<std::uint32_t>(count);
     admitted_behind_[static_cast<std::size_t>(what.sequence)] = behind;
     if (logits) copy_logits(x, static_cast<int>(count), logits);
-    if (what.is_last) logits_of(x + (count - 1) * config_.hidden, 1, what.sequence);
+    if (what.is_last) layers_.head(x + (count - 1) * config_.hidden, 1, logits_row(what.sequence));
   }
 
   void prompt_layer(std::uint32_t layer, const PromptPart& part, float* x, const LayerOutputs& to,
                     const std::function<void()>& attended) {
-    qkv(layer, part.rows, x, to, cache_->prompt_write(layer, part));
+    layers_.qkv(layer, part.rows, x, to, cache_->prompt_write(layer, part));
     cache_->attend_prompt(layer, part, to);
     attended();
-    output(layer, part.rows, x, to);
-    mlp(layer, part.rows, x);
+    layers_.output(layer, part.rows, x, to);
+    layers_.gated(layer, part.rows, x);
+    layers_.down(layer, part.rows, x);
   }
 
   std::vector<PromptPart> parts_of(int sequence, std::uint32_t behind, std::size_t count) const {
@@ -393,8 +383,8 @@ class CudaDecoder::Impl {
       logit_rows_ = DeviceBuffer(std::size_t{kLogitRows} * config_.vocab * sizeof(float), "logits");
     for (int first = 0; first < count; first += kLogitRows) {
       const int rows = std::min(kLogitRows, count - first);
-      products_.head(x + static_cast<std::size_t>(first) * config_.hidden, rows,
-                     logit_rows_.as<float>());
+      layers_.head(x + static_cast<std::size_t>(first) * config_.hidden, rows,
+                   logit_rows_.as<float>());
       logit_ring_.take(logit_rows_.as<float>(),
                        to + static_cast<std::size_t>(first) * config_.vocab,
                        static_cast<std::size_t>(rows) * config_.vocab);
@@ -450,16 +440,17 @@ class CudaDecoder::Impl {
 
   void enqueue_step(int rows, Step kind) {
     float* const x = x_.as<float>();
-    embed(batch_.state().ids, rows, x);
+    layers_.embed(batch_.state().ids, rows, x);
     cache_->begin_step(rows);
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       const LayerOutputs to = outputs_.step(layer);
-      qkv(layer, rows, x, to, cache_->step_write(layer, rows));
+      layers_.qkv(layer, rows, x, to, cache_->step_write(layer, rows));
       cache_->attend_step(layer, rows, to);
-      output(layer, rows, x, to);
-      mlp(layer, rows, x);
+      layers_.output(layer, rows, x, to);
+      layers_.gated(layer, rows, x);
+      layers_.down(layer, rows, x);
     }
-    logits_of(x, rows, 0);
+    layers_.head(x, rows, logits_.as<float>());
     if (kind == Step::fed) {
       batch_.advance(rows);
       return;
@@ -468,7 +459,7 @@ class CudaDecoder::Impl {
     batch_.finish(rows, true);
   }
 
-  // --- Layers ------------------------------------------------------------------------------------
+  // --- Rows --------------------------------------------------------------------------------------
 
   float* x_row(float* x, const PromptPart& part) const {
     return x + std::size_t{part.first} * config_.hidden;
@@ -477,63 +468,20 @@ class CudaDecoder::Impl {
     return logits_.as<float>() + static_cast<std::size_t>(row) * config_.vocab;
   }
 
-  void embed(const std::int32_t* ids, int rows, float* x) {
-    check(kernels::embed(model_.type(), weights_.embedding, static_cast<int>(config_.hidden), ids,
-                         rows, x, stream_.get()),
-          "embedding");
-  }
-
-  /// `write` comes from the cache; the rest is filled in here.
-  void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
-           kernels::RopeWriteArgs write) {
-    const DeviceLayer& weights = weights_.layers[layer];
-    write.type = model_.type();
-    write.tokens = rows;
-    write.query_heads = static_cast<int>(config_.query_heads);
-    write.kv_heads = static_cast<int>(config_.kv_heads);
-    write.head_size = static_cast<int>(config_.head_size);
-    write.q_gamma = weights.q_norm;
-    write.k_gamma = weights.k_norm;
-    write.norm_epsilon = config_.norm_epsilon;
-    write.plain_q = to.plain_q;
-    write.plain_k = to.plain_k;
-    products_.qkv(weights, x, to.qkv, write);
-  }
-
-  void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
-    products_.added(weights_.layers[layer].output, to.out, rows, x);
-  }
-
-  void down(std::uint32_t layer, int rows, float* x) {
-    products_.added(weights_.layers[layer].down, inner_.data(), rows, x);
-  }
-
-  void mlp(std::uint32_t layer, int rows, float* x) {
-    products_.gated(weights_.layers[layer], rows, x, inner_.data());
-    down(layer, rows, x);
-  }
-
-  /// Logits of hidden states x [rows], to the rows of sequences from `sequence` on.
-  void logits_of(const float* x, int rows, int sequence) {
-    products_.head(x, rows, logits_row(sequence));
-  }
-
   const DeviceModel& model_;
   const ModelConfig& config_;
-  const DeviceWeights& weights_;
   CudaDecoderOptions options_;
   cuda::Stream stream_;
   BatchState batch_;
   LayerOutputMemory outputs_;
   std::unique_ptr<DeviceCache> cache_;
-  LayerProducts products_;
+  DeviceLayers layers_;
   PromptIds prompt_;
   LogitRing logit_ring_;
   // [sequence]: tokens, and how many of them were there before the last admission.
   std::vector<std::uint32_t> fed_, admitted_behind_;
   DeviceBuffer x_;            // [row, hidden] float32
   DeviceBuffer admission_x_;  // the same of an admission that is longer
-  DeviceBuffer inner_;        // [row, mlp]
   DeviceBuffer logits_;       // [sequence, vocab]
   DeviceBuffer kept_logits_;  // of other sequences, while one is fed
   DeviceBuffer logit_rows_;   // [kLogitRows, vocab], made when asked for

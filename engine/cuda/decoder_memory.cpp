@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/cuda/device_layers.hpp"
 #include "engine/cuda/full_cache.hpp"
-#include "engine/cuda/layer_products.hpp"
 
 namespace kvlab {
 namespace {
@@ -35,13 +35,12 @@ struct Memory {
 Memory memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   const int rows = most_rows(options);
-  const WorkSizes own = work_sizes(config, model.dtype(), options);
+  const WorkSizes own = work_sizes(config, options);
   Memory memory{.cache = 0,
-                .work = own.x + own.inner + own.logits +
-                        BatchState::bytes(options.sequences, config.vocab) +
+                .work = own.x + own.logits + BatchState::bytes(options.sequences, config.vocab) +
                         LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
                                                  output_rows(options), keeps_outputs(options)) +
-                        LayerProducts::bytes(model, static_cast<unsigned>(rows))};
+                        DeviceLayers::bytes(model, static_cast<unsigned>(rows))};
   if (options.caches.empty()) {
     memory.cache = static_cast<std::uint64_t>(options.sequences) *
                    FullCache::bytes(model, FullCache::capacity(options.slots));
@@ -74,10 +73,9 @@ int most_rows(const CudaDecoderOptions& options) {
   return std::max(static_cast<int>(options.prefill_tokens), options.sequences);
 }
 
-WorkSizes work_sizes(const ModelConfig& config, Dtype dtype, const CudaDecoderOptions& options) {
+WorkSizes work_sizes(const ModelConfig& config, const CudaDecoderOptions& options) {
   const auto rows = static_cast<std::size_t>(most_rows(options));
   return {.x = rows * config.hidden * sizeof(float),
-          .inner = rows * config.mlp * bytes_of(dtype),
           .logits = static_cast<std::size_t>(options.sequences) * config.vocab * sizeof(float)};
 }
 

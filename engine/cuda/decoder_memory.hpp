@@ -16,9 +16,9 @@ EvictingCache::Options evicting_options(const CudaDecoderOptions& options);
 
 /// Bytes of the work buffers that belong to the decoder itself.
 struct WorkSizes {
-  std::size_t x, inner, logits;
+  std::size_t x, logits;
 };
-WorkSizes work_sizes(const ModelConfig& config, Dtype dtype, const CudaDecoderOptions& options);
+WorkSizes work_sizes(const ModelConfig& config, const CudaDecoderOptions& options);
 
 /// Whether all of it fits the memory that is free now.
 bool fits_free_memory(const DeviceModel& model, const CudaDecoderOptions& options);
