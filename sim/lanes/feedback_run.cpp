@@ -252,9 +252,8 @@ void FeedbackRun::take_own_squeezed(std::uint32_t query, std::uint32_t head,
                                     const GroupRows& unrounded, GatherRoom& room) {
   const std::size_t old = old_keys_.size(), stride = room.mass.size() + kPanelTokens;
   std::copy_n(room.products.data() + head % kQuad * stride, old, room.row.data());
-  std::copy_n(unrounded.products(query, head) + cache_.positions()[old], visible_ - old,
-              room.row.data() + old);
-  scale(room.row.data(), visible_, unrounded.softmax_scale());
+  scale(room.row.data(), old, unrounded.softmax_scale());
+  unrounded.logits(query, head, visible().subspan(old), room.row.data() + old);
   take_own_row(head, room);
   room.lost[head] = true;
 }

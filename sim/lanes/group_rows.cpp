@@ -13,6 +13,9 @@ namespace {
 constexpr std::size_t kRowBytes = std::size_t{1} << 19;  // exponentials in flight, of 1 MB of cache
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kQuad] = {kNever, kNever, kNever, kNever};
+constexpr std::size_t kTilePanels =
+    3;  // of keys, which stay in the nearest cache with their logits
+constexpr std::size_t kTileTokens = kTilePanels * 16;
 constexpr std::size_t kTailTokens = 64;  // of a range whose sum is kept
 
 std::uint32_t block_for(std::size_t row_floats) {
@@ -49,7 +52,7 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
       words_((view.tokens + 63) / 64) {
   block_ = block_for(stride_ * heads());
   queries_.resize(std::size_t{block_} * view.group * view.head_size);
-  logits_.resize(std::size_t{block_} * view.group * stride_);
+  tile_.resize(std::size_t{block_} * view.group * kTileTokens);
   e_.resize(std::size_t{block_} * heads() * stride_);
   sums_.resize(std::size_t{block_} * heads());
   most_.resize(sums_.size());
@@ -69,21 +72,34 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
     for (std::uint32_t head = 0; head < group; ++head)
       rotate(view_.query(head, first + i), first + i,
              queries_.data() + (i * group + head) * view_.head_size);
-  multiply_fused(queries_.data(), count * group, view_.head_size, keys_, 0,
-                 (first + count + 15) / 16, logits_.data(), stride_);
-  for (std::uint32_t i = 0; i < count; ++i) {
+  quad_rows_.clear();
+  for (std::size_t row = 0; row < std::size_t{count} * quads_; ++row)
+    quad_rows_.push_back({.e = e_.data() + row * stride_ * kQuad});
+  const std::size_t panels = (first + count + 15) / 16;
+  for (std::size_t panel = 0; panel < panels; panel += kTilePanels) {
+    const std::size_t end = std::min(panel + kTilePanels, panels);
+    multiply_fused_tile(queries_.data(), count * group, view_.head_size, keys_, panel, end,
+                        tile_.data(), kTileTokens);
+    extend(count, static_cast<std::uint32_t>(panel * 16), static_cast<std::uint32_t>(end * 16));
+  }
+  for (std::size_t row = 0; row < quad_rows_.size(); ++row) {
+    row_loops().finish(quad_rows_[row], sums_.data() + row * kQuad, most_.data() + row * kQuad);
+    std::copy_n(quad_rows_[row].shift, kQuad, shifts_.data() + row * kQuad);
+  }
+  for (Lazy& parts : lazy_) parts.requests = parts.masses = parts.asked = parts.tails = false;
+}
+
+/// From a tile's logits, of tokens [begin, end), to exponentials of those that a query sees.
+void GroupRows::extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end) {
+  const std::size_t group = view_.group;
+  for (std::uint32_t i = begin > first_ ? begin - first_ : 0; i < count; ++i)
     for (std::uint32_t quad = 0; quad < quads_; ++quad) {
       const float* rows[kQuad] = {};
       for (std::size_t h = 0; h < kQuad && quad * kQuad + h < group; ++h)
-        rows[h] = logits_.data() + (i * group + quad * kQuad + h) * stride_;
-      const std::size_t at = (std::size_t{i} * quads_ + quad) * kQuad;
-      row_loops().exponentials(rows, first + i + 1, arithmetic_.softmax_scale,
-                               e_.data() + at * stride_, sums_.data() + at, most_.data() + at,
-                               shifts_.data() + at);
+        rows[h] = tile_.data() + (i * group + quad * kQuad + h) * kTileTokens;
+      row_loops().extend(quad_rows_[i * quads_ + quad], rows, std::min(end, first_ + i + 1) - begin,
+                         arithmetic_.softmax_scale);
     }
-    Lazy& parts = lazy_[i];
-    parts.requests = parts.masses = parts.asked = parts.tails = false;
-  }
 }
 
 GroupRows::Requests GroupRows::requests(std::uint32_t query) {

@@ -37,10 +37,6 @@ class GroupRows {
   const float* e(std::uint32_t query, std::uint32_t quad) const {
     return e_.data() + (std::size_t{query - first_} * quads_ + quad) * stride_ * kQuad;
   }
-  /// The products behind them, not scaled: [query + 1].
-  const float* products(std::uint32_t query, std::uint32_t head) const {
-    return logits_.data() + (std::size_t{query - first_} * view_.group + head) * stride_;
-  }
   float softmax_scale() const { return arithmetic_.softmax_scale; }
   /// Lane sums of the rows, [heads()]; 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
@@ -79,6 +75,7 @@ class GroupRows {
     std::vector<std::array<double, kQuad>> tail;  // [quad][token / 64]: sums from there on
   };
   std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
+  void extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end);
   void sum_tails(std::uint32_t query, Lazy& parts);
   Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
   void rotate(const float* x, std::uint32_t position, float* y) const {
@@ -92,7 +89,8 @@ class GroupRows {
   std::uint32_t block_, quads_, first_ = 0;
   std::size_t stride_, words_;        // tokens of a row, padded; 64-bit words of a row's bits
   std::vector<float> queries_;        // [block, group, dim], rotated
-  std::vector<float> logits_;         // [block, group, token]
+  std::vector<float> tile_;           // [block, group, some tokens]: their logits
+  std::vector<QuadRow> quad_rows_;    // [block, quad]
   std::vector<float> e_;              // [block, quad, token, 4]
   std::vector<float> sums_, most_;    // [block, heads()]
   std::vector<std::int32_t> shifts_;  // [block, heads()]

@@ -16,14 +16,25 @@ inline constexpr std::size_t kBlockTokens = 16;  ///< rows are padded to whole b
 
 inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
 
+/// A quad's row while its logits come, some tokens after others.
+struct QuadRow {
+  float* e;                                  ///< [token][4]
+  std::size_t tokens = 0;                    ///< so far
+  float lanes[kBlockTokens * kQuad] = {};    ///< [token % 16][4]: running sums
+  float largest[kBlockTokens * kQuad] = {};  ///< the largest of some tokens each
+  std::int32_t shift[kQuad] = {};
+};
+
 struct RowLoops {
   const char* name;  ///< of the instruction set
 
-  /// From logits to shared exponentials (traces/numeric/softmax.hpp): rows[h] holds `count` logits,
-  /// to be scaled; null: padding, zeros. Writes e [count][4] and zeros up to a whole block,
-  /// sum[4] (lane sums), most[4], and the shift[4] that they were taken with.
-  void (*exponentials)(const float* const* rows, std::size_t count, float scale, float* e,
-                       float* sum, float* most, std::int32_t* shift);
+  /// From logits to shared exponentials (traces/numeric/softmax.hpp): logits[h] holds the next
+  /// `count` tokens', to be scaled; null: padding, zeros. All calls for a row but the last bring
+  /// whole blocks; zeros follow up to one. The shift is that of the first call as long as no logit
+  /// is more than 2^30 times as probable as the largest of that; else what there is is taken down.
+  void (*extend)(QuadRow& row, const float* const* logits, std::size_t count, float scale);
+  /// A row's sum[4] (lane sums) and most[4].
+  void (*finish)(const QuadRow& row, float* sum, float* most);
   /// Gathers the exponentials of tokens[i], i < count, into kept [count][4] and zeros up to a whole
   /// block. sum[4]: lane sums in the order of i; most[4]: the largest, 0 at least.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,

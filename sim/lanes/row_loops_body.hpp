@@ -128,6 +128,15 @@ struct QuadSums {
   inline __attribute__((always_inline)) void add_block(const float* block) {
     for (int i = 0; i < kBlockParts; ++i) add(i, load(block + i * kWidth));
   }
+  /// From and to lanes [16][4], by token modulo 16.
+  inline __attribute__((always_inline)) void load_from(const float* lanes, const float* largest) {
+    for (int i = 0; i < kBlockParts; ++i) sum[i] = load(lanes + i * kWidth);
+    for (int i = 0; i < kMosts; ++i) most[i] = load(largest + i * kWidth);
+  }
+  inline __attribute__((always_inline)) void store_to(float* lanes, float* largest) const {
+    for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
+    for (int i = 0; i < kMosts; ++i) store(largest + i * kWidth, most[i]);
+  }
   /// Adds the lanes by halves.
   void finish(float* to_sum, float* to_most) const {
     float lanes[kBlockFloats], largest[kMosts * kWidth];
@@ -150,11 +159,19 @@ inline void pad(float* rows, std::size_t count) {
   std::memset(rows + count * kQuad, 0, rest * kQuad * sizeof(float));
 }
 
-/// The sums of what lies in order, padded.
-inline void sum_blocks(const float* e, std::size_t count, float* sum, float* most) {
-  QuadSums all;
-  for (std::size_t i = 0; i < count; i += kBlockTokens) all.add_block(e + i * kQuad);
-  all.finish(sum, most);
+/// Copies tokens to whole blocks, padded, and into their sums.
+inline void copy_blocks(const float* e, std::size_t count, float* to, QuadSums& sums) {
+  std::size_t i = 0;
+  for (; i + kBlockTokens <= count; i += kBlockTokens)
+    for (int part = 0; part < kBlockParts; ++part) {
+      const Floats x = load(e + i * kQuad + part * kWidth);
+      store(to + i * kQuad + part * kWidth, x);
+      sums.add(part, x);
+    }
+  if (i == count) return;
+  std::memcpy(to + i * kQuad, e + i * kQuad, (count - i) * kQuad * sizeof(float));
+  pad(to, count);
+  sums.add_block(to + i * kQuad);
 }
 
 void gather(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept, float* sum,
@@ -614,35 +631,92 @@ inline __attribute__((always_inline)) void take_exponentials(const float* const*
   transpose(r);
 }
 
-/// `count` logits of each head to e [count][4], padded to whole blocks.
-inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
-                               const std::int32_t* shift, float* e) {
+/// Exponentials of fewer tokens than a block, padded.
+inline void write_rest(const float* const* rows, std::size_t count, float scale,
+                       const std::int32_t* shift, float* e) {
+  float rest[kQuad][kTokens] = {}, last[kBlockFloats];
+  const float* parts[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h) {
+    if (!rows[h]) continue;
+    std::memcpy(rest[h], rows[h], count * sizeof(float));
+    parts[h] = rest[h];
+  }
   Floats r[kHeads];
-  std::size_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    take_exponentials(rows, i, scale, shift, r);
-    for (int j = 0; j < kHeads; ++j) store(e + i * kQuad + j * kWidth, r[j]);
+  for (int piece = 0; piece < kPieces; ++piece) {
+    take_exponentials(parts, static_cast<std::size_t>(piece * kWidth), scale, shift, r);
+    for (int j = 0; j < kHeads; ++j) store(last + (piece * kHeads + j) * kWidth, r[j]);
   }
-  if (i < count) {
-    float rest[kQuad][kWidth] = {}, last[kWidth * kQuad];
-    const float* parts[kQuad] = {};
-    for (int h = 0; h < kHeads; ++h) {
-      if (!rows[h]) continue;
-      std::memcpy(rest[h], rows[h] + i, (count - i) * sizeof(float));
-      parts[h] = rest[h];
-    }
-    take_exponentials(parts, 0, scale, shift, r);
-    for (int j = 0; j < kHeads; ++j) store(last + j * kWidth, r[j]);
-    std::memcpy(e + i * kQuad, last, (count - i) * kQuad * sizeof(float));
-  }
+  std::memcpy(e, last, count * kQuad * sizeof(float));
   pad(e, count);
 }
 
-void exponentials_quad(const float* const* rows, std::size_t count, float scale, float* e,
-                       float* sum, float* most, std::int32_t* shift) {
-  for (int h = 0; h < kHeads; ++h) shift[h] = rows[h] ? shift_of(rows[h], count, scale) : 0;
-  write_exponentials(rows, count, scale, shift, e);
-  sum_blocks(e, count, sum, most);
+/// `count` logits of each head to e [count][4], padded to whole blocks, and into their sums.
+inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
+                               const std::int32_t* shift, float* e, QuadSums& sums) {
+  std::size_t i = 0;
+  for (; i + kBlockTokens <= count; i += kBlockTokens)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      Floats r[kHeads];
+      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+      take_exponentials(rows, at, scale, shift, r);
+      for (int j = 0; j < kHeads; ++j) {
+        store(e + at * kQuad + j * kWidth, r[j]);
+        sums.add(piece * kHeads + j, r[j]);
+      }
+    }
+  if (i == count) return;
+  const float* rest[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + i : nullptr;
+  write_rest(rest, count - i, scale, shift, e + i * kQuad);
+  sums.add_block(e + i * kQuad);
+}
+
+constexpr std::int32_t kHeadroom = 30;  // powers of two by which exponentials may exceed 1
+
+/// Whether a logit would exceed the headroom of a shift, or nearly so.
+inline bool exceeds(const float* logits, std::size_t count, float scale, std::int32_t shift) {
+  const float bound = static_cast<float>(shift + kHeadroom) * 0.69314718f;
+  bool any = false;
+  std::size_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) any |= any_at_least(load(logits + i) * scale, bound);
+  for (; i < count; ++i) any |= logits[i] * scale >= bound;
+  return any;
+}
+
+/// Takes a head's exponentials down by a power of two; what falls below 2^-126 becomes 0.
+void lower(QuadRow& row, int head, std::int32_t by) {
+  const float factor = by > 126 ? 0.0f
+                                : 1.0f / static_cast<float>(std::uint64_t{1} << by / 2) /
+                                      static_cast<float>(std::uint64_t{1} << (by - by / 2));
+  const auto lowered = [factor](float x) { return x * factor < 0x1p-126f ? 0.0f : x * factor; };
+  float* const e = row.e + head;
+  for (std::size_t i = 0; i < row.tokens; ++i) e[i * kQuad] = lowered(e[i * kQuad]);
+  for (std::size_t i = 0; i < kBlockTokens; ++i) {
+    row.lanes[i * kQuad + static_cast<std::size_t>(head)] *= factor;
+    row.largest[i * kQuad + static_cast<std::size_t>(head)] *= factor;
+  }
+}
+
+void extend(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
+  for (int h = 0; h < kHeads; ++h) {
+    if (!logits[h]) continue;
+    if (row.tokens > 0 && !exceeds(logits[h], count, scale, row.shift[h])) continue;
+    const std::int32_t shift = shift_of(logits[h], count, scale);
+    if (row.tokens > 0 && shift <= row.shift[h]) continue;
+    if (row.tokens > 0) lower(row, h, shift - row.shift[h]);
+    row.shift[h] = shift;
+  }
+  QuadSums sums;
+  sums.load_from(row.lanes, row.largest);
+  write_exponentials(logits, count, scale, row.shift, row.e + row.tokens * kQuad, sums);
+  sums.store_to(row.lanes, row.largest);
+  row.tokens += count;
+}
+
+void finish(const QuadRow& row, float* sum, float* most) {
+  QuadSums sums;
+  sums.load_from(row.lanes, row.largest);
+  sums.finish(sum, most);
 }
 
 /// How far above a shift the own logits of a joined row may lie, in powers of two.
@@ -653,17 +727,28 @@ void join(const float* const* rows, std::size_t old, float scale, const std::int
   bool large[kQuad] = {};
   for (int h = 0; h < kHeads; ++h)
     large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMostAbove;
-  write_exponentials(rows, old, scale, shift, kept);
-  if (shared > 0) std::memcpy(kept + old * kQuad, e, shared * kQuad * sizeof(float));
-  pad(kept, old + shared);
-  sum_blocks(kept, old + shared, sum, most);
+  QuadSums sums;
+  const std::size_t whole = old / kBlockTokens * kBlockTokens, mixed = old - whole;
+  write_exponentials(rows, whole, scale, shift, kept, sums);
+  std::size_t done = 0;  // of the shared ones
+  if (mixed > 0) {
+    const float* rest[kQuad] = {};
+    for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
+    write_rest(rest, mixed, scale, shift, kept + whole * kQuad);
+    done = shared < kBlockTokens - mixed ? shared : kBlockTokens - mixed;
+    std::memcpy(kept + old * kQuad, e, done * kQuad * sizeof(float));
+    sums.add_block(kept + whole * kQuad);
+  }
+  copy_blocks(e + done * kQuad, shared - done, kept + (old + done) * kQuad, sums);
+  sums.finish(sum, most);
   for (int h = 0; h < kHeads; ++h)
     if (large[h]) sum[h] = 0;
 }
 
 constexpr RowLoops row_loops_named(const char* name) {
   return {.name = name,
-          .exponentials = exponentials_quad,
+          .extend = extend,
+          .finish = finish,
           .gather = gather,
           .total = total,
           .masses = masses,

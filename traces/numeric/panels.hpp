@@ -55,6 +55,10 @@ void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Pa
 void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                     std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
+/// The same with y the tile of panels [first, last) alone.
+void multiply_fused_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                         std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
 /// The same chain for one pair of rows.
 float dot_fused(const float* a, const float* b, std::size_t depth);
 
