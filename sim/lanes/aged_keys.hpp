@@ -26,7 +26,7 @@ class PlaceTable {
  private:
   const RopeTable* rope_;
   std::size_t half_;
-  std::vector<float> cos_, sin_;
+  AlignedVector<float> cos_, sin_;
 };
 
 class AgedKeys {
@@ -51,8 +51,8 @@ class AgedKeys {
   void turn(const PlaceTable& places);
 
   const HeadView* view_;
-  std::size_t size_ = 0, turned_ = 0;          // keys; those of them that are turned right
-  std::vector<float> panels_, turned_panels_;  // [age / 32][dim][32]: unrotated, at their numbers
+  std::size_t size_ = 0, turned_ = 0;            // keys; those of them that are turned right
+  AlignedVector<float> panels_, turned_panels_;  // [age / 32][dim][32]: unrotated, at their numbers
 };
 
 }  // namespace kvlab

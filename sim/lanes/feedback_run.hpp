@@ -10,13 +10,13 @@ namespace kvlab {
 
 /// Room that the runs of a lane take turns in.
 struct GatherRoom {
-  std::vector<float> kept;                      // [quad][age][4]
-  std::vector<std::uint64_t> mass;              // [age]
+  AlignedVector<float> kept;                    // [quad][age][4]
+  AlignedVector<std::uint64_t> mass;            // [age]
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
   std::vector<bool> lost;                       // [heads]: squeezed, taken from its own maximum
   std::vector<float> row;                       // one head's, by age
-  std::vector<float> products, turned;          // [4][age], [4][dim]: squeezed
+  AlignedVector<float> products, turned;        // [4][age], [4][dim]: squeezed
 
   void resize(std::size_t tokens, std::uint32_t heads);
 };

@@ -9,6 +9,7 @@
 
 #include "sim/head_view.hpp"
 #include "sim/lanes/row_loops.hpp"
+#include "traces/numeric/aligned.hpp"
 #include "traces/numeric/panels.hpp"
 #include "traces/numeric/rope.hpp"
 
@@ -70,7 +71,8 @@ class GroupRows {
   struct Lazy {
     bool requests = false, masses = false, asked = false, tails = false;
     std::vector<float> least;
-    std::vector<std::uint64_t> bits, mass;
+    std::vector<std::uint64_t> bits;
+    AlignedVector<std::uint64_t> mass;
     std::vector<std::uint32_t> count, any;
     std::vector<std::array<double, kQuad>> tail;  // [quad][token / 64]: sums from there on
   };
@@ -88,10 +90,10 @@ class GroupRows {
   Panels keys_;  // [token, dim], rotated
   std::uint32_t block_, quads_, first_ = 0;
   std::size_t stride_, words_;        // tokens of a row, padded; 64-bit words of a row's bits
-  std::vector<float> queries_;        // [block, group, dim], rotated
-  std::vector<float> tile_;           // [block, group, some tokens]: their logits
+  AlignedVector<float> queries_;      // [block, group, dim], rotated
+  AlignedVector<float> tile_;         // [block, group, some tokens]: their logits
   std::vector<QuadRow> quad_rows_;    // [block, quad]
-  std::vector<float> e_;              // [block, quad, token, 4]
+  AlignedVector<float> e_;            // [block, quad, token, 4]
   std::vector<float> sums_, most_;    // [block, heads()]
   std::vector<std::int32_t> shifts_;  // [block, heads()]
   std::vector<Lazy> lazy_;            // [block]

@@ -137,6 +137,7 @@ struct QuadSums {
     for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
     for (int i = 0; i < kMosts; ++i) store(largest + i * kWidth, most[i]);
   }
+  bool any_at_least(float bound) const;
   /// Adds the lanes by halves.
   void finish(float* to_sum, float* to_most) const {
     float lanes[kBlockFloats], largest[kMosts * kWidth];
@@ -291,6 +292,12 @@ inline bool any_at_least(Floats v, float bound) {
 #endif
 }
 
+bool QuadSums::any_at_least(float bound) const {
+  Floats all = most[0];
+  for (int i = 1; i < kMosts; ++i) all = greater(most[i], all);
+  return kvlab::any_at_least(all, bound);
+}
+
 /// The sums over heads of four registers [token][4], by token.
 inline Ints over_heads(const Ints* r) {
   const Ints ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
@@ -424,21 +431,23 @@ inline bool any_equal(Longs v, std::uint64_t x) {
 #endif
 }
 
+inline Longs lesser(Longs a, Longs b) { return a < b ? a : b; }
+
 std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_t end) {
   std::uint64_t least = ranks[begin];
-  std::size_t i = begin;
-  if (end - begin >= 4 * kLongs) {
-    Longs best[4];
-    for (std::size_t s = 0; s < 4; ++s) best[s] = load_longs(ranks + i + s * kLongs);
-    for (i += 4 * kLongs; i + 4 * kLongs <= end; i += 4 * kLongs)
-      for (std::size_t s = 0; s < 4; ++s) {
-        const Longs next = load_longs(ranks + i + s * kLongs);
-        best[s] = next < best[s] ? next : best[s];
-      }
-    for (std::size_t s = 0; s < 4; ++s)
-      for (std::size_t l = 0; l < kLongs; ++l) least = best[s][l] < least ? best[s][l] : least;
+  if (end - begin < kLongs) {
+    for (std::size_t i = begin; i < end; ++i) least = ranks[i] < least ? ranks[i] : least;
+    return least;
   }
-  for (; i < end; ++i) least = ranks[i] < least ? ranks[i] : least;
+  Longs best[4];
+  for (Longs& one : best) one = load_longs(ranks + end - kLongs);  // the rest, whatever it is
+  std::size_t i = begin;
+  for (; i + 4 * kLongs <= end; i += 4 * kLongs)
+    for (std::size_t s = 0; s < 4; ++s)
+      best[s] = lesser(load_longs(ranks + i + s * kLongs), best[s]);
+  for (; i + kLongs <= end; i += kLongs) best[0] = lesser(load_longs(ranks + i), best[0]);
+  const Longs all = lesser(lesser(best[0], best[1]), lesser(best[2], best[3]));
+  for (std::size_t l = 0; l < kLongs; ++l) least = all[l] < least ? all[l] : least;
   return least;
 }
 
@@ -622,13 +631,45 @@ inline std::int32_t shift_of(const float* logits, std::size_t count, float scale
   return static_cast<std::int32_t>(rounded - kRounder);
 }
 
-/// kWidth logits of each head, rows[h] + first (null: padding), to their exponentials [token][4].
+/// kWidth logits of the first H heads, rows[h] + first, to their exponentials [token][4].
+template <int H>
 inline __attribute__((always_inline)) void take_exponentials(const float* const* rows,
                                                              std::size_t first, float scale,
                                                              const std::int32_t* shift, Floats* r) {
-  for (int h = 0; h < kHeads; ++h)
-    r[h] = rows[h] ? out_of_order(exponential(load(rows[h] + first) * scale, shift[h])) : Floats{};
+  Floats logits[H], e[H];
+  for (int h = 0; h < H; ++h) logits[h] = load(rows[h] + first) * scale;
+  exponentials_of<H>(logits, shift, e);
+  for (int h = 0; h < kHeads; ++h) r[h] = h < H ? out_of_order(e[h]) : Floats{};
   transpose(r);
+}
+
+/// Whole blocks of logits to e [count][4] and into their sums.
+template <int H>
+void write_blocks(const float* const* rows, std::size_t count, float scale,
+                  const std::int32_t* shift, float* e, QuadSums& sums) {
+  QuadSums all = sums;
+  std::int32_t shifts[H];
+  for (int h = 0; h < H; ++h) shifts[h] = shift[h];
+  for (std::size_t i = 0; i < count; i += kBlockTokens)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      Floats r[kHeads];
+      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+      take_exponentials<H>(rows, at, scale, shifts, r);
+      for (int j = 0; j < kHeads; ++j) {
+        store(e + at * kQuad + j * kWidth, r[j]);
+        all.add(piece * kHeads + j, r[j]);
+      }
+    }
+  sums = all;
+}
+
+void write_blocks(const float* const* rows, std::size_t count, float scale,
+                  const std::int32_t* shift, float* e, QuadSums& sums) {
+  constexpr decltype(&write_blocks<1>) kByHeads[] = {write_blocks<1>, write_blocks<2>,
+                                                     write_blocks<3>, write_blocks<4>};
+  int heads = 1;
+  while (heads < kHeads && rows[heads]) ++heads;
+  kByHeads[heads - 1](rows, count, scale, shift, e, sums);
 }
 
 /// Exponentials of fewer tokens than a block, padded.
@@ -641,11 +682,8 @@ inline void write_rest(const float* const* rows, std::size_t count, float scale,
     std::memcpy(rest[h], rows[h], count * sizeof(float));
     parts[h] = rest[h];
   }
-  Floats r[kHeads];
-  for (int piece = 0; piece < kPieces; ++piece) {
-    take_exponentials(parts, static_cast<std::size_t>(piece * kWidth), scale, shift, r);
-    for (int j = 0; j < kHeads; ++j) store(last + (piece * kHeads + j) * kWidth, r[j]);
-  }
+  QuadSums unused;
+  write_blocks(parts, kBlockTokens, scale, shift, last, unused);
   std::memcpy(e, last, count * kQuad * sizeof(float));
   pad(e, count);
 }
@@ -653,35 +691,16 @@ inline void write_rest(const float* const* rows, std::size_t count, float scale,
 /// `count` logits of each head to e [count][4], padded to whole blocks, and into their sums.
 inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
                                const std::int32_t* shift, float* e, QuadSums& sums) {
-  std::size_t i = 0;
-  for (; i + kBlockTokens <= count; i += kBlockTokens)
-    for (int piece = 0; piece < kPieces; ++piece) {
-      Floats r[kHeads];
-      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
-      take_exponentials(rows, at, scale, shift, r);
-      for (int j = 0; j < kHeads; ++j) {
-        store(e + at * kQuad + j * kWidth, r[j]);
-        sums.add(piece * kHeads + j, r[j]);
-      }
-    }
-  if (i == count) return;
+  const std::size_t whole = count / kBlockTokens * kBlockTokens;
+  write_blocks(rows, whole, scale, shift, e, sums);
+  if (whole == count) return;
   const float* rest[kQuad] = {};
-  for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + i : nullptr;
-  write_rest(rest, count - i, scale, shift, e + i * kQuad);
-  sums.add_block(e + i * kQuad);
+  for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
+  write_rest(rest, count - whole, scale, shift, e + whole * kQuad);
+  sums.add_block(e + whole * kQuad);
 }
 
-constexpr std::int32_t kHeadroom = 30;  // powers of two by which exponentials may exceed 1
-
-/// Whether a logit would exceed the headroom of a shift, or nearly so.
-inline bool exceeds(const float* logits, std::size_t count, float scale, std::int32_t shift) {
-  const float bound = static_cast<float>(shift + kHeadroom) * 0.69314718f;
-  bool any = false;
-  std::size_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) any |= any_at_least(load(logits + i) * scale, bound);
-  for (; i < count; ++i) any |= logits[i] * scale >= bound;
-  return any;
-}
+constexpr float kMostExponential = 0x1p30f;
 
 /// Takes a head's exponentials down by a power of two; what falls below 2^-126 becomes 0.
 void lower(QuadRow& row, int head, std::int32_t by) {
@@ -697,18 +716,26 @@ void lower(QuadRow& row, int head, std::int32_t by) {
   }
 }
 
-void extend(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
+/// Takes the shift of what comes wherever it is above the row's.
+void raise_shifts(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
   for (int h = 0; h < kHeads; ++h) {
     if (!logits[h]) continue;
-    if (row.tokens > 0 && !exceeds(logits[h], count, scale, row.shift[h])) continue;
     const std::int32_t shift = shift_of(logits[h], count, scale);
     if (row.tokens > 0 && shift <= row.shift[h]) continue;
     if (row.tokens > 0) lower(row, h, shift - row.shift[h]);
     row.shift[h] = shift;
   }
+}
+
+void extend(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
+  if (row.tokens == 0) raise_shifts(row, logits, count, scale);
   QuadSums sums;
-  sums.load_from(row.lanes, row.largest);
-  write_exponentials(logits, count, scale, row.shift, row.e + row.tokens * kQuad, sums);
+  for (bool again = false;; again = true) {
+    sums.load_from(row.lanes, row.largest);
+    write_exponentials(logits, count, scale, row.shift, row.e + row.tokens * kQuad, sums);
+    if (again || !sums.any_at_least(kMostExponential)) break;
+    raise_shifts(row, logits, count, scale);
+  }
   sums.store_to(row.lanes, row.largest);
   row.tokens += count;
 }

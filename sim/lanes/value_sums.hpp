@@ -54,8 +54,9 @@ class SampledRows {
  private:
   struct Row {
     std::uint32_t query = 0;
-    std::vector<float> e, sums, outputs;  // [quad][query + 1][4], [heads()], [heads()][dim]
-    std::vector<double> norms2;           // [heads()]
+    AlignedVector<float> e, outputs;  // [quad][query + 1][4], [heads()][dim]
+    std::vector<float> sums;          // [heads()]
+    std::vector<double> norms2;       // [heads()]
   };
   HeadView view_;
   std::uint32_t quads_ = 0;

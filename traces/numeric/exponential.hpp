@@ -13,31 +13,45 @@ constexpr std::int32_t kRounderBits = 0x4b400000;  // the bits of kRounder
 constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 
 /// The argument is reduced before the shift is applied, so that another shift scales the result by
-/// an exact power of two.
-inline Floats exponential(Floats s, std::int32_t shift) {
-  const Floats rounded = s * kLog2E + kRounder;
-  const Floats whole = rounded - kRounder;
-  const Floats r = (s - whole * kLn2High) - whole * kLn2Low;
+/// an exact power of two. N registers go side by side, since one alone waits for itself.
+template <int N>
+inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
+                                                           const std::int32_t* shift, Floats* e) {
+  Floats rounded[N], r[N], poly[N];
+  for (int n = 0; n < N; ++n) rounded[n] = fused(s[n], Floats{} + kLog2E, Floats{} + kRounder);
+  for (int n = 0; n < N; ++n) {
+    const Floats whole = rounded[n] - kRounder;
+    r[n] = fused(whole, Floats{} - kLn2Low, fused(whole, Floats{} - kLn2High, s[n]));
+  }
   // Cephes' expf polynomial on [-ln 2 / 2, ln 2 / 2].
-  Floats poly = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  poly = poly * r + 8.3334519073e-3f;
-  poly = poly * r + 4.1665795894e-2f;
-  poly = poly * r + 1.6666665459e-1f;
-  poly = poly * r + 5.0000001201e-1f;
-  poly = poly * (r * r) + r + 1.0f;
-  Ints bits;
-  std::memcpy(&bits, &rounded, sizeof bits);
-  const Ints exponent = bits - kRounderBits - shift;
-  const Ints power = (exponent + 127) << 23;
-  Floats two;
-  std::memcpy(&two, &power, sizeof two);
-  const Floats e = poly * two;
-  Ints result;
-  std::memcpy(&result, &e, sizeof result);
-  result &= exponent >= -126;
-  Floats out;
-  std::memcpy(&out, &result, sizeof out);
-  return out;
+  constexpr float kFactors[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                                1.6666665459e-1f, 5.0000001201e-1f};
+  for (int n = 0; n < N; ++n) poly[n] = Floats{} + 1.9875691500e-4f;
+  for (const float factor : kFactors)
+    for (int n = 0; n < N; ++n) poly[n] = fused(poly[n], r[n], Floats{} + factor);
+  for (int n = 0; n < N; ++n) poly[n] = fused(poly[n], r[n] * r[n], r[n]) + 1.0f;
+  for (int n = 0; n < N; ++n) {
+    Ints bits;
+    std::memcpy(&bits, &rounded[n], sizeof bits);
+    const std::int32_t most = kRounderBits + shift[n] + 128;  // infinity
+    bits = bits < most ? bits : most;
+    // kRounderBits has none among the lowest nine, which are all that is left.
+    const auto bias = static_cast<std::int32_t>(static_cast<std::uint32_t>(127 - shift[n]) << 23);
+    const Ints power = (bits << 23) + bias;
+    Floats two;
+    std::memcpy(&two, &power, sizeof two);
+    const Floats product = poly[n] * two;
+    Ints result;
+    std::memcpy(&result, &product, sizeof result);
+    result &= bits >= kRounderBits + shift[n] - 126;
+    std::memcpy(&e[n], &result, sizeof result);
+  }
+}
+
+inline Floats exponential(Floats s, std::int32_t shift) {
+  Floats e;
+  exponentials_of<1>(&s, &shift, &e);
+  return e;
 }
 
 }  // namespace
