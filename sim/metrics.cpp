@@ -106,16 +106,14 @@ void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uin
     error += difference * difference;
     size += static_cast<double>(full[d]) * static_cast<double>(full[d]);
   }
-  add_error(span, query, head, error, size);
+  add_error(span.place(query), head, error, size);
 }
 
-void HeadStats::add_error(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
-                          double error, double size) {
-  const std::uint32_t sample = span.sample(query);
-  error2[sample] += error;
-  output2[sample] += size;
+void HeadStats::add_error(QuerySpan::Place place, std::uint32_t head, double error, double size) {
+  error2[place.sample] += error;
+  output2[place.sample] += size;
   if (size > 0)
-    heads[head].error.add(span.block(query), std::sqrt(error / size), 1);
+    heads[head].error.add(place.block, std::sqrt(error / size), 1);
   else
     ++heads[head].zero_outputs;
 }

@@ -36,6 +36,11 @@ class QuerySpan {
     return static_cast<std::uint32_t>(std::uint64_t{i} * blocks() / size_);
   }
   std::uint32_t sample_every() const { return every_; }
+  /// Where the figures of a sampled query go.
+  struct Place {
+    std::uint32_t sample, block;
+  };
+  Place place(std::uint32_t query) const { return {sample(query), block(query)}; }
 
  private:
   std::vector<std::int32_t> index_;  // [token]: which query of the span, or -1
@@ -82,8 +87,7 @@ struct HeadStats {
   void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
                    std::span<const float> full, std::span<const float> kept);
   /// The same from squared norms: of the difference, and of the full cache's output.
-  void add_error(const QuerySpan& span, std::uint32_t query, std::uint32_t head, double error,
-                 double size);
+  void add_error(QuerySpan::Place place, std::uint32_t head, double error, double size);
 };
 
 }  // namespace kvlab

@@ -16,6 +16,7 @@
 #include "sim/oracle.hpp"
 #include "sim/run_heads.hpp"
 #include "sim/tabulate.hpp"
+#include "traces/numeric/aligned.hpp"
 #include "traces/numeric/parallel.hpp"
 
 namespace kvlab {
@@ -25,16 +26,16 @@ constexpr std::uint32_t kSampleEvery = 8;
 
 /// One KV head's tensors, read from a trace.
 struct HeadTensors {
-  std::vector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
+  AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
   HeadView view;
 };
 
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head) {
   const ModelShape& shape = trace.shape();
   const std::size_t head_floats = std::size_t{trace.tokens()} * shape.head_size;
-  HeadTensors tensors{std::vector<float>(shape.group() * head_floats),
-                      std::vector<float>(head_floats),
-                      std::vector<float>(head_floats),
+  HeadTensors tensors{AlignedVector<float>(shape.group() * head_floats),
+                      AlignedVector<float>(head_floats),
+                      AlignedVector<float>(head_floats),
                       {}};
   for (std::uint32_t g = 0; g < shape.group(); ++g)
     trace.read(Part::q, layer, kv_head * shape.group() + g, 0, trace.tokens(),

@@ -138,6 +138,7 @@ void FeedbackLane::measure_outputs(const SampledRows& rows, std::size_t i, Feedb
                                    const float* shared) {
   const std::size_t dim = rows.view().head_size;
   FeedbackRun::Sample& sample = run.sample(i);
+  const QuerySpan::Place place = span_->place(rows.query(i));
   for (std::uint32_t head = 0; head < group_; ++head) {
     double error = 0;
     if (!sample.all) {
@@ -147,7 +148,7 @@ void FeedbackLane::measure_outputs(const SampledRows& rows, std::size_t i, Feedb
       const float* const sum = sample.own || sample.lost[head] ? own : shared + head * dim;
       error = row_loops().distance2(rows.output(i, head), sum, 1 / sample.sums[head], dim);
     }
-    run.stats().add_error(*span_, rows.query(i), head, error, rows.norm2(i, head));
+    run.stats().add_error(place, head, error, rows.norm2(i, head));
   }
 }
 

@@ -44,7 +44,7 @@ FeedbackRun::FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, c
       cursor_(*config.admissions),
       view_(view),
       span_(span),
-      tally_(view.group) {
+      tally_(1, view.group) {
   if (span) stats_.resize(*span, view.group);
 }
 
@@ -319,8 +319,8 @@ void FeedbackRun::add_requests(std::uint32_t query, const std::uint32_t* asked) 
 }
 
 void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* shared) {
-  tally_.begin_query(span_->block(query), stats_);
   const GroupRows::Requests wanted = rows.requests(query);
+  tally_.begin_query(span_->block(query), wanted.count, {&stats_, 1});
   const bool all = visible_ == query + 1;
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     const double recall =
@@ -328,7 +328,7 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
     const std::uint64_t hits = all ? wanted.count[head]
                                    : row_loops().common(wanted.bits + head * rows.words(),
                                                         cache_.live_bits(), query / 64 + 1);
-    tally_.add(head, recall, static_cast<double>(wanted.count[head] - hits), wanted.count[head]);
+    tally_.add(0, head, recall, static_cast<double>(wanted.count[head] - hits));
   }
 }
 

@@ -56,7 +56,9 @@ class FeedbackRun {
   Sample& sample(std::size_t index) { return samples_[index]; }
   void forget_samples() { sample_count_ = 0; }
   /// After the last query.
-  void flush() { tally_.flush(stats_); }
+  void flush() {
+    if (span_) tally_.flush({&stats_, 1});
+  }
 
  private:
   bool observes(std::uint32_t query) const;

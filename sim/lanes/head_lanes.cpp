@@ -14,7 +14,7 @@ namespace kvlab {
 namespace {
 
 /// Sampled queries whose outputs are taken together.
-constexpr std::size_t kSamplesAtOnce = 4;
+constexpr std::size_t kSamplesAtOnce = 8;
 
 enum class Kind { nested, feedback, squeezed, topk };
 

@@ -14,11 +14,12 @@ NestedLane::NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOr
       view_(view),
       span_(span),
       cursor_(*configs.front().admissions),
+      stats_(configs.size()),
+      tally_(configs.size(), view.group),
       begins_(configs.size() + 1) {
-  for (const LaneConfig& config : configs) {
-    levels_.push_back({config.budget, {}, RecallTally(view.group)});
-    if (span) levels_.back().stats.resize(*span, view.group);
-  }
+  for (const LaneConfig& config : configs) levels_.push_back({config.budget});
+  for (HeadStats& stats : stats_)
+    if (span) stats.resize(*span, view.group);
 }
 
 bool NestedLane::wants_row(std::uint32_t query) const {
@@ -180,40 +181,42 @@ void NestedLane::drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std
 // --- figures -------------------------------------------------------------------------------------
 
 void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
-  const std::size_t heads = rows.heads();
+  const std::size_t heads = rows.heads(), levels = levels_.size();
   const GroupRows::Requests wanted = rows.requests(query);
-  totals_.resize(levels_.size() * heads);
+  totals_.resize(levels * heads);
   sums_.resize(totals_.size());
   hits_.resize(totals_.size());
-  running_.assign(heads, 0.0);
-  for (std::size_t l = 0; l < levels_.size(); ++l) {
-    for (std::size_t h = 0; h < heads; ++h)
-      hits_[l * heads + h] = l > 0 ? hits_[(l - 1) * heads + h] : 0;
+  running_.resize(totals_.size());
+  own_.resize(heads);
+  std::fill(hits_.begin(), hits_.end(), 0u);
+  for (std::size_t l = 0; l < levels; ++l)
     for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
       row_loops().total(rows.e(query, quad), tokens_.data() + begin_of(l), end_of(l) - begin_of(l),
                         wanted.least + quad * kQuad, totals_.data() + l * heads + quad * kQuad,
                         hits_.data() + l * heads + quad * kQuad);
-    measure_level(query, l, wanted, rows);
-  }
+  std::size_t whole = 0;  // the first level that has all
+  while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
+  add_levels(rows.sums(query), whole);
+  // The query's own token is live, and it is not in N.
+  for (std::uint32_t h = 0; h < heads; ++h)
+    own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
+  tally_.begin_query(span_->block(query), wanted.count, stats_);
+  tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
   if (span_->sampled(query)) take_sample(query, rows);
 }
 
-void NestedLane::measure_level(std::uint32_t query, std::size_t level,
-                               const GroupRows::Requests& wanted, GroupRows& rows) {
-  const std::size_t at = level * rows.heads();
-  const bool all = begins_[level + 1] - unseen_ == query + 1;
-  RecallTally& tally = levels_[level].tally;
-  tally.begin_query(span_->block(query), levels_[level].stats);
-  for (std::uint32_t h = 0; h < rows.group(); ++h) {
-    running_[h] += static_cast<double>(totals_[at + h]);
-    const float full = rows.sums(query)[h];
-    sums_[at + h] = all ? full : static_cast<float>(running_[h]);
-    // The query's own token is live, and it is not in N.
-    const bool own = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
-    const std::uint32_t found = hits_[at + h] - (own ? 1 : 0);
-    tally.add(h, all ? 1.0 : std::min(1.0, running_[h] / static_cast<double>(full)),
-              wanted.count[h] - found, wanted.count[h]);
+/// From sums of levels to those of live sets; from level `whole` on a set has the row entire, whose
+/// sums are `full`.
+void NestedLane::add_levels(const float* full, std::size_t whole) {
+  const std::size_t heads = own_.size();
+  for (std::size_t i = 0; i < totals_.size(); ++i) {
+    const bool first = i < heads;
+    running_[i] = static_cast<double>(totals_[i]) + (first ? 0 : running_[i - heads]);
+    hits_[i] += first ? 0 : hits_[i - heads];
+    sums_[i] = static_cast<float>(running_[i]);
   }
+  for (std::size_t l = whole; l < levels_.size(); ++l)
+    std::copy_n(full, heads, sums_.begin() + static_cast<std::ptrdiff_t>(l * heads));
 }
 
 void NestedLane::take_sample(std::uint32_t query, GroupRows& rows) {
@@ -270,6 +273,7 @@ void NestedLane::finish_outputs(const SampledRows& rows) {
 void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level) {
   const std::size_t dim = view_.head_size, at = level * rows.heads();
   const Sample& sample = samples_[i];
+  const QuerySpan::Place place = span_->place(rows.query(i));
   const bool all = sample.begins[level + 1] == rows.query(i) + std::size_t{1};
   for (std::uint32_t h = 0; h < view_.group; ++h) {
     double error = 0;
@@ -278,7 +282,7 @@ void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::si
     else if (!all)
       error = row_loops().distance2(rows.output(i, h), sample.values.data() + (at + h) * dim,
                                     1 / sample.sums[at + h], dim);
-    levels_[level].stats.add_error(*span_, rows.query(i), h, error, rows.norm2(i, h));
+    stats_[level].add_error(place, h, error, rows.norm2(i, h));
   }
 }
 
@@ -310,11 +314,10 @@ void NestedLane::show(std::uint32_t query) {
 
 std::vector<LaneOutcome> NestedLane::outcomes() {
   std::vector<LaneOutcome> all;
-  for (std::size_t l = 0; l < levels_.size(); ++l) {
-    Level& level = levels_[l];
-    level.tally.flush(level.stats);
-    all.push_back({std::move(level.stats), level.evictions, level.live_max, begins_[l + 1]});
-  }
+  if (span_) tally_.flush(stats_);
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    all.push_back(
+        {std::move(stats_[l]), levels_[l].evictions, levels_[l].live_max, begins_[l + 1]});
   return all;
 }
 

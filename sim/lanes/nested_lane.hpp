@@ -44,8 +44,6 @@ class NestedLane final : public Lane {
  private:
   struct Level {
     std::uint32_t budget;
-    HeadStats stats;
-    RecallTally tally;
     std::uint64_t evictions = 0, live_max = 0;
   };
   /// A victim on its way down.
@@ -77,8 +75,7 @@ class NestedLane final : public Lane {
     return begins_[level + 1] - (level == 0 ? unseen_ : 0);
   }
   void measure(std::uint32_t query, GroupRows& rows);
-  void measure_level(std::uint32_t query, std::size_t level, const GroupRows::Requests& wanted,
-                     GroupRows& rows);
+  void add_levels(const float* full, std::size_t whole);
   void take_sample(std::uint32_t query, GroupRows& rows);
   void measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level);
   std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
@@ -92,6 +89,8 @@ class NestedLane final : public Lane {
   const QuerySpan* span_;
   AdmissionCursor cursor_;
   std::vector<Level> levels_;
+  std::vector<HeadStats> stats_;  // [level]
+  RecallTally tally_;
   std::vector<std::uint32_t>
       tokens_;                        // live at a level and at no smaller budget; ascending in each
   std::vector<std::size_t> begins_;   // [level + 1]: where the levels lie in tokens_
@@ -100,7 +99,8 @@ class NestedLane final : public Lane {
   std::vector<float> totals_;         // [level][heads]: of the current query
   std::vector<std::uint32_t> hits_;   // likewise, running
   std::vector<float> sums_;           // likewise, running
-  std::vector<double> running_;       // [heads]
+  std::vector<double> running_;       // likewise, running
+  std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
   std::vector<Sample> samples_;
   std::size_t sample_count_ = 0;
   LaneWatcher watcher_;

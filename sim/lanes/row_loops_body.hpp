@@ -209,29 +209,47 @@ inline Four load_four(const float* from) {
   return v;
 }
 
+/// Sums and hits of whole blocks; tokens that follow one another are read as such.
+inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std::size_t count,
+                                const float* least, float* sum, std::int32_t* hits) {
+  if (count < kBlockTokens) return 0;
+  constexpr int kSums = kBlockParts < 4 ? kBlockParts : 4;
+  const Floats bound = repeated(least);
+  Floats sums[kSums] = {};
+  Ints asked[kSums] = {};
+  std::size_t i = 0;
+  for (; i + kBlockTokens <= count; i += kBlockTokens) {
+    const bool run = !tokens || tokens[i + kBlockTokens - 1] - tokens[i] == kBlockTokens - 1;
+    const float* const from = e + (tokens ? std::size_t{tokens[i]} : i) * kQuad;
+    for (int part = 0; part < kBlockParts; ++part) {
+      const Floats x =
+          run ? load(from + part * kWidth) : load_scattered(e, tokens + i + part * kQuads);
+      sums[part % kSums] += x;
+      asked[part % kSums] -= x >= bound;
+    }
+  }
+  for (int s = 1; s < kSums; ++s) sums[0] += sums[s], asked[0] += asked[s];
+  for (int l = 0; l < kWidth; ++l) sum[l % kHeads] += sums[0][l], hits[l % kHeads] += asked[0][l];
+  return i;
+}
+
 void total(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
            float* sum, std::uint32_t* hits) {
-  constexpr int kSums = 4;
+  float whole[kQuad] = {};
+  std::int32_t asked_whole[kQuad] = {};
+  std::size_t i = total_blocks(e, tokens, count, least, whole, asked_whole);
   const Four bound = load_four(least);
-  Four sums[kSums] = {};
-  FourInts asked[kSums] = {};
-  std::size_t i = 0;
-  for (; i + kSums <= count; i += kSums)
-    for (int s = 0; s < kSums; ++s) {
-      const Four one = load_four(e + std::size_t{tokens ? tokens[i + s] : i + s} * kQuad);
-      sums[s] += one;
-      asked[s] -= one >= bound;
-    }
+  Four all = load_four(whole);
+  FourInts asked;
+  std::memcpy(&asked, asked_whole, sizeof asked);
   for (; i < count; ++i) {
     const Four one = load_four(e + std::size_t{tokens ? tokens[i] : i} * kQuad);
-    sums[0] += one;
-    asked[0] -= one >= bound;
+    all += one;
+    asked -= one >= bound;
   }
-  const Four all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  const FourInts wanted = (asked[0] + asked[1]) + (asked[2] + asked[3]);
   for (int h = 0; h < kHeads; ++h) {
     sum[h] = all[h];
-    hits[h] += static_cast<std::uint32_t>(wanted[h]);
+    hits[h] += static_cast<std::uint32_t>(asked[h]);
   }
 }
 
