@@ -322,12 +322,13 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
   const GroupRows::Requests wanted = rows.requests(query);
   tally_.begin_query(span_->block(query), wanted.count, {&stats_, 1});
   const bool all = visible_ == query + 1;
+  const std::uint64_t* const bits = all ? nullptr : rows.request_bits(query);
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     const double recall =
         all ? 1.0 : static_cast<double>(shared[head]) / static_cast<double>(rows.sums(query)[head]);
-    const std::uint64_t hits = all ? wanted.count[head]
-                                   : row_loops().common(wanted.bits + head * rows.words(),
-                                                        cache_.live_bits(), query / 64 + 1);
+    const std::uint64_t hits =
+        all ? wanted.count[head]
+            : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
     tally_.add(0, head, recall, static_cast<double>(wanted.count[head] - hits));
   }
 }

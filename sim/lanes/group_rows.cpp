@@ -86,7 +86,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
     row_loops().finish(quad_rows_[row], sums_.data() + row * kQuad, most_.data() + row * kQuad);
     std::copy_n(quad_rows_[row].shift, kQuad, shifts_.data() + row * kQuad);
   }
-  for (Lazy& parts : lazy_) parts.requests = parts.masses = parts.asked = parts.tails = false;
+  for (Lazy& parts : lazy_)
+    parts.requests = parts.flags = parts.masses = parts.asked = parts.tails = false;
 }
 
 /// From a tile's logits, of tokens [begin, end), to exponentials of those that a query sees.
@@ -107,21 +108,29 @@ GroupRows::Requests GroupRows::requests(std::uint32_t query) {
   if (!parts.requests) {
     parts.requests = true;
     parts.least.assign(heads(), kNever);
-    parts.bits.resize(heads() * words_);
     parts.count.assign(heads(), 0);
     for (std::uint32_t h = 0; h < view_.group; ++h)
       parts.least[h] =
           least_requested(sums_[row(query) + h], most_[row(query) + h], arithmetic_.threshold16);
+    float unused[kQuad];
     for (std::uint32_t quad = 0; quad < quads_; ++quad)
-      row_loops().flag(e(query, quad), query, parts.least.data() + quad * kQuad,
-                       parts.bits.data() + quad * kQuad * words_, words_);
-    const std::size_t used = (query + 63) / 64;
-    for (std::uint32_t h = 0; h < view_.group; ++h) {
-      const std::uint64_t* bits = parts.bits.data() + h * words_;
-      parts.count[h] = static_cast<std::uint32_t>(row_loops().common(bits, bits, used));
-    }
+      row_loops().total(e(query, quad), nullptr, query, parts.least.data() + quad * kQuad, unused,
+                        parts.count.data() + quad * kQuad);
   }
-  return {parts.least.data(), parts.bits.data(), parts.count.data()};
+  return {parts.least.data(), parts.count.data()};
+}
+
+const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
+  Lazy& parts = lazy(query);
+  if (!parts.flags) {
+    parts.flags = true;
+    const Requests wanted = requests(query);
+    parts.bits.resize(heads() * words_);
+    for (std::uint32_t quad = 0; quad < quads_; ++quad)
+      row_loops().flag(e(query, quad), query, wanted.least + quad * kQuad,
+                       parts.bits.data() + quad * kQuad * words_, words_);
+  }
+  return parts.bits.data();
 }
 
 const std::uint64_t* GroupRows::masses(std::uint32_t query) {

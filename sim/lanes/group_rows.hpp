@@ -48,10 +48,11 @@ class GroupRows {
   /// Which earlier tokens the rows request (N_t; the query's own token is not in it).
   struct Requests {
     const float* least;          ///< [heads()]: e from which on a token is requested
-    const std::uint64_t* bits;   ///< [heads()][words()]
     const std::uint32_t* count;  ///< [heads()]
   };
   Requests requests(std::uint32_t query);
+  /// The same as bits, [heads()][words()].
+  const std::uint64_t* request_bits(std::uint32_t query);
   std::size_t words() const { return words_; }
 
   /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.
@@ -69,7 +70,7 @@ class GroupRows {
  private:
   /// What is computed when it is first asked for, by query of the block.
   struct Lazy {
-    bool requests = false, masses = false, asked = false, tails = false;
+    bool requests = false, flags = false, masses = false, asked = false, tails = false;
     std::vector<float> least;
     std::vector<std::uint64_t> bits;
     AlignedVector<std::uint64_t> mass;

@@ -30,15 +30,9 @@ void RecallTally::add_all(const double* sums, const std::uint32_t* hits, const f
       inverse[h] = full[quad + h] > 0 ? 1 / static_cast<double>(full[quad + h]) : 0;
       due[h] = static_cast<std::int32_t>(wanted[quad + h] + own[quad + h]);
     }
-    const std::size_t sets = recall_.size() / heads_;
-    for (std::size_t set = 0; set < sets; ++set)
-      for (std::size_t h = 0; h < kQuad; ++h) {
-        const std::size_t at = set * heads_ + quad + h;
-        const double recall = set < whole ? std::min(1.0, sums[at] * inverse[h]) : 1.0;
-        recall_[at] += recall;
-        product_[at] *= std::max(recall, kRecallFloor);
-        missed_[at] += due[h] - static_cast<std::int32_t>(hits[at]);
-      }
+    row_loops().tally(sums + quad, hits + quad, recall_.size() / heads_, whole, heads_, inverse,
+                      due, kRecallFloor, recall_.data() + quad, product_.data() + quad,
+                      missed_.data() + quad);
   }
 }
 

@@ -209,9 +209,25 @@ inline Four load_four(const float* from) {
   return v;
 }
 
-/// Sums and hits of whole blocks; tokens that follow one another are read as such.
+/// The sums over a register's tokens.
+inline Four over_tokens(Floats v) {
+  float lanes[kWidth];
+  store(lanes, v);
+  Four all = load_four(lanes);
+  for (int i = 1; i < kQuads; ++i) all += load_four(lanes + i * kHeads);
+  return all;
+}
+inline FourInts over_tokens(Ints v) {
+  FourInts parts[kQuads];
+  std::memcpy(parts, &v, sizeof v);
+  for (int i = 1; i < kQuads; ++i) parts[0] += parts[i];
+  return parts[0];
+}
+
+/// Whole blocks' sums and hits; tokens that follow one another are read as such. Returns how many
+/// tokens that are.
 inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std::size_t count,
-                                const float* least, float* sum, std::int32_t* hits) {
+                                const float* least, Four& sum, FourInts& hits) {
   if (count < kBlockTokens) return 0;
   constexpr int kSums = kBlockParts < 4 ? kBlockParts : 4;
   const Floats bound = repeated(least);
@@ -229,19 +245,17 @@ inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std
     }
   }
   for (int s = 1; s < kSums; ++s) sums[0] += sums[s], asked[0] += asked[s];
-  for (int l = 0; l < kWidth; ++l) sum[l % kHeads] += sums[0][l], hits[l % kHeads] += asked[0][l];
+  sum = over_tokens(sums[0]);
+  hits = over_tokens(asked[0]);
   return i;
 }
 
 void total(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
            float* sum, std::uint32_t* hits) {
-  float whole[kQuad] = {};
-  std::int32_t asked_whole[kQuad] = {};
-  std::size_t i = total_blocks(e, tokens, count, least, whole, asked_whole);
+  Four all = {};
+  FourInts asked = {};
+  std::size_t i = total_blocks(e, tokens, count, least, all, asked);
   const Four bound = load_four(least);
-  Four all = load_four(whole);
-  FourInts asked;
-  std::memcpy(&asked, asked_whole, sizeof asked);
   for (; i < count; ++i) {
     const Four one = load_four(e + std::size_t{tokens ? tokens[i] : i} * kQuad);
     all += one;
@@ -475,6 +489,22 @@ std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size
   while (i + kLongs <= end && !any_equal(load_longs(ranks + i), least)) i += kLongs;
   while (ranks[i] != least) ++i;
   return i;
+}
+
+// --- figures -------------------------------------------------------------------------------------
+
+void tally(const double* sums, const std::uint32_t* hits, std::size_t sets, std::size_t whole,
+           std::size_t stride, const double* inverse, const std::int32_t* due, double least,
+           double* recall, double* product, double* missed) {
+  for (std::size_t set = 0; set < sets; ++set)
+    for (std::size_t h = 0; h < kQuad; ++h) {
+      const std::size_t at = set * stride + h;
+      const double share = sums[at] * inverse[h];
+      const double kept = set >= whole || share > 1.0 ? 1.0 : share;
+      recall[at] += kept;
+      product[at] *= kept > least ? kept : least;
+      missed[at] += due[h] - static_cast<std::int32_t>(hits[at]);
+    }
 }
 
 // --- outputs -------------------------------------------------------------------------------------
@@ -801,6 +831,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .flag = flag,
           .first_least = first_least,
           .common = common,
+          .tally = tally,
           .accumulate = accumulate_quad,
           .distance2 = distance2,
           .close_gap = close_gap,
