@@ -42,6 +42,8 @@ class GroupRows {
   /// Lane sums of the rows, [heads()]; 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
+  /// Their largest exponentials, [heads()].
+  const float* most(std::uint32_t query) const { return most_.data() + row(query); }
   /// The shifts that the exponentials were taken with (traces/numeric/softmax.hpp), [heads()].
   const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 

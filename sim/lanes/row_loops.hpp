@@ -53,6 +53,12 @@ struct RowLoops {
   /// the bits behind are 0.
   void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
                std::size_t words);
+  /// A quad's exponentials by head, bits[h][i] (`stride` apart), and in bins by size: the
+  /// difference of their bits from most[h], shifted right by shift[h], last_bin at most. Whole
+  /// blocks.
+  void (*bin)(const float* e, std::size_t count, const std::uint32_t* most,
+              const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
+              std::uint16_t* bins, std::size_t stride);
   /// The first index of the smallest rank in [begin, end), begin < end.
   std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
   /// Bits set in both.

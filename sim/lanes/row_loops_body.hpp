@@ -434,6 +434,26 @@ void flag(const float* e, std::size_t count, const float* least, std::uint64_t* 
   }
 }
 
+void bin(const float* e, std::size_t count, const std::uint32_t* most, const std::uint32_t* shift,
+         std::uint32_t last_bin, std::uint32_t* bits, std::uint16_t* bins, std::size_t stride) {
+  for (std::size_t i = 0; i < count; i += kWidth) {
+    Floats r[kHeads];
+    for (int j = 0; j < kHeads; ++j) r[j] = load(e + i * kQuad + j * kWidth);
+    transpose(r);
+    for (int h = 0; h < kHeads; ++h) {
+      const Floats own = in_order(r[h]);
+      Words word;
+      std::memcpy(&word, &own, sizeof word);
+      Words place = (most[h] - word) >> shift[h];
+      place = place < last_bin ? place : last_bin;
+      const Halves narrow = __builtin_convertvector(place, Halves);
+      const std::size_t at = static_cast<std::size_t>(h) * stride + i;
+      std::memcpy(bits + at, &word, sizeof word);
+      std::memcpy(bins + at, &narrow, sizeof narrow);
+    }
+  }
+}
+
 std::uint64_t common(const std::uint64_t* a, const std::uint64_t* b, std::size_t words) {
   std::uint64_t count = 0;
   for (std::size_t w = 0; w < words; ++w)
@@ -829,6 +849,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .masses = masses,
           .mark = mark,
           .flag = flag,
+          .bin = bin,
           .first_least = first_least,
           .common = common,
           .tally = tally,

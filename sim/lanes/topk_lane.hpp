@@ -1,8 +1,10 @@
 // `oracle_topk` at several budgets: each query and query head keeps its B most probable tokens, so
-// that one sorted row gives every budget. Queries of a dense prefill keep all.
+// that one row in rough order gives every budget. Queries of a dense prefill keep all.
 #pragma once
 
 #include "sim/lanes/lane.hpp"
+#include "sim/lanes/recall_tally.hpp"
+#include "sim/lanes/top_sums.hpp"
 
 namespace kvlab {
 
@@ -16,12 +18,18 @@ class TopkLane final : public Lane {
   void watch(LaneWatcher) override {}  ///< it keeps a set for each query head, not for a KV head
 
  private:
-  void attend_head(std::uint32_t query, std::uint32_t head, GroupRows& rows);
+  void attend_query(std::uint32_t query, GroupRows& rows);
+  void measure(std::uint32_t query, std::uint32_t head, GroupRows& rows);
+  bool keeps_all(std::size_t config, std::uint32_t query) const {
+    return configs_[config].budget > query || configs_[config].uncut[query];
+  }
 
   std::vector<LaneConfig> configs_;
+  std::vector<std::size_t> level_;  // [config]: its budget's place in sums_
   std::vector<HeadStats> stats_;
+  RecallTally tally_;
   const QuerySpan& span_;
-  std::vector<std::uint32_t> sorted_, room_;  // a row's bits, the smallest first
+  TopSums sums_;
 };
 
 }  // namespace kvlab

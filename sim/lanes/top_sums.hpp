@@ -1,0 +1,46 @@
+// Sums of a row's largest exponentials, for many counts at once: a row is not sorted, only put into
+// bins by size; within a bin order matters where a count ends in it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sim/lanes/group_rows.hpp"
+
+namespace kvlab {
+
+class TopSums {
+ public:
+  /// `budgets`: the counts, ascending and distinct.
+  TopSums(std::vector<std::uint32_t> budgets, std::uint32_t group);
+
+  const std::vector<std::uint32_t>& budgets() const { return budgets_; }
+
+  /// Puts the row of `query` into bins, for every head of the group.
+  void begin_row(std::uint32_t query, const GroupRows& rows);
+  /// Takes one head's sums, for every budget of no more than the row's tokens.
+  void take(std::uint32_t head);
+  struct Level {
+    double sum;   ///< of the largest
+    float least;  ///< the smallest of them
+  };
+  /// The taken head's, by budget.
+  const Level& level(std::size_t i) const { return levels_[i]; }
+
+ private:
+  void scatter(std::uint32_t head);
+  void sort_bin_of(std::uint32_t index);
+
+  std::vector<std::uint32_t> budgets_;
+  std::vector<Level> levels_;         // [budget]
+  std::vector<std::uint32_t> range_;  // [head]: of the last row's bits down to the largest budget
+  std::uint32_t tokens_ = 0;
+  std::size_t stride_ = 0;
+  std::vector<std::uint32_t> bits_;   // [head][token]
+  std::vector<std::uint16_t> bin_;    // [head][token]: 0 for the largest
+  std::vector<std::uint32_t> ends_;   // [bin]: of the bins in order_
+  std::vector<std::uint32_t> order_;  // bits by bin
+  std::uint32_t sorted_ = 0;          // bins before this one need no more sorting
+};
+
+}  // namespace kvlab
