@@ -4,8 +4,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "sim/lanes/row_loops.hpp"
-
 namespace kvlab {
 
 AgedCache::AgedCache(const PolicySpec& spec, std::uint32_t budget, Guards guards,
@@ -34,15 +32,12 @@ Step AgedCache::step(std::uint32_t now, std::uint32_t queries) const {
 void AgedCache::reserve(std::size_t count) {
   if (count <= positions_.size()) return;
   positions_.resize(count + count / 4);
-  ranks_.resize(positions_.size());
   states_.resize(positions_.size() * loops_.slot_bytes);
 }
 
 std::uint32_t AgedCache::make_room(std::uint32_t now) {
   if (budget_ == kNoBudget || size_ < budget_) return 0;
   const std::uint32_t leaving = size_ - (budget_ - 1);
-  loops_.rank(states_.data(), positions_.data(), size_, params_.data(), step(now, 0),
-              ranks_.data());
   if (leaving == 1)
     evict(last_victim_ = one_victim(now));
   else
@@ -61,9 +56,12 @@ std::size_t AgedCache::one_victim(std::uint32_t now) const {
       sinks, end, [&](std::uint32_t position) { return guards_.guard(position, now) == 0; });
   const auto first = static_cast<std::size_t>(sinks - begin),
              last = static_cast<std::size_t>(recent - begin);
-  if (first < last) return row_loops().first_least(ranks_.data(), first, last);
-  if (last < size_) return row_loops().first_least(ranks_.data(), last, size_);
-  return row_loops().first_least(ranks_.data(), 0, first);
+  const auto among = [&](std::size_t from, std::size_t to) {
+    return loops_.first_least(states_.data(), positions_.data(), from, to, params_.data(),
+                              step(now, 0));
+  };
+  if (first < last) return among(first, last);
+  return last < size_ ? among(last, size_) : among(0, first);
 }
 
 void AgedCache::evict(std::size_t index) {
@@ -76,10 +74,12 @@ void AgedCache::evict(std::size_t index) {
 }
 
 void AgedCache::evict_many(std::uint32_t now, std::uint32_t leaving) {
+  std::vector<std::uint64_t> ranks(size_);
+  loops_.rank(states_.data(), positions_.data(), size_, params_.data(), step(now, 0), ranks.data());
   std::vector<std::uint32_t> order(size_);
   std::iota(order.begin(), order.end(), 0u);
   const auto key = [&](std::uint32_t i) {
-    return LeavingKey{guards_.guard(positions_[i], now), ranks_[i], positions_[i]};
+    return LeavingKey{guards_.guard(positions_[i], now), ranks[i], positions_[i]};
   };
   std::nth_element(order.begin(), order.begin() + (leaving - 1), order.end(),
                    [&](std::uint32_t a, std::uint32_t b) { return key(a) < key(b); });

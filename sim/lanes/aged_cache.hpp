@@ -51,7 +51,7 @@ class AgedCache {
   LiveSet::Identity identity_;
   std::vector<std::byte> params_, states_;  // states_: [age]
   std::vector<std::uint32_t> positions_;    // [age], with room to spare
-  std::vector<std::uint64_t> ranks_, bits_;
+  std::vector<std::uint64_t> bits_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
   std::uint64_t evictions_ = 0;
   std::size_t last_victim_ = 0;

@@ -37,7 +37,12 @@ bool FeedbackLane::wants_row(std::uint32_t query) const {
 void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
   bool wanted = observes_;
   for (std::uint32_t query = first; query < first + count; ++query) wanted |= wants_row(query);
-  if (unrounded_ && wanted) unrounded_->compute(first, count);
+  if (unrounded_ && wanted) {
+    std::uint32_t from = first;  // what no run shares yet is not looked at
+    for (const auto& run : runs_) from = std::min(from, run->first_shared());
+    unrounded_->compute(first, count, from);
+  }
+  room_.admissions.forget_before(first);
   for (std::size_t c = 0; c < runs_.size(); ++c) {
     for (std::uint32_t query = first; query < first + count; ++query) {
       runs_[c]->attend(query, rows, unrounded_ ? unrounded_.get() : &rows, places_.get(), room_);

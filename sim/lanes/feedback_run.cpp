@@ -40,6 +40,7 @@ FeedbackRun::FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, c
                          const QuerySpan* span)
     : cache_(config.config->policy, config.budget, config.guards, identity, view.tokens),
       squeezed_(config.config->positions == Positions::cache),
+      weighted_(config.config->policy.entry->info.weighted),
       old_keys_(view),
       cursor_(*config.admissions),
       view_(view),
@@ -53,20 +54,24 @@ bool FeedbackRun::observes(std::uint32_t query) const {
   return cache_.needs() == Needs::requests || cursor_.age_of(query) < cache_.tail();
 }
 
+/// Whether what the query gives is what it gives in every cache that still has all tokens.
+bool FeedbackRun::has_whole_row(std::uint32_t query) const {
+  return visible_ == query + 1 && (cache_.needs() != Needs::mass || weight_of(query) == 1.0f);
+}
+
 void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
                          const PlaceTable* places, GatherRoom& room) {
   if (cursor_.begins_at(query)) {
     make_room(query);
     cache_.admit(query, cursor_.current().tokens);
-    begin_observing();
+    begin_observing(room);
   }
   visible_ = cache_.size() - cursor_.age_of(query);
   const bool measures = span_ && span_->contains(query);
   if (observes(query) || measures) {
-    const bool weighted = cache_.needs() == Needs::mass && weight_of(query) != 1.0f;
     if (squeezed_)
       see_squeezed(query, rows, *unrounded, *places, room);
-    else if (visible_ == query + 1 && !weighted)
+    else if (has_whole_row(query))
       see_all(query, rows);
     else
       see_kept(query, rows, room);
@@ -92,10 +97,18 @@ void FeedbackRun::make_room(std::uint32_t now) {
   for (std::size_t i = old_keys_.size(); i < old; ++i) old_keys_.append(live[i]);
 }
 
-void FeedbackRun::begin_observing() {
+void FeedbackRun::begin_observing(GatherRoom& room) {
+  whole_ = nullptr;
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
   if (seen_.queries == 1 && cache_.tail() > 0) return;  // the one query brings it all
+  if (!weighted_ && cache_.needs() != Needs::nothing && cache_.size() == seen_.query + 1) {
+    whole_ = &room.admissions.at(cursor_.current(), cache_.needs());
+    seen_.mass = whole_->mass.data();
+    seen_.requests = whole_->requests.data();
+    seen_.last_request = whole_->last_request.data();
+    return;
+  }
   mass_.assign(cache_.needs() == Needs::mass ? cache_.size() : 0, 0);
   requests_.assign(cache_.needs() == Needs::requests ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);
@@ -104,11 +117,15 @@ void FeedbackRun::begin_observing() {
   seen_.last_request = last_request_.data();
 }
 
+void FeedbackRun::observe_all(std::uint32_t query, GroupRows& rows) {
+  if (!observes(query)) return;
+  if (whole_) return whole_->see(query, cache_.needs(), rows);
+  if (cache_.needs() == Needs::requests) add_requests(query, rows.asked(query));
+  if (cache_.needs() == Needs::mass) add_masses(rows.masses(query));
+}
+
 void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
-  if (observes(query)) {
-    if (cache_.needs() == Needs::requests) add_requests(query, rows.asked(query));
-    if (cache_.needs() == Needs::mass) add_masses(rows.masses(query));
-  }
+  observe_all(query, rows);
   if (!span_ || !span_->contains(query)) return;
   measure(query, rows, rows.sums(query));
   if (span_->sampled(query)) take_sample(query, true);
@@ -162,13 +179,26 @@ void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& 
                                const PlaceTable& places, GatherRoom& room) {
   room.resize(visible_, rows.heads());
   const bool measures = span_ && span_->contains(query),
-             samples = measures && span_->sampled(query);
-  if (observes(query) || samples) take_squeezed(query, unrounded, places, room);
+             samples = measures && span_->sampled(query), whole = has_whole_row(query);
+  if (whole)
+    take_whole(query, unrounded, room);
+  else if (observes(query) || samples)
+    take_squeezed(query, unrounded, places, room);
   if (samples) take_squeezed_sample(query, rows, room);
-  observe_kept(query, rows, room);
+  if (whole)
+    observe_all(query, unrounded);
+  else
+    observe_kept(query, rows, room);
   if (!measures) return;
-  add_shared(query, rows, room.shared.data());
+  if (!whole) add_shared(query, rows, room.shared.data());
   measure(query, rows, room.shared.data());
+}
+
+/// A row of unrounded logits, nothing of which is the run's own.
+void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
+                             GatherRoom& room) const {
+  room.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
+  room.lost.assign(unrounded.heads(), false);
 }
 
 void FeedbackRun::take_squeezed_sample(std::uint32_t query, const GroupRows& rows,

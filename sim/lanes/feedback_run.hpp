@@ -5,6 +5,7 @@
 #include "sim/lanes/aged_keys.hpp"
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/recall_tally.hpp"
+#include "sim/lanes/whole_admission.hpp"
 
 namespace kvlab {
 
@@ -14,9 +15,10 @@ struct GatherRoom {
   AlignedVector<std::uint64_t> mass;            // [age]
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
-  std::vector<bool> lost;                       // [heads]: squeezed, taken from its own maximum
-  std::vector<float> row;                       // one head's, by age
-  AlignedVector<float> products, turned;        // [4][age], [4][dim]: squeezed
+  WholeAdmissions admissions;
+  std::vector<bool> lost;                 // [heads]: squeezed, taken from its own maximum
+  std::vector<float> row;                 // one head's, by age
+  AlignedVector<float> products, turned;  // [4][age], [4][dim]: squeezed
 
   void resize(std::size_t tokens, std::uint32_t heads);
 };
@@ -35,6 +37,12 @@ class FeedbackRun {
   HeadStats& stats() { return stats_; }
   /// The live tokens that the last query could see.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
+
+  /// The first token whose exponentials at squeezed positions are shared: those before it are the
+  /// run's own, or not live.
+  std::uint32_t first_shared() const {
+    return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
+  }
 
   /// A sampled query's live set, until the lane has its outputs.
   struct Sample {
@@ -64,10 +72,13 @@ class FeedbackRun {
   bool observes(std::uint32_t query) const;
   void make_room(std::uint32_t now);
   void see_all(std::uint32_t query, GroupRows& rows);
+  void observe_all(std::uint32_t query, GroupRows& rows);
   void see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                     const PlaceTable& places, GatherRoom& room);
   void take_squeezed(std::uint32_t query, GroupRows& unrounded, const PlaceTable& places,
                      GatherRoom& room);
+  bool has_whole_row(std::uint32_t query) const;
+  void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherRoom& room) const;
   void turn_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
                     GatherRoom& room, const float** queries) const;
   void take_own_squeezed(std::uint32_t query, std::uint32_t head, const GroupRows& unrounded,
@@ -85,11 +96,11 @@ class FeedbackRun {
   void add_requests(std::uint32_t query, const std::uint32_t* asked);
   void measure(std::uint32_t query, GroupRows& rows, const float* shared);
   Sample& take_sample(std::uint32_t query, bool all);
-  void begin_observing();
+  void begin_observing(GatherRoom& room);
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
-  bool squeezed_;
+  bool squeezed_, weighted_;
   AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
   AdmissionCursor cursor_;
   const HeadView& view_;
@@ -98,6 +109,7 @@ class FeedbackRun {
   RecallTally tally_;
   std::uint32_t visible_ = 0;
   Seen seen_;                        // of the admission in progress
+  WholeAdmission* whole_ = nullptr;  // where its queries all see every token, unweighted
   std::vector<std::uint64_t> mass_;  // [age], over an admission of several queries
   std::vector<std::uint32_t> requests_, last_request_;
   std::vector<Sample> samples_;

@@ -1,6 +1,7 @@
 #include "sim/lanes/group_rows.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -36,9 +37,12 @@ float least_requested(float sum, float most, std::uint32_t threshold16) {
   const double mass =
       std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
   auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
-  while (!asks(e)) e = std::nextafter(e, kNever);
-  for (float below = std::nextafter(e, 0.0f); asks(below); below = std::nextafter(e, 0.0f))
-    e = below;
+  // The bits of floats that are not negative are in their order.
+  const auto next_to = [](float x, int steps) {
+    return std::bit_cast<float>(std::bit_cast<std::int32_t>(x) + steps);
+  };
+  while (!asks(e)) e = next_to(e, 1);
+  while (asks(next_to(e, -1))) e = next_to(e, -1);
   return e;
 }
 
@@ -65,7 +69,7 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   }
 }
 
-void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
+void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t from) {
   first_ = first;
   const std::size_t group = view_.group;
   for (std::uint32_t i = 0; i < count; ++i)
@@ -73,10 +77,10 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count) {
       rotate(view_.query(head, first + i), first + i,
              queries_.data() + (i * group + head) * view_.head_size);
   quad_rows_.clear();
+  const std::size_t panels = (first + count + 15) / 16, begin = from / 16;
   for (std::size_t row = 0; row < std::size_t{count} * quads_; ++row)
-    quad_rows_.push_back({.e = e_.data() + row * stride_ * kQuad});
-  const std::size_t panels = (first + count + 15) / 16;
-  for (std::size_t panel = 0; panel < panels; panel += kTilePanels) {
+    quad_rows_.push_back({.e = e_.data() + (row * stride_ + begin * 16) * kQuad});
+  for (std::size_t panel = begin; panel < panels; panel += kTilePanels) {
     const std::size_t end = std::min(panel + kTilePanels, panels);
     multiply_fused_tile(queries_.data(), count * group, view_.head_size, keys_, panel, end,
                         tile_.data(), kTileTokens);

@@ -25,8 +25,9 @@ class GroupRows {
 
   /// Queries a block holds: enough to reuse keys, few enough that rows stay in cache.
   std::uint32_t block_queries() const { return block_; }
-  /// Computes the rows of queries [first, first + count), count <= block_queries().
-  void compute(std::uint32_t first, std::uint32_t count);
+  /// Computes the rows of queries [first, first + count), count <= block_queries(); of tokens from
+  /// `from` on, if only those will be looked at.
+  void compute(std::uint32_t first, std::uint32_t count, std::uint32_t from = 0);
 
   const HeadView& view() const { return view_; }
   std::uint32_t group() const { return view_.group; }

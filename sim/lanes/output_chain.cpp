@@ -49,20 +49,10 @@ void OutputChain::list(const std::uint64_t* bits, bool fresh, Link& link) {
   const std::size_t count = link.tokens.size();
   link.weights.resize(rows_->heads() * count);
   std::fill(step_.begin(), step_.end(), 0.0f);
-  for (std::uint32_t quad = 0; quad < rows_->quads(); ++quad) {
-    const float* const e = rows_->e(index_, quad);
-    float* const to = link.weights.data() + quad * count * kQuad;
-    float* const magnitude = step_.data() + quad * kQuad;
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::uint32_t token = link.tokens[i];
-      const bool joins = bits[token / 64] >> token % 64 & 1;
-      for (std::size_t h = 0; h < kQuad; ++h) {
-        const float x = e[token * kQuad + h];
-        to[i * kQuad + h] = joins ? x : -x;
-        magnitude[h] += x;
-      }
-    }
-  }
+  for (std::uint32_t quad = 0; quad < rows_->quads(); ++quad)
+    row_loops().list_weights(rows_->e(index_, quad), link.tokens.data(), count, bits,
+                             link.weights.data() + quad * count * kQuad,
+                             step_.data() + quad * kQuad);
 }
 
 bool OutputChain::is_coarse(const float* sums) const {

@@ -30,6 +30,9 @@ struct PolicyLoops {
                   const Step& step);
   void (*rank)(const void* slots, const std::uint32_t* positions, std::size_t count,
                const void* params, const Step& step, std::uint64_t* ranks);
+  /// The first of the lowest ranks in [begin, end), begin < end.
+  std::size_t (*first_least)(const void* slots, const std::uint32_t* positions, std::size_t begin,
+                             std::size_t end, const void* params, const Step& step);
   float (*weight)(std::uint32_t age, const void* params);
   std::uint32_t (*tail)(const void* params);
 };

@@ -43,6 +43,31 @@ struct HooksOf {
       ranks[i] = P::rank(slot[i], Token{positions[i]}, own, now);
   }
 
+  [[gnu::flatten]] static std::size_t first_least(const void* slots, const std::uint32_t* positions,
+                                                  std::size_t begin, std::size_t end,
+                                                  const void* params, const Step& step) {
+    const auto* const slot = static_cast<const Slot*>(slots);
+    const Params own = *static_cast<const Params*>(params);
+    const Step now = step;
+    const auto rank_of = [&](std::size_t i) {
+      return P::rank(slot[i], Token{positions[i]}, own, now);
+    };
+    std::uint64_t least = ~std::uint64_t{0};
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint64_t rank = rank_of(i);
+      least = rank < least ? rank : least;
+    }
+    constexpr std::size_t kAtOnce = 64;
+    std::size_t i = begin;
+    for (; i + kAtOnce <= end; i += kAtOnce) {
+      std::uint64_t found = 0;
+      for (std::size_t j = i; j < i + kAtOnce; ++j) found |= rank_of(j) == least;
+      if (found) break;
+    }
+    while (rank_of(i) != least) ++i;
+    return i;
+  }
+
   static float weight(std::uint32_t age, const void* params) {
     if constexpr (P::kInfo.weighted) return P::weight(age, *static_cast<const Params*>(params));
     return 1.0f;
@@ -84,6 +109,7 @@ constexpr PolicyLoops hooks_of() {
           .admit = Hooks::admit,
           .observe = Hooks::observe,
           .rank = Hooks::rank,
+          .first_least = Hooks::first_least,
           .weight = Hooks::weight,
           .tail = Hooks::tail};
 }

@@ -69,6 +69,10 @@ struct RowLoops {
   void (*tally)(const double* sums, const std::uint32_t* hits, std::size_t sets, std::size_t whole,
                 std::size_t stride, const double* inverse, const std::int32_t* due, double least,
                 double* recall, double* product, double* missed);
+  /// to[i] [4] = e of tokens[i], negative where bit tokens[i] of `bits` is not set; size[h] +=
+  /// their magnitudes.
+  void (*list_weights)(const float* e, const std::uint32_t* tokens, std::size_t count,
+                       const std::uint64_t* bits, float* to, float* size);
   /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i),
   /// fused.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,

@@ -529,6 +529,19 @@ void tally(const double* sums, const std::uint32_t* hits, std::size_t sets, std:
 
 // --- outputs -------------------------------------------------------------------------------------
 
+void list_weights(const float* e, const std::uint32_t* tokens, std::size_t count,
+                  const std::uint64_t* bits, float* to, float* size) {
+  Four all = load_four(size);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t token = tokens[i];
+    const float sign = bits[token / 64] >> token % 64 & 1 ? 1.0f : -1.0f;
+    const Four one = load_four(e + std::size_t{token} * kQuad), weight = one * sign;
+    std::memcpy(to + i * kQuad, &weight, sizeof weight);
+    all += one;
+  }
+  std::memcpy(size, &all, sizeof all);
+}
+
 /// P registers of each head's sums, over tokens [begin, end).
 template <int P>
 inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t begin,
@@ -853,6 +866,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .first_least = first_least,
           .common = common,
           .tally = tally,
+          .list_weights = list_weights,
           .accumulate = accumulate_quad,
           .distance2 = distance2,
           .close_gap = close_gap,
