@@ -259,30 +259,26 @@ void NestedLane::list_outputs(const SampledRows& rows, std::vector<ValueJob>& jo
 }
 
 void NestedLane::finish_outputs(const SampledRows& rows) {
-  const std::size_t size = rows.heads() * view_.head_size;
   for (std::size_t i = 0; i < rows.size(); ++i)
-    for (std::size_t l = 0; l < levels_.size(); ++l) {
-      float* const values = samples_[i].values.data() + l * size;
-      if (l > 0)
-        for (std::size_t d = 0; d < size; ++d) values[d] += values[d - size];
-      measure_outputs(rows, i, l);
-    }
+    for (std::size_t l = 0; l < levels_.size(); ++l) measure_outputs(rows, i, l);
   sample_count_ = 0;
 }
 
+/// From what a level adds to the output of its live set, and that one's error.
 void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level) {
   const std::size_t dim = view_.head_size, at = level * rows.heads();
-  const Sample& sample = samples_[i];
+  Sample& sample = samples_[i];
+  const std::vector<float> nothing(level == 0 ? dim : 0);
   const QuerySpan::Place place = span_->place(rows.query(i));
   const bool all = sample.begins[level + 1] == rows.query(i) + std::size_t{1};
   for (std::uint32_t h = 0; h < view_.group; ++h) {
-    double error = 0;
-    if (const auto own = sample.own.find(at + h); !all && own != sample.own.end())
+    float* const values = sample.values.data() + (at + h) * dim;
+    const float* const before = level == 0 ? nothing.data() : values - rows.heads() * dim;
+    double error =
+        row_loops().step_distance2(values, before, rows.output(i, h), 1 / sample.sums[at + h], dim);
+    if (const auto own = sample.own.find(at + h); own != sample.own.end())
       error = row_loops().distance2(rows.output(i, h), own->second.data(), 1.0f, dim);
-    else if (!all)
-      error = row_loops().distance2(rows.output(i, h), sample.values.data() + (at + h) * dim,
-                                    1 / sample.sums[at + h], dim);
-    stats_[level].add_error(place, h, error, rows.norm2(i, h));
+    stats_[level].add_error(place, h, all ? 0 : error, rows.norm2(i, h));
   }
 }
 

@@ -592,6 +592,34 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
                     y);
 }
 
+/// The sum of a register's elements, by halves.
+inline float sum_of(Floats v) {
+  float lanes[kWidth];
+  store(lanes, v);
+  for (int width = kWidth / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  return lanes[0];
+}
+
+double step_distance2(float* values, const float* before, const float* whole, float factor,
+                      std::size_t count) {
+  Floats sum[2] = {};
+  std::size_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const Floats value = load(values + i) + load(before + i);
+    store(values + i, value);
+    const Floats x = load(whole + i) - factor * value;
+    sum[i / kWidth % 2] += x * x;
+  }
+  auto all = static_cast<double>(sum_of(sum[0] + sum[1]));
+  for (; i < count; ++i) {
+    values[i] += before[i];
+    const double x = static_cast<double>(whole[i]) - static_cast<double>(factor * values[i]);
+    all += x * x;
+  }
+  return all;
+}
+
 /// Sixteen running sums, index modulo 16, added by halves.
 double distance2(const float* a, const float* b, float factor, std::size_t count) {
   double lanes[kTokens] = {};
@@ -869,6 +897,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .list_weights = list_weights,
           .accumulate = accumulate_quad,
           .distance2 = distance2,
+          .step_distance2 = step_distance2,
           .close_gap = close_gap,
           .turn_panel = turn_panel,
           .panel_products = panel_products,

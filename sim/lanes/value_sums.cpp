@@ -32,7 +32,10 @@ void add_together(const HeadView& view, std::span<const ValueJob> jobs) {
       const ValueJob& job = jobs[i];
       const std::size_t begin = next[i];
       if (job.tokens)
-        while (next[i] < job.count && job.tokens[next[i]] < end) ++next[i];
+        next[i] = static_cast<std::size_t>(
+            std::lower_bound(job.tokens + begin,
+                             job.tokens + std::min(begin + std::size_t{kRange}, job.count), end) -
+            job.tokens);
       else if (end > job.first)
         next[i] = std::min<std::size_t>(end - job.first, job.count);
       add_part(view, job, begin, next[i]);
