@@ -46,26 +46,22 @@ std::uint32_t AgedCache::make_room(std::uint32_t now) {
   return leaving;
 }
 
-/// By age, the sinks come first and the recent last, so each guard is one range, and the first of
-/// equal ranks is the oldest.
-std::size_t AgedCache::one_victim(std::uint32_t now) const {
+/// By age, the sinks come first and the recent last: where the tokens begin that are neither, and
+/// where they end.
+std::pair<std::size_t, std::size_t> AgedCache::unguarded(std::uint32_t now) const {
   const auto guard_at = [&](std::size_t i) { return guards_.guard(positions_[i], now); };
-  const auto begin = positions_.begin(), end = begin + size_;
   std::size_t first = std::min(guards_.sinks, size_);
-  if (first > 0 && positions_[first - 1] >= guards_.sinks)  // some of them are not there
-    first = static_cast<std::size_t>(
-        std::partition_point(begin, end,
-                             [&](std::uint32_t position) { return position < guards_.sinks; }) -
-        begin);
-  // The recent tokens, less those that are admitted next, are live unless a guard had to give way.
+  while (first > 0 && guard_at(first - 1) != 2) --first;  // where some sinks are not there
+  // The recent tokens are there, less those that come next, unless a guard had to give way.
   std::size_t last = std::max<std::size_t>(first, size_ - std::min(guards_.recent, size_));
   while (last < size_ && guard_at(last) == 0) ++last;
-  if (last > first && guard_at(last - 1) != 0)
-    last = static_cast<std::size_t>(
-        std::partition_point(
-            begin + static_cast<std::ptrdiff_t>(first), end,
-            [&](std::uint32_t position) { return guards_.guard(position, now) == 0; }) -
-        begin);
+  while (last > first && guard_at(last - 1) != 0) --last;
+  return {first, last};
+}
+
+/// The first of equal ranks is the oldest.
+std::size_t AgedCache::one_victim(std::uint32_t now) const {
+  const auto [first, last] = unguarded(now);
   const auto among = [&](std::size_t from, std::size_t to) {
     return loops_.first_least(states_.data(), positions_.data(), from, to, params_.data(),
                               step(now, 0));

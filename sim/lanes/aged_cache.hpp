@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "policies/live_set.hpp"
@@ -39,6 +40,7 @@ class AgedCache {
  private:
   Step step(std::uint32_t now, std::uint32_t queries) const;
   void reserve(std::size_t count);
+  std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
   std::size_t one_victim(std::uint32_t now) const;
   void evict(std::size_t index);
   void evict_many(std::uint32_t now, std::uint32_t leaving);

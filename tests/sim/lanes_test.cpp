@@ -246,7 +246,8 @@ TEST_CASE("a row of a quad has the exponentials and sums of softmax.hpp, on ever
           }
           for (std::size_t i = 0; i < count; ++i) {
             const float x = e[i * kQuad + h];
-            if (std::max(x, wanted[i]) > 0x1p-125f)  // what was taken down to less may have become 0
+            if (std::max(x, wanted[i]) >
+                0x1p-125f)  // what was taken down to less may have become 0
               REQUIRE(std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(wanted[i]));
           }
           for (std::size_t i = count; i < stride; ++i) REQUIRE(e[i * kQuad + h] == 0);
@@ -413,6 +414,105 @@ TEST_CASE("weighted sums of values and bits in common, on every set") {
       const std::uint64_t a[] = {~std::uint64_t{0}, 5, 1}, b[] = {std::uint64_t{1} << 63, 4, 2};
       CHECK(loops->common(a, b, 3) == 2);
     }
+  }
+}
+
+TEST_CASE("sums and hits of some tokens are theirs, in runs and scattered, on every set") {
+  std::mt19937 draw(9);
+  for (const std::size_t tokens : {1u, 15u, 16u, 17u, 40u, 200u}) {
+    const auto e = random_row(draw, tokens);
+    std::vector<std::uint32_t> all(tokens);
+    std::iota(all.begin(), all.end(), 0u);
+    const float least[kQuad] = {0.125f, 1e-6f, 0, 2};
+    for (const auto& list : {all, every_third(draw, tokens)})
+      for (const bool given : {true, false}) {
+        if (!given && list.size() != tokens) continue;
+        double wanted[kQuad] = {};
+        std::uint32_t asked[kQuad] = {};
+        for (const std::uint32_t token : list)
+          for (std::size_t h = 0; h < kQuad; ++h) {
+            wanted[h] += static_cast<double>(at(e, token, h));
+            asked[h] += at(e, token, h) >= least[h];
+          }
+        for (const RowLoops* loops : sets()) {
+          INFO(loops->name << ", " << list.size() << " of " << tokens);
+          float sum[kQuad];
+          std::uint32_t hits[kQuad] = {1, 1, 1, 1};
+          loops->total(e.data(), given ? list.data() : nullptr, list.size(), least, sum, hits);
+          for (std::size_t h = 0; h < kQuad; ++h) {
+            CHECK(hits[h] == asked[h] + 1);
+            CHECK(std::abs(static_cast<double>(sum[h]) - wanted[h]) <= 1e-6 * wanted[h]);
+          }
+        }
+      }
+  }
+}
+
+TEST_CASE("exponentials in bins by size: a larger one is in no later bin, on every set") {
+  std::mt19937 draw(10);
+  for (const std::size_t tokens : {1u, 16u, 77u}) {
+    const std::size_t stride = (tokens + 15) / 16 * 16;
+    auto e = random_row(draw, tokens);
+    e.resize(stride * kQuad);
+    const std::uint32_t most = std::bit_cast<std::uint32_t>(2.0f),
+                        mosts[kQuad] = {most, most, most, most}, shift[kQuad] = {0, 20, 23, 16};
+    for (const RowLoops* loops : sets()) {
+      std::vector<std::uint32_t> bits(kQuad * stride, 7);
+      std::vector<std::uint16_t> bins(bits.size(), 7);
+      loops->bin(e.data(), tokens, mosts, shift, 255, bits.data(), bins.data(), stride);
+      for (std::size_t h = 0; h < kQuad; ++h)
+        for (std::size_t i = 0; i < tokens; ++i) {
+          const auto own = std::bit_cast<std::uint32_t>(at(e, i, h));
+          REQUIRE(bits[h * stride + i] == own);
+          REQUIRE(bins[h * stride + i] == std::min((most - own) >> shift[h], 255u));
+        }
+    }
+  }
+}
+
+TEST_CASE("figures and weights of live sets, on every set") {
+  const double sums[] = {0.5, 1, 2, 0, 1, 2, 4, 8}, inverse[] = {1, 0.5, 0.25, 0.1};
+  const std::uint32_t hits[] = {1, 2, 3, 4, 2, 3, 4, 5};
+  const std::int32_t due[] = {5, 5, 4, 5};
+  std::mt19937 draw(11);
+  const auto e = random_row(draw, 70);
+  const auto list = every_third(draw, 70);
+  const std::uint64_t live[] = {0x5555'0f0f'ffff'0000, 0x2a};
+  std::normal_distribution<float> normal;
+  std::vector<float> before(20), values(20), whole(20);
+  for (auto* v : {&before, &values, &whole})
+    for (float& x : *v) x = normal(draw);
+  for (const RowLoops* loops : sets()) {
+    INFO(loops->name);
+    std::vector<double> recall(8, 1.0), product(8, 0.5), missed(8, 2.0);
+    loops->tally(sums, hits, 2, 1, kQuad, inverse, due, 0.25, recall.data(), product.data(),
+                 missed.data());
+    for (std::size_t i = 0; i < 8; ++i) {
+      const double share = i < 4 ? std::min(1.0, sums[i] * inverse[i]) : 1.0;
+      CHECK(recall[i] == 1 + share);
+      CHECK(product[i] == 0.5 * std::max(share, 0.25));
+      CHECK(missed[i] == 2.0 + due[i % 4] - static_cast<int>(hits[i]));
+    }
+
+    std::vector<float> weights(list.size() * kQuad), size(kQuad, 1.0f), total(size);
+    loops->list_weights(e.data(), list.data(), list.size(), live, weights.data(), size.data());
+    for (std::size_t i = 0; i < list.size(); ++i)
+      for (std::size_t h = 0; h < kQuad; ++h) {
+        const float x = at(e, list[i], h);
+        CHECK(weights[i * kQuad + h] == ((live[list[i] / 64] >> list[i] % 64 & 1) ? x : -x));
+        total[h] += x;
+      }
+    CHECK(size == total);
+
+    std::vector<float> moved = values;
+    const double got =
+        loops->step_distance2(moved.data(), before.data(), whole.data(), 0.5f, moved.size());
+    double wanted = 0;
+    for (std::size_t i = 0; i < moved.size(); ++i) {
+      CHECK(moved[i] == values[i] + before[i]);
+      wanted += std::pow(static_cast<double>(whole[i] - 0.5f * moved[i]), 2.0);
+    }
+    CHECK(std::abs(got - wanted) <= 1e-6 * wanted);
   }
 }
 
