@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,6 +25,8 @@ class Backend {
   virtual ~Backend() = default;
   virtual const ModelConfig& config() const = 0;
   virtual std::string weights_xxh3() const = 0;
+  /// What queries, keys and values are rounded to; none: they are float32 throughout.
+  virtual std::optional<Dtype> rounding() const = 0;
   /// For a sequence of at most `tokens`. Throws std::invalid_argument for a cache that this device
   /// does not have, std::runtime_error if its memory is too small.
   virtual std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,

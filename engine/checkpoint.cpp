@@ -32,13 +32,14 @@ WeightMap read_index(const std::filesystem::path& path) {
   WeightMap map;
   for (const auto& [tensor, file] : json["weight_map"].items()) {
     if (!file.is_string())
-      refuse(fmt::format("the file of {} is {}; it must be a string", tensor, file.type_name()));
+      refuse(fmt::format("the file of {} is {}; it must be a string", json_quoted(tensor),
+                         file.type_name()));
     const auto name = file.get<std::string>();
     const bool plain = name.ends_with(".safetensors") &&
                        name.find_first_of(std::string("/\\\n\0", 4)) == std::string::npos;
     if (!plain)
-      refuse(
-          fmt::format("the file of {} must be a safetensors file in the same directory", tensor));
+      refuse(fmt::format("the file of {} must be a safetensors file in the same directory",
+                         json_quoted(tensor)));
     map.emplace(tensor, name);
   }
   return map;
@@ -66,15 +67,16 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
     for (const auto& [tensor, view] : checkpoint.files_.back().tensors()) {
       const auto listed = map.find(tensor);
       if (listed == map.end() || listed->second != name)
-        throw std::runtime_error(
-            fmt::format("{}: {} is in {}; the index must say so", index.string(), tensor, name));
+        throw std::runtime_error(fmt::format("{}: {} is in {}; the index must say so",
+                                             index.string(), json_quoted(tensor), name));
       checkpoint.file_of_.emplace(tensor, checkpoint.files_.size() - 1);
     }
   }
   for (const auto& [tensor, file] : map)
     if (!checkpoint.contains(tensor))
       throw std::runtime_error(fmt::format("{}: tensor {} is missing; {} puts it there",
-                                           (directory / file).string(), tensor, kIndex));
+                                           (directory / file).string(), json_quoted(tensor),
+                                           kIndex));
   return checkpoint;
 }
 
@@ -88,16 +90,17 @@ const TensorView& Checkpoint::at(std::string_view name, std::span<const std::siz
   const auto found = file_of_.find(name);
   if (found == file_of_.end())
     throw std::runtime_error(fmt::format("{}: tensor {} is missing; its shape must be [{}]", where_,
-                                         name, fmt::join(shape, ", ")));
+                                         json_quoted(name), fmt::join(shape, ", ")));
   const SafetensorsFile& file = files_[found->second];
   const TensorView& view = file.at(name);
   if (view.dtype == Dtype::i32)
     throw std::runtime_error(fmt::format("{}: tensor {} is {}; it must be BF16, F16 or F32",
-                                         file.path().string(), name, safetensors_name(view.dtype)));
+                                         file.path().string(), json_quoted(name),
+                                         safetensors_name(view.dtype)));
   if (!std::equal(shape.begin(), shape.end(), view.shape.begin(), view.shape.end()))
     throw std::runtime_error(fmt::format("{}: tensor {} has shape [{}]; config.json makes it [{}]",
-                                         file.path().string(), name, fmt::join(view.shape, ", "),
-                                         fmt::join(shape, ", ")));
+                                         file.path().string(), json_quoted(name),
+                                         fmt::join(view.shape, ", "), fmt::join(shape, ", ")));
   return view;
 }
 
@@ -106,7 +109,7 @@ void Checkpoint::refuse_unless(const std::function<bool(std::string_view name)>&
     if (!used(name))
       throw std::runtime_error(
           fmt::format("{}: tensor {} is not part of the model that config.json describes",
-                      files_[file].path().string(), name));
+                      files_[file].path().string(), json_quoted(name)));
 }
 
 std::string Checkpoint::xxh3() const {

@@ -69,7 +69,9 @@ std::size_t shrink_workspace(const SlotCache& from);
 /// One policy, as compiled for the device.
 struct AdmissionPolicy {
   std::string_view name;
-  std::size_t slot_bytes;  ///< of a state; 0: the policy keeps none
+  std::size_t slot_bytes;    ///< of a state; 0: the policy keeps none
+  std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
+  bool weighted;             ///< observe_queries takes its weights and tail
   /// settle_tokens<P> (shrink.cuh): a function's address, or a cudaKernel_t of loaded code.
   const void* kernel;
   cudaError_t shrink(const ShrinkArgs& args, cudaStream_t stream) const;

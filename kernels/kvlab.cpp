@@ -101,37 +101,44 @@ const char* kvlab_policy_name(int index) {
 }
 
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
+  if (policy == nullptr) return KVLAB_NOTHING;
   return static_cast<kvlab_needs>(policy->eviction->needs);
 }
 
-size_t kvlab_policy_slot_bytes(const kvlab_policy* policy) { return policy->eviction->slot_bytes; }
+size_t kvlab_policy_slot_bytes(const kvlab_policy* policy) {
+  return policy == nullptr ? 0 : policy->eviction->slot_bytes;
+}
 
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy) {
-  return policy->eviction->params_bytes;
+  return policy == nullptr ? 0 : policy->eviction->params_bytes;
 }
 
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to) {
+  if (policy == nullptr) return cudaErrorInvalidValue;
   // Params are doubles, one for each parameter.
   const std::size_t wanted = policy->eviction->params_bytes / sizeof(double);
   if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
+  if (wanted > 0 && (values == nullptr || to == nullptr)) return cudaErrorInvalidValue;
   policy->eviction->params(std::span(values, wanted), static_cast<std::byte*>(to));
   return cudaSuccess;
 }
 
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
+  if (cache == nullptr) return cudaErrorInvalidValue;
   return number_by_age(cache_of(*cache), stream);
 }
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
-  if (!known(cache->type)) return 0;
+  if (policy == nullptr || cache == nullptr || !known(cache->type)) return 0;
   return policy->eviction->attention_workspace(cache_of(*cache));
 }
 
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
-  if (!known(args->cache.type)) return cudaErrorInvalidValue;
+  if (policy == nullptr || args == nullptr || !known(args->cache.type))
+    return cudaErrorInvalidValue;
   EvictingAttentionArgs converted{};
   converted.cache = cache_of(args->cache);
   converted.policy = state_of(args->policy);
@@ -149,6 +156,7 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
+  if (args == nullptr) return cudaErrorInvalidValue;
   if (!known(args->type) || args->first_slot == nullptr) return cudaErrorInvalidValue;
   return prefill_attention({.shape = shape_of(*args),
                             .first = args->first,
@@ -165,11 +173,13 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
 }
 
 size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
+  if (args == nullptr) return 0;
   if (!known(args->prefill.type)) return 0;
   return observe_workspace(shape_of(args->prefill), args->prefill.queries);
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
+  if (args == nullptr) return cudaErrorInvalidValue;
   const kvlab_prefill_args& prefill = args->prefill;
   if (!known(prefill.type) || prefill.first_slot == nullptr) return cudaErrorInvalidValue;
   return observe_queries({.shape = shape_of(prefill),
@@ -189,11 +199,16 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                          stream);
 }
 
-size_t kvlab_shrink_workspace(const kvlab_cache* from) { return shrink_workspace(cache_of(*from)); }
+size_t kvlab_shrink_workspace(const kvlab_cache* from) {
+  return from == nullptr ? 0 : shrink_workspace(cache_of(*from));
+}
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
+  if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
   if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
+  // kvlab_observe knows no policy, hence no weights: what it counted would be wrong.
+  if (policy->admission->weighted && args->seen != nullptr) return cudaErrorNotSupported;
   return policy->admission->shrink({.from = cache_of(args->from),
                                     .to = cache_of(args->to),
                                     .policy = state_of(args->policy),

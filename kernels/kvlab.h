@@ -37,7 +37,8 @@ typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2 } kvlab_nee
 /** A policy of the registry. */
 typedef struct kvlab_policy kvlab_policy;
 
-/** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process. */
+/** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process.
+ */
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** The names, from 0 on; NULL behind the last. */
 const char* kvlab_policy_name(int index);
@@ -47,7 +48,8 @@ size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
 /** Bytes of parameters for each sequence; 0: none. */
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
 /** Writes them to host memory `to`, for the caller to copy to the device: `values` holds one number
- *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs. */
+ *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs.
+ */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
 
@@ -55,7 +57,8 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
 
 /** A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head. Its slots begin at
  *  first_slot[pair]; the first lengths[pair] of them hold live tokens, in any order. Pairs may have
- *  different budgets, hence different numbers of slots: a pair that decodes needs `budget` slots. */
+ *  different budgets, hence different numbers of slots: a pair that decodes needs `budget` slots.
+ */
 typedef struct {
   kvlab_type type;
   int sequences, query_heads, kv_heads, head_size;
@@ -67,8 +70,8 @@ typedef struct {
   uint32_t* positions;       /**< [slot]: of the token that it holds */
   int32_t* lengths;          /**< [pair]: live tokens */
   int32_t* next_slots;       /**< [pair], from first_slot: where the next token goes */
-  uint32_t* ages; /**< [slot]: how many of the pair's live tokens are older; where squeezed, else NULL.
-                       Kept by kvlab_evicting_attention, set by kvlab_number_by_age */
+  uint32_t* ages; /**< [slot]: how many of the pair's live tokens are older; where squeezed, else
+                     NULL. Kept by kvlab_evicting_attention, set by kvlab_number_by_age */
 } kvlab_cache;
 
 /** Sets cache->ages from positions and lengths: after a prompt. */
@@ -123,7 +126,8 @@ typedef struct {
   float* lse;                /**< [sequence, query_head], natural logarithm; or NULL */
   void* workspace;           /**< zeroed before its first use; not shared by calls at one time */
   int settled; /**< 1: no kernel ahead in the stream may write what this reads, but for q and each
-                    pair's newest token; then the cache is fetched while they still run. 0 is safe */
+                    pair's newest token; then the cache is fetched while they still run. 0 is safe
+                */
 } kvlab_evicting_attention_args;
 
 /** Bytes of workspace; 0 for a shape that is not supported. */
@@ -162,10 +166,10 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
 
 /** What the queries of a kvlab_prefill_attention give to each key. */
 typedef struct {
-  kvlab_prefill_args prefill; /**< as given there; rows are read, values, out and lse are not */
-  kvlab_needs needs;          /**< KVLAB_MASS or KVLAB_REQUESTS */
-  int keys_end;               /**< no query sees a slot from here on */
-  uint32_t position;          /**< of the first query */
+  kvlab_prefill_args prefill;  /**< as given there; rows are read, values, out and lse are not */
+  kvlab_needs needs;           /**< KVLAB_MASS or KVLAB_REQUESTS */
+  int keys_end;                /**< no query sees a slot from here on */
+  uint32_t position;           /**< of the first query */
   const uint32_t* threshold16; /**< one number, for KVLAB_REQUESTS */
   kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
   void* workspace;
@@ -175,8 +179,10 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 
 /** The end of a prompt: admits its tokens to the policy, shows it what they received, and keeps the
  *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
- *  admitted[sequence] new ones, whose keys and values are written and whose positions are not. Those
- *  that stay go to `to`, which is disjoint from `from`, or the same memory. */
+ *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
+ * Those that stay go to `to`, which is disjoint from `from`, or the same memory.
+ * cudaErrorNotSupported for what kvlab_observe counted on behalf of a policy that weighs queries
+ * (its info says .weighted): every query counts there as one. */
 typedef struct {
   kvlab_cache from, to;
   kvlab_policy_state policy; /**< states: of from */

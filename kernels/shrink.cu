@@ -107,13 +107,14 @@ std::size_t shrink_workspace(const SlotCache& from) {
 namespace {
 
 /// Whether the arguments can be a shrink's; pointers are not followed.
-bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes) {
+bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes, std::size_t params_bytes) {
   constexpr int kMostPairs = 65535;  // of a grid's second dimension
   const SlotCache& from = args.from;
   if (from.sequences < 1 || from.kv_heads < 1 || from.most_slots < 1) return false;
   if (std::int64_t{from.sequences} * from.kv_heads > kMostPairs) return false;
   if (from.head_size * bytes_of(from.type) % 16 != 0 || from.head_size < 1) return false;
   if (slot_bytes != 0 && (args.policy.states == nullptr || args.to_states == nullptr)) return false;
+  if (params_bytes != 0 && args.policy.params == nullptr) return false;
   return same_shape(from, args.to) && whole(from) && whole(args.to) && args.workspace != nullptr &&
          args.now != nullptr && args.admitted != nullptr && args.policy.rules != nullptr &&
          args.policy.seeds != nullptr && args.policy.sequence_ids != nullptr;
@@ -137,7 +138,7 @@ cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
 }  // namespace
 
 cudaError_t AdmissionPolicy::shrink(const ShrinkArgs& args, cudaStream_t stream) const {
-  if (!can_shrink(args, slot_bytes)) return cudaErrorInvalidValue;
+  if (!can_shrink(args, slot_bytes, params_bytes)) return cudaErrorInvalidValue;
   const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
                   args.from.sequences * args.from.kv_heads);
   ShrinkArgs first = args;

@@ -88,6 +88,8 @@ template <Policy P>
 AdmissionPolicy admission_policy_of() {
   return {.name = P::kInfo.name,
           .slot_bytes = kSlotBytes<P>,
+          .params_bytes = kParamsBytes<P>,
+          .weighted = P::kInfo.weighted,
           .kernel = reinterpret_cast<const void*>(settle_tokens<P>)};
 }
 

@@ -1,6 +1,7 @@
 // A policy's state and parameters as bytes, for code that does not know their types.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
 
@@ -22,8 +23,10 @@ inline constexpr std::size_t kParamsBytes = std::is_empty_v<typename P::Params>
 /// Writes P's Params, kParamsBytes, from one value for each line of kParams.
 template <class P>
 void write_params(std::span<const double> values, std::byte* to) {
-  if constexpr (kParamsBytes < P >> 0)
-    *reinterpret_cast<typename P::Params*>(to) = params_from<P>(values.data());
+  if constexpr (!std::is_empty_v<typename P::Params>) {
+    const typename P::Params params = params_from<P>(values.data());
+    std::ranges::copy(std::as_bytes(std::span(&params, 1)), to);  // aligned as the caller likes
+  }
 }
 
 }  // namespace kvlab

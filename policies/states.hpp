@@ -1,7 +1,9 @@
 // The states of the slots of one cache, type-erased: virtual calls are per batch, never per token.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <vector>
@@ -27,8 +29,12 @@ class PolicyStates {
   virtual float weight(std::uint32_t age) const = 0;
   /// Weights are 0 from this age on; kNoTail: never.
   virtual std::uint32_t tail() const = 0;
-  /// The bytes of one slot's state, to compare it with another's.
+  /// The bytes of one slot's state; padding may be anything.
   virtual std::span<const std::byte> bytes(std::uint32_t slot) const = 0;
+  /// Whether it is the state that `other` are the bytes of, but for padding.
+  virtual bool same(std::uint32_t slot, std::span<const std::byte> other) const {
+    return std::ranges::equal(bytes(slot), other);
+  }
 };
 
 template <Policy P>
@@ -65,8 +71,25 @@ class PolicyStatesOf final : public PolicyStates {
     if constexpr (std::is_empty_v<typename P::Slot>) return {};
     return std::as_bytes(std::span(&states_[slot], 1));
   }
+  bool same(std::uint32_t slot, std::span<const std::byte> other) const override {
+    if constexpr (std::is_empty_v<typename P::Slot>) return other.empty();
+    if (other.size() != sizeof(typename P::Slot)) return false;
+    typename P::Slot one = states_[slot], two;
+    std::memcpy(&two, other.data(), sizeof two);
+    clear_padding(one);
+    clear_padding(two);
+    return std::memcmp(&one, &two, sizeof one) == 0;
+  }
 
  private:
+  static void clear_padding([[maybe_unused]] typename P::Slot& slot) {
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_clear_padding)
+    __builtin_clear_padding(&slot);
+#endif
+#endif
+  }
+
   typename P::Params params_;
   std::vector<typename P::Slot> states_;
 };

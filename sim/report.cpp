@@ -13,6 +13,7 @@
 #include "sim/report/html.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/report/style.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -318,8 +319,7 @@ class Page {
         "{}<br>captured by {}",
         escape(trace.name), trace.tokens, trace.prompt_tokens, code(trace.hash),
         escape(trace.model), trace.layers, trace.query_heads, trace.kv_heads, trace.head_size,
-        escape(trace.dtype), code(trace.weights_xxh3),
-        code(trace.capture.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)));
+        escape(trace.dtype), code(trace.weights_xxh3), code(json_text(trace.capture, -1)));
   }
 
   std::string provenance() const {

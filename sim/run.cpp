@@ -6,6 +6,8 @@
 #include <stdexcept>
 
 #include "sim/json_fields.hpp"
+#include "traces/json.hpp"
+#include "traces/manifest.hpp"
 
 namespace kvlab {
 namespace {
@@ -46,9 +48,9 @@ RunTrace trace_from(const JsonFields& fields) {
           .prompt_tokens = fields.whole32("prompt_tokens"),
           .model = model.text("name"),
           .dtype = model.text("dtype"),
-          .layers = model.whole32("layers"),
-          .query_heads = model.whole32("query_heads"),
-          .kv_heads = model.whole32("kv_heads"),
+          .layers = static_cast<std::uint32_t>(model.whole("layers", kMaxLayers)),
+          .query_heads = static_cast<std::uint32_t>(model.whole("query_heads", kMaxHeads)),
+          .kv_heads = static_cast<std::uint32_t>(model.whole("kv_heads", kMaxHeads)),
           .head_size = model.whole32("head_size"),
           .weights_xxh3 = model.text("weights_xxh3"),
           .tokenizer_xxh3 = model.text("tokenizer_xxh3"),
@@ -117,7 +119,7 @@ json to_json(const RunInfo& info) {
 std::string run_json(const RunInfo& info, const std::string& results_hash) {
   json top = to_json(info);
   top["results_xxh3"] = results_hash;
-  return top.dump(1, ' ', false, json::error_handler_t::replace) + "\n";
+  return json_text(top, 1) + "\n";
 }
 
 RunInfo info_from(const JsonFields& fields) {
@@ -172,7 +174,7 @@ std::string kept_json(const Kept& kept) {
                  {"prefill", kept.prefill}, {"layer", kept.layer},
                  {"head", kept.head},       {"queries", kept.queries},
                  {"series", series}};
-  return top.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
+  return json_text(top, -1) + "\n";
 }
 
 Kept kept_from(const JsonFields& fields) {
@@ -193,6 +195,19 @@ Kept kept_from(const JsonFields& fields) {
 
 json read_json(const std::filesystem::path& path) {
   return parse_json_object(read_text_file(path, kMaxJsonBytes), path.string());
+}
+
+/// A row of a trace, a layer or a head that the run is not of.
+void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
+  const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
+  if (trace == info.traces.end())
+    throw std::runtime_error(fmt::format("{}: a row is of trace {}, which run.json does not name",
+                                         where, json_quoted(row.trace)));
+  if (row.layer >= static_cast<std::int64_t>(trace->layers) ||
+      row.head >= static_cast<std::int64_t>(trace->kv_heads))
+    throw std::runtime_error(fmt::format(
+        "{}: a row is of layer {}, head {}; trace {} has {} layers of {} KV heads", where,
+        row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
 }  // namespace
@@ -274,6 +289,8 @@ Run load_run(const std::filesystem::path& directory) {
     throw std::runtime_error(
         fmt::format("{}: is not what run.json was written for (another checksum); replay again",
                     rows_path.string()));
+
+  for (const ResultRow& row : run.rows) refuse_foreign(row, run.info, rows_path.string());
 
   const std::filesystem::path kept_path = directory / "kept.json";
   if (std::filesystem::exists(kept_path)) {

@@ -9,6 +9,7 @@
 #include "engine/attention_bench.hpp"
 #include "policies/catalogue.hpp"
 #include "tools/options.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -107,7 +108,7 @@ void run_attention_bench(const po::variables_map& options) {
   how.slots = static_cast<std::uint32_t>(number_from(options, "slots", 1, kMostSlots));
   const AttentionBench bench = bench_attention(how);
   if (options["json"].as<bool>())
-    fmt::print("{}\n", to_json(bench).dump(2));
+    fmt::print("{}\n", json_text(to_json(bench)));
   else
     print(bench);
 }

@@ -10,6 +10,7 @@
 #include "tools/options.hpp"
 #include "tools/replay_bench.hpp"
 #include "tools/synthetic_trace.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -147,7 +148,7 @@ void run_bench_replay(const po::variables_map& options) {
   const TraceReader& trace = given ? *given : synthetic->trace();
   const ReplayBench bench = bench_replay(trace, grids, how, repeats, device.get());
   if (options["json"].as<bool>())
-    fmt::print("{}\n", to_json(bench, trace, how.threads, device != nullptr).dump(2));
+    fmt::print("{}\n", json_text(to_json(bench, trace, how.threads, device != nullptr)));
   else
     print(bench, trace, how.threads, device != nullptr);
 }

@@ -8,6 +8,7 @@
 #include "tools/bench_attention.hpp"
 #include "tools/bench_replay.hpp"
 #include "tools/options.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -130,7 +131,7 @@ void run_decode(const po::variables_map& options) {
   }
   const DecodeBench bench = bench_decode(how);
   if (options["json"].as<bool>())
-    fmt::print("{}\n", to_json(bench, how).dump(2));
+    fmt::print("{}\n", json_text(to_json(bench, how)));
   else
     print(bench, how);
 }
@@ -155,7 +156,7 @@ void run_prefill(const po::variables_map& options) {
                             {"matrix_flops_per_second", bench.matrix_flops_per_second},
                             {"share_of_matrix", of_matrix},
                             {"logits_xxh3", bench.logits_xxh3}};
-    fmt::print("{}\n", json.dump(2));
+    fmt::print("{}\n", json_text(json));
     return;
   }
   fmt::print("{} in {} on {}: prefill of {} tokens, {} at once\n", bench.model, bench.dtype,
@@ -208,15 +209,14 @@ void run_stream(const po::variables_map& options) {
                       {"ratio", p.ratio()},
                       {"device_bytes", p.device_bytes}});
   if (options["json"].as<bool>()) {
-    fmt::print("{}\n", ordered_json{{"bench", "stream"},
-                                    {"model", bench.model},
-                                    {"dtype", bench.dtype},
-                                    {"device", bench.device},
-                                    {"policy", how.cache.policy.text()},
-                                    {"positions", name_of(how.cache.positions)},
-                                    {"weight_bytes", bench.weight_bytes},
-                                    {"points", std::move(points)}}
-                           .dump(2));
+    fmt::print("{}\n", json_text(ordered_json{{"bench", "stream"},
+                                              {"model", bench.model},
+                                              {"dtype", bench.dtype},
+                                              {"device", bench.device},
+                                              {"policy", how.cache.policy.text()},
+                                              {"positions", name_of(how.cache.positions)},
+                                              {"weight_bytes", bench.weight_bytes},
+                                              {"points", std::move(points)}}));
     return;
   }
   fmt::print("{} in {} on {}: a stream through {}, positions {}\n", bench.model, bench.dtype,
@@ -248,21 +248,20 @@ void run_evict(const po::variables_map& options) {
                         {"device_bytes", run.device_bytes}};
   };
   if (options["json"].as<bool>()) {
-    fmt::print("{}\n", ordered_json{{"bench", "evict"},
-                                    {"model", bench.model},
-                                    {"dtype", bench.dtype},
-                                    {"device", bench.device},
-                                    {"policy", how.cache.policy.text()},
-                                    {"budget_tokens", how.cache.budget},
-                                    {"prompt_tokens", how.prompt},
-                                    {"decoded_tokens", how.decoded},
-                                    {"full", to_json(bench.full)},
-                                    {"evicting", to_json(bench.evicting)},
-                                    {"time_ratio", time},
-                                    {"largest_full", to_json(bench.largest_full)},
-                                    {"largest_evicting", to_json(bench.largest_evicting)},
-                                    {"throughput_ratio", rate}}
-                           .dump(2));
+    fmt::print("{}\n", json_text(ordered_json{{"bench", "evict"},
+                                              {"model", bench.model},
+                                              {"dtype", bench.dtype},
+                                              {"device", bench.device},
+                                              {"policy", how.cache.policy.text()},
+                                              {"budget_tokens", how.cache.budget},
+                                              {"prompt_tokens", how.prompt},
+                                              {"decoded_tokens", how.decoded},
+                                              {"full", to_json(bench.full)},
+                                              {"evicting", to_json(bench.evicting)},
+                                              {"time_ratio", time},
+                                              {"largest_full", to_json(bench.largest_full)},
+                                              {"largest_evicting", to_json(bench.largest_evicting)},
+                                              {"throughput_ratio", rate}}));
     return;
   }
   fmt::print("{} in {} on {}: {} new tokens behind {}, {} at {} tokens\n", bench.model, bench.dtype,

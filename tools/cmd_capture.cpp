@@ -9,6 +9,7 @@
 #include "tools/conversation.hpp"
 #include "tools/options.hpp"
 #include "tools/prompt.hpp"
+#include "traces/json.hpp"
 #include "traces/manifest.hpp"
 
 namespace kvlab {
@@ -163,7 +164,7 @@ int run(const po::variables_map& options) {
   if (options["json"].as<bool>()) {
     ordered_json result{{"trace", out}, {"model", config.name}, {"tokens", writer.tokens()}};
     if (!plan.teacher_forced) result["text"] = text;
-    fmt::print("{}\n", result.dump(2));
+    fmt::print("{}\n", json_text(result));
   } else {
     fmt::print("{}: {} tokens of {}\n", out, writer.tokens(), config.name);
   }

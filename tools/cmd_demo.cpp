@@ -168,7 +168,7 @@ Command demo_command() {
   return {
       .name = "demo",
       .summary = "the whole loop on the bundled model: capture, replay, report, deploy, generate",
-      .usage = "[--out demo]",
+      .usage = "[--out demo] [--model DIR]",
       .example = "kvlab demo",
       .add_options = add_options,
       .positional = "",

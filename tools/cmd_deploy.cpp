@@ -10,6 +10,7 @@
 #include "tools/deploy.hpp"
 #include "tools/eval.hpp"
 #include "tools/options.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -135,7 +136,7 @@ int run(const po::variables_map& options) {
                            {"budget_tokens", file.budget},
                            {"positions", name_of(file.positions)},
                            {"evidence", file.run}};
-    fmt::print("{}\n", top.dump(2, ' ', false, ordered_json::error_handler_t::replace));
+    fmt::print("{}\n", json_text(top));
     return 0;
   }
   print_standings(figures, ballot);

@@ -10,6 +10,7 @@
 #include "tools/eval.hpp"
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -132,6 +133,8 @@ EvalOptions eval_options(const po::variables_map& options) {
   const std::string span = options["span"].as<std::string>();
   if (span != "decode" && span != "all")
     throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
+  if (options["batched"].as<bool>() && device_from(options) == Device::cpu)
+    throw std::invalid_argument("--batched: is for a CUDA device; leave it out");
   if (options["batched"].as<bool>() && (span == "all" || tokens_from(options, "block-tokens") > 0))
     throw std::invalid_argument("--batched: scores decoded tokens alone, without --block-tokens");
   return {.window = tokens_from(options, "window"),
@@ -196,6 +199,8 @@ int run(const po::variables_map& options) {
   if (options.count("policy") || (compiled && !options.count("policy-file")))
     for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
+  else
+    refuse_lone_budget(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Loaded model =
       load(device_from(options), directory, how.threads, options["batched"].as<bool>());
@@ -218,7 +223,7 @@ int run(const po::variables_map& options) {
                                       {"weights_xxh3", model.weights_xxh3},
                                       {"span", options["span"].as<std::string>()},
                                       {"configurations", std::move(configurations)}};
-  fmt::print("{}\n", result.dump(2));
+  fmt::print("{}\n", json_text(result));
   return 0;
 }
 

@@ -11,6 +11,7 @@
 #include "tools/options.hpp"
 #include "tools/policy_file.hpp"
 #include "tools/prompt.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -129,7 +130,7 @@ int run(const po::variables_map& options) {
     }));
     if (!json) fmt::print("\n");
   }
-  if (json) fmt::print("{}\n", to_json(answers, cache, *decoder, conversation).dump(2));
+  if (json) fmt::print("{}\n", json_text(to_json(answers, cache, *decoder, conversation)));
   return 0;
 }
 

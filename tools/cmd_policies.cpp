@@ -6,6 +6,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"
 #include "tools/options.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -133,7 +134,7 @@ void print_json(const std::vector<PolicyEntry>& entries) {
     references.push_back(
         {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});
   const ordered_json all{{"policies", policies}, {"references", references}};
-  fmt::print("{}\n", all.dump(2));
+  fmt::print("{}\n", json_text(all));
 }
 
 void add_options(po::options_description& options) {

@@ -9,6 +9,7 @@
 #include "tools/cuda_replay.hpp"
 #include "tools/options.hpp"
 #include "tools/replay_run.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -32,7 +33,7 @@ void add_options(po::options_description& options) {
   add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
   add("fresh", po::bool_switch(),
       "throw away what an unfinished replay left in RUN.part, which is otherwise gone on with");
-  add_policy_options(options);
+  add_policy_options(options, true);
   add_common_options(options);
 }
 
@@ -125,7 +126,7 @@ void print_json(const Run& run, const std::string& out) {
   for (const ResultRow& row : run.rows)
     if (row.layer < 0) results.push_back(to_json(row));
   const ordered_json top{{"run", out}, {"hash", run.hash}, {"results", std::move(results)}};
-  fmt::print("{}\n", top.dump(2, ' ', false, ordered_json::error_handler_t::replace));
+  fmt::print("{}\n", json_text(top));
 }
 
 ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {

@@ -4,6 +4,7 @@
 
 #include "sim/report.hpp"
 #include "tools/options.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -27,7 +28,7 @@ int run(const po::variables_map& options) {
       loaded, {.budget = options["budget"].as<std::string>(), .progress = progress_bar("report")});
   write_file_atomically(out, html);
   if (options["json"].as<bool>())
-    fmt::print("{}\n", nlohmann::ordered_json{{"report", out}, {"bytes", html.size()}}.dump(2));
+    fmt::print("{}\n", json_text(nlohmann::ordered_json{{"report", out}, {"bytes", html.size()}}));
   else
     fmt::print("{}: {} KiB; open it in any browser\n", out, (html.size() + 1023) / 1024);
   return 0;

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tools/options.hpp"
+#include "traces/json.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -93,13 +94,11 @@ void print_info(const TraceReader& trace) {
   print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
   print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));
-  print("capture", header.capture.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  print("capture", json_text(header.capture, -1));
 }
 
 /// Bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
-void print_json(const Json& value) {
-  fmt::print("{}\n", value.dump(2, ' ', false, Json::error_handler_t::replace));
-}
+void print_json(const Json& value) { fmt::print("{}\n", json_text(value)); }
 
 int info(const std::string& directory, const po::variables_map& options) {
   const TraceReader trace = TraceReader::open(directory);

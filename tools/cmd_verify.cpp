@@ -8,6 +8,7 @@
 #include "tools/options.hpp"
 #include "tools/prompt.hpp"
 #include "tools/verify.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -133,8 +134,8 @@ int run(const po::variables_map& options) {
       print_report(config, report);
   }
   if (options["json"].as<bool>())
-    fmt::print("{}\n",
-               nlohmann::ordered_json{{"ok", ok}, {"configurations", std::move(results)}}.dump(2));
+    fmt::print("{}\n", json_text(nlohmann::ordered_json{{"ok", ok},
+                                                        {"configurations", std::move(results)}}));
   return ok ? 0 : 1;
 }
 

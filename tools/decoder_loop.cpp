@@ -15,14 +15,14 @@ constexpr std::uint32_t kMostBlock = 8192;  // where a prompt's chunks make them
 /// How many tokens of a prompt to feed at once, so that every configuration admits it as if fed
 /// whole; 0: all.
 std::uint32_t prompt_block(std::span<const LoopConfig> configs) {
-  std::uint32_t block = 1;
+  std::uint64_t block = 1;
   for (const LoopConfig& config : configs) {
     if (!config.cache.policy.entry->info.evicts) continue;
     if (config.cache.prefill.chunk == 0) return 0;
-    block = std::lcm(block, config.cache.prefill.chunk);
+    block = std::lcm(block, std::uint64_t{config.cache.prefill.chunk});
     if (block > kMostBlock) return 0;
   }
-  return (kBlock + block - 1) / block * block;
+  return static_cast<std::uint32_t>((kBlock + block - 1) / block * block);
 }
 
 class DecoderLoop {

@@ -52,11 +52,24 @@ PolicySpec policy_from(const std::string& text, std::span<const std::string_view
   return parse_policy(text, references, compiled);
 }
 
+}  // namespace
+
+void refuse_lone_budget(const po::variables_map& options) {
+  if (options.count("budget"))
+    throw std::invalid_argument(
+        "--budget: of which policy? the full cache has none; give one: --policy h2o");
+}
+
+namespace {
+
 Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references,
                const std::shared_ptr<const PolicyEntry>& compiled) {
   Axes axes;
   std::string policies = compiled ? compiled->info.name : "full";
-  if (options.count("policy")) policies = options["policy"].as<std::string>();
+  if (options.count("policy"))
+    policies = options["policy"].as<std::string>();
+  else if (!compiled)
+    refuse_lone_budget(options);
   axes.policies =
       parse_list(policies, [&](const auto& t) { return policy_from(t, references, compiled); });
   if (options.count("budget"))
@@ -135,11 +148,15 @@ class Bar {
 
 }  // namespace
 
-void add_policy_options(po::options_description& options) {
+void add_policy_options(po::options_description& options, bool needs_policy) {
   auto add = options.add_options();
-  add("policy", po::value<std::string>()->value_name("P,..."),
+  const std::string without = needs_policy ? "may be left out beside --policy-source"
+                                           : "default: full, or the policy of --policy-source";
+  const std::string text =
       "policies, each name:param=value:guard=value, such as h2o:recent=25%; `kvlab policies` lists "
-      "them (default: full, or the policy of --policy-source)");
+      "them (" +
+      without + ")";
+  add("policy", po::value<std::string>()->value_name("P,..."), text.c_str());
   add_source_option(options);
   add("budget", po::value<std::string>()->value_name("B,..."),
       "tokens that a decoded query may span, or a share of the length: 64,128,20%");

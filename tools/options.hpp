@@ -15,7 +15,7 @@
 namespace kvlab {
 
 /// `--policy`, `--policy-source`, `--budget`, `--prefill`, `--positions`, `--seed`.
-void add_policy_options(po::options_description& options);
+void add_policy_options(po::options_description& options, bool needs_policy = false);
 /// `--threads`, `--json`, `--device`.
 void add_common_options(po::options_description& options);
 
@@ -51,6 +51,10 @@ std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references = {});
 /// The same where there can be only one: throws std::invalid_argument if a list was given.
 ReplayConfig only_config(const po::variables_map& options);
+
+/// Throws std::invalid_argument for a `--budget` that no policy would heed: without any, the cache
+/// is `full`.
+void refuse_lone_budget(const po::variables_map& options);
 
 /// `--threads`, at least 1; default: all cores.
 unsigned threads_from(const po::variables_map& options);

@@ -171,7 +171,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
       {"run", file.run}};
   if (const auto& source = file.policy.entry->source)
     top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
-  write_file_atomically(path, top.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
+  write_file_atomically(path, json_text(top) + "\n");
 }
 
 CacheOptions cache_options(const PolicyFile& file, const ModelShape& shape) {

@@ -12,9 +12,25 @@
 #include "sim/kept.hpp"
 #include "sim/run_folder.hpp"
 #include "traces/files.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
+
+/// A name goes into every row of results.csv and into run.json.
+void refuse_unwritable(const RunTrace& trace) {
+  using nlohmann::json;
+  const json name = trace.name;
+  const bool is_utf8 = name.dump(-1, ' ', false, json::error_handler_t::replace) ==
+                       name.dump(-1, ' ', false, json::error_handler_t::ignore);
+  const bool has_controls =
+      std::ranges::any_of(trace.name, [](unsigned char c) { return c < ' ' || c == 0x7f; });
+  if (!is_utf8 || has_controls)
+    throw std::invalid_argument(
+        fmt::format("--trace: the folder {} gives its name to results; it should be UTF-8 without "
+                    "control characters, so rename it",
+                    json_quoted(trace.name)));
+}
 
 void refuse_same_names(const std::vector<RunTrace>& traces) {
   std::set<std::string> names;
@@ -41,6 +57,7 @@ RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& t
   for (const ReplayConfig& config : request.grid)
     if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source)
       info.source = RunSource{config.policy.name, entry->source->path, entry->source->xxh3};
+  std::ranges::for_each(info.traces, refuse_unwritable);
   refuse_same_names(info.traces);
   return info;
 }

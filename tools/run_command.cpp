@@ -18,9 +18,10 @@ void print_help(const Command& command, const po::options_description& options) 
 
 [[noreturn]] void refuse_unknown(const std::string& name, const Command& command,
                                  const po::options_description& options) {
+  const std::size_t bare = std::min(name.find_first_not_of('-'), name.size());
   std::vector<std::string> names;
   for (const auto& option : options.options()) names.push_back(option->long_name());
-  const auto near = nearest_name(name.substr(name.find_first_not_of('-')), names);
+  const auto near = nearest_name(name.substr(bare), names);
   throw std::invalid_argument(fmt::format(
       "unknown option '{}'; {}", name,
       near ? "did you mean --" + *near + "?"
@@ -40,6 +41,15 @@ void print_help(const Command& command, const po::options_description& options) 
                   whole ? "a whole number" : "a number"));
 }
 
+/// A word that is no option's value, where the command takes none, or no more.
+[[noreturn]] void refuse_word(const Command& command, const po::parsed_options& loose) {
+  std::string last;
+  for (const auto& option : loose.options)
+    if (option.position_key >= 0 && !option.value.empty()) last = option.value.front();
+  throw std::invalid_argument(fmt::format("'{}' is not expected here; usage: kvlab {} {}", last,
+                                          command.name, command.usage));
+}
+
 po::variables_map parse(const Command& command, const po::options_description& options,
                         const std::vector<std::string>& words) {
   po::positional_options_description positional;
@@ -52,6 +62,14 @@ po::variables_map parse(const Command& command, const po::options_description& o
     parsed =
         po::command_line_parser(words).options(options).positional(positional).style(style).run();
     po::store(parsed, values);
+  } catch (const po::too_many_positional_options_error&) {
+    refuse_word(command, po::command_line_parser(words).options(options).style(style).run());
+  } catch (const po::multiple_occurrences& error) {
+    std::string name = error.get_option_name();
+    name = name.substr(std::min(name.find_first_not_of('-'), name.size()));
+    if (name == command.positional)
+      refuse_word(command, po::command_line_parser(words).options(options).style(style).run());
+    throw std::invalid_argument(fmt::format("--{}: given more than once; once is right", name));
   } catch (const po::unknown_option& error) {
     refuse_unknown(error.get_option_name(), command, options);
   } catch (const po::invalid_option_value& error) {

@@ -25,12 +25,12 @@ TraceHeader header_of(const SyntheticShape& shape) {
   return header;
 }
 
-/// Tokens [count, heads, dim]: noise, a topic that drifts over some hundred tokens and is shared by
-/// queries and keys, and along the dimension that turns slowest a pull at the heavy keys.
+/// Tokens [count, heads, dim]: noise, a topic of their own that drifts over some hundred tokens,
+/// and along the dimension that turns slowest the queries' pull at the heavy keys.
 class Source {
  public:
   Source(std::uint32_t heads, std::uint32_t dim, bool keys, std::uint64_t seed)
-      : heads_(heads), dim_(dim), keys_(keys), noise_(seed), topic_draw_(77), topic_(heads * dim) {}
+      : heads_(heads), dim_(dim), keys_(keys), noise_(seed), topic_(heads * dim) {}
 
   std::vector<float> draw(std::uint32_t first, std::uint32_t count) {
     std::vector<float> all(std::size_t{count} * heads_ * dim_);
@@ -50,7 +50,7 @@ class Source {
  private:
   std::uint32_t heads_, dim_;
   bool keys_;
-  std::mt19937 noise_, topic_draw_;
+  std::mt19937 noise_;
   std::vector<float> topic_;
 };
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
 
@@ -137,8 +138,8 @@ class Verifier::Watch final : public DecoderObserver {
       return differ("layer {} head {} position {}: other tokens are live", layer, kv_head, now);
     const std::size_t slot_bytes = live.states.size() / std::max(1u, live.size());
     for (std::uint32_t i = 0; i < live.size(); ++i) {
-      const auto expected = shadow.states().bytes(shadow.slots()[i]);
-      if (!std::ranges::equal(expected, live.states.subspan(i * slot_bytes, slot_bytes)))
+      const auto state = live.states.subspan(i * slot_bytes, slot_bytes);
+      if (!shadow.states().same(shadow.slots()[i], state))
         return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
                       now, live.positions[i]);
     }
@@ -171,10 +172,10 @@ class Verifier::Watch final : public DecoderObserver {
       if (head.shadow->needs() == Needs::mass) {
         const double mass = std::ldexp(static_cast<double>(seen.mass), -32);
         const double rows = heads * std::max(1u, e.queries);
-        const double error = std::fabs(mass - e.mass) / rows;
+        double error = std::fabs(mass - e.mass) / rows;
+        if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
         worst_plain_ = std::max(worst_plain_, std::fabs(e.plain_mass - e.mass) / rows);
-        // Not fmax: a NaN must show.
-        if (!(error <= report.worst_mass)) report.worst_mass = error;
+        report.worst_mass = std::max(report.worst_mass, error);
       } else {
         const bool count_fits =
             seen.requests >= e.requests && seen.requests <= e.requests + e.unclear;
@@ -365,11 +366,7 @@ VerifyReport Verifier::report() { return watch_->finish(); }
 VerifyReport verify_decoder(Backend& backend, const CacheOptions& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options) {
-  const TraceHeader header = backend.trace_header({});
-  Verifier verifier(
-      backend.config(), cache,
-      header.rounding == Rounding::model_dtype ? std::optional(header.shape.dtype) : std::nullopt,
-      options);
+  Verifier verifier(backend.config(), cache, backend.rounding(), options);
   std::uint32_t tokens = 0;
   for (const VerifyTurn& turn : turns)
     tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;

@@ -21,6 +21,13 @@ nlohmann::json parse_json(std::string_view text, std::string_view what);
 /// `text` in quotes on one line, control characters escaped, shortened if long: for error messages.
 std::string json_quoted(std::string_view text);
 
+/// `json` as text to print, by lines of `indent` spaces. Bytes that are not UTF-8, as file names
+/// may have, are replaced.
+template <class Json>
+std::string json_text(const Json& json, int indent = 2) {
+  return json.dump(indent, ' ', false, Json::error_handler_t::replace);
+}
+
 /// The member `key`, or null if `object` has none or holds a JSON null there.
 const nlohmann::json* json_find(const nlohmann::json& object, std::string_view key);
 

@@ -13,8 +13,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
-
 std::runtime_error error(std::string_view what, std::string_view text) {
   return std::runtime_error(fmt::format("{}: {}", what, text));
 }
@@ -122,9 +120,7 @@ TraceHeader parse_description(const json& object, std::string_view what) {
 }
 
 /// JSON text; bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
-std::string text_of(const json& value, int indent = -1) {
-  return value.dump(indent, ' ', false, json::error_handler_t::replace);
-}
+std::string text_of(const json& value, int indent = -1) { return json_text(value, indent); }
 
 json segments_json(const std::vector<Segment>& segments) {
   json list = json::array();

@@ -15,6 +15,7 @@ inline constexpr std::string_view kManifestFile = "manifest.json";
 inline constexpr std::string_view kTokensFile = "tokens.safetensors";
 /// Positions fit an int32.
 inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;
+inline constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
 
 /// What manifest.json holds. Of the header, `rope` and `softmax_scale` are in tokens.safetensors.
 struct Manifest {

@@ -19,7 +19,7 @@ namespace fs = std::filesystem;
 
 void make_directory(const fs::path& directory) {
   std::error_code error;
-  if (fs::create_directory(directory, error)) return;
+  if (fs::create_directory(directory, error)) return sync_folder_of(directory);
   if (!error)
     throw std::runtime_error(
         fmt::format("{}: exists already; a new folder is expected", directory.string()));

@@ -27,7 +27,7 @@ AdmissionMemory::AdmissionMemory(const DeviceModel& model, Need need, cudaStream
 void AdmissionMemory::reserve(std::uint32_t slots) {
   if (static_cast<int>(slots) <= slots_) return;
   check(cudaStreamSynchronize(stream_), "an admission");
-  slots_ = static_cast<int>(slots);
+  slots_ = 0;  // until there is memory for them
   const ModelConfig& config = model_.config();
   const std::size_t all = std::size_t{slots} * config.kv_heads;
   const std::size_t bytes = all * config.head_size * bytes_of(model_.dtype());
@@ -40,7 +40,10 @@ void AdmissionMemory::reserve(std::uint32_t slots) {
   positions_ = DeviceBuffer(all * sizeof(std::uint32_t), "an admission");
   states_ = DeviceBuffer(all * need_.slot_bytes, "an admission");
   if (need_.observes) seen_ = DeviceBuffer(all * sizeof(Observation), "an admission");
-  shrink_workspace_ = DeviceBuffer(kernels::shrink_workspace(cache()), "an admission");
+  kernels::SlotCache grown = cache();
+  grown.most_slots = static_cast<int>(slots);
+  shrink_workspace_ = DeviceBuffer(kernels::shrink_workspace(grown), "an admission");
+  slots_ = static_cast<int>(slots);
 
   std::vector<std::int64_t> first;
   for (std::uint32_t head = 0; head < config.kv_heads; ++head)
@@ -49,6 +52,19 @@ void AdmissionMemory::reserve(std::uint32_t slots) {
                         cudaMemcpyHostToDevice, stream_),
         "an admission");
   check(cudaStreamSynchronize(stream_), "an admission");
+}
+
+std::size_t AdmissionMemory::bytes(const DeviceModel& model, const Need& need,
+                                   std::uint32_t slots) {
+  const ModelConfig& config = model.config();
+  const std::size_t all = std::size_t{slots} * config.kv_heads;
+  const std::size_t keys = all * config.head_size * bytes_of(model.dtype());
+  kernels::SlotCache cache{};
+  cache.sequences = 1;
+  cache.kv_heads = static_cast<int>(config.kv_heads);
+  cache.most_slots = static_cast<int>(slots);
+  return (need.squeezed ? 3 : 2) * keys + all * (sizeof(std::uint32_t) + need.slot_bytes) +
+         (need.observes ? all * sizeof(Observation) : 0) + kernels::shrink_workspace(cache);
 }
 
 kernels::SlotCache AdmissionMemory::cache() const {

@@ -16,6 +16,9 @@ class AdmissionMemory {
   };
   AdmissionMemory(const DeviceModel& model, Need need, cudaStream_t stream);
 
+  /// What reserve() takes of the device's memory.
+  static std::size_t bytes(const DeviceModel& model, const Need& need, std::uint32_t slots);
+
   /// For live and new tokens together. Waits, where memory has to grow.
   void reserve(std::uint32_t slots);
   int slots() const { return slots_; }

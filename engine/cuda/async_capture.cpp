@@ -54,8 +54,8 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
   cuda::check(cudaStreamWaitEvent(copies_.get(), computed_.get()), "ordering a copy");
   const int before = last_chunk_;
   last_chunk_ = copy(chunks_, chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
-  // The next layer writes where the one before this was; that buffer's event is its copy, or a
-  // later one.
+  // The next chunk of a layer goes where the one before this was; that buffer's event is its copy,
+  // or a later one.
   if (before >= 0)
     cuda::check(cudaStreamWaitEvent(stream, chunks_.copied[static_cast<std::size_t>(before)].get()),
                 "ordering a copy");

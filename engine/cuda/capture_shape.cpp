@@ -103,9 +103,10 @@ LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens)
           .plain_k = shape_.plain ? base + at.plain_k : nullptr};
 }
 
-LayerOutputs LayerOutputMemory::chunk(std::uint32_t layer, std::size_t tokens) const {
+LayerOutputs LayerOutputMemory::next_chunk(std::size_t tokens) {
   if (!keep_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
-  return captured_at(chunks_.data() + layer % 2 * (chunks_.bytes() / 2), tokens);
+  half_ = 1 - half_;
+  return captured_at(chunks_.data() + half_ * (chunks_.bytes() / 2), tokens);
 }
 
 LayerOutputs LayerOutputMemory::step(std::uint32_t layer) const {

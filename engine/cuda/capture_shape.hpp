@@ -38,8 +38,8 @@ struct LayerOutputs {
   std::byte *plain_q, *plain_k;  // or null: q and k are what qkv holds
 };
 
-/// Memory for them: one place used again by every layer, or, where they are kept, two layers of a
-/// prompt's chunk in turn and all layers of a step.
+/// Memory for them: one place used again by every layer, or, where they are kept, two places for a
+/// prompt's chunks in turn and all layers of a step.
 class LayerOutputMemory {
  public:
   /// `rows`: most tokens at once; of a prompt, of a step.
@@ -51,7 +51,9 @@ class LayerOutputMemory {
   /// Device memory that it needs.
   static std::size_t bytes(const CaptureShape& shape, Rows rows, bool keep);
 
-  LayerOutputs chunk(std::uint32_t layer, std::size_t tokens) const;
+  /// For a layer of a chunk; where they are kept, the one before it stays as it is. By turns, not
+  /// by layer: the last layer of a chunk and the first of the next follow each other, too.
+  LayerOutputs next_chunk(std::size_t tokens);
   LayerOutputs step(std::uint32_t layer) const;
   /// Of the last step: all layers, CaptureShape of a token for each row.
   const std::byte* step_data() const { return step_.data(); }
@@ -62,6 +64,7 @@ class LayerOutputMemory {
   CaptureShape shape_;
   Rows rows_;
   bool keep_;
+  std::size_t half_ = 0;  // of chunks_, written last
   cuda::DeviceBuffer qkv_, out_, chunks_, step_;
 };
 

@@ -41,6 +41,7 @@ class CudaBackend final : public Backend {
 
   const ModelConfig& config() const override { return model_.config(); }
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
+  std::optional<Dtype> rounding() const override { return model_.dtype(); }
 
   std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
                                            std::uint32_t tokens) override {
@@ -57,7 +58,8 @@ class CudaBackend final : public Backend {
                                               std::uint32_t tokens) override {
     CudaDecoderOptions options{.sequences = static_cast<int>(caches.size()),
                                .slots = tokens,
-                               .prefill_tokens = std::min(tokens, kBatchPromptTokens)};
+                               .prefill_tokens = std::min(tokens, kBatchPromptTokens),
+                               .longest_prompt = tokens};
     if (!caches.empty() && evicts(caches.front()))
       options.caches.assign(caches.begin(), caches.end());
     if (!CudaDecoder::fits(model_, options)) return nullptr;

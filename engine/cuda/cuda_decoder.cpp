@@ -272,7 +272,7 @@ class CudaDecoder::Impl {
       cache_->begin_layer(layer);
       for (const PromptPart& part : parts) {
         const auto rows = static_cast<std::size_t>(part.rows);
-        const LayerOutputs to = outputs_.chunk(layer, rows);
+        const LayerOutputs to = outputs_.next_chunk(rows);
         prompt_layer(layer, part, x_row(x, part), to, [&] {
           if (watched) watch_->part(part, to);
           if (on_chunk)

@@ -23,6 +23,9 @@ struct CudaDecoderOptions {
   bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
   /// [sequence], of one policy and one kind of positions; empty: the whole cache of each.
   std::vector<CacheOptions> caches;
+  /// Of the longest prompt, where it is known, so that fits() counts it; 0: its memory is taken
+  /// when it comes.
+  std::uint32_t longest_prompt = 0;
   bool watched = false;         ///< observers may look at what the caches do: slow
   bool plain_eviction = false;  ///< by kernels/plain_eviction.hpp: slow, but on any device
 };

@@ -41,6 +41,8 @@ Memory memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
                         LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
                                                  output_rows(options), keeps_outputs(options)) +
                         DeviceLayers::bytes(model, static_cast<unsigned>(rows))};
+  if (options.longest_prompt > static_cast<unsigned>(rows))
+    memory.work += std::uint64_t{options.longest_prompt} * config.hidden * sizeof(float);
   if (options.caches.empty()) {
     memory.cache = static_cast<std::uint64_t>(options.sequences) *
                    FullCache::bytes(model, FullCache::capacity(options.slots));
@@ -89,6 +91,7 @@ EvictingCache::Options evicting_options(const CudaDecoderOptions& options) {
   return {.caches = options.caches,
           .most_tokens = options.slots,
           .part_tokens = static_cast<int>(options.prefill_tokens),
+          .longest_admission = options.longest_prompt,
           .watched = options.watched,
           .plain = options.plain_eviction};
 }

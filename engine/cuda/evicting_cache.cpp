@@ -92,6 +92,15 @@ kernels::EvictionKernels eviction_kernels(const DeviceModel& model,
                entry_of(options)->info.name);
 }
 
+AdmissionMemory::Need admission_need(const EvictingCache::Options& options) {
+  const CacheOptions& cache = options.caches.front();
+  const PolicyEntry& policy = *cache.policy.entry;
+  return {.squeezed = cache.positions == Positions::cache,
+          .observes = policy.info.needs != Needs::nothing,
+          .slot_bytes = policy.slot_bytes,
+          .part_tokens = options.part_tokens};
+}
+
 kernels::AdmissionPolicy admission_policy(const EvictingCache::Options& options,
                                           const kernels::PolicyKernels* compiled) {
   if (compiled) return compiled->admission();
@@ -152,13 +161,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch, 
                         stream),
         "attention");
   admitted_ = DeviceBuffer(4 * sizeof(std::uint32_t), "an admission");
-  admission_ = std::make_unique<AdmissionMemory>(
-      model,
-      AdmissionMemory::Need{.squeezed = squeezed(),
-                            .observes = policy().needs != Needs::nothing,
-                            .slot_bytes = kernels_.slot_bytes,
-                            .part_tokens = options_.part_tokens},
-      stream);
+  admission_ = std::make_unique<AdmissionMemory>(model, admission_need(options_), stream);
 }
 
 void EvictingCache::fill_rules() {
@@ -201,7 +204,13 @@ std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options&
   const std::uint64_t seen = options.watched && info.needs != Needs::nothing
                                  ? static_cast<std::uint64_t>(slots.total()) * sizeof(Observation)
                                  : 0;
-  return seen + q_bytes(model, options) + attention_workspace(model, options, cache);
+  const std::uint32_t admitted = options.longest_admission;
+  const std::uint64_t admission =
+      admitted == 0
+          ? 0
+          : AdmissionMemory::bytes(model, admission_need(options),
+                                   std::max(admitted, static_cast<std::uint32_t>(slots.most())));
+  return seen + q_bytes(model, options) + attention_workspace(model, options, cache) + admission;
 }
 
 BatchState::Row EvictingCache::row(std::uint32_t fed) const {

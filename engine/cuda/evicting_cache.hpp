@@ -22,8 +22,11 @@ class EvictingCache final : public DeviceCache {
     std::vector<CacheOptions> caches;
     std::uint32_t most_tokens = 0;  ///< of any sequence; 0: no limit
     int part_tokens = 1;            ///< of a prompt that go through a layer together
-    bool watched = false;           ///< keep what each live token received
-    bool plain = false;             ///< by the plain kernels, where the fast ones would do
+    /// Live and new tokens of the longest admission, where it is known: for work_bytes(). 0: it
+    /// grows.
+    std::uint32_t longest_admission = 0;
+    bool watched = false;  ///< keep what each live token received
+    bool plain = false;    ///< by the plain kernels, where the fast ones would do
   };
   /// `batch` must outlive it. Throws std::invalid_argument for caches that do not go together.
   EvictingCache(const DeviceModel& model, const BatchState& batch, Options options,

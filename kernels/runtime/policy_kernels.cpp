@@ -94,7 +94,11 @@ EvictionKernels PolicyKernels::observing() const { return observing_kernels(desc
 EvictionKernels PolicyKernels::plain() const { return plain_kernels(described(kEvict)); }
 
 AdmissionPolicy PolicyKernels::admission() const {
-  return {.name = entry_->info.name, .slot_bytes = entry_->slot_bytes, .kernel = kernel(kSettle)};
+  return {.name = entry_->info.name,
+          .slot_bytes = entry_->slot_bytes,
+          .params_bytes = entry_->params_bytes,
+          .weighted = entry_->info.weighted,
+          .kernel = kernel(kSettle)};
 }
 
 DeviceProbe PolicyKernels::probe() const {

@@ -94,8 +94,8 @@ std::string gnuplot_svg(std::string_view script, int width, int height, std::str
   if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
     throw std::runtime_error("gnuplot is not installed; Debian's package gnuplot-nox has it");
   if (status != 0 || !std::filesystem::exists(svg))
-    throw std::runtime_error(
-        fmt::format("gnuplot failed on figure {}: {}", name, read_text_file(messages, 4096)));
+    throw std::runtime_error(fmt::format("gnuplot failed on figure {}: {}", name,
+                                         read_text_file(messages, kMaxSvgBytes).substr(0, 4096)));
   return read_text_file(svg, kMaxSvgBytes);
 }
 

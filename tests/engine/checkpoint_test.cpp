@@ -11,6 +11,7 @@
 #include "engine/model.hpp"
 #include "tests/catch.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -67,7 +68,7 @@ TEST_CASE("each tensor that is missing is missed by name") {
     for (const auto& [key, tensor] : tensors_of(name)) {
       CAPTURE(name, key);
       CHECK_THAT(error_after(name, [&, k = key](Tensors& t) { t.erase(k); }),
-                 Catch::Contains("tensor " + key + " is missing"));
+                 Catch::Contains("tensor " + json_quoted(key) + " is missing"));
     }
 }
 
@@ -76,9 +77,10 @@ TEST_CASE("each tensor of a wrong shape or dtype is refused by name") {
     CAPTURE(key);
     const auto flat = [k = key](Tensors& t) { t[k].shape.push_back(1); };
     CHECK_THAT(error_after("llama_biases", flat),
-               Catch::Contains("tensor " + key + " has shape ["));
+               Catch::Contains("tensor " + json_quoted(key) + " has shape ["));
     const auto integers = [k = key](Tensors& t) { t[k].dtype = Dtype::i32; };
-    CHECK_THAT(error_after("llama_biases", integers), Catch::Contains("tensor " + key + " is I32"));
+    CHECK_THAT(error_after("llama_biases", integers),
+               Catch::Contains("tensor " + json_quoted(key) + " is I32"));
   }
   const auto transposed = [](Tensors& t) {
     std::swap(t["lm_head.weight"].shape[0], t["lm_head.weight"].shape[1]);
@@ -94,8 +96,18 @@ TEST_CASE("a tensor that the model would not use is refused by name") {
   for (const std::string key :
        {"model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias",
         "model.layers.0.self_attn.q_norm.weight"})
-    CHECK_THAT(extra(key), Catch::Contains("tensor " + key + " is not part of the model"));
+    CHECK_THAT(extra(key),
+               Catch::Contains("tensor " + json_quoted(key) + " is not part of the model"));
   CHECK(extra("model.layers.0.self_attn.rotary_emb.inv_freq").empty());  // of older files
+}
+
+TEST_CASE("a name that is made to deceive is shown escaped") {
+  CHECK_THAT(error_after("llama_biases",
+                         [](Tensors& tensors) {
+                           Tensor extra = tensors.begin()->second;
+                           tensors["evil\n\x1b[31mline"] = extra;
+                         }),
+             Catch::Contains("tensor \"evil\\n\\u001b[31mline\" is not part of the model"));
 }
 
 TEST_CASE("a copy of a tied head must be a copy") {

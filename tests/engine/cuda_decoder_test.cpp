@@ -345,6 +345,16 @@ TEST_CASE("A trace captured from the device verifies and holds what the CPU comp
       CHECK(std::fabs(a.measurements[i].value - b.measurements[i].value) < 2e-3);
 }
 
+TEST_CASE("What a capture copies is not written over by the chunk that follows", "[gpu]") {
+  if (no_device()) return;
+  LayerOutputMemory memory(capture_shape(tiny(Dtype::bf16).config(), Dtype::bf16),
+                           {.chunk = 4, .step = 1}, true, nullptr);
+  // The layers of two chunks of a model with an odd number of them.
+  std::vector<const void*> places;
+  for (int chunk = 0; chunk < 6; ++chunk) places.push_back(memory.next_chunk(4).qkv);
+  for (std::size_t i = 1; i < places.size(); ++i) CHECK(places[i] != places[i - 1]);
+}
+
 TEST_CASE("A trace that cannot be written fails the capture, and does not look whole", "[gpu]") {
   if (no_device()) return;
   const test::TemporaryFolder folder;

@@ -85,3 +85,46 @@ TEST_CASE("parameters reach the hooks") {
   CHECK(states->weight(1) == 0.5f);
   CHECK(states->weight(3) == 0.0f);
 }
+
+namespace {
+
+/// A policy whose state has four bytes that mean nothing.
+struct Padded {
+  static constexpr PolicyInfo kInfo{.name = "padded",
+                                    .summary = "accumulated mass, and how often",
+                                    .citation = "made up for the tests",
+                                    .needs = Needs::mass};
+  struct Params {};
+  struct Slot {
+    std::uint64_t mass;
+    std::uint32_t seen;
+  };
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) {
+    slot.mass = 0;
+    slot.seen = 0;
+  }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
+    slot.mass += seen.mass;
+    ++slot.seen;
+  }
+  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step&) {
+    return slot.mass;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("states are told apart by what they hold, not by their padding") {
+  PolicyStatesOf<Padded> states({});
+  states.reserve(1);
+  states.admit(0, Token{0}, {});
+  const auto bytes = states.bytes(0);
+  std::vector<std::byte> other(bytes.begin(), bytes.end());
+  REQUIRE(other.size() == 16);
+  other[13] = std::byte{0xA5};
+  CHECK(states.same(0, other));
+  other[8] = std::byte{1};
+  CHECK_FALSE(states.same(0, other));
+  other.pop_back();
+  CHECK_FALSE(states.same(0, other));
+}

@@ -113,6 +113,20 @@ TEST_CASE("a run that was changed or broken is refused by file and key") {
   }
 }
 
+TEST_CASE("a row that is not of the run's traces, layers or heads is refused") {
+  for (const auto& [change, message] :
+       {std::pair<void (*)(ResultRow&), const char*>{[](ResultRow& row) { row.trace = "another"; },
+                                                     "a row is of trace \"another\""},
+        {[](ResultRow& row) { row.layer = 0, row.head = 2'000'000'000; }, "head 2000000000"},
+        {[](ResultRow& row) { row.layer = 1; }, "has 1 layers of 2 KV heads"}}) {
+    const TemporaryFolder folder;
+    Run run = small_run();
+    change(run.rows.front());
+    save_run(run, folder.path());
+    CHECK_THAT(refusal(folder.path()), ContainsSubstring(message));
+  }
+}
+
 TEST_CASE("lifetimes are the first and last shown queries that spanned a token") {
   const std::vector<KeptSet> sets{{10, {1, 9, 10}}, {12, {1, 12}}, {14, {9, 12, 14}}};
   const std::vector<Lifetime> expected{{1, 10, 12},  {9, 10, 10},  {9, 14, 14},

@@ -98,6 +98,10 @@ TEST_CASE("what a replay cannot do is refused, and nothing is left behind") {
   };
   CHECK_THAT(refused({"--trace", (folder / "other" / "trace").string()}),
              ContainsSubstring("called trace"));
+  std::filesystem::copy(folder / "trace", folder / "other" / "tr\nx",
+                        std::filesystem::copy_options::recursive);
+  CHECK_THAT(refused({"--trace", (folder / "other" / "tr\nx").string()}),
+             ContainsSubstring("\"tr\\nx\" gives its name"));
   CHECK_THAT(refused({"--trace", (folder / "nowhere").string()}), ContainsSubstring("nowhere"));
   CHECK_THAT(refused({"--layers", "0,x"}), ContainsSubstring("--layers: 'x'"));
   CHECK_THAT(refused({"--layers", "9"}), ContainsSubstring("layer 9"));

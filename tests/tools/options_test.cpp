@@ -138,14 +138,43 @@ TEST_CASE("The time left is reckoned from where the work began") {
   CHECK(time_left(0, 0.5, 0.2).empty());
 }
 
+namespace {
+
+std::string refusal_of(const Command& command, const std::vector<std::string>& words) {
+  try {
+    run_command(command, words);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("A word that is not expected is named, and a budget that nobody heeds") {
+  const auto starts = [](const std::string& text) { return Catch::Matchers::StartsWith(text); };
+  CHECK_THAT(refusal_of(generate_command(), {"Once"}),
+             starts("'Once' is not expected here; usage: kvlab generate"));
+  CHECK_THAT(refusal_of(deploy_command(), {"run", "extra"}),
+             starts("'extra' is not expected here"));
+  CHECK(refusal_of(replay_command(), {"--out", "a", "--out", "b"}) ==
+        "--out: given more than once; once is right");
+  CHECK_THAT(refusal_of(replay_command(), {"---"}), starts("unknown option '---'"));
+  const std::string tiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
+  CHECK_THAT(refusal_of(generate_command(),
+                        {"--model", tiny, "--prompt", "It", "--budget", "4", "--device", "cpu"}),
+             starts("--budget: of which policy?"));
+  CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
+                                         "--budget", "4", "--device", "cpu"}),
+             starts("--budget: of which policy?"));
+  CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
+                                         "--batched", "--device", "cpu"}),
+             starts("--batched: is for a CUDA device"));
+}
+
 TEST_CASE("A misspelt option and a number that is none are told what would be right") {
-  const auto message = [](const std::vector<std::string>& words) -> std::string {
-    try {
-      run_command(replay_command(), words);
-    } catch (const std::exception& error) {
-      return error.what();
-    }
-    return "";
+  const auto message = [](const std::vector<std::string>& words) {
+    return refusal_of(replay_command(), words);
   };
   CHECK(message({"--bugdet", "64"}) == "unknown option '--bugdet'; did you mean --budget?");
   CHECK(message({"--volume", "11"}) ==
