@@ -209,13 +209,15 @@ inline Four load_four(const float* from) {
   return v;
 }
 
-/// The sums over a register's tokens.
-inline Four over_tokens(Floats v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  Four all = load_four(lanes);
-  for (int i = 1; i < kQuads; ++i) all += load_four(lanes + i * kHeads);
-  return all;
+/// Adds the sums of sixteen tokens side by side, by halves.
+inline Four over_tokens(const Floats* parts) {
+  float lanes[kBlockFloats];
+  for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, parts[i]);
+  Four sums[kTokens];
+  std::memcpy(sums, lanes, sizeof lanes);
+  for (int width = kTokens / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  return sums[0];
 }
 inline FourInts over_tokens(Ints v) {
   FourInts parts[kQuads];
@@ -229,10 +231,9 @@ inline FourInts over_tokens(Ints v) {
 inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std::size_t count,
                                 const float* least, Four& sum, FourInts& hits) {
   if (count < kBlockTokens) return 0;
-  constexpr int kSums = kBlockParts < 4 ? kBlockParts : 4;
   const Floats bound = repeated(least);
-  Floats sums[kSums] = {};
-  Ints asked[kSums] = {};
+  Floats sums[kBlockParts] = {};
+  Ints asked[2] = {};
   std::size_t i = 0;
   for (; i + kBlockTokens <= count; i += kBlockTokens) {
     const bool run = !tokens || tokens[i + kBlockTokens - 1] - tokens[i] == kBlockTokens - 1;
@@ -240,13 +241,12 @@ inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std
     for (int part = 0; part < kBlockParts; ++part) {
       const Floats x =
           run ? load(from + part * kWidth) : load_scattered(e, tokens + i + part * kQuads);
-      sums[part % kSums] += x;
-      asked[part % kSums] -= x >= bound;
+      sums[part] += x;
+      asked[part % 2] -= x >= bound;
     }
   }
-  for (int s = 1; s < kSums; ++s) sums[0] += sums[s], asked[0] += asked[s];
-  sum = over_tokens(sums[0]);
-  hits = over_tokens(asked[0]);
+  sum = over_tokens(sums);
+  hits = over_tokens(asked[0] + asked[1]);
   return i;
 }
 
@@ -592,26 +592,23 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
                     y);
 }
 
-/// The sum of a register's elements, by halves.
-inline float sum_of(Floats v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  for (int width = kWidth / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-  return lanes[0];
-}
-
 double step_distance2(float* values, const float* before, const float* whole, float factor,
                       std::size_t count) {
-  Floats sum[2] = {};
+  Floats sum[kPieces] = {};
   std::size_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    const Floats value = load(values + i) + load(before + i);
-    store(values + i, value);
-    const Floats x = load(whole + i) - factor * value;
-    sum[i / kWidth % 2] += x * x;
-  }
-  auto all = static_cast<double>(sum_of(sum[0] + sum[1]));
+  for (; i + kTokens <= count; i += kTokens)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+      const Floats value = load(values + at) + load(before + at);
+      store(values + at, value);
+      const Floats x = load(whole + at) - factor * value;
+      sum[piece] += x * x;
+    }
+  float lanes[kTokens];
+  for (int piece = 0; piece < kPieces; ++piece) store(lanes + piece * kWidth, sum[piece]);
+  for (int width = kTokens / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  auto all = static_cast<double>(lanes[0]);
   for (; i < count; ++i) {
     values[i] += before[i];
     const double x = static_cast<double>(whole[i]) - static_cast<double>(factor * values[i]);

@@ -434,6 +434,9 @@ TEST_CASE("sums and hits of some tokens are theirs, in runs and scattered, on ev
             wanted[h] += static_cast<double>(at(e, token, h));
             asked[h] += at(e, token, h) >= least[h];
           }
+        float base[kQuad];
+        std::uint32_t unused[kQuad] = {};
+        row_loops_base().total(e.data(), list.data(), list.size(), least, base, unused);
         for (const RowLoops* loops : sets()) {
           INFO(loops->name << ", " << list.size() << " of " << tokens);
           float sum[kQuad];
@@ -441,6 +444,7 @@ TEST_CASE("sums and hits of some tokens are theirs, in runs and scattered, on ev
           loops->total(e.data(), given ? list.data() : nullptr, list.size(), least, sum, hits);
           for (std::size_t h = 0; h < kQuad; ++h) {
             CHECK(hits[h] == asked[h] + 1);
+            CHECK(sum[h] == base[h]);
             CHECK(std::abs(static_cast<double>(sum[h]) - wanted[h]) <= 1e-6 * wanted[h]);
           }
         }
@@ -513,6 +517,9 @@ TEST_CASE("figures and weights of live sets, on every set") {
       wanted += std::pow(static_cast<double>(whole[i] - 0.5f * moved[i]), 2.0);
     }
     CHECK(std::abs(got - wanted) <= 1e-6 * wanted);
+    std::vector<float> again = values;
+    CHECK(got == row_loops_base().step_distance2(again.data(), before.data(), whole.data(), 0.5f,
+                                                 again.size()));
   }
 }
 
