@@ -188,6 +188,7 @@ template <class Warp>
 cudaError_t launch_clusters(const DeviceLimits& limits, PairPlan plan, int stages,
                             cudaStream_t stream) {
   plan.stages = stages;
+  plan.read_once = false;
   const PairAttention& args = plan.args;
   if (const cudaError_t error = allow_shared_memory(attend_in_clusters<Warp>, limits)) return error;
   return launch(limits, attend_in_clusters<Warp>,

@@ -35,8 +35,8 @@ struct TileAges<kKeys, true> {
 /// What is to be known of a tile beside what lies in it.
 struct TileUse {
   int valid;      ///< slots that count, from the first; at least 1
-  float* logits;  ///< where to leave them, [head of the group, logits_stride], or null
-  std::int64_t logits_stride;
+  float* logits;  ///< where to leave them, [slot, logits_stride], or null
+  int logits_stride;
   KeyTurns turns;  ///< squeezed positions; its newest counts from the tile's first slot
 };
 
@@ -49,7 +49,8 @@ struct alignas(16) CacheTile : TileAges<kKeys, kSqueezed> {
 
   /// Starts copying the first `valid` slots from `from_keys`, `from_values`; zeros for the rest:
   /// what an unused slot holds may not be a number. By a whole warp.
-  __device__ void load_slots(const T* from_keys, const T* from_values, int valid) {
+  __device__ void load_slots(const T* from_keys, const T* from_values, int valid,
+                             CachePolicy policy) {
     const int lane = threadIdx.x % 32;
     constexpr int kPerChunk = 16 / sizeof(T);
 #pragma unroll
@@ -57,15 +58,19 @@ struct alignas(16) CacheTile : TileAges<kKeys, kSqueezed> {
       const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
       const bool wanted = row < valid;
       const int from = wanted ? i * kPerChunk : 0;
-      copy_async(shared_address(keys) + Layout::offset(row, chunk), from_keys + from, wanted);
-      copy_async(shared_address(values) + Layout::offset(row, chunk), from_values + from, wanted);
+      copy_async(shared_address(keys) + Layout::offset(row, chunk), from_keys + from, wanted,
+                 policy);
+      copy_async(shared_address(values) + Layout::offset(row, chunk), from_values + from, wanted,
+                 policy);
     }
   }
 };
 
-/// By mma.m16n8k16: the query heads are rows 0 to 7 of A (8 to 15 stay zero), so that K and V are B
-/// as they lie in memory, and the weights of the first product are the A of the second. Keys and
-/// values are 4 * kDim bytes a slot; the products cost about a tenth of the time to fetch that.
+/// By mma.m16n8k16: the sixteen keys are the rows of the first product, and sixteen dimensions of
+/// the values those of the second; the query heads are the eight columns of both, so that K and V
+/// are A as they lie in memory. Keys and values are 4 * kDim bytes a slot; the products cost about
+/// a twentieth of the time to fetch that. The weights of the first product are transposed between
+/// the lanes to be B of the second.
 ///
 /// A rotated key is two elements, its value rounded and what that leaves, so that a product has 16
 /// bits of it (22 in fp16) and the query need not be rotated at all: it is as far from the key as
@@ -90,143 +95,148 @@ class TensorCoreWarp {
       query_[k][0] = row() < group ? words[k * 8 + column() / 2] : 0;
       query_[k][1] = row() < group ? words[k * 8 + column() / 2 + 4] : 0;
     }
-    max_ = -INFINITY;
-    sum_ = 0;
+    max_ = make_float2(-INFINITY, -INFINITY);
+    sum_ = make_float2(0, 0);
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) out_[n][0] = out_[n][1] = out_[n][2] = out_[n][3] = 0;
+    for (int n = 0; n < kDim / 16; ++n) out_[n][0] = out_[n][1] = out_[n][2] = out_[n][3] = 0;
   }
 
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
-    float weight[2][4] = {};
+    float weight[4];
     if constexpr (kSqueezed)
       score_rotated(tile, use.turns, weight);
     else
       score(tile, weight);
-    float largest = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weight[n][i] = n * 8 + column() + i < use.valid ? weight[n][i] * base2_scale : -INFINITY;
-        largest = fmaxf(largest, weight[n][i]);
-      }
+    for (int i = 0; i < 4; ++i)
+      weight[i] = i / 2 * 8 + row() < use.valid ? weight[i] * base2_scale : -INFINITY;
     if (use.logits != nullptr) leave(weight, use);
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    raise_max(fmaxf(max_, largest));
+    raise_max(make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weight[n][i] = exp2_fast(weight[n][i] - max_);
-        sum_ += weight[n][i];
-      }
+    for (int i = 0; i < 4; ++i) weight[i] = exp2_fast(weight[i] - (i % 2 ? max_.y : max_.x));
+    sum_.x += weight[0] + weight[2];
+    sum_.y += weight[1] + weight[3];
     add_values(tile, weight);
   }
 
   __device__ void finish(const WarpPart& part) {
-    sum_ += __shfl_xor_sync(~0u, sum_, 1);
-    sum_ += __shfl_xor_sync(~0u, sum_, 2);
-    if (row() >= group_) return;
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n)
-      *reinterpret_cast<float2*>(part.out + row() * kDim + n * 8 + column()) =
-          make_float2(out_[n][0], out_[n][1]);
-    if (column() == 0) part.state[row()] = make_float2(max_, sum_);
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      sum_.x += __shfl_xor_sync(~0u, sum_.x, lanes);
+      sum_.y += __shfl_xor_sync(~0u, sum_.y, lanes);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = column() + i;
+      if (head >= group_) break;
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          part.out[head * kDim + n * 16 + half * 8 + row()] = out_[n][half * 2 + i];
+      if (row() == 0)
+        part.state[head] = i == 0 ? make_float2(max_.x, sum_.x) : make_float2(max_.y, sum_.y);
+    }
   }
 
  private:
+  // Of a product's result a lane has keys (dimensions) row() and row() + 8 of heads column() and
+  // column() + 1.
   __device__ static int row() { return threadIdx.x % 32 / 4; }
   __device__ static int column() { return threadIdx.x % 4 * 2; }
 
-  __device__ void score(const Tile& tile, float (&logit)[2][4]) const {
+  __device__ void score(const Tile& tile, float (&logit)[4]) const {
     const int lane = threadIdx.x % 32;
-    const int slot = lane / 16 * 8 + lane % 8;
     const std::uint32_t keys = shared_address(tile.keys);
+    float sums[2][4] = {};  // two, so that a product need not wait for the one before it
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      std::uint32_t b[4];
-      load_matrices(b, keys + Tile::Layout::offset(slot, 2 * k + lane / 8 % 2));
-      const std::uint32_t a[4] = {query_[k][0], 0, query_[k][1], 0};
-      multiply_add<T>(logit[0], a, b[0], b[1]);
-      multiply_add<T>(logit[1], a, b[2], b[3]);
+      std::uint32_t a[4];
+      load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
+      multiply_add<T>(sums[k % 2], a, query_[k][0], query_[k][1]);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
   }
 
   /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
   /// key lie in one lane.
-  __device__ void score_rotated(const Tile& tile, const KeyTurns& turns,
-                                float (&logit)[2][4]) const {
+  __device__ void score_rotated(const Tile& tile, const KeyTurns& turns, float (&logit)[4]) const {
     const int lane = threadIdx.x % 32;
-    const int slot = lane / 16 * 8 + lane % 8;
     const std::uint32_t keys = shared_address(tile.keys);
     const std::uint32_t behind[2] = {turns.behind(tile.ages, row()),
                                      turns.behind(tile.ages, row() + 8)};
+    float sums[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kDim / 32; ++k) {
-      std::uint32_t low[4], high[4];
-      load_matrices(low, keys + Tile::Layout::offset(slot, 2 * k + lane / 8 % 2));
-      load_matrices(high, keys + Tile::Layout::offset(slot, 2 * k + kDim / 16 + lane / 8 % 2));
-      const std::uint32_t a[4] = {query_[k][0], 0, query_[k][1], 0};
-      const std::uint32_t a_high[4] = {query_[k + kDim / 32][0], 0, query_[k + kDim / 32][1], 0};
+      std::uint32_t low[4], high[4], rest[4], rest_high[4];
+      load_matrices(low, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
+      load_matrices(high, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        std::uint32_t rest[2], rest_high[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const auto turn = [&](int i) {
-            return turns.cos_sin(k * 16 + half * 8 + column() + i, behind[n]);
-          };
-          rotate<T>(turn(0), turn(1), low[n * 2 + half], high[n * 2 + half], rest[half],
-                    rest_high[half]);
-        }
-        multiply_add<T>(logit[n], a, low[n * 2], low[n * 2 + 1]);
-        multiply_add<T>(logit[n], a_high, high[n * 2], high[n * 2 + 1]);
-        multiply_add<T>(logit[n], a, rest[0], rest[1]);
-        multiply_add<T>(logit[n], a_high, rest_high[0], rest_high[1]);
+      for (int i = 0; i < 4; ++i) {  // key i % 2 * 8 + row(), dimensions from i / 2 * 8 + column()
+        const auto turn = [&](int next) {
+          return turns.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
+        };
+        rotate<T>(turn(0), turn(1), low[i], high[i], rest[i], rest_high[i]);
       }
+      const auto &query = query_[k], &query_high = query_[k + kDim / 32];
+      multiply_add<T>(sums[0], low, query[0], query[1]);
+      multiply_add<T>(sums[1], high, query_high[0], query_high[1]);
+      multiply_add<T>(sums[0], rest, query[0], query[1]);
+      multiply_add<T>(sums[1], rest_high, query_high[0], query_high[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
+  }
+
+  __device__ void leave(const float (&logit)[4], const TileUse& use) const {
+    if (column() >= group_) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* const to = use.logits + (half * 8 + row()) * use.logits_stride + column();
+      if (use.logits_stride == 1)
+        *to = logit[half * 2];
+      else
+        *reinterpret_cast<float2*>(to) = make_float2(logit[half * 2], logit[half * 2 + 1]);
     }
   }
 
-  __device__ void leave(const float (&logit)[2][4], const TileUse& use) const {
-    if (row() >= group_) return;
-    float* const to = use.logits + row() * use.logits_stride + column();
+  /// `largest`: of this lane's keys. The maximum is that of all keys so far; where no lane has a
+  /// larger one, it stands.
+  __device__ void raise_max(float2 largest) {
+    if (!__any_sync(~0u, largest.x > max_.x || largest.y > max_.y)) return;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      *reinterpret_cast<float2*>(to + n * 8) = make_float2(logit[n][0], logit[n][1]);
-  }
-
-  __device__ void raise_max(float max) {
-    if (__any_sync(~0u, max != max_)) {
-      const float factor = rescale(max_, max);
-      sum_ *= factor;
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        out_[n][0] *= factor;
-        out_[n][1] *= factor;
-      }
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, lanes));
+      largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, lanes));
     }
-    max_ = max;
+    largest = make_float2(fmaxf(largest.x, max_.x), fmaxf(largest.y, max_.y));
+    const float2 factor = make_float2(rescale(max_.x, largest.x), rescale(max_.y, largest.y));
+    sum_ = make_float2(sum_.x * factor.x, sum_.y * factor.y);
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out_[n][i] *= i % 2 ? factor.y : factor.x;
+    max_ = largest;
   }
 
-  __device__ void add_values(const Tile& tile, const float (&weight)[2][4]) {
+  __device__ void add_values(const Tile& tile, const float (&weight)[4]) {
     const int lane = threadIdx.x % 32;
-    const int slot = lane / 8 % 2 * 8 + lane % 8;
+    const int slot = lane / 16 * 8 + lane % 8;
     const std::uint32_t values = shared_address(tile.values);
-    const std::uint32_t a[4] = {pack<T>(weight[0][0], weight[0][1]), 0,
-                                pack<T>(weight[1][0], weight[1][1]), 0};
+    const std::uint32_t b[2] = {transpose_matrix(pack<T>(weight[0], weight[1])),
+                                transpose_matrix(pack<T>(weight[2], weight[3]))};
 #pragma unroll
-    for (int n = 0; n < kDim / 8; n += 2) {
-      std::uint32_t b[4];
-      load_matrices_transposed(b, values + Tile::Layout::offset(slot, n + lane / 16));
+    for (int n = 0; n < kDim / 16; ++n) {
+      std::uint32_t a[4];
+      load_matrices_transposed(a, values + Tile::Layout::offset(slot, 2 * n + lane / 8 % 2));
       multiply_add<T>(out_[n], a, b[0], b[1]);
-      multiply_add<T>(out_[n + 1], a, b[2], b[3]);
     }
   }
 
   std::uint32_t query_[kDim / 16][2];
-  float out_[kDim / 8][4];  // rows 8 to 15 of it stay zero
-  float max_, sum_;         // sum_: over this lane's keys alone, until finish
+  float out_[kDim / 16][4];
+  float2 max_, sum_;  // of two heads; sum_: over this lane's keys alone, until finish
   int group_;
 };
 
@@ -270,7 +280,7 @@ class PlainWarp {
       }
       weight[i] = lane % 16 < use.valid ? logit : -INFINITY;
       if (use.logits != nullptr && head < group_)
-        use.logits[head * use.logits_stride + lane % 16] = weight[i];
+        use.logits[lane % 16 * use.logits_stride + head] = weight[i];
     }
 #pragma unroll
     for (int h = 0; h < kMostGroup; ++h) add_head(tile, weight[h % 4], h);

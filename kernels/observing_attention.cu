@@ -34,9 +34,9 @@ PairAttention pairs_of(const SlotCache& cache) {
   return pairs;
 }
 
-int chunks_of(int most_slots) {
-  constexpr int kSlots = kObserveThreads * kSlotsPerThread;
-  return (most_slots + kSlots - 1) / kSlots;
+int chunks_of(int most_slots, bool observes) {
+  const int slots = kObserveThreads * slots_per_thread(observes);
+  return (most_slots + slots - 1) / slots;
 }
 
 /// Bytes behind the attention's own workspace.
@@ -45,11 +45,12 @@ struct Layout {
 
   explicit Layout(const PairAttention& pairs) : logits((attention_bytes(pairs) + 15) / 16 * 16) {
     const auto count = static_cast<std::size_t>(pairs.table.pairs);
-    softmax = logits + count * static_cast<std::size_t>(pairs.group) * sizeof(float) *
-                           static_cast<std::size_t>(row_slots(pairs.table.most_slots));
+    softmax = logits + count * static_cast<std::size_t>(logits_stride(pairs.group)) *
+                           static_cast<std::size_t>(row_slots(pairs.table.most_slots)) *
+                           sizeof(float);
     leaving = softmax + count * kMostGroup * sizeof(float2);
-    gone = leaving +
-           count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) * sizeof(Leaving);
+    gone = leaving + count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots, true)) *
+                         sizeof(Leaving);
     end = gone + count * sizeof(std::uint32_t);
   }
 
@@ -126,7 +127,7 @@ cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, Observe
           .row_slots = row_slots(args.cache.most_slots),
           .group = pairs.group,
           .squeezed = squeezed,
-          .chunks = chunks_of(args.cache.most_slots),
+          .chunks = chunks_of(args.cache.most_slots, observes),
           .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
           .observed = signals->observed};
   return pair_attention(pairs, stream);
@@ -154,6 +155,10 @@ cudaError_t attend_and_observe(const EvictionKernels& policy, const EvictingAtte
   if (const cudaError_t error = attend_for(args, observes, plan, stream)) return error;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(policy.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared))
+    return error;  // a multiprocessor set up for the attention takes no other blocks
   const dim3 blocks(static_cast<unsigned>(plan.table.pairs * plan.chunks));
   void* parameters[] = {&plan};
   return launch(limits, policy.kernel, {blocks, kObserveThreads, 0, stream}, parameters);

@@ -1,6 +1,7 @@
 // Attention that observes: the part that knows the policy. Behind pair_attention runs one more
 // launch, which starts while that one still runs, fetches states and positions, and waits pair by
-// pair until the logits are there: neither keys nor values are read again.
+// pair until the logits are there: neither keys nor values are read again. Two of its blocks fit
+// beside two CTAs of the attention on a multiprocessor, where positions are not squeezed.
 //
 // Bytes beside keys and values, for each slot: the state read and written, the position read, and
 // where squeezed the age read and written: 20 for 8-byte states, 3.9% of keys and values at head
@@ -104,11 +105,13 @@ template <Policy P>
 __device__ Observation observation_at(const PairBlock<P>& block, int slot, const float2* softmax,
                                       const float* floors) {
   const ObservePlan& plan = block.plan;
-  const float* logit = plan.rows.logits + block.pair.index * plan.group * plan.row_slots + slot;
+  const int stride = logits_stride(plan.group);
+  const float* const logits =
+      plan.rows.logits + (block.pair.index * plan.row_slots + slot) * std::int64_t{stride};
   Observation seen{.queries = 1};
   MassSum sum;
-  for (int head = 0; head < plan.group; ++head, logit += plan.row_slots) {
-    const float p = exp2_fast(__ldcg(logit) - softmax[head].x) * softmax[head].y;
+  const auto see = [&](float logit, int head) {
+    const float p = exp2_fast(logit - softmax[head].x) * softmax[head].y;
     if constexpr (P::kInfo.needs == Needs::requests) {
       if (p >= floors[head]) seen.requests = 1;
     } else if constexpr (P::kInfo.weighted) {
@@ -116,6 +119,23 @@ __device__ Observation observation_at(const PairBlock<P>& block, int slot, const
       seen.mass += fixed_mass(weight, p);
     } else {
       sum.add(p);
+    }
+  };
+  if (stride == 1) {
+    see(__ldcg(logits), 0);
+  } else if (stride == 8) {  // the second half of a sector comes from the L1 cache
+    for (int head = 0; head < plan.group; head += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(logits + head);
+      see(four.x, head);
+      see(four.y, head + 1);
+      see(four.z, head + 2);
+      if (head + 3 < plan.group) see(four.w, head + 3);
+    }
+  } else {
+    for (int head = 0; head < plan.group; head += 2) {
+      const float2 two = __ldcg(reinterpret_cast<const float2*>(logits + head));
+      see(two.x, head);
+      if (head + 1 < plan.group) see(two.y, head + 1);
     }
   }
   if constexpr (P::kInfo.needs == Needs::mass && !P::kInfo.weighted)
@@ -147,8 +167,8 @@ __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
 }
 
 /// Shows the policy what its slots received, and notes it.
-template <Policy P>
-__device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlotsPerThread],
+template <Policy P, int kSlots>
+__device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
                               ObserveShared& shared) {
   const PolicyState& policy = block.args.policy;
   if constexpr (kObserves<P>) {
@@ -169,9 +189,9 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
 }
 
 /// Which of its slots leaves first, in thread 0.
-template <Policy P>
-__device__ Leaving first_of_slots(const PairBlock<P>& block,
-                                  const OwnSlot<P> (&own)[kSlotsPerThread], Leaving* shared) {
+template <Policy P, int kSlots>
+__device__ Leaving first_of_slots(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
+                                  Leaving* shared) {
   Leaving first = Leaving::none();
   if (!block.is_full()) return first;  // the same for all threads
   for (const OwnSlot<P>& mine : own)
@@ -180,10 +200,12 @@ __device__ Leaving first_of_slots(const PairBlock<P>& block,
 }
 
 /// Blocks pair by pair, plan.chunks for each. The last of a pair's to be through says where its
-/// next token goes.
+/// next token goes. (Six of a multiprocessor: 40 registers a thread, so that two fit beside the
+/// attention. The first then wait for their pairs, and need not start when those are ready.)
 template <Policy P>
-__global__ void __launch_bounds__(kObserveThreads)
+__global__ void __launch_bounds__(kObserveThreads, 6)
     observe_pairs(const __grid_constant__ ObservePlan plan) {
+  constexpr int kSlots = slots_per_thread(kObserves<P>);
   __shared__ ObserveShared shared;
   const EvictingAttentionArgs& args = plan.args;
   if (!args.settled) wait_for_predecessor();
@@ -195,11 +217,10 @@ __global__ void __launch_bounds__(kObserveThreads)
     wait_for_predecessor();
     return;
   }
-  OwnSlot<P> own[kSlotsPerThread];
+  OwnSlot<P> own[kSlots];
 #pragma unroll
-  for (int i = 0; i < kSlotsPerThread; ++i)
-    own[i] =
-        block.load((chunk * kSlotsPerThread + i) * kObserveThreads + static_cast<int>(threadIdx.x));
+  for (int i = 0; i < kSlots; ++i)
+    own[i] = block.load((chunk * kSlots + i) * kObserveThreads + static_cast<int>(threadIdx.x));
   if (kObserves<P> || plan.squeezed) {
     if (threadIdx.x == 0) wait_for_flag(&plan.rows.ready[pair]);
     __syncthreads();

@@ -10,7 +10,9 @@ namespace kvlab::kernels {
 struct Leaving;
 
 inline constexpr int kObserveThreads = 256;
-inline constexpr int kSlotsPerThread = 2;
+/// Slots of a thread. Two where it waits for logits: twice as many blocks run then while the
+/// attention does.
+constexpr int slots_per_thread(bool observes) { return observes ? 2 : 4; }
 
 /// What the launch behind the attention needs.
 struct ObservePlan {

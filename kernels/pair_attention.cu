@@ -265,14 +265,15 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
       use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
       use.turns.gone = gone_age<Warp>(args, slots);
     }
-    use.logits_stride = row_slots(args.table.most_slots);
+    use.logits_stride = logits_stride(args.group);
     for (int i = 0; i < count; ++i) {
       const auto& tile = tiles.next();
       const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
       use.valid = slots.live - slot;
       use.turns.newest = slots.newest - slot;
       if (args.rows.logits != nullptr)
-        use.logits = args.rows.logits + slots.pair * args.group * use.logits_stride + slot;
+        use.logits = args.rows.logits +
+                     (slots.pair * row_slots(args.table.most_slots) + slot) * use.logits_stride;
       if (use.valid > 0) state.add(tile, use, plan.base2_scale);
     }
     if (!first) __syncthreads();  // the pair before has been read
@@ -304,14 +305,16 @@ std::int64_t most_tiles(const PairAttention& args) {
   return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
 }
 
-/// Two for each multiprocessor keep enough bytes on their way, and leave room for a third, of the
-/// kernel behind; but no more than there may be tiles. 0 if the device holds none.
+constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
+/// What a multiprocessor has: what one CTA may have, and what is reserved for it.
+int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
+
+/// Two for each multiprocessor keep enough bytes on their way; but no more than there may be tiles.
+/// 0 if the device holds none.
 template <class Warp>
 int most_ctas(const DeviceLimits& limits, const PairAttention& args) {
-  constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
-  // What one CTA may have is all that a multiprocessor has, less what is reserved for it.
   const int bytes = static_cast<int>(shared_bytes<Warp>(args, Warp::kStages));
-  const int on_one = (limits.shared_bytes + kReserved) / (bytes + kReserved);
+  const int on_one = shared_of_all(limits) / (bytes + kReserved);
   return static_cast<int>(std::min<std::int64_t>(
       {most_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
 }
@@ -323,19 +326,30 @@ struct Grid {
 
 template <class Warp>
 Grid grid_for(const DeviceLimits& limits, const PairAttention& args) {
-  constexpr int kLong = 16;  // tiles of a CTA
+  constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
   Grid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
-  if (args.rows.ready != nullptr) return grid;           // the kernel behind needs its room
-  if (most_tiles(args) <= 2 * limits.multiprocessors) {  // at most two for each CTA, at once
+  if (args.rows.ready != nullptr) return grid;  // the kernel behind needs its room
+  if (most_tiles(args) <= kShort * limits.multiprocessors) {
+    // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
+    // of a share, or most of it, has been sent for when the query comes.
     grid.ctas = std::min(grid.ctas, limits.multiprocessors);
+    grid.stages =
+        most_tiles(args) <= 2 * limits.multiprocessors ? Warp::kStages : Warp::kMostStages;
     grid.all_ahead = true;
   } else if (Warp::kHeadSize == 64 && most_tiles(args) >= kLong * grid.ctas) {
-    // No room for a third CTA: some multiprocessors would get three of this launch, others one. At
-    // head size 128 this gains nothing.
-    grid.stages = Warp::kMostStages;
+    grid.stages = Warp::kMostStages;  // at head size 128 this gains nothing
     grid.all_ahead = true;
   }
   return grid;
+}
+
+/// Of a CTA, with no room for a third beside two: else some multiprocessors get three of a launch
+/// and others one, since each takes the place of one of the launch before.
+template <class Warp>
+std::size_t shared_for_two(const DeviceLimits& limits, const PairPlan& plan) {
+  const int a_third = shared_of_all(limits) / 3 - kReserved;
+  return std::max(shared_bytes<Warp>(plan.args, plan.stages),
+                  static_cast<std::size_t>(a_third / 16 * 16 + 16));
 }
 
 /// Of the parts of pairs that are cut.
@@ -347,7 +361,7 @@ template <class Warp, class Tiles>
 cudaError_t launch_pairs(const DeviceLimits& limits, const PairPlan& plan, cudaStream_t stream) {
   const auto kernel = attend_pairs<Warp, Tiles>;
   if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
-  const std::size_t bytes = shared_bytes<Warp>(plan.args, plan.stages);
+  const std::size_t bytes = shared_for_two<Warp>(limits, plan);
   return launch(limits, kernel, {plan.ctas, kThreads, bytes, stream}, plan);
 }
 
@@ -366,7 +380,8 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
                       .part_state = reinterpret_cast<float2*>(
                           part_out + part_rows(args, grid.ctas) * Warp::kHeadSize),
                       .arrived = signals->arrived,
-                      .stages = grid.stages};
+                      .stages = grid.stages,
+                      .read_once = true};
   if constexpr (!Warp::kSqueezed) {  // those are always observed
     if (const int stages = clustered_stages<Warp>(limits, args))
       return launch_clusters<Warp>(limits, plan, stages, stream);

@@ -24,8 +24,8 @@ struct PairTable {
 
 /// What is left of each pair for a kernel that observes.
 struct PairRows {
-  float* logits;        // [pair, head of the group, slots()], base 2, scaled; null: nothing is left
-  float2* softmax;      // [pair, kMostGroup]: largest logit, 1 / sum of 2^(logit - largest)
+  float* logits;    // [pair, row_slots(), logits_stride()], base 2, scaled; null: nothing is left
+  float2* softmax;  // [pair, kMostGroup]: largest logit, 1 / sum of 2^(logit - largest)
   std::uint32_t* gone;  // [pair]: age of the token whose slot the newest took; kNone: of none
   std::int32_t* ready;  // [pair]: raised when the above is there; whoever observes lowers it
   static constexpr std::uint32_t kNone = 0xffff'ffffu;
@@ -34,6 +34,9 @@ struct PairRows {
 constexpr std::int64_t row_slots(int most_slots) {
   return std::int64_t{most_slots + kSlotsPerTile - 1} / kSlotsPerTile * kSlotsPerTile;
 }
+
+/// Floats of a slot in PairRows::logits: one for each head of the group, in pairs if there are two.
+constexpr int logits_stride(int group) { return group == 1 ? 1 : (group + 1) / 2 * 2; }
 
 /// The first bytes of a workspace. Their places depend on nothing, so that launches of different
 /// sizes may follow each other.

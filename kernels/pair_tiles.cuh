@@ -22,6 +22,7 @@ struct PairPlan {
   float2* part_state;     // [cta, 2, head of the group]: max, sum
   std::int32_t* arrived;  // [cta], zero between launches
   int stages;             ///< tiles of each warp in shared memory
+  bool read_once;         ///< keys and values need not stay in the L2 cache
 };
 
 /// Begins shared memory: each warp's tiles, and the frequencies by which keys are turned.
@@ -79,8 +80,8 @@ template <class Warp>
 class TileSource {
  public:
   using T = typename Warp::Element;
-  __device__ TileSource(const PairAttention& args, const Place& place, int count)
-      : args_(args), place_(place), left_(count) {}
+  __device__ TileSource(const PairPlan& plan, const Place& place, int count)
+      : args_(plan.args), place_(place), left_(count), policy_(cache_policy(plan.read_once)) {}
 
   /// Starts copying the next tile, if there is one. A group of copies in any case.
   __device__ void start_next(typename Warp::Tile& tile) {
@@ -93,7 +94,7 @@ class TileSource {
       const std::int64_t from =
           place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
       tile.load_slots(static_cast<const T*>(args_.keys) + from,
-                      static_cast<const T*>(args_.values) + from, valid);
+                      static_cast<const T*>(args_.values) + from, valid, policy_);
       if constexpr (Warp::kSqueezed) tile.load(args_.ages + from / Warp::kHeadSize, valid);
       ++place_.tile;
       --left_;
@@ -105,6 +106,7 @@ class TileSource {
   const PairAttention& args_;
   Place place_;
   int left_;
+  CachePolicy policy_;
 };
 
 /// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,
@@ -116,7 +118,7 @@ class TilesAhead {
   __device__ static int stages(const PairPlan&) { return kStages; }
   __device__ TilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
                         int count)
-      : source_(plan.args, place, count), ring_(ring) {
+      : source_(plan, place, count), ring_(ring) {
     for (int i = 0; i < kStages - 1; ++i) fetch();
   }
   /// The next tile, once it is there; the one before it may be overwritten.
@@ -147,7 +149,7 @@ class AllTilesAhead {
   __device__ static int stages(const PairPlan& plan) { return plan.stages; }
   __device__ AllTilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
                            int count)
-      : source_(plan.args, place, count), ring_(ring), stages_(plan.stages) {
+      : source_(plan, place, count), ring_(ring), stages_(plan.stages) {
     for (int i = 0; i < stages_; ++i) fetch();
   }
   /// The next tile, once it is there; the one before it is overwritten.

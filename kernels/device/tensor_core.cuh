@@ -79,12 +79,38 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&m)[4], std::uint
                : "memory");
 }
 
+/// An 8 x 8 matrix of 2-byte elements, of which lane l has row l / 4, columns l % 4 * 2 and the
+/// next: transposed.
+__device__ inline std::uint32_t transpose_matrix(std::uint32_t row) {
+  std::uint32_t column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+  return column;
+}
+
 /// 16 bytes from global to shared memory, past the L1 cache; zeros, and no read, if not `wanted`.
 __device__ inline void copy_async(std::uint32_t to, const void* from, bool wanted) {
   const int bytes = wanted ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(bytes)
                : "memory");
+}
+/// What the L2 cache is to do with the lines of a copy.
+using CachePolicy = std::uint64_t;
+/// They leave before all else if they are `read_once`.
+__device__ inline CachePolicy cache_policy(bool read_once) {
+  CachePolicy first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return read_once ? first : normal;
+}
+/// copy_async under a policy.
+__device__ inline void copy_async(std::uint32_t to, const void* from, bool wanted,
+                                  CachePolicy policy) {
+  const int bytes = wanted ? 16 : 0;
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to),
+      "l"(from), "r"(bytes), "l"(policy)
+      : "memory");
 }
 /// 4 bytes from global to shared memory.
 __device__ inline void copy_word_async(std::uint32_t to, const void* from) {
