@@ -57,7 +57,7 @@ TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in 
 
 TEST_CASE("Budgets by layer and KV head are verified head by head") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
-  CacheOptions options = cache(policy_catalogue()[4], 32, Prefill{0}, Positions::original);
+  CacheOptions options = cache(*parse_policy("h2o").entry, 32, Prefill{0}, Positions::original);
   for (std::uint32_t i = 0; i < 8; ++i) options.budgets.push_back(16 + 4 * i);
   check(*backend, options, two_turns(40));
 }
