@@ -1,4 +1,6 @@
 // Launching a policy's walk.
+#include <algorithm>
+
 #include "kernels/launch.cuh"
 #include "kernels/replay_walk.cuh"
 
@@ -10,7 +12,7 @@ struct Plan {
   const void* kernel;
   dim3 grid;
   unsigned threads;
-  std::size_t room;  ///< bytes of shared memory for a cache's slots; 0: they stay in global memory
+  std::size_t shared_bytes;
   int multiprocessors;
 };
 
@@ -24,18 +26,20 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
-  const unsigned held = kReplayHeld / static_cast<unsigned>(shape.quads());
-  plan.kernel = policy.kernels[shape.quads() - 1];
   plan.grid = dim3(static_cast<unsigned>(args.member_count), static_cast<unsigned>(shape.units));
-  plan.threads = args.room_slots > held * kReplayThreads / 2 ? kReplayThreads : kReplayThreads / 2;
-  plan.room = replay_room(args.room_slots, policy.slot_bytes);
+  const unsigned of_warp = kWarpSize * kReplayHeld / static_cast<unsigned>(shape.quads());
+  plan.threads =
+      std::clamp((args.room_slots + of_warp - 1) / of_warp, 1u, unsigned{kReplayWarps}) * kWarpSize;
   plan.multiprocessors = limits.multiprocessors;
-  constexpr std::size_t kReserved = 1024;
-  if (plan.room + sizeof(ReplayShared) + kReserved > std::size_t(limits.shared_bytes))
-    plan.room = 0;
-  return cudaFuncSetAttribute(
-      plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - static_cast<int>(kReserved));
+  constexpr int kReserved = 1024;
+  const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved;
+  plan.shared_bytes = static_cast<std::size_t>((args.samples.words + 3) / 4 * 16);
+  const std::size_t room = replay_room(args.room_slots, policy.slot_bytes, args.squeezed);
+  const bool in_room = plan.shared_bytes + room <= static_cast<std::size_t>(most);
+  if (in_room) plan.shared_bytes += room;
+  if (plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
+  plan.kernel = policy.kernels[shape.quads() - 1][args.squeezed][in_room];
+  return cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
 }
 
 }  // namespace
@@ -44,9 +48,8 @@ cudaError_t ReplayPolicy::walk(const ReplayArgs& args, cudaStream_t stream) cons
   Plan plan{};
   if (const cudaError_t error = plan_walk(*this, args, plan); error != cudaSuccess) return error;
   ReplayArgs copy = args;
-  bool in_room = plan.room > 0;
-  void* parameters[] = {&copy, &in_room};
-  return cudaLaunchKernel(plan.kernel, plan.grid, dim3(plan.threads), parameters, plan.room,
+  void* parameters[] = {&copy};
+  return cudaLaunchKernel(plan.kernel, plan.grid, dim3(plan.threads), parameters, plan.shared_bytes,
                           stream);
 }
 
@@ -56,7 +59,7 @@ cudaError_t ReplayPolicy::waves(const ReplayArgs& args, int& waves) const {
   int resident = 0;
   if (error == cudaSuccess)
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &resident, plan.kernel, static_cast<int>(plan.threads), plan.room);
+        &resident, plan.kernel, static_cast<int>(plan.threads), plan.shared_bytes);
   if (error != cudaSuccess) return error;
   const int at_once = resident * plan.multiprocessors,
             blocks = static_cast<int>(plan.grid.x * plan.grid.y);

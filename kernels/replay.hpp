@@ -1,6 +1,7 @@
 // Replay on the device: many caches, each one KV head under one configuration, over the same
 // queries and keys. Queries come in blocks, in order: replay_rows() makes the full cache's
-// exponentials of a block, and a policy's `walk` takes every cache through its queries.
+// exponentials of a block, a policy's `walk` takes every cache through its queries and leaves what
+// it kept for the sampled ones, and replay_outputs() takes their outputs, all caches' together.
 //
 // A unit is one KV head with its group of query heads; a quad is four query heads side by side, the
 // last padded. All rows are float32.
@@ -20,6 +21,9 @@ inline constexpr int kMostReplayQueries = 64;    ///< of a block
 inline constexpr int kReplaySpanBlocks = 16;     ///< that figures are summed over, at most
 inline constexpr int kMostReplayGroup = 8;       ///< query heads of a KV head
 inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
+inline constexpr int kReplayAhead = 4;     ///< queries that a cache's own logits are computed for
+inline constexpr int kReplayGranule = 16;  ///< pairs of dimensions are padded to a multiple of it
+inline constexpr int kReplayTile = 4;      ///< configurations whose outputs are one product
 
 struct ReplayShape {
   int units;  ///< that are replayed together
@@ -28,16 +32,24 @@ struct ReplayShape {
   Type rounding;  ///< of q and k after RoPE at original positions; f32: they are not rounded
   std::uint32_t threshold16;  ///< of requests
   constexpr int quads() const { return (group + 3) / 4; }
+  /// Pairs of dimensions, padded. Pair p < rotated / 2 is dimensions p and p + rotated / 2, which
+  /// turn together; later ones are neighbours of the rest, which do not turn.
+  constexpr int pairs() const {
+    return (head_size / 2 + kReplayGranule - 1) / kReplayGranule * kReplayGranule;
+  }
 };
 
 /// What all queries need. Angles are data: `turns` holds cos and sin.
 struct ReplayTensors {
-  const float* queries;  // [unit, token, group, dim], rotated, not rounded
-  Type type;             // of keys and values
-  const void* keys;      // [unit, token, dim], before RoPE
-  const void* values;    // [unit, token, dim]
-  const float2* turns;   // [position, rotated / 2]
-  const float2* fine;    // [64, rotated / 2]: the same of positions 0 to 63, without RoPE's factor
+  const float* queries;        // [unit, token, group, dim], rotated, not rounded
+  Type type;                   // of keys and values
+  const void* keys;            // [unit, token, dim], before RoPE
+  const void* values;          // [unit, token, dim]
+  const float2* turns;         // [position, rotated / 2]
+  const float* plain_queries;  // [unit, token, group, dim], before RoPE; null: nobody is squeezed
+  const void* paired_keys;     // [unit, token, 2, pairs] of `type`: keys, by pairs; or null
+  const float2* coarse;        // [position / 64, pairs]: turns of multiples of 64
+  const float2* fine;          // [64, pairs]: of positions 0 to 63, without RoPE's factor
 };
 
 /// Turns vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
@@ -52,6 +64,10 @@ struct ReplayTurnArgs {
 };
 cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream);
 
+/// Keys [token, dim] of one unit to [token, 2, pairs].
+cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
+                             void* to, cudaStream_t stream);
+
 /// Which queries are measured. Errors are taken on each `sample_every`-th of the span.
 struct ReplaySpan {
   const std::int32_t* index;  // [token]: which query of the span, or -1
@@ -61,12 +77,17 @@ struct ReplaySpan {
 /// A block of queries, for every unit: [unit, query of the block, …], `block` of them apart.
 struct ReplayRows {
   int first, count, block;
-  float4* e;       // [quad, token]: exponentials, the row's largest is 1
-  float4* logits;  // [quad, token]: of queries and keys that were not rounded; null: nobody asks
-  float4* sums;    // [quad]
-  float4* least;   // [quad]: e from which on the full row requests a token; infinite for padding
-  uint4* wanted;   // [quad]: earlier tokens that it requests, where the query is of the span
-  float* outputs;  // [group, dim]: of the full cache, where the query is a sample
+  float4* e;         // [quad, token]: exponentials, the row's largest is 1
+  float4* sums;      // [quad]
+  float4* least;     // [quad]: e from which on the full row requests a token; infinite for padding
+  uint4* wanted;     // [quad]: earlier tokens that it requests, where the query is of the span
+  float* outputs;    // [group, dim]: of the full cache, where the query is a sample
+  float4* squeezed;  // [quad, token]: as e, of queries and keys that were not rounded; or null
+  float4* most;      // [quad]: the largest logit of such a row
+  /// [quad, pairs / 8, lane of a warp]: a query before RoPE as an operand of TF32 products, of 8
+  /// columns: its heads, and what TF32 leaves of them. Lane l has column l / 4 of two pairs, both
+  /// halves: pair 16 i + 4 (l % 4) + s is in step s of granule i.
+  float4* fragments;
 };
 
 /// From products [unit, query of the block, head, token] of rotated queries and keys.
@@ -75,11 +96,10 @@ struct ReplayRowsArgs {
   ReplaySpan span;
   ReplayRows rows;
   const float* products;
-  const float* unrounded;  ///< for rows.logits; null: as products
-  Type type;               ///< of values
-  const void* values;
+  const float* unrounded;  ///< for rows.squeezed; null: rows.squeezed is rows.e
+  ReplayTensors tensors;
 };
-/// Bytes: products read once, rows.e (and rows.logits) written once, each 16 a quad and token.
+/// Bytes: products read once, rows.e (and rows.squeezed) written once, each 16 a quad and token.
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
 
 /// Causal softmax of such products, for one exact pass of attention: what a query may not see
@@ -115,6 +135,7 @@ struct ReplayProgress {
   std::uint32_t live, most_live, admission;
   std::int32_t victim;  ///< slot + 1 of the token that makes room next; 0: not known
   std::uint32_t victim_position;
+  std::uint32_t gone;  ///< one past the youngest token that has left
 };
 
 /// All caches, [unit, slot of the unit].
@@ -125,8 +146,29 @@ struct ReplayCaches {
   std::uint32_t *positions, *places, *holes, *fillers;
   std::uint64_t* ranks;
   Observation* seen;
-  float4* own;               // [unit, quad, slot]: exponentials of a cache's own logits
+  int planes;                // of `own`: kReplayAhead where a cache is squeezed, else 1
+  float4* own;               // [unit, plane, quad, slot]: exponentials of a cache's own logits
   ReplayProgress* progress;  // [unit, configuration]
+};
+
+/// What a cache kept for a sampled query.
+struct ReplaySample {
+  float sums[kMostReplayGroup];  ///< of the kept exponentials
+  std::uint32_t whole;           ///< everything is kept: no error
+  std::uint32_t own;             ///< ReplaySamples::own is to be added
+};
+
+/// What the walks leave for the outputs, [unit, configuration, sample of the block, …]. Sample s of
+/// the span is at s % capacity.
+struct ReplaySamples {
+  int capacity;           ///< samples of a block of queries, at most
+  int words;              ///< of a set: tokens / 32, rounded up
+  std::uint32_t* shared;  // [words]: bits of the kept tokens whose exponentials are a shared row's
+  ReplaySample* samples;
+  float* own;                // [group, dim]: of the others, exponentials by values
+  double2* errors;           // [head]: squared: error, output
+  const std::int32_t* sets;  ///< configurations by kReplayTile of one kind of positions; -1: none
+  int tiles;                 ///< of them
 };
 
 /// What is summed for each query head and block of the span.
@@ -147,12 +189,14 @@ struct ReplayArgs {
   ReplaySpan span;
   ReplayRows rows;
   ReplayCaches caches;
+  ReplaySamples samples;
   ReplayFigures figures;
   const ReplayRule* rules;  // [configuration]
   const ReplayAdmission* admissions;
   const std::byte* params;
   const std::int32_t* members;  ///< configurations of this policy
   int member_count;
+  bool squeezed;             ///< all members are, or none
   std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
   std::uint32_t sequence;
   const std::uint32_t *layers, *kv_heads;  // [unit]
@@ -163,13 +207,19 @@ struct ReplayPolicy {
   std::string_view name;
   std::size_t slot_bytes, params_bytes;
   void (*params)(std::span<const double> values, std::byte* to);
-  const void* kernels[2];  ///< for one quad and for two
+  /// For one quad and for two; with original and with squeezed positions; with slots in global and
+  /// in shared memory.
+  const void* kernels[2][2][2];
 
   /// Takes the members' caches through the block of queries.
   cudaError_t walk(const ReplayArgs& args, cudaStream_t stream) const;
   /// Rounds that its thread blocks go in on the current device, if alone there.
   cudaError_t waves(const ReplayArgs& args, int& waves) const;
 };
+
+/// The outputs of the block's sampled queries in every cache, beside the full cache's, to
+/// args.figures. Bytes: values once a sampled query and 8 tiles of configurations.
+cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
 
 /// Every registered policy, in the registry's order.
 const std::vector<ReplayPolicy>& replay_policies();

@@ -73,10 +73,36 @@ __device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold
   return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
 }
 
+/// Exponentials of a row's first `length` products to `e`, the largest 1: by the whole block.
+struct RowScratch {
+  float largest[kWarps][4], sums[kWarps][4];
+};
+struct RowTotals {
+  float4 most, sum;
+};
+__device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, RowScratch& scratch) {
+  float4 most = row[0];
+  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
+    const float4 x = row[t];
+    most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
+  }
+  most = block_fold4(most, scratch.largest, Larger{});
+  float4 sum{};
+  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
+    const float4 x = row[t];
+    const float4 y{expf(x.x - most.x), row.heads > 1 ? expf(x.y - most.y) : 0.0f,
+                   row.heads > 2 ? expf(x.z - most.z) : 0.0f,
+                   row.heads > 3 ? expf(x.w - most.w) : 0.0f};
+    e[t] = y;
+    sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
+  }
+  return {most, block_fold4(sum, scratch.sums, Add{})};
+}
+
 /// A block for each query (x), quad (y) and unit (z).
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args) {
-  __shared__ float largest[kWarps][4], sums[kWarps][4];
+  __shared__ RowScratch scratch;
   __shared__ std::uint32_t counts[4];
   const ReplayShape& shape = args.shape;
   const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
@@ -88,34 +114,17 @@ __global__ void __launch_bounds__(kThreads)
                     shape.softmax_scale};
   float4* const e = args.rows.e + of_quad * shape.tokens;
 
-  float4 most = row[0];
-  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
-    const float4 x = row[t];
-    most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
-  }
-  most = block_fold4(most, largest, Larger{});
-  float4 sum{};
-  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
-    const float4 x = row[t];
-    const float4 y{expf(x.x - most.x), row.heads > 1 ? expf(x.y - most.y) : 0.0f,
-                   row.heads > 2 ? expf(x.z - most.z) : 0.0f,
-                   row.heads > 3 ? expf(x.w - most.w) : 0.0f};
-    e[t] = y;
-    sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
-  }
   if (threadIdx.x < 4) counts[threadIdx.x] = 0;
-  sum = block_fold4(sum, sums, Add{});
-  const float4 least = least_of(sum, row.heads, shape.threshold16);
+  RowTotals totals = exponentiate(row, length, e, scratch);
+  const float4 least = least_of(totals.sum, row.heads, shape.threshold16);
   if (threadIdx.x == 0) {
-    args.rows.sums[of_quad] = sum;
+    args.rows.sums[of_quad] = totals.sum;
     args.rows.least[of_quad] = least;
   }
-  if (args.rows.logits) {
-    const QuadRow plain{(args.unrounded ? args.unrounded : args.products) + first_product,
-                        shape.tokens, row.heads, row.scale};
-    for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads)
-      args.rows.logits[of_quad * shape.tokens + t] = plain[t];
-  }
+  if (args.unrounded)
+    totals = exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale},
+                          length, args.rows.squeezed + of_quad * shape.tokens, scratch);
+  if (args.rows.most && threadIdx.x == 0) args.rows.most[of_quad] = totals.most;
   if (args.span.index[query] < 0) return;
   uint4 wanted{};
   for (int t = static_cast<int>(threadIdx.x); t < query; t += kThreads) {
@@ -131,6 +140,56 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x == 0) args.rows.wanted[of_quad] = {counts[0], counts[1], counts[2], counts[3]};
+}
+
+/// The dimension of one half of a pair; -1 in padding.
+__device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high) {
+  const int half = shape.rotated / 2;
+  if (pair < half) return pair + (high ? half : 0);
+  const int d = shape.rotated + 2 * (pair - half) + (high ? 1 : 0);
+  return d < shape.head_size ? d : -1;
+}
+
+/// What TF32 keeps of x, and what it leaves.
+__device__ inline float tf32_part(float x, bool left) {
+  const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+  return left ? x - kept : kept;
+}
+
+/// A thread for each float4 of rows.fragments: x of [quad, pairs / 8, lane], y query, z unit.
+__global__ void __launch_bounds__(kThreads)
+    fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
+  const ReplayShape& shape = args.shape;
+  const int of_quad = shape.pairs() / 8 * kWarpSize, i = static_cast<int>(blockIdx.y),
+            at = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (at >= shape.quads() * of_quad) return;
+  const int lane = at % kWarpSize, couple = at % of_quad / kWarpSize, column = lane / 4;
+  const int head = 4 * (at / of_quad) + column % 4;
+  const int first = couple / 2 * kReplayGranule + 4 * (lane % 4) + 2 * (couple % 2);
+  const std::int64_t query = std::int64_t{blockIdx.z} * shape.tokens + args.rows.first + i;
+  const float* const from =
+      args.tensors.plain_queries + (query * shape.group + head) * shape.head_size;
+  const auto part = [&](int pair, bool high) {
+    const int d = dimension_of(shape, pair, high);
+    if (head >= shape.group || d < 0) return 0.0f;
+    const float factor = d < shape.rotated ? args.tensors.turns[0].x : 1.0f;
+    return tf32_part(from[d] * factor, column >= 4);
+  };
+  args.rows.fragments[(std::int64_t{blockIdx.z} * args.rows.block + i) * shape.quads() * of_quad +
+                      at] = {part(first, false), part(first, true), part(first + 1, false),
+                             part(first + 1, true)};
+}
+
+/// A thread for each element of [token, 2, pairs].
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    pair_keys_kernel(const ReplayShape shape, int tokens, const float* from, T* to) {
+  const std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int pairs = shape.pairs(), token = static_cast<int>(at / (2 * pairs)),
+            in_token = static_cast<int>(at % (2 * pairs));
+  if (token >= tokens) return;
+  const int d = dimension_of(shape, in_token % pairs, in_token >= pairs);
+  to[at] = from_float<T>(d < 0 ? 0.0f : from[std::int64_t{token} * shape.head_size + d]);
 }
 
 /// The full cache's outputs of sampled queries: a block for each query (x), four dimensions to a
@@ -155,8 +214,8 @@ __global__ void __launch_bounds__(kThreads)
     if (d < shape.head_size)
       for (int t = warp; t <= query; t += kWarps) {
         const float4 weight = e[t];
-        const float4 value =
-            load4(args.values, args.type, values + std::int64_t{t} * shape.head_size + d);
+        const float4 value = load4(args.tensors.values, args.tensors.type,
+                                   values + std::int64_t{t} * shape.head_size + d);
 #pragma unroll
         for (int head = 0; head < 4; ++head) {
           const float w = component(weight, head);
@@ -241,7 +300,24 @@ cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
   rows_kernel<<<grid, kThreads, 0, stream>>>(args);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
+    return error;
+  const int of_query = shape.quads() * shape.pairs() / 8 * kWarpSize;
+  fragments_kernel<<<dim3(static_cast<unsigned>((of_query + kThreads - 1) / kThreads), grid.x,
+                          grid.z),
+                     kThreads, 0, stream>>>(args);
   return cudaGetLastError();
+}
+
+cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
+                             void* to, cudaStream_t stream) {
+  if (tokens < 1) return cudaErrorInvalidValue;
+  const std::int64_t elements = std::int64_t{tokens} * 2 * shape.pairs();
+  return with_type(type, [&](auto zero) {
+    pair_keys_kernel<<<static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0,
+                       stream>>>(shape, tokens, from, static_cast<decltype(zero)*>(to));
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace kvlab::kernels

@@ -16,6 +16,7 @@ namespace {
 using kernels::Type;
 
 constexpr int kTokenMultiple = 16;         // rows of products begin aligned
+constexpr std::uint32_t kFine = 64;        // turns are composed of a multiple of it and the rest
 constexpr double kUsableMemory = 0.9;      // of what is free
 constexpr std::size_t kMostUnits = 65535;  // of a grid
 
@@ -76,8 +77,10 @@ class Replayer final : public CudaReplayer {
   template <class Work>
   void in_batches(const ReplayPlan& plan, std::span<const ReplayUnit> units, Work work) {
     const Grid grid(plan);
+    const int pairs = pairs_of(plan.trace.shape());
     const Tables tables{cuda::upload(turns_of(plan.rope), "the angles"),
-                        cuda::upload(fine_turns_of(plan.trace.header().rope), "the angles"),
+                        cuda::upload(coarse_turns_of(plan.rope, pairs), "the angles"),
+                        cuda::upload(fine_turns_of(plan.trace.header().rope, pairs), "the angles"),
                         cuda::upload(span_of(plan), "the span")};
     const UnitSizes sizes = sizes_of(plan, grid);
     const std::size_t at_once = units_at_once(sizes, units.size());
@@ -97,12 +100,27 @@ class Replayer final : public CudaReplayer {
     return turns;
   }
 
-  static std::vector<float2> fine_turns_of(const Rope& rope) {
-    constexpr int kFine = 64;
+  static int pairs_of(const ModelShape& shape) {
+    return kernels::ReplayShape{.head_size = static_cast<int>(shape.head_size)}.pairs();
+  }
+
+  /// Of multiples of kFine, by pairs; what does not turn, by nothing.
+  static std::vector<float2> coarse_turns_of(const RopeTable& rope, int pairs) {
     std::vector<float2> turns;
-    for (int position = 0; position < kFine; ++position)
-      for (const float frequency : rope.inv_freq) {
-        const double angle = position * static_cast<double>(frequency);
+    for (std::uint32_t position = 0; position < rope.positions(); position += kFine) {
+      const auto cosines = rope.cosines(position), sines = rope.sines(position);
+      for (std::size_t d = 0; d < static_cast<std::size_t>(pairs); ++d)
+        turns.push_back(d < cosines.size() ? float2{cosines[d], sines[d]} : float2{1, 0});
+    }
+    return turns;
+  }
+
+  static std::vector<float2> fine_turns_of(const Rope& rope, int pairs) {
+    std::vector<float2> turns;
+    for (std::uint32_t position = 0; position < kFine; ++position)
+      for (std::size_t d = 0; d < static_cast<std::size_t>(pairs); ++d) {
+        const double frequency = d < rope.inv_freq.size() ? rope.inv_freq[d] : 0.0,
+                     angle = position * frequency;
         turns.push_back({static_cast<float>(std::cos(angle)), static_cast<float>(std::sin(angle))});
       }
     return turns;
@@ -122,11 +140,14 @@ class Replayer final : public CudaReplayer {
     return {.tokens = (plan.trace.tokens() + kTokenMultiple - 1) / kTokenMultiple * kTokenMultiple,
             .group = shape.group(),
             .dim = shape.head_size,
+            .pairs = static_cast<std::size_t>(pairs_of(shape)),
             .quads = (shape.group() + 3) / 4,
             .block = kernels::kMostReplayQueries,
             .slots = static_cast<std::size_t>(grid.unit_slots),
             .configs = plan.configs.size(),
             .samples = plan.span.samples(),
+            .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
+                             plan.span.sample_every(),
             .slot_stride = static_cast<std::size_t>(grid.slot_stride),
             .product_bytes = kernels::bytes_of(rounding),
             .element_bytes = bytes_of(shape.dtype),

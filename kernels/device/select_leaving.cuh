@@ -60,24 +60,32 @@ struct SelectionShared {
 
 /// The bin of the token that `before_it` others of the same prefix precede. By the whole block.
 __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
-  __shared__ std::uint32_t sums[kLeavingBins / kWarpSize];
-  const int bin = threadIdx.x, lane = bin % kWarpSize;
-  std::uint32_t own = 0, upto = 0;
-  if (bin < kLeavingBins) {
+  constexpr int kGroups = kLeavingBins / kWarpSize;
+  __shared__ std::uint32_t sums[kGroups];
+  std::uint32_t *const counts = shared.histogram[0], *const ends = shared.histogram[1];
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
+            warp = static_cast<int>(threadIdx.x) / kWarpSize,
+            warps = static_cast<int>(blockDim.x) / kWarpSize;
+  for (int group = warp; group < kGroups; group += warps) {
+    const int bin = group * kWarpSize + lane;
+    std::uint32_t own = 0;
     for (int copy = 0; copy < kLeavingHistograms; ++copy) own += shared.histogram[copy][bin];
-    upto = own;
+    std::uint32_t upto = own;
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
       const std::uint32_t other = __shfl_up_sync(~0u, upto, distance);
       if (lane >= distance) upto += other;
     }
-    if (lane == kWarpSize - 1) sums[bin / kWarpSize] = upto;
+    counts[bin] = own, ends[bin] = upto;
+    if (lane == kWarpSize - 1) sums[group] = upto;
   }
   __syncthreads();
-  if (bin < kLeavingBins) {
-    for (int warp = 0; warp < bin / kWarpSize; ++warp) upto += sums[warp];
-    if (upto - own <= before_it && before_it < upto) {
+  for (int group = warp; group < kGroups; group += warps) {
+    const int bin = group * kWarpSize + lane;
+    std::uint32_t upto = ends[bin];
+    for (int before = 0; before < group; ++before) upto += sums[before];
+    if (upto - counts[bin] <= before_it && before_it < upto) {
       shared.bin = static_cast<std::uint32_t>(bin);
-      shared.before = upto - own;
+      shared.before = upto - counts[bin];
     }
   }
   __syncthreads();

@@ -31,15 +31,23 @@ void Batch::allocate() {
   rounded_queries_ = take<std::byte>(s.tokens * s.group * s.dim * s.product_bytes);
   rounded_keys_ = take<std::byte>(s.tokens * s.dim * s.product_bytes);
   if (s.unrounded()) unrounded_keys_ = take<float>(s.tokens * s.dim * 4);
+  if (s.squeezed) plain_queries_ = take<float>(s.tokens * s.group * s.dim * 4);
+  if (s.squeezed) paired_keys_ = take<std::byte>(s.tokens * 2 * s.pairs * s.element_bytes);
   args_.tensors.queries = queries_;
   args_.tensors.keys = keys_;
   args_.tensors.values = values_;
+  args_.tensors.plain_queries = plain_queries_;
+  args_.tensors.paired_keys = paired_keys_;
 
   products_ = take<float>(s.products());
   if (s.unrounded()) unrounded_products_ = take<float>(s.products());
   args_.rows.block = static_cast<int>(s.block);
   args_.rows.e = take<float4>(s.row());
-  if (s.squeezed) args_.rows.logits = take<float4>(s.row());
+  if (s.squeezed) {
+    args_.rows.squeezed = s.unrounded() ? take<float4>(s.row()) : args_.rows.e;
+    args_.rows.most = take<float4>(s.block * s.quads * 16);
+    args_.rows.fragments = take<float4>(s.fragments());
+  }
   args_.rows.sums = take<float4>(s.block * s.quads * 16);
   args_.rows.least = take<float4>(s.block * s.quads * 16);
   args_.rows.wanted = take<uint4>(s.block * s.quads * 16);
@@ -55,9 +63,19 @@ void Batch::allocate() {
   caches.fillers = take<std::uint32_t>(s.slots * 4);
   caches.ranks = take<std::uint64_t>(s.slots * 8);
   caches.seen = take<Observation>(s.slots * sizeof(Observation));
-  caches.own = take<float4>(s.slots * 16 * s.quads);
+  caches.planes = static_cast<int>(s.planes());
+  caches.own = take<float4>(s.slots * 16 * s.quads * s.planes());
   caches.progress =
       take<kernels::ReplayProgress>(s.configs * sizeof(kernels::ReplayProgress), true);
+
+  kernels::ReplaySamples& samples = args_.samples;
+  samples.capacity = static_cast<int>(s.block_samples);
+  samples.words = static_cast<int>(s.words());
+  const std::size_t kept = s.configs * s.block_samples;
+  samples.shared = take<std::uint32_t>(kept * s.words() * 4);
+  samples.samples = take<kernels::ReplaySample>(kept * sizeof(kernels::ReplaySample));
+  samples.own = take<float>(kept * s.group * s.dim * 4);
+  samples.errors = take<double2>(kept * kernels::kMostReplayGroup * sizeof(double2));
 
   kernels::ReplayFigures& figures = args_.figures;
   figures.configs = static_cast<int>(s.configs);
@@ -122,6 +140,19 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
     check(kernels::replay_turn(copy, stream_), "reading a trace");
   }
   if (part == Part::v) return;
+  if (part == Part::k && paired_keys_)
+    check(kernels::replay_pair_keys(args_.shape, args.tokens, from, args_.tensors.type,
+                                    paired_keys_ + unit * s.tokens * 2 * s.pairs * s.element_bytes,
+                                    stream_),
+          "reading a trace");
+  if (part == Part::q && plain_queries_) {
+    kernels::ReplayTurnArgs copy = args;
+    copy.rotated = 0;
+    copy.group = static_cast<int>(s.group);
+    copy.group_head = static_cast<int>(head);
+    copy.plain = plain_queries_ + of_unit * s.group;
+    check(kernels::replay_turn(copy, stream_), "reading a trace");
+  }
   if (part == Part::k) {
     args.plain = unrounded_keys_ ? unrounded_keys_ + of_unit : nullptr;
     args.rounded = rounded_keys_ + of_unit * s.product_bytes;
@@ -170,8 +201,7 @@ void Batch::make_rows(std::uint32_t first, std::uint32_t count) {
                               .rows = args_.rows,
                               .products = products_,
                               .unrounded = unrounded_products_,
-                              .type = args_.tensors.type,
-                              .values = values_},
+                              .tensors = args_.tensors},
                              stream_),
         "computing rows");
 }
@@ -186,11 +216,13 @@ void Batch::replay() {
       const Members& members = grid_.members[m];
       args_.members = members.on_device.as<std::int32_t>();
       args_.member_count = static_cast<int>(members.configs.size());
+      args_.squeezed = members.squeezed;
       args_.room_slots = members.most_slots;
       check(members.policy->walk(args_, streams_.branch(m)),
             fmt::format("replaying {}", members.policy->name));
     }
     streams_.join();
+    check(kernels::replay_outputs(args_, stream_), "computing outputs");
   }
   check(cudaStreamSynchronize(stream_), "replaying");
 }
@@ -255,6 +287,7 @@ int Batch::waves() {
   args_.rows.count = 1;
   for (const Members& members : grid_.members) {
     args_.member_count = static_cast<int>(members.configs.size());
+    args_.squeezed = members.squeezed;
     args_.room_slots = members.most_slots;
     int own = 0;
     check(members.policy->waves(args_, own), "asking for the device's limits");

@@ -33,14 +33,14 @@ class Streams {
   }
 
  private:
-  cuda::Stream first_, branches_[8];
+  cuda::Stream first_, branches_[16];
   cuda::Event begin_;
   std::vector<cuda::Event> ends_;
 };
 
 /// What all units read.
 struct Tables {
-  cuda::DeviceBuffer turns, fine, span;
+  cuda::DeviceBuffer turns, coarse, fine, span;
 };
 
 /// Units that are on the device together, from their tensors to their figures.
@@ -67,6 +67,7 @@ class Batch {
                    .threshold16 = plan.arithmetic.threshold16};
     args_.tensors.type = type_of(shape.dtype);
     args_.tensors.turns = tables.turns.as<float2>();
+    args_.tensors.coarse = tables.coarse.as<float2>();
     args_.tensors.fine = tables.fine.as<float2>();
     args_.span = {tables.span.as<std::int32_t>(), static_cast<int>(plan.span.size()),
                   static_cast<int>(plan.span.blocks()), static_cast<int>(plan.span.sample_every())};
@@ -112,7 +113,8 @@ class Batch {
   cudaStream_t stream_;
   kernels::ReplayArgs args_{};
   std::vector<cuda::DeviceBuffer> buffers_;
-  float *queries_ = nullptr, *unrounded_keys_ = nullptr;
+  float *queries_ = nullptr, *plain_queries_ = nullptr, *unrounded_keys_ = nullptr;
+  std::byte* paired_keys_ = nullptr;
   std::byte *keys_ = nullptr, *values_ = nullptr;
   std::byte *rounded_queries_ = nullptr, *rounded_keys_ = nullptr;
   float *products_ = nullptr, *unrounded_products_ = nullptr;

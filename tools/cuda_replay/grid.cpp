@@ -26,6 +26,23 @@ std::uint32_t most_live(const std::vector<Admission>& admissions, std::uint32_t 
   return most;
 }
 
+/// Configurations of one kind of positions by kReplayTile, -1 where there are no more.
+std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
+  std::vector<std::int32_t> sets;
+  for (const bool squeezed : {false, true}) {
+    for (std::size_t c = 0; c < rules.size(); ++c)
+      if (rules[c].squeezed == squeezed) sets.push_back(static_cast<std::int32_t>(c));
+    while (sets.size() % kernels::kReplayTile != 0) sets.push_back(-1);
+  }
+  return sets;
+}
+
+/// Four classes for each doubling: a launch is laid out for its largest cache.
+int size_class_of(std::uint32_t slots) {
+  const int width = std::bit_width(std::max(slots, 8u) - 1);
+  return 4 * width + static_cast<int>((slots - 1) >> (width - 3) & 3);
+}
+
 }  // namespace
 
 Type type_of(const std::optional<Dtype>& rounding) {
@@ -63,8 +80,11 @@ Grid::Grid(const ReplayPlan& plan) {
     for (const Admission& admission : *resolved.admissions)
       admissions.push_back({admission.first, admission.tokens});
     admissions.push_back({plan.trace.tokens(), 0});
-    add_member(policy, static_cast<std::int32_t>(rules.size() - 1), slots);
+    add_member(policy, rules.back().squeezed, static_cast<std::int32_t>(rules.size() - 1), slots);
   }
+  const std::vector<std::int32_t> sets = sets_of(rules);
+  tiles_ = static_cast<int>(sets.size()) / kernels::kReplayTile;
+  sets_ = cuda::upload(sets, "the replay's grid");
   params.resize(params.size() + 16);  // never empty
   std::stable_sort(members.begin(), members.end(),
                    [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
@@ -78,15 +98,18 @@ void Grid::describe(ReplayArgs& args) const {
   args.rules = rules_.as<ReplayRule>();
   args.admissions = admissions_.as<kernels::ReplayAdmission>();
   args.params = params_.data();
+  args.samples.sets = sets_.as<std::int32_t>();
+  args.samples.tiles = tiles_;
 }
 
-void Grid::add_member(const ReplayPolicy& policy, std::int32_t config, std::uint32_t slots) {
-  const int size_class = std::bit_width(slots - 1);
+void Grid::add_member(const ReplayPolicy& policy, bool is_squeezed, std::int32_t config,
+                      std::uint32_t slots) {
+  const int size_class = size_class_of(slots);
   auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
-    return m.policy == &policy && m.size_class == size_class;
+    return m.policy == &policy && m.squeezed == is_squeezed && m.size_class == size_class;
   });
   if (found == members.end())
-    found = members.insert(found, Members{&policy, size_class, {}, 0, {}});
+    found = members.insert(found, Members{&policy, is_squeezed, size_class, {}, 0, {}});
   found->configs.push_back(config);
   found->most_slots = std::max(found->most_slots, slots);
 }

@@ -16,9 +16,10 @@ kernels::Type type_of(const std::optional<Dtype>& rounding);
 /// Null for a policy that is not compiled for the device.
 const kernels::ReplayPolicy* find_policy(std::string_view name);
 
-/// Configurations of one policy and of about the same size.
+/// Configurations of one policy and one kind of positions, and of about the same size.
 struct Members {
   const kernels::ReplayPolicy* policy;
+  bool squeezed;
   int size_class;
   std::vector<std::int32_t> configs;
   std::uint32_t most_slots = 0;
@@ -38,34 +39,48 @@ class Grid {
   bool squeezed = false;
 
  private:
-  void add_member(const kernels::ReplayPolicy& policy, std::int32_t config, std::uint32_t slots);
+  void add_member(const kernels::ReplayPolicy& policy, bool is_squeezed, std::int32_t config,
+                  std::uint32_t slots);
 
-  cuda::DeviceBuffer rules_, admissions_, params_;
+  cuda::DeviceBuffer rules_, admissions_, params_, sets_;
+  int tiles_ = 0;
 };
 
 /// Device memory of some units, in the order of `bytes_of_unit`.
 struct UnitSizes {
-  std::size_t tokens, group, dim, quads, block, slots, configs, samples;
+  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, samples, block_samples;
   std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
 
   std::size_t tensors() const {
     const std::size_t vectors = tokens * (group + 1) * dim;
     return vectors * product_bytes + tokens * group * dim * 4 + 2 * tokens * dim * element_bytes +
-           (unrounded() ? tokens * dim * 4 : 0);
+           (unrounded() ? tokens * dim * 4 : 0) +
+           (squeezed ? tokens * (group * dim * 4 + 2 * pairs * element_bytes) : 0);
   }
   bool unrounded() const { return squeezed && rounds; }
   std::size_t products() const { return block * group * tokens * 4; }
   std::size_t row() const { return block * quads * tokens * 16; }
-  std::size_t caches() const { return slots * (slot_stride + 4 * 4 + 8 + 24 + 16 * quads); }
+  std::size_t rows() const {
+    return (unrounded() ? 2 : 1) * (products() + row()) + block * (group * dim * 4 + quads * 64) +
+           (squeezed ? fragments() : 0);
+  }
+  std::size_t fragments() const { return block * quads * pairs * 64; }
+  std::size_t planes() const { return squeezed ? kernels::kReplayAhead : 1; }
+  std::size_t caches() const {
+    return slots * (slot_stride + 4 * 4 + 8 + sizeof(Observation) + 16 * quads * planes());
+  }
+  std::size_t words() const { return (tokens + 31) / 32; }
+  std::size_t kept() const {
+    return configs * block_samples *
+           (words() * 4 + sizeof(kernels::ReplaySample) + group * dim * 4 +
+            kernels::kMostReplayGroup * sizeof(double2));
+  }
   std::size_t figures() const {
     return configs * (kernels::kReplaySums * 4 * quads * 8 * kernels::kReplaySpanBlocks +
                       samples * 16 + 4 * 4 * quads + sizeof(kernels::ReplayProgress));
   }
-  std::size_t bytes() const {
-    return tensors() + (unrounded() ? 2 : 1) * products() + (squeezed ? 2 : 1) * row() + caches() +
-           figures() + block * (group * dim * 4 + quads * 48);
-  }
+  std::size_t bytes() const { return tensors() + rows() + caches() + kept() + figures(); }
 };
 
 }  // namespace kvlab

@@ -1,0 +1,280 @@
+// The slots of one cache: who is live, where, in what state; admission, eviction and rank by the
+// policy's own text.
+#pragma once
+
+#include "kernels/replay_victim.cuh"
+#include "policies/bytes.hpp"
+
+namespace kvlab::kernels {
+
+/// A thread has every slot i with i % threads its own index, and alone reads and writes it within a
+/// step. Slots lie in shared memory through the block of queries, where they fit (kInRoom).
+template <class P, bool kSqueezed, bool kInRoom>
+class ReplayCache {
+ public:
+  using Slot = typename P::Slot;
+  static constexpr std::uint32_t kNoStamp = ~0u;
+
+  /// `live_words`: bits of the live positions; `room`: for the slots.
+  __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
+                         std::byte* room)
+      : at_(at),
+        shared_(shared),
+        live_words_(live_words),
+        guards_{.sinks = at.rule.rule.sinks, .recent = at.rule.rule.recent} {
+    const ReplayArgs& args = at.args;
+    if constexpr (!std::is_empty_v<typename P::Params>)
+      params_ = *reinterpret_cast<const typename P::Params*>(args.params + at.rule.params);
+    progress_ = stored_progress();
+    now_ = admission(progress_.admission);
+    next_ = admission(progress_.admission + 1);
+    if constexpr (kInRoom) {
+      states_ = reinterpret_cast<Slot*>(room);
+      positions_ = reinterpret_cast<std::uint32_t*>(
+          room + std::size_t{args.room_slots} * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
+      places_ = positions_ + args.room_slots;
+      stamps_ = places_ + args.room_slots;
+    } else {
+      states_ = stored_states();
+      positions_ = args.caches.positions + at.first_slot;
+      places_ = args.caches.places + at.first_slot;
+      stamps_ = args.caches.fillers + at.first_slot;
+    }
+    move_in();
+  }
+
+  __device__ const typename P::Params& params() const { return params_; }
+  __device__ const ReplayAdmission& now() const { return now_; }
+  __device__ std::uint32_t live() const { return progress_.live; }
+  __device__ const std::uint32_t* positions() const { return positions_; }
+  __device__ const std::uint32_t* places() const { return places_; }
+  __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
+  __device__ std::uint32_t place(std::uint32_t i) const { return places_[i]; }
+  /// Whether the token has lost a younger one, so that its logits are the cache's own.
+  __device__ bool is_old(std::uint32_t i) const {
+    return kSqueezed && positions_[i] < progress_.gone;
+  }
+  __device__ std::uint32_t& stamp(std::uint32_t i) { return stamps_[i]; }
+  __device__ Slot state(std::uint32_t i) const {
+    if constexpr (std::is_empty_v<Slot>)
+      return {};
+    else
+      return states_[i];
+  }
+  __device__ void put(std::uint32_t i, const Slot& state) {
+    if constexpr (!std::is_empty_v<Slot>) states_[i] = state;
+  }
+  __device__ Step step_at(std::uint32_t now, std::uint32_t queries) const {
+    const ReplayArgs& args = at_.args;
+    return {.now = now,
+            .budget = at_.rule.rule.budget,
+            .live = progress_.live,
+            .queries = queries,
+            .seed = at_.rule.seed,
+            .sequence = args.sequence,
+            .layer = args.layers[at_.unit],
+            .kv_head = args.kv_heads[at_.unit]};
+  }
+
+  /// Makes room for the current admission's tokens and admits them.
+  __device__ void begin() {
+    const std::uint32_t leaving = surplus();
+    std::uint32_t first = progress_.live;
+    if (leaving == 1 && now_.tokens == 1 && progress_.victim > 0) {
+      first = static_cast<std::uint32_t>(progress_.victim - 1);
+      if (kSqueezed) close_up();
+      progress_.gone = max(progress_.gone, progress_.victim_position + 1);
+      if (at_.thread == 0)
+        live_words_[progress_.victim_position / 32] &= ~(1u << progress_.victim_position % 32);
+    } else {
+      if (leaving > 0) evict_many(leaving);
+      first = progress_.live;
+      progress_.live += now_.tokens;
+    }
+    progress_.evictions += leaving;
+    progress_.most_live = max(progress_.most_live, progress_.live);
+    progress_.victim = 0;
+    if (now_.tokens == 1)
+      admit_one(first);
+    else
+      admit_many(first);
+  }
+
+  /// Ends the current admission.
+  __device__ void end() {
+    ++progress_.admission;
+    now_ = next_;
+    if (next_.tokens > 0) next_ = admission(progress_.admission + 1);
+  }
+
+  /// Whether one token leaves, for one to enter, when the next admission begins.
+  __device__ bool ranks_next() const { return surplus() == 1 && next_.tokens == 1; }
+  /// A slot's token among those that may leave.
+  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own,
+                       const Step& leaves) const {
+    const Token token{positions_[i]};
+    const Candidate candidate{P::rank(own, token, params_, leaves), token.position, i};
+    if (guards_.guard(token.position, leaves.now) == 0) first.take(candidate);
+  }
+  /// The block's first is the next victim.
+  __device__ void choose(const Candidate& mine) {
+    parity_ ^= 1;
+    const Candidate first = block_first(mine, shared_.first[parity_], at_);
+    progress_.victim = static_cast<std::int32_t>(first.slot + 1);
+    progress_.victim_position = first.position;
+  }
+
+  /// Bits of the live positions from `first` on, to words [0, tokens / 32], zeros before.
+  __device__ void copy_live(std::uint32_t* words, std::uint32_t tokens, std::uint32_t first) const {
+    for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads) {
+      const std::uint32_t before = first > w * 32 ? min(first - w * 32, 32u) : 0;
+      words[w] = before < 32 ? live_words_[w] >> before << before : 0;
+    }
+  }
+  /// Tokens from here on have lost no younger one.
+  __device__ std::uint32_t first_young() const { return kSqueezed ? progress_.gone : 0; }
+
+  __device__ void move_out() {
+    const ReplayCaches& caches = at_.args.caches;
+    if constexpr (kInRoom)
+      for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+        caches.positions[at_.first_slot + i] = positions_[i];
+        if (kSqueezed) caches.places[at_.first_slot + i] = places_[i];
+        if constexpr (!std::is_empty_v<Slot>) stored_states()[i] = states_[i];
+      }
+    if (at_.thread == 0) stored_progress() = progress_;
+  }
+
+ private:
+  __device__ ReplayProgress& stored_progress() const {
+    return at_.args.caches.progress[at_.figure()];
+  }
+  __device__ Slot* stored_states() const {
+    const ReplayCaches& caches = at_.args.caches;
+    return reinterpret_cast<Slot*>(caches.states + at_.first_slot * caches.slot_stride);
+  }
+  __device__ ReplayAdmission admission(std::uint32_t index) const {
+    return at_.args.admissions[at_.rule.admissions + index];
+  }
+  __device__ std::uint32_t surplus() const {
+    const std::uint32_t budget = at_.rule.rule.budget;
+    return budget == kUnlimited || progress_.live < budget ? 0 : progress_.live - (budget - 1);
+  }
+
+  __device__ void move_in() {
+    const ReplayCaches& caches = at_.args.caches;
+    if constexpr (kInRoom)
+      for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+        positions_[i] = caches.positions[at_.first_slot + i];
+        if (kSqueezed) places_[i] = caches.places[at_.first_slot + i];
+        if constexpr (!std::is_empty_v<Slot>) states_[i] = stored_states()[i];
+      }
+    if (kSqueezed)
+      for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
+        stamps_[i] = kNoStamp;
+    mark_live();
+  }
+  /// Live bits from the positions.
+  __device__ void mark_live() {
+    const auto words = static_cast<std::uint32_t>(at_.args.samples.words);
+    for (std::uint32_t w = at_.thread; w < words; w += at_.threads) live_words_[w] = 0;
+    __syncthreads();
+    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
+      atomicOr(live_words_ + positions_[i] / 32, 1u << positions_[i] % 32);
+    __syncthreads();
+  }
+
+  __device__ void admit_one(std::uint32_t slot) {
+    if (at_.thread == slot % at_.threads) admit(slot, now_.first, step_at(now_.first, 1));
+    if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
+  }
+  __device__ void admit_many(std::uint32_t first) {
+    const Step admits = step_at(now_.first, now_.tokens);
+    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+      if (i >= first) {
+        const std::uint32_t position = now_.first + (i - first);
+        admit(i, position, admits);
+        atomicOr(live_words_ + position / 32, 1u << position % 32);
+      }
+      if (P::kInfo.needs != Needs::nothing) at_.args.caches.seen[at_.first_slot + i] = {};
+    }
+  }
+  __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
+    positions_[i] = position;
+    if (kSqueezed) places_[i] = position, stamps_[i] = kNoStamp;
+    Slot state;
+    P::admit(state, Token{position}, params_, admits);
+    put(i, state);
+  }
+
+  /// Tokens that are older than the one victim have lost a younger one.
+  __device__ void close_up() {
+    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
+      places_[i] += positions_[i] < progress_.victim_position ? 1 : 0;
+  }
+
+  __device__ void evict_many(std::uint32_t leaving) {
+    const std::uint32_t live = progress_.live, kept = live - leaving, now = now_.first,
+                        before = progress_.gone;
+    const Step leaves = step_at(now, 0);
+    const ReplayCaches& caches = at_.args.caches;
+    std::uint64_t* const ranks = caches.ranks + at_.first_slot;
+    std::uint32_t *const holes = caches.holes + at_.first_slot, *const fillers =
+                                                                    caches.fillers + at_.first_slot;
+    for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
+      ranks[i] = P::rank(state(i), Token{positions_[i]}, params_, leaves);
+    if (at_.thread == 0) shared_.moves = shared_.gone = 0;
+    __syncthreads();
+    progress_.live = kept;
+    progress_.gone = now;
+    if (kept > 0) {
+      const LeavingKeys keys{ranks, positions_, guards_, now};
+      const LeavingThreshold threshold = select_leaving(shared_.selection, keys, live, leaving);
+      const auto stays = [&](std::uint32_t i) { return !threshold.leaves(keys[i]); };
+      for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
+        if (!stays(i)) atomicMax(&shared_.gone, positions_[i] + 1);
+      number_stayers(shared_.selection, live, stays,
+                     [&](std::uint32_t i, bool here, std::uint32_t before) {
+                       if (i < kept && !here) holes[i - before] = i;
+                     });
+      // As many stay beyond `kept` as leave before it.
+      number_stayers(shared_.selection, live, stays,
+                     [&](std::uint32_t i, bool here, std::uint32_t before) {
+                       if (i < kept || !here) return;
+                       fillers[kept - before - 1] = i;
+                       atomicMax(&shared_.moves, kept - before);
+                     });
+      for (std::uint32_t m = at_.thread; m < shared_.moves; m += at_.threads) {
+        positions_[holes[m]] = positions_[fillers[m]];
+        if constexpr (!std::is_empty_v<Slot>) states_[holes[m]] = states_[fillers[m]];
+      }
+      __syncthreads();
+      progress_.gone = max(before, shared_.gone);
+      if (kSqueezed) number_by_age(now);
+    }
+    mark_live();
+  }
+
+  __device__ void number_by_age(std::uint32_t now) {
+    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+      std::uint32_t younger = 0;
+      for (std::uint32_t j = 0; j < progress_.live; ++j)
+        younger += positions_[j] > positions_[i] ? 1 : 0;
+      places_[i] = now - 1 - younger;
+      stamps_[i] = kNoStamp;
+    }
+  }
+
+  const ReplayPlace& at_;
+  ReplayShared& shared_;
+  std::uint32_t* live_words_;
+  const Guards guards_;
+  typename P::Params params_{};
+  ReplayProgress progress_;
+  ReplayAdmission now_, next_;
+  std::uint32_t *positions_, *places_, *stamps_;
+  Slot* states_;
+  int parity_ = 0;
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,326 @@
+// The outputs of sampled queries in all caches of a unit: exponentials, masked by what each cache
+// kept, times values, by tensor cores; and their errors beside the full cache's.
+//
+// A tile is four query heads under four configurations: 16 rows of one product, whose exponentials
+// are the same for all four but for the mask. They go in two bf16 parts (16 bits), values of two
+// bytes more than bf16 holds in two as well.
+#include <algorithm>
+
+#include "kernels/device/load.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/replay_figures.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kTokens = 64;          // of a stage
+constexpr int kDims = 128;           // of a pass
+constexpr int kTilesAtOnce = 8;      // a warp each
+constexpr int kColumns = kDims / 8;  // products of 8 dimensions
+using Swizzle = Swizzled<kDims * 2>;
+
+/// Two tokens' exponentials of a head, bf16, and what that leaves.
+struct Couple {
+  std::uint32_t kept, left;
+};
+
+template <int kPlanes>
+struct Stage {
+  uint4 values[kPlanes][kTokens * kDims / 8];  // [token, dim] of bf16, swizzled
+  Couple weights[2][2][kTokens / 2][4];        // [kind of row, quad, couple, head]
+};
+
+__device__ inline Couple split(float a, float b) {
+  const std::uint32_t kept = pack<__nv_bfloat16>(a, b);
+  const float2 of = unpack<__nv_bfloat16>(kept);
+  return {kept, pack<__nv_bfloat16>(a - of.x, b - of.y)};
+}
+
+/// One sampled query of one unit.
+struct Sampled {
+  const ReplayArgs& args;
+  int unit, i, index;
+  std::int64_t row;  ///< among all units' queries of the block
+  __device__ int query() const { return args.rows.first + i; }
+  __device__ std::int64_t sample(int config) const {
+    const std::int64_t figure = std::int64_t{unit} * args.figures.configs + config;
+    return figure * args.samples.capacity + index / args.span.sample_every % args.samples.capacity;
+  }
+};
+
+/// Values and weights of tokens [first, first + kTokens), dimensions from `dim` on, by the block.
+/// Zeros beyond the query and the head's size.
+template <int kPlanes>
+__device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int dim) {
+  const ReplayShape& shape = at.args.shape;
+  const int tokens = at.query() + 1;
+  for (int n = static_cast<int>(threadIdx.x); n < kTokens * kColumns;
+       n += static_cast<int>(blockDim.x)) {
+    const int token = n / kColumns, chunk = n % kColumns, d = dim + 8 * chunk;
+    const bool wanted = first + token < tokens && d < shape.head_size;
+    const std::int64_t from =
+        (std::int64_t{at.unit} * shape.tokens + first + token) * shape.head_size + d;
+    const int to = Swizzle::offset(token, chunk) / 16;
+    if constexpr (kPlanes == 1) {
+      copy_async(shared_address(&stage.values[0][to]),
+                 static_cast<const __nv_bfloat16*>(at.args.tensors.values) + (wanted ? from : 0),
+                 wanted);
+    } else {
+      Couple two[4] = {};
+      if (wanted)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float2 x = load2(at.args.tensors.values, at.args.tensors.type, from + 2 * c);
+          two[c] = split(x.x, x.y);
+        }
+      stage.values[0][to] = {two[0].kept, two[1].kept, two[2].kept, two[3].kept};
+      stage.values[1][to] = {two[0].left, two[1].left, two[2].left, two[3].left};
+    }
+  }
+  const int quads = shape.quads(), kinds = at.args.rows.squeezed ? 2 : 1;
+  for (int n = static_cast<int>(threadIdx.x); n < kinds * quads * kTokens / 2;
+       n += static_cast<int>(blockDim.x)) {
+    const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
+              kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
+    const float4* const e =
+        (kind ? at.args.rows.squeezed : at.args.rows.e) + (at.row * quads + quad) * shape.tokens;
+    const float4 a = token < tokens ? e[token] : float4{},
+                 b = token + 1 < tokens ? e[token + 1] : float4{};
+    Couple* const to = stage.weights[kind][quad][couple];
+    to[0] = split(a.x, b.x), to[1] = split(a.y, b.y);
+    to[2] = split(a.z, b.z), to[3] = split(a.w, b.w);
+  }
+}
+
+/// Of two bits masks of two bf16.
+__device__ inline std::uint32_t mask_of(std::uint32_t bits) {
+  return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
+}
+
+/// A warp's 16 rows: lane l has rows g = l / 4 and g + 8, head g % 4 of two configurations.
+template <int kPlanes>
+class Tile {
+ public:
+  __device__ Tile(const Sampled& at, int tile)
+      : at_(at), lane_(static_cast<int>(threadIdx.x) % kWarpSize) {
+    const int sets = at.args.samples.tiles, quads = at.args.shape.quads();
+    if (tile >= sets * quads) return;
+    quad_ = tile % quads;
+    const std::int32_t* const four = at.args.samples.sets + tile / quads * kReplayTile;
+    squeezed_ = at.args.rules[four[0]].squeezed ? 1 : 0;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      config_[n] = four[lane_ / 16 + 2 * n];
+      if (config_[n] >= 0)
+        words_[n] = at.args.samples.shared + at.sample(config_[n]) * at.args.samples.words;
+    }
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (auto& sum : sums_)
+#pragma unroll
+      for (float& x : sum) x = 0;
+  }
+
+  __device__ void multiply(const Stage<kPlanes>& stage, int first) {
+    if (quad_ < 0) return;
+    const int t = lane_ % 4, head = lane_ / 4 % 4;
+#pragma unroll
+    for (int half = 0; half < kTokens / 32; ++half) {
+      const int word = first / 32 + half;
+      std::uint32_t bits[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        bits[n] = words_[n] && word * 32 <= at_.query() ? words_[n][word] : 0;
+#pragma unroll
+      for (int step = 2 * half; step < 2 * half + 2; ++step) {
+        const Couple low = stage.weights[squeezed_][quad_][8 * step + t][head],
+                     high = stage.weights[squeezed_][quad_][8 * step + t + 4][head];
+        std::uint32_t kept[4], left[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const std::uint32_t own = bits[n] >> (step % 2 * 16 + 2 * t);
+          const std::uint32_t mask_low = mask_of(own), mask_high = mask_of(own >> 8);
+          kept[n] = low.kept & mask_low, kept[n + 2] = high.kept & mask_high;
+          left[n] = low.left & mask_low, left[n + 2] = high.left & mask_high;
+        }
+        multiply_step(stage, step, kept, left);
+      }
+    }
+  }
+
+  /// Adds what the pass's dimensions say to the rows' errors.
+  __device__ void compare(int dim) {
+    if (quad_ < 0) return;
+    const ReplayShape& shape = at_.args.shape;
+    const int head = 4 * quad_ + lane_ / 4 % 4;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (config_[n] < 0 || head >= shape.group) continue;
+      const std::int64_t sample = at_.sample(config_[n]);
+      const ReplaySample& of = at_.args.samples.samples[sample];
+      const float over = 1 / of.sums[head];
+      const float* const own =
+          at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
+      const float* const full =
+          at_.args.rows.outputs + (at_.row * shape.group + head) * shape.head_size;
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int d = dim + 8 * column + 2 * (lane_ % 4) + c;
+          if (d >= shape.head_size) continue;
+          const double wanted = full[d];
+          size_[n] += wanted * wanted;
+          if (of.whole) continue;
+          const float sum = sums_[column][2 * n + c] + (of.own ? own[d] : 0.0f);
+          const double off = wanted - double{sum * over};
+          error_[n] += off * off;
+        }
+    }
+  }
+
+  __device__ void write() {
+    if (quad_ < 0) return;
+    const int head = 4 * quad_ + lane_ / 4 % 4;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        error_[n] += __shfl_xor_sync(~0u, error_[n], distance);
+        size_[n] += __shfl_xor_sync(~0u, size_[n], distance);
+      }
+      if (lane_ % 4 == 0 && config_[n] >= 0 && head < at_.args.shape.group)
+        at_.args.samples.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {error_[n],
+                                                                                     size_[n]};
+    }
+  }
+
+ private:
+  /// 16 tokens by all dimensions of the pass.
+  __device__ void multiply_step(const Stage<kPlanes>& stage, int step,
+                                const std::uint32_t (&kept)[4], const std::uint32_t (&left)[4]) {
+    const int token = 16 * step + lane_ % 16, chunk = lane_ / 16;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 2) {
+      std::uint32_t b[kPlanes][4];
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane)
+        load_matrices_transposed(b[plane],
+                                 shared_address(&stage.values[plane][0]) +
+                                     static_cast<unsigned>(Swizzle::offset(token, column + chunk)));
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        auto& sum = sums_[column + next];
+        if constexpr (kPlanes == 2)
+          multiply_add<__nv_bfloat16>(sum, kept, b[1][2 * next], b[1][2 * next + 1]);
+        multiply_add<__nv_bfloat16>(sum, left, b[0][2 * next], b[0][2 * next + 1]);
+        multiply_add<__nv_bfloat16>(sum, kept, b[0][2 * next], b[0][2 * next + 1]);
+      }
+    }
+  }
+
+  const Sampled& at_;
+  const int lane_;
+  int quad_ = -1, squeezed_ = 0;
+  std::int32_t config_[2] = {-1, -1};
+  const std::uint32_t* words_[2] = {};
+  float sums_[kColumns][4];
+  double error_[2] = {}, size_[2] = {};
+};
+
+/// A warp for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
+template <int kPlanes>
+__global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
+    outputs_kernel(const __grid_constant__ ReplayArgs args) {
+  extern __shared__ __align__(16) std::byte dynamic[];
+  auto* const stages = reinterpret_cast<Stage<kPlanes>*>(dynamic);
+  const int i = static_cast<int>(blockIdx.x), query = args.rows.first + i,
+            index = args.span.index[query], unit = static_cast<int>(blockIdx.z);
+  if (index < 0 || index % args.span.sample_every != 0) return;
+  const Sampled at{args, unit, i, index, std::int64_t{unit} * args.rows.block + i};
+  Tile<kPlanes> tile(
+      at, static_cast<int>(blockIdx.y * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize));
+  for (int dim = 0; dim < args.shape.head_size; dim += kDims) {
+    tile.clear();
+    fill(stages[0], at, 0, dim);
+    commit_copies();
+    for (int first = 0, s = 0; first <= query; first += kTokens, s ^= 1) {
+      if (first + kTokens <= query) fill(stages[s ^ 1], at, first + kTokens, dim);
+      commit_copies();
+      wait_copies<1>();
+      __syncthreads();
+      tile.multiply(stages[s], first);
+      __syncthreads();
+    }
+    tile.compare(dim);
+  }
+  tile.write();
+}
+
+/// A warp for each cache: the samples' errors to the figures, in order.
+__global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
+    errors_kernel(const __grid_constant__ ReplayArgs args) {
+  const int figure = static_cast<int>(blockIdx.x * kTilesAtOnce + threadIdx.x / kWarpSize),
+            head = static_cast<int>(threadIdx.x) % kWarpSize, group = args.shape.group;
+  if (figure >= args.shape.units * args.figures.configs) return;
+  for (int i = 0; i < args.rows.count; ++i) {
+    const int index = args.span.index[args.rows.first + i], every = args.span.sample_every;
+    if (index < 0 || index % every != 0) continue;
+    double2 of{};
+    if (head < group) {
+      of = args.samples.errors[(std::int64_t{figure} * args.samples.capacity +
+                                index / every % args.samples.capacity) *
+                                   kMostReplayGroup +
+                               head];
+      const int block = span_block(args.span, index);
+      if (of.y > 0) {
+        figure_sum(args, figure, ReplaySum::error, head, block) += sqrt(of.x / of.y);
+        figure_sum(args, figure, ReplaySum::errors, head, block) += 1;
+      } else {
+        ++args.figures.zero_outputs[std::int64_t{figure} * 4 * args.shape.quads() + head];
+      }
+    }
+    double error = 0, size = 0;
+    for (int h = 0; h < group; ++h) {
+      error += __shfl_sync(~0u, of.x, h);
+      size += __shfl_sync(~0u, of.y, h);
+    }
+    double* const to =
+        args.figures.errors + 2 * (std::int64_t{figure} * args.figures.samples + index / every);
+    if (head == 0) to[0] = error, to[1] = size;
+  }
+}
+
+template <int kPlanes>
+cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
+  constexpr int kBytes = 2 * sizeof(Stage<kPlanes>);
+  const cudaError_t error = cudaFuncSetAttribute(
+      outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const int tiles = args.samples.tiles * args.shape.quads(),
+            groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
+            warps = (tiles + groups - 1) / groups;
+  outputs_kernel<kPlanes>
+      <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
+              static_cast<unsigned>(args.shape.units)),
+         warps * kWarpSize, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream) {
+  if (args.samples.tiles < 1 || args.shape.units < 1 || args.shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const cudaError_t error =
+      args.tensors.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+  if (error != cudaSuccess) return error;
+  const int figures = args.shape.units * args.figures.configs;
+  errors_kernel<<<(figures + kTilesAtOnce - 1) / kTilesAtOnce, kTilesAtOnce * kWarpSize, 0,
+                  stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace kvlab::kernels
