@@ -27,14 +27,13 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
   plan.grid = dim3(static_cast<unsigned>(args.member_count), static_cast<unsigned>(shape.units));
-  const unsigned of_warp = kWarpSize * kReplayHeld / static_cast<unsigned>(shape.quads());
-  plan.threads =
-      std::clamp((args.room_slots + of_warp - 1) / of_warp, 1u, unsigned{kReplayWarps}) * kWarpSize;
+  plan.threads = replay_threads(args.room_slots, args.squeezed);
   plan.multiprocessors = limits.multiprocessors;
   constexpr int kReserved = 1024;
   const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved;
   plan.shared_bytes = static_cast<std::size_t>((args.samples.words + 3) / 4 * 16);
-  const std::size_t room = replay_room(args.room_slots, policy.slot_bytes, args.squeezed);
+  const std::size_t room =
+      replay_room(whole_runs(args.room_slots, args.squeezed), policy.slot_bytes, args.squeezed);
   const bool in_room = plan.shared_bytes + room <= static_cast<std::size_t>(most);
   if (in_room) plan.shared_bytes += room;
   if (plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;

@@ -7,9 +7,11 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kReplayThreads = 512;  ///< at most; a warp for every 256 slots or so
+inline constexpr int kReplayThreads = 512;  ///< of a cache, at most
 inline constexpr int kReplayWarps = kReplayThreads / kWarpSize;
-inline constexpr int kReplayHeld = 8;  ///< slots of a thread whose exponentials are in registers
+/// Slots that a thread takes together, as many threads apart: a run. Old keys are work for more
+/// warps.
+constexpr std::uint32_t replay_run(bool squeezed) { return squeezed ? 4 : 8; }
 inline constexpr int kReplayDims = 4 * kWarpSize;  ///< of a value that a warp takes at once
 inline constexpr int kReplayListed = 64;           ///< slots whose logits a warp is to compute
 
@@ -46,12 +48,24 @@ struct ReplayShared {
   std::uint32_t moves, gone;
   float kept[kMostReplayQueries][kMostReplayGroup];  // sums; negative: everything is kept
   std::uint32_t hits[kMostReplayQueries][kMostReplayGroup];
+  std::uint32_t visible[kMostReplayQueries];
 };
 
-/// Bytes of shared memory for the slots of a cache: states, positions, places, stamps.
+/// Threads of a cache of so many slots.
+constexpr std::uint32_t replay_threads(std::uint32_t slots, bool squeezed) {
+  const std::uint32_t of_warp = replay_run(squeezed) * kWarpSize,
+                      warps = (slots + of_warp - 1) / of_warp;
+  return warps < kReplayWarps ? warps * kWarpSize : kReplayThreads;
+}
+/// Its slots, in whole runs.
+constexpr std::uint32_t whole_runs(std::uint32_t slots, bool squeezed) {
+  const std::uint32_t run = replay_run(squeezed) * replay_threads(slots, squeezed);
+  return (slots + run - 1) / run * run;
+}
+/// Bytes of shared memory for whole runs of slots: states, positions, places, stamps.
 constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed) {
   const std::size_t of_slot = slot_bytes + sizeof(std::uint32_t) * (squeezed ? 3 : 1);
-  return (std::size_t{slots} * of_slot + 15) / 16 * 16;
+  return std::size_t{slots} * of_slot;
 }
 
 /// One cache: a configuration of a unit.
@@ -73,6 +87,14 @@ struct ReplayPlace {
         lane(thread % kWarpSize),
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
+
+  /// Calls each(slot) for this thread's slots of [0, end), which it alone reads and writes in a
+  /// step.
+  template <class Each>
+  __device__ void for_slots(std::uint32_t end, Each each) const {
+    for (std::uint32_t slot = thread; slot < end; slot += threads) each(slot);
+  }
+  __device__ bool has_slot(std::uint32_t slot) const { return slot % threads == thread; }
 
   /// Among all units' configurations.
   __device__ std::int64_t figure() const {

@@ -7,13 +7,13 @@
 
 namespace kvlab::kernels {
 
-/// A thread has every slot i with i % threads its own index, and alone reads and writes it within a
-/// step. Slots lie in shared memory through the block of queries, where they fit (kInRoom).
+/// Threads have slots as ReplayPlace::for_slots() says. They lie in shared memory through the block
+/// of queries, where they fit (kInRoom).
 template <class P, bool kSqueezed, bool kInRoom>
 class ReplayCache {
  public:
   using Slot = typename P::Slot;
-  static constexpr std::uint32_t kNoStamp = ~0u;
+  static constexpr std::uint32_t kNoStamp = ~0u, kNoPosition = ~0u;
 
   /// `live_words`: bits of the live positions; `room`: for the slots.
   __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
@@ -30,10 +30,11 @@ class ReplayCache {
     next_ = admission(progress_.admission + 1);
     if constexpr (kInRoom) {
       states_ = reinterpret_cast<Slot*>(room);
+      const std::uint32_t slots = whole_runs(args.room_slots, kSqueezed);
       positions_ = reinterpret_cast<std::uint32_t*>(
-          room + std::size_t{args.room_slots} * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
-      places_ = positions_ + args.room_slots;
-      stamps_ = places_ + args.room_slots;
+          room + slots * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
+      places_ = positions_ + slots;
+      stamps_ = places_ + slots;
     } else {
       states_ = stored_states();
       positions_ = args.caches.positions + at.first_slot;
@@ -49,6 +50,11 @@ class ReplayCache {
   __device__ const std::uint32_t* positions() const { return positions_; }
   __device__ const std::uint32_t* places() const { return places_; }
   __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
+  /// Whether the slot holds a token up to `query`, of which there are `visible`. Where slots are in
+  /// shared memory, those that hold none say so.
+  __device__ bool holds(std::uint32_t i, std::uint32_t query, std::uint32_t visible) const {
+    return kInRoom ? positions_[i] <= query : i < visible;
+  }
   __device__ std::uint32_t place(std::uint32_t i) const { return places_[i]; }
   /// Whether the token has lost a younger one, so that its logits are the cache's own.
   __device__ bool is_old(std::uint32_t i) const {
@@ -109,12 +115,17 @@ class ReplayCache {
 
   /// Whether one token leaves, for one to enter, when the next admission begins.
   __device__ bool ranks_next() const { return surplus() == 1 && next_.tokens == 1; }
-  /// A slot's token among those that may leave.
-  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own,
-                       const Step& leaves) const {
+  /// How many positions from the sinks on are unguarded at `now`.
+  __device__ std::uint32_t unguarded(std::uint32_t now) const {
+    const std::uint32_t kept = guards_.sinks + (guards_.recent == 0 ? 0 : guards_.recent - 1);
+    return now > kept ? now - kept : 0;
+  }
+  /// A slot's token among those that may leave, of which there are as many positions.
+  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& leaves,
+                       std::uint32_t unguarded) const {
     const Token token{positions_[i]};
-    const Candidate candidate{P::rank(own, token, params_, leaves), token.position, i};
-    if (guards_.guard(token.position, leaves.now) == 0) first.take(candidate);
+    if (token.position - guards_.sinks < unguarded)
+      first.take({P::rank(own, token, params_, leaves), token.position, i});
   }
   /// The block's first is the next victim.
   __device__ void choose(const Candidate& mine) {
@@ -172,7 +183,14 @@ class ReplayCache {
     if (kSqueezed)
       for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
         stamps_[i] = kNoStamp;
+    empty(progress_.live, whole_runs(at_.args.room_slots, kSqueezed));
     mark_live();
+  }
+  /// Slots [first, end) hold no token.
+  __device__ void empty(std::uint32_t first, std::uint32_t end) {
+    if constexpr (kInRoom)
+      for (std::uint32_t i = first + at_.thread; i < end; i += at_.threads)
+        positions_[i] = kNoPosition;
   }
   /// Live bits from the positions.
   __device__ void mark_live() {
@@ -185,19 +203,19 @@ class ReplayCache {
   }
 
   __device__ void admit_one(std::uint32_t slot) {
-    if (at_.thread == slot % at_.threads) admit(slot, now_.first, step_at(now_.first, 1));
+    if (at_.has_slot(slot)) admit(slot, now_.first, step_at(now_.first, 1));
     if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
   }
   __device__ void admit_many(std::uint32_t first) {
     const Step admits = step_at(now_.first, now_.tokens);
-    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+    at_.for_slots(progress_.live, [&](std::uint32_t i) {
       if (i >= first) {
         const std::uint32_t position = now_.first + (i - first);
         admit(i, position, admits);
         atomicOr(live_words_ + position / 32, 1u << position % 32);
       }
       if (P::kInfo.needs != Needs::nothing) at_.args.caches.seen[at_.first_slot + i] = {};
-    }
+    });
   }
   __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
     positions_[i] = position;
@@ -209,8 +227,9 @@ class ReplayCache {
 
   /// Tokens that are older than the one victim have lost a younger one.
   __device__ void close_up() {
-    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
+    at_.for_slots(progress_.live, [&](std::uint32_t i) {
       places_[i] += positions_[i] < progress_.victim_position ? 1 : 0;
+    });
   }
 
   __device__ void evict_many(std::uint32_t leaving) {
@@ -221,6 +240,7 @@ class ReplayCache {
     std::uint64_t* const ranks = caches.ranks + at_.first_slot;
     std::uint32_t *const holes = caches.holes + at_.first_slot, *const fillers =
                                                                     caches.fillers + at_.first_slot;
+    __syncthreads();
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
       ranks[i] = P::rank(state(i), Token{positions_[i]}, params_, leaves);
     if (at_.thread == 0) shared_.moves = shared_.gone = 0;
@@ -250,8 +270,10 @@ class ReplayCache {
       }
       __syncthreads();
       progress_.gone = max(before, shared_.gone);
+      empty(kept, live);
       if (kSqueezed) number_by_age(now);
     }
+    if (kept == 0) empty(0, live);
     mark_live();
   }
 

@@ -53,7 +53,11 @@ class RecallSums {
       const std::int64_t tokens = at_.args.shape.tokens;
       const float4* const row =
           at_.args.rows.e + (at_.row(i) * quads_ + head / 4) * tokens + at_.args.rows.first + i;
-      if (component(*row, head % 4) >= of_head(at_.args.rows.least, i, head)) --hits;
+      const float least = of_head(at_.args.rows.least, i, head);
+      if (least <= 0)
+        hits = shared_.visible[i] - 1;
+      else if (component(*row, head % 4) >= least)
+        --hits;
     }
     nll(i, head) = static_cast<float>(-log(fmax(double{kept}, 1e-9)));
   }
@@ -88,8 +92,8 @@ class RecallSums {
 /// Exponentials by values of the slots whose exponentials are the cache's own: of those that hold
 /// tokens before `young`. To `to` [group, dim], not divided by the sum. By the whole block.
 template <int kQuads>
-__device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnRow row, std::uint32_t young,
-                                            float (*scratch)[kReplayDims], float* to) {
+__device__ void sum_own_values(const ReplayArgs& args, OwnRow row, std::uint32_t young,
+                               float (*scratch)[kReplayDims], float* to) {
   const ReplayShape& shape = args.shape;
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
@@ -140,6 +144,14 @@ __device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnRow row, 
       __syncthreads();
     }
   }
+}
+
+/// The same, apart from its caller: where it is seldom called.
+template <int kQuads>
+__device__ __noinline__ void sum_own_values_apart(const ReplayArgs& args, OwnRow row,
+                                                  std::uint32_t young,
+                                                  float (*scratch)[kReplayDims], float* to) {
+  sum_own_values<kQuads>(args, row, young, scratch, to);
 }
 
 }  // namespace kvlab::kernels

@@ -43,7 +43,14 @@ class OldKeys {
     const ReplayShape& shape = at_.args.shape;
     const int granules = shape.pairs() / kReplayGranule;
     Sums sums{};
-    for (int granule = 0; granule < granules; ++granule) add(sums, keys, granule);
+    Raw ahead[2] = {fetch(keys[0], 0), fetch(keys[1], 0)};
+#pragma unroll 1
+    for (int granule = 0; granule < granules; ++granule) {
+      const Raw raw[2] = {ahead[0], ahead[1]};
+      if (granule + 1 < granules)
+        ahead[0] = fetch(keys[0], granule + 1), ahead[1] = fetch(keys[1], granule + 1);
+      add(sums, keys, raw, granule);
+    }
 #pragma unroll
     for (int n = 0; n < kReplayAhead; ++n)
       if (n < count_)
@@ -60,15 +67,13 @@ class OldKeys {
   struct Turned {
     float kept[2][4], left[2][4];  ///< in TF32, and what that leaves
   };
-  /// Four pairs of a key before RoPE, and how far it turns.
-  struct Pairs {
+  /// Four pairs of a key before RoPE.
+  struct Raw {
     float4 low, high;
-    const float2 *coarse, *fine;
   };
 
   /// The products of 16 pairs, summed apart: tensor cores cut off what a sum cannot hold.
-  __device__ void add(Sums& sums, const Key (&keys)[2], int granule) const {
-    const Pairs pairs[2] = {load(keys[0], granule), load(keys[1], granule)};
+  __device__ void add(Sums& sums, const Key (&keys)[2], const Raw (&raw)[2], int granule) const {
     const std::int64_t of_quad = std::int64_t{at_.args.shape.pairs()} / 8 * kWarpSize;
     const float4* const fragments = at_.args.rows.fragments + at_.row(first_) * kQuads * of_quad +
                                     granule * 2 * kWarpSize + at_.lane;
@@ -77,7 +82,8 @@ class OldKeys {
     for (int couple = 0; couple < 2; ++couple) {
       Turned turned;
 #pragma unroll
-      for (int key = 0; key < 2; ++key) turn(turned, pairs[key], key, couple);
+      for (int key = 0; key < 2; ++key)
+        turn(turned, raw[key], keys[key].distance, key, granule, couple);
 #pragma unroll
       for (int n = 0; n < kReplayAhead; ++n)
         if (n < count_)
@@ -100,28 +106,33 @@ class OldKeys {
   }
 
   /// Of lane l from pair 4 (l % 4) of the granule on.
-  __device__ Pairs load(const Key& key, int granule) const {
+  __device__ int first_pair(int granule) const {
+    return granule * kReplayGranule + 4 * static_cast<int>(at_.lane % 4);
+  }
+  __device__ Raw fetch(const Key& key, int granule) const {
     const ReplayTensors& tensors = at_.args.tensors;
-    const int pairs = at_.args.shape.pairs(),
-              first = granule * kReplayGranule + 4 * static_cast<int>(at_.lane % 4);
+    const int pairs = at_.args.shape.pairs();
     const std::int64_t at =
-        (std::int64_t{at_.unit} * at_.args.shape.tokens + key.position) * 2 * pairs + first;
+        (std::int64_t{at_.unit} * at_.args.shape.tokens + key.position) * 2 * pairs +
+        first_pair(granule);
     return {load4(tensors.paired_keys, tensors.type, at),
-            load4(tensors.paired_keys, tensors.type, at + pairs),
-            tensors.coarse + (key.distance >> 6) * pairs + first,
-            tensors.fine + (key.distance & 63) * pairs + first};
+            load4(tensors.paired_keys, tensors.type, at + pairs)};
   }
 
-  /// Turned back by the distance.
-  __device__ static void turn(Turned& turned, const Pairs& pairs, int key, int couple) {
-    const float4 a = *reinterpret_cast<const float4*>(pairs.coarse + 2 * couple),
-                 b = *reinterpret_cast<const float4*>(pairs.fine + 2 * couple);
+  /// Two of the pairs turned back by the distance.
+  __device__ void turn(Turned& turned, const Raw& raw, std::uint32_t distance, int key, int granule,
+                       int couple) const {
+    const ReplayTensors& tensors = at_.args.tensors;
+    const std::uint32_t pairs = at_.args.shape.pairs(), first = first_pair(granule) + 2 * couple;
+    const float4 a = *reinterpret_cast<const float4*>(tensors.coarse +
+                                                      ((distance >> 6) * pairs + first)),
+                 b = *reinterpret_cast<const float4*>(tensors.fine +
+                                                      ((distance & 63) * pairs + first));
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
                 sines[2] = {fmaf(a.x, b.y, a.y * b.x), fmaf(a.z, b.w, a.w * b.z)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float x = component(pairs.low, 2 * couple + i),
-                  y = component(pairs.high, 2 * couple + i);
+      const float x = component(raw.low, 2 * couple + i), y = component(raw.high, 2 * couple + i);
       put(turned, i, key, fmaf(x, cosines[i], y * sines[i]));
       put(turned, i, key + 2, fmaf(y, cosines[i], -(x * sines[i])));
     }
@@ -183,18 +194,24 @@ __device__ void take_old_keys(const ReplayPlace& at, ReplayShared& shared, Cache
     keys.compute(two, wanted);
     if (ahead && at.lane < count) cache.stamp(list[at.lane]) = stamp_of(list[at.lane]);
   };
-  for (std::uint32_t first = at.warp * kWarpSize; first < visible; first += at.threads) {
-    const std::uint32_t slot = first + at.lane;
-    const bool own = slot < visible && cache.is_old(slot) && cache.stamp(slot) != stamp_of(slot);
-    const std::uint32_t mask = __ballot_sync(~0u, own);
-    if (own) listed[pending + __popc(mask & ((1u << at.lane) - 1))] = slot;
-    pending += __popc(mask);
+  for (std::uint32_t first = at.warp * kWarpSize;; first += at.threads) {
+    const bool more = first < visible;
+    if (more) {
+      const std::uint32_t slot = first + at.lane;
+      const bool own = slot < visible && cache.is_old(slot) && cache.stamp(slot) != stamp_of(slot);
+      const std::uint32_t mask = __ballot_sync(~0u, own);
+      if (own) listed[pending + __popc(mask & ((1u << at.lane) - 1))] = slot;
+      pending += __popc(mask);
+    }
     __syncwarp();
-    for (; pending >= 16; pending -= 16) compute(listed + pending - 16, 16);
+    while (pending >= 16 || (!more && pending > 0)) {
+      const std::uint32_t count = min(pending, 16u);
+      pending -= count;
+      compute(listed + pending, count);
+    }
     __syncwarp();
+    if (!more) break;
   }
-  if (pending > 0) compute(listed, pending);
-  __syncwarp();
 }
 
 }  // namespace kvlab::kernels

@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kTokens = 64;          // of a stage
 constexpr int kDims = 128;           // of a pass
-constexpr int kTilesAtOnce = 8;      // a warp each
+constexpr int kTilesAtOnce = 12;     // a warp each
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
+constexpr int kLeastWarps = 4;       // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
 using Swizzle = Swizzled<kDims * 2>;
 
 /// Two tokens' exponentials of a head, bf16, and what that leaves.
@@ -48,8 +49,8 @@ struct Sampled {
   }
 };
 
-/// Values and weights of tokens [first, first + kTokens), dimensions from `dim` on, by the block.
-/// Zeros beyond the query and the head's size.
+/// Values of tokens [first, first + kTokens), dimensions from `dim` on, by the block. Zeros beyond
+/// the query and the head's size.
 template <int kPlanes>
 __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int dim) {
   const ReplayShape& shape = at.args.shape;
@@ -77,19 +78,34 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
       stage.values[1][to] = {two[0].left, two[1].left, two[2].left, two[3].left};
     }
   }
-  const int quads = shape.quads(), kinds = at.args.rows.squeezed ? 2 : 1;
-  for (int n = static_cast<int>(threadIdx.x); n < kinds * quads * kTokens / 2;
-       n += static_cast<int>(blockDim.x)) {
-    const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
-              kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
-    const float4* const e =
-        (kind ? at.args.rows.squeezed : at.args.rows.e) + (at.row * quads + quad) * shape.tokens;
-    const float4 a = token < tokens ? e[token] : float4{},
-                 b = token + 1 < tokens ? e[token + 1] : float4{};
-    Couple* const to = stage.weights[kind][quad][couple];
-    to[0] = split(a.x, b.x), to[1] = split(a.y, b.y);
-    to[2] = split(a.z, b.z), to[3] = split(a.w, b.w);
-  }
+}
+
+/// A thread's part of a stage's weights, on its way from global memory.
+struct Weights {
+  float4 first, second;  ///< two tokens' exponentials
+  Couple* to;            ///< null: it has none
+};
+
+/// Zeros beyond the query.
+template <int kPlanes>
+__device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
+  const int quads = at.args.shape.quads(), tokens = at.query() + 1,
+            kinds = at.args.rows.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
+  Weights weights{};
+  if (n >= kinds * quads * kTokens / 2) return weights;
+  const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
+            kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
+  const float4* const e = (kind ? at.args.rows.squeezed : at.args.rows.e) +
+                          (at.row * quads + quad) * at.args.shape.tokens;
+  if (token < tokens) weights.first = e[token];
+  if (token + 1 < tokens) weights.second = e[token + 1];
+  weights.to = stage.weights[kind][quad][couple];
+  return weights;
+}
+__device__ inline void store_weights(const Weights& of) {
+  if (!of.to) return;
+  of.to[0] = split(of.first.x, of.second.x), of.to[1] = split(of.first.y, of.second.y);
+  of.to[2] = split(of.first.z, of.second.z), of.to[3] = split(of.first.w, of.second.w);
 }
 
 /// Of two bits masks of two bf16.
@@ -246,12 +262,18 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
     tile.clear();
     fill(stages[0], at, 0, dim);
     commit_copies();
+    store_weights(fetch_weights(stages[0], at, 0));
     for (int first = 0, s = 0; first <= query; first += kTokens, s ^= 1) {
-      if (first + kTokens <= query) fill(stages[s ^ 1], at, first + kTokens, dim);
+      Weights next{};
+      if (first + kTokens <= query) {
+        fill(stages[s ^ 1], at, first + kTokens, dim);
+        next = fetch_weights(stages[s ^ 1], at, first + kTokens);
+      }
       commit_copies();
       wait_copies<1>();
       __syncthreads();
       tile.multiply(stages[s], first);
+      store_weights(next);
       __syncthreads();
     }
     tile.compare(dim);
@@ -301,7 +323,7 @@ cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int tiles = args.samples.tiles * args.shape.quads(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
-            warps = (tiles + groups - 1) / groups;
+            warps = std::max((tiles + groups - 1) / groups, kLeastWarps);
   outputs_kernel<kPlanes>
       <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
               static_cast<unsigned>(args.shape.units)),

@@ -17,10 +17,10 @@ class ReplayWalk {
   using Cache = ReplayCache<P, kSqueezed, kInRoom>;
   using Exponentials = Quads<kQuads>;
   using Look = QueryLook<P, kQuads>;
-  static constexpr int kHeld = kReplayHeld / kQuads;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
   static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
   static constexpr int kHeads = 4 * kQuads;
+  static constexpr int kRun = replay_run(kSqueezed);
 
   /// What is folded over the block, lane l of a part for head l: the sum of the cache's
   /// exponentials, that of the full row's, which is another where squeezed, the largest.
@@ -28,6 +28,9 @@ class ReplayWalk {
   static constexpr int kFullPart = kSqueezed ? 1 : 0, kMostPart = kParts - 1;
   struct Totals {
     Exponentials part[kParts];
+  };
+  struct Run {
+    Exponentials e[kRun];
   };
 
  public:
@@ -91,10 +94,9 @@ class ReplayWalk {
     own_ = nullptr;
     all_own_ = false;
     shared_row_ = args.rows.e + row;
-    Exponentials held[kHeld];
     Totals totals{};
     if constexpr (kSqueezed) {
-      if (measures) total_full(totals, i);
+      if (measures) total_full(totals, i, query);
       shared_row_ = args.rows.squeezed + row;
       if (attends) {
         own_ = at_.own(i);
@@ -102,11 +104,8 @@ class ReplayWalk {
                               kObserves && cache_.now().tokens == 1);
       }
     }
-    if (attends) {
-      hold(held);
-      total(held, totals);
-      if (!kSqueezed && measures) count_hits(held, i);
-    }
+    Run held;
+    if (attends) total(held, totals, query, !kSqueezed && measures ? i : -1);
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
     if (!attends) return;
@@ -119,92 +118,78 @@ class ReplayWalk {
     if (samples) leave_sample(i, index, query, folded, lost);
   }
 
-  /// Calls each(slot, its exponentials) for this thread's slots; the first of them are in `held`.
+  /// Of a run from this thread's slot `first` on: zeros where a slot has no token up to `query`.
+  __device__ void take(Run& run, std::uint32_t first, std::uint32_t query) const {
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) {
+      const std::uint32_t slot = first + k * at_.threads;
+      run.e[k] = {};
+      if (!cache_.holds(slot, query, visible_)) continue;
+      const bool own = cache_.is_old(slot) || all_own_;
+      const float4* const from = own ? own_ + slot : shared_row_ + cache_.position(slot);
+      const std::int64_t stride = own ? at_.args.caches.unit_slots : at_.args.shape.tokens;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) run.e[k].quad[quad] = from[quad * stride];
+    }
+  }
+  /// Calls each(run, its first slot of this thread) for each of the warp's runs; `held` is the
+  /// first.
   template <class Each>
-  __device__ void for_slots(const Exponentials (&held)[kHeld], Each each) const {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k)
-      if (const std::uint32_t i = at_.thread + k * at_.threads; i < visible_) each(i, held[k]);
-    for (std::uint32_t i = at_.thread + kHeld * at_.threads; i < visible_; i += at_.threads)
-      each(i, exponentials(i));
-  }
-  __device__ Exponentials exponentials(std::uint32_t i) const {
-    const bool own = kSqueezed ? cache_.is_old(i) || all_own_ : all_own_;
-    const float4* const from = own ? own_ + i : shared_row_ + cache_.position(i);
-    const std::int64_t stride = own ? at_.args.caches.unit_slots : at_.args.shape.tokens;
-    Exponentials e;
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) e.quad[quad] = from[quad * stride];
-    return e;
-  }
-  __device__ void hold(Exponentials (&held)[kHeld]) const {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k)
-      if (const std::uint32_t i = at_.thread + k * at_.threads; i < visible_)
-        held[k] = exponentials(i);
+  __device__ void for_runs(const Run& held, std::uint32_t query, Each each) const {
+    std::uint32_t first = at_.thread;
+    if (first - at_.lane >= visible_) return;
+    each(held, first);
+    for (;;) {
+      first += kRun * at_.threads;
+      if (first - at_.lane >= visible_) return;
+      Run run;
+      take(run, first, query);
+      each(run, first);
+    }
   }
 
-  __device__ void total(const Exponentials (&held)[kHeld], Totals& totals) const {
+  /// Counts hits for query `i` of the block, if that is not -1.
+  __device__ void total(Run& held, Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
     if (kAsks) totals.part[kMostPart] = {};
-    for_slots(held, [&](std::uint32_t, const Exponentials& e) {
+    if (at_.thread - at_.lane < visible_) take(held, at_.thread, query);
+    ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(max(i, 0)) * kQuads);
+    for_runs(held, query, [&](const Run& run, std::uint32_t) {
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        add(totals.part[0].quad[quad], e.quad[quad]);
-        if (kAsks) raise(totals.part[kMostPart].quad[quad], e.quad[quad]);
+      for (int k = 0; k < kRun; ++k) {
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+          add(totals.part[0].quad[quad], run.e[k].quad[quad]);
+          if (kAsks) raise(totals.part[kMostPart].quad[quad], run.e[k].quad[quad]);
+        }
+        if (i >= 0) hits.count(run.e[k]);
       }
     });
+    if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
   }
-  /// The kept tokens that the full row requests, itself included.
-  class Hits {
-   public:
-    __device__ explicit Hits(const float4* least) {
+  /// The same of the full row, where the cache's own differs: its sum, and hits.
+  __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
+    ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
+    for (std::uint32_t first = at_.thread; first - at_.lane < visible_;
+         first += kRun * at_.threads) {
+      Run run;
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) least_.quad[quad] = least[quad];
-    }
-    __device__ void count(const Exponentials& e) {
+      for (int k = 0; k < kRun; ++k) {
+        const std::uint32_t slot = first + k * at_.threads;
+        run.e[k] = {};
+        if (cache_.holds(slot, query, visible_))
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const float4 x = e.quad[quad], bound = least_.quad[quad];
-        uint4& hits = hits_[quad];
-        hits.x += x.x >= bound.x ? 1 : 0, hits.y += x.y >= bound.y ? 1 : 0;
-        hits.z += x.z >= bound.z ? 1 : 0, hits.w += x.w >= bound.w ? 1 : 0;
+          for (int quad = 0; quad < kQuads; ++quad)
+            run.e[k].quad[quad] =
+                shared_row_[quad * std::int64_t{at_.args.shape.tokens} + cache_.position(slot)];
       }
-    }
-    __device__ void add_to(std::uint32_t* of_query, std::uint32_t lane) const {
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const uint4 hits = hits_[quad];
-        const std::uint32_t low = __reduce_add_sync(~0u, hits.x | hits.y << 16),
-                            high = __reduce_add_sync(~0u, hits.z | hits.w << 16);
-        if (lane < 4)
-          atomicAdd(of_query + 4 * quad + lane,
-                    (lane < 2 ? low : high) >> (lane % 2 * 16) & 0xffff);
-      }
-    }
-
-   private:
-    Exponentials least_;
-    uint4 hits_[kQuads] = {};
-  };
-  __device__ void count_hits(const Exponentials (&held)[kHeld], int i) {
-    Hits hits(at_.args.rows.least + at_.row(i) * kQuads);
-    for_slots(held, [&](std::uint32_t, const Exponentials& e) { hits.count(e); });
-    hits.add_to(shared_.hits[i], at_.lane);
-  }
-  /// The same of the full row, where the cache's own differs, and its sum.
-  __device__ void total_full(Totals& totals, int i) {
-    Hits hits(at_.args.rows.least + at_.row(i) * kQuads);
-#pragma unroll 4
-    for (std::uint32_t slot = at_.thread; slot < visible_; slot += at_.threads) {
-      Exponentials e;
+      for (int k = 0; k < kRun; ++k) {
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        e.quad[quad] =
-            shared_row_[quad * std::int64_t{at_.args.shape.tokens} + cache_.position(slot)];
-        add(totals.part[kFullPart].quad[quad], e.quad[quad]);
+        for (int quad = 0; quad < kQuads; ++quad)
+          add(totals.part[kFullPart].quad[quad], run.e[k].quad[quad]);
+        hits.count(run.e[k]);
       }
-      hits.count(e);
     }
     hits.add_to(shared_.hits[i], at_.lane);
   }
@@ -236,6 +221,7 @@ class ReplayWalk {
 
   __device__ void measure(int i, std::uint32_t query, float folded) {
     const float kept = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
+    if (at_.thread == 0) shared_.visible[i] = visible_;
     if (at_.thread < kHeads) shared_.kept[i][at_.thread] = visible_ == query + 1 ? -1.0f : kept;
   }
 
@@ -248,46 +234,61 @@ class ReplayWalk {
     return {cache_.positions(), kSqueezed ? cache_.places() : nullptr, visible_, query, at_.unit,
             at_.own(i)};
   }
-  __device__ void take_own(Exponentials (&held)[kHeld], Totals& totals, int i,
-                           std::uint32_t query) {
+  __device__ void take_own(Run& held, Totals& totals, int i, std::uint32_t query) {
     __syncthreads();
     take_own_row(at_.args, own_row(i, query), &shared_.scratch[0][0]);
     own_ = at_.own(i);
     all_own_ = true;
-    hold(held);
-    total(held, totals);
+    total(held, totals, query, -1);
   }
 
   // Observing and ranking.
 
   /// What one query shows: to the states at once where it is alone in its admission, which is
   /// ranked then too.
-  __device__ void observe(const Exponentials (&held)[kHeld], float folded, std::uint32_t query,
-                          std::uint32_t age) {
+  __device__ void observe(const Run& held, float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
       const float most = __shfl_sync(~0u, folded, kMostPart * kHeads + at_.lane % kHeads);
       const Look seen_by(folded, most, at_, weight(age), query);
-      if (cache_.now().tokens > 1) {
-        for_slots(held, [&](std::uint32_t i, const Exponentials& e) {
-          const Observation seen = seen_by.seen(e);
-          Observation& all = at_.args.caches.seen[at_.first_slot + i];
-          all.mass += seen.mass;
-          all.requests += seen.requests;
-          if (seen.requests) all.last_request = query;
-        });
-        return;
-      }
-      const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
-      const bool ranks = cache_.ranks_next();
-      Candidate first;
-      for_slots(held, [&](std::uint32_t i, const Exponentials& e) {
-        auto own = cache_.state(i);
-        P::observe(own, seen_by.seen(e), cache_.params(), attended);
-        cache_.put(i, own);
-        cache_.rank(first, i, own, leaves);
-      });
-      if (ranks) cache_.choose(first);
+      if (cache_.now().tokens > 1)
+        note_seen(held, seen_by, query);
+      else
+        observe_alone(held, seen_by, query);
     }
+  }
+  __device__ void note_seen(const Run& held, const Look& seen_by, std::uint32_t query) {
+    for_runs(held, query, [&](const Run& run, std::uint32_t first) {
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        const std::uint32_t slot = first + k * at_.threads;
+        if (!cache_.holds(slot, query, visible_)) continue;
+        const Observation seen = seen_by.seen(run.e[k]);
+        Observation& all = at_.args.caches.seen[at_.first_slot + slot];
+        all.mass += seen.mass;
+        all.requests += seen.requests;
+        if (seen.requests) all.last_request = query;
+      }
+    });
+  }
+  /// What happens in a slot without a token is of no account: admit() sets all of a state, and its
+  /// position is guarded.
+  __device__ void observe_alone(const Run& held, const Look& seen_by, std::uint32_t query) {
+    const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
+    const bool ranks = cache_.ranks_next();
+    const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
+    Candidate candidate;
+    for_runs(held, query, [&](const Run& run, std::uint32_t first) {
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        const std::uint32_t slot = first + k * at_.threads;
+        if (!kInRoom && !cache_.holds(slot, query, visible_)) continue;
+        auto own = cache_.state(slot);
+        P::observe(own, seen_by.seen(run.e[k]), cache_.params(), attended);
+        cache_.put(slot, own);
+        cache_.rank(candidate, slot, own, leaves, unguarded);
+      }
+    });
+    if (ranks) cache_.choose(candidate);
   }
 
   /// After an admission of several queries.
@@ -295,22 +296,24 @@ class ReplayWalk {
     if constexpr (kObserves) {
       const Step attended = cache_.step_at(now.first, now.tokens);
       const std::uint32_t older = cache_.live() - now.tokens;
-      for (std::uint32_t i = at_.thread; i < cache_.live(); i += at_.threads) {
+      at_.for_slots(cache_.live(), [&](std::uint32_t i) {
         Observation seen = at_.args.caches.seen[at_.first_slot + i];
         seen.queries = i < older ? now.tokens : now.tokens - (i - older);
         auto own = cache_.state(i);
         P::observe(own, seen, cache_.params(), attended);
         cache_.put(i, own);
-      }
+      });
     }
   }
 
   __device__ void rank_all(std::uint32_t now) {
     if (!cache_.ranks_next()) return;
     const Step leaves = cache_.step_at(now, 0);
+    const std::uint32_t unguarded = cache_.unguarded(now);
     Candidate first;
-    for (std::uint32_t i = at_.thread; i < cache_.live(); i += at_.threads)
-      cache_.rank(first, i, cache_.state(i), leaves);
+    at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+      cache_.rank(first, i, cache_.state(i), leaves, unguarded);
+    });
     cache_.choose(first);
   }
 
@@ -327,9 +330,13 @@ class ReplayWalk {
       samples.samples[sample].whole = visible_ == query + 1 && !kSqueezed;
       samples.samples[sample].own = own > 0;
     }
-    if (own > 0)
-      sum_own_values<kQuads>(at_.args, own_row(i, query), own, shared_.scratch,
-                             samples.own + sample * shape.group * shape.head_size);
+    if (own > 0) {
+      float* const to = samples.own + sample * shape.group * shape.head_size;
+      if constexpr (kSqueezed)
+        sum_own_values<kQuads>(at_.args, own_row(i, query), own, shared_.scratch, to);
+      else
+        sum_own_values_apart<kQuads>(at_.args, own_row(i, query), own, shared_.scratch, to);
+    }
     __syncthreads();
   }
 

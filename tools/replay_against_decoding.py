@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""The grid of 40 configurations by one replay on a CUDA device, beside the same engine decoding them token by token.
+
+Both are run by `kvlab bench`, one after the other on the same device, at the shape of Llama-3.1-8B. The replay is timed
+whole, without reading its trace. Of the decoding each configuration's step is timed while its cache is full (64 steps by
+default) and multiplied by the trace's decoded tokens: a prompt, an eighth of the trace, is not counted, nor is loading
+the model. Early steps, whose cache is not full yet, may be faster, so the ratio is given a second time with every step at
+the price of the fastest of all 40.
+"""
+
+import argparse
+import json
+import subprocess
+
+POLICIES = ("lru", "window", "h2o", "sink", "streaming_h2o")
+BUDGETS, LEAST, MOST = 8, 5.0, 60.0  # shares of the trace in percent, as the replay's grid has them
+
+
+def run(command):
+    """The JSON object that a command prints."""
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kvlab", default="build/kvlab", help="the command, built with CUDA")
+    parser.add_argument("--config", default="engine/models/configs/llama-3.1-8b.json", help="shape of the decoder")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the trace, an eighth of them a prompt")
+    parser.add_argument("--repeats", type=int, default=2, help="of the replay; the least time counts")
+    options = parser.parse_args()
+
+    config = json.load(open(options.config))
+    shape = {
+        "--synthetic-layers": config["num_hidden_layers"],
+        "--synthetic-query-heads": config["num_attention_heads"],
+        "--synthetic-kv-heads": config["num_key_value_heads"],
+        "--synthetic-head-size": config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
+    }
+    replay = run(
+        [options.kvlab, "bench", "replay", "--device", "cuda", "--json", "--grid", "grid"]
+        + ["--tokens", str(options.tokens), "--repeats", str(options.repeats)]
+        + [str(part) for pair in shape.items() for part in pair]
+    )
+    seconds = replay["grids"][0]["seconds"]
+    print(f"replay of {replay['grids'][0]['configurations']} configurations, {options.tokens} tokens: {seconds:.3f} s")
+
+    budgets = [int(options.tokens * (LEAST + (MOST - LEAST) * i / (BUDGETS - 1)) / 100) for i in range(BUDGETS)]
+    steps = []  # milliseconds
+    for policy in POLICIES:
+        bench = run(
+            [options.kvlab, "bench", "stream", "--random-weights", options.config, "--json"]
+            + ["--policy", policy, "--budget", ",".join(map(str, budgets))]
+        )
+        of_policy = [point["step_milliseconds"] for point in bench["points"]]
+        steps += of_policy
+        print(f"decoding, {policy}: {min(of_policy):.3f} to {max(of_policy):.3f} ms a token")
+
+    decoded = options.tokens - max(1, options.tokens // 8)
+    for name, total in (("as timed", sum(steps)), ("at the fastest step", len(steps) * min(steps))):
+        decoding = total * decoded * 1e-3
+        print(f"decoding {len(steps)} x {decoded} tokens {name}: {decoding:.1f} s, {decoding / seconds:.0f} x the replay")
+
+
+if __name__ == "__main__":
+    main()
