@@ -83,7 +83,7 @@ class Replayer final : public CudaReplayer {
                         cuda::upload(fine_turns_of(plan.trace.header().rope, pairs), "the angles"),
                         cuda::upload(span_of(plan), "the span")};
     const UnitSizes sizes = sizes_of(plan, grid);
-    const std::size_t at_once = units_at_once(sizes, units.size());
+    const std::size_t at_once = units_at_once(sizes, units.size(), plan.threads);
     for (std::size_t first = 0; first < units.size(); first += at_once) {
       Batch batch(plan, grid, sizes, units.subspan(first, std::min(at_once, units.size() - first)),
                   tables, product_, streams_);
@@ -155,15 +155,16 @@ class Replayer final : public CudaReplayer {
             .rounds = rounding != Type::f32};
   }
 
-  static std::size_t units_at_once(const UnitSizes& sizes, std::size_t units) {
+  static std::size_t units_at_once(const UnitSizes& sizes, std::size_t units, unsigned threads) {
     const cuda::MemoryInfo memory = cuda::memory_info();
     const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
-    const std::size_t fit = usable / sizes.bytes();
+    const std::size_t landing = sizes.land_at_once(units, threads) * sizes.landing();
+    const std::size_t fit = (usable - std::min(usable, landing)) / sizes.bytes();
     if (fit == 0)
       throw std::runtime_error(
           fmt::format("device memory: one KV head of this replay needs {}, {} of {} are free; "
                       "fewer budgets at once need less, or use --device cpu",
-                      cuda::bytes_text(sizes.bytes()), cuda::bytes_text(memory.free),
+                      cuda::bytes_text(sizes.bytes() + landing), cuda::bytes_text(memory.free),
                       cuda::bytes_text(memory.total)));
     return std::min({fit, units, kMostUnits});
   }

@@ -91,8 +91,8 @@ void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
                     heads = shape.group() + 2;
-  const std::size_t at_once = std::min<std::size_t>(units_.size(), plan_.threads);
-  const cuda::PinnedBuffer staging(at_once * heads * head * sizeof(float));
+  const std::size_t at_once = sizes_.land_at_once(units_.size(), plan_.threads);
+  const cuda::PinnedBuffer staging(at_once * sizes_.landing());
   const DeviceBuffer landing(staging.bytes(), "the replay");
   for (std::size_t first = 0; first < units_.size(); first += at_once) {
     const std::size_t count = std::min(at_once, units_.size() - first);

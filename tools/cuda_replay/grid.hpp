@@ -1,6 +1,7 @@
 // The configurations of a replay as the kernels read them, and what they take of memory.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <string_view>
@@ -81,6 +82,13 @@ struct UnitSizes {
                       samples * 16 + 4 * 4 * quads + sizeof(kernels::ReplayProgress));
   }
   std::size_t bytes() const { return tensors() + rows() + caches() + kept() + figures(); }
+
+  /// A unit's part of the trace in float32, where it lands; so many units land at a time.
+  std::size_t landing() const { return (group + 2) * tokens * dim * sizeof(float); }
+  std::size_t land_at_once(std::size_t units, std::size_t threads) const {
+    constexpr std::size_t kBytes = std::size_t{256} << 20;
+    return std::clamp<std::size_t>(kBytes / landing(), 1, std::min(units, threads));
+  }
 };
 
 }  // namespace kvlab
