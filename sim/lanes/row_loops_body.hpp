@@ -116,6 +116,28 @@ inline float largest_of(Floats v) {
 
 // --- gathering -----------------------------------------------------------------------------------
 
+/// Four heads of one token in a register of four, whatever the set.
+typedef float Four __attribute__((vector_size(16)));
+typedef std::int32_t FourInts __attribute__((vector_size(16)));
+
+inline Four load_four(const float* from) {
+  Four v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+/// Joins registers [token][4] by halves of their tokens.
+template <class Join>
+inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, Join join) {
+  for (int width = count / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] = join(parts[i], parts[i + width]);
+  Four quads[kQuads];
+  std::memcpy(quads, parts, sizeof quads);
+  for (int width = kQuads / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) quads[i] = join(quads[i], quads[i + width]);
+  return quads[0];
+}
+
 /// Lane sums of a quad: those of sixteen tokens side by side, [16][4].
 struct QuadSums {
   static constexpr int kMosts = kBlockParts < 4 ? kBlockParts : 4;
@@ -140,17 +162,13 @@ struct QuadSums {
   bool any_at_least(float bound) const;
   /// Adds the lanes by halves.
   void finish(float* to_sum, float* to_most) const {
-    float lanes[kBlockFloats], largest[kMosts * kWidth];
-    for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
-    for (int i = 0; i < kMosts; ++i) store(largest + i * kWidth, most[i]);
-    for (int width = kTokens / 2; width > 0; width /= 2)
-      for (int l = 0; l < width * kHeads; ++l) lanes[l] += lanes[l + width * kHeads];
-    for (int h = 0; h < kHeads; ++h) {
-      to_sum[h] = lanes[h];
-      to_most[h] = 0;
-      for (int i = h; i < kMosts * kWidth; i += kHeads)
-        to_most[h] = largest[i] > to_most[h] ? largest[i] : to_most[h];
-    }
+    Floats sums[kBlockParts], mosts[kMosts];
+    std::memcpy(sums, sum, sizeof sums);
+    std::memcpy(mosts, most, sizeof mosts);
+    const Four all = by_halves(sums, kBlockParts, [](auto a, auto b) { return a + b; });
+    const Four largest = by_halves(mosts, kMosts, [](auto a, auto b) { return a > b ? a : b; });
+    std::memcpy(to_sum, &all, sizeof all);
+    std::memcpy(to_most, &largest, sizeof largest);
   }
 };
 
@@ -199,26 +217,6 @@ void gather(const float* e, const std::uint32_t* tokens, std::size_t count, floa
   all.finish(sum, most);
 }
 
-/// Four heads of one token in a register of four, whatever the set.
-typedef float Four __attribute__((vector_size(16)));
-typedef std::int32_t FourInts __attribute__((vector_size(16)));
-
-inline Four load_four(const float* from) {
-  Four v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-/// Adds the sums of sixteen tokens side by side, by halves.
-inline Four over_tokens(const Floats* parts) {
-  float lanes[kBlockFloats];
-  for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, parts[i]);
-  Four sums[kTokens];
-  std::memcpy(sums, lanes, sizeof lanes);
-  for (int width = kTokens / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-  return sums[0];
-}
 inline FourInts over_tokens(Ints v) {
   FourInts parts[kQuads];
   std::memcpy(parts, &v, sizeof v);
@@ -245,7 +243,7 @@ inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std
       asked[part % 2] -= x >= bound;
     }
   }
-  sum = over_tokens(sums);
+  sum = by_halves(sums, kBlockParts, [](auto a, auto b) { return a + b; });
   hits = over_tokens(asked[0] + asked[1]);
   return i;
 }
