@@ -9,6 +9,7 @@
 #include "kernels/replay_figures.cuh"
 #include "kernels/replay_observe.cuh"
 #include "kernels/replay_old_keys.cuh"
+#include "kernels/replay_totals.cuh"
 
 namespace kvlab::kernels {
 
@@ -22,13 +23,8 @@ class ReplayWalk {
   static constexpr int kHeads = 4 * kQuads;
   static constexpr int kRun = replay_run(kSqueezed);
 
-  /// What is folded over the block, lane l of a part for head l: the sum of the cache's
-  /// exponentials, that of the full row's, which is another where squeezed, the largest.
-  static constexpr int kParts = 1 + (kSqueezed ? 1 : 0) + (kAsks ? 1 : 0);
-  static constexpr int kFullPart = kSqueezed ? 1 : 0, kMostPart = kParts - 1;
-  struct Totals {
-    Exponentials part[kParts];
-  };
+  using Totals = ReplayTotals<kQuads, kSqueezed, kAsks>;
+  static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
   struct Run {
     Exponentials e[kRun];
   };
@@ -194,29 +190,9 @@ class ReplayWalk {
     hits.add_to(shared_.hits[i], at_.lane);
   }
 
-  /// Over the block: lane l of every warp gets component l of all parts.
   __device__ float fold(const Totals& totals) {
     parity_ ^= 1;
-    float* const mine = shared_.folded[parity_][at_.warp];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const float4& x = totals.part[part].quad[quad];
-        const float folded =
-            kAsks && part == kMostPart ? warp_fold4(x, Larger{}) : warp_fold4(x, Add{});
-        if (at_.lane < 4) mine[part * kHeads + 4 * quad + at_.lane] = folded;
-      }
-    __syncthreads();
-    float value = 0;
-    if (at_.lane < kParts * kHeads) {
-      const bool most = kAsks && at_.lane >= kMostPart * kHeads;
-      for (std::uint32_t warp = 0; warp < at_.warps; ++warp) {
-        const float other = shared_.folded[parity_][warp][at_.lane];
-        value = most ? fmaxf(value, other) : value + other;
-      }
-    }
-    return value;
+    return totals.fold(shared_.folded[parity_], at_);
   }
 
   __device__ void measure(int i, std::uint32_t query, float folded) {
