@@ -52,6 +52,8 @@ class CudaDecoder::Impl {
     const WorkSizes size = work_sizes(config_, options);
     x_ = DeviceBuffer(size.x, "hidden states");
     logits_ = DeviceBuffer(size.logits, "logits");
+    // A sequence that was given nothing is sampled, too, with the rest of its batch.
+    check(cudaMemsetAsync(logits_.data(), 0, logits_.bytes(), stream_.get()), "logits");
     for (int row = 0; row < options_.sequences; ++row) set_state(row);
     if (const auto* cache = dynamic_cast<const EvictingCache*>(cache_.get());
         cache && options.watched)
