@@ -72,13 +72,17 @@ class PolicyStatesOf final : public PolicyStates {
     return std::as_bytes(std::span(&states_[slot], 1));
   }
   bool same(std::uint32_t slot, std::span<const std::byte> other) const override {
-    if constexpr (std::is_empty_v<typename P::Slot>) return other.empty();
-    if (other.size() != sizeof(typename P::Slot)) return false;
-    typename P::Slot one = states_[slot], two;
-    std::memcpy(&two, other.data(), sizeof two);
-    clear_padding(one);
-    clear_padding(two);
-    return std::memcmp(&one, &two, sizeof one) == 0;
+    if constexpr (std::is_empty_v<typename P::Slot>) {
+      return other.empty();
+    } else {
+      if (other.size() != sizeof(typename P::Slot)) return false;
+      typename P::Slot one = states_[slot], two;
+      std::memcpy(&two, other.data(), sizeof two);
+      clear_padding(one);
+      clear_padding(two);
+      return std::ranges::equal(std::as_bytes(std::span(&one, 1)),
+                                std::as_bytes(std::span(&two, 1)));
+    }
   }
 
  private:
