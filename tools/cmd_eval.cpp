@@ -41,8 +41,7 @@ void add_options(po::options_description& options) {
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
   add("block-tokens", po::value<std::int64_t>()->value_name("N")->default_value(0),
       "also the perplexity of each N scored tokens of a text, in their order; 0: not");
-  add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
-      "a token is requested by a query from this share of its row's largest probability on");
+  add_threshold_option(options);
   add("policy-file", po::value<std::string>()->value_name("FILE"),
       "a deployed policy, beside those of --policy");
   add_policy_options(options);
@@ -119,14 +118,6 @@ void print_table(const std::vector<EvalScore>& scores) {
 
 std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
   return static_cast<std::uint32_t>(number_from(options, name, 0, kMostTokens));
-}
-
-double threshold_from(const po::variables_map& options) {
-  const double threshold = options["request-threshold"].as<double>();
-  if (!(threshold >= 0 && threshold <= 1))
-    throw std::invalid_argument(
-        fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
-  return threshold;
 }
 
 EvalOptions eval_options(const po::variables_map& options) {

@@ -24,8 +24,7 @@ void add_options(po::options_description& options) {
   add("out", po::value<std::string>()->value_name("RUN"), "the run's directory, which is made");
   add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
       "the queries to measure: those of decoded tokens, or all");
-  add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
-      "a token is requested by a query from this share of its row's largest probability on");
+  add_threshold_option(options);
   add("output-error", po::value<std::string>()->value_name("sample|all")->default_value("sample"),
       "take the output errors on every eighth query, or on all");
   add("layers", po::value<std::string>()->value_name("LIST"),
@@ -64,12 +63,8 @@ ReplayOptions replay_options(const po::variables_map& options, const ProcessGrou
   const std::string error = options["output-error"].as<std::string>();
   if (error != "sample" && error != "all")
     throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
-  const double threshold = options["request-threshold"].as<double>();
-  if (!(threshold >= 0 && threshold <= 1))
-    throw std::invalid_argument(
-        fmt::format("--request-threshold: {} should be between 0 and 1", threshold));
   return {.span = parse_span(options["span"].as<std::string>()),
-          .threshold = threshold,
+          .threshold = threshold_from(options),
           .every_output_error = error == "all",
           .threads = threads_in(group, options),
           .layers = layers_from(options),

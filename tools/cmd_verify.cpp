@@ -17,8 +17,7 @@ void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("model", po::value<std::string>()->value_name("DIR"),
       "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
-      "a token is requested by a query from this share of its row's largest probability on");
+  add_threshold_option(options);
   add("check-every", po::value<std::int64_t>()->value_name("N")->default_value(1),
       "ask (b) of every N-th admission; (a) is asked of all");
   add_prompt_options(options);
@@ -110,10 +109,7 @@ Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& conf
 
 int run(const po::variables_map& options) {
   const unsigned threads = threads_from(options);
-  const double threshold = options["request-threshold"].as<double>();
-  if (!(threshold >= 0 && threshold <= 1))
-    throw std::invalid_argument(
-        fmt::format("--request-threshold {}: should be between 0 and 1", threshold));
+  const double threshold = threshold_from(options);
   const std::vector<ReplayConfig> grid = grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);

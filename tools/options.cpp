@@ -172,6 +172,20 @@ void add_source_option(po::options_description& options) {
                         "a policy of your own, compiled now: one header like those of policies/");
 }
 
+void add_threshold_option(po::options_description& options) {
+  options.add_options()(
+      "request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
+      "a token is requested by a query from this share of its row's largest probability on");
+}
+
+double threshold_from(const po::variables_map& options) {
+  const double threshold = options["request-threshold"].as<double>();
+  if (!(threshold >= 0 && threshold <= 1))
+    throw std::invalid_argument(
+        fmt::format("--request-threshold: {} should be between 0 and 1", threshold));
+  return threshold;
+}
+
 void add_common_options(po::options_description& options) {
   auto add = options.add_options();
   add("threads", po::value<std::int64_t>()->value_name("N"), "default: all cores");

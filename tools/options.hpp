@@ -16,6 +16,10 @@ namespace kvlab {
 
 /// `--policy`, `--policy-source`, `--budget`, `--prefill`, `--positions`, `--seed`.
 void add_policy_options(po::options_description& options, bool needs_policy = false);
+/// `--request-threshold`, as a share of the row's largest probability.
+void add_threshold_option(po::options_description& options);
+/// Throws std::invalid_argument if it is not between 0 and 1.
+double threshold_from(const po::variables_map& options);
 /// `--threads`, `--json`, `--device`.
 void add_common_options(po::options_description& options);
 
