@@ -36,8 +36,8 @@ inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
     const std::int32_t most = kRounderBits + shift[n] + 128;  // infinity
     bits = bits < most ? bits : most;
     // kRounderBits has none among the lowest nine, which are all that is left.
-    const auto bias = static_cast<std::int32_t>(static_cast<std::uint32_t>(127 - shift[n]) << 23);
-    const Ints power = (bits << 23) + bias;
+    const std::uint32_t bias = static_cast<std::uint32_t>(127 - shift[n]) << 23;
+    const Words power = (reinterpret_cast<Words>(bits) << 23) + bias;  // wraps
     Floats two;
     std::memcpy(&two, &power, sizeof two);
     const Floats product = poly[n] * two;
