@@ -188,7 +188,7 @@ inline void copy_blocks(const float* e, std::size_t count, float* to, QuadSums& 
       sums.add(part, x);
     }
   if (i == count) return;
-  std::memcpy(to + i * kQuad, e + i * kQuad, (count - i) * kQuad * sizeof(float));
+  if (i < count) std::memcpy(to + i * kQuad, e + i * kQuad, (count - i) * kQuad * sizeof(float));
   pad(to, count);
   sums.add_block(to + i * kQuad);
 }
@@ -867,7 +867,7 @@ void join(const float* const* rows, std::size_t old, float scale, const std::int
     for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
     write_rest(rest, mixed, scale, shift, kept + whole * kQuad);
     done = shared < kBlockTokens - mixed ? shared : kBlockTokens - mixed;
-    std::memcpy(kept + old * kQuad, e, done * kQuad * sizeof(float));
+    if (done > 0) std::memcpy(kept + old * kQuad, e, done * kQuad * sizeof(float));
     sums.add_block(kept + whole * kQuad);
   }
   copy_blocks(e + done * kQuad, shared - done, kept + (old + done) * kQuad, sums);
