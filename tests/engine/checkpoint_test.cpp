@@ -10,6 +10,7 @@
 
 #include "engine/model.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/json.hpp"
 

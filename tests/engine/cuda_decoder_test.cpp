@@ -13,11 +13,13 @@
 #include "tests/catch.hpp"
 #include "tests/engine/cuda_fixture.hpp"
 #include "tests/engine/expected_logits.hpp"
+#include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
+using kvlab::test::error_of;
 using test::relative_error;
 
 namespace {
@@ -383,24 +385,16 @@ TEST_CASE("Logits that are not finite end the text with an error", "[gpu]") {
 
 TEST_CASE("What does not fit is refused, with what would", "[gpu]") {
   if (no_device()) return;
-  const auto error_of = [](auto body) -> std::string {
-    try {
-      body();
-    } catch (const std::exception& error) {
-      return error.what();
-    }
-    return "";
-  };
+  const auto refusal = [](auto action) { return error_of<std::exception>(action); };
   const DeviceModel& model = tiny(Dtype::bf16);
-  CHECK_THAT(error_of([&] { CudaDecoder(model, {.sequences = 64, .slots = 1u << 26}); }),
+  CHECK_THAT(refusal([&] { CudaDecoder(model, {.sequences = 64, .slots = 1u << 26}); }),
              ContainsSubstring("tokens a sequence would fit"));
-  CHECK_THAT(error_of([&] {
-               CudaSequence(model, {.tokens = 10}).feed(some_ids(11), SegmentKind::prompt);
-             }),
-             ContainsSubstring("11 tokens"));
   CHECK_THAT(
-      error_of([&] { CudaSequence(model, {.tokens = 10}).feed(Ids{8192}, SegmentKind::prompt); }),
+      refusal([&] { CudaSequence(model, {.tokens = 10}).feed(some_ids(11), SegmentKind::prompt); }),
+      ContainsSubstring("11 tokens"));
+  CHECK_THAT(
+      refusal([&] { CudaSequence(model, {.tokens = 10}).feed(Ids{8192}, SegmentKind::prompt); }),
       ContainsSubstring("outside the vocabulary"));
-  CHECK_THAT(error_of([&] { DeviceModel::load(KVLAB_SOURCE_DIR "/tests/data/models/qwen2"); }),
+  CHECK_THAT(refusal([&] { DeviceModel::load(KVLAB_SOURCE_DIR "/tests/data/models/qwen2"); }),
              ContainsSubstring("head size 16"));
 }

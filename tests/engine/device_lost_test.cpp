@@ -4,6 +4,7 @@
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/fill.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
 

@@ -5,6 +5,7 @@
 
 #include "tests/catch.hpp"
 #include "tests/engine/tokenizer_fixture.hpp"
+#include "tests/error_of.hpp"
 
 namespace kvlab {
 namespace {

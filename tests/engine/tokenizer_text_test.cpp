@@ -7,6 +7,7 @@
 #include "engine/tokenizer_bytes.hpp"
 #include "engine/tokenizer_pattern.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab::tokenizer {

@@ -4,31 +4,23 @@
 #include <ranges>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 
 using namespace kvlab;
+using kvlab::test::error_of;
 
 namespace {
 
 constexpr std::string_view kReferences[] = {"oracle_mass", "oracle_topk"};
 
-/// The message of the std::invalid_argument that `parse` throws.
-template <class Parse>
-std::string refusal(Parse parse) {
-  try {
-    parse();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "(accepted)";
-}
 std::string policy_refusal(std::string_view text) {
-  return refusal([&] { parse_policy(text, kReferences); });
+  return error_of<std::invalid_argument>([&] { parse_policy(text, kReferences); });
 }
 std::string budget_refusal(std::string_view text) {
-  return refusal([&] { parse_budget(text); });
+  return error_of<std::invalid_argument>([&] { parse_budget(text); });
 }
 std::string guards_refusal(std::string_view text, std::uint32_t budget) {
-  return refusal([&] { resolve_guards(parse_policy(text), budget); });
+  return error_of<std::invalid_argument>([&] { resolve_guards(parse_policy(text), budget); });
 }
 
 }  // namespace
@@ -83,7 +75,9 @@ TEST_CASE("references are found by name and take nothing") {
   CHECK(spec.text() == "oracle_topk");
   CHECK(policy_refusal("oracle_mass:sinks=4") ==
         "policy oracle_mass is a reference: it takes no parameters and no guards");
-  CHECK(refusal([] { parse_policy("oracle_mass"); }).starts_with("unknown policy 'oracle_mass'"));
+  CHECK(error_of<std::invalid_argument>([] {
+          parse_policy("oracle_mass");
+        }).starts_with("unknown policy 'oracle_mass'"));
 }
 
 TEST_CASE("an unknown policy is refused with the nearest name") {
@@ -189,7 +183,9 @@ TEST_CASE("prefill is dense, stream or chunk:N") {
   CHECK(parse_prefill("chunk:1").text() == "stream");
   for (const std::string_view text : {"dense", "stream", "chunk:64"})
     CHECK(parse_prefill(text).text() == text);
-  const auto refused = [](std::string_view text) { return refusal([&] { parse_prefill(text); }); };
+  const auto refused = [](std::string_view text) {
+    return error_of<std::invalid_argument>([&] { parse_prefill(text); });
+  };
   CHECK(refused("chunk:0") ==
         "prefill: chunk: '0' should be a whole number of tokens, at least 1 and below 2^31");
   CHECK(refused("chunk:20%") ==
@@ -201,7 +197,7 @@ TEST_CASE("prefill is dense, stream or chunk:N") {
 TEST_CASE("positions are original or cache") {
   CHECK(parse_positions("original") == Positions::original);
   CHECK(name_of(parse_positions("cache")) == "cache");
-  CHECK(refusal([] { parse_positions("squeezed"); }) ==
+  CHECK(error_of<std::invalid_argument>([] { parse_positions("squeezed"); }) ==
         "positions: 'squeezed' should be original or cache");
 }
 

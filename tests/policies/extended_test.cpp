@@ -3,8 +3,10 @@
 
 #include "policies/live_set.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 
 using namespace kvlab;
+using kvlab::test::error_of;
 
 namespace {
 
@@ -15,12 +17,7 @@ std::vector<Observation> masses(std::initializer_list<std::uint64_t> values) {
 }
 
 std::string refusal(std::string_view text) {
-  try {
-    parse_policy(text);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "(accepted)";
+  return error_of<std::invalid_argument>([&] { parse_policy(text); });
 }
 
 }  // namespace

@@ -12,12 +12,15 @@
 #include <tuple>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {
 namespace {
+
+using test::error_of;
 
 constexpr double kTolerance = 1e-5;
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
@@ -342,14 +345,9 @@ TEST_CASE("a replay of some layers gives their rows, and the mean of these") {
   }
 }
 
-/// The message of the std::invalid_argument that replay() throws, or "".
 std::string refusal(const TraceReader& trace, const Case& c, const ReplayOptions& options = {}) {
-  try {
-    replay(trace, kSequence, replay_configs({c}), options);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "";
+  return error_of<std::invalid_argument>(
+      [&] { replay(trace, kSequence, replay_configs({c}), options); });
 }
 
 bool mentions(const std::string& message, std::initializer_list<const char*> words) {

@@ -6,9 +6,11 @@
 
 #include "sim/csv.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
+using kvlab::test::error_of;
 
 namespace {
 
@@ -35,12 +37,7 @@ const std::string kHeader = results_csv({});
 
 /// The message of the error that `text` is refused with; empty if it is read.
 std::string refusal(const std::string& text) {
-  try {
-    parse_results_csv(text, "results.csv");
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "";
+  return error_of([&] { parse_results_csv(text, "results.csv"); });
 }
 
 /// A good row with one column replaced.

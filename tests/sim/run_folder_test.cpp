@@ -2,6 +2,7 @@
 #include "sim/run_folder.hpp"
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/traces/temporary_folder.hpp"

@@ -4,11 +4,13 @@
 #include <fstream>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
+using kvlab::test::error_of;
 using kvlab::test::TemporaryFolder;
 
 namespace {
@@ -37,12 +39,7 @@ void write(const std::filesystem::path& path, const std::string& text) {
 std::string read(const std::filesystem::path& path) { return read_text_file(path, 1 << 20); }
 
 std::string refusal(const std::filesystem::path& directory) {
-  try {
-    load_run(directory);
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "";
+  return error_of([&] { load_run(directory); });
 }
 
 void replace(const std::filesystem::path& path, const std::string& from, const std::string& to) {

@@ -6,6 +6,7 @@
 
 #include "sim/run.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "tools/policy_file.hpp"
@@ -38,12 +39,7 @@ Words replay_words(const std::filesystem::path& trace, const std::filesystem::pa
 
 /// The message that a command is refused with; empty if it runs.
 std::string refusal(const Command& command, const Words& words) {
-  try {
-    run_command(command, words);
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
+  return error_of<std::exception>([&] { run_command(command, words); });
 }
 
 }  // namespace

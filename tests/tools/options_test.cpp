@@ -7,9 +7,11 @@
 #include <stdexcept>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tools/run_command.hpp"
 
 using namespace kvlab;
+using kvlab::test::error_of;
 
 namespace {
 
@@ -35,12 +37,7 @@ std::string grid(const std::vector<std::string>& words,
 }
 
 std::string message_of(const std::vector<std::string>& words) {
-  try {
-    grid_from(parse(words));
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "";
+  return error_of<std::invalid_argument>([&] { grid_from(parse(words)); });
 }
 
 }  // namespace
@@ -141,12 +138,7 @@ TEST_CASE("The time left is reckoned from where the work began") {
 namespace {
 
 std::string refusal_of(const Command& command, const std::vector<std::string>& words) {
-  try {
-    run_command(command, words);
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
+  return error_of<std::exception>([&] { run_command(command, words); });
 }
 
 }  // namespace

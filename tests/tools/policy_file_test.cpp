@@ -2,6 +2,7 @@
 #include "tools/policy_file.hpp"
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 using namespace kvlab;

@@ -6,6 +6,7 @@
 
 #include "policies/live_set.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "tools/deploy.hpp"
 #include "tools/policy_file.hpp"
@@ -38,12 +39,7 @@ std::string policy_text(const std::string& file) {
 
 template <class Action>
 std::string refusal(Action action) {
-  try {
-    action();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "(accepted)";
+  return error_of<std::invalid_argument>(action);
 }
 
 /// Compiles `text` as my.hpp.

@@ -1,6 +1,7 @@
 #include "traces/json.hpp"
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {

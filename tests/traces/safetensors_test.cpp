@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {

@@ -42,15 +42,4 @@ inline void write_bytes(const std::filesystem::path& path, std::string_view byte
       .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 
-/// The message of the std::runtime_error that `action` throws; "" if it throws none.
-template <class Action>
-std::string error_of(Action action) {
-  try {
-    action();
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 }  // namespace kvlab::test

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/json.hpp"

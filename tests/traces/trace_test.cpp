@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/shard.hpp"

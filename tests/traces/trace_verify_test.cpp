@@ -1,5 +1,6 @@
 // What `kvlab trace verify` lets pass, and what it does not.
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/trace.hpp"

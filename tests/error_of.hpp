@@ -1,0 +1,20 @@
+// The message of an error, for tests that say what it should be.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace kvlab::test {
+
+/// The message of the `Error` that `action` throws; "" if it throws nothing. Others go through.
+template <class Error = std::runtime_error, class Action>
+std::string error_of(Action action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace kvlab::test
