@@ -35,8 +35,7 @@ void add_options(po::options_description& options) {
       "whose predictions are scored: those of decoded tokens, or all");
   add("batched", po::bool_switch(),
       "on a CUDA device, windows and budgets side by side: about 20 times faster for many; "
-      "products "
-      "of many rows round in another order");
+      "products of many rows round in another order");
   add("no-full", po::bool_switch(),
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
   add("block-tokens", po::value<std::int64_t>()->value_name("N")->default_value(0),

@@ -16,12 +16,16 @@ void print_help(const Command& command, const po::options_description& options) 
   std::cout << options << "\nExample: " << command.example << "\n";
 }
 
+/// Boost names an option now with its dashes, now without.
+std::string without_dashes(const std::string& option) {
+  return option.substr(std::min(option.find_first_not_of('-'), option.size()));
+}
+
 [[noreturn]] void refuse_unknown(const std::string& name, const Command& command,
                                  const po::options_description& options) {
-  const std::size_t bare = std::min(name.find_first_not_of('-'), name.size());
   std::vector<std::string> names;
   for (const auto& option : options.options()) names.push_back(option->long_name());
-  const auto near = nearest_name(name.substr(bare), names);
+  const auto near = nearest_name(without_dashes(name), names);
   throw std::invalid_argument(fmt::format(
       "unknown option '{}'; {}", name,
       near ? "did you mean --" + *near + "?"
@@ -57,24 +61,23 @@ po::variables_map parse(const Command& command, const po::options_description& o
   po::variables_map values;
   // No guessing of abbreviated options: a slip should be named, not completed.
   const int style = po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
+  po::command_line_parser loose(words);  // any number of words
+  loose.options(options).style(style);
+  po::command_line_parser strict = loose;
   po::parsed_options parsed(&options);
   try {
-    parsed =
-        po::command_line_parser(words).options(options).positional(positional).style(style).run();
+    parsed = strict.positional(positional).run();
     po::store(parsed, values);
   } catch (const po::too_many_positional_options_error&) {
-    refuse_word(command, po::command_line_parser(words).options(options).style(style).run());
+    refuse_word(command, loose.run());
   } catch (const po::multiple_occurrences& error) {
-    std::string name = error.get_option_name();
-    name = name.substr(std::min(name.find_first_not_of('-'), name.size()));
-    if (name == command.positional)
-      refuse_word(command, po::command_line_parser(words).options(options).style(style).run());
+    const std::string name = without_dashes(error.get_option_name());
+    if (name == command.positional) refuse_word(command, loose.run());
     throw std::invalid_argument(fmt::format("--{}: given more than once; once is right", name));
   } catch (const po::unknown_option& error) {
     refuse_unknown(error.get_option_name(), command, options);
   } catch (const po::invalid_option_value& error) {
-    const std::string name = error.get_option_name();
-    refuse_value(name.substr(name.find_first_not_of('-')), parsed, options);
+    refuse_value(without_dashes(error.get_option_name()), parsed, options);
   }
   if (!values.count("help")) po::notify(values);
   return values;
