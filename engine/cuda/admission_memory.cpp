@@ -9,6 +9,10 @@ namespace {
 using cuda::check;
 using cuda::DeviceBuffer;
 
+std::size_t shrink_bytes(const DeviceModel& model, std::uint32_t slots) {
+  return kernels::shrink_workspace(model.slot_cache(1, static_cast<int>(slots)));
+}
+
 }  // namespace
 
 AdmissionMemory::AdmissionMemory(const DeviceModel& model, Need need, cudaStream_t stream)
@@ -40,9 +44,7 @@ void AdmissionMemory::reserve(std::uint32_t slots) {
   positions_ = DeviceBuffer(all * sizeof(std::uint32_t), "an admission");
   states_ = DeviceBuffer(all * need_.slot_bytes, "an admission");
   if (need_.observes) seen_ = DeviceBuffer(all * sizeof(Observation), "an admission");
-  kernels::SlotCache grown = cache();
-  grown.most_slots = static_cast<int>(slots);
-  shrink_workspace_ = DeviceBuffer(kernels::shrink_workspace(grown), "an admission");
+  shrink_workspace_ = DeviceBuffer(shrink_bytes(model_, slots), "an admission");
   slots_ = static_cast<int>(slots);
 
   std::vector<std::int64_t> first;
@@ -59,29 +61,19 @@ std::size_t AdmissionMemory::bytes(const DeviceModel& model, const Need& need,
   const ModelConfig& config = model.config();
   const std::size_t all = std::size_t{slots} * config.kv_heads;
   const std::size_t keys = all * config.head_size * bytes_of(model.dtype());
-  kernels::SlotCache cache{};
-  cache.sequences = 1;
-  cache.kv_heads = static_cast<int>(config.kv_heads);
-  cache.most_slots = static_cast<int>(slots);
   return (need.squeezed ? 3 : 2) * keys + all * (sizeof(std::uint32_t) + need.slot_bytes) +
-         (need.observes ? all * sizeof(Observation) : 0) + kernels::shrink_workspace(cache);
+         (need.observes ? all * sizeof(Observation) : 0) + shrink_bytes(model, slots);
 }
 
 kernels::SlotCache AdmissionMemory::cache() const {
-  const ModelConfig& config = model_.config();
-  return {.type = model_.type(),
-          .sequences = 1,
-          .query_heads = static_cast<int>(config.query_heads),
-          .kv_heads = static_cast<int>(config.kv_heads),
-          .head_size = static_cast<int>(config.head_size),
-          .softmax_scale = config.softmax_scale(),
-          .most_slots = slots_,
-          .first_slot = first_slot_.as<std::int64_t>(),
-          .keys = keys_.data(),
-          .values = values_.data(),
-          .positions = positions_.as<std::uint32_t>(),
-          .lengths = lengths_.as<std::int32_t>(),
-          .next_slots = next_.as<std::int32_t>()};
+  kernels::SlotCache cache = model_.slot_cache(1, slots_);
+  cache.first_slot = first_slot_.as<std::int64_t>();
+  cache.keys = keys_.data();
+  cache.values = values_.data();
+  cache.positions = positions_.as<std::uint32_t>();
+  cache.lengths = lengths_.as<std::int32_t>();
+  cache.next_slots = next_.as<std::int32_t>();
+  return cache;
 }
 
 void AdmissionMemory::clear_older() {

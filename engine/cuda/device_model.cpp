@@ -192,6 +192,16 @@ kernels::AttentionShape DeviceModel::attention_shape(int slots) const {
           .head_stride = head_stride};
 }
 
+kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const {
+  return {.type = type(),
+          .sequences = sequences,
+          .query_heads = static_cast<int>(config_.query_heads),
+          .kv_heads = static_cast<int>(config_.kv_heads),
+          .head_size = static_cast<int>(config_.head_size),
+          .softmax_scale = config_.softmax_scale(),
+          .most_slots = most_slots};
+}
+
 std::uint64_t DeviceModel::step_bytes() const {
   const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
   return config_.tied_head ? bytes() : bytes() - embedding;

@@ -9,6 +9,7 @@
 #include "engine/cuda/memory.hpp"
 #include "engine/model.hpp"
 #include "kernels/attention.hpp"
+#include "kernels/eviction.hpp"
 
 namespace kvlab {
 
@@ -53,6 +54,8 @@ class DeviceModel {
   kernels::Type type() const { return kernel_type(dtype_); }
   /// Attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
   kernels::AttentionShape attention_shape(int slots) const;
+  /// One layer's cache, but for where its memory is.
+  kernels::SlotCache slot_cache(int sequences, int most_slots) const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
   /// Bytes that one decode step reads: all but the embedding, of which it reads a row a sequence,

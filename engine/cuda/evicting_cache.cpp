@@ -43,19 +43,6 @@ std::size_t key_bytes(const DeviceModel& model, std::int64_t slots) {
   return static_cast<std::size_t>(slots) * model.config().head_size * bytes_of(model.dtype());
 }
 
-kernels::SlotCache shape_of(const DeviceModel& model, int sequences, int most_slots) {
-  const ModelConfig& config = model.config();
-  kernels::SlotCache cache{};
-  cache.type = model.type();
-  cache.sequences = sequences;
-  cache.query_heads = static_cast<int>(config.query_heads);
-  cache.kv_heads = static_cast<int>(config.kv_heads);
-  cache.head_size = static_cast<int>(config.head_size);
-  cache.softmax_scale = config.softmax_scale();
-  cache.most_slots = most_slots;
-  return cache;
-}
-
 std::size_t q_bytes(const DeviceModel& model, const EvictingCache::Options& options) {
   const auto rows =
       std::max<std::size_t>(static_cast<std::size_t>(options.part_tokens), options.caches.size());
@@ -200,7 +187,7 @@ std::uint64_t EvictingCache::bytes(const DeviceModel& model, const Options& opti
 std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options& options) {
   const PairSlots slots(model.config(), checked(options.caches), options.most_tokens);
   const PolicyInfo& info = options.caches.front().policy.entry->info;
-  const auto cache = shape_of(model, static_cast<int>(options.caches.size()), slots.most());
+  const auto cache = model.slot_cache(static_cast<int>(options.caches.size()), slots.most());
   const std::uint64_t seen = options.watched && info.needs != Needs::nothing
                                  ? static_cast<std::uint64_t>(slots.total()) * sizeof(Observation)
                                  : 0;
@@ -232,7 +219,7 @@ std::uint32_t EvictingCache::admission_tokens(int sequence) const {
 }
 
 kernels::SlotCache EvictingCache::layer_cache(std::uint32_t layer, int sequences) const {
-  kernels::SlotCache cache = shape_of(model_, sequences, slots_.most());
+  kernels::SlotCache cache = model_.slot_cache(sequences, slots_.most());
   const std::size_t at = pair_index(layer, 0);
   cache.first_slot = first_slots_.as<std::int64_t>() + at;
   cache.keys = keys_.data();
