@@ -1,6 +1,7 @@
 // One KV head of one sequence, as a replay and the closed loop see it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -26,6 +27,8 @@ struct HeadView {
   const float* query(std::uint32_t head, std::uint32_t token) const {
     return q + head * q_head_stride + token * q_token_stride;
   }
+  /// Query heads of the `quad`-th four.
+  std::uint32_t heads_in(std::uint32_t quad) const { return std::min(group - quad * 4, 4u); }
   const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
 };
 

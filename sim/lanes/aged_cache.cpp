@@ -18,6 +18,19 @@ AgedCache::AgedCache(const PolicySpec& spec, std::uint32_t budget, Guards guards
   loops_.read_params(spec.params.data(), params_.data());
 }
 
+std::size_t AgedCache::following() const {
+  const auto live = positions();
+  std::size_t first = 0, last = live.size();  // the tokens before `first` do not
+  while (first < last) {
+    const std::size_t middle = first + (last - first) / 2;
+    if (live.back() - live[middle] == live.size() - 1 - middle)
+      last = middle;
+    else
+      first = middle + 1;
+  }
+  return first;
+}
+
 Step AgedCache::step(std::uint32_t now, std::uint32_t queries) const {
   return {.now = now,
           .budget = budget_,

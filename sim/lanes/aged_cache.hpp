@@ -20,6 +20,8 @@ class AgedCache {
             std::uint32_t tokens);
 
   std::span<const std::uint32_t> positions() const { return {positions_.data(), size_}; }
+  /// The age from which on live tokens follow one another, to the youngest.
+  std::size_t following() const;
   std::uint32_t size() const { return size_; }
   std::uint64_t evictions() const { return evictions_; }
   std::uint32_t live_max() const { return live_max_; }

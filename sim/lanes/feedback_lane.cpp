@@ -43,12 +43,16 @@ void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& r
     unrounded_->compute(first, count, from);
   }
   room_.admissions.forget_before(first);
-  for (std::size_t c = 0; c < runs_.size(); ++c) {
-    for (std::uint32_t query = first; query < first + count; ++query) {
-      runs_[c]->attend(query, rows, unrounded_ ? unrounded_.get() : &rows, places_.get(), room_);
-      if (watcher_) watcher_(c, query, runs_[c]->visible());
-    }
-  }
+  room_.requests.begin_block(first, count);
+  const auto step = [&](std::size_t c, std::uint32_t query) {
+    runs_[c]->attend(query, rows, unrounded_ ? unrounded_.get() : &rows, places_.get(), room_);
+    if (watcher_) watcher_(c, query, runs_[c]->visible());
+  };
+  // A row stays near while all configurations take it; keys of one's own are more than a row.
+  for (std::uint32_t query = first; !places_ && query < first + count; ++query)
+    for (std::size_t c = 0; c < runs_.size(); ++c) step(c, query);
+  for (std::size_t c = 0; places_ && c < runs_.size(); ++c)
+    for (std::uint32_t query = first; query < first + count; ++query) step(c, query);
   for (std::uint32_t query = first; unrounded_ && span_ && query < first + count; ++query)
     if (span_->contains(query) && span_->sampled(query)) unrounded_samples_.add(query, *unrounded_);
 }
@@ -82,7 +86,7 @@ void FeedbackLane::list_own(const SampledRows& rows, FeedbackRun::Sample& sample
   const std::size_t dim = rows.view().head_size, count = sample.tokens.size();
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
     jobs.push_back({sample.kept.data() + quad * count * kQuad, sample.tokens.data(), count,
-                    sample.outputs.data() + quad * kQuad * dim});
+                    sample.outputs.data() + quad * kQuad * dim, 0, rows.view().heads_in(quad)});
 }
 
 /// The youngest tokens of squeezed sets, whose exponentials all share: sums over ranges of tokens
@@ -96,8 +100,8 @@ void FeedbackLane::list_tails(const SampledRows& rows, std::vector<ValueJob>& jo
     const std::uint32_t end = rows.query(i) + 1, ranges = (end + kTailTokens - 1) / kTailTokens;
     const auto list = [&](std::uint32_t first, std::uint32_t last, float* y) {
       for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-        jobs.push_back(
-            {e.e(i, quad) + first * kQuad, nullptr, last - first, y + quad * kQuad * dim, first});
+        jobs.push_back({e.e(i, quad) + first * kQuad, nullptr, last - first, y + quad * kQuad * dim,
+                        first, rows.view().heads_in(quad)});
     };
     std::uint32_t least = ranges;
     for (const auto& run : runs_) {

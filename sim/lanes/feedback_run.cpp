@@ -27,7 +27,7 @@ void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
   if (mass.size() < size) {
     kept.resize(size * heads);
     mass.resize(size);
-    asked.resize(size);
+    asked.resize(size + 64);
     row.resize(size);
   }
   sum.resize(heads);
@@ -73,7 +73,7 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
       see_squeezed(query, rows, *unrounded, *places, room);
     else if (has_whole_row(query))
       see_all(query, rows);
-    else
+    else if (!see_bits(query, rows, room) && !see_masses(query, rows, room))
       see_kept(query, rows, room);
   }
   if (!cursor_.ends_at(query)) return;
@@ -129,6 +129,69 @@ void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   if (!span_ || !span_->contains(query)) return;
   measure(query, rows, rows.sums(query));
   if (span_->sampled(query)) take_sample(query, true);
+}
+
+/// Where no probability is asked for: sums of the live set, and requests by its bits. False: the
+/// row has to be gathered, and nothing is done.
+bool FeedbackRun::see_bits(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  const bool asks = cache_.needs() == Needs::requests;
+  if (visible_ > query || (!asks && observes(query))) return false;
+  room.resize(visible_, rows.heads());
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().sum(rows.e(query, quad), cache_.positions().data(), visible_,
+                    room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
+  const std::uint64_t* const asked =
+      asks ? room.requests.ask(query, rows, room.most.data(), cache_.live_bits()) : nullptr;
+  if (asks && !asked) return false;
+  if (span_ && span_->contains(query) && !measure_shared(query, rows, room)) return false;
+  if (!asks) return true;
+  row_loops().spread(asked, cache_.live_bits(), query / 64 + 1, room.asked.data());
+  add_requests(query, room.asked.data());
+  return true;
+}
+
+/// Masses, without a copy of the youngest tokens, which follow one another. False: as see_bits().
+bool FeedbackRun::see_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  if (cache_.needs() != Needs::mass || visible_ > query || !observes(query)) return false;
+  if (weight_of(query) != 1.0f) return false;
+  room.resize(visible_, rows.heads());
+  const std::size_t end = visible_ / kBlockTokens * kBlockTokens,
+                    begin = std::min(padded(cache_.following()), end), stride = room.mass.size();
+  const std::uint32_t* const tokens = cache_.positions().data();
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().gather_around(rows.e(query, quad), tokens, begin, end, visible_,
+                              room.kept.data() + quad * stride * kQuad,
+                              room.sum.data() + quad * kQuad);
+  const auto lost = [](float sum) { return sum < kSharedSumFloor; };
+  if (std::any_of(room.sum.begin(), room.sum.begin() + rows.group(), lost)) return false;
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
+    const float* const kept = room.kept.data() + quad * stride * kQuad;
+    const float* const sum = room.sum.data() + quad * kQuad;
+    const auto add = [&](const float* e, std::size_t from, std::size_t to) {
+      row_loops().masses(e, to - from, sum, quad == 0, room.mass.data() + from);
+    };
+    add(kept, 0, begin);
+    if (begin < end) add(rows.e(query, quad) + tokens[begin] * kQuad, begin, end);
+    add(kept + begin * kQuad, end, visible_);
+  }
+  if (span_ && span_->contains(query)) measure_shared(query, rows, room);
+  add_masses(room.mass.data());
+  return true;
+}
+
+/// Figures from the sums of the shared exponentials, room.sum. False: they are of no use to a
+/// sample's outputs, and nothing is done.
+bool FeedbackRun::measure_shared(std::uint32_t query, GroupRows& rows, const GatherRoom& room) {
+  const auto lost = [](float sum) { return sum < kSharedSumFloor; };
+  const bool sampled = span_->sampled(query);
+  if (sampled && std::any_of(room.sum.begin(), room.sum.begin() + rows.group(), lost)) return false;
+  measure(query, rows, room.sum.data());
+  if (!sampled) return true;
+  Sample& sample = take_sample(query, false);
+  sample.sums = room.sum;
+  sample.lost.assign(rows.heads(), false);
+  sample.outputs.resize(rows.heads() * view_.head_size);
+  return true;
 }
 
 void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {

@@ -5,6 +5,7 @@
 #include "sim/lanes/aged_keys.hpp"
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/recall_tally.hpp"
+#include "sim/lanes/request_levels.hpp"
 #include "sim/lanes/whole_admission.hpp"
 
 namespace kvlab {
@@ -16,6 +17,7 @@ struct GatherRoom {
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
   WholeAdmissions admissions;
+  RequestLevels requests;
   std::vector<bool> lost;                 // [heads]: squeezed, taken from its own maximum
   std::vector<float> row;                 // one head's, by age
   AlignedVector<float> products, turned;  // [4][age], [4][dim]: squeezed
@@ -87,6 +89,9 @@ class FeedbackRun {
   void take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample);
   void take_squeezed_sample(std::uint32_t query, const GroupRows& rows, const GatherRoom& room);
   void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  bool see_bits(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  bool see_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  bool measure_shared(std::uint32_t query, GroupRows& rows, const GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
   void take_own_row(std::uint32_t head, GatherRoom& room) const;

@@ -46,6 +46,17 @@ float least_requested(float sum, float most, std::uint32_t threshold16) {
   return e;
 }
 
+RequestBand request_band(float sum, float most, std::uint32_t threshold16) {
+  // With u = 2^-24, p is off by a factor of 1 +- u and its mass by another half: a token is surely
+  // requested where e X (1 - u) - 0.5 >= t (most X (1 + u) + 0.5), X = 2^32 / sum, and surely not
+  // where the opposite holds. Both bounds move outward by more than they are rounded.
+  const double t = static_cast<double>(threshold16) / 65536.0;
+  const double middle = t * static_cast<double>(most),
+               halves = (1 + t) * 0.500001 * static_cast<double>(sum) * 1.001 * 0x1p-32;
+  return {std::max(0.0f, static_cast<float>(middle * (1 - 0x1p-22) - halves)),
+          static_cast<float>(middle * (1 + 0x1p-22) + halves)};
+}
+
 GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : view_(view),
       rope_(rope),
@@ -130,11 +141,31 @@ const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
     parts.flags = true;
     const Requests wanted = requests(query);
     parts.bits.resize(heads() * words_);
-    for (std::uint32_t quad = 0; quad < quads_; ++quad)
-      row_loops().flag(e(query, quad), query, wanted.least + quad * kQuad,
-                       parts.bits.data() + quad * kQuad * words_, words_);
+    parts.sure = 0;
+    for (std::uint32_t quad = 0; quad < quads_; ++quad) {
+      float low[kQuad] = {}, high[kQuad] = {};
+      for (std::size_t h = 0; h < kQuad; ++h) {
+        const std::size_t at = row(query) + quad * kQuad + h;
+        const RequestBand band = request_band(sums_[at], most_[at], arithmetic_.threshold16);
+        low[h] = band.low;
+        high[h] = band.high;
+      }
+      const std::uint64_t unsure =
+          row_loops().flag(e(query, quad), query + std::size_t{1}, wanted.least + quad * kQuad, low,
+                           high, parts.bits.data() + quad * kQuad * words_, words_);
+      parts.sure |= (~unsure & 15) << quad * kQuad;
+    }
+    for (std::uint32_t h = 0; h < heads(); ++h)
+      parts.bits[h * words_ + query / 64] &= ~(std::uint64_t{1} << query % 64);
   }
   return parts.bits.data();
+}
+
+bool GroupRows::flag_level(std::uint32_t query, std::uint32_t head, float most,
+                           std::uint64_t* bits) const {
+  const RequestBand band = request_band(sums_[row(query) + head], most, arithmetic_.threshold16);
+  return !row_loops().flag_head(e(query, head / kQuad), query + std::size_t{1}, head % kQuad,
+                                band.low, band.high, bits);
 }
 
 const std::uint64_t* GroupRows::masses(std::uint32_t query) {

@@ -19,6 +19,13 @@ namespace kvlab {
 /// probabilities is monotone in it, so that no probability has to be taken. 0: all do.
 float least_requested(float sum, float most, std::uint32_t threshold16);
 
+/// Whatever the sum of a live set whose largest exponential is `most`, as long as it does not
+/// exceed `sum`: exponentials below `low` are not requested, those from `high` on are.
+struct RequestBand {
+  float low, high;
+};
+RequestBand request_band(float sum, float most, std::uint32_t threshold16);
+
 class GroupRows {
  public:
   GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
@@ -57,6 +64,18 @@ class GroupRows {
   /// The same as bits, [heads()][words()].
   const std::uint64_t* request_bits(std::uint32_t query);
   std::size_t words() const { return words_; }
+  /// Whether a head requests the query's own token.
+  bool requests_itself(std::uint32_t query, std::uint32_t head) {
+    return e(query, head / kQuad)[query * kQuad + head % kQuad] >= requests(query).least[head];
+  }
+  /// Whether the tokens that a head requests, its own included, depend on no sum's rounding.
+  bool surely_requested(std::uint32_t query, std::uint32_t head) {
+    request_bits(query);
+    return lazy(query).sure >> head & 1;
+  }
+  /// The same tokens for a live set whose largest exponential is `most`, as bits
+  /// [query / 64 + 1]. Whether they are sure.
+  bool flag_level(std::uint32_t query, std::uint32_t head, float most, std::uint64_t* bits) const;
 
   /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.
   const std::uint64_t* masses(std::uint32_t query);
@@ -76,6 +95,7 @@ class GroupRows {
     bool requests = false, flags = false, masses = false, asked = false, tails = false;
     std::vector<float> least;
     std::vector<std::uint64_t> bits;
+    std::uint64_t sure = 0;  // bits by head
     AlignedVector<std::uint64_t> mass;
     std::vector<std::uint32_t> count, any;
     std::vector<std::array<double, kQuad>> tail;  // [quad][token / 64]: sums from there on

@@ -1,4 +1,4 @@
-// Compiled with -mavx2 -mfma -mpopcnt.
+// Compiled with -mavx2 -mfma -mpopcnt -mbmi2.
 #include "sim/lanes/policy_loops_body.hpp"
 #include "sim/lanes/row_loops_body.hpp"
 
@@ -7,7 +7,7 @@ namespace {
 
 bool here() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("popcnt");
+         __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("bmi2");
 }
 
 }  // namespace

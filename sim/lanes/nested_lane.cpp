@@ -254,7 +254,8 @@ void NestedLane::list_outputs(const SampledRows& rows, std::vector<ValueJob>& jo
       for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
         jobs.push_back({sample.weights.data() + (quad * sample.tokens.size() + begin) * kQuad,
                         sample.tokens.data() + begin, count,
-                        sample.values.data() + (l * heads + quad * kQuad) * dim});
+                        sample.values.data() + (l * heads + quad * kQuad) * dim, 0,
+                        view_.heads_in(quad)});
     }
 }
 

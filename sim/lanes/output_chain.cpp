@@ -66,7 +66,8 @@ void OutputChain::list_jobs(std::size_t link, std::vector<ValueJob>& jobs) {
   const std::size_t count = own.tokens.size();
   for (std::uint32_t quad = 0; quad < rows_->quads(); ++quad)
     jobs.push_back({own.weights.data() + quad * count * kQuad, own.tokens.data(), count,
-                    own.values.data() + quad * kQuad * rows_->view().head_size});
+                    own.values.data() + quad * kQuad * rows_->view().head_size, 0,
+                    rows_->view().heads_in(quad)});
 }
 
 void OutputChain::finish() {

@@ -95,7 +95,9 @@ struct HooksOf {
       }
       const auto younger = static_cast<std::uint32_t>(count - i);
       one.queries = younger < all.queries ? younger : all.queries;
-      P::observe(slot[i], one, own, now);
+      Slot next = slot[i];
+      P::observe(next, one, own, now);
+      slot[i] = next;  // whatever the hook does: a store on condition would become a branch
     }
   }
 };

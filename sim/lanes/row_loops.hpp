@@ -15,6 +15,8 @@ inline constexpr std::size_t kQuad = 4;          ///< query heads that are taken
 inline constexpr std::size_t kBlockTokens = 16;  ///< rows are padded to whole blocks of tokens
 
 inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
+/// Bins for what is too small for the others, in turns: one alone would wait for itself.
+inline constexpr std::size_t kRestBins = 8;
 
 /// A quad's row while its logits come, some tokens after others.
 struct QuadRow {
@@ -39,7 +41,14 @@ struct RowLoops {
   /// block. sum[4]: lane sums in the order of i; most[4]: the largest, 0 at least.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
                  float* sum, float* most);
-  /// The sums alone, in no order that a decoder knows; hits[h] += tokens with e >= least[h].
+  /// The same but for those of i in [begin, end), whole blocks of tokens that follow one another:
+  /// they are only summed, and kept holds [0, begin), then [end, count) and zeros. No `most`.
+  void (*gather_around)(const float* e, const std::uint32_t* tokens, std::size_t begin,
+                        std::size_t end, std::size_t count, float* kept, float* sum);
+  /// The sums, in no order that a decoder knows, and the largest, 0 at least.
+  void (*sum)(const float* e, const std::uint32_t* tokens, std::size_t count, float* sum,
+              float* most);
+  /// Such sums; hits[h] += tokens with e >= least[h]. Tokens null: 0, 1, 2, ...
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
   /// mass[i] += sum over the quad of fixed_mass(1, kept / sum[h]), i < count; `first`: = instead.
@@ -50,12 +59,20 @@ struct RowLoops {
   void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
                std::uint32_t* asked);
   /// Bit i of bits[h] (64-bit words, `words` apart): whether e[i][h] >= least[h], i < count;
-  /// the bits behind are 0.
-  void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
-               std::size_t words);
+  /// the bits behind are 0. Returns the heads, as bits, that have low[h] <= e[i][h] < high[h]
+  /// somewhere in the row's whole blocks.
+  std::uint32_t (*flag)(const float* e, std::size_t count, const float* least, const float* low,
+                        const float* high, std::uint64_t* bits, std::size_t words);
+  /// The same for head `head` alone: bits[words]. Returns whether it has such a token.
+  bool (*flag_head)(const float* e, std::size_t count, std::size_t head, float least, float high,
+                    std::uint64_t* bits);
+  /// to[i]: whether bit t of `bits` is set, 1 or 0, where t is the i-th bit that is set in `live`.
+  /// Writes up to 64 more.
+  void (*spread)(const std::uint64_t* bits, const std::uint64_t* live, std::size_t words,
+                 std::uint32_t* to);
   /// A quad's exponentials by head, bits[h][i] (`stride` apart), and in bins by size: the
-  /// difference of their bits from most[h], shifted right by shift[h], last_bin at most. Whole
-  /// blocks.
+  /// difference of their bits from most[h], shifted right by shift[h], or, where that is not below
+  /// last_bin, one of kRestBins bins from there on. Whole blocks.
   void (*bin)(const float* e, std::size_t count, const std::uint32_t* most,
               const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
               std::uint16_t* bins, std::size_t stride);
@@ -74,9 +91,10 @@ struct RowLoops {
   void (*list_weights)(const float* e, const std::uint32_t* tokens, std::size_t count,
                        const std::uint64_t* bits, float* to, float* size);
   /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i),
-  /// fused.
+  /// fused, for the first `heads` of four.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
-                     const float* v, std::size_t stride, std::size_t depth, float* y);
+                     std::size_t heads, const float* v, std::size_t stride, std::size_t depth,
+                     float* y);
   /// The sum of (a[i] - factor * b[i])^2, in double.
   double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
   /// The same of (whole[i] - factor * values[i])^2, in float, after values[i] += before[i].

@@ -193,28 +193,91 @@ inline void copy_blocks(const float* e, std::size_t count, float* to, QuadSums& 
   sums.add_block(to + i * kQuad);
 }
 
+/// Whether the sixteen tokens from tokens[0] on follow one another.
+inline bool follow(const std::uint32_t* tokens) {
+  return tokens[kBlockTokens - 1] - tokens[0] == kBlockTokens - 1;
+}
+
+/// Part of a block's exponentials; `run`: its tokens follow one another.
+inline __attribute__((always_inline)) Floats load_part(const float* e, const std::uint32_t* tokens,
+                                                       bool run, int part) {
+  return run ? load(e + std::size_t{tokens[0]} * kQuad + part * kWidth)
+             : load_scattered(e, tokens + part * kQuads);
+}
+
+/// Copies fewer tokens than a block, padded.
+inline void copy_rest(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept) {
+  for (std::size_t j = 0; j < count; ++j)
+    std::memcpy(kept + j * kQuad, e + std::size_t{tokens[j]} * kQuad, kQuad * sizeof(float));
+  pad(kept, count);
+}
+
 void gather(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept, float* sum,
             float* most) {
   QuadSums all;
   std::size_t i = 0;
   for (; i + kBlockTokens <= count; i += kBlockTokens) {
-    float* const to = kept + i * kQuad;
-    const bool run = tokens[i + kBlockTokens - 1] - tokens[i] == kBlockTokens - 1;
-    const float* const from = e + std::size_t{tokens[i]} * kQuad;
+    const bool run = follow(tokens + i);
     for (int part = 0; part < kBlockParts; ++part) {
-      const Floats x =
-          run ? load(from + part * kWidth) : load_scattered(e, tokens + i + part * kQuads);
-      store(to + part * kWidth, x);
+      const Floats x = load_part(e, tokens + i, run, part);
+      store(kept + i * kQuad + part * kWidth, x);
       all.add(part, x);
     }
   }
   if (i < count) {
-    for (std::size_t j = i; j < count; ++j)
-      std::memcpy(kept + j * kQuad, e + std::size_t{tokens[j]} * kQuad, kQuad * sizeof(float));
-    pad(kept, count);
+    copy_rest(e, tokens + i, count - i, kept + i * kQuad);
     all.add_block(kept + i * kQuad);
   }
   all.finish(sum, most);
+}
+
+inline void store_sums(const Floats* lanes, float* sum) {
+  Floats parts[kBlockParts];
+  std::memcpy(parts, lanes, sizeof parts);
+  const Four all = by_halves(parts, kBlockParts, [](auto a, auto b) { return a + b; });
+  std::memcpy(sum, &all, sizeof all);
+}
+
+void gather_around(const float* e, const std::uint32_t* tokens, std::size_t begin, std::size_t end,
+                   std::size_t count, float* kept, float* sum) {
+  Floats sums[kBlockParts] = {};
+  for (std::size_t i = 0; i < begin; i += kBlockTokens) {
+    const bool run = follow(tokens + i);
+    for (int part = 0; part < kBlockParts; ++part) {
+      const Floats x = load_part(e, tokens + i, run, part);
+      store(kept + i * kQuad + part * kWidth, x);
+      sums[part] += x;
+    }
+  }
+  for (std::size_t i = begin; i < end; i += kBlockTokens)
+    for (int part = 0; part < kBlockParts; ++part)
+      sums[part] += load_part(e, tokens + i, true, part);
+  if (end < count) {
+    copy_rest(e, tokens + end, count - end, kept + begin * kQuad);
+    for (int part = 0; part < kBlockParts; ++part)
+      sums[part] += load(kept + begin * kQuad + part * kWidth);
+  }
+  store_sums(sums, sum);
+}
+
+void sum_alone(const float* e, const std::uint32_t* tokens, std::size_t count, float* sum,
+               float* most) {
+  QuadSums all;
+  std::size_t i = 0;
+  for (; i + kBlockTokens <= count; i += kBlockTokens) {
+    const bool run = follow(tokens + i);
+    for (int part = 0; part < kBlockParts; ++part)
+      all.add(part, load_part(e, tokens + i, run, part));
+  }
+  all.finish(sum, most);
+  Four total = load_four(sum), largest = load_four(most);
+  for (; i < count; ++i) {
+    const Four one = load_four(e + std::size_t{tokens[i]} * kQuad);
+    total += one;
+    largest = one > largest ? one : largest;
+  }
+  std::memcpy(sum, &total, sizeof total);
+  std::memcpy(most, &largest, sizeof largest);
 }
 
 inline FourInts over_tokens(Ints v) {
@@ -353,13 +416,18 @@ inline __attribute__((always_inline)) void add_counts(Ints counts, bool first,
 #endif
 }
 
-/// The same where a probability is too large for the counts.
-inline void add_exactly(const Floats* scaled, bool first, std::uint64_t* mass) {
-  for (int i = 0; i < kWidth; ++i) {
-    std::uint64_t all = first ? 0 : mass[i];
-    for (int h = 0; h < kHeads; ++h)
-      all += fixed_mass(1.0f, scaled[i / kQuads][i % kQuads * kHeads + h] * 0x1p-32f);
-    mass[i] = all;
+constexpr float kMostCounted = 0x1p29f;  // four of them fit a signed count
+
+/// Takes what is too large for the counts out of registers [token][4] and adds it to the masses by
+/// itself: such floats are whole numbers.
+inline __attribute__((noinline)) void add_large(Floats* scaled, std::uint64_t* mass) {
+  for (int r = 0; r < kHeads; ++r) {
+    if (!any_at_least(scaled[r], kMostCounted)) continue;
+    for (int i = 0; i < kWidth; ++i) {
+      if (scaled[r][i] < kMostCounted) continue;
+      mass[r * kQuads + i / kHeads] += static_cast<std::uint64_t>(scaled[r][i]);
+      scaled[r][i] = 0;
+    }
   }
 }
 
@@ -371,13 +439,15 @@ void masses(const float* kept, std::size_t count, const float* sum, bool first,
     Floats scaled[kHeads];
     for (int r = 0; r < kHeads; ++r) scaled[r] = divisor.divide(load(kept + r * kWidth));
     const Floats most = greater(greater(scaled[0], scaled[1]), greater(scaled[2], scaled[3]));
-    if (__builtin_expect(any_at_least(most, 0x1p29f), 0)) {
-      add_exactly(scaled, first, mass + i);
-      continue;
+    bool fresh = first;
+    if (__builtin_expect(any_at_least(most, kMostCounted), 0)) {
+      if (first) std::memset(mass + i, 0, kWidth * sizeof(std::uint64_t));
+      fresh = false;
+      add_large(scaled, mass + i);
     }
     Ints counts[kHeads];
     for (int r = 0; r < kHeads; ++r) counts[r] = nearest(scaled[r]);
-    add_counts(over_heads(counts), first, mass + i);
+    add_counts(over_heads(counts), fresh, mass + i);
   }
 }
 
@@ -402,33 +472,114 @@ void mark(const float* kept, std::size_t count, const float* least, bool first,
   }
 }
 
-/// Bit i: element i of `v` is at least `bound`.
-inline std::uint64_t bits_of(Floats v, float bound) {
+/// Bit i: element i of `v` is at least that of `bound`.
+inline std::uint64_t mask_of(Floats v, Floats bound) {
 #if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+  return _mm512_cmp_ps_mask(v, bound, _CMP_GE_OQ);
 #elif defined(__AVX2__)
-  return static_cast<std::uint32_t>(
-      _mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_set1_ps(bound), _CMP_GE_OQ)));
+  return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, bound, _CMP_GE_OQ)));
 #else
   std::uint64_t bits = 0;
-  for (int i = 0; i < kWidth; ++i) bits |= std::uint64_t{v[i] >= bound} << i;
+  for (int i = 0; i < kWidth; ++i) bits |= std::uint64_t{v[i] >= bound[i]} << i;
   return bits;
 #endif
 }
 
-void flag(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
-          std::size_t words) {
+/// Which heads have some -1 among registers [token][4].
+inline std::uint32_t heads_in(Ints v) {
+  std::uint32_t heads = 0;
+  for (int i = 0; i < kWidth; ++i) heads |= v[i] ? 1u << i % kHeads : 0u;
+  return heads;
+}
+
+std::uint32_t flag(const float* e, std::size_t count, const float* least, const float* low,
+                   const float* high, std::uint64_t* bits, std::size_t words) {
+  const Floats from = repeated(low), to = repeated(high);
+  Ints between = {};
   for (std::size_t w = 0; w * 64 < count; ++w) {
     std::uint64_t all[kQuad] = {};
     for (std::size_t i = 0; i < 64 && w * 64 + i < count; i += kWidth) {
       Floats r[kHeads];
-      for (int j = 0; j < kHeads; ++j) r[j] = load(e + (w * 64 + i) * kQuad + j * kWidth);
+      for (int j = 0; j < kHeads; ++j) {
+        r[j] = load(e + (w * 64 + i) * kQuad + j * kWidth);
+        between |= (r[j] >= from) & (r[j] < to);
+      }
       transpose(r);
-      for (int h = 0; h < kHeads; ++h) all[h] |= bits_of(in_order(r[h]), least[h]) << i;
+      for (int h = 0; h < kHeads; ++h) all[h] |= mask_of(in_order(r[h]), Floats{} + least[h]) << i;
     }
     const std::size_t size = count - w * 64;
     const std::uint64_t seen = size < 64 ? (std::uint64_t{1} << size) - 1 : ~std::uint64_t{0};
     for (std::size_t h = 0; h < kQuad; ++h) bits[h * words + w] = all[h] & seen;
+  }
+  return heads_in(between);
+}
+
+/// Bit i: token i of a block has e[head] >= least; the registers are [token][4].
+inline std::uint64_t block_bits(const float* e, std::size_t head, Floats least) {
+#if defined(__BMI2__)
+  std::uint64_t all = 0;
+  for (int part = 0; part < kBlockParts; ++part)
+    all |= mask_of(load(e + part * kWidth), least) << part * kWidth;
+  return _pext_u64(all, std::uint64_t{0x1111111111111111} << head);
+#else
+  std::uint64_t bits = 0;
+  for (std::size_t i = 0; i < kBlockTokens; ++i)
+    bits |= std::uint64_t{e[i * kQuad + head] >= least[0]} << i;
+  return bits;
+#endif
+}
+
+bool flag_head(const float* e, std::size_t count, std::size_t head, float least, float high,
+               std::uint64_t* bits) {
+  const Floats from = Floats{} + least, to = Floats{} + high;
+  std::uint64_t between = 0;
+  for (std::size_t w = 0; w * 64 < count; ++w) {
+    const std::size_t size = count - w * 64;
+    const std::uint64_t seen = size < 64 ? (std::uint64_t{1} << size) - 1 : ~std::uint64_t{0};
+    std::uint64_t all = 0, large = 0;
+    for (std::size_t i = 0; i < 64 && w * 64 + i < count; i += kBlockTokens) {
+      const float* const block = e + (w * 64 + i) * kQuad;
+      all |= block_bits(block, head, from) << i;
+      large |= block_bits(block, head, to) << i;
+    }
+    bits[w] = all & seen;
+    between |= (all & ~large) & seen;
+  }
+  return between != 0;
+}
+
+/// The bits of `bits` where `live` is set, side by side.
+inline std::uint64_t extract_bits(std::uint64_t bits, std::uint64_t live) {
+#if defined(__BMI2__)
+  return _pext_u64(bits, live);
+#else
+  std::uint64_t found = 0;
+  for (std::uint64_t bit = 1; live; live &= live - 1, bit <<= 1)
+    if (bits & live & (~live + 1)) found |= bit;
+  return found;
+#endif
+}
+
+/// Element l: bit l.
+inline Words flags_of(std::uint64_t bits) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Words>(_mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), 1));
+#else
+  Words places;
+  for (int l = 0; l < kWidth; ++l) places[l] = static_cast<std::uint32_t>(l);
+  return (Words{} + static_cast<std::uint32_t>(bits)) >> places & 1;
+#endif
+}
+
+void spread(const std::uint64_t* bits, const std::uint64_t* live, std::size_t words,
+            std::uint32_t* to) {
+  for (std::size_t w = 0; w < words; ++w) {
+    const std::uint64_t own = extract_bits(bits[w], live[w]);
+    for (std::size_t i = 0; i < 64; i += kWidth) {  // no branch on how many there are
+      const Words flags = flags_of(own >> i);
+      std::memcpy(to + i, &flags, sizeof flags);
+    }
+    to += __builtin_popcountll(live[w]);
   }
 }
 
@@ -438,13 +589,17 @@ void bin(const float* e, std::size_t count, const std::uint32_t* most, const std
     Floats r[kHeads];
     for (int j = 0; j < kHeads; ++j) r[j] = load(e + i * kQuad + j * kWidth);
     transpose(r);
+    Words rest;
+    for (int l = 0; l < kWidth; ++l)
+      rest[l] = last_bin + (static_cast<std::uint32_t>(i) + static_cast<std::uint32_t>(l)) %
+                               static_cast<std::uint32_t>(kRestBins);
     for (int h = 0; h < kHeads; ++h) {
       const Floats own = in_order(r[h]);
       Words word;
       std::memcpy(&word, &own, sizeof word);
-      Words place = (most[h] - word) >> shift[h];
-      place = place < last_bin ? place : last_bin;
-      const Halves narrow = __builtin_convertvector(place, Halves);
+      const Words place = (most[h] - word) >> shift[h];
+      const Words binned = place < last_bin ? place : rest;
+      const Halves narrow = __builtin_convertvector(binned, Halves);
       const std::size_t at = static_cast<std::size_t>(h) * stride + i;
       std::memcpy(bits + at, &word, sizeof word);
       std::memcpy(bins + at, &narrow, sizeof narrow);
@@ -540,40 +695,41 @@ void list_weights(const float* e, const std::uint32_t* tokens, std::size_t count
   std::memcpy(size, &all, sizeof all);
 }
 
-/// P registers of each head's sums, over tokens [begin, end).
-template <int P>
+/// P registers of H heads' sums, over tokens [begin, end).
+template <int H, int P>
 inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                                std::size_t end, const float* v, std::size_t stride,
                                std::size_t depth, float* y) {
-  Floats sum[kHeads][P];
-  for (int h = 0; h < kHeads; ++h)
+  Floats sum[H][P];
+  for (int h = 0; h < H; ++h)
     for (int p = 0; p < P; ++p) sum[h][p] = load(y + h * depth + p * kWidth);
   for (std::size_t i = begin; i < end; ++i) {
     const float* row = v + (tokens ? tokens[i] : i) * stride;
     Floats column[P];
     for (int p = 0; p < P; ++p) column[p] = load(row + p * kWidth);
-    for (int h = 0; h < kHeads; ++h) {
+    for (int h = 0; h < H; ++h) {
       const Floats factor =
           weights[i * kQuad + static_cast<std::size_t>(h)] - Floats{};  // for -0 too
       for (int p = 0; p < P; ++p) sum[h][p] = fused(factor, column[p], sum[h][p]);
     }
   }
-  for (int h = 0; h < kHeads; ++h)
+  for (int h = 0; h < H; ++h)
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
 /// Some tokens, few enough that their values stay in cache for all columns.
+template <int H>
 void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
                      float* y) {
   constexpr int kColumns = kWidth == 4 ? 2 : 4;
   std::size_t d = 0;
   for (; d + kColumns * kWidth <= depth; d += kColumns * kWidth)
-    accumulate_columns<kColumns>(weights, tokens, begin, end, v + d, stride, depth, y + d);
+    accumulate_columns<H, kColumns>(weights, tokens, begin, end, v + d, stride, depth, y + d);
   for (; d + kWidth <= depth; d += kWidth)
-    accumulate_columns<1>(weights, tokens, begin, end, v + d, stride, depth, y + d);
+    accumulate_columns<H, 1>(weights, tokens, begin, end, v + d, stride, depth, y + d);
   for (; d < depth; ++d)
-    for (int h = 0; h < kHeads; ++h) {
+    for (int h = 0; h < H; ++h) {
       float sum = y[h * depth + d];
       for (std::size_t i = begin; i < end; ++i)
         sum = fused_float(weights[i * kQuad + static_cast<std::size_t>(h)],
@@ -583,11 +739,14 @@ void accumulate_some(const float* weights, const std::uint32_t* tokens, std::siz
 }
 
 void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::size_t count,
-                     const float* v, std::size_t stride, std::size_t depth, float* y) {
+                     std::size_t heads, const float* v, std::size_t stride, std::size_t depth,
+                     float* y) {
+  constexpr decltype(&accumulate_some<1>) kByHeads[] = {accumulate_some<1>, accumulate_some<2>,
+                                                        accumulate_some<3>, accumulate_some<4>};
   constexpr std::size_t kAtOnce = 128;
   for (std::size_t i = 0; i < count; i += kAtOnce)
-    accumulate_some(weights, tokens, i, count - i < kAtOnce ? count : i + kAtOnce, v, stride, depth,
-                    y);
+    kByHeads[heads - 1](weights, tokens, i, count - i < kAtOnce ? count : i + kAtOnce, v, stride,
+                        depth, y);
 }
 
 double step_distance2(float* values, const float* before, const float* whole, float factor,
@@ -881,10 +1040,14 @@ constexpr RowLoops row_loops_named(const char* name) {
           .extend = extend,
           .finish = finish,
           .gather = gather,
+          .gather_around = gather_around,
+          .sum = sum_alone,
           .total = total,
           .masses = masses,
           .mark = mark,
           .flag = flag,
+          .flag_head = flag_head,
+          .spread = spread,
           .bin = bin,
           .first_least = first_least,
           .common = common,

@@ -12,7 +12,7 @@ namespace kvlab {
 class TopSums {
  public:
   /// `budgets`: the counts, ascending and distinct.
-  TopSums(std::vector<std::uint32_t> budgets, std::uint32_t group);
+  explicit TopSums(std::vector<std::uint32_t> budgets);
 
   const std::vector<std::uint32_t>& budgets() const { return budgets_; }
 
@@ -28,19 +28,19 @@ class TopSums {
   const Level& level(std::size_t i) const { return levels_[i]; }
 
  private:
+  std::uint32_t range_of(const float* e, std::uint32_t most) const;
   void scatter(std::uint32_t head);
-  void sort_bin_of(std::uint32_t index);
+  std::uint32_t sort_bin_of(std::uint32_t head, std::uint32_t index);
 
   std::vector<std::uint32_t> budgets_;
-  std::vector<Level> levels_;         // [budget]
-  std::vector<std::uint32_t> range_;  // [head]: of the last row's bits down to the largest budget
-  std::uint32_t tokens_ = 0;
+  std::vector<Level> levels_;                // [budget]
+  std::vector<std::uint32_t> most_, shift_;  // [head]: from bits to bins
+  std::uint32_t tokens_ = 0, bins_ = 0;      // bins: without those of the rest
   std::size_t stride_ = 0;
   std::vector<std::uint32_t> bits_;   // [head][token]
   std::vector<std::uint16_t> bin_;    // [head][token]: 0 for the largest
   std::vector<std::uint32_t> ends_;   // [bin]: of the bins in order_
   std::vector<std::uint32_t> order_;  // bits by bin
-  std::uint32_t sorted_ = 0;          // bins before this one need no more sorting
 };
 
 }  // namespace kvlab

@@ -20,7 +20,7 @@ TopkLane::TopkLane(std::vector<LaneConfig> configs, std::uint32_t group, const Q
       stats_(configs_.size()),
       tally_(configs_.size(), group),
       span_(span),
-      sums_(budgets_of(configs_), group) {
+      sums_(budgets_of(configs_)) {
   for (HeadStats& stats : stats_) stats.resize(span, group);
   const auto& budgets = sums_.budgets();
   for (const LaneConfig& config : configs_)

@@ -14,7 +14,7 @@ void add_part(const HeadView& view, const ValueJob& job, std::size_t begin, std:
   if (begin >= end) return;
   const float* const v = job.tokens ? view.v : view.v + (job.first + begin) * view.kv_token_stride;
   row_loops().accumulate(job.weights + begin * kQuad, job.tokens ? job.tokens + begin : nullptr,
-                         end - begin, v, view.kv_token_stride, view.head_size, job.y);
+                         end - begin, job.heads, v, view.kv_token_stride, view.head_size, job.y);
 }
 
 std::uint32_t last_token(const ValueJob& job) {
@@ -76,7 +76,8 @@ void SampledRows::list_jobs(std::vector<ValueJob>& jobs) {
   for (std::size_t i = 0; i < used_; ++i)
     for (std::uint32_t quad = 0; quad < quads_; ++quad)
       jobs.push_back({e(i, quad), nullptr, rows_[i].query + std::size_t{1},
-                      rows_[i].outputs.data() + quad * kQuad * view_.head_size});
+                      rows_[i].outputs.data() + quad * kQuad * view_.head_size, 0,
+                      view_.heads_in(quad)});
 }
 
 void SampledRows::finish() {

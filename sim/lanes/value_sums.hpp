@@ -17,6 +17,7 @@ struct ValueJob {
   std::size_t count;
   float* y;  ///< [4][dim]
   std::uint32_t first = 0;
+  std::uint32_t heads = kQuad;  ///< of the four; the others stay as they are
 };
 
 /// Does all of them: those of many tokens by ranges of tokens, the others one after another.
