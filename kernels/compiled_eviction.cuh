@@ -12,6 +12,7 @@ template <Policy P>
 EvictionKernels described(const void* kernel) {
   return {.name = P::kInfo.name,
           .needs = P::kInfo.needs,
+          .oldest_first = P::kInfo.oldest_first,
           .slot_bytes = kSlotBytes<P>,
           .params_bytes = kParamsBytes<P>,
           .params = write_params<P>,

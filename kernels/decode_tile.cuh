@@ -2,7 +2,7 @@
 // the tensor cores (2-byte types) or by plain float32. Both keep the running softmax in registers.
 //
 // A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
-// Where positions are squeezed the keys are not rotated yet, and their ages lie beside them.
+// Where keys are turned by age they are not rotated yet, and their ages lie beside them.
 #pragma once
 
 #include "kernels/device/element.cuh"
@@ -13,16 +13,23 @@
 
 namespace kvlab::kernels {
 
+/// What is done about squeezed positions while a tile is read.
+enum class Turning {
+  none,
+  query,  ///< the query turns for the sinks; see EvictingAttentionArgs::two_frames
+  keys,   ///< each key turns by its age
+};
+
 /// What a warp has found out about its keys, for each head of the group.
 struct WarpPart {
   float* out;     // [head, dim], in shared memory
   float2* state;  // [head]: max, sum
 };
 
-template <int kKeys, bool kSqueezed>
+template <int kKeys, Turning kTurning>
 struct TileAges {};
 template <int kKeys>
-struct TileAges<kKeys, true> {
+struct TileAges<kKeys, Turning::keys> {
   std::uint32_t ages[kKeys];  // as SlotCache has them
 
   /// Starts copying the first `valid` slots'. By a whole warp.
@@ -37,12 +44,14 @@ struct TileUse {
   int valid;      ///< slots that count, from the first; at least 1
   float* logits;  ///< where to leave them, [slot, logits_stride], or null
   int logits_stride;
-  KeyTurns turns;  ///< squeezed positions; its newest counts from the tile's first slot
+  KeyTurns turns;     ///< squeezed positions; its newest counts from the tile's first slot
+  int sinks;          ///< Turning::query: slots, from the first, for which the query turns
+  std::uint32_t gap;  ///< by so many places: it stands that much too far from them
 };
 
 /// One tile in shared memory.
-template <class T, int kDim, int kKeys, bool kSqueezed>
-struct alignas(16) CacheTile : TileAges<kKeys, kSqueezed> {
+template <class T, int kDim, int kKeys, Turning kTurning>
+struct alignas(16) CacheTile : TileAges<kKeys, kTurning> {
   using Layout = Swizzled<kDim * sizeof(T)>;
   alignas(16) T keys[kKeys * kDim];
   T values[kKeys * kDim];
@@ -72,10 +81,10 @@ struct alignas(16) CacheTile : TileAges<kKeys, kSqueezed> {
 /// a twentieth of the time to fetch that. The weights of the first product are transposed between
 /// the lanes to be B of the second.
 ///
-/// A rotated key is two elements, its value rounded and what that leaves, so that a product has 16
-/// bits of it (22 in fp16) and the query need not be rotated at all: it is as far from the key as
-/// the key from it.
-template <class T, int kDim, bool kSqueezed_>
+/// A key that turns here is two elements, its value rounded and what that leaves, so that a product
+/// has 16 bits of it (22 in fp16) and the query need not be rotated at all: it is as far from the
+/// key as the key from it. So is a query that turns.
+template <class T, int kDim, Turning kTurning_>
 class TensorCoreWarp {
  public:
   using Element = T;
@@ -83,8 +92,8 @@ class TensorCoreWarp {
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 256 / kDim;      ///< 16 KB of tiles a warp
   static constexpr int kMostStages = 384 / kDim;  ///< 24 KB, where a launch is long or very short
-  static constexpr bool kSqueezed = kSqueezed_;
-  using Tile = CacheTile<T, kDim, kKeys, kSqueezed>;
+  static constexpr Turning kTurning = kTurning_;
+  using Tile = CacheTile<T, kDim, kKeys, kTurning>;
 
   /// `query`: [head of the group, dim].
   __device__ void start(const T* query, int group) {
@@ -103,10 +112,12 @@ class TensorCoreWarp {
 
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
     float weight[4];
-    if constexpr (kSqueezed)
+    if constexpr (kTurning == Turning::keys)
       score_rotated(tile, use.turns, weight);
     else
       score(tile, weight);
+    if constexpr (kTurning == Turning::query)
+      if (use.sinks > 0) score_sinks(tile, use, weight);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       weight[i] = i / 2 * 8 + row() < use.valid ? weight[i] * base2_scale : -INFINITY;
@@ -157,6 +168,36 @@ class TensorCoreWarp {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
+  }
+
+  /// The sinks' logits once more, for the query where it stands among the live tokens.
+  __device__ void score_sinks(const Tile& tile, const TileUse& use, float (&logit)[4]) const {
+    const int lane = threadIdx.x % 32;
+    const std::uint32_t keys = shared_address(tile.keys);
+    float sums[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kDim / 32; ++k) {
+      std::uint32_t low[2], high[2], rest[2], rest_high[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // dimensions from i * 8 + column()
+        const auto turn = [&](int next) {
+          return use.turns.cos_sin(k * 16 + i * 8 + column() + next, use.gap);
+        };
+        low[i] = query_[k][i];
+        high[i] = query_[k + kDim / 32][i];
+        rotate<T>(turn(0), turn(1), low[i], high[i], rest[i], rest_high[i]);
+      }
+      std::uint32_t a[4];
+      load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
+      multiply_add<T>(sums[0], a, low[0], low[1]);
+      multiply_add<T>(sums[1], a, rest[0], rest[1]);
+      load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
+      multiply_add<T>(sums[0], a, high[0], high[1]);
+      multiply_add<T>(sums[1], a, rest_high[0], rest_high[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i / 2 * 8 + row() < use.sinks) logit[i] = sums[0][i] + sums[1][i];
   }
 
   /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
@@ -242,7 +283,7 @@ class TensorCoreWarp {
 
 /// In float32: lane l takes key l % 16 for the logits of heads l / 16 * 4 and the next three, and
 /// dimensions l, l + 32, … for the values, of all heads.
-template <int kDim, bool kSqueezed_>
+template <int kDim, Turning kTurning_>
 class PlainWarp {
  public:
   using Element = float;
@@ -250,8 +291,8 @@ class PlainWarp {
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 2;
   static constexpr int kMostStages = 2;
-  static constexpr bool kSqueezed = kSqueezed_;
-  using Tile = CacheTile<float, kDim, kKeys, kSqueezed>;
+  static constexpr Turning kTurning = kTurning_;
+  using Tile = CacheTile<float, kDim, kKeys, kTurning>;
 
   __device__ void start(const float* query, int group) {
     query_ = query;
@@ -272,12 +313,7 @@ class PlainWarp {
     for (int i = 0; i < 4; ++i) {
       const int head = lane / 16 * 4 + i;
       float logit = 0;
-      if (head < group_) {
-        if constexpr (kSqueezed)
-          logit = score_rotated(tile, use.turns, lane % 16, head) * base2_scale;
-        else
-          logit = score(tile, lane % 16, head) * base2_scale;
-      }
+      if (head < group_) logit = score_one(tile, use, lane % 16, head) * base2_scale;
       weight[i] = lane % 16 < use.valid ? logit : -INFINITY;
       if (use.logits != nullptr && head < group_)
         use.logits[lane % 16 * use.logits_stride + head] = weight[i];
@@ -298,6 +334,13 @@ class PlainWarp {
   }
 
  private:
+  __device__ float score_one(const Tile& tile, const TileUse& use, int slot, int head) const {
+    if constexpr (kTurning == Turning::keys) return score_rotated(tile, use.turns, slot, head);
+    if constexpr (kTurning == Turning::query)
+      if (slot < use.sinks) return score_sink(tile, use, slot, head);
+    return score(tile, slot, head);
+  }
+
   __device__ float score(const Tile& tile, int slot, int head) const {
     const auto* query = reinterpret_cast<const float4*>(query_ + head * kDim);
     const auto* keys = reinterpret_cast<const char*>(tile.keys);
@@ -320,6 +363,19 @@ class PlainWarp {
       const float low = element(tile.keys, slot, i), high = element(tile.keys, slot, i + kDim / 2);
       dot = fmaf(query[i], fmaf(low, turn.x, -high * turn.y), dot);
       dot = fmaf(query[i + kDim / 2], fmaf(high, turn.x, low * turn.y), dot);
+    }
+    return dot;
+  }
+
+  /// For the query where it stands among the live tokens.
+  __device__ float score_sink(const Tile& tile, const TileUse& use, int slot, int head) const {
+    const float* query = query_ + head * kDim;
+    float dot = 0;
+    for (int i = 0; i < kDim / 2; ++i) {
+      const float2 turn = use.turns.cos_sin_precise(i, use.gap);
+      const float low = query[i], high = query[i + kDim / 2];
+      dot = fmaf(element(tile.keys, slot, i), fmaf(low, turn.x, -high * turn.y), dot);
+      dot = fmaf(element(tile.keys, slot, i + kDim / 2), fmaf(high, turn.x, low * turn.y), dot);
     }
     return dot;
   }

@@ -19,7 +19,8 @@ struct SlotCache {
   float softmax_scale;
   int most_slots;                  ///< the largest capacity of a pair; sizes grids and workspaces
   const std::int64_t* first_slot;  // [pair]
-  void *keys, *values;       // [slot, dim]; keys rotated at their positions, plain where squeezed
+  void *keys, *values;  // [slot, dim]; keys rotated at their positions, plain where squeezed but in
+                        // two frames
   std::uint32_t* positions;  // [slot]: of the token that it holds
   std::int32_t* lengths;     // [pair]: live tokens
   std::int32_t* next_slots;  // [pair], from first_slot: where the next token goes; lengths[pair]
@@ -58,9 +59,14 @@ struct PolicyState {
 struct EvictingAttentionArgs {
   SlotCache cache;
   PolicyState policy;
-  Positions numbering;       ///< original: keys are rotated; cache: rotated here, by age
+  Positions numbering;  ///< original: keys are rotated; cache: rotated here, by age
+  /// Squeezed in two frames: keys and q are rotated at their positions all the same, and no key is
+  /// turned. For a policy that is `oldest_first`: the live tokens are the sinks and a run of the
+  /// newest. The run is as far from the query by number as by position; for the sinks the query
+  /// turns back by as many places as tokens have left. Token i < sinks must be in slot i.
+  bool two_frames = false;
   const std::uint32_t* now;  // [sequence]: position of the token; kIdle: the sequence sits out
-  const void* q;             // [sequence, query_head, dim] of type; rotated, plain where squeezed
+  const void* q;             // [sequence, query_head, dim] of type; rotated or plain, as keys are
   const float* inv_freq;     // [rotated / 2], where squeezed
   int rotated;
   float rope_factor;  ///< on cos and sin, where squeezed; 1 but for YaRN

@@ -15,6 +15,7 @@ namespace kvlab::kernels {
 struct EvictionKernels {
   std::string_view name;
   Needs needs;
+  bool oldest_first;         ///< may be squeezed in two frames
   std::size_t slot_bytes;    ///< of PolicyState::states; 0: none
   std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue.
@@ -32,10 +33,12 @@ struct EvictionKernels {
   }
 };
 
-/// Whether a policy has all that it works on.
-inline bool complete(const EvictionKernels& policy, const PolicyState& state) {
-  return state.rules && state.seeds && state.sequence_ids &&
-         (policy.slot_bytes == 0 || state.states) && (policy.params_bytes == 0 || state.params) &&
+/// Whether a policy has all that it works on, and can have what is asked.
+inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
+  const PolicyState& state = args.policy;
+  return (policy.oldest_first || !args.two_frames) && state.rules && state.seeds &&
+         state.sequence_ids && (policy.slot_bytes == 0 || state.states) &&
+         (policy.params_bytes == 0 || state.params) &&
          (policy.needs != Needs::requests || state.threshold16);
 }
 

@@ -142,7 +142,8 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
   EvictingAttentionArgs converted{};
   converted.cache = cache_of(args->cache);
   converted.policy = state_of(args->policy);
-  converted.numbering = args->numbering == KVLAB_SQUEEZED ? Positions::cache : Positions::original;
+  converted.numbering = args->numbering == KVLAB_ORIGINAL ? Positions::original : Positions::cache;
+  converted.two_frames = args->numbering == KVLAB_TWO_FRAMES;
   converted.now = args->now;
   converted.q = args->q;
   converted.inv_freq = args->inv_freq;

@@ -65,13 +65,14 @@ typedef struct {
   float softmax_scale;
   int most_slots;            /**< the largest number of slots of a pair */
   const int64_t* first_slot; /**< [pair] */
-  void* keys;                /**< [slot, head_size]; rotated (RoPE), or plain where squeezed */
+  void* keys;                /**< [slot, head_size]; rotated (RoPE) at their positions, or plain
+                                  where KVLAB_SQUEEZED */
   void* values;              /**< [slot, head_size] */
   uint32_t* positions;       /**< [slot]: of the token that it holds */
   int32_t* lengths;          /**< [pair]: live tokens */
   int32_t* next_slots;       /**< [pair], from first_slot: where the next token goes */
-  uint32_t* ages; /**< [slot]: how many of the pair's live tokens are older; where squeezed, else
-                     NULL. Kept by kvlab_evicting_attention, set by kvlab_number_by_age */
+  uint32_t* ages; /**< [slot]: how many of the pair's live tokens are older; where
+                     KVLAB_SQUEEZED, else NULL. Kept by kvlab_evicting_attention, set by kvlab_number_by_age */
 } kvlab_cache;
 
 /** Sets cache->ages from positions and lengths: after a prompt. */
@@ -109,14 +110,18 @@ typedef struct {
 
 /* --- Decoding ------------------------------------------------------------------------------- */
 
-typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1 } kvlab_positions;
+/** Squeezed: live tokens count as 0, 1, 2, ... by age. Keys and q come plain and are rotated here.
+ *  Two frames: squeezed too, but keys and q come rotated at their positions, and reading them costs
+ *  no more than where they are original. For `window` and `sink` alone, whose live tokens are the
+ *  rule's sinks and a run of the newest; the token at position i < sinks must be in slot i. */
+typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1, KVLAB_TWO_FRAMES = 2 } kvlab_positions;
 
 /** One decoded token for each sequence. Its key, value and position are in its slot already, which
  *  is next_slots of each pair; its state is not. */
 typedef struct {
   kvlab_cache cache;
   kvlab_policy_state policy;
-  kvlab_positions numbering; /**< squeezed: keys and q are rotated here, by age among the live */
+  kvlab_positions numbering;
   const uint32_t* now;       /**< [sequence]: position of the token, or KVLAB_IDLE */
   const void* q;             /**< [sequence, query_head, head_size] */
   const float* inv_freq;     /**< [rotated / 2], where squeezed */

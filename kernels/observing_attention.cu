@@ -55,10 +55,11 @@ struct Layout {
   }
 
  private:
-  /// Whether or not positions are squeezed.
+  /// Whether or not positions are squeezed: two frames take no more than no squeezing.
   static std::size_t attention_bytes(PairAttention pairs) {
     const std::uint32_t any = 0;
     pairs.ages = nullptr;
+    pairs.rules = nullptr;
     const std::size_t original = pair_attention_workspace(pairs);
     pairs.ages = &any;
     return std::max(original, pair_attention_workspace(pairs));
@@ -71,7 +72,8 @@ bool complete(const EvictingAttentionArgs& args) {
       args.now == nullptr)
     return false;
   return args.numbering == Positions::original ||
-         (cache.ages != nullptr && args.inv_freq != nullptr && args.rotated == cache.head_size);
+         ((args.two_frames ? args.policy.rules != nullptr : cache.ages != nullptr) &&
+          args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
 constexpr int kNumberThreads = 256;
@@ -101,6 +103,7 @@ cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, Observe
                        cudaStream_t stream) {
   if (!complete(args)) return cudaErrorInvalidValue;
   const bool squeezed = args.numbering == Positions::cache;
+  const bool by_age = squeezed && !args.two_frames;
   PairAttention pairs = pairs_of(args.cache);
   if (pair_attention_workspace(pairs) == 0) return cudaErrorInvalidValue;
   pairs.table.now = args.now;
@@ -109,24 +112,26 @@ cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, Observe
   pairs.lse = args.lse;
   pairs.settled = args.settled;
   pairs.workspace = args.workspace;
-  if (squeezed) {
+  if (squeezed) pairs.inv_freq = args.inv_freq;
+  if (by_age) {
     pairs.ages = args.cache.ages;
-    pairs.inv_freq = args.inv_freq;
     pairs.softmax_scale *= args.rope_factor * args.rope_factor;
+  } else if (squeezed) {
+    pairs.rules = args.policy.rules;
   }
   const Layout at(pairs);
   auto* const bytes = static_cast<std::byte*>(args.workspace);
   auto* const signals = static_cast<Signals*>(args.workspace);
   pairs.rows = {.logits = observes ? reinterpret_cast<float*>(bytes + at.logits) : nullptr,
                 .softmax = reinterpret_cast<float2*>(bytes + at.softmax),
-                .gone = squeezed ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr,
+                .gone = by_age ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr,
                 .ready = signals->ready};
   plan = {.args = args,
           .table = pairs.table,
           .rows = pairs.rows,
           .row_slots = row_slots(args.cache.most_slots),
           .group = pairs.group,
-          .squeezed = squeezed,
+          .by_age = by_age,
           .chunks = chunks_of(args.cache.most_slots, observes),
           .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
           .observed = signals->observed};
@@ -149,7 +154,7 @@ namespace {
 
 cudaError_t attend_and_observe(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                                cudaStream_t stream) {
-  if (!complete(policy, args.policy)) return cudaErrorInvalidValue;
+  if (!complete(policy, args)) return cudaErrorInvalidValue;
   ObservePlan plan;
   const bool observes = policy.needs != Needs::nothing;
   if (const cudaError_t error = attend_for(args, observes, plan, stream)) return error;

@@ -1,11 +1,12 @@
 // Attention that observes: the part that knows the policy. Behind pair_attention runs one more
 // launch, which starts while that one still runs, fetches states and positions, and waits pair by
 // pair until the logits are there: neither keys nor values are read again. Two of its blocks fit
-// beside two CTAs of the attention on a multiprocessor, where positions are not squeezed.
+// beside two CTAs of the attention on a multiprocessor, where keys are not turned by age.
 //
 // Bytes beside keys and values, for each slot: the state read and written, the position read, and
-// where squeezed the age read and written: 20 for 8-byte states, 3.9% of keys and values at head
-// size 128. The logits, 4 bytes for each query head, are written and read in the L2 cache.
+// where keys are turned by age the age read and written: 20 for 8-byte states, 3.9% of keys and
+// values at head size 128. The logits, 4 bytes for each query head, are written and read in the L2
+// cache.
 #pragma once
 
 #include "kernels/device/grid_dependency.cuh"
@@ -73,7 +74,7 @@ struct PairBlock {
     own.newest = slot == newest;
     if (!own.live) return own;
     own.position = own.newest ? now : args.cache.positions[first + slot];
-    if (plan.squeezed && !own.newest) own.age = *age(slot);
+    if (plan.by_age && !own.newest) own.age = *age(slot);
     if constexpr (kHasState<P>)
       if (!own.newest) own.state = *state(slot);
     if (own.newest) P::admit(own.state, Token{own.position}, params, attended());
@@ -184,7 +185,7 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
   for (const OwnSlot<P>& mine : own) {
     if (!mine.live) continue;
     if constexpr (kHasState<P>) *block.state(mine.slot) = mine.state;
-    if (block.plan.squeezed) block.renumber(mine, __ldcg(&block.plan.rows.gone[block.pair.index]));
+    if (block.plan.by_age) block.renumber(mine, __ldcg(&block.plan.rows.gone[block.pair.index]));
   }
 }
 
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kObserveThreads, 6)
 #pragma unroll
   for (int i = 0; i < kSlots; ++i)
     own[i] = block.load((chunk * kSlots + i) * kObserveThreads + static_cast<int>(threadIdx.x));
-  if (kObserves<P> || plan.squeezed) {
+  if (kObserves<P> || plan.by_age) {
     if (threadIdx.x == 0) wait_for_flag(&plan.rows.ready[pair]);
     __syncthreads();
     observe_slots(block, own, shared);

@@ -21,7 +21,7 @@ struct ObservePlan {
   PairRows rows;
   std::int64_t row_slots;  ///< of PairRows::logits
   int group;
-  bool squeezed;
+  bool by_age;             ///< ages are kept
   int chunks;              ///< blocks of a pair
   Leaving* leaving;        // [pair, chunk]: who leaves first of each block's slots
   std::int32_t* observed;  // [pair], zero between launches

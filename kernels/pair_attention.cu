@@ -213,12 +213,25 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
 /// The age that the newest token's slot had: it has left.
 template <class Warp>
 __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& slots) {
-  if constexpr (Warp::kSqueezed) {
+  if constexpr (Warp::kTurning == Turning::keys) {
     if (slots.newest < args.table.lengths[slots.pair])
       return args.ages[slots.base / Warp::kHeadSize + slots.newest];
   }
   return PairRows::kNone;
 }
+
+/// How many of a pair's first slots the query turns for, and by how much: it stands at the newest
+/// token's position, and that is further from the sinks than there are live tokens between them.
+struct SinkTurn {
+  int sinks = 0;
+  std::uint32_t gap = 0;
+
+  __device__ SinkTurn(const PairAttention& args, const PairSlots& slots) {
+    const std::uint32_t now = args.table.now[slots.pair / args.table.kv_heads];
+    gap = now - static_cast<std::uint32_t>(slots.live - 1);
+    if (gap != 0) sinks = static_cast<int>(args.rules[slots.pair].sinks);
+  }
+};
 
 /// `Tiles`: TilesAhead or AllTilesAhead.
 template <class Warp, class Tiles>
@@ -232,7 +245,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
-  if constexpr (Warp::kSqueezed)
+  if constexpr (Warp::kTurning != Turning::none)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
       ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
   __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
@@ -260,7 +273,14 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
                     std::int64_t{slots.pair} * args.group * Warp::kHeadSize,
                 args.group);
     TileUse use{};
-    if constexpr (Warp::kSqueezed) {
+    int sinks = 0;
+    if constexpr (Warp::kTurning == Turning::query) {
+      const SinkTurn turn(args, slots);
+      use.turns.frequencies = ring.frequencies();
+      use.gap = turn.gap;
+      sinks = turn.sinks;
+    }
+    if constexpr (Warp::kTurning == Turning::keys) {
       use.turns.frequencies = ring.frequencies();
       use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
       use.turns.gone = gone_age<Warp>(args, slots);
@@ -271,6 +291,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
       const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
       use.valid = slots.live - slot;
       use.turns.newest = slots.newest - slot;
+      use.sinks = sinks - slot;
       if (args.rows.logits != nullptr)
         use.logits = args.rows.logits +
                      (slots.pair * row_slots(args.table.most_slots) + slot) * use.logits_stride;
@@ -382,7 +403,7 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
                       .arrived = signals->arrived,
                       .stages = grid.stages,
                       .read_once = true};
-  if constexpr (!Warp::kSqueezed) {  // those are always observed
+  if constexpr (Warp::kTurning == Turning::none) {  // the others are always observed
     if (const int stages = clustered_stages<Warp>(limits, args))
       return launch_clusters<Warp>(limits, plan, stages, stream);
     if (grid.all_ahead) return launch_pairs<Warp, AllTilesAhead<Warp>>(limits, plan, stream);
@@ -393,20 +414,21 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
 /// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.
 template <class Visit>
 auto dispatch(const PairAttention& args, Visit visit) {
-  const auto by_numbering = [&]<int kDim, bool kSqueezed>() {
+  const auto by_type = [&]<int kDim, Turning kTurning>() {
     switch (args.type) {
       case Type::bf16:
-        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kSqueezed>>();
+        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kTurning>>();
       case Type::f16:
-        return visit.template operator()<TensorCoreWarp<__half, kDim, kSqueezed>>();
+        return visit.template operator()<TensorCoreWarp<__half, kDim, kTurning>>();
       case Type::f32:
         break;
     }
-    return visit.template operator()<PlainWarp<kDim, kSqueezed>>();
+    return visit.template operator()<PlainWarp<kDim, kTurning>>();
   };
   const auto by_size = [&]<int kDim>() {
-    return args.ages != nullptr ? by_numbering.template operator()<kDim, true>()
-                                : by_numbering.template operator()<kDim, false>();
+    if (args.ages != nullptr) return by_type.template operator()<kDim, Turning::keys>();
+    if (args.rules != nullptr) return by_type.template operator()<kDim, Turning::query>();
+    return by_type.template operator()<kDim, Turning::none>();
   };
   switch (args.head_size) {
     case 64:
@@ -449,7 +471,8 @@ cudaError_t pair_attention(const PairAttention& args, cudaStream_t stream) {
                               static_cast<const void*>(args.workspace)})
     if (pointer == nullptr || !aligned16(pointer)) return cudaErrorInvalidValue;
   if (table.lengths == nullptr || (table.next_slots != nullptr && table.first_slot == nullptr) ||
-      (args.ages != nullptr && args.inv_freq == nullptr))
+      ((args.ages != nullptr || args.rules != nullptr) && args.inv_freq == nullptr) ||
+      (args.rules != nullptr && args.table.now == nullptr))
     return cudaErrorInvalidValue;
   return dispatch(args, [&]<class Warp>() { return launch_attention<Warp>(args, stream); });
 }

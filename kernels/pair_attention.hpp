@@ -6,6 +6,8 @@
 
 namespace kvlab::kernels {
 
+struct PairRule;
+
 inline constexpr int kMostGroup = 8;      ///< query heads that share a KV head
 inline constexpr int kSlotsPerTile = 64;  ///< that a CTA takes at a time
 inline constexpr int kMostCtas = 288;     ///< of a grid
@@ -56,7 +58,8 @@ struct PairAttention {
   const void* q;              // [pair, head of the group, dim]
   const void *keys, *values;  // [slot, dim]
   const std::uint32_t* ages;  // [slot]: keys are rotated here, by age; null: they are rotated
-  const float* inv_freq;      // [head_size / 2], where there are ages
+  const PairRule* rules;      // [pair]: the query turns for its sinks, in two frames; or null
+  const float* inv_freq;      // [head_size / 2], where there are ages or rules
   void* out;                  // [pair, head of the group, dim]
   float* lse;                 // [pair, head of the group], or null
   bool settled;               ///< see DecodeAttentionArgs

@@ -25,7 +25,7 @@ struct PairPlan {
   bool read_once;         ///< keys and values need not stay in the L2 cache
 };
 
-/// Begins shared memory: each warp's tiles, and the frequencies by which keys are turned.
+/// Begins shared memory: each warp's tiles, and the frequencies of what turns.
 template <class Warp>
 struct Ring {
   int stages;
@@ -36,7 +36,8 @@ struct Ring {
   }
   __device__ Frequency* frequencies() const { return reinterpret_cast<Frequency*>(tiles(kWarps)); }
   __host__ __device__ static constexpr std::size_t bytes(int stages) {
-    constexpr std::size_t turned = Warp::kSqueezed ? Warp::kHeadSize / 2 * sizeof(Frequency) : 0;
+    constexpr std::size_t turned =
+        Warp::kTurning == Turning::none ? 0 : Warp::kHeadSize / 2 * sizeof(Frequency);
     static_assert(sizeof(typename Warp::Tile) % 16 == 0 && turned % 16 == 0);
     return kWarps * static_cast<std::size_t>(stages) * sizeof(typename Warp::Tile) + turned;
   }
@@ -95,7 +96,8 @@ class TileSource {
           place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
       tile.load_slots(static_cast<const T*>(args_.keys) + from,
                       static_cast<const T*>(args_.values) + from, valid, policy_);
-      if constexpr (Warp::kSqueezed) tile.load(args_.ages + from / Warp::kHeadSize, valid);
+      if constexpr (Warp::kTurning == Turning::keys)
+        tile.load(args_.ages + from / Warp::kHeadSize, valid);
       ++place_.tile;
       --left_;
     }

@@ -47,13 +47,16 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
   const int half = args.rotated / 2;
   const bool squeezed = args.numbering == Positions::cache;
+  const float factor = args.two_frames ? 1 : args.rope_factor * args.rope_factor;
 
   for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
     if (slot >= live) return;
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
-    // The query stands at the youngest place.
-    const int turn = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
+    // The query stands at the youngest place. Where both are rotated at their positions already,
+    // the key lacks only the places of those that left between them.
+    int turn = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
+    if (args.two_frames) turn += static_cast<int>(args.now[pair.sequence] - positions[slot]);
     for (int head = 0; head < group; ++head) {
       const T* const query = q + head * dim;
       float plain = 0, rotated = 0;
@@ -67,7 +70,7 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
           plain += to_float(query[d]) * to_float(key[d]);
         }
       }
-      const float sum = warp_sum(plain) + warp_sum(rotated) * (args.rope_factor * args.rope_factor);
+      const float sum = warp_sum(plain) + warp_sum(rotated) * factor;
       if (lane == 0)
         rows.p[(std::int64_t{pair.index} * group + head) * cache.most_slots + slot] =
             sum * cache.softmax_scale;
@@ -171,7 +174,7 @@ namespace {
 
 cudaError_t attend_and_evict(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                              cudaStream_t stream) {
-  if (!complete(policy, args.policy)) return cudaErrorInvalidValue;
+  if (!complete(policy, args)) return cudaErrorInvalidValue;
   if (const cudaError_t error = plain_attention(args, stream); error != cudaSuccess) return error;
   const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
   EvictingAttentionArgs first = args;

@@ -53,6 +53,9 @@ __global__ void keys_kernel(const SqueezeKeysArgs args, bool of_older) {
     for (int other = static_cast<int>(threadIdx.x) % kWarpSize; other < older; other += kWarpSize)
       count += positions[other] < positions[i] ? 1 : 0;
     place = __reduce_add_sync(~0u, count);
+    if (args.rotated) place += static_cast<int>(args.now - positions[i]) - older;
+  } else if (args.rotated) {
+    place = 0;
   }
   const std::int64_t at = (std::int64_t{kv_head} * args.slots + slot) * shape.head_size;
   turn(shape, static_cast<const T*>(args.keys) + at, place, static_cast<T*>(args.to) + at);

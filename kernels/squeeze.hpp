@@ -1,5 +1,5 @@
 // Squeezed positions of an admission: queries and keys turned by age, into memory of their own. The
-// cache keeps its keys as they were before RoPE.
+// cache keeps its keys as they were before RoPE, or rotated at their positions.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -22,10 +22,16 @@ struct SqueezeArgs {
 cudaError_t squeeze_queries(const SqueezeArgs& args, const void* q, void* to, cudaStream_t stream);
 
 /// Keys [kv_head, slot, dim], `slots` for each head.
+///
+/// Where they are rotated already, and the queries stay at their positions, the new keys are copied
+/// and each older one turns on by as many places as younger tokens than it have left: so only
+/// differences of positions are those of ages.
 struct SqueezeKeysArgs {
   SqueezeArgs shape;
   int slots;
   const std::uint32_t* positions;  // [kv_head, slot], of the older ones
+  bool rotated;       ///< keys, at their positions; rope_factor is in them, and to be 1 here
+  std::uint32_t now;  ///< where rotated: position of the first new token
   const void* keys;
   void* to;
 };

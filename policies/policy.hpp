@@ -51,9 +51,10 @@ struct PolicyInfo {
   const char* citation;  ///< paper, section, equation
   Needs needs = Needs::nothing;
   Order order = Order::feedback;
-  bool weighted = false;  ///< has weight() and tail()
-  bool evicts = true;     ///< false: takes no budget
-  Extent sinks = {};      ///< default guards
+  bool oldest_first = false;  ///< rank() is the position: sinks stay, and a run of the newest
+  bool weighted = false;      ///< has weight() and tail()
+  bool evicts = true;         ///< false: takes no budget
+  Extent sinks = {};          ///< default guards
   Extent recent = {};
   Positions positions = Positions::original;
 };
@@ -184,6 +185,21 @@ constexpr bool run_on_nothing() {
   typename P::Slot slot;
   return run_once<P>(slot);
 }
+/// Whether rank() is the token's position, whatever the token received.
+template <class P>
+constexpr bool ranks_by_position() {
+  const typename P::Params params = standard_params<P>();
+  const Step step{.now = 9, .budget = 4, .live = 3, .queries = 1};
+  for (const std::uint32_t position : {0u, 1u, 8u}) {
+    typename P::Slot slot{};
+    P::admit(slot, Token{position}, params, step);
+    if constexpr (P::kInfo.needs != Needs::nothing)
+      P::observe(slot, Observation{.mass = 5, .requests = 1, .last_request = 9, .queries = 1},
+                 params, step);
+    if (P::rank(slot, Token{position}, params, step) != position) return false;
+  }
+  return true;
+}
 template <class P>
 concept AreConstexpr = requires {
   typename std::bool_constant<run_on_zeros<P>()>;
@@ -226,6 +242,9 @@ consteval void check_hooks() {
         !hooks::AreConstexpr<P> || hooks::AdmitSetsSlot<P>,
         "policy: admit() must set every member of Slot that observe() and rank() read, because "
         "slots are reused");
+    if constexpr (P::kInfo.oldest_first && hooks::AreConstexpr<P>)
+      static_assert(hooks::ranks_by_position<P>(),
+                    "policy: kInfo.oldest_first says that rank() is the token's position");
   }
 }
 

@@ -18,6 +18,7 @@ struct Sink {
       .summary = "the oldest leaves first, but for the attention sinks (StreamingLLM)",
       .citation = "Xiao et al. 2023, StreamingLLM, section 3.2 (arXiv:2309.17453)",
       .order = Order::nested,
+      .oldest_first = true,
       .sinks = tokens(4),
       .positions = Positions::cache};
   struct Params {};

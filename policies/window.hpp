@@ -13,7 +13,8 @@ struct Window {
       .name = "window",
       .summary = "the oldest leaves first",
       .citation = "Beltagy et al. 2020, Longformer, section 3.1 (arXiv:2004.05150)",
-      .order = Order::nested};
+      .order = Order::nested,
+      .oldest_first = true};
   struct Params {};
   struct Slot {};
 

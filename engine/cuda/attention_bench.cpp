@@ -193,6 +193,7 @@ EvictingTime time_evicting(const Layers& layers, const PolicySpec& spec, const A
   const DeviceBuffer workspace = zeroes(kernels.attention_workspace(first.cache));
   time.microseconds = microseconds(stream, layers.layers(), [&](int layer) {
     kernels::EvictingAttentionArgs args = layers.evicting(layer, time.positions);
+    args.two_frames = time.positions == Positions::cache && kernels.oldest_first;
     args.policy = {
         .states = states.data() + static_cast<std::size_t>(layer) * slots * kernels.slot_bytes,
         .rules = rules.as<kernels::PairRule>(),

@@ -49,15 +49,10 @@ std::size_t q_bytes(const DeviceModel& model, const EvictingCache::Options& opti
   return rows * model.config().query_heads * model.config().head_size * bytes_of(model.dtype());
 }
 
-/// Whether positions are numbered by age at every step.
-bool is_squeezed(const EvictingCache::Options& options) {
-  return options.caches.front().positions == Positions::cache;
-}
-
 /// The fast kernels turn whole heads, or none.
 bool needs_plain(const DeviceModel& model, const EvictingCache::Options& options) {
   return options.plain ||
-         (is_squeezed(options) && model.config().rope.rotated() != model.config().head_size);
+         (options.squeezed() && model.config().rope.rotated() != model.config().head_size);
 }
 
 const std::shared_ptr<const PolicyEntry>& entry_of(const EvictingCache::Options& options) {
@@ -80,9 +75,8 @@ kernels::EvictionKernels eviction_kernels(const DeviceModel& model,
 }
 
 AdmissionMemory::Need admission_need(const EvictingCache::Options& options) {
-  const CacheOptions& cache = options.caches.front();
-  const PolicyEntry& policy = *cache.policy.entry;
-  return {.squeezed = cache.positions == Positions::cache,
+  const PolicyEntry& policy = *entry_of(options);
+  return {.squeezed = options.squeezed(),
           .observes = policy.info.needs != Needs::nothing,
           .slot_bytes = policy.slot_bytes,
           .part_tokens = options.part_tokens};
@@ -123,7 +117,8 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch, 
   states_ = DeviceBuffer(slots * kernels_.slot_bytes, "the policy's states");
   if (options_.watched && policy().needs != Needs::nothing)
     seen_ = DeviceBuffer(slots * sizeof(Observation), "what tokens receive");
-  if (squeezed()) ages_ = DeviceBuffer(slots * sizeof(std::uint32_t), "the cache's ages");
+  if (options_.turns_by_age())
+    ages_ = DeviceBuffer(slots * sizeof(std::uint32_t), "the cache's ages");
   first_slots_ = cuda::upload(slots_.first_slots(), "the cache's slots");
   const std::size_t words = slots_.first_slots().size() * sizeof(std::int32_t);
   lengths_ = DeviceBuffer(words, "the cache's lengths");
@@ -181,7 +176,7 @@ std::uint64_t EvictingCache::bytes(const DeviceModel& model, const Options& opti
   return 2 * key_bytes(model, slots.total()) +
          static_cast<std::uint64_t>(slots.total()) *
              (entry_of(options)->slot_bytes +
-              sizeof(std::uint32_t) * (is_squeezed(options) ? 2 : 1));
+              sizeof(std::uint32_t) * (options.turns_by_age() ? 2 : 1));
 }
 
 std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options& options) {
@@ -317,15 +312,25 @@ void EvictingCache::begin_layer(std::uint32_t layer) {
   const auto own = static_cast<int>(options_.caches.size());
   shrink(of_sequence(layer_cache(layer, own), current_.sequence), states_.data(), nullptr,
          admission_->cache(), admission_->states(), layer);
-  if (!squeezed()) return;
+  if (options_.squeezed()) squeeze_keys(squeeze_shape(0, 0), true);
+}
+
+void EvictingCache::squeeze_keys(const kernels::SqueezeArgs& shape, bool of_older) {
   const kernels::SlotCache cache = admission_->cache();
-  check(kernels::squeeze_keys({.shape = squeeze_shape(0, 0),
+  check(kernels::squeeze_keys({.shape = shape,
                                .slots = cache.most_slots,
                                .positions = cache.positions,
+                               .rotated = options_.two_frames(),
+                               .now = current_.fed,
                                .keys = cache.keys,
                                .to = admission_->turned_keys()},
-                              true, stream_),
+                              of_older, stream_),
         "positions of a prompt");
+}
+
+const void* EvictingCache::attended_keys() const {
+  const bool as_written = options_.two_frames() && current_.fed == 0;  // nothing has left
+  return as_written ? admission_->cache().keys : admission_->turned_keys();
 }
 
 kernels::SqueezeArgs EvictingCache::squeeze_shape(int first, int tokens) const {
@@ -335,7 +340,7 @@ kernels::SqueezeArgs EvictingCache::squeeze_shape(int first, int tokens) const {
           .head_size = static_cast<int>(config_.head_size),
           .rotated = static_cast<int>(config_.rope.rotated()),
           .inv_freq = inv_freq_.as<float>(),
-          .rope_factor = config_.rope.factor,
+          .rope_factor = options_.two_frames() ? 1 : config_.rope.factor,
           .older = admission_->older(),
           .first = first,
           .tokens = tokens};
@@ -355,7 +360,7 @@ kernels::RopeWriteArgs EvictingCache::prompt_write(std::uint32_t layer, const Pr
                .positions = nullptr,
                .now = nullptr};
   args.q = q_.data();
-  if (squeezed()) return args;
+  if (options_.turns_by_age()) return args;
   const auto half = static_cast<int>(config_.rope.inv_freq.size());
   if (layer == 0 || part.first != 0 || part.rows != static_cast<int>(current_.tokens))
     check(cuda::fill_rope_rows(inv_freq_.as<float>(), half, nullptr, part.position, part.rows,
@@ -370,23 +375,19 @@ kernels::RopeWriteArgs EvictingCache::prompt_write(std::uint32_t layer, const Pr
 void EvictingCache::attend_prompt(std::uint32_t layer, const PromptPart& part,
                                   const LayerOutputs& to) {
   const kernels::SlotCache cache = admission_->cache();
-  if (squeezed()) {
+  if (options_.squeezed() && attended_keys() != cache.keys) {
     const kernels::SqueezeArgs shape = squeeze_shape(static_cast<int>(part.first), part.rows);
-    check(kernels::squeeze_queries(shape, q_.data(), q_.data(), stream_), "positions of a prompt");
-    check(kernels::squeeze_keys({.shape = shape,
-                                 .slots = cache.most_slots,
-                                 .positions = nullptr,
-                                 .keys = cache.keys,
-                                 .to = admission_->turned_keys()},
-                                false, stream_),
-          "positions of a prompt");
+    if (options_.turns_by_age())
+      check(kernels::squeeze_queries(shape, q_.data(), q_.data(), stream_),
+            "positions of a prompt");
+    squeeze_keys(shape, false);
   }
   const bool observes = policy().needs != Needs::nothing;
   check(kernels::prefill_attention({.shape = admission_->shape(),
                                     .first = static_cast<int>(part.first),
                                     .queries = part.rows,
                                     .q = q_.data(),
-                                    .keys = admission_->turned_keys(),
+                                    .keys = attended_keys(),
                                     .values = cache.values,
                                     .out = to.out,
                                     .lse = to.lse,
@@ -412,7 +413,7 @@ void EvictingCache::attend_prompt(std::uint32_t layer, const PromptPart& part,
                                   .younger = static_cast<int>(current_.tokens - end),
                                   .position = part.position,
                                   .q = q_.data(),
-                                  .keys = admission_->turned_keys(),
+                                  .keys = attended_keys(),
                                   .rows = admission_->rows(),
                                   .older = admission_->older(),
                                   .weights = policy().weighted ? weights_.as<float>() : nullptr,
@@ -429,7 +430,7 @@ void EvictingCache::end_layer(std::uint32_t layer) {
   shrink(admission_->cache(), admission_->states(),
          policy().needs == Needs::nothing ? nullptr : admission_->seen(),
          of_sequence(layer_cache(layer, own), current_.sequence), states_.data(), layer);
-  if (squeezed())
+  if (options_.turns_by_age())
     check(kernels::number_by_age(of_sequence(layer_cache(layer, own), current_.sequence), stream_),
           "numbering by age");
 }
@@ -437,7 +438,7 @@ void EvictingCache::end_layer(std::uint32_t layer) {
 // --- A step --------------------------------------------------------------------------------------
 
 void EvictingCache::begin_step(int rows) {
-  if (squeezed()) return;
+  if (options_.turns_by_age()) return;
   check(cuda::fill_rope_rows(inv_freq_.as<float>(), static_cast<int>(config_.rope.inv_freq.size()),
                              batch_.state().positions, 0, rows, config_.rope.factor,
                              turns_.as<float2>(), stream_),
@@ -455,7 +456,7 @@ kernels::RopeWriteArgs EvictingCache::step_write(std::uint32_t layer, int rows) 
                .positions = cache.positions,
                .now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions)};
   args.q = q_.data();
-  if (squeezed()) return args;
+  if (options_.turns_by_age()) return args;
   args.rotated = static_cast<int>(config_.rope.rotated());
   args.rope = turns_.as<float2>();
   args.positions = batch_.rows();
@@ -463,19 +464,21 @@ kernels::RopeWriteArgs EvictingCache::step_write(std::uint32_t layer, int rows) 
 }
 
 void EvictingCache::attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) {
-  check(kernels_.attention({.cache = layer_cache(layer, rows),
-                            .policy = layer_policy(layer),
-                            .numbering = squeezed() ? Positions::cache : Positions::original,
-                            .now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions),
-                            .q = q_.data(),
-                            .inv_freq = inv_freq_.as<float>(),
-                            .rotated = static_cast<int>(config_.rope.rotated()),
-                            .rope_factor = config_.rope.factor,
-                            .out = to.out,
-                            .lse = to.lse,
-                            .workspace = workspace_.data()},
-                           stream_),
-        "evicting attention");
+  check(
+      kernels_.attention({.cache = layer_cache(layer, rows),
+                          .policy = layer_policy(layer),
+                          .numbering = options_.squeezed() ? Positions::cache : Positions::original,
+                          .two_frames = options_.two_frames(),
+                          .now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions),
+                          .q = q_.data(),
+                          .inv_freq = inv_freq_.as<float>(),
+                          .rotated = static_cast<int>(config_.rope.rotated()),
+                          .rope_factor = config_.rope.factor,
+                          .out = to.out,
+                          .lse = to.lse,
+                          .workspace = workspace_.data()},
+                         stream_),
+      "evicting attention");
 }
 
 std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
@@ -508,9 +511,10 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
         check(cuda::fill_normal(model_.type(), cache->data() + first * dim * element, live * dim,
                                 1.0f, first * 2 + (cache == &keys_), stream_),
               "drawing a cache");
-      // The youngest; with states of nothing seen.
+      // The sinks and the youngest; with states of nothing seen.
+      const std::uint32_t sinks = slots_.guards(layer, first_pair + head).sinks;
       std::vector<std::uint32_t> positions(live);
-      for (std::uint32_t i = 0; i < live; ++i) positions[i] = tokens - live + i;
+      for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;
       check(cudaMemcpyAsync(positions_.as<std::uint32_t>() + first, positions.data(),
                             positions.size() * sizeof(std::uint32_t), cudaMemcpyHostToDevice,
                             stream_),
@@ -524,7 +528,7 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
                               cudaMemcpyHostToDevice, stream_),
               "drawing a cache");
     }
-  if (squeezed())
+  if (options_.turns_by_age())
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
       check(kernels::number_by_age(
                 of_sequence(layer_cache(layer, static_cast<int>(options_.caches.size())), sequence),

@@ -27,6 +27,14 @@ class EvictingCache final : public DeviceCache {
     std::uint32_t longest_admission = 0;
     bool watched = false;  ///< keep what each live token received
     bool plain = false;    ///< by the plain kernels, where the fast ones would do
+
+    const PolicyInfo& policy() const { return caches.front().policy.entry->info; }
+    /// Positions are numbered by age at every step.
+    bool squeezed() const { return caches.front().positions == Positions::cache; }
+    /// Keys are cached rotated all the same: see EvictingAttentionArgs.
+    bool two_frames() const { return squeezed() && policy().oldest_first; }
+    /// Keys are cached before RoPE, beside their ages.
+    bool turns_by_age() const { return squeezed() && !two_frames(); }
   };
   /// `batch` must outlive it. Throws std::invalid_argument for caches that do not go together.
   EvictingCache(const DeviceModel& model, const BatchState& batch, Options options,
@@ -58,7 +66,7 @@ class EvictingCache final : public DeviceCache {
   kernels::PolicyState layer_policy(std::uint32_t layer) const;
   const AdmissionMemory& admission() const { return *admission_; }
   std::size_t slot_bytes() const { return kernels_.slot_bytes; }
-  const PolicyInfo& policy() const { return options_.caches.front().policy.entry->info; }
+  const PolicyInfo& policy() const { return options_.policy(); }
 
  private:
   struct Admission {
@@ -71,9 +79,12 @@ class EvictingCache final : public DeviceCache {
               const kernels::SlotCache& to, std::byte* to_states, std::uint32_t layer);
   kernels::SlotCache of_sequence(kernels::SlotCache cache, int sequence) const;
   kernels::PolicyState of_sequence(kernels::PolicyState policy, int sequence) const;
-  bool squeezed() const { return options_.caches.front().positions == Positions::cache; }
   /// Places of an admission's keys and queries by age.
   kernels::SqueezeArgs squeeze_shape(int first, int tokens) const;
+  /// Turns an admission's keys by age: the older ones, or a part's new ones.
+  void squeeze_keys(const kernels::SqueezeArgs& shape, bool of_older);
+  /// An admission's keys as queries find them.
+  const void* attended_keys() const;
   std::size_t pair_index(std::uint32_t layer, std::size_t pair) const {
     return layer * slots_.pairs() + pair;
   }

@@ -81,6 +81,7 @@ const void* PolicyKernels::kernel(const char* name) const {
 EvictionKernels PolicyKernels::described(const char* name) const {
   return {.name = entry_->info.name,
           .needs = entry_->info.needs,
+          .oldest_first = entry_->info.oldest_first,
           .slot_bytes = entry_->slot_bytes,
           .params_bytes = entry_->params_bytes,
           .params = entry_->write_params,

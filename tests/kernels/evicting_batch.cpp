@@ -84,7 +84,9 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (Pair& pair : all_) {
     std::vector<std::uint32_t> slots(pair.live->size());
     std::iota(slots.begin(), slots.end(), 0u);
-    std::ranges::shuffle(slots, random_);
+    const std::uint32_t sinks = two_frames() ? pair.sinks : 0;  // those have their places
+    std::shuffle(slots.begin() + std::min<std::ptrdiff_t>(sinks, std::ssize(slots)), slots.end(),
+                 random_);
     for (std::size_t i = 0; i < slots.size(); ++i) {
       put(pair, pair.live->positions()[i], slots[i]);
       const auto state = pair.live->states().bytes(pair.live->slots()[i]);
@@ -119,6 +121,7 @@ void EvictingBatch::begin_pair(int index) {
     pair.live->observe(seen);
     pair.live->make_room(size_.prompt);
   }
+  if (bounded) pair.sinks = resolve_guards(spec_, asked).sinks;
   pair.capacity = bounded ? static_cast<int>(asked) : static_cast<int>(size_.prompt) + size_.steps;
   pair.first = static_cast<std::int64_t>(slots_);
   slots_ += static_cast<std::size_t>(pair.capacity + kGap);
@@ -213,11 +216,12 @@ EvictingAttentionArgs EvictingBatch::args() const {
                      .layer = kLayer,
                      .seen = device_seen_->data()},
           .numbering = size_.numbering,
+          .two_frames = two_frames(),
           .now = device_now_->data(),
           .q = device_q_->data(),
           .inv_freq = device_inv_freq_->data(),
           .rotated = size_.head_size,
-          .rope_factor = 1,
+          .rope_factor = two_frames() ? 1.5f : 1.0f,  // in keys and queries already
           .out = out_->data(),
           .lse = device_lse_->data(),
           .workspace = workspace_ ? workspace_->data() : nullptr,
@@ -226,6 +230,12 @@ EvictingAttentionArgs EvictingBatch::args() const {
 
 cudaError_t EvictingBatch::enqueue(cudaStream_t stream) const {
   return kernels_.attention(args(), stream);
+}
+
+cudaError_t EvictingBatch::enqueue_in_two_frames() const {
+  EvictingAttentionArgs asked = args();
+  asked.two_frames = true;
+  return kernels_.attention(asked, nullptr);
 }
 
 void EvictingBatch::draw_tokens(const std::vector<bool>& idle) {
@@ -278,10 +288,12 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
   const std::vector<float> values = gather(values_, pair), plain = gather(keys_, pair);
   std::vector<float> keys = plain;
   const std::size_t count = pair.live->size();
+  const std::uint32_t now = now_[static_cast<std::size_t>(index / size_.kv_heads)];
   if (size_.numbering == Positions::cache)
     for (std::size_t i = 0; i < count; ++i) {
       const std::span key(&plain[i * dim()], dim());
-      const double behind = static_cast<double>(count - 1 - i);
+      double behind = static_cast<double>(count - 1 - i);
+      if (two_frames()) behind -= now - pair.live->positions()[i];
       std::ranges::copy(turned_back(key, behind, inv_freq_),
                         keys.begin() + static_cast<std::ptrdiff_t>(i * dim()));
     }
@@ -314,7 +326,6 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
   for (std::size_t i = 0; i < count && needs != Needs::nothing; ++i) {
     const std::uint32_t position = pair.live->positions()[i];
     const Observation& seen = seen_[static_cast<std::size_t>(pair.first) + pair.slot_of[position]];
-    const std::uint32_t now = now_[static_cast<std::size_t>(index / size_.kv_heads)];
     wrong += seen.queries == 1 ? 0 : 1;
     if (needs == Needs::mass) {
       wrong += seen.requests == 0 && seen.last_request == 0 ? 0 : 1;

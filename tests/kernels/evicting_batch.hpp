@@ -38,6 +38,8 @@ class EvictingBatch {
   void share_workspace(const EvictingBatch& other) { workspace_ = other.workspace_; }
   /// Enqueues the kernels; may be captured.
   cudaError_t enqueue(cudaStream_t stream) const;
+  /// Though the policy may not allow it.
+  cudaError_t enqueue_in_two_frames() const;
   /// Compares outputs and observations with float64, and states, victims and lengths with the
   /// host's rule fed with those observations. Then the host's next step may begin.
   void check();
@@ -51,12 +53,15 @@ class EvictingBatch {
     std::unique_ptr<LiveSet> live;
     std::int64_t first = 0;
     int capacity = 0, next = 0;
+    std::uint32_t sinks = 0;
     std::vector<std::uint32_t> slot_of;  ///< by position
   };
 
   int pairs() const { return size_.kv_heads * size_.sequences; }
   std::size_t dim() const { return static_cast<std::size_t>(size_.head_size); }
   std::size_t group() const { return static_cast<std::size_t>(size_.group); }
+  /// Where positions are squeezed, policies that can have it.
+  bool two_frames() const { return size_.numbering == Positions::cache && kernels_.oldest_first; }
   EvictingAttentionArgs args() const;
   void begin_pair(int index);
   void put(Pair& pair, std::uint32_t position, std::uint32_t slot);

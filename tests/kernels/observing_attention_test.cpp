@@ -12,9 +12,10 @@ using namespace kvlab::kernels;
 
 namespace {
 
-const EvictionKernels& kernels_of(const std::string& policy) {
+const EvictionKernels& kernels_of(const std::string& policy,
+                                  const std::vector<EvictionKernels>& all = observing_eviction()) {
   const std::string name = policy.substr(0, policy.find(':'));
-  for (const EvictionKernels& kernels : observing_eviction())
+  for (const EvictionKernels& kernels : all)
     if (kernels.name == name) return kernels;
   throw std::invalid_argument("no kernels of " + policy);
 }
@@ -35,6 +36,18 @@ void run(EvictingSize size, int steps) {
   size.steps = steps;
   EvictingBatch batch(kernels_of(size.policy), size);
   run_steps(batch, steps);
+}
+
+/// Squeezed, in two frames: by the fast kernels and by the plain ones.
+void run_in_two_frames(EvictingSize size, int steps) {
+  size.numbering = Positions::cache;
+  INFO(size.name());
+  for (const auto* all : {&observing_eviction(), &plain_eviction()}) {
+    const EvictionKernels& kernels = kernels_of(size.policy, *all);
+    REQUIRE(kernels.oldest_first);
+    EvictingBatch batch(kernels, size);
+    run_steps(batch, steps);
+  }
 }
 
 }  // namespace
@@ -65,6 +78,44 @@ TEST_CASE("observing attention holds for every type, head size and group", "[gpu
                .prompt = 61,
                .numbering = numbering},
               4);
+}
+
+TEST_CASE("two frames hold for every type, head size and group", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 2, 3, 4, 7, 8})
+        run_in_two_frames({.policy = group % 2 ? "sink" : "sink:sinks=19",
+                           .type = type,
+                           .head_size = head_size,
+                           .group = group,
+                           .budgets = {63, 130},
+                           .prompt = 300},
+                          3);
+}
+
+TEST_CASE("two frames hold at the ends of budgets and sinks, and at any position", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::uint32_t budget : {1u, 2u, 3u})
+    run_in_two_frames(
+        {.policy = "sink:sinks=" + std::to_string(budget - 1), .kv_heads = 1, .budgets = {budget}},
+        12);
+  run_in_two_frames({.policy = "sink:sinks=64", .budgets = {65, 129}, .prompt = 200}, 5);
+  run_in_two_frames({.policy = "sink:sinks=100:recent=7", .budgets = {200}, .prompt = 90}, 130);
+  run_in_two_frames({.policy = "sink", .budgets = {400}, .prompt = 30}, 3);  // beyond the length
+  run_in_two_frames({.policy = "window", .budgets = {33}, .prompt = 60}, 5);
+  run_in_two_frames({.policy = "sink", .budgets = {100}, .prompt = 120, .scale = 30.0f / 8}, 5);
+  run_in_two_frames({.policy = "sink", .kv_heads = 1, .budgets = {70}, .prompt = 4'000'000}, 3);
+}
+
+TEST_CASE("two frames hold where pairs are cut", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  run_in_two_frames({.policy = "sink",
+                     .head_size = 128,
+                     .sequences = 2,
+                     .budgets = {9000, 1024, 511, 4097},
+                     .prompt = 9100},
+                    3);
 }
 
 TEST_CASE("observing attention holds where pairs are cut, and over many blocks", "[gpu]") {
@@ -130,13 +181,15 @@ TEST_CASE("a captured graph of observing attention serves a growing sequence", "
   for (const std::string policy : {"h2o", "lru", "sink", "full"})
     for (const bool settled : {false, true}) {
       INFO(policy);
-      EvictingBatch batch(kernels_of(policy), {.policy = policy,
-                                               .head_size = 128,
-                                               .sequences = 2,
-                                               .budgets = {90, 65},
-                                               .prompt = 50,
-                                               .settled = settled,
-                                               .steps = 100});
+      EvictingBatch batch(kernels_of(policy),
+                          {.policy = policy,
+                           .head_size = 128,
+                           .sequences = 2,
+                           .budgets = {90, 65},
+                           .prompt = 50,
+                           .numbering = policy == "sink" ? Positions::cache : Positions::original,
+                           .settled = settled,
+                           .steps = 100});
       CapturedGraph graph([&](cudaStream_t stream) { return batch.enqueue(stream); });
       for (int step = 0; step < 100; ++step) {
         INFO("step " << step);
@@ -151,18 +204,17 @@ TEST_CASE("a captured graph of observing attention serves a growing sequence", "
 TEST_CASE("layers in a row observe their own logits alone", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   constexpr int kLayers = 12;
-  for (const std::string policy : {"h2o", "lru", "window", "streaming_h2o"}) {
+  for (const std::string policy : {"h2o", "lru", "window", "sink", "streaming_h2o"}) {
     INFO(policy);
     std::vector<std::unique_ptr<EvictingBatch>> layers;
     for (int layer = 0; layer < kLayers; ++layer) {
-      const EvictingSize size{
-          .policy = policy,
-          .head_size = 128,
-          .sequences = 4,
-          .budgets = {700, 3000, 129},
-          .prompt = 3000,
-          .numbering = policy == "streaming_h2o" ? Positions::cache : Positions::original,
-          .settled = true};
+      const EvictingSize size{.policy = policy,
+                              .head_size = 128,
+                              .sequences = 4,
+                              .budgets = {700, 3000, 129},
+                              .prompt = 3000,
+                              .numbering = parse_policy(policy).entry->info.positions,
+                              .settled = true};
       layers.push_back(std::make_unique<EvictingBatch>(kernels_of(policy), size));
       layers.back()->share_workspace(*layers.front());
     }
@@ -183,15 +235,14 @@ TEST_CASE("layers in a row observe their own logits alone", "[gpu]") {
 
 TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const std::string policy : {"h2o", "lru", "streaming_h2o"}) {
-    EvictingBatch batch(
-        kernels_of(policy),
-        {.policy = policy,
-         .head_size = 128,
-         .sequences = 2,
-         .budgets = {3000, 700},
-         .prompt = 3100,
-         .numbering = policy == "streaming_h2o" ? Positions::cache : Positions::original});
+  for (const std::string policy : {"h2o", "lru", "sink", "streaming_h2o"}) {
+    EvictingBatch batch(kernels_of(policy),
+                        {.policy = policy,
+                         .head_size = 128,
+                         .sequences = 2,
+                         .budgets = {3000, 700},
+                         .prompt = 3100,
+                         .numbering = parse_policy(policy).entry->info.positions});
     const Stream stream;
     batch.draw_tokens();
     check_cuda(batch.enqueue(stream.get()));
@@ -212,4 +263,10 @@ TEST_CASE("observing attention refuses what it does not support before any launc
     CHECK(kernels.attention({}, nullptr) == cudaErrorInvalidValue);
     CHECK(kernels.attention_workspace({}) == 0);
   }
+}
+
+TEST_CASE("two frames are refused where what stays has gaps", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  EvictingBatch batch(kernels_of("h2o"), {.prompt = 5, .numbering = Positions::cache});
+  CHECK(batch.enqueue_in_two_frames() == cudaErrorInvalidValue);
 }

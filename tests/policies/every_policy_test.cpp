@@ -146,6 +146,20 @@ TEST_CASE("a nested policy keeps at a budget what it keeps at a smaller one") {
   }
 }
 
+TEST_CASE("a policy that is oldest_first keeps the sinks and a run of the newest") {
+  for_every_policy([](const PolicySpec& spec) {
+    if (!spec.entry->info.oldest_first) return;
+    for (const std::uint32_t budget : kBudgets)
+      for (const std::uint32_t chunk : kChunks) {
+        const std::uint32_t sinks = resolve_guards(spec, budget).sinks;
+        for (const auto& kept : replay(spec, budget, chunk).kept)
+          for (std::size_t age = 0; age < kept.size(); ++age)
+            REQUIRE((age < sinks ? kept[age] == age
+                                 : kept.back() - kept[age] == kept.size() - 1 - age));
+      }
+  });
+}
+
 TEST_CASE("every policy describes itself") {
   for (const PolicyEntry& entry : policy_catalogue()) DYNAMIC_SECTION(entry.info.name) {
       const std::string name = entry.info.name;
