@@ -285,6 +285,21 @@ TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and
       CAPTURE(json.dump(), chunk);
       CHECK(relative_error(logits, std::span(expected).subspan(60 * 301)) < kFloatTolerance);
     }
+    CacheOptions squeezed;
+    squeezed.policy = parse_policy("sink");
+    squeezed.budget = 30;
+    squeezed.positions = Positions::cache;
+    const auto squeezed_logits = [&](SequenceDecoder&& decoder) {
+      std::vector<float> logits, of_turn;
+      decoder.feed(std::span(ids).first(60), SegmentKind::prompt);
+      decoder.feed(std::span(ids).subspan(60, 20), SegmentKind::decode, &logits);
+      decoder.feed(std::span(ids).subspan(80), SegmentKind::prompt, &of_turn);
+      logits.insert(logits.end(), of_turn.begin(), of_turn.end());
+      return logits;
+    };
+    CAPTURE(json.dump());
+    CHECK(relative_error(squeezed_logits(CudaSequence(device, {.tokens = 90, .cache = squeezed})),
+                         squeezed_logits(Decoder(model, squeezed, 2))) < 1e-3);
   }
 }
 

@@ -70,6 +70,21 @@ TEST_CASE("In float32 every policy's logits are the CPU decoder's, in every mode
       }
 }
 
+TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {
+  if (no_device()) return;
+  for (const char* policy : {"window", "sink"}) {
+    const auto error = [&](Positions positions) {
+      const CacheOptions options = cache(policy, 48, Prefill{0}, positions);
+      CudaSequence cuda(tiny(Dtype::bf16), {.tokens = 220, .cache = options});
+      Decoder cpu(cpu_tiny(), options, 2);
+      return relative_error(conversation(cuda), conversation(cpu));
+    };
+    const double original = error(Positions::original), squeezed = error(Positions::cache);
+    CAPTURE(policy, original, squeezed);
+    CHECK(squeezed < 1.5 * original);
+  }
+}
+
 namespace {
 
 /// How many tokens a parity run feeds, and how closely it looks.
