@@ -292,11 +292,9 @@ void FeedbackRun::take_squeezed_sample(std::uint32_t query, const GroupRows& row
 void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, float* sums) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
-  constexpr float kNever[kQuad] = {HUGE_VALF, HUGE_VALF, HUGE_VALF, HUGE_VALF};
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
-    float scattered[kQuad];
-    std::uint32_t hits[kQuad] = {};
-    row_loops().total(rows.e(query, quad), live.data(), old, kNever, scattered, hits);
+    float scattered[kQuad], unused[kQuad];
+    row_loops().sum(rows.e(query, quad), live.data(), old, scattered, unused);
     const auto following = rows.sums_from(query, quad, live[old]);
     for (std::size_t h = 0; h < kQuad; ++h)
       sums[quad * kQuad + h] = std::min(static_cast<float>(following[h]) + scattered[h],

@@ -181,6 +181,12 @@ const std::uint64_t* GroupRows::masses(std::uint32_t query) {
   return parts.mass.data();
 }
 
+void GroupRows::add_masses(std::uint32_t query, std::uint64_t* mass) const {
+  for (std::uint32_t quad = 0; quad < quads_; ++quad)
+    row_loops().masses(e(query, quad), query + std::size_t{1}, sums(query) + quad * kQuad, false,
+                       mass);
+}
+
 const std::uint32_t* GroupRows::asked(std::uint32_t query) {
   Lazy& parts = lazy(query);
   if (!parts.asked) {

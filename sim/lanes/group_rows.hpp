@@ -79,6 +79,8 @@ class GroupRows {
 
   /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.
   const std::uint64_t* masses(std::uint32_t query);
+  /// Adds the same to mass [query + 1, and up to a whole block].
+  void add_masses(std::uint32_t query, std::uint64_t* mass) const;
   /// 1 where some head of the group requests the token, the query's own included: [query + 1].
   const std::uint32_t* asked(std::uint32_t query);
 

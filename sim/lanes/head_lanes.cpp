@@ -107,14 +107,13 @@ void HeadLanes::add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices
 
 /// One more pass over the full cache: what every token gets from all queries.
 std::vector<std::uint64_t> HeadLanes::future_masses() {
-  std::vector<std::uint64_t> masses(view_.tokens);
+  std::vector<std::uint64_t> masses((view_.tokens + kBlockTokens - 1) / kBlockTokens *
+                                    kBlockTokens);
   for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
     const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
     rows_.compute(first, count);
-    for (std::uint32_t query = first; query < first + count; ++query) {
-      const std::uint64_t* const given = rows_.masses(query);
-      for (std::uint32_t j = 0; j <= query; ++j) masses[j] += given[j];
-    }
+    for (std::uint32_t query = first; query < first + count; ++query)
+      rows_.add_masses(query, masses.data());
   }
   return masses;
 }

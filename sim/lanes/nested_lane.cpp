@@ -236,7 +236,6 @@ void NestedLane::take_sample(std::uint32_t query, GroupRows& rows) {
     for (const std::uint32_t token : sample.tokens)
       to = std::copy_n(rows.e(query, quad) + token * kQuad, kQuad, to);
   sample.sums = sums_;
-  sample.values.assign(levels_.size() * rows.heads() * view_.head_size, 0.0f);
   sample.own.clear();
   for (std::size_t l = 0; l < levels_.size(); ++l)
     for (std::uint32_t h = 0; h < rows.group(); ++h)
@@ -244,41 +243,42 @@ void NestedLane::take_sample(std::uint32_t query, GroupRows& rows) {
         sample.own[l * rows.heads() + h] = own_output(query, l, h, rows);
 }
 
-/// Neighbouring sampled queries have nearly the same tokens in a level.
-void NestedLane::list_outputs(const SampledRows& rows, std::vector<ValueJob>& jobs) {
-  const std::size_t heads = rows.heads(), dim = view_.head_size;
+/// Neighbouring sampled queries have nearly the same tokens in a level, so values are read once for
+/// all of them; sums run over the levels, and each level's are looked at while they are near.
+void NestedLane::finish_outputs(const SampledRows& rows) {
+  outputs_.assign(rows.size() * rows.heads() * view_.head_size, 0.0f);
   for (std::size_t l = 0; l < levels_.size(); ++l)
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      Sample& sample = samples_[i];
-      const std::size_t begin = sample.begins[l], count = sample.begins[l + 1] - begin;
-      for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-        jobs.push_back({sample.weights.data() + (quad * sample.tokens.size() + begin) * kQuad,
-                        sample.tokens.data() + begin, count,
-                        sample.values.data() + (l * heads + quad * kQuad) * dim, 0,
-                        view_.heads_in(quad)});
+      add_level(rows, i, l);
+      measure_outputs(rows, i, l);
     }
-}
-
-void NestedLane::finish_outputs(const SampledRows& rows) {
-  for (std::size_t i = 0; i < rows.size(); ++i)
-    for (std::size_t l = 0; l < levels_.size(); ++l) measure_outputs(rows, i, l);
   sample_count_ = 0;
 }
 
-/// From what a level adds to the output of its live set, and that one's error.
+/// Adds what a level holds to a sample's sums.
+void NestedLane::add_level(const SampledRows& rows, std::size_t i, std::size_t level) {
+  const Sample& sample = samples_[i];
+  const std::size_t begin = sample.begins[level], count = sample.begins[level + 1] - begin;
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().accumulate(sample.weights.data() + (quad * sample.tokens.size() + begin) * kQuad,
+                           sample.tokens.data() + begin, count, view_.heads_in(quad), view_.v,
+                           view_.kv_token_stride, view_.head_size,
+                           outputs_.data() + (i * rows.heads() + quad * kQuad) * view_.head_size);
+}
+
 void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level) {
   const std::size_t dim = view_.head_size, at = level * rows.heads();
-  Sample& sample = samples_[i];
-  const std::vector<float> nothing(level == 0 ? dim : 0);
+  const Sample& sample = samples_[i];
   const QuerySpan::Place place = span_->place(rows.query(i));
   const bool all = sample.begins[level + 1] == rows.query(i) + std::size_t{1};
   for (std::uint32_t h = 0; h < view_.group; ++h) {
-    float* const values = sample.values.data() + (at + h) * dim;
-    const float* const before = level == 0 ? nothing.data() : values - rows.heads() * dim;
-    double error =
-        row_loops().step_distance2(values, before, rows.output(i, h), 1 / sample.sums[at + h], dim);
+    double error = 0;
     if (const auto own = sample.own.find(at + h); own != sample.own.end())
       error = row_loops().distance2(rows.output(i, h), own->second.data(), 1.0f, dim);
+    else if (!all)
+      error = row_loops().quick_distance2(rows.output(i, h),
+                                          outputs_.data() + (i * rows.heads() + h) * dim,
+                                          1 / sample.sums[at + h], dim);
     stats_[level].add_error(place, h, all ? 0 : error, rows.norm2(i, h));
   }
 }

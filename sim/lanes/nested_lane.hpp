@@ -36,7 +36,6 @@ class NestedLane final : public Lane {
   bool wants_row(std::uint32_t query) const override;
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
   bool takes_outputs() const override { return true; }
-  void list_outputs(const SampledRows& rows, std::vector<ValueJob>& jobs) override;
   void finish_outputs(const SampledRows& rows) override;
   std::vector<LaneOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
@@ -57,7 +56,6 @@ class NestedLane final : public Lane {
     std::vector<std::size_t> begins;    // [level + 1]
     std::vector<float> weights;         // [quad][tokens][4]
     std::vector<float> sums;            // [level][heads]: running
-    std::vector<float> values;          // [level][heads][dim]
     /// Outputs of heads whose shared exponentials are of no use: level * heads + head.
     std::map<std::size_t, std::vector<float>> own;
   };
@@ -77,6 +75,7 @@ class NestedLane final : public Lane {
   void measure(std::uint32_t query, GroupRows& rows);
   void add_levels(const float* full, std::size_t whole);
   void take_sample(std::uint32_t query, GroupRows& rows);
+  void add_level(const SampledRows& rows, std::size_t i, std::size_t level);
   void measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level);
   std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
                                 const GroupRows& rows) const;
@@ -103,6 +102,7 @@ class NestedLane final : public Lane {
   std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
   std::vector<Sample> samples_;
   std::size_t sample_count_ = 0;
+  AlignedVector<float> outputs_;  // [sample][heads][dim]: sums of values, running over levels
   LaneWatcher watcher_;
 };
 

@@ -97,9 +97,8 @@ struct RowLoops {
                      float* y);
   /// The sum of (a[i] - factor * b[i])^2, in double.
   double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
-  /// The same of (whole[i] - factor * values[i])^2, in float, after values[i] += before[i].
-  double (*step_distance2)(float* values, const float* before, const float* whole, float factor,
-                           std::size_t count);
+  /// The same in float.
+  double (*quick_distance2)(const float* a, const float* b, float factor, std::size_t count);
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
   /// panel (null: zeros) comes in. Reads one float behind the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);

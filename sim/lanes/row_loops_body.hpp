@@ -656,7 +656,32 @@ std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_
   return least;
 }
 
+#if defined(__AVX512F__)
+constexpr std::size_t kFewRanks = 32;
+
+/// The same of kFewRanks at most, in registers.
+inline std::size_t first_least_of_few(const std::uint64_t* ranks, std::size_t count) {
+  constexpr std::size_t kParts = kFewRanks / kLongs;
+  const __m512i none = _mm512_set1_epi64(-1);
+  const std::uint64_t there = ~std::uint64_t{0} >> (64 - count);
+  __m512i parts[kParts];
+  for (std::size_t p = 0; p < kParts; ++p)
+    parts[p] = _mm512_mask_loadu_epi64(none, static_cast<__mmask8>(there >> p * kLongs),
+                                       ranks + p * kLongs);
+  const __m512i best =
+      _mm512_min_epu64(_mm512_min_epu64(parts[0], parts[1]), _mm512_min_epu64(parts[2], parts[3]));
+  const __m512i least = _mm512_set1_epi64(static_cast<std::int64_t>(_mm512_reduce_min_epu64(best)));
+  std::uint64_t found = 0;
+  for (std::size_t p = 0; p < kParts; ++p)
+    found |= static_cast<std::uint64_t>(_mm512_cmpeq_epi64_mask(parts[p], least)) << p * kLongs;
+  return static_cast<std::size_t>(__builtin_ctzll(found & there));
+}
+#endif
+
 std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size_t end) {
+#if defined(__AVX512F__)
+  if (end - begin <= kFewRanks) return begin + first_least_of_few(ranks + begin, end - begin);
+#endif
   const std::uint64_t least = least_of(ranks, begin, end);
   std::size_t i = begin;
   while (i + kLongs <= end && !any_equal(load_longs(ranks + i), least)) i += kLongs;
@@ -749,16 +774,13 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
                         depth, y);
 }
 
-double step_distance2(float* values, const float* before, const float* whole, float factor,
-                      std::size_t count) {
+double quick_distance2(const float* a, const float* b, float factor, std::size_t count) {
   Floats sum[kPieces] = {};
   std::size_t i = 0;
   for (; i + kTokens <= count; i += kTokens)
     for (int piece = 0; piece < kPieces; ++piece) {
       const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
-      const Floats value = load(values + at) + load(before + at);
-      store(values + at, value);
-      const Floats x = load(whole + at) - factor * value;
+      const Floats x = load(a + at) - factor * load(b + at);
       sum[piece] += x * x;
     }
   float lanes[kTokens];
@@ -767,8 +789,7 @@ double step_distance2(float* values, const float* before, const float* whole, fl
     for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
   auto all = static_cast<double>(lanes[0]);
   for (; i < count; ++i) {
-    values[i] += before[i];
-    const double x = static_cast<double>(whole[i]) - static_cast<double>(factor * values[i]);
+    const double x = static_cast<double>(a[i]) - static_cast<double>(factor * b[i]);
     all += x * x;
   }
   return all;
@@ -1055,7 +1076,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .list_weights = list_weights,
           .accumulate = accumulate_quad,
           .distance2 = distance2,
-          .step_distance2 = step_distance2,
+          .quick_distance2 = quick_distance2,
           .close_gap = close_gap,
           .turn_panel = turn_panel,
           .panel_products = panel_products,
