@@ -44,9 +44,23 @@ struct TileUse {
   int valid;      ///< slots that count, from the first; at least 1
   float* logits;  ///< where to leave them, [slot, logits_stride], or null
   int logits_stride;
-  KeyTurns turns;     ///< squeezed positions; its newest counts from the tile's first slot
-  int sinks;          ///< Turning::query: slots, from the first, for which the query turns
-  std::uint32_t gap;  ///< by so many places: it stands that much too far from them
+  KeyTurns turns;  ///< squeezed positions; its newest counts from the tile's first slot
+  int sinks;       ///< Turning::query: slots, from the first, that the turned query is for
+  const void* turned_query;  // TurnedQuery, in shared memory
+};
+
+/// The group's queries as they stand to the sinks: values rounded, and what that leaves of them.
+template <class T, int kDim>
+struct TurnedQuery {
+  static constexpr int kStride = kDim + 16 / sizeof(T);  ///< so that rows lie in different banks
+  T values[kMostGroup * kStride];
+  T rests[kMostGroup * kStride];
+
+  __device__ void set(int head, int dim, float value) {
+    const T kept = from_float<T>(value);
+    values[head * kStride + dim] = kept;
+    rests[head * kStride + dim] = from_float<T>(value - to_float(kept));
+  }
 };
 
 /// One tile in shared memory.
@@ -172,28 +186,21 @@ class TensorCoreWarp {
 
   /// The sinks' logits once more, for the query where it stands among the live tokens.
   __device__ void score_sinks(const Tile& tile, const TileUse& use, float (&logit)[4]) const {
+    using Query = TurnedQuery<T, kDim>;
+    const auto& query = *static_cast<const Query*>(use.turned_query);
+    const auto words = [&](const T* rows, int k, int i) {
+      const int at = row() * Query::kStride + k * 16 + i * 8 + column();
+      return row() < group_ ? *reinterpret_cast<const std::uint32_t*>(rows + at) : 0;
+    };
     const int lane = threadIdx.x % 32;
     const std::uint32_t keys = shared_address(tile.keys);
     float sums[2][4] = {};
 #pragma unroll
-    for (int k = 0; k < kDim / 32; ++k) {
-      std::uint32_t low[2], high[2], rest[2], rest_high[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {  // dimensions from i * 8 + column()
-        const auto turn = [&](int next) {
-          return use.turns.cos_sin(k * 16 + i * 8 + column() + next, use.gap);
-        };
-        low[i] = query_[k][i];
-        high[i] = query_[k + kDim / 32][i];
-        rotate<T>(turn(0), turn(1), low[i], high[i], rest[i], rest_high[i]);
-      }
+    for (int k = 0; k < kDim / 16; ++k) {
       std::uint32_t a[4];
       load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
-      multiply_add<T>(sums[0], a, low[0], low[1]);
-      multiply_add<T>(sums[1], a, rest[0], rest[1]);
-      load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
-      multiply_add<T>(sums[0], a, high[0], high[1]);
-      multiply_add<T>(sums[1], a, rest_high[0], rest_high[1]);
+      multiply_add<T>(sums[0], a, words(query.values, k, 0), words(query.values, k, 1));
+      multiply_add<T>(sums[1], a, words(query.rests, k, 0), words(query.rests, k, 1));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -336,13 +343,17 @@ class PlainWarp {
  private:
   __device__ float score_one(const Tile& tile, const TileUse& use, int slot, int head) const {
     if constexpr (kTurning == Turning::keys) return score_rotated(tile, use.turns, slot, head);
-    if constexpr (kTurning == Turning::query)
-      if (slot < use.sinks) return score_sink(tile, use, slot, head);
-    return score(tile, slot, head);
+    const float* query = query_ + head * kDim;
+    if constexpr (kTurning == Turning::query) {
+      using Query = TurnedQuery<float, kDim>;
+      if (slot < use.sinks)
+        query = static_cast<const Query*>(use.turned_query)->values + head * Query::kStride;
+    }
+    return score(tile, slot, query);
   }
 
-  __device__ float score(const Tile& tile, int slot, int head) const {
-    const auto* query = reinterpret_cast<const float4*>(query_ + head * kDim);
+  __device__ float score(const Tile& tile, int slot, const float* with) const {
+    const auto* query = reinterpret_cast<const float4*>(with);
     const auto* keys = reinterpret_cast<const char*>(tile.keys);
     float dot = 0;
     for (int chunk = 0; chunk < kDim / 4; ++chunk) {
@@ -363,19 +374,6 @@ class PlainWarp {
       const float low = element(tile.keys, slot, i), high = element(tile.keys, slot, i + kDim / 2);
       dot = fmaf(query[i], fmaf(low, turn.x, -high * turn.y), dot);
       dot = fmaf(query[i + kDim / 2], fmaf(high, turn.x, low * turn.y), dot);
-    }
-    return dot;
-  }
-
-  /// For the query where it stands among the live tokens.
-  __device__ float score_sink(const Tile& tile, const TileUse& use, int slot, int head) const {
-    const float* query = query_ + head * kDim;
-    float dot = 0;
-    for (int i = 0; i < kDim / 2; ++i) {
-      const float2 turn = use.turns.cos_sin_precise(i, use.gap);
-      const float low = query[i], high = query[i + kDim / 2];
-      dot = fmaf(element(tile.keys, slot, i), fmaf(low, turn.x, -high * turn.y), dot);
-      dot = fmaf(element(tile.keys, slot, i + kDim / 2), fmaf(high, turn.x, low * turn.y), dot);
     }
     return dot;
   }

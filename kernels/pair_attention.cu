@@ -220,17 +220,42 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& sl
   return PairRows::kNone;
 }
 
-/// How many of a pair's first slots the query turns for, and by how much: it stands at the newest
-/// token's position, and that is further from the sinks than there are live tokens between them.
-struct SinkTurn {
-  int sinks = 0;
-  std::uint32_t gap = 0;
-
-  __device__ SinkTurn(const PairAttention& args, const PairSlots& slots) {
-    const std::uint32_t now = args.table.now[slots.pair / args.table.kv_heads];
-    gap = now - static_cast<std::uint32_t>(slots.live - 1);
-    if (gap != 0) sinks = static_cast<int>(args.rules[slots.pair].sinks);
+/// How the query turns for a pair's sinks: it stands at the newest token's position, and that is
+/// further from them than there are live tokens between.
+template <class T, int kDim>
+class SinkTurn {
+ public:
+  /// What does not need the query.
+  __device__ void start(const PairAttention& args, const Place& place) {
+    sinks_ = 0;
+    const PairSlots& slots = place.slots;
+    const auto sinks = static_cast<int>(args.rules[slots.pair].sinks);
+    const std::uint32_t gap = args.table.now[slots.pair / args.table.kv_heads] -
+                              static_cast<std::uint32_t>(slots.live - 1);
+    if (gap == 0 || place.tile * kSlotsPerTile >= sinks) return;
+    sinks_ = sinks;
+    turn_ = turn_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
   }
+  /// Slots, from the pair's first, for which it turns.
+  __device__ int sinks() const { return sinks_; }
+  /// By the whole CTA, whose threads then see it. `query`: [head of the group, dim].
+  __device__ void turn(const T* query, int group, TurnedQuery<T, kDim>& to) const {
+    if (sinks_ == 0) return;
+    const int low = threadIdx.x % kHalf, high = low + kHalf;
+    const int rows = kThreads / kHalf, row = threadIdx.x / kHalf;
+    for (int head = row; head < group && row < rows; head += rows) {
+      const auto* const from = query + head * kDim;
+      const float a = to_float(from[low]), b = to_float(from[high]);
+      to.set(head, low, fmaf(a, turn_.x, -b * turn_.y));
+      to.set(head, high, fmaf(b, turn_.x, a * turn_.y));
+    }
+    __syncthreads();
+  }
+
+ private:
+  static constexpr int kHalf = kDim / 2;
+  int sinks_ = 0;
+  float2 turn_;  ///< cosine and sine, of dimensions threadIdx.x % kHalf and kHalf more
 };
 
 /// `Tiles`: TilesAhead or AllTilesAhead.
@@ -245,7 +270,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
-  if constexpr (Warp::kTurning != Turning::none)
+  if constexpr (Warp::kTurning == Turning::keys)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
       ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
   __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
@@ -262,23 +287,25 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   int at = share.begin(blockIdx.x);  // in the row
   Place place = row.at(at, Warp::kHeadSize);
   Tiles tiles(plan, ring.tiles(warp), place, left);
+  SinkTurn<typename Warp::Element, Warp::kHeadSize> sink_turn;
+  if constexpr (Warp::kTurning == Turning::query) sink_turn.start(args, place);
   wait_for_predecessor();
   if (observed) let_successor_start();
   Warp state;
   for (bool first = true; left > 0; first = false) {
-    if (!first) place.next_pair(args.table, Warp::kHeadSize);
+    if (!first) {
+      place.next_pair(args.table, Warp::kHeadSize);
+      if constexpr (Warp::kTurning == Turning::query) sink_turn.start(args, place);
+    }
     const PairSlots& slots = place.slots;
     const int count = min(left, slots.tiles() - place.tile);
-    state.start(static_cast<const typename Warp::Element*>(args.q) +
-                    std::int64_t{slots.pair} * args.group * Warp::kHeadSize,
-                args.group);
+    const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
+                              std::int64_t{slots.pair} * args.group * Warp::kHeadSize;
+    state.start(query, args.group);
     TileUse use{};
-    int sinks = 0;
     if constexpr (Warp::kTurning == Turning::query) {
-      const SinkTurn turn(args, slots);
-      use.turns.frequencies = ring.frequencies();
-      use.gap = turn.gap;
-      sinks = turn.sinks;
+      sink_turn.turn(query, args.group, ring.turned_query());
+      use.turned_query = &ring.turned_query();
     }
     if constexpr (Warp::kTurning == Turning::keys) {
       use.turns.frequencies = ring.frequencies();
@@ -291,7 +318,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
       const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
       use.valid = slots.live - slot;
       use.turns.newest = slots.newest - slot;
-      use.sinks = sinks - slot;
+      if constexpr (Warp::kTurning == Turning::query) use.sinks = sink_turn.sinks() - slot;
       if (args.rows.logits != nullptr)
         use.logits = args.rows.logits +
                      (slots.pair * row_slots(args.table.most_slots) + slot) * use.logits_stride;

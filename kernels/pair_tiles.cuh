@@ -25,7 +25,7 @@ struct PairPlan {
   bool read_once;         ///< keys and values need not stay in the L2 cache
 };
 
-/// Begins shared memory: each warp's tiles, and the frequencies of what turns.
+/// Begins shared memory: each warp's tiles, and what turning takes.
 template <class Warp>
 struct Ring {
   int stages;
@@ -35,11 +35,16 @@ struct Ring {
     return reinterpret_cast<typename Warp::Tile*>(memory) + warp * stages;
   }
   __device__ Frequency* frequencies() const { return reinterpret_cast<Frequency*>(tiles(kWarps)); }
+  using Query = TurnedQuery<typename Warp::Element, Warp::kHeadSize>;
+  __device__ Query& turned_query() const { return *reinterpret_cast<Query*>(tiles(kWarps)); }
+
   __host__ __device__ static constexpr std::size_t bytes(int stages) {
-    constexpr std::size_t turned =
-        Warp::kTurning == Turning::none ? 0 : Warp::kHeadSize / 2 * sizeof(Frequency);
-    static_assert(sizeof(typename Warp::Tile) % 16 == 0 && turned % 16 == 0);
-    return kWarps * static_cast<std::size_t>(stages) * sizeof(typename Warp::Tile) + turned;
+    constexpr std::size_t turning = Warp::kTurning == Turning::none ? 0
+                                    : Warp::kTurning == Turning::query
+                                        ? sizeof(Query)
+                                        : Warp::kHeadSize / 2 * sizeof(Frequency);
+    static_assert(sizeof(typename Warp::Tile) % 16 == 0 && turning % 16 == 0);
+    return kWarps * static_cast<std::size_t>(stages) * sizeof(typename Warp::Tile) + turning;
   }
 };
 

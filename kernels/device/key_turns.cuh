@@ -1,4 +1,5 @@
-// RoPE of a key where it is read, by how far it lies behind the query.
+// RoPE of a key where it is read, by how far it lies behind the query; and of a query that stands
+// too far ahead.
 //
 // An angle is a fraction of a turn in fixed point: a position times a frequency of 64 bits, modulo
 // one turn, has lost nothing at any position.
@@ -22,6 +23,19 @@ __device__ inline Frequency frequency_of(float inv_freq) {
   return make_uint2(static_cast<std::uint32_t>(fixed >> 32), static_cast<std::uint32_t>(fixed));
 }
 
+/// The angle of so many positions, as a fraction of 2^32.
+__device__ inline std::uint32_t angle_of(Frequency frequency, std::uint32_t positions) {
+  return frequency.x * positions + __umulhi(frequency.y, positions);
+}
+
+/// Cosine and sine of a turn back by so many positions, to the last bits of a float, and slowly.
+__device__ inline float2 turn_back(Frequency frequency, std::uint32_t positions) {
+  const auto angle = static_cast<float>(static_cast<std::int32_t>(angle_of(frequency, positions)));
+  float2 at;
+  sincospif(angle * 0x1p-31f, &at.y, &at.x);
+  return make_float2(at.x, -at.y);
+}
+
 /// The turns of one pair's keys.
 struct KeyTurns {
   const Frequency* frequencies;  // [head_size / 2], in shared memory
@@ -37,22 +51,14 @@ struct KeyTurns {
   /// Cosine and sine of a key's angle against the query: negative, since it lies behind. To 2^-20.
   __device__ float2 cos_sin(int i, std::uint32_t positions) const {
     // The fraction's upper 23 bits as a float from -1/2 to 1/2.
-    const float turns = __uint_as_float(turn(i, positions) >> 9 ^ 0x3fc00000u) - 1.5f;
+    const std::uint32_t angle = angle_of(frequencies[i], positions);
+    const float turns = __uint_as_float(angle >> 9 ^ 0x3fc00000u) - 1.5f;
     constexpr float kTwoPi = 6.28318530717958647692f;
     return make_float2(__cosf(turns * kTwoPi), -__sinf(turns * kTwoPi));
   }
   /// The same to the last bits of a float, and slowly.
   __device__ float2 cos_sin_precise(int i, std::uint32_t positions) const {
-    const auto half_turns = static_cast<float>(static_cast<std::int32_t>(turn(i, positions)));
-    float2 at;
-    sincospif(half_turns * 0x1p-31f, &at.y, &at.x);
-    return make_float2(at.x, -at.y);
-  }
-
- private:
-  __device__ std::uint32_t turn(int i, std::uint32_t positions) const {
-    const Frequency frequency = frequencies[i];
-    return frequency.x * positions + __umulhi(frequency.y, positions);
+    return turn_back(frequencies[i], positions);
   }
 };
 
