@@ -14,8 +14,7 @@ namespace {
 constexpr std::size_t kRowBytes = std::size_t{1} << 19;  // exponentials in flight, of 1 MB of cache
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kQuad] = {kNever, kNever, kNever, kNever};
-constexpr std::size_t kTilePanels =
-    3;  // of keys, which stay in the nearest cache with their logits
+constexpr std::size_t kTilePanels = 6;  // of keys: a tile of logits stays in a near cache
 constexpr std::size_t kTileTokens = kTilePanels * 16;
 constexpr std::size_t kTailTokens = 64;  // of a range whose sum is kept
 
