@@ -43,7 +43,6 @@ void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& r
     unrounded_->compute(first, count, from);
   }
   room_.admissions.forget_before(first);
-  room_.requests.begin_block(first, count);
   const auto step = [&](std::size_t c, std::uint32_t query) {
     runs_[c]->attend(query, rows, unrounded_ ? unrounded_.get() : &rows, places_.get(), room_);
     if (watcher_) watcher_(c, query, runs_[c]->visible());

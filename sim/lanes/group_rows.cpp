@@ -140,7 +140,7 @@ const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
     parts.flags = true;
     const Requests wanted = requests(query);
     parts.bits.resize(heads() * words_);
-    parts.sure = 0;
+    parts.sure.resize(heads());
     for (std::uint32_t quad = 0; quad < quads_; ++quad) {
       float low[kQuad] = {}, high[kQuad] = {};
       for (std::size_t h = 0; h < kQuad; ++h) {
@@ -149,10 +149,10 @@ const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
         low[h] = band.low;
         high[h] = band.high;
       }
-      const std::uint64_t unsure =
+      const std::uint32_t unsure =
           row_loops().flag(e(query, quad), query + std::size_t{1}, wanted.least + quad * kQuad, low,
                            high, parts.bits.data() + quad * kQuad * words_, words_);
-      parts.sure |= (~unsure & 15) << quad * kQuad;
+      for (std::size_t h = 0; h < kQuad; ++h) parts.sure[quad * kQuad + h] = !(unsure >> h & 1);
     }
     for (std::uint32_t h = 0; h < heads(); ++h)
       parts.bits[h * words_ + query / 64] &= ~(std::uint64_t{1} << query % 64);

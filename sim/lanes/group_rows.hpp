@@ -71,7 +71,7 @@ class GroupRows {
   /// Whether the tokens that a head requests, its own included, depend on no sum's rounding.
   bool surely_requested(std::uint32_t query, std::uint32_t head) {
     request_bits(query);
-    return lazy(query).sure >> head & 1;
+    return lazy(query).sure[head];
   }
   /// The same tokens for a live set whose largest exponential is `most`, as bits
   /// [query / 64 + 1]. Whether they are sure.
@@ -97,7 +97,7 @@ class GroupRows {
     bool requests = false, flags = false, masses = false, asked = false, tails = false;
     std::vector<float> least;
     std::vector<std::uint64_t> bits;
-    std::uint64_t sure = 0;  // bits by head
+    std::vector<bool> sure;  // [heads()]
     AlignedVector<std::uint64_t> mass;
     std::vector<std::uint32_t> count, any;
     std::vector<std::array<double, kQuad>> tail;  // [quad][token / 64]: sums from there on

@@ -1,22 +1,13 @@
 #include "sim/lanes/request_levels.hpp"
 
-#include <algorithm>
-
 #include "traces/numeric/softmax.hpp"
 
 namespace kvlab {
 
-void RequestLevels::begin_block(std::uint32_t first, std::uint32_t count) {
-  first_ = first;
-  rows_.resize(std::max<std::size_t>(rows_.size(), count));
-  for (auto& heads : rows_)
-    for (Head& head : heads) head.used = 0;
-}
-
 const std::uint64_t* RequestLevels::ask(std::uint32_t query, GroupRows& rows, const float* most,
                                         const std::uint64_t* live) {
   const std::size_t words = query / 64 + 1;
-  rows_[query - first_].resize(rows.group());
+  if (query != query_) begin_row(query, rows.group());
   asked_.assign(words, 0);
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     if (most[head] < kSharedSumFloor) return nullptr;
@@ -27,9 +18,15 @@ const std::uint64_t* RequestLevels::ask(std::uint32_t query, GroupRows& rows, co
   return asked_.data();
 }
 
+void RequestLevels::begin_row(std::uint32_t query, std::uint32_t group) {
+  query_ = query;
+  heads_.resize(group);
+  for (Head& head : heads_) head.used = 0;
+}
+
 const RequestLevels::Level& RequestLevels::level(std::uint32_t query, std::uint32_t head,
                                                  float most, GroupRows& rows) {
-  Head& own = rows_[query - first_][head];
+  Head& own = heads_[head];
   if (own.used == 0) add_whole(query, head, own, rows);
   for (std::size_t l = 0; l < own.used; ++l)
     if (!(own.levels[l].most < most) && !(own.levels[l].most > most)) return own.levels[l];

@@ -12,11 +12,9 @@ namespace kvlab {
 
 class RequestLevels {
  public:
-  /// Forgets all; the queries [first, first + count) come.
-  void begin_block(std::uint32_t first, std::uint32_t count);
   /// The tokens of `live` (bits; those behind the query do not count) that some head of the group
   /// requests, most[h] being a head's largest exponential there: bits, [query / 64 + 1]. Null where
-  /// rounding decides or a head has next to nothing left.
+  /// rounding decides or a head has next to nothing left. A query's calls come together.
   const std::uint64_t* ask(std::uint32_t query, GroupRows& rows, const float* most,
                            const std::uint64_t* live);
 
@@ -31,11 +29,12 @@ class RequestLevels {
     std::vector<Level> levels;  // room: only `used` of them
     std::size_t used = 0;
   };
+  void begin_row(std::uint32_t query, std::uint32_t group);
   static void add_whole(std::uint32_t query, std::uint32_t head, Head& own, GroupRows& rows);
   const Level& level(std::uint32_t query, std::uint32_t head, float most, GroupRows& rows);
 
-  std::uint32_t first_ = 0;
-  std::vector<std::vector<Head>> rows_;  // [query - first_][group]
+  std::uint32_t query_ = ~std::uint32_t{0};
+  std::vector<Head> heads_;  // [group]
   std::vector<std::uint64_t> asked_;
 };
 
