@@ -170,13 +170,12 @@ std::size_t clustered_bytes(const PairAttention& args, int stages) {
 }
 
 /// Tiles that a warp keeps in shared memory, all that it may have, where pairs get clusters; else
-/// 0. There is to be a multiprocessor for each CTA. Whoever observes takes parts as they come from
-/// the other kernel.
+/// 0. There is to be a multiprocessor for each CTA. Logits are left by the other kernel only.
 template <class Warp>
 int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
   const std::int64_t tiles = row_slots(args.table.most_slots) / kSlotsPerTile;
   const std::int64_t each = (tiles + kClusterCtas - 1) / kClusterCtas;
-  const bool fits = limits.early_start && args.rows.ready == nullptr &&
+  const bool fits = limits.early_start && args.rows.logits == nullptr &&
                     args.table.pairs * kClusterCtas <= limits.multiprocessors &&
                     each <= Warp::kMostStages &&
                     clustered_bytes<Warp>(args, static_cast<int>(each)) <=

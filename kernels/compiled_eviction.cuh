@@ -18,7 +18,8 @@ EvictionKernels described(const void* kernel) {
           .params = write_params<P>,
           .kernel = kernel,
           .attention_workspace = nullptr,
-          .attend = nullptr};
+          .attend = nullptr,
+          .observe = nullptr};
 }
 
 template <Policy P>

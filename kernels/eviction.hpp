@@ -80,4 +80,7 @@ struct EvictingAttentionArgs {
 };
 inline constexpr std::uint32_t kIdle = 0xffff'ffffu;
 
+/// Of one launch that observes.
+inline constexpr int kMostObservedLayers = 8;
+
 }  // namespace kvlab::kernels

@@ -24,12 +24,21 @@ struct EvictionKernels {
   const void* kernel;
   /// Of EvictingAttentionArgs::workspace, bytes.
   std::size_t (*attention_workspace)(const SlotCache& cache);
-  /// Launches the attention and `kernel`.
+  /// Attends, and leaves in the workspace what `observe` needs.
   cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                         cudaStream_t stream);
+  /// Launches `kernel` behind the attention of some layers, each with a workspace of its own;
+  /// kMostObservedLayers at most, which differ in nothing but their arrays. The next attention of
+  /// such a layer, or with its workspace, must come behind it; nothing else need wait. `next`: the
+  /// attention is the launch before it in `stream`.
+  cudaError_t (*observe)(const EvictionKernels& policy,
+                         std::span<const EvictingAttentionArgs> layers, bool next,
+                         cudaStream_t stream);
 
+  /// Both.
   cudaError_t attention(const EvictingAttentionArgs& args, cudaStream_t stream) const {
-    return attend(*this, args, stream);
+    const cudaError_t error = attend(*this, args, stream);
+    return error != cudaSuccess ? error : observe(*this, {&args, 1}, true, stream);
   }
 };
 
@@ -43,12 +52,12 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
 }
 
 /// What launches `policy.kernel`: observe_pairs<P> (observing_attention.cuh), or evict_kernel<P>
-/// (plain_eviction.cuh). Fills in attention_workspace and attend; all else is given.
+/// (plain_eviction.cuh). Fills in attention_workspace, attend and observe; all else is given.
 EvictionKernels observing_kernels(EvictionKernels policy);
 EvictionKernels plain_kernels(EvictionKernels policy);
 
-/// Every registered policy, in the registry's order: the fast kernels, two launches that overlap.
-/// Squeezed positions need SlotCache::ages, and all of a head rotated.
+/// Every registered policy, in the registry's order: the fast kernels, an attention and a launch
+/// behind it. Squeezed positions need SlotCache::ages, and all of a head rotated.
 const std::vector<EvictionKernels>& observing_eviction();
 
 /// Every registered policy, in the registry's order: three plain launches, on any device. Logits

@@ -34,8 +34,8 @@ PairAttention pairs_of(const SlotCache& cache) {
   return pairs;
 }
 
-int chunks_of(int most_slots, bool observes) {
-  const int slots = kObserveThreads * slots_per_thread(observes);
+int chunks_of(int most_slots) {
+  constexpr int slots = kObserveThreads * kObservedSlots;
   return (most_slots + slots - 1) / slots;
 }
 
@@ -45,12 +45,13 @@ struct Layout {
 
   explicit Layout(const PairAttention& pairs) : logits((attention_bytes(pairs) + 15) / 16 * 16) {
     const auto count = static_cast<std::size_t>(pairs.table.pairs);
-    softmax = logits + count * static_cast<std::size_t>(logits_stride(pairs.group)) *
-                           static_cast<std::size_t>(row_slots(pairs.table.most_slots)) *
-                           sizeof(float);
+    softmax = logits +
+              count * static_cast<std::size_t>(logits_stride(pairs.group)) *
+                  static_cast<std::size_t>(row_slots(pairs.table.most_slots)) * sizeof(float) +
+              kL2Line;
     leaving = softmax + count * kMostGroup * sizeof(float2);
-    gone = leaving + count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots, true)) *
-                         sizeof(Leaving);
+    gone = leaving +
+           count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) * sizeof(Leaving);
     end = gone + count * sizeof(std::uint32_t);
   }
 
@@ -76,6 +77,35 @@ bool complete(const EvictingAttentionArgs& args) {
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
+/// Lines of the L2 cache hold nothing else.
+float* logits_from(std::byte* begin) {
+  const auto at = reinterpret_cast<std::uintptr_t>(begin);
+  return reinterpret_cast<float*>(begin + (kL2Line - at % kL2Line) % kL2Line);
+}
+
+/// Where the kernels find what, and what the attention is to leave.
+ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
+  const bool observes = policy.needs != Needs::nothing,
+             by_age = args.numbering == Positions::cache && !args.two_frames;
+  const PairAttention pairs = pairs_of(args.cache);
+  const Layout at(pairs);
+  auto* const bytes = static_cast<std::byte*>(args.workspace);
+  ObservePlan plan{
+      .args = args,
+      .table = pairs.table,
+      .rows = {.logits = observes ? logits_from(bytes + at.logits) : nullptr,
+               .softmax = observes ? reinterpret_cast<float2*>(bytes + at.softmax) : nullptr,
+               .gone = by_age ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr},
+      .row_slots = row_slots(args.cache.most_slots),
+      .group = pairs.group,
+      .by_age = by_age,
+      .chunks = chunks_of(args.cache.most_slots),
+      .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
+      .observed = static_cast<Signals*>(args.workspace)->observed};
+  plan.table.now = args.now;
+  return plan;
+}
+
 constexpr int kNumberThreads = 256;
 
 /// A thread for each slot of a pair (blockIdx.y).
@@ -92,51 +122,68 @@ __global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) 
   cache.ages[first + slot] = older;
 }
 
-}  // namespace
+bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
+  return args.workspace != nullptr && complete(policy, args) && complete(args) &&
+         pair_attention_workspace(pairs_of(args.cache)) != 0;
+}
+
+cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                   cudaStream_t stream) {
+  if (!supported(policy, args)) return cudaErrorInvalidValue;
+  PairAttention pairs = pairs_of(args.cache);
+  pairs.table.now = args.now;
+  pairs.q = args.q;
+  pairs.out = args.out;
+  pairs.lse = args.lse;
+  pairs.settled = args.settled;
+  pairs.rows = plan_of(policy, args).rows;
+  pairs.workspace = args.workspace;
+  if (args.numbering == Positions::cache) {
+    pairs.inv_freq = args.inv_freq;
+    if (args.two_frames) {
+      pairs.rules = args.policy.rules;
+    } else {
+      pairs.ages = args.cache.ages;
+      pairs.softmax_scale *= args.rope_factor * args.rope_factor;
+    }
+  }
+  return pair_attention(pairs, stream);
+}
+
+/// Whether one launch serves both: it has the blocks of the one for each.
+bool go_together(const ObservePlan& one, const ObservePlan& other) {
+  return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
+}
+
+cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAttentionArgs> layers,
+                    bool next, cudaStream_t stream) {
+  if (layers.empty() || layers.size() > kMostObservedLayers) return cudaErrorInvalidValue;
+  ObservePlans plans{};
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    if (!supported(policy, layers[i])) return cudaErrorInvalidValue;
+    plans.layers[i] = plan_of(policy, layers[i]);
+    if (!go_together(plans.layers[0], plans.layers[i])) return cudaErrorInvalidValue;
+  }
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(policy.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared))
+    return error;  // a multiprocessor set up for the attention takes no other blocks
+  const ObservePlan& first = plans.layers[0];
+  const dim3 blocks(static_cast<unsigned>(first.chunks), static_cast<unsigned>(first.table.pairs),
+                    static_cast<unsigned>(layers.size()));
+  void* parameters[] = {&plans};
+  if (!next) limits.early_start = false;  // there is nothing of its own to do ahead
+  return launch(limits, policy.kernel, {blocks, kObserveThreads, 0, stream}, parameters);
+}
 
 std::size_t observing_workspace(const SlotCache& cache) {
   const PairAttention pairs = pairs_of(cache);
   return pair_attention_workspace(pairs) == 0 ? 0 : Layout(pairs).end;
 }
 
-cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, ObservePlan& plan,
-                       cudaStream_t stream) {
-  if (!complete(args)) return cudaErrorInvalidValue;
-  const bool squeezed = args.numbering == Positions::cache;
-  const bool by_age = squeezed && !args.two_frames;
-  PairAttention pairs = pairs_of(args.cache);
-  if (pair_attention_workspace(pairs) == 0) return cudaErrorInvalidValue;
-  pairs.table.now = args.now;
-  pairs.q = args.q;
-  pairs.out = args.out;
-  pairs.lse = args.lse;
-  pairs.settled = args.settled;
-  pairs.workspace = args.workspace;
-  if (squeezed) pairs.inv_freq = args.inv_freq;
-  if (by_age) {
-    pairs.ages = args.cache.ages;
-    pairs.softmax_scale *= args.rope_factor * args.rope_factor;
-  } else if (squeezed) {
-    pairs.rules = args.policy.rules;
-  }
-  const Layout at(pairs);
-  auto* const bytes = static_cast<std::byte*>(args.workspace);
-  auto* const signals = static_cast<Signals*>(args.workspace);
-  pairs.rows = {.logits = observes ? reinterpret_cast<float*>(bytes + at.logits) : nullptr,
-                .softmax = reinterpret_cast<float2*>(bytes + at.softmax),
-                .gone = by_age ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr,
-                .ready = signals->ready};
-  plan = {.args = args,
-          .table = pairs.table,
-          .rows = pairs.rows,
-          .row_slots = row_slots(args.cache.most_slots),
-          .group = pairs.group,
-          .by_age = by_age,
-          .chunks = chunks_of(args.cache.most_slots, observes),
-          .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
-          .observed = signals->observed};
-  return pair_attention(pairs, stream);
-}
+}  // namespace
 
 cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
   const PairTable table = pairs_of(cache).table;
@@ -150,30 +197,10 @@ cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
   return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
 }
 
-namespace {
-
-cudaError_t attend_and_observe(const EvictionKernels& policy, const EvictingAttentionArgs& args,
-                               cudaStream_t stream) {
-  if (!complete(policy, args)) return cudaErrorInvalidValue;
-  ObservePlan plan;
-  const bool observes = policy.needs != Needs::nothing;
-  if (const cudaError_t error = attend_for(args, observes, plan, stream)) return error;
-  DeviceLimits limits;
-  if (const cudaError_t error = device_limits(limits)) return error;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(policy.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared))
-    return error;  // a multiprocessor set up for the attention takes no other blocks
-  const dim3 blocks(static_cast<unsigned>(plan.table.pairs * plan.chunks));
-  void* parameters[] = {&plan};
-  return launch(limits, policy.kernel, {blocks, kObserveThreads, 0, stream}, parameters);
-}
-
-}  // namespace
-
 EvictionKernels observing_kernels(EvictionKernels policy) {
   policy.attention_workspace = observing_workspace;
-  policy.attend = attend_and_observe;
+  policy.attend = attend;
+  policy.observe = observe;
   return policy;
 }
 

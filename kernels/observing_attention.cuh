@@ -1,7 +1,7 @@
-// Attention that observes: the part that knows the policy. Behind pair_attention runs one more
-// launch, which starts while that one still runs, fetches states and positions, and waits pair by
-// pair until the logits are there: neither keys nor values are read again. Two of its blocks fit
-// beside two CTAs of the attention on a multiprocessor, where keys are not turned by age.
+// Attention that observes: the part that knows the policy. pair_attention leaves its logits,
+// largest logits and sums; a launch behind it, for one layer or several, shows the policy what each
+// token received: neither keys nor values are read again. Nothing waits for it before the next step
+// of the same layer, so that it may run beside whatever else the step does.
 //
 // Bytes beside keys and values, for each slot: the state read and written, the position read, and
 // where keys are turned by age the age read and written: 20 for 8-byte states, 3.9% of keys and
@@ -44,41 +44,46 @@ struct PairBlock {
   int live, newest;
   std::int64_t first;
   std::uint32_t now;
+  PairRule rule;
   typename P::Params params;
+  Step attended;
 
+  /// All of it is sent for at once.
   __device__ PairBlock(const ObservePlan& observe, int index)
       : args(observe.args), plan(observe), pair(pair_of(index, args.cache.kv_heads)) {
-    live = live_slots(plan.table, index);
+    now = args.now[pair.sequence];
     newest = args.cache.next_slots[index];
     first = args.cache.first_slot[index];
-    now = args.now[pair.sequence];
+    rule = args.policy.rules[index];
     params = params_of<P>(args.policy, pair);
+    live = min(live_slots(args.cache, pair), args.cache.most_slots);
+    attended = step_of(args.policy, pair, now, static_cast<std::uint32_t>(live), 1);
+    if (now == kIdle) live = 0;
   }
 
-  __device__ Step attended() const {
-    return step_of(args.policy, pair, now, static_cast<std::uint32_t>(live), 1);
-  }
   __device__ bool is_full() const {
-    const std::uint32_t budget = args.policy.rules[pair.index].budget;
-    return P::kInfo.evicts && budget != kUnlimited && static_cast<std::uint32_t>(live) >= budget;
+    return P::kInfo.evicts && rule.budget != kUnlimited &&
+           static_cast<std::uint32_t>(live) >= rule.budget;
   }
   __device__ typename P::Slot* state(int slot) const {
     return reinterpret_cast<typename P::Slot*>(args.policy.states) + first + slot;
   }
   __device__ std::uint32_t* age(int slot) const { return args.cache.ages + first + slot; }
 
-  /// What the attention before does not write. The newest token's state is made here.
+  /// Sends for what is known of a slot.
   __device__ OwnSlot<P> load(int slot) const {
     OwnSlot<P> own{.slot = slot};
     own.live = slot < live;
     own.newest = slot == newest;
-    if (!own.live) return own;
-    own.position = own.newest ? now : args.cache.positions[first + slot];
-    if (plan.by_age && !own.newest) own.age = *age(slot);
-    if constexpr (kHasState<P>)
-      if (!own.newest) own.state = *state(slot);
-    if (own.newest) P::admit(own.state, Token{own.position}, params, attended());
+    if (own.live) own.position = args.cache.positions[first + slot];
+    if (!own.live || own.newest) return own;
+    if (plan.by_age) own.age = *age(slot);
+    if constexpr (kHasState<P>) own.state = *state(slot);
     return own;
+  }
+  /// The newest token's state is made here.
+  __device__ void admit(OwnSlot<P>& own) const {
+    if (own.live && own.newest) P::admit(own.state, Token{own.position}, params, attended);
   }
 
   /// The newest token's place by age is the last; who was younger than the victim moves up.
@@ -88,9 +93,10 @@ struct PairBlock {
   }
 
   __device__ LeavingKey leaving_key(const OwnSlot<P>& own) const {
-    const Step leaves = step_of(args.policy, pair, now + 1, static_cast<std::uint32_t>(live), 0);
-    const Guards guards = guards_of(args.policy.rules[pair.index]);
-    return {guards.guard(own.position, leaves.now),
+    Step leaves = attended;
+    leaves.now = now + 1;
+    leaves.queries = 0;
+    return {guards_of(rule).guard(own.position, leaves.now),
             P::rank(own.state, Token{own.position}, params, leaves), own.position};
   }
 
@@ -101,50 +107,6 @@ struct PairBlock {
   }
 };
 
-/// What one slot received, from the logits of the group's query heads.
-template <Policy P>
-__device__ Observation observation_at(const PairBlock<P>& block, int slot, const float2* softmax,
-                                      const float* floors) {
-  const ObservePlan& plan = block.plan;
-  const int stride = logits_stride(plan.group);
-  const float* const logits =
-      plan.rows.logits + (block.pair.index * plan.row_slots + slot) * std::int64_t{stride};
-  Observation seen{.queries = 1};
-  MassSum sum;
-  const auto see = [&](float logit, int head) {
-    const float p = exp2_fast(logit - softmax[head].x) * softmax[head].y;
-    if constexpr (P::kInfo.needs == Needs::requests) {
-      if (p >= floors[head]) seen.requests = 1;
-    } else if constexpr (P::kInfo.weighted) {
-      const float weight = P::tail(block.params) > 0 ? P::weight(0, block.params) : 0.0f;
-      seen.mass += fixed_mass(weight, p);
-    } else {
-      sum.add(p);
-    }
-  };
-  if (stride == 1) {
-    see(__ldcg(logits), 0);
-  } else if (stride == 8) {  // the second half of a sector comes from the L1 cache
-    for (int head = 0; head < plan.group; head += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(logits + head);
-      see(four.x, head);
-      see(four.y, head + 1);
-      see(four.z, head + 2);
-      if (head + 3 < plan.group) see(four.w, head + 3);
-    }
-  } else {
-    for (int head = 0; head < plan.group; head += 2) {
-      const float2 two = __ldcg(reinterpret_cast<const float2*>(logits + head));
-      see(two.x, head);
-      if (head + 1 < plan.group) see(two.y, head + 1);
-    }
-  }
-  if constexpr (P::kInfo.needs == Needs::mass && !P::kInfo.weighted)
-    seen.mass = sum.total(static_cast<std::uint32_t>(plan.group));
-  if (seen.requests > 0) seen.last_request = block.now;
-  return seen;
-}
-
 /// What the block's threads share.
 struct ObserveShared {
   float2 softmax[kMostGroup];
@@ -153,7 +115,7 @@ struct ObserveShared {
   bool is_last;
 };
 
-/// By the whole block, once the pair's flag is up.
+/// By the whole block; ends with a barrier.
 template <Policy P>
 __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
   const int head = static_cast<int>(threadIdx.x);
@@ -167,6 +129,94 @@ __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
   __syncthreads();
 }
 
+/// The group's logits of a slot, kWidth heads at a time.
+template <int kWidth>
+struct alignas(kWidth * sizeof(float)) Logits {
+  float of[kWidth];
+};
+template <int kWidth>
+__device__ Logits<kWidth> load_logits(const float* from) {
+  if constexpr (kWidth == 4) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
+    return {four.x, four.y, four.z, four.w};
+  } else if constexpr (kWidth == 2) {
+    const float2 two = __ldcg(reinterpret_cast<const float2*>(from));
+    return {two.x, two.y};
+  } else {
+    return {__ldcg(from)};
+  }
+}
+
+/// What a slot has received so far.
+template <Policy P>
+struct Received {
+  MassSum sum;
+  std::uint64_t weighted = 0;
+  bool requested = false;
+
+  __device__ void add(float p, float floor, const PairBlock<P>& block) {
+    if constexpr (P::kInfo.needs == Needs::requests)
+      requested |= p >= floor;
+    else if constexpr (P::kInfo.weighted)
+      weighted += fixed_mass(P::tail(block.params) > 0 ? P::weight(0, block.params) : 0.0f, p);
+    else
+      sum.add(p);
+  }
+  __device__ Observation observation(const PairBlock<P>& block) const {
+    Observation seen{.queries = 1};
+    if constexpr (P::kInfo.needs == Needs::requests) {
+      seen.requests = requested ? 1 : 0;
+      seen.last_request = requested ? block.now : 0;
+    } else {
+      seen.mass =
+          P::kInfo.weighted ? weighted : sum.total(static_cast<std::uint32_t>(block.plan.group));
+    }
+    return seen;
+  }
+};
+
+/// Adds up what all query heads of the group gave to a thread's slots: the loads of all slots are
+/// on their way at once.
+template <int kWidth, Policy P, int kSlots>
+__device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
+                        const ObserveShared& shared, Received<P> (&received)[kSlots]) {
+  const ObservePlan& plan = block.plan;
+  const int stride = logits_stride(plan.group);
+  const float* const logits = plan.rows.logits + block.pair.index * plan.row_slots * stride;
+#pragma unroll 1
+  for (int head = 0; head < plan.group; head += kWidth) {
+    Logits<kWidth> some[kSlots];
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      for (float& logit : some[i].of) logit = -INFINITY;  // gives nothing
+      if (own[i].live) some[i] = load_logits<kWidth>(logits + own[i].slot * stride + head);
+    }
+#pragma unroll
+    for (int h = 0; h < kWidth; ++h) {
+      if (head + h >= plan.group) break;
+      const float2 softmax = shared.softmax[head + h];
+      const float floor = shared.floors[head + h];
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i)
+        received[i].add(exp2_fast(some[i].of[h] - softmax.x) * softmax.y, floor, block);
+    }
+  }
+}
+
+/// Gives up a warp's logits, which nobody reads again: else the L2 cache would write them to
+/// memory.
+template <Policy P>
+__device__ void discard_logits(const PairBlock<P>& block, int slot) {
+  constexpr int kLine = kL2Line / sizeof(float);
+  const int stride = logits_stride(block.plan.group);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const float* const line = block.plan.rows.logits +
+                            (block.pair.index * block.plan.row_slots + slot - lane) * stride +
+                            lane * kLine;
+  if (slot - lane < block.live && lane < stride)
+    asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kL2Line) : "memory");
+}
+
 /// Shows the policy what its slots received, and notes it.
 template <Policy P, int kSlots>
 __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
@@ -174,18 +224,33 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
   const PolicyState& policy = block.args.policy;
   if constexpr (kObserves<P>) {
     load_softmax(block, shared);
+    Received<P> received[kSlots];
+    const int stride = logits_stride(block.plan.group);
+    if (stride % 4 == 0)
+      receive<4>(block, own, shared, received);
+    else if (stride % 2 == 0)
+      receive<2>(block, own, shared, received);
+    else
+      receive<1>(block, own, shared, received);
 #pragma unroll
-    for (OwnSlot<P>& mine : own) {
+    for (int i = 0; i < kSlots; ++i) {
+      OwnSlot<P>& mine = own[i];
       if (!mine.live) continue;
-      const Observation seen = observation_at(block, mine.slot, shared.softmax, shared.floors);
+      const Observation seen = received[i].observation(block);
       if (policy.seen != nullptr) policy.seen[block.first + mine.slot] = seen;
-      P::observe(mine.state, seen, block.params, block.attended());
+      P::observe(mine.state, seen, block.params, block.attended);
     }
+    __syncwarp();
+#pragma unroll
+    for (const OwnSlot<P>& mine : own) discard_logits(block, mine.slot);
   }
+  const std::uint32_t gone =
+      block.plan.by_age ? __ldcg(&block.plan.rows.gone[block.pair.index]) : 0;
+#pragma unroll
   for (const OwnSlot<P>& mine : own) {
     if (!mine.live) continue;
     if constexpr (kHasState<P>) *block.state(mine.slot) = mine.state;
-    if (block.plan.by_age) block.renumber(mine, __ldcg(&block.plan.rows.gone[block.pair.index]));
+    if (block.plan.by_age) block.renumber(mine, gone);
   }
 }
 
@@ -195,59 +260,50 @@ __device__ Leaving first_of_slots(const PairBlock<P>& block, const OwnSlot<P> (&
                                   Leaving* shared) {
   Leaving first = Leaving::none();
   if (!block.is_full()) return first;  // the same for all threads
+#pragma unroll
   for (const OwnSlot<P>& mine : own)
     if (mine.live) first = first_to_leave(first, {block.leaving_key(mine), mine.slot});
   return block_first_to_leave(first, shared);
 }
 
-/// Blocks pair by pair, plan.chunks for each. The last of a pair's to be through says where its
-/// next token goes. (Six of a multiprocessor: 40 registers a thread, so that two fit beside the
-/// attention. The first then wait for their pairs, and need not start when those are ready.)
+/// blockIdx: part of a pair, pair, layer. The last of a pair's blocks to be through says where its
+/// next token goes.
 template <Policy P>
-__global__ void __launch_bounds__(kObserveThreads, 6)
-    observe_pairs(const __grid_constant__ ObservePlan plan) {
-  constexpr int kSlots = slots_per_thread(kObserves<P>);
+__global__ void __launch_bounds__(kObserveThreads, 4)
+    observe_pairs(const __grid_constant__ ObservePlans plans) {
   __shared__ ObserveShared shared;
-  const EvictingAttentionArgs& args = plan.args;
-  if (!args.settled) wait_for_predecessor();
-  let_successor_start();
-  const int chunk = static_cast<int>(blockIdx.x) % plan.chunks;
-  const PairBlock<P> block(plan, static_cast<int>(blockIdx.x) / plan.chunks);
-  const int pair = block.pair.index;
-  if (block.live == 0) {
-    wait_for_predecessor();
+  wait_for_predecessor();
+  const ObservePlan& plan = plans.layers[blockIdx.z];
+  const int chunk = static_cast<int>(blockIdx.x), pair = static_cast<int>(blockIdx.y);
+  const PairBlock<P> block(plan, pair);
+  if (block.live == 0) return;
+  OwnSlot<P> own[kObservedSlots];
+#pragma unroll
+  for (int i = 0; i < kObservedSlots; ++i)
+    own[i] =
+        block.load((chunk * kObservedSlots + i) * kObserveThreads + static_cast<int>(threadIdx.x));
+#pragma unroll
+  for (OwnSlot<P>& mine : own) block.admit(mine);
+  observe_slots(block, own, shared);
+  const Leaving first = first_of_slots(block, own, shared.leaving);
+  if (plan.chunks == 1) {
+    if (threadIdx.x == 0) block.finish(first.slot);
     return;
   }
-  OwnSlot<P> own[kSlots];
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i)
-    own[i] = block.load((chunk * kSlots + i) * kObserveThreads + static_cast<int>(threadIdx.x));
-  if (kObserves<P> || plan.by_age) {
-    if (threadIdx.x == 0) wait_for_flag(&plan.rows.ready[pair]);
-    __syncthreads();
-    observe_slots(block, own, shared);
-  } else if constexpr (kHasState<P>) {
-    observe_slots(block, own, shared);
-  }
-  const Leaving first = first_of_slots(block, own, shared.leaving);
   if (threadIdx.x == 0) {
-    plan.leaving[blockIdx.x] = first;
+    plan.leaving[pair * plan.chunks + chunk] = first;
     shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
   }
   __syncthreads();
-  if (shared.is_last && threadIdx.x < kWarpSize) {
-    Leaving victim = Leaving::none();
-    for (int i = static_cast<int>(threadIdx.x); i < plan.chunks; i += kWarpSize)
-      victim = first_to_leave(victim, plan.leaving[blockIdx.x - chunk + i]);
-    victim = warp_first_to_leave(victim);
-    if (threadIdx.x == 0) {
-      wait_for_flag(&plan.rows.ready[pair]);
-      block.finish(victim.slot);
-      plan.rows.ready[pair] = 0;
-      plan.observed[pair] = 0;
-    }
+  if (!shared.is_last || threadIdx.x >= kWarpSize) return;
+  Leaving victim = Leaving::none();
+  for (int i = static_cast<int>(threadIdx.x); i < plan.chunks; i += kWarpSize)
+    victim = first_to_leave(victim, plan.leaving[pair * plan.chunks + i]);
+  victim = warp_first_to_leave(victim);
+  if (threadIdx.x == 0) {
+    block.finish(victim.slot);
+    plan.observed[pair] = 0;
   }
-  wait_for_predecessor();
 }
 
 }  // namespace kvlab::kernels

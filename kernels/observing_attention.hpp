@@ -10,11 +10,10 @@ namespace kvlab::kernels {
 struct Leaving;
 
 inline constexpr int kObserveThreads = 256;
-/// Slots of a thread. Two where it waits for logits: twice as many blocks run then while the
-/// attention does.
-constexpr int slots_per_thread(bool observes) { return observes ? 2 : 4; }
+inline constexpr int kObservedSlots = 4;  ///< of a thread
+inline constexpr int kL2Line = 128;       ///< bytes
 
-/// What the launch behind the attention needs.
+/// What is observed of one layer: what its attention was given, and what it left.
 struct ObservePlan {
   EvictingAttentionArgs args;
   PairTable table;
@@ -27,10 +26,9 @@ struct ObservePlan {
   std::int32_t* observed;  // [pair], zero between launches
 };
 
-/// Launches the attention, with logits left for the launch behind it if `observes`, and says what
-/// that one needs.
-cudaError_t attend_for(const EvictingAttentionArgs& args, bool observes, ObservePlan& plan,
-                       cudaStream_t stream);
-std::size_t observing_workspace(const SlotCache& cache);
+/// The layers of one launch, a kernel's parameter.
+struct ObservePlans {
+  ObservePlan layers[kMostObservedLayers];
+};
 
 }  // namespace kvlab::kernels

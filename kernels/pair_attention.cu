@@ -22,16 +22,14 @@ namespace {
 /// Four dimensions of one query head, merged.
 using State = SoftmaxState<4>;
 
-/// For whoever observes. The flag may be raised once the whole CTA has come by.
+/// For whoever observes.
 __device__ void leave_softmax(const PairPlan& plan, int pair, int head, float2 max_and_sum) {
   if (plan.args.rows.softmax != nullptr)
     plan.args.rows.softmax[pair * kMostGroup + head] =
         make_float2(max_and_sum.x, 1 / max_and_sum.y);
 }
-__device__ void raise_ready(const PairPlan& plan, int pair, std::uint32_t gone) {
-  if (plan.args.rows.ready == nullptr) return;
-  if (plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
-  raise_flag(&plan.args.rows.ready[pair]);
+__device__ void leave_gone(const PairPlan& plan, int pair, std::uint32_t gone) {
+  if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
 }
 
 /// Merges what the warps found out about one pair, or about some tiles of it.
@@ -205,8 +203,7 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
   __syncthreads();
   if (threadIdx.x < plan.args.group)
     leave_softmax(plan, pair, threadIdx.x, exchange.rows()[threadIdx.x]);
-  __syncwarp();
-  if (threadIdx.x == 0) raise_ready(plan, pair, gone);
+  leave_gone(plan, pair, gone);
   merge.write(pair);
 }
 
@@ -274,10 +271,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
       ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
   __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
-  // Whoever observes takes the signals of the launch before this one for its own unless that is
-  // over.
-  const bool observed = args.rows.ready != nullptr;
-  if (!observed) let_successor_start();
+  let_successor_start();
   if (left == 0) {
     wait_for_predecessor();
     return;
@@ -290,7 +284,6 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   SinkTurn<typename Warp::Element, Warp::kHeadSize> sink_turn;
   if constexpr (Warp::kTurning == Turning::query) sink_turn.start(args, place);
   wait_for_predecessor();
-  if (observed) let_successor_start();
   Warp state;
   for (bool first = true; left > 0; first = false) {
     if (!first) {
@@ -330,10 +323,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     const bool whole = count == slots.tiles();
     write_pair<Warp>(plan, exchange, slots.pair, whole, blockIdx.x * 2 + (first ? 0 : 1));
     if (whole) {
-      if (args.rows.ready != nullptr) {
-        __syncthreads();
-        if (threadIdx.x == 0) raise_ready(plan, slots.pair, use.turns.gone);
-      }
+      leave_gone(plan, slots.pair, use.turns.gone);
     } else {
       arrive_and_merge<Warp>(plan, PairParts(share, at - place.tile, slots.tiles()), exchange,
                              slots.pair, use.turns.gone);
@@ -376,7 +366,7 @@ template <class Warp>
 Grid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
   Grid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
-  if (args.rows.ready != nullptr) return grid;  // the kernel behind needs its room
+  if (Warp::kTurning != Turning::none) return grid;
   if (most_tiles(args) <= kShort * limits.multiprocessors) {
     // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
     // of a share, or most of it, has been sent for when the query comes.
@@ -430,7 +420,7 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
                       .arrived = signals->arrived,
                       .stages = grid.stages,
                       .read_once = true};
-  if constexpr (Warp::kTurning == Turning::none) {  // the others are always observed
+  if constexpr (Warp::kTurning == Turning::none) {
     if (const int stages = clustered_stages<Warp>(limits, args))
       return launch_clusters<Warp>(limits, plan, stages, stream);
     if (grid.all_ahead) return launch_pairs<Warp, AllTilesAhead<Warp>>(limits, plan, stream);

@@ -24,12 +24,11 @@ struct PairTable {
   std::int64_t sequence_stride, head_stride;  ///< in elements
 };
 
-/// What is left of each pair for a kernel that observes.
+/// What is left of each pair for the launch that observes; all null: nothing.
 struct PairRows {
-  float* logits;    // [pair, row_slots(), logits_stride()], base 2, scaled; null: nothing is left
-  float2* softmax;  // [pair, kMostGroup]: largest logit, 1 / sum of 2^(logit - largest)
+  float* logits;        // [pair, row_slots(), logits_stride()], base 2, scaled
+  float2* softmax;      // [pair, kMostGroup]: largest logit, 1 / sum of 2^(logit - largest)
   std::uint32_t* gone;  // [pair]: age of the token whose slot the newest took; kNone: of none
-  std::int32_t* ready;  // [pair]: raised when the above is there; whoever observes lowers it
   static constexpr std::uint32_t kNone = 0xffff'ffffu;
 };
 /// Slots of a pair in PairRows::logits.
@@ -44,7 +43,6 @@ constexpr int logits_stride(int group) { return group == 1 ? 1 : (group + 1) / 2
 /// sizes may follow each other.
 struct Signals {
   std::int32_t arrived[kMostCtas];    ///< parts of the pair that begins in this CTA and is cut
-  std::int32_t ready[kMostPairs];     ///< PairRows::ready
   std::int32_t observed[kMostPairs];  ///< blocks that have observed their slots of a pair
 };
 

@@ -172,22 +172,34 @@ cudaError_t plain_attention(const EvictingAttentionArgs& args, cudaStream_t stre
 
 namespace {
 
-cudaError_t attend_and_evict(const EvictionKernels& policy, const EvictingAttentionArgs& args,
-                             cudaStream_t stream) {
+cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                   cudaStream_t stream) {
   if (!complete(policy, args)) return cudaErrorInvalidValue;
-  if (const cudaError_t error = plain_attention(args, stream); error != cudaSuccess) return error;
-  const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
-  EvictingAttentionArgs first = args;
-  PlainRows second = plain_rows(args.cache, args.workspace);
-  void* parameters[] = {&first, &second};
-  return cudaLaunchKernel(policy.kernel, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
+  return plain_attention(args, stream);
+}
+
+/// A launch for each layer.
+cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttentionArgs> layers,
+                  bool /*next*/, cudaStream_t stream) {
+  cudaError_t error = layers.empty() ? cudaErrorInvalidValue : cudaSuccess;
+  for (EvictingAttentionArgs args : layers) {
+    if (!valid(args) || !complete(policy, args)) return cudaErrorInvalidValue;
+    const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
+    PlainRows rows = plain_rows(args.cache, args.workspace);
+    void* parameters[] = {&args, &rows};
+    error =
+        cudaLaunchKernel(policy.kernel, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return error;
 }
 
 }  // namespace
 
 EvictionKernels plain_kernels(EvictionKernels policy) {
   policy.attention_workspace = plain_workspace;
-  policy.attend = attend_and_evict;
+  policy.attend = attend;
+  policy.observe = evict;
   return policy;
 }
 

@@ -20,6 +20,6 @@ constexpr std::size_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 /// An attention's workspace begins with signals between blocks: these bytes must be zero before its
 /// first use, and every launch leaves them zero.
-inline constexpr std::size_t kSignalBytes = 263'296;
+inline constexpr std::size_t kSignalBytes = 132'224;
 
 }  // namespace kvlab::kernels

@@ -8,6 +8,7 @@
 #include "engine/backend.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/limits.hpp"
+#include "engine/cuda/observed_attention.hpp"
 #include "engine/cuda/transfer.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/eviction_kernels.hpp"
@@ -23,7 +24,7 @@ using kernels::kSignalBytes;
 using kernels::Type;
 
 constexpr std::uint32_t kKvHeads = 8;
-constexpr std::uint64_t kPool = std::uint64_t{2} << 30;  // bytes of keys and values, many L2 caches
+constexpr std::uint64_t kPool = std::uint64_t{8} << 30;  // bytes of keys and values, at most
 constexpr int kMostLayers = 32;
 constexpr int kRepeats = 9;
 constexpr std::uint64_t kElement = 2;  // bytes
@@ -136,12 +137,9 @@ class Layers {
       next_slots_, inv_freq_;
 };
 
-/// Median microseconds of one of `launches` in a row.
-double microseconds(const cuda::Stream& stream, int launches,
-                    const std::function<void(int)>& enqueue) {
-  const cuda::Graph graph(stream.get(), [&] {
-    for (int i = 0; i < launches; ++i) enqueue(i);
-  });
+/// Median microseconds of one of so many layers, which `enqueue` enqueues in a row.
+double microseconds(const cuda::Stream& stream, int layers, const std::function<void()>& enqueue) {
+  const cuda::Graph graph(stream.get(), enqueue);
   std::vector<double> times;
   for (int i = 0; i < kRepeats + 2; ++i) {  // two to warm up
     cuda::Event start(cuda::Event::Kind::timed), end(cuda::Event::Kind::timed);
@@ -149,7 +147,7 @@ double microseconds(const cuda::Stream& stream, int launches,
     graph.launch(stream.get());
     end.record(stream.get());
     end.wait(kWhat);
-    if (i >= 2) times.push_back(static_cast<double>(end.since(start)) * 1e3 / launches);
+    if (i >= 2) times.push_back(static_cast<double>(end.since(start)) * 1e3 / layers);
   }
   std::ranges::nth_element(times, times.begin() + kRepeats / 2);
   return times[kRepeats / 2];
@@ -159,8 +157,9 @@ double time_plain(const Layers& layers, const cuda::Stream& stream) {
   const auto shape = layers.plain(0, nullptr);
   const DeviceBuffer workspace =
       zeroes(kernels::decode_attention_workspace(shape.shape, shape.sequences, shape.slots));
-  return microseconds(stream, layers.layers(), [&](int layer) {
-    check(kernels::decode_attention(layers.plain(layer, workspace.data()), stream.get()), kWhat);
+  return microseconds(stream, layers.layers(), [&] {
+    for (int layer = 0; layer < layers.layers(); ++layer)
+      check(kernels::decode_attention(layers.plain(layer, workspace.data()), stream.get()), kWhat);
   });
 }
 
@@ -190,21 +189,24 @@ EvictingTime time_evicting(const Layers& layers, const PolicySpec& spec, const A
   const DeviceBuffer seeds = zeroes(shape.batch * sizeof(std::uint64_t)),
                      ids = zeroes(shape.batch * sizeof(std::uint32_t));
   const auto first = layers.evicting(0, time.positions);
-  const DeviceBuffer workspace = zeroes(kernels.attention_workspace(first.cache));
-  time.microseconds = microseconds(stream, layers.layers(), [&](int layer) {
-    kernels::EvictingAttentionArgs args = layers.evicting(layer, time.positions);
-    args.two_frames = time.positions == Positions::cache && kernels.oldest_first;
-    args.policy = {
-        .states = states.data() + static_cast<std::size_t>(layer) * slots * kernels.slot_bytes,
-        .rules = rules.as<kernels::PairRule>(),
-        .params = device_params.data(),
-        .threshold16 = thresholds.as<std::uint32_t>(),
-        .seeds = seeds.as<std::uint64_t>(),
-        .sequence_ids = ids.as<std::uint32_t>(),
-        .layer = static_cast<std::uint32_t>(layer),
-        .seen = nullptr};
-    args.workspace = workspace.data();
-    check(kernels.attention(args, stream.get()), kWhat);
+  ObservedAttention attention(kernels, first.cache, layers.layers(), stream.get());
+  time.microseconds = microseconds(stream, layers.layers(), [&] {
+    for (int layer = 0; layer < layers.layers(); ++layer) {
+      kernels::EvictingAttentionArgs args = layers.evicting(layer, time.positions);
+      args.two_frames = time.positions == Positions::cache && kernels.oldest_first;
+      args.policy = {
+          .states = states.data() + static_cast<std::size_t>(layer) * slots * kernels.slot_bytes,
+          .rules = rules.as<kernels::PairRule>(),
+          .params = device_params.data(),
+          .threshold16 = thresholds.as<std::uint32_t>(),
+          .seeds = seeds.as<std::uint64_t>(),
+          .sequence_ids = ids.as<std::uint32_t>(),
+          .layer = static_cast<std::uint32_t>(layer),
+          .seen = nullptr};
+      attention.attend(args);
+      attention.observe();
+    }
+    attention.join();
   });
   return time;
 }

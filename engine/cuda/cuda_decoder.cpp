@@ -201,9 +201,14 @@ class CudaDecoder::Impl {
          every_layer([this, rows](std::uint32_t l) {
            layers_.qkv(l, rows, x_.as<float>(), outputs_.step(l), cache_->step_write(l, rows));
          })},
-        {"attention", live, every_layer([this, rows](std::uint32_t l) {
-           cache_->attend_step(l, rows, outputs_.step(l));
-         })},
+        {"attention", live,
+         [this, rows] {
+           for (std::uint32_t l = 0; l < config_.layers; ++l) {
+             cache_->attend_step(l, rows, outputs_.step(l));
+             cache_->observe_step();
+           }
+           cache_->end_step();
+         }},
         {"output", layers_.weight_bytes(&DeviceLayer::output),
          every_layer([this, rows](std::uint32_t l) {
            layers_.output(l, rows, x_.as<float>(), outputs_.step(l));
@@ -449,16 +454,17 @@ class CudaDecoder::Impl {
       layers_.qkv(layer, rows, x, to, cache_->step_write(layer, rows));
       cache_->attend_step(layer, rows, to);
       layers_.output(layer, rows, x, to);
+      cache_->observe_step();
       layers_.gated(layer, rows, x);
       layers_.down(layer, rows, x);
     }
     layers_.head(x, rows, logits_.as<float>());
-    if (kind == Step::fed) {
+    if (kind == Step::sampled) batch_.sample(rows, logits_.as<float>());
+    cache_->end_step();
+    if (kind == Step::sampled)
+      batch_.finish(rows, true);
+    else
       batch_.advance(rows);
-      return;
-    }
-    batch_.sample(rows, logits_.as<float>());
-    batch_.finish(rows, true);
   }
 
   // --- Rows --------------------------------------------------------------------------------------

@@ -48,6 +48,11 @@ class DeviceCache {
   virtual void begin_step(int /*rows*/) {}
   virtual kernels::RopeWriteArgs step_write(std::uint32_t layer, int rows) = 0;
   virtual void attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) = 0;
+  /// Behind the attention of a layer: what nobody waits for before the step's end, beside whatever
+  /// comes next.
+  virtual void observe_step() {}
+  /// Behind all layers, and before anything that the next step changes: ends all of that.
+  virtual void end_step() {}
 
   /// Keys and values of a sequence that has been fed so many tokens.
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;

@@ -89,11 +89,11 @@ kernels::AdmissionPolicy admission_policy(const EvictingCache::Options& options,
 }
 
 /// The same for every policy.
-std::size_t attention_workspace(const DeviceModel& model, const EvictingCache::Options& options,
-                                const kernels::SlotCache& cache) {
+std::size_t attention_bytes(const DeviceModel& model, const EvictingCache::Options& options,
+                            const kernels::SlotCache& cache) {
   const auto any =
       needs_plain(model, options) ? kernels::plain_kernels({}) : kernels::observing_kernels({});
-  return any.attention_workspace(cache);
+  return ObservedAttention::bytes(any, cache, static_cast<int>(model.config().layers));
 }
 
 }  // namespace
@@ -136,12 +136,9 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch, 
   zeros_ = DeviceBuffer(static_cast<std::size_t>(rows) * sizeof(std::int32_t), "a prompt");
   check(cuda::fill_iota(iota_.as<std::int32_t>(), rows, stream), "a prompt");
   check(cudaMemsetAsync(zeros_.data(), 0, zeros_.bytes(), stream), "a prompt");
-  workspace_ = DeviceBuffer(
-      kernels_.attention_workspace(layer_cache(0, static_cast<int>(options_.caches.size()))),
-      "attention");
-  check(cudaMemsetAsync(workspace_.data(), 0, std::min(workspace_.bytes(), kernels::kSignalBytes),
-                        stream),
-        "attention");
+  attention_ = std::make_unique<ObservedAttention>(
+      kernels_, layer_cache(0, static_cast<int>(options_.caches.size())),
+      static_cast<int>(config_.layers), stream);
   admitted_ = DeviceBuffer(4 * sizeof(std::uint32_t), "an admission");
   admission_ = std::make_unique<AdmissionMemory>(model, admission_need(options_), stream);
 }
@@ -192,7 +189,7 @@ std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options&
           ? 0
           : AdmissionMemory::bytes(model, admission_need(options),
                                    std::max(admitted, static_cast<std::uint32_t>(slots.most())));
-  return seen + q_bytes(model, options) + attention_workspace(model, options, cache) + admission;
+  return seen + q_bytes(model, options) + attention_bytes(model, options, cache) + admission;
 }
 
 BatchState::Row EvictingCache::row(std::uint32_t fed) const {
@@ -464,22 +461,24 @@ kernels::RopeWriteArgs EvictingCache::step_write(std::uint32_t layer, int rows) 
 }
 
 void EvictingCache::attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) {
-  check(
-      kernels_.attention({.cache = layer_cache(layer, rows),
-                          .policy = layer_policy(layer),
-                          .numbering = options_.squeezed() ? Positions::cache : Positions::original,
-                          .two_frames = options_.two_frames(),
-                          .now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions),
-                          .q = q_.data(),
-                          .inv_freq = inv_freq_.as<float>(),
-                          .rotated = static_cast<int>(config_.rope.rotated()),
-                          .rope_factor = config_.rope.factor,
-                          .out = to.out,
-                          .lse = to.lse,
-                          .workspace = workspace_.data()},
-                         stream_),
-      "evicting attention");
+  attention_->attend({.cache = layer_cache(layer, rows),
+                      .policy = layer_policy(layer),
+                      .numbering = options_.squeezed() ? Positions::cache : Positions::original,
+                      .two_frames = options_.two_frames(),
+                      .now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions),
+                      .q = q_.data(),
+                      .inv_freq = inv_freq_.as<float>(),
+                      .rotated = static_cast<int>(config_.rope.rotated()),
+                      .rope_factor = config_.rope.factor,
+                      .out = to.out,
+                      .lse = to.lse,
+                      .workspace = nullptr,
+                      .settled = true});
 }
+
+void EvictingCache::observe_step() { attention_->observe(); }
+
+void EvictingCache::end_step() { attention_->join(); }
 
 std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
   std::uint64_t live = 0;

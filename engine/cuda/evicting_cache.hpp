@@ -8,6 +8,7 @@
 
 #include "engine/cuda/admission_memory.hpp"
 #include "engine/cuda/device_cache.hpp"
+#include "engine/cuda/observed_attention.hpp"
 #include "engine/cuda/pair_slots.hpp"
 #include "kernels/eviction_kernels.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
@@ -56,6 +57,8 @@ class EvictingCache final : public DeviceCache {
   void begin_step(int rows) override;
   kernels::RopeWriteArgs step_write(std::uint32_t layer, int rows) override;
   void attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) override;
+  void observe_step() override;
+  void end_step() override;
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
   std::uint64_t evictions(int sequence, std::uint32_t behind) const override;
   void pretend(int sequence, std::uint32_t tokens) override;
@@ -105,10 +108,10 @@ class EvictingCache final : public DeviceCache {
   cuda::DeviceBuffer q_;                                           // [row, query_head, dim]
   cuda::DeviceBuffer inv_freq_, turns_;  // [rotated / 2], [row, rotated / 2]
   cuda::DeviceBuffer iota_, zeros_;      // [part token]
-  cuda::DeviceBuffer workspace_;
-  cuda::DeviceBuffer admitted_;  // nothing; now and tokens of the admission
-  cuda::DeviceBuffer weights_;   // [age]
+  cuda::DeviceBuffer admitted_;          // nothing; now and tokens of the admission
+  cuda::DeviceBuffer weights_;           // [age]
   std::unique_ptr<AdmissionMemory> admission_;
+  std::unique_ptr<ObservedAttention> attention_;
   Admission current_;
 };
 

@@ -59,6 +59,10 @@ Event::~Event() {
 
 void Event::record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "an event"); }
 
+void Event::hold(cudaStream_t stream) const {
+  check(cudaStreamWaitEvent(stream, event_), "waiting for an event");
+}
+
 void Event::wait(std::string_view what) const { check(cudaEventSynchronize(event_), what); }
 
 float Event::since(const Event& start) const {

@@ -81,6 +81,7 @@ class Event {
   ~Event();
   cudaEvent_t get() const { return event_; }
   void record(cudaStream_t stream);
+  void hold(cudaStream_t stream) const;    ///< `stream` goes on behind what was recorded
   void wait(std::string_view what) const;  ///< on the host
   /// Milliseconds since `start`; both timed and complete.
   float since(const Event& start) const;

@@ -1,7 +1,7 @@
-// Signals between blocks of a grid, or of two grids that overlap, through global memory.
+// Signals between blocks of a grid, through global memory.
 //
-// One thread of a block signals for the block behind a __syncthreads(), and waits for it before
-// one: what the block wrote before is then visible to whoever has seen the signal.
+// One thread of a block signals for the block behind a __syncthreads(): what the block wrote before
+// is then visible to whoever has seen the signal.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,6 @@ __device__ inline int arrive(std::int32_t* counter) {
                : "l"(counter)
                : "memory");
   return before;
-}
-
-__device__ inline void raise_flag(std::int32_t* flag) {
-  asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
-}
-
-/// Only for a flag that blocks raise which are running already: nothing else is sure to get room.
-__device__ inline void wait_for_flag(const std::int32_t* flag) {
-  constexpr unsigned kPause = 32;  // nanoseconds
-  for (;;) {
-    int raised;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
-    if (raised != 0) return;
-    __nanosleep(kPause);
-  }
 }
 
 }  // namespace kvlab::kernels

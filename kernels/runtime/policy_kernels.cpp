@@ -87,7 +87,8 @@ EvictionKernels PolicyKernels::described(const char* name) const {
           .params = entry_->write_params,
           .kernel = kernel(name),
           .attention_workspace = nullptr,
-          .attend = nullptr};
+          .attend = nullptr,
+          .observe = nullptr};
 }
 
 EvictionKernels PolicyKernels::observing() const { return observing_kernels(described(kObserve)); }
