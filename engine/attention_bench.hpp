@@ -40,7 +40,8 @@ struct AttentionBench {
   std::vector<AttentionTime> times;
 };
 /// A time is the mean of launches in a row over the caches of many layers, as a captured step has
-/// them, so that none finds its keys in the L2 cache; the median of several such rows.
+/// them, so that none finds its keys in the L2 cache; the median of several such rows. What shows
+/// the policy what was attended runs on a branch beside them, and ends within the row's time.
 /// Throws std::runtime_error without a device or memory, std::invalid_argument for what does not
 /// exist.
 AttentionBench bench_attention(const AttentionBenchOptions& options);

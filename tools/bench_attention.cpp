@@ -68,7 +68,7 @@ ordered_json to_json(const AttentionBench& bench) {
 void print(const AttentionBench& bench) {
   fmt::print("decode attention in bfloat16 on {}, 8 KV heads; read bandwidth {:.0f} GB/s\n",
              bench.device, bench.read_bytes_per_second * 1e-9);
-  fmt::print("with observation, state and victim: microseconds beyond the attention alone\n\n");
+  fmt::print("with observation, state and victim on a branch: microseconds beyond it alone\n\n");
   fmt::print("{:>4}{:>6}{:>6}{:>7}{:>9}{:>8}{:>9}", "dim", "group", "batch", "slots", "MB", "us",
              "of read");
   if (!bench.times.empty())
