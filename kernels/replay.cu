@@ -13,6 +13,7 @@ struct Plan {
   dim3 grid;
   unsigned threads;
   std::size_t shared_bytes;
+  bool staged;  ///< ReplayArgs::staged
   int multiprocessors;
 };
 
@@ -34,8 +35,14 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
   plan.shared_bytes = static_cast<std::size_t>((args.samples.words + 3) / 4 * 16);
   const std::size_t room =
       replay_room(whole_runs(args.room_slots, args.squeezed), policy.slot_bytes, args.squeezed);
-  const bool in_room = plan.shared_bytes + room <= static_cast<std::size_t>(most);
-  if (in_room) plan.shared_bytes += room;
+  const auto take = [&](std::size_t bytes) {
+    const bool fits = plan.shared_bytes + bytes <= static_cast<std::size_t>(most);
+    if (fits) plan.shared_bytes += bytes;
+    return fits;
+  };
+  const bool in_room = take(room);
+  plan.staged =
+      args.squeezed && take(sizeof(float4) * static_cast<std::size_t>(fragments_of_run(shape)));
   if (plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
   plan.kernel = policy.kernels[shape.quads() - 1][args.squeezed][in_room];
   return cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
@@ -47,6 +54,7 @@ cudaError_t ReplayPolicy::walk(const ReplayArgs& args, cudaStream_t stream) cons
   Plan plan{};
   if (const cudaError_t error = plan_walk(*this, args, plan); error != cudaSuccess) return error;
   ReplayArgs copy = args;
+  copy.staged = plan.staged;
   void* parameters[] = {&copy};
   return cudaLaunchKernel(plan.kernel, plan.grid, dim3(plan.threads), parameters, plan.shared_bytes,
                           stream);

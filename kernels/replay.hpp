@@ -21,7 +21,7 @@ inline constexpr int kMostReplayQueries = 64;    ///< of a block
 inline constexpr int kReplaySpanBlocks = 16;     ///< that figures are summed over, at most
 inline constexpr int kMostReplayGroup = 8;       ///< query heads of a KV head
 inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
-inline constexpr int kReplayAhead = 4;     ///< queries that a cache's own logits are computed for
+inline constexpr int kReplayAhead = 8;     ///< queries that a cache's own logits are computed for
 inline constexpr int kReplayGranule = 16;  ///< pairs of dimensions are padded to a multiple of it
 inline constexpr int kReplayTile = 4;      ///< configurations whose outputs are one product
 
@@ -59,10 +59,18 @@ struct ReplayTurnArgs {
   int rows, tokens, head_size, rotated;
   int group, group_head;  ///< row t goes to [t, group_head] of [tokens, group, dim]
   float* plain;           // not rounded, or null
+  float* parts;           // as replay_query_parts(), [row, 3, dim]: kept, left, kept; or null
   void* rounded;          // of `rounding`, or null
   Type rounding;
 };
 cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream);
+
+/// A block's queries [unit, token, group, dim] in TF32, for products of float32 by tensor cores:
+/// what it keeps of them, that again, and what it leaves, to [unit, query of the block, group, 3,
+/// dim]. With keys in parts kept, left, kept, only the product of what both leave is missing
+/// (2^-22).
+cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
+                               const float* queries, float* to, cudaStream_t stream);
 
 /// Keys [token, dim] of one unit to [token, 2, pairs].
 cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
@@ -84,9 +92,10 @@ struct ReplayRows {
   float* outputs;    // [group, dim]: of the full cache, where the query is a sample
   float4* squeezed;  // [quad, token]: as e, of queries and keys that were not rounded; or null
   float4* most;      // [quad]: the largest logit of such a row
-  /// [quad, pairs / 8, lane of a warp]: a query before RoPE as an operand of TF32 products, of 8
-  /// columns: its heads, and what TF32 leaves of them. Lane l has column l / 4 of two pairs, both
-  /// halves: pair 16 i + 4 (l % 4) + s is in step s of granule i.
+  /// [run of kReplayAhead queries, pairs / 4, tile, lane of a warp]: queries before RoPE as
+  /// operands of TF32 products; a tile is 8 columns (query, head of quads) of the run. Lane l has
+  /// of column l / 4 both halves of a pair, and what TF32 leaves of them: of pair 16 i + 4 (l % 4)
+  /// + s in step 4 i + s.
   float4* fragments;
 };
 
@@ -127,6 +136,7 @@ struct ReplayRule {
   std::uint32_t slots;       ///< the most that are ever live
   std::uint32_t params;      ///< bytes from ReplayArgs::params
   std::uint32_t admissions;  ///< index of the first; a last one of no tokens follows
+  std::uint32_t admission_count;
 };
 
 /// Where a cache is between two blocks. All zero at first.
@@ -198,6 +208,8 @@ struct ReplayArgs {
   int member_count;
   bool squeezed;             ///< all members are, or none
   std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
+  bool staged;               ///< rows.fragments are kept there too: said by walk()
+  float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
   std::uint32_t sequence;
   const std::uint32_t *layers, *kv_heads;  // [unit]
 };
@@ -206,9 +218,10 @@ struct ReplayArgs {
 struct ReplayPolicy {
   std::string_view name;
   std::size_t slot_bytes, params_bytes;
+  bool oldest_first;  ///< replay_windows() takes it
   void (*params)(std::span<const double> values, std::byte* to);
   /// For one quad and for two; with original and with squeezed positions; with slots in global and
-  /// in shared memory.
+  /// in shared memory. Null for a policy that replay_windows() takes.
   const void* kernels[2][2][2];
 
   /// Takes the members' caches through the block of queries.
@@ -216,6 +229,11 @@ struct ReplayPolicy {
   /// Rounds that its thread blocks go in on the current device, if alone there.
   cudaError_t waves(const ReplayArgs& args, int& waves) const;
 };
+
+/// What walk() does, at once for all members, whose policies evict the oldest first: a query
+/// attends its admission's sinks and a window, so that no cache has to be walked. Uses no slots.
+/// Bytes: rows read once for all members.
+cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 
 /// The outputs of the block's sampled queries in every cache, beside the full cache's, to
 /// args.figures. Bytes: values once a sampled query and 8 tiles of configurations.

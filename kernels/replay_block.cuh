@@ -7,13 +7,14 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kReplayThreads = 512;  ///< of a cache, at most
-inline constexpr int kReplayWarps = kReplayThreads / kWarpSize;
-/// Slots that a thread takes together, as many threads apart: a run. Old keys are work for more
-/// warps.
-constexpr std::uint32_t replay_run(bool squeezed) { return squeezed ? 4 : 8; }
+/// Threads of a cache, at most, and blocks of them that a multiprocessor's registers are shared out
+/// for: old keys take many.
+constexpr std::uint32_t replay_most_threads(bool squeezed) { return squeezed ? 384 : 320; }
+constexpr int replay_blocks(bool squeezed) { return squeezed ? 1 : 2; }
+inline constexpr int kReplayWarps = 12;
+/// Slots that a thread takes together: a run.
+constexpr std::uint32_t replay_run(bool squeezed) { return squeezed ? 7 : 8; }
 inline constexpr int kReplayDims = 4 * kWarpSize;  ///< of a value that a warp takes at once
-inline constexpr int kReplayListed = 64;           ///< slots whose logits a warp is to compute
 
 /// Four query heads side by side, for each quad of a group.
 template <int kQuads>
@@ -37,15 +38,17 @@ __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
 }
 
+inline constexpr int kReplayScratch = 16;  ///< rows of kReplayDims, at least kMostReplayGroup
+
 struct ReplayShared {
   union {
     SelectionShared selection;
-    float scratch[kMostReplayGroup][kReplayDims];
-    std::uint32_t listed[kReplayWarps][kReplayListed];
+    float scratch[kReplayScratch][kReplayDims];
   };
   float folded[2][kReplayWarps][24];  // by parity
   uint4 first[2][kReplayWarps];       // by parity: who leaves first of a warp's
   std::uint32_t moves, gone;
+  std::uint32_t listed;                              ///< how many slots are in the list
   float kept[kMostReplayQueries][kMostReplayGroup];  // sums; negative: everything is kept
   std::uint32_t hits[kMostReplayQueries][kMostReplayGroup];
   std::uint32_t visible[kMostReplayQueries];
@@ -55,18 +58,52 @@ struct ReplayShared {
 constexpr std::uint32_t replay_threads(std::uint32_t slots, bool squeezed) {
   const std::uint32_t of_warp = replay_run(squeezed) * kWarpSize,
                       warps = (slots + of_warp - 1) / of_warp;
-  return warps < kReplayWarps ? warps * kWarpSize : kReplayThreads;
+  const std::uint32_t threads = warps * kWarpSize, most = replay_most_threads(squeezed);
+  return threads < most ? threads : most;
 }
 /// Its slots, in whole runs.
 constexpr std::uint32_t whole_runs(std::uint32_t slots, bool squeezed) {
   const std::uint32_t run = replay_run(squeezed) * replay_threads(slots, squeezed);
   return (slots + run - 1) / run * run;
 }
-/// Bytes of shared memory for whole runs of slots: states, positions, places, stamps.
+/// Bytes of shared memory for whole runs of slots: states, positions, places, a list of slots.
 constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed) {
   const std::size_t of_slot = slot_bytes + sizeof(std::uint32_t) * (squeezed ? 3 : 1);
   return std::size_t{slots} * of_slot;
 }
+/// Of ReplayRows::fragments, how many a run of queries has.
+constexpr int fragments_of_run(const ReplayShape& shape) {
+  return shape.pairs() / 4 * (kReplayAhead * shape.quads() / 2) * kWarpSize;
+}
+/// Bytes of shared memory for those: the squeezed caches of a multiprocessor read them again and
+/// again, more than its share of the L2 cache gives.
+constexpr std::size_t room_of_fragments(const ReplayArgs& args) {
+  return args.squeezed && args.staged
+             ? sizeof(float4) * static_cast<std::size_t>(fragments_of_run(args.shape))
+             : 0;
+}
+
+/// Positions [first, end).
+struct ReplayRange {
+  std::uint32_t first, end;
+
+  __device__ static ReplayRange all() { return {0, ~0u}; }
+  __device__ static ReplayRange none() { return {0, 0}; }
+  __device__ bool empty() const { return first >= end; }
+  __device__ bool has(std::uint32_t position) const { return position - first < end - first; }
+  /// The least range that has both.
+  __device__ void take(const ReplayRange& other) {
+    if (other.empty()) return;
+    *this = empty() ? other : ReplayRange{min(first, other.first), max(end, other.end)};
+  }
+};
+
+/// Some of a cache's slots, and where they are.
+struct ListedSlots {
+  const std::uint32_t* slots;  ///< null: the first
+  std::uint32_t count;
+  const std::uint32_t *positions, *places;
+};
 
 /// One cache: a configuration of a unit.
 struct ReplayPlace {
@@ -88,13 +125,24 @@ struct ReplayPlace {
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
 
-  /// Calls each(slot) for this thread's slots of [0, end), which it alone reads and writes in a
-  /// step.
-  template <class Each>
-  __device__ void for_slots(std::uint32_t end, Each each) const {
-    for (std::uint32_t slot = thread; slot < end; slot += threads) each(slot);
+  /// The first of this thread's slots, which it alone reads and writes in a step: a warp has kRun
+  /// times 32 that follow one another, and the next of a thread's run is 32 further.
+  template <int kRun>
+  __device__ std::uint32_t first_slot_of_thread() const {
+    return warp * (kRun * kWarpSize) + lane;
   }
-  __device__ bool has_slot(std::uint32_t slot) const { return slot % threads == thread; }
+  template <int kRun>
+  __device__ bool has_slot(std::uint32_t slot) const {
+    return slot / (kRun * kWarpSize) % warps == warp && slot % kWarpSize == lane;
+  }
+  /// Calls each(slot) for this thread's slots of [0, end).
+  template <int kRun, class Each>
+  __device__ void for_slots(std::uint32_t end, Each each) const {
+    for (std::uint32_t first = first_slot_of_thread<kRun>(); first < end; first += kRun * threads)
+#pragma unroll
+      for (int k = 0; k < kRun; ++k)
+        if (first + k * kWarpSize < end) each(first + k * kWarpSize);
+  }
 
   /// Among all units' configurations.
   __device__ std::int64_t figure() const {

@@ -2,6 +2,7 @@
 // policy's own text.
 #pragma once
 
+#include "kernels/replay_old_keys.cuh"
 #include "kernels/replay_victim.cuh"
 #include "policies/bytes.hpp"
 
@@ -13,7 +14,8 @@ template <class P, bool kSqueezed, bool kInRoom>
 class ReplayCache {
  public:
   using Slot = typename P::Slot;
-  static constexpr std::uint32_t kNoStamp = ~0u, kNoPosition = ~0u;
+  static constexpr int kRun = replay_run(kSqueezed);
+  static constexpr std::uint32_t kNoPosition = ~0u;
 
   /// `live_words`: bits of the live positions; `room`: for the slots.
   __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
@@ -34,12 +36,12 @@ class ReplayCache {
       positions_ = reinterpret_cast<std::uint32_t*>(
           room + slots * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
       places_ = positions_ + slots;
-      stamps_ = places_ + slots;
+      listed_ = places_ + slots;
     } else {
       states_ = stored_states();
       positions_ = args.caches.positions + at.first_slot;
       places_ = args.caches.places + at.first_slot;
-      stamps_ = args.caches.fillers + at.first_slot;
+      listed_ = args.caches.fillers + at.first_slot;
     }
     move_in();
   }
@@ -60,7 +62,36 @@ class ReplayCache {
   __device__ bool is_old(std::uint32_t i) const {
     return kSqueezed && positions_[i] < progress_.gone;
   }
-  __device__ std::uint32_t& stamp(std::uint32_t i) { return stamps_[i]; }
+  /// Old tokens whose distance to the query has changed since it was last said to be known.
+  __device__ ReplayRange moved() const { return moved_; }
+  __device__ void set_moved(const ReplayRange& range) { moved_ = range; }
+  __device__ ListedSlots first(std::uint32_t count) const {
+    return {nullptr, count, positions_, places_};
+  }
+  /// The slots of the live tokens of a range: by the whole block, in no order.
+  __device__ ListedSlots list(const ReplayRange& range) {
+    for (std::uint32_t first = at_.first_slot_of_thread<kRun>(); first - at_.lane < progress_.live;
+         first += kRun * at_.threads) {
+      std::uint32_t masks[kRun], count = 0;
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        const std::uint32_t slot = first + k * kWarpSize;
+        masks[k] = __ballot_sync(~0u, slot < progress_.live && range.has(positions_[slot]));
+        count += __popc(masks[k]);
+      }
+      std::uint32_t before = 0;
+      if (count != 0 && at_.lane == 0) before = atomicAdd(&shared_.listed, count);
+      before = __shfl_sync(~0u, before, 0);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        if (masks[k] >> at_.lane & 1)
+          listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] = first + k * kWarpSize;
+        before += __popc(masks[k]);
+      }
+    }
+    __syncthreads();
+    return {listed_, shared_.listed, positions_, places_};
+  }
   __device__ Slot state(std::uint32_t i) const {
     if constexpr (std::is_empty_v<Slot>)
       return {};
@@ -89,11 +120,13 @@ class ReplayCache {
     if (leaving == 1 && now_.tokens == 1 && progress_.victim > 0) {
       first = static_cast<std::uint32_t>(progress_.victim - 1);
       if (kSqueezed) close_up();
+      if (kSqueezed) note_moved();
       progress_.gone = max(progress_.gone, progress_.victim_position + 1);
       if (at_.thread == 0)
         live_words_[progress_.victim_position / 32] &= ~(1u << progress_.victim_position % 32);
     } else {
       if (leaving > 0) evict_many(leaving);
+      moved_ = ReplayRange::all();
       first = progress_.live;
       progress_.live += now_.tokens;
     }
@@ -180,9 +213,6 @@ class ReplayCache {
         if (kSqueezed) places_[i] = caches.places[at_.first_slot + i];
         if constexpr (!std::is_empty_v<Slot>) states_[i] = stored_states()[i];
       }
-    if (kSqueezed)
-      for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
-        stamps_[i] = kNoStamp;
     empty(progress_.live, whole_runs(at_.args.room_slots, kSqueezed));
     mark_live();
   }
@@ -203,12 +233,12 @@ class ReplayCache {
   }
 
   __device__ void admit_one(std::uint32_t slot) {
-    if (at_.has_slot(slot)) admit(slot, now_.first, step_at(now_.first, 1));
+    if (at_.has_slot<kRun>(slot)) admit(slot, now_.first, step_at(now_.first, 1));
     if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
   }
   __device__ void admit_many(std::uint32_t first) {
     const Step admits = step_at(now_.first, now_.tokens);
-    at_.for_slots(progress_.live, [&](std::uint32_t i) {
+    at_.template for_slots<kRun>(progress_.live, [&](std::uint32_t i) {
       if (i >= first) {
         const std::uint32_t position = now_.first + (i - first);
         admit(i, position, admits);
@@ -219,7 +249,7 @@ class ReplayCache {
   }
   __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
     positions_[i] = position;
-    if (kSqueezed) places_[i] = position, stamps_[i] = kNoStamp;
+    if (kSqueezed) places_[i] = position;
     Slot state;
     P::admit(state, Token{position}, params_, admits);
     put(i, state);
@@ -227,9 +257,15 @@ class ReplayCache {
 
   /// Tokens that are older than the one victim have lost a younger one.
   __device__ void close_up() {
-    at_.for_slots(progress_.live, [&](std::uint32_t i) {
+    at_.template for_slots<kRun>(progress_.live, [&](std::uint32_t i) {
       places_[i] += positions_[i] < progress_.victim_position ? 1 : 0;
     });
+  }
+
+  /// Old tokens that are younger than the one victim, and tokens that have become old.
+  __device__ void note_moved() {
+    const std::uint32_t victim = progress_.victim_position, gone = progress_.gone;
+    moved_.take(victim < gone ? ReplayRange{victim + 1, gone} : ReplayRange{gone, victim});
   }
 
   __device__ void evict_many(std::uint32_t leaving) {
@@ -283,7 +319,6 @@ class ReplayCache {
       for (std::uint32_t j = 0; j < progress_.live; ++j)
         younger += positions_[j] > positions_[i] ? 1 : 0;
       places_[i] = now - 1 - younger;
-      stamps_[i] = kNoStamp;
     }
   }
 
@@ -294,7 +329,8 @@ class ReplayCache {
   typename P::Params params_{};
   ReplayProgress progress_;
   ReplayAdmission now_, next_;
-  std::uint32_t *positions_, *places_, *stamps_;
+  std::uint32_t *positions_, *places_, *listed_;
+  ReplayRange moved_ = ReplayRange::all();
   Slot* states_;
   int parity_ = 0;
 };

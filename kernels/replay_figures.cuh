@@ -89,69 +89,80 @@ class RecallSums {
   const int quads_;
 };
 
-/// Exponentials by values of the slots whose exponentials are the cache's own: of those that hold
-/// tokens before `young`. To `to` [group, dim], not divided by the sum. By the whole block.
-template <int kQuads>
-__device__ void sum_own_values(const ReplayArgs& args, OwnRow row, std::uint32_t young,
-                               float (*scratch)[kReplayDims], float* to) {
+/// What a cache's own exponentials are multiplied with.
+struct OwnValues {
+  ListedSlots slots;
+  std::int64_t unit;
+  const float4* own;  // [quad, slot], unit_slots apart
+};
+
+/// Exponentials by values of the listed slots. To `to` [group, dim], not divided by the sum. By the
+/// whole block, apart from its caller, whose registers it would take. Bits: what four elements of a
+/// value take.
+template <int kQuads, class Bits>
+__device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of,
+                                            float (*scratch)[kReplayDims], float* to) {
+  constexpr int kHeads = 4 * kQuads, kAtOnce = 8 / kQuads, kSums = kReplayScratch / kHeads;
   const ReplayShape& shape = args.shape;
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
-  const std::int64_t values = row.unit * shape.tokens * shape.head_size;
+  const Bits* const values =
+      static_cast<const Bits*>(args.tensors.values) + of.unit * shape.tokens * shape.head_size / 4;
   for (int first = 0; first < shape.head_size; first += kReplayDims) {
     const int d = first + 4 * static_cast<int>(lane);
-    float4 sums[4 * kQuads] = {};
-    for (std::uint32_t base = warp * kWarpSize; base < row.visible; base += blockDim.x) {
-      const std::uint32_t mine = base + lane;
-      const std::uint32_t position = mine < row.visible ? row.positions[mine] : ~0u;
-      for (std::uint32_t mask = __ballot_sync(~0u, position < young); mask != 0;) {
-        float4 value[4], e[4][kQuads];
+    float4 sums[kHeads] = {};
+    for (std::uint32_t base = warp * kAtOnce; base < of.slots.count; base += warps * kAtOnce) {
+      Bits value[kAtOnce];
+      float4 e[kAtOnce][kQuads];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {  // past the last, it counts as nothing
-          const bool is = mask != 0;
-          const int bit = is ? __ffs(static_cast<int>(mask)) - 1 : 0;
-          mask &= mask - 1;
-          const std::uint32_t token = __shfl_sync(~0u, position, bit);
-          value[n] = is && d < shape.head_size
-                         ? load4(args.tensors.values, args.tensors.type,
-                                 values + std::int64_t{token} * shape.head_size + d)
-                         : float4{};
+      for (std::uint32_t n = 0; n < kAtOnce; ++n) {  // past the last, it counts as nothing
+        const bool is = base + n < of.slots.count;
+        const std::uint32_t at = is ? base + n : base,
+                            slot = of.slots.slots ? of.slots.slots[at] : at;
+        value[n] = d < shape.head_size
+                       ? __ldg(values + (std::size_t{of.slots.positions[slot]} * shape.head_size +
+                                         static_cast<std::size_t>(d)) /
+                                            4)
+                       : Bits{};
 #pragma unroll
-          for (int quad = 0; quad < kQuads; ++quad)
-            e[n][quad] = is ? row.own[quad * args.caches.unit_slots + base + bit] : float4{};
+        for (int quad = 0; quad < kQuads; ++quad)
+          e[n][quad] = is ? of.own[quad * args.caches.unit_slots + slot] : float4{};
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const float2 low = two_of(value[n], args.tensors.type, 0),
+                     high = two_of(value[n], args.tensors.type, 1);
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          const float weight = component(e[n][head / 4], head % 4);
+          float4& sum = sums[head];
+          sum.x = fmaf(weight, low.x, sum.x), sum.y = fmaf(weight, low.y, sum.y);
+          sum.z = fmaf(weight, high.x, sum.z), sum.w = fmaf(weight, high.y, sum.w);
         }
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-          for (int head = 0; head < 4 * kQuads; ++head) {
-            const float weight = component(e[n][head / 4], head % 4);
-            float4& sum = sums[head];
-            sum.x = fmaf(weight, value[n].x, sum.x), sum.y = fmaf(weight, value[n].y, sum.y);
-            sum.z = fmaf(weight, value[n].z, sum.z), sum.w = fmaf(weight, value[n].w, sum.w);
-          }
       }
     }
-    for (std::uint32_t turn = 0; turn < warps; ++turn) {  // in the order of warps
-      if (warp == turn)
+    // Some sums side by side, each of its warps in order.
+    for (std::uint32_t turn = 0; turn * kSums < warps; ++turn) {
+      if (warp / kSums == turn)
 #pragma unroll
-        for (int head = 0; head < 4 * kQuads; ++head) {
-          float4& sum = *reinterpret_cast<float4*>(&scratch[head][4 * lane]);
-          if (turn == 0) sum = float4{};
-          add(sum, sums[head]);
-          if (turn == warps - 1 && head < shape.group && d < shape.head_size)
-            *reinterpret_cast<float4*>(to + head * shape.head_size + d) = sum;
+        for (int head = 0; head < kHeads; ++head) {
+          float4& sum =
+              *reinterpret_cast<float4*>(&scratch[warp % kSums * kHeads + head][4 * lane]);
+          if (turn > 0) add(sums[head], sum);
+          sum = sums[head];
         }
       __syncthreads();
     }
+    for (std::uint32_t n = threadIdx.x; n < shape.group * kWarpSize; n += blockDim.x) {
+      const std::uint32_t head = n / kWarpSize, at = 4 * (n % kWarpSize);
+      if (first + static_cast<int>(at) >= shape.head_size) continue;
+      float4 sum{};
+      for (std::uint32_t part = 0; part < min(kSums, warps); ++part)
+        add(sum, *reinterpret_cast<const float4*>(&scratch[part * kHeads + head][at]));
+      *reinterpret_cast<float4*>(to + head * shape.head_size + first + at) = sum;
+    }
+    __syncthreads();
   }
-}
-
-/// The same, apart from its caller: where it is seldom called.
-template <int kQuads>
-__device__ __noinline__ void sum_own_values_apart(const ReplayArgs& args, OwnRow row,
-                                                  std::uint32_t young,
-                                                  float (*scratch)[kReplayDims], float* to) {
-  sum_own_values<kQuads>(args, row, young, scratch, to);
 }
 
 }  // namespace kvlab::kernels

@@ -3,7 +3,8 @@
 //
 // Only that distance counts: the query stays as it was before RoPE and the key turns back by it. As
 // long as only younger tokens leave, the distance stays the same from query to query: so a key is
-// turned once for some queries ahead, and again only when an older token has left.
+// turned once for a run of queries, and again only when an older token has left. The keys that are
+// to be turned are listed by the whole block, so that each warp has as many of them.
 //
 // Products are TF32 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at a
 // time. Bytes: a key, and its turn from two small tables, for each time that it is turned.
@@ -25,116 +26,136 @@ __device__ inline void multiply_add_tf32(float (&c)[4], const float (&a)[4], flo
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-/// Sixteen slots whose keys a warp turns; fewer repeat the last.
-template <int kQuads>
+/// Sixteen slots whose keys a warp turns; fewer repeat the last. Bits: what four elements of a key
+/// take.
+template <int kQuads, class Bits>
 class OldKeys {
+  static constexpr int kHeads = 4 * kQuads;
+  static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of a run's columns: query, head
+
  public:
   /// A key and how far it is behind the query.
   struct Key {
     std::uint32_t slot, position, distance;
   };
 
-  /// `count` queries of the block from `first` on.
-  __device__ OldKeys(const ReplayPlace& at, int first, int count)
-      : at_(at), first_(first), count_(count) {}
+  /// Queries [first, end) of the block, all of one run.
+  __device__ OldKeys(const ReplayArgs& args, int unit, std::int64_t first_slot,
+                     const float4* fragments, int first, int end)
+      : keys_(static_cast<const Bits*>(args.tensors.paired_keys)),
+        coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
+        fine_(reinterpret_cast<const float4*>(args.tensors.fine)),
+        type_(args.tensors.type),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        pairs_(args.shape.pairs()),
+        group_(args.shape.group),
+        scale_(args.shape.softmax_scale),
+        first_(first % kReplayAhead),
+        end_(end - first + first_) {
+    const int run = first - first_;
+    const std::int64_t row = std::int64_t{unit} * args.rows.block + run,
+                       slots = args.caches.unit_slots;
+    fragments_ = fragments + lane_;
+    keys_ += std::int64_t{unit} * args.shape.tokens * 2 * pairs_ / 4 + lane_ % 4;
+    coarse_ += 2 * (lane_ % 4);
+    fine_ += 2 * (lane_ % 4);
+    most_ = reinterpret_cast<const float*>(args.rows.most + row * kQuads);
+    quad_stride_ = 4 * slots;
+    own_ = reinterpret_cast<float*>(
+        args.caches.own + std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot);
+  }
 
   /// Lane l has keys l / 4 and l / 4 + 8. Writes their exponentials; `wanted`: which of the two.
   __device__ void compute(const Key (&keys)[2], const bool (&wanted)[2]) const {
-    const ReplayShape& shape = at_.args.shape;
-    const int granules = shape.pairs() / kReplayGranule;
+    const int granules = pairs_ / kReplayGranule;
     Sums sums{};
-    Raw ahead[2] = {fetch(keys[0], 0), fetch(keys[1], 0)};
+    Source of[2] = {source_of(keys[0]), source_of(keys[1])};
+    Raw ahead[2] = {fetch(of[0], 0), fetch(of[1], 0)};
 #pragma unroll 1
     for (int granule = 0; granule < granules; ++granule) {
       const Raw raw[2] = {ahead[0], ahead[1]};
-      if (granule + 1 < granules)
-        ahead[0] = fetch(keys[0], granule + 1), ahead[1] = fetch(keys[1], granule + 1);
-      add(sums, keys, raw, granule);
+      const int next = min(granule + 1, granules - 1);
+      ahead[0] = fetch(of[0], next), ahead[1] = fetch(of[1], next);
+      add(sums, of, raw, granule);
     }
 #pragma unroll
-    for (int n = 0; n < kReplayAhead; ++n)
-      if (n < count_)
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad)
-          store(sums.of[n][quad], keys, wanted, first_ + n, quad);
+    for (int n = 0; n < kTiles; ++n)
+      if (is_wanted(n)) store(sums.of[n], keys, wanted, n);
   }
 
  private:
   struct Sums {
-    float of[kReplayAhead][kQuads][4];
+    float of[kTiles][4];
   };
   /// Two pairs of both keys: the first's and the second's low half, then their high halves.
   struct Turned {
     float kept[2][4], left[2][4];  ///< in TF32, and what that leaves
   };
-  /// Four pairs of a key before RoPE.
+  /// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
   struct Raw {
-    float4 low, high;
+    Bits low, high;
   };
 
+  /// Where a key and its turn lie, from this lane's first pair on.
+  struct Source {
+    const Bits* key;
+    const float4 *coarse, *fine;
+  };
+  __device__ Source source_of(const Key& key) const {
+    return {keys_ + std::size_t{key.position} * (pairs_ / 2),
+            coarse_ + (key.distance >> 6) * (pairs_ / 2),
+            fine_ + (key.distance & 63) * (pairs_ / 2)};
+  }
+  __device__ Raw fetch(const Source& of, int granule) const {
+    const Bits* const at = of.key + 4 * granule;
+    return {__ldg(at), __ldg(at + pairs_ / 4)};
+  }
+
+  __device__ bool is_wanted(int tile) const {
+    return tile >= first_ * kHeads / 8 && tile * 8 < end_ * kHeads;
+  }
+
   /// The products of 16 pairs, summed apart: tensor cores cut off what a sum cannot hold.
-  __device__ void add(Sums& sums, const Key (&keys)[2], const Raw (&raw)[2], int granule) const {
-    const std::int64_t of_quad = std::int64_t{at_.args.shape.pairs()} / 8 * kWarpSize;
-    const float4* const fragments = at_.args.rows.fragments + at_.row(first_) * kQuads * of_quad +
-                                    granule * 2 * kWarpSize + at_.lane;
+  __device__ void add(Sums& sums, const Source (&of)[2], const Raw (&raw)[2], int granule) const {
     Sums own{};
 #pragma unroll
     for (int couple = 0; couple < 2; ++couple) {
       Turned turned;
 #pragma unroll
       for (int key = 0; key < 2; ++key)
-        turn(turned, raw[key], keys[key].distance, key, granule, couple);
+        turn(turned, raw[key], __ldg(of[key].coarse + 8 * granule + couple),
+             __ldg(of[key].fine + 8 * granule + couple), key, couple);
 #pragma unroll
-      for (int n = 0; n < kReplayAhead; ++n)
-        if (n < count_)
+      for (int pair = 0; pair < 2; ++pair) {
+        const float4* const at =
+            fragments_ + (4 * granule + 2 * couple + pair) * kTiles * kWarpSize;
 #pragma unroll
-          for (int quad = 0; quad < kQuads; ++quad) {
-            const float4 b = fragments[(n * kQuads + quad) * of_quad + couple * kWarpSize];
-            float(&c)[4] = own.of[n][quad];
-            multiply_add_tf32(c, turned.left[0], b.x, b.y);
-            multiply_add_tf32(c, turned.left[1], b.z, b.w);
-            multiply_add_tf32(c, turned.kept[0], b.x, b.y);
-            multiply_add_tf32(c, turned.kept[1], b.z, b.w);
+        for (int n = 0; n < kTiles; ++n)
+          if (is_wanted(n)) {
+            const float4 b = at[n * kWarpSize];
+            multiply_add_tf32(own.of[n], turned.left[pair], b.x, b.y);
+            multiply_add_tf32(own.of[n], turned.kept[pair], b.z, b.w);
+            multiply_add_tf32(own.of[n], turned.kept[pair], b.x, b.y);
           }
+      }
     }
 #pragma unroll
-    for (int n = 0; n < kReplayAhead; ++n)
+    for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums.of[n][quad][i] += own.of[n][quad][i];
+      for (int i = 0; i < 4; ++i) sums.of[n][i] += own.of[n][i];
   }
 
-  /// Of lane l from pair 4 (l % 4) of the granule on.
-  __device__ int first_pair(int granule) const {
-    return granule * kReplayGranule + 4 * static_cast<int>(at_.lane % 4);
-  }
-  __device__ Raw fetch(const Key& key, int granule) const {
-    const ReplayTensors& tensors = at_.args.tensors;
-    const int pairs = at_.args.shape.pairs();
-    const std::int64_t at =
-        (std::int64_t{at_.unit} * at_.args.shape.tokens + key.position) * 2 * pairs +
-        first_pair(granule);
-    return {load4(tensors.paired_keys, tensors.type, at),
-            load4(tensors.paired_keys, tensors.type, at + pairs)};
-  }
-
-  /// Two of the pairs turned back by the distance.
-  __device__ void turn(Turned& turned, const Raw& raw, std::uint32_t distance, int key, int granule,
+  /// Two of the pairs turned back: `a` and `b` are the turns of parts of the distance.
+  __device__ void turn(Turned& turned, const Raw& raw, const float4& a, const float4& b, int key,
                        int couple) const {
-    const ReplayTensors& tensors = at_.args.tensors;
-    const std::uint32_t pairs = at_.args.shape.pairs(), first = first_pair(granule) + 2 * couple;
-    const float4 a = *reinterpret_cast<const float4*>(tensors.coarse +
-                                                      ((distance >> 6) * pairs + first)),
-                 b = *reinterpret_cast<const float4*>(tensors.fine +
-                                                      ((distance & 63) * pairs + first));
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
                 sines[2] = {fmaf(a.x, b.y, a.y * b.x), fmaf(a.z, b.w, a.w * b.z)};
+    const float2 low = two_of(raw.low, type_, couple), high = two_of(raw.high, type_, couple);
+    const float xs[2] = {low.x, low.y}, ys[2] = {high.x, high.y};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float x = component(raw.low, 2 * couple + i), y = component(raw.high, 2 * couple + i);
-      put(turned, i, key, fmaf(x, cosines[i], y * sines[i]));
-      put(turned, i, key + 2, fmaf(y, cosines[i], -(x * sines[i])));
+      put(turned, i, key, fmaf(xs[i], cosines[i], ys[i] * sines[i]));
+      put(turned, i, key + 2, fmaf(ys[i], cosines[i], -(xs[i] * sines[i])));
     }
   }
   __device__ static void put(Turned& turned, int pair, int at, float x) {
@@ -143,74 +164,54 @@ class OldKeys {
     turned.left[pair][at] = x - kept;
   }
 
-  /// Columns c and c + 4 are two parts of head c. Of four lanes two take the first key, two the
-  /// second, two heads each.
+  /// Of lane l columns 2 (l % 4) and the next: two heads of one query.
   __device__ void store(const float (&sums)[4], const Key (&keys)[2], const bool (&wanted)[2],
-                        int i, int quad) const {
-    float products[4];
+                        int tile) const {
+    const int column = 8 * tile + 2 * (lane_ % 4), query = column / kHeads, head = column % kHeads;
+    if (query < first_ || query >= end_) return;
+    const float2 most = *reinterpret_cast<const float2*>(most_ + column);
+    float* const to = own_ + (query * kQuads + head / 4) * quad_stride_ + head % 4;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) products[n] = sums[n] + __shfl_xor_sync(~0u, sums[n], 2);
-    const bool second = at_.lane & 2, right = at_.lane & 1;
-    const float scale = at_.args.shape.softmax_scale;
-    const float4 most = at_.args.rows.most[at_.row(i) * kQuads + quad];
-    const int heads = at_.args.shape.group - 4 * quad - (right ? 2 : 0);
-    const float a = (second ? products[2] : products[0]) * scale - (right ? most.z : most.x),
-                b = (second ? products[3] : products[1]) * scale - (right ? most.w : most.y);
-    if (!(second ? wanted[1] : wanted[0])) return;
-    float4* const to =
-        at_.own(i) + quad * at_.args.caches.unit_slots + (second ? keys[1].slot : keys[0].slot);
-    reinterpret_cast<float2*>(to)[right ? 1 : 0] = {heads > 0 ? expf(a) : 0.0f,
-                                                    heads > 1 ? expf(b) : 0.0f};
+    for (int n = 0; n < 2; ++n)
+      if (wanted[n])
+        *reinterpret_cast<float2*>(to + 4 * std::size_t{keys[n].slot}) = {
+            head < group_ ? expf(sums[2 * n] * scale_ - most.x) : 0.0f,
+            head + 1 < group_ ? expf(sums[2 * n + 1] * scale_ - most.y) : 0.0f};
   }
 
-  const ReplayPlace& at_;
-  const int first_, count_;
+  // From this lane's first on:
+  const Bits* keys_;              // [token, 2, pairs / 4]
+  const float4 *coarse_, *fine_;  // [place, pairs / 2]
+  const float4* fragments_;       // [pairs / 4, tile, lane]
+  const float* most_;             // [query of the run, head of quads]
+  float* own_;                    // [query of the run, quad, slot, 4]
+  std::int64_t quad_stride_;
+  Type type_;
+  int lane_, pairs_, group_;
+  float scale_;
+  int first_, end_;  ///< queries of the run
 };
 
-/// The exponentials of the warp's old slots for query i of the block: those that are not there yet,
-/// and with `ahead` for the queries after it too, up to the end of their run of kReplayAhead.
-template <int kQuads, class Cache>
-__device__ void take_old_keys(const ReplayPlace& at, ReplayShared& shared, Cache& cache,
-                              std::uint32_t visible, int i, bool ahead) {
-  const std::uint32_t query = at.args.rows.first + i;
-  const int end = ahead ? min((i / kReplayAhead + 1) * kReplayAhead, at.args.rows.count) : i + 1;
-  const OldKeys<kQuads> keys(at, i, end - i);
-  std::uint32_t* const listed = shared.listed[at.warp];
-  std::uint32_t pending = 0;
-  const auto stamp_of = [&](std::uint32_t slot) {
-    return (query - cache.place(slot)) * (kMostReplayQueries / kReplayAhead) +
-           static_cast<std::uint32_t>(i / kReplayAhead);
-  };
-  const auto compute = [&](const std::uint32_t* list, std::uint32_t count) {
-    typename OldKeys<kQuads>::Key two[2];
+/// The exponentials of listed slots for queries [first, end) of the block, all of one run, whose
+/// `fragments` these are: by the whole block. Apart from its caller, whose registers it would take.
+template <int kQuads, class Bits>
+__device__ __noinline__ void take_old_keys(const ReplayArgs& args, int unit,
+                                           std::int64_t first_slot, const float4* fragments,
+                                           ListedSlots old, int first, int end) {
+  const OldKeys<kQuads, Bits> keys(args, unit, first_slot, fragments, first, end);
+  const std::uint32_t lane = threadIdx.x % kWarpSize, query = args.rows.first + first;
+  for (std::uint32_t batch = threadIdx.x / kWarpSize * 16; batch < old.count;
+       batch += blockDim.x / kWarpSize * 16) {
+    typename OldKeys<kQuads, Bits>::Key two[2];
     bool wanted[2];
 #pragma unroll
     for (std::uint32_t n = 0; n < 2; ++n) {
-      const std::uint32_t which = at.lane / 4 + 8 * n;
-      wanted[n] = which < count;
-      const std::uint32_t slot = list[min(which, count - 1)];
-      two[n] = {slot, cache.position(slot), query - cache.place(slot)};
+      const std::uint32_t which = batch + lane / 4 + 8 * n;
+      wanted[n] = which < old.count;
+      const std::uint32_t slot = old.slots[min(which, old.count - 1)];
+      two[n] = {slot, old.positions[slot], query - old.places[slot]};
     }
     keys.compute(two, wanted);
-    if (ahead && at.lane < count) cache.stamp(list[at.lane]) = stamp_of(list[at.lane]);
-  };
-  for (std::uint32_t first = at.warp * kWarpSize;; first += at.threads) {
-    const bool more = first < visible;
-    if (more) {
-      const std::uint32_t slot = first + at.lane;
-      const bool own = slot < visible && cache.is_old(slot) && cache.stamp(slot) != stamp_of(slot);
-      const std::uint32_t mask = __ballot_sync(~0u, own);
-      if (own) listed[pending + __popc(mask & ((1u << at.lane) - 1))] = slot;
-      pending += __popc(mask);
-    }
-    __syncwarp();
-    while (pending >= 16 || (!more && pending > 0)) {
-      const std::uint32_t count = min(pending, 16u);
-      pending -= count;
-      compute(listed + pending, count);
-    }
-    __syncwarp();
-    if (!more) break;
   }
 }
 

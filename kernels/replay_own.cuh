@@ -26,35 +26,41 @@ __device__ inline float rounded(float x, Type type) {
   return x;
 }
 
+/// A token that a query attends. The query keeps its true position, and a squeezed token stands at
+/// its place.
+struct OwnToken {
+  std::int64_t unit;
+  std::uint32_t query, position, place;
+  bool squeezed;
+};
+
 /// cos and sin of pair d: exact where keys are rounded, else of the place's multiple of 64 and of
 /// the rest.
-__device__ inline float2 turn_of(const ReplayArgs& args, const OwnRow& row, std::uint32_t slot,
-                                 int d) {
+__device__ inline float2 turn_of(const ReplayArgs& args, const OwnToken& token, int d) {
   const int half = args.shape.rotated / 2, pairs = args.shape.pairs();
-  if (!row.places) return args.tensors.turns[std::int64_t{row.positions[slot]} * half + d];
-  const std::uint32_t place = row.places[slot];
+  if (!token.squeezed) return args.tensors.turns[std::int64_t{token.position} * half + d];
+  const std::uint32_t place = token.place;
   const float2 a = args.tensors.coarse[std::int64_t{place >> 6} * pairs + d],
                b = args.tensors.fine[(place & 63) * pairs + d];
   return {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.x, b.y, a.y * b.x)};
 }
 
-/// The product of a head's query with a slot's key, by a warp.
-__device__ inline float own_product(const ReplayArgs& args, const OwnRow& row, std::uint32_t slot,
-                                    int head) {
+/// The product of a head's query with a token's key, by a warp.
+__device__ inline float own_product(const ReplayArgs& args, const OwnToken& token, int head) {
   const ReplayShape& shape = args.shape;
-  const Type rounding = row.places ? Type::f32 : shape.rounding;
+  const Type rounding = token.squeezed ? Type::f32 : shape.rounding;
   const int half = shape.rotated / 2;
   const float* const query =
       args.tensors.queries +
-      ((row.unit * shape.tokens + row.query) * shape.group + head) * shape.head_size;
-  const std::int64_t key = (row.unit * shape.tokens + row.positions[slot]) * shape.head_size;
+      ((token.unit * shape.tokens + token.query) * shape.group + head) * shape.head_size;
+  const std::int64_t key = (token.unit * shape.tokens + token.position) * shape.head_size;
   const auto element = [&](int d) {
     const float2 two = load2(args.tensors.keys, args.tensors.type, key + (d & ~1));
     return d & 1 ? two.y : two.x;
   };
   float sum = 0;
   for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < half; d += kWarpSize) {
-    const float2 turn = turn_of(args, row, slot, d);
+    const float2 turn = turn_of(args, token, d);
     const float x = element(d), y = element(d + half);
     sum = fmaf(rounded(query[d], rounding), rounded(x * turn.x - y * turn.y, rounding), sum);
     sum = fmaf(rounded(query[d + half], rounding), rounded(y * turn.x + x * turn.y, rounding), sum);
@@ -78,7 +84,9 @@ __device__ __noinline__ inline void take_own_row(const ReplayArgs& args, OwnRow 
     const bool is_head = head < shape.group;
     float most = -3.4e38f;
     for (std::uint32_t slot = warp; slot < row.visible; slot += warps) {
-      const float logit = is_head ? own_product(args, row, slot, head) * shape.softmax_scale : 0.0f;
+      const OwnToken token{row.unit, row.query, row.positions[slot],
+                           row.places ? row.places[slot] : 0, row.places != nullptr};
+      const float logit = is_head ? own_product(args, token, head) * shape.softmax_scale : 0.0f;
       most = fmaxf(most, logit);
       if (lane == 0) own[4 * slot] = logit;
     }

@@ -13,6 +13,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
+/// What TF32 keeps of x, and what it leaves.
+__device__ inline float tf32_part(float x, bool left) {
+  const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+  return left ? x - kept : kept;
+}
+
 /// A warp for each vector.
 template <class T>
 __global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
@@ -24,6 +30,11 @@ __global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
   const std::int64_t to = (std::int64_t{row} * args.group + args.group_head) * args.head_size;
   const auto put = [&](int d, float value) {
     if (args.plain) args.plain[to + d] = value;
+    if (args.parts) {
+      float* const parts = args.parts + 3 * to + d;
+      parts[0] = parts[2 * args.head_size] = tf32_part(value, false);
+      parts[args.head_size] = tf32_part(value, true);
+    }
     if (rounded) rounded[to + d] = from_float<T>(value);
   };
   for (int d = lane; d < half; d += kWarpSize) {
@@ -33,6 +44,18 @@ __global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
     put(d + half, high * turn.x + low * turn.y);
   }
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from[d]);
+}
+
+/// A thread for each element of a unit's queries [query, head, dim] (x), a unit (y).
+__global__ void query_parts_kernel(int elements, int head_size, std::int64_t unit_stride,
+                                   std::int64_t to_stride, const float* from, float* to) {
+  const int at = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (at >= elements) return;
+  const float value = from[blockIdx.y * unit_stride + at], kept = tf32_part(value, false);
+  float* const parts =
+      to + blockIdx.y * to_stride + at / head_size * 3 * head_size + at % head_size;
+  parts[0] = parts[head_size] = kept;
+  parts[2 * head_size] = tf32_part(value, true);
 }
 
 /// A fold over the block of four values, in every thread. `shared`: [kWarps][4]; free again after
@@ -150,34 +173,31 @@ __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high
   return d < shape.head_size ? d : -1;
 }
 
-/// What TF32 keeps of x, and what it leaves.
-__device__ inline float tf32_part(float x, bool left) {
-  const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
-  return left ? x - kept : kept;
-}
-
-/// A thread for each float4 of rows.fragments: x of [quad, pairs / 8, lane], y query, z unit.
+/// A thread for each float4 of rows.fragments: x of [pairs / 4, tile, lane], y run, z unit. Zeros
+/// for queries past the block's last.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
   const ReplayShape& shape = args.shape;
-  const int of_quad = shape.pairs() / 8 * kWarpSize, i = static_cast<int>(blockIdx.y),
+  const int heads = 4 * shape.quads(), of_step = kReplayAhead * heads / 8 * kWarpSize,
+            of_run = shape.pairs() / 4 * of_step, run = static_cast<int>(blockIdx.y),
             at = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  if (at >= shape.quads() * of_quad) return;
-  const int lane = at % kWarpSize, couple = at % of_quad / kWarpSize, column = lane / 4;
-  const int head = 4 * (at / of_quad) + column % 4;
-  const int first = couple / 2 * kReplayGranule + 4 * (lane % 4) + 2 * (couple % 2);
+  if (at >= of_run) return;
+  const int lane = at % kWarpSize, step = at / of_step,
+            column = at % of_step / kWarpSize * 8 + lane / 4,
+            i = run * kReplayAhead + column / heads, head = column % heads;
+  const int pair = step / 4 * kReplayGranule + 4 * (lane % 4) + step % 4;
   const std::int64_t query = std::int64_t{blockIdx.z} * shape.tokens + args.rows.first + i;
   const float* const from =
       args.tensors.plain_queries + (query * shape.group + head) * shape.head_size;
-  const auto part = [&](int pair, bool high) {
+  const auto part = [&](bool high, bool left) {
     const int d = dimension_of(shape, pair, high);
-    if (head >= shape.group || d < 0) return 0.0f;
+    if (i >= args.rows.count || head >= shape.group || d < 0) return 0.0f;
     const float factor = d < shape.rotated ? args.tensors.turns[0].x : 1.0f;
-    return tf32_part(from[d] * factor, column >= 4);
+    return tf32_part(from[d] * factor, left);
   };
-  args.rows.fragments[(std::int64_t{blockIdx.z} * args.rows.block + i) * shape.quads() * of_quad +
-                      at] = {part(first, false), part(first, true), part(first + 1, false),
-                             part(first + 1, true)};
+  const std::int64_t runs = args.rows.block / kReplayAhead;
+  args.rows.fragments[(blockIdx.z * runs + run) * of_run + at] = {
+      part(false, false), part(true, false), part(false, true), part(true, true)};
 }
 
 /// A thread for each element of [token, 2, pairs].
@@ -302,10 +322,24 @@ cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
   outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
     return error;
-  const int of_query = shape.quads() * shape.pairs() / 8 * kWarpSize;
-  fragments_kernel<<<dim3(static_cast<unsigned>((of_query + kThreads - 1) / kThreads), grid.x,
-                          grid.z),
+  const int of_run = shape.pairs() / 4 * kReplayAhead * shape.quads() / 2 * kWarpSize,
+            runs = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
+  fragments_kernel<<<dim3(static_cast<unsigned>((of_run + kThreads - 1) / kThreads),
+                          static_cast<unsigned>(runs), grid.z),
                      kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
+                               const float* queries, float* to, cudaStream_t stream) {
+  if (first < 0 || count < 1 || count > block || shape.units < 1 || shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const int of_query = shape.group * shape.head_size, elements = count * of_query;
+  query_parts_kernel<<<dim3(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
+                            static_cast<unsigned>(shape.units)),
+                       kThreads, 0, stream>>>(
+      elements, shape.head_size, std::int64_t{shape.tokens} * of_query,
+      std::int64_t{block} * of_query * 3, queries + std::int64_t{first} * of_query, to);
   return cudaGetLastError();
 }
 

@@ -32,9 +32,13 @@ class ReplayWalk {
  public:
   __device__ ReplayWalk(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
                         std::byte* room)
-      : at_(at), shared_(shared), cache_(at, shared, live_words, room) {
+      : at_(at),
+        shared_(shared),
+        cache_(at, shared, live_words, room + room_of_fragments(at.args)),
+        fragments_(room_of_fragments(at.args) > 0 ? reinterpret_cast<float4*>(room) : nullptr) {
     for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
       (&shared.hits[0][0])[n] = 0;
+    if (at.thread == 0) shared.listed = 0;
     __syncthreads();
   }
 
@@ -96,61 +100,98 @@ class ReplayWalk {
       shared_row_ = args.rows.squeezed + row;
       if (attends) {
         own_ = at_.own(i);
-        take_old_keys<kQuads>(at_, shared_, cache_, visible_, i,
-                              kObserves && cache_.now().tokens == 1);
+        attend_old(i, kObserves && cache_.now().tokens == 1);
       }
     }
-    Run held;
-    if (attends) total(held, totals, query, !kSqueezed && measures ? i : -1);
+    if (attends) total(totals, query, !kSqueezed && measures ? i : -1);
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
     if (!attends) return;
     const bool lost = is_lost(folded);
     if (lost) {
-      take_own(held, totals, i, query);
+      take_own(totals, i, query);
       folded = fold(totals);
     }
-    if (observes) observe(held, folded, query, age);
+    if (observes) observe(folded, query, age);
     if (samples) leave_sample(i, index, query, folded, lost);
   }
 
+  /// The exponentials of the old tokens for query i of the block: those that are not known yet, and
+  /// with `ahead` for the queries after it too, up to the end of their run.
+  __device__ void attend_old(int i, bool ahead) {
+    ReplayRange range = ahead && i % kReplayAhead != 0 ? cache_.moved() : ReplayRange::all();
+    cache_.set_moved(ahead ? ReplayRange::none() : ReplayRange::all());
+    range.end = min(range.end, cache_.first_young());
+    if (range.empty()) return;
+    const int end = ahead ? min((i / kReplayAhead + 1) * kReplayAhead, at_.args.rows.count) : i + 1;
+    const float4* const fragments = take_fragments(i / kReplayAhead);
+    const ListedSlots old = cache_.list(range);
+    if (at_.args.tensors.type == Type::f32)
+      take_old_keys<kQuads, uint4>(at_.args, at_.unit, at_.rule.first_slot, fragments, old, i, end);
+    else
+      take_old_keys<kQuads, uint2>(at_.args, at_.unit, at_.rule.first_slot, fragments, old, i, end);
+    __syncthreads();
+    if (at_.thread == 0) shared_.listed = 0;
+  }
+
+  /// A run's queries as operands: in shared memory after the next barrier, where they fit.
+  __device__ const float4* take_fragments(int run) {
+    const ReplayArgs& args = at_.args;
+    const auto size = static_cast<std::uint32_t>(fragments_of_run(args.shape));
+    const float4* const from =
+        args.rows.fragments + at_.row(run * kReplayAhead) / kReplayAhead * size;
+    if (!fragments_) return from;
+    if (run != fragments_run_)
+      for (std::uint32_t n = at_.thread; n < size; n += at_.threads) fragments_[n] = from[n];
+    fragments_run_ = run;
+    return fragments_;
+  }
+
   /// Of a run from this thread's slot `first` on: zeros where a slot has no token up to `query`.
+  /// `full`: of the full row, where that is another.
+  template <bool kFull>
   __device__ void take(Run& run, std::uint32_t first, std::uint32_t query) const {
+    const std::int64_t tokens = at_.args.shape.tokens;
 #pragma unroll
     for (int k = 0; k < kRun; ++k) {
-      const std::uint32_t slot = first + k * at_.threads;
+      const std::uint32_t slot = first + k * kWarpSize;
       run.e[k] = {};
-      if (!cache_.holds(slot, query, visible_)) continue;
-      const bool own = cache_.is_old(slot) || all_own_;
-      const float4* const from = own ? own_ + slot : shared_row_ + cache_.position(slot);
-      const std::int64_t stride = own ? at_.args.caches.unit_slots : at_.args.shape.tokens;
+      if (cache_.holds(slot, query, visible_))
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) run.e[k].quad[quad] = from[quad * stride];
+        for (int quad = 0; quad < kQuads; ++quad)
+          run.e[k].quad[quad] = shared_row_[quad * tokens + cache_.position(slot)];
+    }
+    if constexpr (!kFull)
+      if (kSqueezed || all_own_) take_private(run, first, query);
+  }
+  /// What the shared row does not have.
+  __device__ void take_private(Run& run, std::uint32_t first, std::uint32_t query) const {
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) {
+      const std::uint32_t slot = first + k * kWarpSize;
+      if (!cache_.holds(slot, query, visible_) || !(cache_.is_old(slot) || all_own_)) continue;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad)
+        run.e[k].quad[quad] = own_[quad * at_.args.caches.unit_slots + slot];
     }
   }
-  /// Calls each(run, its first slot of this thread) for each of the warp's runs; `held` is the
-  /// first.
-  template <class Each>
-  __device__ void for_runs(const Run& held, std::uint32_t query, Each each) const {
-    std::uint32_t first = at_.thread;
-    if (first - at_.lane >= visible_) return;
-    each(held, first);
-    for (;;) {
-      first += kRun * at_.threads;
-      if (first - at_.lane >= visible_) return;
+  /// Calls each(run, its first slot of this thread) for each of the warp's runs.
+  template <bool kFull = false, class Each>
+  __device__ void for_runs(std::uint32_t query, Each each) const {
+    for (std::uint32_t first = at_.first_slot_of_thread<kRun>(); first - at_.lane < visible_;
+         first += kRun * at_.threads) {
       Run run;
-      take(run, first, query);
+      take<kFull>(run, first, query);
       each(run, first);
     }
   }
 
   /// Counts hits for query `i` of the block, if that is not -1.
-  __device__ void total(Run& held, Totals& totals, std::uint32_t query, int i) {
+  __device__ void total(Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
     if (kAsks) totals.part[kMostPart] = {};
-    if (at_.thread - at_.lane < visible_) take(held, at_.thread, query);
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(max(i, 0)) * kQuads);
-    for_runs(held, query, [&](const Run& run, std::uint32_t) {
+    for_runs(query, [&](const Run& run, std::uint32_t) {
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
 #pragma unroll
@@ -166,19 +207,7 @@ class ReplayWalk {
   /// The same of the full row, where the cache's own differs: its sum, and hits.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
-    for (std::uint32_t first = at_.thread; first - at_.lane < visible_;
-         first += kRun * at_.threads) {
-      Run run;
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) {
-        const std::uint32_t slot = first + k * at_.threads;
-        run.e[k] = {};
-        if (cache_.holds(slot, query, visible_))
-#pragma unroll
-          for (int quad = 0; quad < kQuads; ++quad)
-            run.e[k].quad[quad] =
-                shared_row_[quad * std::int64_t{at_.args.shape.tokens} + cache_.position(slot)];
-      }
+    for_runs<true>(query, [&](const Run& run, std::uint32_t) {
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
 #pragma unroll
@@ -186,7 +215,7 @@ class ReplayWalk {
           add(totals.part[kFullPart].quad[quad], run.e[k].quad[quad]);
         hits.count(run.e[k]);
       }
-    }
+    });
     hits.add_to(shared_.hits[i], at_.lane);
   }
 
@@ -210,33 +239,33 @@ class ReplayWalk {
     return {cache_.positions(), kSqueezed ? cache_.places() : nullptr, visible_, query, at_.unit,
             at_.own(i)};
   }
-  __device__ void take_own(Run& held, Totals& totals, int i, std::uint32_t query) {
+  __device__ void take_own(Totals& totals, int i, std::uint32_t query) {
     __syncthreads();
     take_own_row(at_.args, own_row(i, query), &shared_.scratch[0][0]);
     own_ = at_.own(i);
     all_own_ = true;
-    total(held, totals, query, -1);
+    total(totals, query, -1);
   }
 
   // Observing and ranking.
 
   /// What one query shows: to the states at once where it is alone in its admission, which is
   /// ranked then too.
-  __device__ void observe(const Run& held, float folded, std::uint32_t query, std::uint32_t age) {
+  __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
       const float most = __shfl_sync(~0u, folded, kMostPart * kHeads + at_.lane % kHeads);
       const Look seen_by(folded, most, at_, weight(age), query);
       if (cache_.now().tokens > 1)
-        note_seen(held, seen_by, query);
+        note_seen(seen_by, query);
       else
-        observe_alone(held, seen_by, query);
+        observe_alone(seen_by, query);
     }
   }
-  __device__ void note_seen(const Run& held, const Look& seen_by, std::uint32_t query) {
-    for_runs(held, query, [&](const Run& run, std::uint32_t first) {
+  __device__ void note_seen(const Look& seen_by, std::uint32_t query) {
+    for_runs(query, [&](const Run& run, std::uint32_t first) {
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        const std::uint32_t slot = first + k * at_.threads;
+        const std::uint32_t slot = first + k * kWarpSize;
         if (!cache_.holds(slot, query, visible_)) continue;
         const Observation seen = seen_by.seen(run.e[k]);
         Observation& all = at_.args.caches.seen[at_.first_slot + slot];
@@ -248,15 +277,15 @@ class ReplayWalk {
   }
   /// What happens in a slot without a token is of no account: admit() sets all of a state, and its
   /// position is guarded.
-  __device__ void observe_alone(const Run& held, const Look& seen_by, std::uint32_t query) {
+  __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
     const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
     const bool ranks = cache_.ranks_next();
     const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
     Candidate candidate;
-    for_runs(held, query, [&](const Run& run, std::uint32_t first) {
+    for_runs(query, [&](const Run& run, std::uint32_t first) {
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        const std::uint32_t slot = first + k * at_.threads;
+        const std::uint32_t slot = first + k * kWarpSize;
         if (!kInRoom && !cache_.holds(slot, query, visible_)) continue;
         auto own = cache_.state(slot);
         P::observe(own, seen_by.seen(run.e[k]), cache_.params(), attended);
@@ -272,7 +301,7 @@ class ReplayWalk {
     if constexpr (kObserves) {
       const Step attended = cache_.step_at(now.first, now.tokens);
       const std::uint32_t older = cache_.live() - now.tokens;
-      at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+      at_.for_slots<kRun>(cache_.live(), [&](std::uint32_t i) {
         Observation seen = at_.args.caches.seen[at_.first_slot + i];
         seen.queries = i < older ? now.tokens : now.tokens - (i - older);
         auto own = cache_.state(i);
@@ -287,7 +316,7 @@ class ReplayWalk {
     const Step leaves = cache_.step_at(now, 0);
     const std::uint32_t unguarded = cache_.unguarded(now);
     Candidate first;
-    at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+    at_.for_slots<kRun>(cache_.live(), [&](std::uint32_t i) {
       cache_.rank(first, i, cache_.state(i), leaves, unguarded);
     });
     cache_.choose(first);
@@ -296,7 +325,6 @@ class ReplayWalk {
   /// What replay_outputs() takes the cache's output of a sampled query from.
   __device__ void leave_sample(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplaySamples& samples = at_.args.samples;
-    const ReplayShape& shape = at_.args.shape;
     const std::int64_t sample = at_.sample(index);
     const std::uint32_t own = lost ? query + 1 : cache_.first_young();
     __syncthreads();
@@ -306,14 +334,21 @@ class ReplayWalk {
       samples.samples[sample].whole = visible_ == query + 1 && !kSqueezed;
       samples.samples[sample].own = own > 0;
     }
-    if (own > 0) {
-      float* const to = samples.own + sample * shape.group * shape.head_size;
-      if constexpr (kSqueezed)
-        sum_own_values<kQuads>(at_.args, own_row(i, query), own, shared_.scratch, to);
-      else
-        sum_own_values_apart<kQuads>(at_.args, own_row(i, query), own, shared_.scratch, to);
-    }
+    if (own > 0) leave_own(i, sample, own, lost);
     __syncthreads();
+  }
+
+  /// The part of a sample's outputs that is the tokens' before position `own`.
+  __device__ void leave_own(int i, std::int64_t sample, std::uint32_t own, bool lost) {
+    const ReplayShape& shape = at_.args.shape;
+    const OwnValues of{kSqueezed && !lost ? cache_.list({0, own}) : cache_.first(visible_),
+                       at_.unit, at_.own(i)};
+    float* const to = at_.args.samples.own + sample * shape.group * shape.head_size;
+    if (at_.args.tensors.type == Type::f32)
+      sum_own_values<kQuads, uint4>(at_.args, of, shared_.scratch, to);
+    else
+      sum_own_values<kQuads, uint2>(at_.args, of, shared_.scratch, to);
+    if (at_.thread == 0) shared_.listed = 0;
   }
 
   const ReplayPlace& at_;
@@ -324,11 +359,13 @@ class ReplayWalk {
   const float4* shared_row_ = nullptr;  // [quad, token]: of the query
   const float4* own_ = nullptr;         // [quad, slot]: where the shared row is of no use
   bool all_own_ = false;
+  float4* const fragments_;  // in shared memory, or null
+  int fragments_run_ = -1;   ///< whose they are
 };
 
 /// A block for each member (x) and unit (y).
 template <class P, int kQuads, bool kSqueezed, bool kInRoom>
-__global__ void __launch_bounds__(kReplayThreads, 1)
+__global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
     replay_walk(const __grid_constant__ ReplayArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
@@ -345,18 +382,39 @@ const void* replay_kernel_of(bool in_room) {
                  : reinterpret_cast<const void*>(replay_walk<P, kQuads, kSqueezed, false>);
 }
 
+/// Whether the rank is the position: asked of some tokens and steps; a nested order depends on
+/// little else.
+template <class P>
+constexpr bool leaves_by_age() {
+  if constexpr (P::kInfo.order != Order::nested || P::kInfo.needs != Needs::nothing ||
+                !std::is_empty_v<typename P::Slot> || !std::is_empty_v<typename P::Params>) {
+    return false;
+  } else {
+    for (std::uint32_t bit = 0; bit < 32; ++bit)
+      for (const std::uint32_t position : {(1u << bit) - 1, 1u << bit, 3u << bit}) {
+        const Step step{
+            .now = position + bit, .budget = 2 + bit, .live = 1, .queries = 0, .seed = bit};
+        if (P::rank({}, Token{position}, {}, step) != position) return false;
+      }
+    return true;
+  }
+}
+
 template <Policy P>
 ReplayPolicy replay_policy_of() {
   ReplayPolicy policy{.name = P::kInfo.name,
                       .slot_bytes = kSlotBytes<P>,
                       .params_bytes = kParamsBytes<P>,
+                      .oldest_first = leaves_by_age<P>(),
                       .params = write_params<P>,
                       .kernels = {}};
-  for (const bool in_room : {false, true}) {
-    policy.kernels[0][0][in_room] = replay_kernel_of<P, 1, false>(in_room);
-    policy.kernels[0][1][in_room] = replay_kernel_of<P, 1, true>(in_room);
-    policy.kernels[1][0][in_room] = replay_kernel_of<P, 2, false>(in_room);
-    policy.kernels[1][1][in_room] = replay_kernel_of<P, 2, true>(in_room);
+  if constexpr (!leaves_by_age<P>()) {
+    for (const bool in_room : {false, true}) {
+      policy.kernels[0][0][in_room] = replay_kernel_of<P, 1, false>(in_room);
+      policy.kernels[0][1][in_room] = replay_kernel_of<P, 1, true>(in_room);
+      policy.kernels[1][0][in_room] = replay_kernel_of<P, 2, false>(in_room);
+      policy.kernels[1][1][in_room] = replay_kernel_of<P, 2, true>(in_room);
+    }
   }
   return policy;
 }

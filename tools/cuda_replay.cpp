@@ -145,6 +145,7 @@ class Replayer final : public CudaReplayer {
             .block = kernels::kMostReplayQueries,
             .slots = static_cast<std::size_t>(grid.unit_slots),
             .configs = plan.configs.size(),
+            .windows = grid.windows.size(),
             .samples = plan.span.samples(),
             .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
                              plan.span.sample_every(),

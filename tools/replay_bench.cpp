@@ -106,7 +106,7 @@ ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>&
       keep_least(bench.grids[g].time, time, repeat == 0);
       if (device)
         bench.grids[g].step_microseconds =
-            1e6 * bench.grids[g].time.seconds / trace.tokens() / device->waves();
+            1e6 * bench.grids[g].time.seconds / trace.tokens() / std::max(device->waves(), 1);
     }
   for (GridTime& grid : bench.grids) {
     grid.ratio = grid.time.seconds / bench.exact.time.seconds;

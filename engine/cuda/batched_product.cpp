@@ -35,13 +35,15 @@ BatchedProduct::~BatchedProduct() {
 }
 
 LtProduct& BatchedProduct::plan_for(const BatchedProductArgs& args) {
-  const Key key{args.type, args.batches, args.rows, args.n, args.k, args.w_by_k};
+  const Key key{args.type, args.batches, args.rows, args.n, args.k, args.w_by_k, args.tf32};
   auto& plan = plans_[key];
   if (plan) return *plan;
 
   auto made = std::make_unique<LtProduct>();
   const cudaDataType_t type = lt_type(args.type);
-  check(cublasLtMatmulDescCreate(&made->product, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+  check(cublasLtMatmulDescCreate(&made->product,
+                                 args.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                 CUDA_R_32F),
         "describing a product");
   const cublasOperation_t turned = args.w_by_k ? CUBLAS_OP_N : CUBLAS_OP_T;
   made->set(CUBLASLT_MATMUL_DESC_TRANSA, turned);

@@ -13,7 +13,7 @@ namespace kvlab::cuda {
 
 /// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or w[b, k, n]. Strides in elements.
 struct BatchedProductArgs {
-  kernels::Type type;  ///< of x and w; float32 is multiplied as such
+  kernels::Type type;  ///< of x and w; float32 is multiplied as such, or as TF32
   int batches, rows, n, k;
   const void* x;  // [batch, row, k]
   std::int64_t x_row, x_batch;
@@ -22,6 +22,7 @@ struct BatchedProductArgs {
   bool w_by_k;  ///< w is [batch, k, n]
   float* y;     // [batch, row, n]
   std::int64_t y_row, y_batch;
+  bool tf32 = false;  ///< of float32 11 bits count
 };
 
 /// A cuBLASLt handle, its workspace and the algorithms chosen so far, one for each shape. For one
@@ -36,7 +37,7 @@ class BatchedProduct {
   void operator()(const BatchedProductArgs& args, cudaStream_t stream);
 
  private:
-  using Key = std::tuple<kernels::Type, int, int, int, int, bool>;
+  using Key = std::tuple<kernels::Type, int, int, int, int, bool, bool>;
   LtProduct& plan_for(const BatchedProductArgs& args);
 
   cublasLtHandle_t handle_ = nullptr;

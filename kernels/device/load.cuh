@@ -29,4 +29,15 @@ __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
   return {low.x, low.y, high.x, high.y};
 }
 
+/// Elements 2 n and 2 n + 1 of four as they lie in memory, of a type of two bytes or of four.
+__device__ inline float2 two_of(const uint2& bits, Type type, int n) {
+  const std::uint32_t two = n == 0 ? bits.x : bits.y;
+  if (type == Type::bf16) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+  return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+__device__ inline float2 two_of(const uint4& bits, Type, int n) {
+  return n == 0 ? float2{__uint_as_float(bits.x), __uint_as_float(bits.y)}
+                : float2{__uint_as_float(bits.z), __uint_as_float(bits.w)};
+}
+
 }  // namespace kvlab::kernels

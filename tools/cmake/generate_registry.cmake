@@ -90,3 +90,48 @@ const std::vector<@type@>& @function@() {
 }  // namespace kvlab::kernels
 ]])
 endfunction()
+
+# kvlab_generate_kernel_units(<registry.txt> <stem> <type's header> <header> <maker> <type> <function> <sources>): the same list,
+# of what takes long to compile: in a unit for each policy, `stem`_Struct.cu, and one that joins them. Sets <sources> in the caller.
+function(kvlab_generate_kernel_units registry stem declared_in header maker type function sources)
+  kvlab_read_registry(${registry} headers types)
+  set(units ${stem}.cpp)
+  foreach(file name IN ZIP_LISTS headers types)
+    file(CONFIGURE OUTPUT ${stem}_${name}.cu @ONLY CONTENT [[
+// Generated from the registry. Do not edit.
+#include "@header@"
+#include "policies/@file@"
+
+namespace kvlab::kernels {
+
+@type@ @function@_@name@() { return @maker@<@name@>(); }
+
+}  // namespace kvlab::kernels
+]])
+    list(APPEND units ${stem}_${name}.cu)
+  endforeach()
+  list(TRANSFORM types PREPEND "${type} ${function}_" OUTPUT_VARIABLE declarations)
+  list(JOIN declarations "();\n" declarations)
+  list(TRANSFORM types REPLACE "(.+)" "      ${function}_\\1()," OUTPUT_VARIABLE calls)
+  list(JOIN calls "\n" calls)
+  file(CONFIGURE OUTPUT ${stem}.cpp @ONLY CONTENT [[
+// Generated from the registry. Do not edit.
+#include <vector>
+
+#include "@declared_in@"
+
+namespace kvlab::kernels {
+
+@declarations@();
+
+const std::vector<@type@>& @function@() {
+  static const std::vector<@type@> list{
+@calls@
+  };
+  return list;
+}
+
+}  // namespace kvlab::kernels
+]])
+  set(${sources} ${units} PARENT_SCOPE)
+endfunction()

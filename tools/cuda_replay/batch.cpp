@@ -30,7 +30,8 @@ void Batch::allocate() {
   values_ = take<std::byte>(s.tokens * s.dim * s.element_bytes);
   rounded_queries_ = take<std::byte>(s.tokens * s.group * s.dim * s.product_bytes);
   rounded_keys_ = take<std::byte>(s.tokens * s.dim * s.product_bytes);
-  if (s.unrounded()) unrounded_keys_ = take<float>(s.tokens * s.dim * 4);
+  if (s.unrounded()) key_parts_ = take<float>(s.tokens * 3 * s.dim * 4);
+  if (s.unrounded()) query_parts_ = take<float>(s.query_parts());
   if (s.squeezed) plain_queries_ = take<float>(s.tokens * s.group * s.dim * 4);
   if (s.squeezed) paired_keys_ = take<std::byte>(s.tokens * 2 * s.pairs * s.element_bytes);
   args_.tensors.queries = queries_;
@@ -83,6 +84,7 @@ void Batch::allocate() {
   figures.sums = take<double>(
       s.configs * kernels::kReplaySums * 4 * s.quads * kernels::kReplaySpanBlocks * 8, true);
   figures.errors = take<double>(s.configs * s.samples * 16, true);
+  args_.windows = take<float4>(s.window_figures());
   figures.zero_outputs = take<std::uint32_t>(s.configs * 4 * s.quads * 4, true);
 }
 
@@ -130,6 +132,7 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
                                .group = 1,
                                .group_head = 0,
                                .plain = nullptr,
+                               .parts = nullptr,
                                .rounded = nullptr,
                                .rounding = args_.shape.rounding};
   if (part != Part::q) {  // as in the trace
@@ -154,7 +157,7 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
     check(kernels::replay_turn(copy, stream_), "reading a trace");
   }
   if (part == Part::k) {
-    args.plain = unrounded_keys_ ? unrounded_keys_ + of_unit : nullptr;
+    args.parts = key_parts_ ? key_parts_ + 3 * of_unit : nullptr;
     args.rounded = rounded_keys_ + of_unit * s.product_bytes;
   } else {
     args.group = static_cast<int>(s.group);
@@ -190,12 +193,38 @@ void Batch::multiply(Type type, const void* queries, const void* keys, float* to
            stream_);
 }
 
+/// Of queries and keys that were not rounded, in float32, by three products in TF32.
+void Batch::multiply_parts(std::uint32_t first, std::uint32_t count) {
+  check(kernels::replay_query_parts(args_.shape, static_cast<int>(first), static_cast<int>(count),
+                                    args_.rows.block, queries_, query_parts_, stream_),
+        "computing rows");
+  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
+             rows = static_cast<std::int64_t>(sizes_.block * sizes_.group),
+             parts = static_cast<std::int64_t>(3 * sizes_.dim);
+  product_({.type = Type::f32,
+            .batches = static_cast<int>(units_.size()),
+            .rows = static_cast<int>(count * sizes_.group),
+            .n = static_cast<int>(first + count),
+            .k = static_cast<int>(parts),
+            .x = query_parts_,
+            .x_row = parts,
+            .x_batch = rows * parts,
+            .w = key_parts_,
+            .w_row = parts,
+            .w_batch = tokens * parts,
+            .w_by_k = false,
+            .y = unrounded_products_,
+            .y_row = tokens,
+            .y_batch = rows * tokens,
+            .tf32 = true},
+           stream_);
+}
+
 void Batch::make_rows(std::uint32_t first, std::uint32_t count) {
   args_.rows.first = static_cast<int>(first);
   args_.rows.count = static_cast<int>(count);
   multiply(args_.shape.rounding, rounded_queries_, rounded_keys_, products_, first, count);
-  if (unrounded_keys_)
-    multiply(Type::f32, queries_, unrounded_keys_, unrounded_products_, first, count);
+  if (key_parts_) multiply_parts(first, count);
   check(kernels::replay_rows({.shape = args_.shape,
                               .span = args_.span,
                               .rows = args_.rows,
@@ -220,6 +249,12 @@ void Batch::replay() {
       args_.room_slots = members.most_slots;
       check(members.policy->walk(args_, streams_.branch(m)),
             fmt::format("replaying {}", members.policy->name));
+    }
+    if (!grid_.windows.empty()) {
+      args_.members = grid_.windows_on_device.as<std::int32_t>();
+      args_.member_count = static_cast<int>(grid_.windows.size());
+      check(kernels::replay_windows(args_, streams_.branch(grid_.members.size())),
+            "replaying windows");
     }
     streams_.join();
     check(kernels::replay_outputs(args_, stream_), "computing outputs");
@@ -276,9 +311,14 @@ HeadOutcome Batch::outcome(std::size_t figure, const std::vector<double>& sums,
     stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
     stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
   }
-  outcome.evictions = progress[figure].evictions;
-  outcome.live_max = progress[figure].most_live;
-  outcome.live_end = progress[figure].live;
+  const auto window = grid_.window_counts.find(static_cast<std::int32_t>(figure % sizes_.configs));
+  const Grid::Counts counts = window != grid_.window_counts.end()
+                                  ? window->second
+                                  : Grid::Counts{progress[figure].evictions,
+                                                 progress[figure].most_live, progress[figure].live};
+  outcome.evictions = counts.evictions;
+  outcome.live_max = counts.most_live;
+  outcome.live_end = counts.live;
   return outcome;
 }
 

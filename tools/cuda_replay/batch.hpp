@@ -98,6 +98,7 @@ class Batch {
   void allocate();
   void turn(const float* from, std::size_t unit, Part part, std::uint32_t head);
   void make_rows(std::uint32_t first, std::uint32_t count);
+  void multiply_parts(std::uint32_t first, std::uint32_t count);
   void multiply(kernels::Type type, const void* queries, const void* keys, float* to,
                 std::uint32_t first, std::uint32_t count);
   HeadOutcome outcome(std::size_t figure, const std::vector<double>& sums,
@@ -113,7 +114,8 @@ class Batch {
   cudaStream_t stream_;
   kernels::ReplayArgs args_{};
   std::vector<cuda::DeviceBuffer> buffers_;
-  float *queries_ = nullptr, *plain_queries_ = nullptr, *unrounded_keys_ = nullptr;
+  float *queries_ = nullptr, *plain_queries_ = nullptr;
+  float *query_parts_ = nullptr, *key_parts_ = nullptr;
   std::byte* paired_keys_ = nullptr;
   std::byte *keys_ = nullptr, *values_ = nullptr;
   std::byte *rounded_queries_ = nullptr, *rounded_keys_ = nullptr;

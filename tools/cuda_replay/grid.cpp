@@ -15,15 +15,17 @@ using kernels::Type;
 
 namespace {
 
-/// The most tokens that are ever live.
-std::uint32_t most_live(const std::vector<Admission>& admissions, std::uint32_t budget) {
-  std::uint32_t live = 0, most = 0;
+/// Who is live depends on what is observed, how many are does not.
+Grid::Counts counts_of(const std::vector<Admission>& admissions, std::uint32_t budget) {
+  Grid::Counts counts{};
   for (const Admission& admission : admissions) {
-    if (budget != kNoBudget) live = std::min(live, budget - 1);
-    live += admission.tokens;
-    most = std::max(most, live);
+    const std::uint32_t kept =
+        budget == kNoBudget ? counts.live : std::min(counts.live, budget - 1);
+    counts.evictions += counts.live - kept;
+    counts.live = kept + admission.tokens;
+    counts.most_live = std::max(counts.most_live, counts.live);
   }
-  return most;
+  return counts;
 }
 
 /// Configurations of one kind of positions by kReplayTile, -1 where there are no more.
@@ -64,14 +66,16 @@ Grid::Grid(const ReplayPlan& plan) {
   for (const ResolvedConfig& resolved : plan.configs) {
     const ReplayConfig& config = *resolved.config;
     const ReplayPolicy& policy = *find_policy(config.policy.name);
-    const std::uint32_t slots = most_live(*resolved.admissions, resolved.budget);
+    const Counts counts = counts_of(*resolved.admissions, resolved.budget);
+    const std::uint32_t slots = policy.oldest_first ? 0 : counts.most_live;
     rules.push_back({.rule = {resolved.budget, resolved.guards.sinks, resolved.guards.recent},
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
                      .first_slot = unit_slots,
                      .slots = slots,
                      .params = static_cast<std::uint32_t>(params.size()),
-                     .admissions = static_cast<std::uint32_t>(admissions.size())});
+                     .admissions = static_cast<std::uint32_t>(admissions.size()),
+                     .admission_count = static_cast<std::uint32_t>(resolved.admissions->size())});
     squeezed |= rules.back().squeezed;
     unit_slots += slots;
     slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
@@ -80,7 +84,13 @@ Grid::Grid(const ReplayPlan& plan) {
     for (const Admission& admission : *resolved.admissions)
       admissions.push_back({admission.first, admission.tokens});
     admissions.push_back({plan.trace.tokens(), 0});
-    add_member(policy, rules.back().squeezed, static_cast<std::int32_t>(rules.size() - 1), slots);
+    const auto index = static_cast<std::int32_t>(rules.size() - 1);
+    if (policy.oldest_first) {
+      windows.push_back(index);
+      window_counts[index] = counts;
+    } else {
+      add_member(policy, rules.back().squeezed, index, slots);
+    }
   }
   const std::vector<std::int32_t> sets = sets_of(rules);
   tiles_ = static_cast<int>(sets.size()) / kernels::kReplayTile;
@@ -88,6 +98,7 @@ Grid::Grid(const ReplayPlan& plan) {
   params.resize(params.size() + 16);  // never empty
   std::stable_sort(members.begin(), members.end(),
                    [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
+  windows_on_device = cuda::upload(windows, "the replay's grid");
   for (Members& m : members) m.on_device = cuda::upload(m.configs, "the replay's grid");
   rules_ = cuda::upload(rules, "the replay's grid");
   admissions_ = cuda::upload(admissions, "the replay's grid");

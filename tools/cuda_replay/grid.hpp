@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -34,7 +35,16 @@ class Grid {
 
   void describe(kernels::ReplayArgs& args) const;
 
+  /// What the replay of a cache comes to whatever it observes.
+  struct Counts {
+    std::uint64_t evictions;
+    std::uint32_t most_live, live;
+  };
+
   std::vector<Members> members;
+  std::vector<std::int32_t> windows;  ///< configurations that evict the oldest first
+  cuda::DeviceBuffer windows_on_device;
+  std::map<std::int32_t, Counts> window_counts;
   std::int64_t unit_slots = 0;
   int slot_stride = 8;
   bool squeezed = false;
@@ -49,14 +59,15 @@ class Grid {
 
 /// Device memory of some units, in the order of `bytes_of_unit`.
 struct UnitSizes {
-  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, samples, block_samples;
+  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
+      block_samples;
   std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
 
   std::size_t tensors() const {
     const std::size_t vectors = tokens * (group + 1) * dim;
     return vectors * product_bytes + tokens * group * dim * 4 + 2 * tokens * dim * element_bytes +
-           (unrounded() ? tokens * dim * 4 : 0) +
+           (unrounded() ? tokens * 3 * dim * 4 : 0) +
            (squeezed ? tokens * (group * dim * 4 + 2 * pairs * element_bytes) : 0);
   }
   bool unrounded() const { return squeezed && rounds; }
@@ -64,8 +75,9 @@ struct UnitSizes {
   std::size_t row() const { return block * quads * tokens * 16; }
   std::size_t rows() const {
     return (unrounded() ? 2 : 1) * (products() + row()) + block * (group * dim * 4 + quads * 64) +
-           (squeezed ? fragments() : 0);
+           (unrounded() ? query_parts() : 0) + (squeezed ? fragments() : 0);
   }
+  std::size_t query_parts() const { return block * group * 3 * dim * 4; }
   std::size_t fragments() const { return block * quads * pairs * 64; }
   std::size_t planes() const { return squeezed ? kernels::kReplayAhead : 1; }
   std::size_t caches() const {
@@ -79,8 +91,10 @@ struct UnitSizes {
   }
   std::size_t figures() const {
     return configs * (kernels::kReplaySums * 4 * quads * 8 * kernels::kReplaySpanBlocks +
-                      samples * 16 + 4 * 4 * quads + sizeof(kernels::ReplayProgress));
+                      samples * 16 + 4 * 4 * quads + sizeof(kernels::ReplayProgress)) +
+           window_figures();
   }
+  std::size_t window_figures() const { return windows * block * 4 * quads * 16; }
   std::size_t bytes() const { return tensors() + rows() + caches() + kept() + figures(); }
 
   /// A unit's part of the trace in float32, where it lands; so many units land at a time.
