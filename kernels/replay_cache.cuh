@@ -307,7 +307,10 @@ class ReplayCache {
       __syncthreads();
       progress_.gone = max(before, shared_.gone);
       empty(kept, live);
-      if (kSqueezed) number_by_age(now);
+      if (kSqueezed) {
+        __syncthreads();  // four positions are read at a time, also past the last live one
+        number_by_age(now);
+      }
     }
     if (kept == 0) empty(0, live);
     mark_live();
