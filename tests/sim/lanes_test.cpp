@@ -121,13 +121,14 @@ std::vector<const RowLoops*> sets() {
   return all;
 }
 
-/// Exponentials of a quad, [count][4]: most of them small, some zero, some equal.
+/// Exponentials of a quad, [count][4]: most of them small, some zero, some equal. Behind them
+/// zeros, up to whole blocks.
 std::vector<float> random_row(std::mt19937& draw, std::size_t count) {
   std::uniform_real_distribution<float> exponent(-70, 0.5f);
-  std::vector<float> e(count * kQuad);
-  for (float& x : e) {
+  std::vector<float> e((count + kBlockTokens - 1) / kBlockTokens * kBlockTokens * kQuad);
+  for (std::size_t i = 0; i < count * kQuad; ++i) {
     const float power = exponent(draw);
-    x = power < -65 ? 0 : draw() % 8 == 0 ? 0.125f : std::exp2(power);
+    e[i] = power < -65 ? 0 : draw() % 8 == 0 ? 0.125f : std::exp2(power);
   }
   return e;
 }
@@ -518,9 +519,8 @@ TEST_CASE("one head's bits, and bits spread over a live set, on every set") {
 TEST_CASE("exponentials in bins by size: a larger one is in no later bin, on every set") {
   std::mt19937 draw(10);
   for (const std::size_t tokens : {1u, 16u, 77u}) {
-    const std::size_t stride = (tokens + 15) / 16 * 16;
-    auto e = random_row(draw, tokens);
-    e.resize(stride * kQuad);
+    const auto e = random_row(draw, tokens);
+    const std::size_t stride = e.size() / kQuad;
     const std::uint32_t most = std::bit_cast<std::uint32_t>(2.0f),
                         mosts[kQuad] = {most, most, most, most}, shift[kQuad] = {0, 20, 23, 16};
     for (const RowLoops* loops : sets()) {
