@@ -51,14 +51,12 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
           .segment = kind,
           .new_segment = kind == SegmentKind::prompt && chunk.opens});
   computed_.record(stream);
-  cuda::check(cudaStreamWaitEvent(copies_.get(), computed_.get()), "ordering a copy");
+  computed_.hold(copies_.get(), "ordering a copy");
   const int before = last_chunk_;
   last_chunk_ = copy(chunks_, chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
   // The next chunk of a layer goes where the one before this was; that buffer's event is its copy,
   // or a later one.
-  if (before >= 0)
-    cuda::check(cudaStreamWaitEvent(stream, chunks_.copied[static_cast<std::size_t>(before)].get()),
-                "ordering a copy");
+  if (before >= 0) chunks_.copied[static_cast<std::size_t>(before)].hold(stream, "ordering a copy");
   push({.what = Item::Kind::layers,
         .ids = {},
         .pool = &chunks_,

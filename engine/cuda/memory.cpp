@@ -59,8 +59,8 @@ Event::~Event() {
 
 void Event::record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "an event"); }
 
-void Event::hold(cudaStream_t stream) const {
-  check(cudaStreamWaitEvent(stream, event_), "waiting for an event");
+void Event::hold(cudaStream_t stream, std::string_view what) const {
+  check(cudaStreamWaitEvent(stream, event_), what);
 }
 
 void Event::wait(std::string_view what) const { check(cudaEventSynchronize(event_), what); }

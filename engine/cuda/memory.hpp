@@ -81,7 +81,8 @@ class Event {
   ~Event();
   cudaEvent_t get() const { return event_; }
   void record(cudaStream_t stream);
-  void hold(cudaStream_t stream) const;    ///< `stream` goes on behind what was recorded
+  /// `stream` goes on behind what was recorded.
+  void hold(cudaStream_t stream, std::string_view what = "waiting for an event") const;
   void wait(std::string_view what) const;  ///< on the host
   /// Milliseconds since `start`; both timed and complete.
   float since(const Event& start) const;

@@ -21,14 +21,13 @@ class Streams {
   /// Branches go on from where the first stream is.
   void fork() {
     begin_.record(first());
-    for (const cuda::Stream& branch : branches_)
-      cuda::check(cudaStreamWaitEvent(branch.get(), begin_.get()), "waiting for a stream");
+    for (const cuda::Stream& branch : branches_) begin_.hold(branch.get(), "waiting for a stream");
   }
   /// The first stream goes on when all branches have ended.
   void join() {
     for (std::size_t i = 0; i < std::size(branches_); ++i) {
       ends_[i].record(branches_[i].get());
-      cuda::check(cudaStreamWaitEvent(first(), ends_[i].get()), "waiting for a stream");
+      ends_[i].hold(first(), "waiting for a stream");
     }
   }
 
