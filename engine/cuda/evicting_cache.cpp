@@ -178,7 +178,7 @@ std::uint64_t EvictingCache::bytes(const DeviceModel& model, const Options& opti
 
 std::uint64_t EvictingCache::work_bytes(const DeviceModel& model, const Options& options) {
   const PairSlots slots(model.config(), checked(options.caches), options.most_tokens);
-  const PolicyInfo& info = options.caches.front().policy.entry->info;
+  const PolicyInfo& info = options.policy();
   const auto cache = model.slot_cache(static_cast<int>(options.caches.size()), slots.most());
   const std::uint64_t seen = options.watched && info.needs != Needs::nothing
                                  ? static_cast<std::uint64_t>(slots.total()) * sizeof(Observation)
