@@ -48,10 +48,13 @@ void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& r
     if (watcher_) watcher_(c, query, runs_[c]->visible());
   };
   // A row stays near while all configurations take it; keys of one's own are more than a row.
-  for (std::uint32_t query = first; !places_ && query < first + count; ++query)
-    for (std::size_t c = 0; c < runs_.size(); ++c) step(c, query);
-  for (std::size_t c = 0; places_ && c < runs_.size(); ++c)
-    for (std::uint32_t query = first; query < first + count; ++query) step(c, query);
+  if (places_) {
+    for (std::size_t c = 0; c < runs_.size(); ++c)
+      for (std::uint32_t query = first; query < first + count; ++query) step(c, query);
+  } else {
+    for (std::uint32_t query = first; query < first + count; ++query)
+      for (std::size_t c = 0; c < runs_.size(); ++c) step(c, query);
+  }
   for (std::uint32_t query = first; unrounded_ && span_ && query < first + count; ++query)
     if (span_->contains(query) && span_->sampled(query)) unrounded_samples_.add(query, *unrounded_);
 }

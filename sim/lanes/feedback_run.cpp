@@ -11,8 +11,10 @@
 namespace kvlab {
 namespace {
 
-std::size_t padded(std::size_t tokens) {
-  return (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+/// Whether the shared exponentials are of no use to some head of the group.
+bool has_lost(const GatherRoom& room, std::uint32_t group) {
+  return std::any_of(room.sum.begin(), room.sum.begin() + group,
+                     [](float sum) { return sum < kSharedSumFloor; });
 }
 
 /// Where head h's exponential of the i-th gathered token lies.
@@ -23,7 +25,7 @@ std::size_t kept_index(std::size_t i, std::size_t head, std::size_t room_tokens)
 }  // namespace
 
 void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
-  const std::size_t size = padded(tokens);
+  const std::size_t size = whole_blocks(tokens);
   if (mass.size() < size) {
     kept.resize(size * heads);
     mass.resize(size);
@@ -156,14 +158,14 @@ bool FeedbackRun::see_masses(std::uint32_t query, GroupRows& rows, GatherRoom& r
   if (weight_of(query) != 1.0f) return false;
   room.resize(visible_, rows.heads());
   const std::size_t end = visible_ / kBlockTokens * kBlockTokens,
-                    begin = std::min(padded(cache_.following()), end), stride = room.mass.size();
+                    begin = std::min(whole_blocks(cache_.following()), end),
+                    stride = room.mass.size();
   const std::uint32_t* const tokens = cache_.positions().data();
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
     row_loops().gather_around(rows.e(query, quad), tokens, begin, end, visible_,
                               room.kept.data() + quad * stride * kQuad,
                               room.sum.data() + quad * kQuad);
-  const auto lost = [](float sum) { return sum < kSharedSumFloor; };
-  if (std::any_of(room.sum.begin(), room.sum.begin() + rows.group(), lost)) return false;
+  if (has_lost(room, rows.group())) return false;
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
     const float* const kept = room.kept.data() + quad * stride * kQuad;
     const float* const sum = room.sum.data() + quad * kQuad;
@@ -182,16 +184,21 @@ bool FeedbackRun::see_masses(std::uint32_t query, GroupRows& rows, GatherRoom& r
 /// Figures from the sums of the shared exponentials, room.sum. False: they are of no use to a
 /// sample's outputs, and nothing is done.
 bool FeedbackRun::measure_shared(std::uint32_t query, GroupRows& rows, const GatherRoom& room) {
-  const auto lost = [](float sum) { return sum < kSharedSumFloor; };
   const bool sampled = span_->sampled(query);
-  if (sampled && std::any_of(room.sum.begin(), room.sum.begin() + rows.group(), lost)) return false;
+  if (sampled && has_lost(room, rows.group())) return false;
   measure(query, rows, room.sum.data());
-  if (!sampled) return true;
-  Sample& sample = take_sample(query, false);
-  sample.sums = room.sum;
-  sample.lost.assign(rows.heads(), false);
-  sample.outputs.resize(rows.heads() * view_.head_size);
+  if (sampled) take_shared_sample(query, room.sum);
   return true;
+}
+
+/// A live set's, whose outputs are taken from the shared exponentials.
+FeedbackRun::Sample& FeedbackRun::take_shared_sample(std::uint32_t query,
+                                                     const std::vector<float>& sums) {
+  Sample& sample = take_sample(query, false);
+  sample.sums = sums;
+  sample.lost.assign(sums.size(), false);
+  sample.outputs.resize(sums.size() * view_.head_size);
+  return sample;
 }
 
 void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
@@ -203,17 +210,17 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
                        room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
   room.shared = room.sum;
   const bool measures = span_ && span_->contains(query);
-  Sample* const sample =
-      measures && span_->sampled(query) ? &take_sample(query, visible_ == query + 1) : nullptr;
-  if (sample && !sample->all) {
-    sample->sums = room.shared;
-    sample->lost.assign(rows.heads(), false);
-    sample->outputs.resize(rows.heads() * view_.head_size);
+  Sample* sample = nullptr;  // but of the whole row
+  if (measures && span_->sampled(query)) {
+    if (visible_ == query + 1)
+      take_sample(query, true);
+    else
+      sample = &take_shared_sample(query, room.shared);
   }
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     if (room.sum[head] >= kSharedSumFloor) continue;
     take_own_maximum(query, head, rows, room);
-    if (sample && !sample->all) take_own_output(head, room, *sample);
+    if (sample) take_own_output(head, room, *sample);
   }
   observe_kept(query, rows, room);
   if (measures) measure(query, rows, room.shared.data());

@@ -101,6 +101,7 @@ class FeedbackRun {
   void add_requests(std::uint32_t query, const std::uint32_t* asked);
   void measure(std::uint32_t query, GroupRows& rows, const float* shared);
   Sample& take_sample(std::uint32_t query, bool all);
+  Sample& take_shared_sample(std::uint32_t query, const std::vector<float>& sums);
   void begin_observing(GatherRoom& room);
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 

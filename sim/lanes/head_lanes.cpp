@@ -107,8 +107,7 @@ void HeadLanes::add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices
 
 /// One more pass over the full cache: what every token gets from all queries.
 std::vector<std::uint64_t> HeadLanes::future_masses() {
-  std::vector<std::uint64_t> masses((view_.tokens + kBlockTokens - 1) / kBlockTokens *
-                                    kBlockTokens);
+  std::vector<std::uint64_t> masses(whole_blocks(view_.tokens));
   for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
     const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
     rows_.compute(first, count);

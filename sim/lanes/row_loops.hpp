@@ -14,6 +14,11 @@ namespace kvlab {
 inline constexpr std::size_t kQuad = 4;          ///< query heads that are taken together
 inline constexpr std::size_t kBlockTokens = 16;  ///< rows are padded to whole blocks of tokens
 
+/// So many tokens, and as many more as fill their last block.
+constexpr std::size_t whole_blocks(std::size_t tokens) {
+  return (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+}
+
 inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
 /// Bins for what is too small for the others, in turns: one alone would wait for itself.
 inline constexpr std::size_t kRestBins = 8;

@@ -138,6 +138,14 @@ inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, J
   return quads[0];
 }
 
+/// Adds a block's lanes by halves: a sum for each head.
+inline void store_sums(const Floats* lanes, float* sum) {
+  Floats parts[kBlockParts];
+  std::memcpy(parts, lanes, sizeof parts);
+  const Four all = by_halves(parts, kBlockParts, [](auto a, auto b) { return a + b; });
+  std::memcpy(sum, &all, sizeof all);
+}
+
 /// Lane sums of a quad: those of sixteen tokens side by side, [16][4].
 struct QuadSums {
   static constexpr int kMosts = kBlockParts < 4 ? kBlockParts : 4;
@@ -162,12 +170,10 @@ struct QuadSums {
   bool any_at_least(float bound) const;
   /// Adds the lanes by halves.
   void finish(float* to_sum, float* to_most) const {
-    Floats sums[kBlockParts], mosts[kMosts];
-    std::memcpy(sums, sum, sizeof sums);
+    store_sums(sum, to_sum);
+    Floats mosts[kMosts];
     std::memcpy(mosts, most, sizeof mosts);
-    const Four all = by_halves(sums, kBlockParts, [](auto a, auto b) { return a + b; });
     const Four largest = by_halves(mosts, kMosts, [](auto a, auto b) { return a > b ? a : b; });
-    std::memcpy(to_sum, &all, sizeof all);
     std::memcpy(to_most, &largest, sizeof largest);
   }
 };
@@ -229,13 +235,6 @@ void gather(const float* e, const std::uint32_t* tokens, std::size_t count, floa
     all.add_block(kept + i * kQuad);
   }
   all.finish(sum, most);
-}
-
-inline void store_sums(const Floats* lanes, float* sum) {
-  Floats parts[kBlockParts];
-  std::memcpy(parts, lanes, sizeof parts);
-  const Four all = by_halves(parts, kBlockParts, [](auto a, auto b) { return a + b; });
-  std::memcpy(sum, &all, sizeof all);
 }
 
 void gather_around(const float* e, const std::uint32_t* tokens, std::size_t begin, std::size_t end,
@@ -434,7 +433,7 @@ inline __attribute__((noinline)) void add_large(Floats* scaled, std::uint64_t* m
 void masses(const float* kept, std::size_t count, const float* sum, bool first,
             std::uint64_t* mass) {
   const Divisor divisor(sum);
-  const std::size_t padded = (count + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+  const std::size_t padded = whole_blocks(count);
   for (std::size_t i = 0; i < padded; i += kWidth, kept += kWidth * kQuad) {
     Floats scaled[kHeads];
     for (int r = 0; r < kHeads; ++r) scaled[r] = divisor.divide(load(kept + r * kWidth));
@@ -462,7 +461,7 @@ inline Ints load_ints(const std::uint32_t* from) {
 void mark(const float* kept, std::size_t count, const float* least, bool first,
           std::uint32_t* asked) {
   const Floats bound = repeated(least);
-  const std::size_t padded = (count + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+  const std::size_t padded = whole_blocks(count);
   for (std::size_t i = 0; i < padded; i += kWidth, kept += kWidth * kQuad) {
     Ints wants[kHeads];
     for (int r = 0; r < kHeads; ++r) wants[r] = load(kept + r * kWidth) >= bound;
@@ -483,6 +482,11 @@ inline std::uint64_t mask_of(Floats v, Floats bound) {
   for (int i = 0; i < kWidth; ++i) bits |= std::uint64_t{v[i] >= bound[i]} << i;
   return bits;
 #endif
+}
+
+/// The lowest `count` bits, or all of a word.
+inline std::uint64_t first_bits(std::size_t count) {
+  return count < 64 ? (std::uint64_t{1} << count) - 1 : ~std::uint64_t{0};
 }
 
 /// Which heads have some -1 among registers [token][4].
@@ -507,8 +511,7 @@ std::uint32_t flag(const float* e, std::size_t count, const float* least, const 
       transpose(r);
       for (int h = 0; h < kHeads; ++h) all[h] |= mask_of(in_order(r[h]), Floats{} + least[h]) << i;
     }
-    const std::size_t size = count - w * 64;
-    const std::uint64_t seen = size < 64 ? (std::uint64_t{1} << size) - 1 : ~std::uint64_t{0};
+    const std::uint64_t seen = first_bits(count - w * 64);
     for (std::size_t h = 0; h < kQuad; ++h) bits[h * words + w] = all[h] & seen;
   }
   return heads_in(between);
@@ -534,8 +537,7 @@ bool flag_head(const float* e, std::size_t count, std::size_t head, float least,
   const Floats from = Floats{} + least, to = Floats{} + high;
   std::uint64_t between = 0;
   for (std::size_t w = 0; w * 64 < count; ++w) {
-    const std::size_t size = count - w * 64;
-    const std::uint64_t seen = size < 64 ? (std::uint64_t{1} << size) - 1 : ~std::uint64_t{0};
+    const std::uint64_t seen = first_bits(count - w * 64);
     std::uint64_t all = 0, large = 0;
     for (std::size_t i = 0; i < 64 && w * 64 + i < count; i += kBlockTokens) {
       const float* const block = e + (w * 64 + i) * kQuad;

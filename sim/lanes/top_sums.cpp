@@ -35,7 +35,7 @@ TopSums::TopSums(std::vector<std::uint32_t> budgets)
 
 void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
   tokens_ = query + 1;
-  stride_ = (tokens_ + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+  stride_ = whole_blocks(tokens_);
   bins_ = std::min(std::bit_ceil(tokens_), kMostBins);
   bits_.resize(stride_ * rows.heads());
   bin_.resize(bits_.size());

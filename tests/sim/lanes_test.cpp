@@ -125,7 +125,7 @@ std::vector<const RowLoops*> sets() {
 /// zeros, up to whole blocks.
 std::vector<float> random_row(std::mt19937& draw, std::size_t count) {
   std::uniform_real_distribution<float> exponent(-70, 0.5f);
-  std::vector<float> e((count + kBlockTokens - 1) / kBlockTokens * kBlockTokens * kQuad);
+  std::vector<float> e(whole_blocks(count) * kQuad);
   for (std::size_t i = 0; i < count * kQuad; ++i) {
     const float power = exponent(draw);
     e[i] = power < -65 ? 0 : draw() % 8 == 0 ? 0.125f : std::exp2(power);
