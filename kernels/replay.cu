@@ -23,7 +23,7 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
       shape.head_size > kMostReplayHeadSize || shape.head_size % 8 != 0 || shape.rotated % 4 != 0 ||
       args.rows.count < 1 || args.rows.count > kMostReplayQueries ||
       args.span.blocks > kReplaySpanBlocks || args.member_count < 1 || shape.units < 1 ||
-      shape.units > 65535)
+      shape.units > 65535 || (args.squeezed && shape.tokens > kMostOldDistance))
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
@@ -41,8 +41,7 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
     return fits;
   };
   const bool in_room = take(room);
-  plan.staged =
-      args.squeezed && take(sizeof(float4) * static_cast<std::size_t>(fragments_of_run(shape)));
+  plan.staged = args.squeezed && take(room_of_fragments(shape));
   if (plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
   plan.kernel = policy.kernels[shape.quads() - 1][args.squeezed][in_room];
   return cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);

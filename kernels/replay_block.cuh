@@ -66,23 +66,28 @@ constexpr std::uint32_t whole_runs(std::uint32_t slots, bool squeezed) {
   const std::uint32_t run = replay_run(squeezed) * replay_threads(slots, squeezed);
   return (slots + run - 1) / run * run;
 }
+/// An old token's key for some queries of a run (kReplayAhead of them), to all of which it has the
+/// same distance.
+struct OldItem {
+  std::uint32_t slot;
+  std::uint32_t packed;  ///< distance, first query and end of the run: 24, 4 and 4 bits
+
+  __device__ static OldItem of(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
+                               std::uint32_t end) {
+    return {slot, distance << 8 | first << 4 | end};
+  }
+  __device__ std::uint32_t distance() const { return packed >> 8; }
+  __device__ int first() const { return static_cast<int>(packed >> 4 & 15); }
+  __device__ int end() const { return static_cast<int>(packed & 15); }
+};
+inline constexpr int kMostOldDistance = 1 << 24;  ///< exclusive
+
 /// Bytes of shared memory for whole runs of slots: states, positions, places, a list of slots.
 constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed) {
-  const std::size_t of_slot = slot_bytes + sizeof(std::uint32_t) * (squeezed ? 3 : 1);
+  const std::size_t of_slot =
+      slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) + (squeezed ? sizeof(OldItem) : 0);
   return std::size_t{slots} * of_slot;
 }
-/// Of ReplayRows::fragments, how many a run of queries has.
-constexpr int fragments_of_run(const ReplayShape& shape) {
-  return shape.pairs() / 4 * (kReplayAhead * shape.quads() / 2) * kWarpSize;
-}
-/// Bytes of shared memory for those: the squeezed caches of a multiprocessor read them again and
-/// again, more than its share of the L2 cache gives.
-constexpr std::size_t room_of_fragments(const ReplayArgs& args) {
-  return args.squeezed && args.staged
-             ? sizeof(float4) * static_cast<std::size_t>(fragments_of_run(args.shape))
-             : 0;
-}
-
 /// Positions [first, end).
 struct ReplayRange {
   std::uint32_t first, end;
@@ -100,9 +105,9 @@ struct ReplayRange {
 
 /// Some of a cache's slots, and where they are.
 struct ListedSlots {
-  const std::uint32_t* slots;  ///< null: the first
+  const OldItem* items;  ///< null: the first slots
   std::uint32_t count;
-  const std::uint32_t *positions, *places;
+  const std::uint32_t* positions;  ///< by slot
 };
 
 /// One cache: a configuration of a unit.

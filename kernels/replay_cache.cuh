@@ -36,12 +36,12 @@ class ReplayCache {
       positions_ = reinterpret_cast<std::uint32_t*>(
           room + slots * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
       places_ = positions_ + slots;
-      listed_ = places_ + slots;
+      listed_ = reinterpret_cast<OldItem*>(places_ + slots);
     } else {
       states_ = stored_states();
       positions_ = args.caches.positions + at.first_slot;
       places_ = args.caches.places + at.first_slot;
-      listed_ = args.caches.fillers + at.first_slot;
+      listed_ = reinterpret_cast<OldItem*>(args.caches.ranks + at.first_slot);
     }
     move_in();
   }
@@ -65,11 +65,11 @@ class ReplayCache {
   /// Old tokens whose distance to the query has changed since it was last said to be known.
   __device__ ReplayRange moved() const { return moved_; }
   __device__ void set_moved(const ReplayRange& range) { moved_ = range; }
-  __device__ ListedSlots first(std::uint32_t count) const {
-    return {nullptr, count, positions_, places_};
-  }
-  /// The slots of the live tokens of a range: by the whole block, in no order.
-  __device__ ListedSlots list(const ReplayRange& range) {
+  __device__ ListedSlots first(std::uint32_t count) const { return {nullptr, count, positions_}; }
+  /// The slots of the live tokens of a range, with their distance to a query, for [first, end) of
+  /// its run: by the whole block, in no order.
+  __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query = 0,
+                              std::uint32_t first_of_run = 0, std::uint32_t end = 0) {
     for (std::uint32_t first = at_.first_slot_of_thread<kRun>(); first - at_.lane < progress_.live;
          first += kRun * at_.threads) {
       std::uint32_t masks[kRun], count = 0;
@@ -84,13 +84,15 @@ class ReplayCache {
       before = __shfl_sync(~0u, before, 0);
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
+        const std::uint32_t slot = first + k * kWarpSize;
         if (masks[k] >> at_.lane & 1)
-          listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] = first + k * kWarpSize;
+          listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] =
+              OldItem::of(slot, query - places_[slot], first_of_run, end);
         before += __popc(masks[k]);
       }
     }
     __syncthreads();
-    return {listed_, shared_.listed, positions_, places_};
+    return {listed_, shared_.listed, positions_};
   }
   __device__ Slot state(std::uint32_t i) const {
     if constexpr (std::is_empty_v<Slot>)
@@ -332,7 +334,8 @@ class ReplayCache {
   typename P::Params params_{};
   ReplayProgress progress_;
   ReplayAdmission now_, next_;
-  std::uint32_t *positions_, *places_, *listed_;
+  std::uint32_t *positions_, *places_;
+  OldItem* listed_;
   ReplayRange moved_ = ReplayRange::all();
   Slot* states_;
   int parity_ = 0;

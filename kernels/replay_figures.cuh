@@ -118,7 +118,7 @@ __device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of
       for (std::uint32_t n = 0; n < kAtOnce; ++n) {  // past the last, it counts as nothing
         const bool is = base + n < of.slots.count;
         const std::uint32_t at = is ? base + n : base,
-                            slot = of.slots.slots ? of.slots.slots[at] : at;
+                            slot = of.slots.items ? of.slots.items[at].slot : at;
         value[n] = d < shape.head_size
                        ? __ldg(values + (std::size_t{of.slots.positions[slot]} * shape.head_size +
                                          static_cast<std::size_t>(d)) /

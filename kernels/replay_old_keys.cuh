@@ -26,6 +26,52 @@ __device__ inline void multiply_add_tf32(float (&c)[4], const float (&a)[4], flo
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+/// Of ReplayRows::fragments, how many a run of queries has.
+constexpr int fragments_of_run(const ReplayShape& shape) {
+  return shape.pairs() / 4 * (kReplayAhead * shape.quads() / 2) * kWarpSize;
+}
+/// Bytes of shared memory for those: the squeezed caches of a multiprocessor read them again and
+/// again, more than its share of the L2 cache gives.
+constexpr std::size_t room_of_fragments(const ReplayShape& shape) {
+  return sizeof(float4) * static_cast<std::size_t>(fragments_of_run(shape));
+}
+/// Bytes that an OldKeyStage has in a walk.
+constexpr std::size_t room_of_old_keys(const ReplayArgs& args) {
+  return args.squeezed && args.staged ? room_of_fragments(args.shape) : 0;
+}
+
+/// What the old keys of a cache are multiplied with, in shared memory where it fits.
+class OldKeyStage {
+ public:
+  /// `room`: room_of_old_keys() bytes.
+  __device__ OldKeyStage(const ReplayArgs& args, int unit, std::byte* room)
+      : args_(args),
+        unit_(unit),
+        room_(room_of_old_keys(args) > 0 ? reinterpret_cast<float4*>(room) : nullptr) {}
+
+  /// Takes the queries of a run (the block's from run * kReplayAhead on): by the whole block,
+  /// between barriers.
+  __device__ void take(int run) {
+    if (run == run_) return;
+    const auto size = static_cast<std::uint32_t>(fragments_of_run(args_.shape));
+    const std::int64_t of_unit = args_.rows.block / kReplayAhead;
+    const float4* const from = args_.rows.fragments + (unit_ * of_unit + run) * size;
+    run_ = run;
+    fragments_ = room_ ? room_ : from;
+    if (room_)
+      for (std::uint32_t n = threadIdx.x; n < size; n += blockDim.x) room_[n] = from[n];
+  }
+  __device__ int run() const { return run_; }
+  __device__ const float4* fragments() const { return fragments_; }
+
+ private:
+  const ReplayArgs& args_;
+  const int unit_;
+  float4* const room_;
+  const float4* fragments_ = nullptr;  ///< of the run
+  int run_ = -1;
+};
+
 /// Sixteen slots whose keys a warp turns; fewer repeat the last. Bits: what four elements of a key
 /// take.
 template <int kQuads, class Bits>
@@ -34,14 +80,15 @@ class OldKeys {
   static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of a run's columns: query, head
 
  public:
-  /// A key and how far it is behind the query.
+  /// A key and how far it is behind the queries [first, end) of the run; none: first >= end.
   struct Key {
     std::uint32_t slot, position, distance;
+    int first, end;
   };
 
-  /// Queries [first, end) of the block, all of one run.
+  /// For the run of queries that the stage has.
   __device__ OldKeys(const ReplayArgs& args, int unit, std::int64_t first_slot,
-                     const float4* fragments, int first, int end)
+                     const OldKeyStage& stage)
       : keys_(static_cast<const Bits*>(args.tensors.paired_keys)),
         coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
         fine_(reinterpret_cast<const float4*>(args.tensors.fine)),
@@ -49,13 +96,10 @@ class OldKeys {
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         pairs_(args.shape.pairs()),
         group_(args.shape.group),
-        scale_(args.shape.softmax_scale),
-        first_(first % kReplayAhead),
-        end_(end - first + first_) {
-    const int run = first - first_;
-    const std::int64_t row = std::int64_t{unit} * args.rows.block + run,
+        scale_(args.shape.softmax_scale) {
+    const std::int64_t row = std::int64_t{unit} * args.rows.block + stage.run() * kReplayAhead,
                        slots = args.caches.unit_slots;
-    fragments_ = fragments + lane_;
+    fragments_ = stage.fragments() + lane_;
     keys_ += std::int64_t{unit} * args.shape.tokens * 2 * pairs_ / 4 + lane_ % 4;
     coarse_ += 2 * (lane_ % 4);
     fine_ += 2 * (lane_ % 4);
@@ -65,8 +109,10 @@ class OldKeys {
         args.caches.own + std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot);
   }
 
-  /// Lane l has keys l / 4 and l / 4 + 8. Writes their exponentials; `wanted`: which of the two.
-  __device__ void compute(const Key (&keys)[2], const bool (&wanted)[2]) const {
+  /// Lane l has keys l / 4 and l / 4 + 8. Writes their exponentials for their queries.
+  __device__ void compute(const Key (&keys)[2]) {
+    first_ = __reduce_min_sync(~0u, min(keys[0].first, keys[1].first));
+    end_ = __reduce_max_sync(~0u, max(keys[0].end, keys[1].end));
     const int granules = pairs_ / kReplayGranule;
     Sums sums{};
     Source of[2] = {source_of(keys[0]), source_of(keys[1])};
@@ -80,7 +126,7 @@ class OldKeys {
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      if (is_wanted(n)) store(sums.of[n], keys, wanted, n);
+      if (is_wanted(n)) store(sums.of[n], keys, n);
   }
 
  private:
@@ -165,15 +211,13 @@ class OldKeys {
   }
 
   /// Of lane l columns 2 (l % 4) and the next: two heads of one query.
-  __device__ void store(const float (&sums)[4], const Key (&keys)[2], const bool (&wanted)[2],
-                        int tile) const {
+  __device__ void store(const float (&sums)[4], const Key (&keys)[2], int tile) const {
     const int column = 8 * tile + 2 * (lane_ % 4), query = column / kHeads, head = column % kHeads;
-    if (query < first_ || query >= end_) return;
     const float2 most = *reinterpret_cast<const float2*>(most_ + column);
     float* const to = own_ + (query * kQuads + head / 4) * quad_stride_ + head % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      if (wanted[n])
+      if (keys[n].first <= query && query < keys[n].end)
         *reinterpret_cast<float2*>(to + 4 * std::size_t{keys[n].slot}) = {
             head < group_ ? expf(sums[2 * n] * scale_ - most.x) : 0.0f,
             head + 1 < group_ ? expf(sums[2 * n + 1] * scale_ - most.y) : 0.0f};
@@ -189,29 +233,31 @@ class OldKeys {
   Type type_;
   int lane_, pairs_, group_;
   float scale_;
-  int first_, end_;  ///< queries of the run
+  int first_ = 0, end_ = 0;  ///< queries of the run that some key of the batch is for
 };
 
-/// The exponentials of listed slots for queries [first, end) of the block, all of one run, whose
-/// `fragments` these are: by the whole block. Apart from its caller, whose registers it would take.
+/// The exponentials of the listed items for the stage's run of queries: by the whole block, between
+/// barriers. Writes for each item what it is for and nothing else, so that items of a slot may
+/// share out its queries. Bits: what four elements of a key take. Apart from its caller, whose
+/// registers it would take.
 template <int kQuads, class Bits>
 __device__ __noinline__ void take_old_keys(const ReplayArgs& args, int unit,
-                                           std::int64_t first_slot, const float4* fragments,
-                                           ListedSlots old, int first, int end) {
-  const OldKeys<kQuads, Bits> keys(args, unit, first_slot, fragments, first, end);
-  const std::uint32_t lane = threadIdx.x % kWarpSize, query = args.rows.first + first;
+                                           std::int64_t first_slot, const OldKeyStage& stage,
+                                           ListedSlots old) {
+  OldKeys<kQuads, Bits> keys(args, unit, first_slot, stage);
+  const std::uint32_t lane = threadIdx.x % kWarpSize;
   for (std::uint32_t batch = threadIdx.x / kWarpSize * 16; batch < old.count;
        batch += blockDim.x / kWarpSize * 16) {
     typename OldKeys<kQuads, Bits>::Key two[2];
-    bool wanted[2];
 #pragma unroll
     for (std::uint32_t n = 0; n < 2; ++n) {
       const std::uint32_t which = batch + lane / 4 + 8 * n;
-      wanted[n] = which < old.count;
-      const std::uint32_t slot = old.slots[min(which, old.count - 1)];
-      two[n] = {slot, old.positions[slot], query - old.places[slot]};
+      const OldItem item = old.items[min(which, old.count - 1)];
+      const bool is = which < old.count;
+      two[n] = {item.slot, old.positions[item.slot], item.distance(), is ? item.first() : 8,
+                is ? item.end() : 0};
     }
-    keys.compute(two, wanted);
+    keys.compute(two);
   }
 }
 

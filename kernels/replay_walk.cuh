@@ -34,8 +34,8 @@ class ReplayWalk {
                         std::byte* room)
       : at_(at),
         shared_(shared),
-        cache_(at, shared, live_words, room + room_of_fragments(at.args)),
-        fragments_(room_of_fragments(at.args) > 0 ? reinterpret_cast<float4*>(room) : nullptr) {
+        cache_(at, shared, live_words, room + room_of_old_keys(at.args)),
+        stage_(at.args, at.unit, room) {
     for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
       (&shared.hits[0][0])[n] = 0;
     if (at.thread == 0) shared.listed = 0;
@@ -124,27 +124,17 @@ class ReplayWalk {
     range.end = min(range.end, cache_.first_young());
     if (range.empty()) return;
     const int end = ahead ? min((i / kReplayAhead + 1) * kReplayAhead, at_.args.rows.count) : i + 1;
-    const float4* const fragments = take_fragments(i / kReplayAhead);
-    const ListedSlots old = cache_.list(range);
+    const int run = i / kReplayAhead, first = run * kReplayAhead;
+    stage_.take(run);
+    const ListedSlots old =
+        cache_.list(range, static_cast<std::uint32_t>(at_.args.rows.first + i),
+                    static_cast<std::uint32_t>(i - first), static_cast<std::uint32_t>(end - first));
     if (at_.args.tensors.type == Type::f32)
-      take_old_keys<kQuads, uint4>(at_.args, at_.unit, at_.rule.first_slot, fragments, old, i, end);
+      take_old_keys<kQuads, uint4>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
     else
-      take_old_keys<kQuads, uint2>(at_.args, at_.unit, at_.rule.first_slot, fragments, old, i, end);
+      take_old_keys<kQuads, uint2>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
     __syncthreads();
     if (at_.thread == 0) shared_.listed = 0;
-  }
-
-  /// A run's queries as operands: in shared memory after the next barrier, where they fit.
-  __device__ const float4* take_fragments(int run) {
-    const ReplayArgs& args = at_.args;
-    const auto size = static_cast<std::uint32_t>(fragments_of_run(args.shape));
-    const float4* const from =
-        args.rows.fragments + at_.row(run * kReplayAhead) / kReplayAhead * size;
-    if (!fragments_) return from;
-    if (run != fragments_run_)
-      for (std::uint32_t n = at_.thread; n < size; n += at_.threads) fragments_[n] = from[n];
-    fragments_run_ = run;
-    return fragments_;
   }
 
   /// Of a run from this thread's slot `first` on: zeros where a slot has no token up to `query`.
@@ -359,8 +349,7 @@ class ReplayWalk {
   const float4* shared_row_ = nullptr;  // [quad, token]: of the query
   const float4* own_ = nullptr;         // [quad, slot]: where the shared row is of no use
   bool all_own_ = false;
-  float4* const fragments_;  // in shared memory, or null
-  int fragments_run_ = -1;   ///< whose they are
+  OldKeyStage stage_;
 };
 
 /// A block for each member (x) and unit (y).
