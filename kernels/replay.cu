@@ -13,7 +13,6 @@ struct Plan {
   dim3 grid;
   unsigned threads;
   std::size_t shared_bytes;
-  bool staged;  ///< ReplayArgs::staged
   int multiprocessors;
 };
 
@@ -40,9 +39,8 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
     if (fits) plan.shared_bytes += bytes;
     return fits;
   };
-  const bool in_room = take(room);
-  plan.staged = args.squeezed && take(room_of_fragments(shape));
-  if (plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
+  const bool fits = take(room_of_old_keys(args)), in_room = take(room);
+  if (!fits || plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
   plan.kernel = policy.kernels[shape.quads() - 1][args.squeezed][in_room];
   return cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
 }
@@ -52,9 +50,7 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
 cudaError_t ReplayPolicy::walk(const ReplayArgs& args, cudaStream_t stream) const {
   Plan plan{};
   if (const cudaError_t error = plan_walk(*this, args, plan); error != cudaSuccess) return error;
-  ReplayArgs copy = args;
-  copy.staged = plan.staged;
-  void* parameters[] = {&copy};
+  void* parameters[] = {const_cast<ReplayArgs*>(&args)};
   return cudaLaunchKernel(plan.kernel, plan.grid, dim3(plan.threads), parameters, plan.shared_bytes,
                           stream);
 }

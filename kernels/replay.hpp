@@ -47,7 +47,8 @@ struct ReplayTensors {
   const void* values;          // [unit, token, dim]
   const float2* turns;         // [position, rotated / 2]
   const float* plain_queries;  // [unit, token, group, dim], before RoPE; null: nobody is squeezed
-  const void* paired_keys;     // [unit, token, 2, pairs] of `type`: keys, by pairs; or null
+  const void* paired_keys;     // [unit, token, 2 pairs] of `type`: see replay_pair_keys(); or null
+  const float* key_scales;     // [unit, token]: what paired keys are to be multiplied with
   const float2* coarse;        // [position / 64, pairs]: turns of multiples of 64
   const float2* fine;          // [64, pairs]: of positions 0 to 63, without RoPE's factor
 };
@@ -72,9 +73,11 @@ cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream);
 cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
                                const float* queries, float* to, cudaStream_t stream);
 
-/// Keys [token, dim] of one unit to [token, 2, pairs].
+/// Keys [token, dim] of one unit to [token, pairs / 4, half, 4]: four pairs' first elements, then
+/// their second ones, multiplied with a power of two that brings a key's largest element to
+/// [2^10, 2^11). What undoes that goes to `scales` [token].
 cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
-                             void* to, cudaStream_t stream);
+                             void* to, float* scales, cudaStream_t stream);
 
 /// Which queries are measured. Errors are taken on each `sample_every`-th of the span.
 struct ReplaySpan {
@@ -92,11 +95,13 @@ struct ReplayRows {
   float* outputs;    // [group, dim]: of the full cache, where the query is a sample
   float4* squeezed;  // [quad, token]: as e, of queries and keys that were not rounded; or null
   float4* most;      // [quad]: the largest logit of such a row
-  /// [run of kReplayAhead queries, pairs / 4, tile, lane of a warp]: queries before RoPE as
-  /// operands of TF32 products; a tile is 8 columns (query, head of quads) of the run. Lane l has
-  /// of column l / 4 both halves of a pair, and what TF32 leaves of them: of pair 16 i + 4 (l % 4)
-  /// + s in step 4 i + s.
-  float4* fragments;
+  /// [run of kReplayAhead queries, pairs / 8, tile, lane of a warp]: queries before RoPE as
+  /// operands of float16 products; a tile is 8 columns (query, head of quads) of the run. Step 2 i +
+  /// s has of lane l, column l / 4: pairs 16 i + 4 (l % 4) + 2 s and the next, their first elements
+  /// (x), their second ones (y), and what float16 leaves of those (z, w). A query is multiplied with
+  /// a power of two as keys are in replay_pair_keys().
+  uint4* fragments;
+  float4* scales;  // [quad]: softmax_scale, and what undoes that
 };
 
 /// From products [unit, query of the block, head, token] of rotated queries and keys.
@@ -208,7 +213,6 @@ struct ReplayArgs {
   int member_count;
   bool squeezed;             ///< all members are, or none
   std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
-  bool staged;               ///< rows.fragments are kept there too: said by walk()
   float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
   std::uint32_t sequence;
   const std::uint32_t *layers, *kv_heads;  // [unit]

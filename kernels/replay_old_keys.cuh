@@ -3,262 +3,326 @@
 //
 // Only that distance counts: the query stays as it was before RoPE and the key turns back by it. As
 // long as only younger tokens leave, the distance stays the same from query to query: so a key is
-// turned once for a run of queries, and again only when an older token has left. The keys that are
-// to be turned are listed by the whole block, so that each warp has as many of them.
+// turned once for a run of queries, and again only when an older token has left. What is to be
+// turned is listed, and shared out evenly among the warps of a block.
 //
-// Products are TF32 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at a
-// time. Bytes: a key, and its turn from two small tables, for each time that it is turned.
+// Products are float16 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at
+// a time. Bytes for 16 keys: themselves from the L2 cache, 2 elements a pair, and half of their
+// turns' tables; the other half and 4 bytes an element of all queries from shared memory.
 #pragma once
 
-#include "kernels/device/load.cuh"
+#include "kernels/device/half_parts.cuh"
 #include "kernels/replay_block.cuh"
 
 namespace kvlab::kernels {
 
-/// c[16 x 8] += a[16 x 8] * b[8 x 8] in TF32. Lane l holds, with g = l / 4 and t = l % 4: of a rows
-/// g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; of b rows t and t + 4 at column g; of c rows
-/// g, g, g + 8, g + 8 at columns 2t and 2t + 1.
-__device__ inline void multiply_add_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-}
+/// The parts of what the old keys of a cache are multiplied with, in shared memory: [pairs / 8,
+/// tile, lane] of ReplayRows::fragments for a run, a float2 for each of its columns, turns.
+struct OldKeyRoom {
+  int fragments, columns, turns, turn_stride;  ///< in 16 bytes
 
-/// Of ReplayRows::fragments, how many a run of queries has.
-constexpr int fragments_of_run(const ReplayShape& shape) {
-  return shape.pairs() / 4 * (kReplayAhead * shape.quads() / 2) * kWarpSize;
-}
-/// Bytes of shared memory for those: the squeezed caches of a multiprocessor read them again and
-/// again, more than its share of the L2 cache gives.
-constexpr std::size_t room_of_fragments(const ReplayShape& shape) {
-  return sizeof(float4) * static_cast<std::size_t>(fragments_of_run(shape));
-}
+  /// Turns of 0 to 63 places lie apart such that neighbours' do not share banks.
+  constexpr explicit OldKeyRoom(const ReplayShape& shape)
+      : fragments(shape.pairs() / 8 * (kReplayAhead * shape.quads() / 2) * kWarpSize),
+        columns(kReplayAhead * shape.quads() * 2),
+        turns(64 * (shape.pairs() / 2 + 4)),
+        turn_stride(shape.pairs() / 2 + 4) {}
+  constexpr std::size_t bytes() const {
+    return 16 * static_cast<std::size_t>(fragments + columns + turns);
+  }
+};
 /// Bytes that an OldKeyStage has in a walk.
 constexpr std::size_t room_of_old_keys(const ReplayArgs& args) {
-  return args.squeezed && args.staged ? room_of_fragments(args.shape) : 0;
+  return args.squeezed ? OldKeyRoom(args.shape).bytes() : 0;
 }
 
-/// What the old keys of a cache are multiplied with, in shared memory where it fits.
+/// What the old keys of a cache are multiplied with.
 class OldKeyStage {
  public:
-  /// `room`: room_of_old_keys() bytes.
+  /// `room`: room_of_old_keys() bytes of shared memory, for use after the next barrier.
   __device__ OldKeyStage(const ReplayArgs& args, int unit, std::byte* room)
-      : args_(args),
-        unit_(unit),
-        room_(room_of_old_keys(args) > 0 ? reinterpret_cast<float4*>(room) : nullptr) {}
+      : args_(args), unit_(unit), room_(reinterpret_cast<uint4*>(room)) {
+    if (!args.squeezed) return;
+    const int quads = args.shape.pairs() / 2;
+    const OldKeyRoom parts(args.shape);
+    const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
+    uint4* const to = room_ + parts.fragments + parts.columns;
+    // A row is two couples of pairs for each of four lanes, granule by granule: by couple here.
+    for (int n = static_cast<int>(threadIdx.x); n < 64 * quads; n += static_cast<int>(blockDim.x)) {
+      const int place = n / quads, at = n % quads;
+      to[place * parts.turn_stride + at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = from[n];
+    }
+  }
 
   /// Takes the queries of a run (the block's from run * kReplayAhead on): by the whole block,
   /// between barriers.
   __device__ void take(int run) {
     if (run == run_) return;
-    const auto size = static_cast<std::uint32_t>(fragments_of_run(args_.shape));
-    const std::int64_t of_unit = args_.rows.block / kReplayAhead;
-    const float4* const from = args_.rows.fragments + (unit_ * of_unit + run) * size;
     run_ = run;
-    fragments_ = room_ ? room_ : from;
-    if (room_)
-      for (std::uint32_t n = threadIdx.x; n < size; n += blockDim.x) room_[n] = from[n];
+    const ReplayShape& shape = args_.shape;
+    const OldKeyRoom parts(shape);
+    const int heads = 4 * shape.quads(), thread = static_cast<int>(threadIdx.x),
+              threads = static_cast<int>(blockDim.x);
+    const std::int64_t runs = args_.rows.block / kReplayAhead, of_all = unit_ * runs + run;
+    const uint4* const from = args_.rows.fragments + of_all * parts.fragments;
+    for (int n = thread; n < parts.fragments; n += threads) room_[n] = from[n];
+    const std::int64_t first_column = of_all * kReplayAhead * heads;
+    const float* const scales = reinterpret_cast<const float*>(args_.rows.scales) + first_column;
+    const float* const most = reinterpret_cast<const float*>(args_.rows.most) + first_column;
+    // e^-inf where there is no head.
+    for (int n = thread; n < kReplayAhead * heads; n += threads)
+      reinterpret_cast<float2*>(room_ + parts.fragments)[n] = {
+          scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
   }
   __device__ int run() const { return run_; }
-  __device__ const float4* fragments() const { return fragments_; }
+  __device__ const uint4* room() const { return room_; }
 
  private:
   const ReplayArgs& args_;
   const int unit_;
-  float4* const room_;
-  const float4* fragments_ = nullptr;  ///< of the run
+  uint4* const room_;
   int run_ = -1;
 };
 
-/// Sixteen slots whose keys a warp turns; fewer repeat the last. Bits: what four elements of a key
-/// take.
-template <int kQuads, class Bits>
+/// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
+template <class T>
+struct FourPairs {
+  uint4 bits;
+  __device__ explicit FourPairs(const uint4* at) : bits(__ldg(at)) {}
+  /// Of two of the pairs the first elements, and the second ones.
+  __device__ float2 low(int couple) const { return unpack<T>(couple == 0 ? bits.x : bits.y); }
+  __device__ float2 high(int couple) const { return unpack<T>(couple == 0 ? bits.z : bits.w); }
+};
+template <>
+struct FourPairs<float> {
+  float4 lows, highs;
+  __device__ explicit FourPairs(const uint4* at)
+      : lows(__ldg(reinterpret_cast<const float4*>(at))),
+        highs(__ldg(reinterpret_cast<const float4*>(at + 1))) {}
+  __device__ float2 low(int couple) const { return of(lows, couple); }
+  __device__ float2 high(int couple) const { return of(highs, couple); }
+
+ private:
+  __device__ static float2 of(const float4& four, int couple) {
+    return couple == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
+  }
+};
+
+/// Sixteen listed keys at a time, by a warp. T: of keys.
+template <int kQuads, class T>
 class OldKeys {
   static constexpr int kHeads = 4 * kQuads;
   static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of a run's columns: query, head
+  static constexpr int kAtOnce = 4;                         ///< tiles whose products interleave
+  static constexpr int kOfLane = sizeof(T) / 2;             ///< uint4 of four pairs
 
  public:
-  /// A key and how far it is behind the queries [first, end) of the run; none: first >= end.
-  struct Key {
-    std::uint32_t slot, position, distance;
-    int first, end;
-  };
-
-  /// For the run of queries that the stage has.
   __device__ OldKeys(const ReplayArgs& args, int unit, std::int64_t first_slot,
-                     const OldKeyStage& stage)
-      : keys_(static_cast<const Bits*>(args.tensors.paired_keys)),
+                     const OldKeyStage& stage, const ListedSlots& old)
+      : old_(old),
         coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
-        fine_(reinterpret_cast<const float4*>(args.tensors.fine)),
-        type_(args.tensors.type),
-        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
-        pairs_(args.shape.pairs()),
         group_(args.shape.group),
-        scale_(args.shape.softmax_scale) {
-    const std::int64_t row = std::int64_t{unit} * args.rows.block + stage.run() * kReplayAhead,
-                       slots = args.caches.unit_slots;
-    fragments_ = stage.fragments() + lane_;
-    keys_ += std::int64_t{unit} * args.shape.tokens * 2 * pairs_ / 4 + lane_ % 4;
-    coarse_ += 2 * (lane_ % 4);
-    fine_ += 2 * (lane_ % 4);
-    most_ = reinterpret_cast<const float*>(args.rows.most + row * kQuads);
-    quad_stride_ = 4 * slots;
-    own_ = reinterpret_cast<float*>(
-        args.caches.own + std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot);
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        granules_(args.shape.pairs() / kReplayGranule) {
+    const OldKeyRoom parts(args.shape);
+    const std::int64_t slots = args.caches.unit_slots;
+    const int t = lane_ % 4;
+    fragments_ = stage.room() + lane_;
+    columns_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments) + t;
+    fine_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments + parts.columns) + t;
+    fine_stride_ = parts.turn_stride;
+    keys_ = static_cast<const uint4*>(args.tensors.paired_keys) +
+            std::int64_t{unit} * args.shape.tokens * key_stride() + kOfLane * t;
+    scales_ = args.tensors.key_scales + std::int64_t{unit} * args.shape.tokens;
+    coarse_ += 2 * t;
+    own_ = reinterpret_cast<float2*>(
+               args.caches.own + std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot) +
+           t % 2;
+    quad_stride_ = 2 * slots;
   }
 
-  /// Lane l has keys l / 4 and l / 4 + 8. Writes their exponentials for their queries.
-  __device__ void compute(const Key (&keys)[2]) {
-    first_ = __reduce_min_sync(~0u, min(keys[0].first, keys[1].first));
-    end_ = __reduce_max_sync(~0u, max(keys[0].end, keys[1].end));
-    const int granules = pairs_ / kReplayGranule;
-    Sums sums{};
-    Source of[2] = {source_of(keys[0]), source_of(keys[1])};
-    Raw ahead[2] = {fetch(of[0], 0), fetch(of[1], 0)};
+  __device__ void run() {
+    const std::uint32_t of_round = blockDim.x / kWarpSize * 16;
+    std::uint32_t batch = threadIdx.x / kWarpSize * 16;
+    if (batch >= old_.count) return;
+    Two keys = listed(batch);
+    FourPairs<T> ahead[2] = {FourPairs<T>(keys.key[0]), FourPairs<T>(keys.key[1])};
+    while (true) {
+      const Two next = listed(batch + of_round);
+      Sums sums{};
+      Place at = place_of(keys);
 #pragma unroll 1
-    for (int granule = 0; granule < granules; ++granule) {
-      const Raw raw[2] = {ahead[0], ahead[1]};
-      const int next = min(granule + 1, granules - 1);
-      ahead[0] = fetch(of[0], next), ahead[1] = fetch(of[1], next);
-      add(sums, of, raw, granule);
-    }
+      for (int granule = 1; granule <= granules_; ++granule) {
+        const FourPairs<T> now[2] = {ahead[0], ahead[1]};
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      if (is_wanted(n)) store(sums.of[n], keys, n);
+        for (int n = 0; n < 2; ++n)
+          ahead[n] = FourPairs<T>(granule == granules_ ? next.key[n] : at.key[n]);
+        add(sums, now, at);
+        at.advance();
+      }
+      store(sums, keys);
+      batch += of_round;
+      if (batch >= old_.count) return;
+      keys = next;
+    }
   }
 
  private:
   struct Sums {
     float of[kTiles][4];
   };
-  /// Two pairs of both keys: the first's and the second's low half, then their high halves.
+  /// Two keys of a lane: l / 4 and l / 4 + 8 of a batch.
+  struct Two {
+    OldItem item[2];
+    const uint4* key[2];
+    float scale[2];
+  };
+  /// Where a granule of two keys' turns and of the queries lies, and the next granule of the keys.
+  struct Place {
+    const uint4 *key[2], *queries;
+    const float4 *coarse[2], *fine[2];
+
+    __device__ void advance() {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) key[n] += 4 * kOfLane, coarse[n] += 8, fine[n] += 8;
+      queries += 2 * kTiles * kWarpSize;
+    }
+  };
+  /// Rows of two keys: their pairs' first elements, then the second ones; two pairs each.
   struct Turned {
-    float kept[2][4], left[2][4];  ///< in TF32, and what that leaves
-  };
-  /// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
-  struct Raw {
-    Bits low, high;
+    std::uint32_t kept[4], left[4];
   };
 
-  /// Where a key and its turn lie, from this lane's first pair on.
-  struct Source {
-    const Bits* key;
-    const float4 *coarse, *fine;
-  };
-  __device__ Source source_of(const Key& key) const {
-    return {keys_ + std::size_t{key.position} * (pairs_ / 2),
-            coarse_ + (key.distance >> 6) * (pairs_ / 2),
-            fine_ + (key.distance & 63) * (pairs_ / 2)};
+  /// Past the last one, it is no query's.
+  __device__ Two listed(std::uint32_t batch) const {
+    Two two;
+#pragma unroll
+    for (std::uint32_t n = 0; n < 2; ++n) {
+      const std::uint32_t which = batch + static_cast<std::uint32_t>(lane_) / 4 + 8 * n;
+      two.item[n] = old_.items[min(which, old_.count - 1)];
+      const std::uint32_t position = old_.positions[two.item[n].slot];
+      two.key[n] = keys_ + std::size_t{position} * key_stride();
+      two.scale[n] = __ldg(scales_ + position);
+      if (which >= old_.count) two.item[n].packed &= ~0xffu;
+    }
+    return two;
   }
-  __device__ Raw fetch(const Source& of, int granule) const {
-    const Bits* const at = of.key + 4 * granule;
-    return {__ldg(at), __ldg(at + pairs_ / 4)};
+  __device__ std::uint32_t key_stride() const {
+    return static_cast<std::uint32_t>(granules_ * 4 * kOfLane);
   }
-
-  __device__ bool is_wanted(int tile) const {
-    return tile >= first_ * kHeads / 8 && tile * 8 < end_ * kHeads;
+  __device__ Place place_of(const Two& keys) const {
+    Place at;
+    at.queries = fragments_;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const std::uint32_t distance = keys.item[n].distance();
+      at.key[n] = keys.key[n] + 4 * kOfLane;
+      at.coarse[n] = coarse_ + (distance >> 6) * static_cast<std::uint32_t>(granules_ * 8);
+      at.fine[n] = fine_ + (distance & 63) * static_cast<std::uint32_t>(fine_stride_);
+    }
+    return at;
   }
 
   /// The products of 16 pairs, summed apart: tensor cores cut off what a sum cannot hold.
-  __device__ void add(Sums& sums, const Source (&of)[2], const Raw (&raw)[2], int granule) const {
+  __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Place& at) {
     Sums own{};
 #pragma unroll
     for (int couple = 0; couple < 2; ++couple) {
       Turned turned;
 #pragma unroll
-      for (int key = 0; key < 2; ++key)
-        turn(turned, raw[key], __ldg(of[key].coarse + 8 * granule + couple),
-             __ldg(of[key].fine + 8 * granule + couple), key, couple);
+      for (int n = 0; n < 2; ++n)
+        turn(turned, raw[n], __ldg(at.coarse[n] + couple), at.fine[n][4 * couple], n, couple);
+      const uint4* const queries = at.queries + couple * kTiles * kWarpSize;
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const float4* const at =
-            fragments_ + (4 * granule + 2 * couple + pair) * kTiles * kWarpSize;
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-          if (is_wanted(n)) {
-            const float4 b = at[n * kWarpSize];
-            multiply_add_tf32(own.of[n], turned.left[pair], b.x, b.y);
-            multiply_add_tf32(own.of[n], turned.kept[pair], b.z, b.w);
-            multiply_add_tf32(own.of[n], turned.kept[pair], b.x, b.y);
-          }
-      }
+      for (int first = 0; first < kTiles; first += kAtOnce)
+        multiply(&own.of[first], turned, queries + first * kWarpSize);
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.of[n][i] += own.of[n][i];
   }
+  __device__ static void multiply(float (*sums)[4], const Turned& keys, const uint4* queries) {
+    uint4 of[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) of[n] = queries[n * kWarpSize];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.left, of[n].x, of[n].y);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].z, of[n].w);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
+  }
 
   /// Two of the pairs turned back: `a` and `b` are the turns of parts of the distance.
-  __device__ void turn(Turned& turned, const Raw& raw, const float4& a, const float4& b, int key,
-                       int couple) const {
+  __device__ static void turn(Turned& turned, const FourPairs<T>& raw, const float4& a,
+                              const float4& b, int key, int couple) {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
                 sines[2] = {fmaf(a.x, b.y, a.y * b.x), fmaf(a.z, b.w, a.w * b.z)};
-    const float2 low = two_of(raw.low, type_, couple), high = two_of(raw.high, type_, couple);
-    const float xs[2] = {low.x, low.y}, ys[2] = {high.x, high.y};
+    const float2 x = raw.low(couple), y = raw.high(couple);
+    const HalfParts low = HalfParts::of(fmaf(x.x, cosines[0], y.x * sines[0]),
+                                        fmaf(x.y, cosines[1], y.y * sines[1])),
+                    high = HalfParts::of(fmaf(y.x, cosines[0], -(x.x * sines[0])),
+                                         fmaf(y.y, cosines[1], -(x.y * sines[1])));
+    turned.kept[key] = low.kept, turned.left[key] = low.left;
+    turned.kept[key + 2] = high.kept, turned.left[key + 2] = high.left;
+  }
+
+  /// Lane l has columns 2 (l % 4) and the next of each tile: two heads of one query.
+  __device__ void store(const Sums& sums, const Two& keys) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      put(turned, i, key, fmaf(xs[i], cosines[i], ys[i] * sines[i]));
-      put(turned, i, key + 2, fmaf(ys[i], cosines[i], -(xs[i] * sines[i])));
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float4 column = columns_[4 * tile];
+      const int query = (8 * tile + 2 * (lane_ % 4)) / kHeads,
+                quad = (8 * tile + 2 * (lane_ % 4)) % kHeads / 4;
+      float2* const to = own_ + (query * kQuads + quad) * quad_stride_;
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        if (keys.item[n].first() <= query && query < keys.item[n].end())
+          to[2 * std::size_t{keys.item[n].slot}] = {
+              exponential(sums.of[tile][2 * n] * keys.scale[n], column.x, column.y),
+              exponential(sums.of[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
     }
   }
-  __device__ static void put(Turned& turned, int pair, int at, float x) {
-    const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
-    turned.kept[pair][at] = kept;
-    turned.left[pair][at] = x - kept;
+  /// e^(x scale - most), within 2^-22 of it and of |x scale - most| 2^-24.
+  __device__ static float exponential(float x, float scale, float most) {
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -most) * 1.44269504f));
+    return e;
   }
 
-  /// Of lane l columns 2 (l % 4) and the next: two heads of one query.
-  __device__ void store(const float (&sums)[4], const Key (&keys)[2], int tile) const {
-    const int column = 8 * tile + 2 * (lane_ % 4), query = column / kHeads, head = column % kHeads;
-    const float2 most = *reinterpret_cast<const float2*>(most_ + column);
-    float* const to = own_ + (query * kQuads + head / 4) * quad_stride_ + head % 4;
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-      if (keys[n].first <= query && query < keys[n].end)
-        *reinterpret_cast<float2*>(to + 4 * std::size_t{keys[n].slot}) = {
-            head < group_ ? expf(sums[2 * n] * scale_ - most.x) : 0.0f,
-            head + 1 < group_ ? expf(sums[2 * n + 1] * scale_ - most.y) : 0.0f};
-  }
-
-  // From this lane's first on:
-  const Bits* keys_;              // [token, 2, pairs / 4]
-  const float4 *coarse_, *fine_;  // [place, pairs / 2]
-  const float4* fragments_;       // [pairs / 4, tile, lane]
-  const float* most_;             // [query of the run, head of quads]
-  float* own_;                    // [query of the run, quad, slot, 4]
+  const ListedSlots old_;
+  const uint4* keys_;       // [token, pairs / 4] for lane % 4 == 0; so are the next ones
+  const float* scales_;     // [token]
+  const float4* coarse_;    // [place / 64, pairs / 2]
+  const float4* fine_;      // [place % 64, fine_stride_]
+  const uint4* fragments_;  // [pairs / 8, tile, lane]
+  const float4* columns_;   // [tile, 4]
+  float2* own_;             // [query of the run, quad, slot, 2]
   std::int64_t quad_stride_;
-  Type type_;
-  int lane_, pairs_, group_;
-  float scale_;
-  int first_ = 0, end_ = 0;  ///< queries of the run that some key of the batch is for
+  int fine_stride_, group_, lane_, granules_;
 };
+
+template <int kQuads, class T>
+__device__ __noinline__ void take_old_keys_of(const ReplayArgs& args, int unit,
+                                              std::int64_t first_slot, const OldKeyStage& stage,
+                                              const ListedSlots& old) {
+  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).run();
+}
 
 /// The exponentials of the listed items for the stage's run of queries: by the whole block, between
 /// barriers. Writes for each item what it is for and nothing else, so that items of a slot may
-/// share out its queries. Bits: what four elements of a key take. Apart from its caller, whose
-/// registers it would take.
-template <int kQuads, class Bits>
-__device__ __noinline__ void take_old_keys(const ReplayArgs& args, int unit,
-                                           std::int64_t first_slot, const OldKeyStage& stage,
-                                           ListedSlots old) {
-  OldKeys<kQuads, Bits> keys(args, unit, first_slot, stage);
-  const std::uint32_t lane = threadIdx.x % kWarpSize;
-  for (std::uint32_t batch = threadIdx.x / kWarpSize * 16; batch < old.count;
-       batch += blockDim.x / kWarpSize * 16) {
-    typename OldKeys<kQuads, Bits>::Key two[2];
-#pragma unroll
-    for (std::uint32_t n = 0; n < 2; ++n) {
-      const std::uint32_t which = batch + lane / 4 + 8 * n;
-      const OldItem item = old.items[min(which, old.count - 1)];
-      const bool is = which < old.count;
-      two[n] = {item.slot, old.positions[item.slot], item.distance(), is ? item.first() : 8,
-                is ? item.end() : 0};
-    }
-    keys.compute(two);
-  }
+/// share out its queries. Fastest where items of like distance follow one another.
+template <int kQuads>
+__device__ void take_old_keys(const ReplayArgs& args, int unit, std::int64_t first_slot,
+                              const OldKeyStage& stage, const ListedSlots& old) {
+  // Apart from their caller, whose registers they would take.
+  if (args.tensors.type == Type::bf16)
+    take_old_keys_of<kQuads, __nv_bfloat16>(args, unit, first_slot, stage, old);
+  else if (args.tensors.type == Type::f16)
+    take_old_keys_of<kQuads, __half>(args, unit, first_slot, stage, old);
+  else
+    take_old_keys_of<kQuads, float>(args, unit, first_slot, stage, old);
 }
 
 }  // namespace kvlab::kernels

@@ -2,6 +2,7 @@
 // outputs.
 #include "kernels/device/element.cuh"
 #include "kernels/device/fold.cuh"
+#include "kernels/device/half_parts.cuh"
 #include "kernels/device/load.cuh"
 #include "kernels/device/mass_sum.hpp"
 #include "kernels/device/type_dispatch.cuh"
@@ -173,43 +174,93 @@ __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high
   return d < shape.head_size ? d : -1;
 }
 
-/// A thread for each float4 of rows.fragments: x of [pairs / 4, tile, lane], y run, z unit. Zeros
-/// for queries past the block's last.
-__global__ void __launch_bounds__(kThreads)
-    fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
-  const ReplayShape& shape = args.shape;
-  const int heads = 4 * shape.quads(), of_step = kReplayAhead * heads / 8 * kWarpSize,
-            of_run = shape.pairs() / 4 * of_step, run = static_cast<int>(blockIdx.y),
-            at = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  if (at >= of_run) return;
-  const int lane = at % kWarpSize, step = at / of_step,
-            column = at % of_step / kWarpSize * 8 + lane / 4,
-            i = run * kReplayAhead + column / heads, head = column % heads;
-  const int pair = step / 4 * kReplayGranule + 4 * (lane % 4) + step % 4;
-  const std::int64_t query = std::int64_t{blockIdx.z} * shape.tokens + args.rows.first + i;
-  const float* const from =
-      args.tensors.plain_queries + (query * shape.group + head) * shape.head_size;
-  const auto part = [&](bool high, bool left) {
-    const int d = dimension_of(shape, pair, high);
-    if (i >= args.rows.count || head >= shape.group || d < 0) return 0.0f;
-    const float factor = d < shape.rotated ? args.tensors.turns[0].x : 1.0f;
-    return tf32_part(from[d] * factor, left);
-  };
-  const std::int64_t runs = args.rows.block / kReplayAhead;
-  args.rows.fragments[(blockIdx.z * runs + run) * of_run + at] = {
-      part(false, false), part(true, false), part(false, true), part(true, true)};
+/// The power of two that brings `largest` to [2^10, 2^11), so that float16 holds it, its turns and
+/// most of what it leaves of smaller ones; or the nearest whose inverse is normal too.
+__device__ inline float scale_to_half(float largest) {
+  const auto exponent = static_cast<int>(__float_as_uint(largest) >> 23);
+  return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// A thread for each element of [token, 2, pairs].
+/// A query of the run as rows.fragments have it: column `column` of its products.
+struct QueryColumn {
+  const ReplayShape& shape;
+  const float* from;  ///< null: there is none
+  float factor, scale = 1;
+
+  __device__ QueryColumn(const ReplayRowsArgs& args, int run, int column, int unit)
+      : shape(args.shape),
+        from(nullptr),
+        factor(args.shape.rotated > 0 ? args.tensors.turns[0].x : 1.0f) {
+    const int heads = 4 * shape.quads(), i = run * kReplayAhead + column / heads,
+              head = column % heads;
+    if (i >= args.rows.count || head >= shape.group) return;
+    const std::int64_t query = std::int64_t{unit} * shape.tokens + args.rows.first + i;
+    from = args.tensors.plain_queries + (query * shape.group + head) * shape.head_size;
+  }
+  __device__ float at(int d) const {
+    return from && d >= 0 ? from[d] * (d < shape.rotated ? factor : 1.0f) * scale : 0.0f;
+  }
+};
+
+constexpr int kMostColumns = kReplayAhead * kMostReplayGroup;
+
+/// A block for each run (x) and unit (y). Zeros for queries past the block's last.
+__global__ void __launch_bounds__(kThreads)
+    fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
+  __shared__ float scales[kMostColumns];
+  const ReplayShape& shape = args.shape;
+  const int heads = 4 * shape.quads(), columns = kReplayAhead * heads,
+            run = static_cast<int>(blockIdx.x), unit = static_cast<int>(blockIdx.y),
+            lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  float* const to_scales = reinterpret_cast<float*>(
+      args.rows.scales +
+      (std::int64_t{unit} * args.rows.block + run * kReplayAhead) * shape.quads());
+  for (int column = static_cast<int>(threadIdx.x) / kWarpSize; column < columns; column += kWarps) {
+    const QueryColumn query(args, run, column, unit);
+    float largest = 0;
+    for (int d = lane; d < shape.head_size; d += kWarpSize)
+      largest = fmaxf(largest, fabsf(query.at(d)));
+    const float scale = scale_to_half(warp_max(largest));
+    scales[column] = scale;
+    if (lane == 0) to_scales[column] = shape.softmax_scale / scale;
+  }
+  __syncthreads();
+  const int of_run = shape.pairs() / 8 * (columns / 8) * kWarpSize;
+  const std::int64_t runs = args.rows.block / kReplayAhead;
+  uint4* const to = args.rows.fragments + (unit * runs + run) * of_run;
+  for (int at = static_cast<int>(threadIdx.x); at < of_run; at += kThreads) {
+    const int in_step = at % (columns / 8 * kWarpSize), step = at / (columns / 8 * kWarpSize),
+              column = in_step / kWarpSize * 8 + lane / 4,
+              pair = step / 2 * kReplayGranule + 4 * (lane % 4) + step % 2 * 2;
+    QueryColumn query(args, run, column, unit);
+    query.scale = scales[column];
+    const auto two = [&](bool high) {
+      return HalfParts::of(query.at(dimension_of(shape, pair, high)),
+                           query.at(dimension_of(shape, pair + 1, high)));
+    };
+    const HalfParts low = two(false), high = two(true);
+    to[at] = {low.kept, high.kept, low.left, high.left};
+  }
+}
+
+/// A warp for each token.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    pair_keys_kernel(const ReplayShape shape, int tokens, const float* from, T* to) {
-  const std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int pairs = shape.pairs(), token = static_cast<int>(at / (2 * pairs)),
-            in_token = static_cast<int>(at % (2 * pairs));
+    pair_keys_kernel(const ReplayShape shape, int tokens, const float* from, T* to, float* scales) {
+  const int token =
+                static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize,
+            lane = static_cast<int>(threadIdx.x) % kWarpSize, elements = 2 * shape.pairs();
   if (token >= tokens) return;
-  const int d = dimension_of(shape, in_token % pairs, in_token >= pairs);
-  to[at] = from_float<T>(d < 0 ? 0.0f : from[std::int64_t{token} * shape.head_size + d]);
+  from += std::int64_t{token} * shape.head_size;
+  to += std::int64_t{token} * elements;
+  float largest = 0;
+  for (int d = lane; d < shape.head_size; d += kWarpSize) largest = fmaxf(largest, fabsf(from[d]));
+  const float scale = scale_to_half(warp_max(largest));
+  if (lane == 0) scales[token] = 1 / scale;
+  for (int n = lane; n < elements; n += kWarpSize) {
+    const int d = dimension_of(shape, n / 8 * 4 + n % 4, n % 8 / 4 == 1);
+    to[n] = from_float<T>(d < 0 ? 0.0f : from[d] * scale);
+  }
 }
 
 /// The full cache's outputs of sampled queries: a block for each query (x), four dimensions to a
@@ -322,11 +373,8 @@ cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
   outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
     return error;
-  const int of_run = shape.pairs() / 4 * kReplayAhead * shape.quads() / 2 * kWarpSize,
-            runs = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
-  fragments_kernel<<<dim3(static_cast<unsigned>((of_run + kThreads - 1) / kThreads),
-                          static_cast<unsigned>(runs), grid.z),
-                     kThreads, 0, stream>>>(args);
+  const int runs = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
+  fragments_kernel<<<dim3(static_cast<unsigned>(runs), grid.z), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -344,12 +392,11 @@ cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, i
 }
 
 cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
-                             void* to, cudaStream_t stream) {
+                             void* to, float* scales, cudaStream_t stream) {
   if (tokens < 1) return cudaErrorInvalidValue;
-  const std::int64_t elements = std::int64_t{tokens} * 2 * shape.pairs();
   return with_type(type, [&](auto zero) {
-    pair_keys_kernel<<<static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0,
-                       stream>>>(shape, tokens, from, static_cast<decltype(zero)*>(to));
+    pair_keys_kernel<<<static_cast<unsigned>((tokens + kWarps - 1) / kWarps), kThreads, 0,
+                       stream>>>(shape, tokens, from, static_cast<decltype(zero)*>(to), scales);
     return cudaGetLastError();
   });
 }

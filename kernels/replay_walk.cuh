@@ -129,10 +129,7 @@ class ReplayWalk {
     const ListedSlots old =
         cache_.list(range, static_cast<std::uint32_t>(at_.args.rows.first + i),
                     static_cast<std::uint32_t>(i - first), static_cast<std::uint32_t>(end - first));
-    if (at_.args.tensors.type == Type::f32)
-      take_old_keys<kQuads, uint4>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
-    else
-      take_old_keys<kQuads, uint2>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
+    take_old_keys<kQuads>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
     __syncthreads();
     if (at_.thread == 0) shared_.listed = 0;
   }

@@ -34,11 +34,13 @@ void Batch::allocate() {
   if (s.unrounded()) query_parts_ = take<float>(s.query_parts());
   if (s.squeezed) plain_queries_ = take<float>(s.tokens * s.group * s.dim * 4);
   if (s.squeezed) paired_keys_ = take<std::byte>(s.tokens * 2 * s.pairs * s.element_bytes);
+  if (s.squeezed) key_scales_ = take<float>(s.tokens * 4);
   args_.tensors.queries = queries_;
   args_.tensors.keys = keys_;
   args_.tensors.values = values_;
   args_.tensors.plain_queries = plain_queries_;
   args_.tensors.paired_keys = paired_keys_;
+  args_.tensors.key_scales = key_scales_;
 
   products_ = take<float>(s.products());
   if (s.unrounded()) unrounded_products_ = take<float>(s.products());
@@ -47,7 +49,8 @@ void Batch::allocate() {
   if (s.squeezed) {
     args_.rows.squeezed = s.unrounded() ? take<float4>(s.row()) : args_.rows.e;
     args_.rows.most = take<float4>(s.block * s.quads * 16);
-    args_.rows.fragments = take<float4>(s.fragments());
+    args_.rows.fragments = take<uint4>(s.fragments());
+    args_.rows.scales = take<float4>(s.block * s.quads * 16);
   }
   args_.rows.sums = take<float4>(s.block * s.quads * 16);
   args_.rows.least = take<float4>(s.block * s.quads * 16);
@@ -146,7 +149,7 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
   if (part == Part::k && paired_keys_)
     check(kernels::replay_pair_keys(args_.shape, args.tokens, from, args_.tensors.type,
                                     paired_keys_ + unit * s.tokens * 2 * s.pairs * s.element_bytes,
-                                    stream_),
+                                    key_scales_ + unit * s.tokens, stream_),
           "reading a trace");
   if (part == Part::q && plain_queries_) {
     kernels::ReplayTurnArgs copy = args;

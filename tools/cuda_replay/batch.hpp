@@ -116,6 +116,7 @@ class Batch {
   float *queries_ = nullptr, *plain_queries_ = nullptr;
   float *query_parts_ = nullptr, *key_parts_ = nullptr;
   std::byte* paired_keys_ = nullptr;
+  float* key_scales_ = nullptr;
   std::byte *keys_ = nullptr, *values_ = nullptr;
   std::byte *rounded_queries_ = nullptr, *rounded_keys_ = nullptr;
   float *products_ = nullptr, *unrounded_products_ = nullptr;

@@ -68,17 +68,17 @@ struct UnitSizes {
     const std::size_t vectors = tokens * (group + 1) * dim;
     return vectors * product_bytes + tokens * group * dim * 4 + 2 * tokens * dim * element_bytes +
            (unrounded() ? tokens * 3 * dim * 4 : 0) +
-           (squeezed ? tokens * (group * dim * 4 + 2 * pairs * element_bytes) : 0);
+           (squeezed ? tokens * (group * dim * 4 + 2 * pairs * element_bytes + 4) : 0);
   }
   bool unrounded() const { return squeezed && rounds; }
   std::size_t products() const { return block * group * tokens * 4; }
   std::size_t row() const { return block * quads * tokens * 16; }
   std::size_t rows() const {
     return (unrounded() ? 2 : 1) * (products() + row()) + block * (group * dim * 4 + quads * 64) +
-           (unrounded() ? query_parts() : 0) + (squeezed ? fragments() : 0);
+           (unrounded() ? query_parts() : 0) + (squeezed ? fragments() + block * quads * 16 : 0);
   }
   std::size_t query_parts() const { return block * group * 3 * dim * 4; }
-  std::size_t fragments() const { return block * quads * pairs * 64; }
+  std::size_t fragments() const { return block * quads * pairs * 32; }
   std::size_t planes() const { return squeezed ? kernels::kReplayAhead : 1; }
   std::size_t caches() const {
     return slots * (slot_stride + 4 * 4 + 8 + sizeof(Observation) + 16 * quads * planes());
