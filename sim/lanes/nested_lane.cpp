@@ -10,6 +10,7 @@ namespace kvlab {
 NestedLane::NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOrder> order,
                        const HeadView& view, const QuerySpan* span)
     : order_(std::move(order)),
+      oldest_first_(order_->oldest_first()),
       guards_(configs.front().guards),
       view_(view),
       span_(span),
@@ -74,8 +75,10 @@ void NestedLane::pass_down(std::uint32_t now) {
     for (std::size_t l = 1; l < begins_.size(); ++l) ++begins_[l];
     return;
   }
-  ranks_.resize(tokens_.size());
-  order_->rank(tokens_, now, ranks_);
+  if (!oldest_first_) {
+    ranks_.resize(tokens_.size());
+    order_->rank(tokens_, now, ranks_);
+  }
   Leaving carried = exchange(0, now, nullptr);
   ++levels_[0].evictions;
   tokens_[begins_[1] - 1] = now;
@@ -100,8 +103,11 @@ NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
                                          const Leaving* comes) {
   const std::size_t begin = begins_[level], end = begins_[level + 1];
   if (begin == end) return *comes;
+  if (oldest_first_ && comes && comes->position > tokens_[end - 1] &&
+      tokens_[begin] >= guards_.sinks)
+    return push_youngest(begin, end, comes->position);
   const std::size_t victim = find_victim(begin, end, now);
-  const Leaving leaves{tokens_[victim], ranks_[victim]};
+  const Leaving leaves{tokens_[victim], oldest_first_ ? tokens_[victim] : ranks_[victim]};
   const auto key = [&](const Leaving& token) {
     return LeavingKey{guards_.guard(token.position, now), token.rank, token.position};
   };
@@ -116,6 +122,16 @@ NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
     *place = comes->position;
   }
   return leaves;
+}
+
+/// The same where `comes` is the youngest and the oldest leaves.
+NestedLane::Leaving NestedLane::push_youngest(std::size_t begin, std::size_t end,
+                                              std::uint32_t comes) {
+  const std::uint32_t leaves = tokens_[begin];
+  std::uint32_t* const tokens = tokens_.data();
+  for (std::size_t i = begin; i + 1 < end; ++i) tokens[i] = tokens[i + 1];
+  tokens[end - 1] = comes;
+  return {leaves, leaves};
 }
 
 /// Tokens lie by age: the sinks come first and the recent last, and the first of equal ranks is the
@@ -135,7 +151,7 @@ std::size_t NestedLane::find_victim(std::size_t begin, std::size_t end, std::uin
     else if (first == last)
       first = begin;
   }
-  return row_loops().first_least(ranks_.data(), first, last);
+  return oldest_first_ ? first : row_loops().first_least(ranks_.data(), first, last);
 }
 
 /// The same for any number of tokens that leave.
@@ -183,43 +199,25 @@ void NestedLane::drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std
 void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
   const std::size_t heads = rows.heads(), levels = levels_.size();
   const GroupRows::Requests wanted = rows.requests(query);
-  totals_.resize(levels * heads);
-  sums_.resize(totals_.size());
-  hits_.resize(totals_.size());
-  running_.resize(totals_.size());
+  running_.resize(levels * heads);
+  hits_.resize(running_.size());
   own_.resize(heads);
-  std::fill(hits_.begin(), hits_.end(), 0u);
-  for (std::size_t l = 0; l < levels; ++l)
-    for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-      row_loops().total(rows.e(query, quad), tokens_.data() + begin_of(l), end_of(l) - begin_of(l),
-                        wanted.least + quad * kQuad, totals_.data() + l * heads + quad * kQuad,
-                        hits_.data() + l * heads + quad * kQuad);
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().run_totals(rows.e(query, quad), tokens_.data(), begins_.data(), levels, unseen_,
+                           wanted.least + quad * kQuad, heads, running_.data() + quad * kQuad,
+                           hits_.data() + quad * kQuad);
   std::size_t whole = 0;  // the first level that has all
   while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
-  add_levels(rows.sums(query), whole);
   // The query's own token is live, and it is not in N.
   for (std::uint32_t h = 0; h < heads; ++h)
     own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
   tally_.begin_query(span_->block(query), wanted.count, stats_);
   tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
-  if (span_->sampled(query)) take_sample(query, rows);
+  if (span_->sampled(query)) take_sample(query, whole, rows);
 }
 
-/// From sums of levels to those of live sets; from level `whole` on a set has the row entire, whose
-/// sums are `full`.
-void NestedLane::add_levels(const float* full, std::size_t whole) {
-  const std::size_t heads = own_.size();
-  for (std::size_t i = 0; i < totals_.size(); ++i) {
-    const bool first = i < heads;
-    running_[i] = static_cast<double>(totals_[i]) + (first ? 0 : running_[i - heads]);
-    hits_[i] += first ? 0 : hits_[i - heads];
-    sums_[i] = static_cast<float>(running_[i]);
-  }
-  for (std::size_t l = whole; l < levels_.size(); ++l)
-    std::copy_n(full, heads, sums_.begin() + static_cast<std::ptrdiff_t>(l * heads));
-}
-
-void NestedLane::take_sample(std::uint32_t query, GroupRows& rows) {
+/// From level `whole` on a set has the row entire.
+void NestedLane::take_sample(std::uint32_t query, std::size_t whole, GroupRows& rows) {
   if (sample_count_ == samples_.size()) samples_.emplace_back();
   Sample& sample = samples_[sample_count_++];
   sample.tokens.clear();
@@ -235,11 +233,14 @@ void NestedLane::take_sample(std::uint32_t query, GroupRows& rows) {
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
     for (const std::uint32_t token : sample.tokens)
       to = std::copy_n(rows.e(query, quad) + token * kQuad, kQuad, to);
-  sample.sums = sums_;
+  sample.sums.assign(running_.begin(), running_.end());
+  for (std::size_t l = whole; l < levels_.size(); ++l)
+    std::copy_n(rows.sums(query), rows.heads(),
+                sample.sums.begin() + static_cast<std::ptrdiff_t>(l * rows.heads()));
   sample.own.clear();
   for (std::size_t l = 0; l < levels_.size(); ++l)
     for (std::uint32_t h = 0; h < rows.group(); ++h)
-      if (sums_[l * rows.heads() + h] < kSharedSumFloor)
+      if (sample.sums[l * rows.heads() + h] < kSharedSumFloor)
         sample.own[l * rows.heads() + h] = own_output(query, l, h, rows);
 }
 
@@ -270,17 +271,20 @@ void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::si
   const std::size_t dim = view_.head_size, at = level * rows.heads();
   const Sample& sample = samples_[i];
   const QuerySpan::Place place = span_->place(rows.query(i));
-  const bool all = sample.begins[level + 1] == rows.query(i) + std::size_t{1};
-  for (std::uint32_t h = 0; h < view_.group; ++h) {
-    double error = 0;
-    if (const auto own = sample.own.find(at + h); own != sample.own.end())
-      error = row_loops().distance2(rows.output(i, h), own->second.data(), 1.0f, dim);
-    else if (!all)
-      error = row_loops().quick_distance2(rows.output(i, h),
-                                          outputs_.data() + (i * rows.heads() + h) * dim,
-                                          1 / sample.sums[at + h], dim);
-    stats_[level].add_error(place, h, all ? 0 : error, rows.norm2(i, h));
+  distances_.assign(view_.group, 0);
+  if (sample.begins[level + 1] < rows.query(i) + std::size_t{1}) {
+    factors_.resize(view_.group);
+    for (std::uint32_t h = 0; h < view_.group; ++h) factors_[h] = 1 / sample.sums[at + h];
+    row_loops().quick_distances(rows.output(i, 0), outputs_.data() + i * rows.heads() * dim,
+                                view_.group, factors_.data(), dim, distances_.data());
+    for (auto own = sample.own.lower_bound(at);
+         own != sample.own.end() && own->first < at + view_.group; ++own)
+      distances_[own->first - at] =
+          row_loops().distance2(rows.output(i, static_cast<std::uint32_t>(own->first - at)),
+                                own->second.data(), 1.0f, dim);
   }
+  for (std::uint32_t h = 0; h < view_.group; ++h)
+    stats_[level].add_error(place, h, distances_[h], rows.norm2(i, h));
 }
 
 /// The output of a live set whose shared exponentials lost their bits, from its own maximum.

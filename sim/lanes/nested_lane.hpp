@@ -24,6 +24,8 @@ class NestedOrder {
   /// Every cache of the lane has attended `query`.
   virtual void spend(std::uint32_t query, GroupRows& rows) = 0;
   virtual bool wants_rows() const = 0;
+  /// Whether ranks are positions: rank() need not be asked then.
+  virtual bool oldest_first() const = 0;
 };
 
 class NestedLane final : public Lane {
@@ -63,6 +65,7 @@ class NestedLane final : public Lane {
   bool takes_one(const Admission& admission) const;
   void pass_down(std::uint32_t now);
   Leaving exchange(std::size_t level, std::uint32_t now, const Leaving* comes);
+  Leaving push_youngest(std::size_t begin, std::size_t end, std::uint32_t comes);
   std::size_t find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const;
   void make_room(std::uint32_t now);
   void drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now,
@@ -73,8 +76,7 @@ class NestedLane final : public Lane {
     return begins_[level + 1] - (level == 0 ? unseen_ : 0);
   }
   void measure(std::uint32_t query, GroupRows& rows);
-  void add_levels(const float* full, std::size_t whole);
-  void take_sample(std::uint32_t query, GroupRows& rows);
+  void take_sample(std::uint32_t query, std::size_t whole, GroupRows& rows);
   void add_level(const SampledRows& rows, std::size_t i, std::size_t level);
   void measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level);
   std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
@@ -83,6 +85,7 @@ class NestedLane final : public Lane {
   void show(std::uint32_t query);
 
   std::unique_ptr<NestedOrder> order_;
+  bool oldest_first_;
   Guards guards_;
   HeadView view_;
   const QuerySpan* span_;
@@ -95,10 +98,10 @@ class NestedLane final : public Lane {
   std::vector<std::size_t> begins_;   // [level + 1]: where the levels lie in tokens_
   std::uint32_t unseen_ = 0;          // of the admission's tokens, by the current query
   std::vector<std::uint64_t> ranks_;  // [tokens]
-  std::vector<float> totals_;         // [level][heads]: of the current query
-  std::vector<std::uint32_t> hits_;   // likewise, running
-  std::vector<float> sums_;           // likewise, running
-  std::vector<double> running_;       // likewise, running
+  std::vector<double> running_;       // [level][heads]: sums of the current query, running
+  std::vector<std::uint32_t> hits_;   // likewise
+  std::vector<double> distances_;     // [group]
+  std::vector<float> factors_;        // [group]
   std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
   std::vector<Sample> samples_;
   std::size_t sample_count_ = 0;

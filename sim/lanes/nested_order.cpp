@@ -16,6 +16,7 @@ class PolicyOrder final : public NestedOrder {
               .layer = identity.layer,
               .kv_head = identity.kv_head},
         stateless_(config.config->policy.entry->slot_bytes == 0),
+        oldest_first_(config.config->policy.entry->info.oldest_first),
         params_(loops_.params_bytes),
         states_(tokens * loops_.slot_bytes) {
     loops_.read_params(config.config->policy.params.data(), params_.data());
@@ -47,11 +48,12 @@ class PolicyOrder final : public NestedOrder {
 
   void spend(std::uint32_t, GroupRows&) override {}
   bool wants_rows() const override { return false; }
+  bool oldest_first() const override { return oldest_first_; }
 
  private:
   const PolicyLoops& loops_;
   Step step_;
-  bool stateless_;
+  bool stateless_, oldest_first_;
   std::vector<std::byte> params_, states_;  // states_: [token]
   mutable std::vector<std::byte> gathered_;
 };
@@ -70,6 +72,7 @@ class FutureOrder final : public NestedOrder {
     for (std::uint32_t j = 0; j <= query; ++j) masses_[j] -= given[j];
   }
   bool wants_rows() const override { return true; }
+  bool oldest_first() const override { return false; }
 
  private:
   std::vector<std::uint64_t> masses_;

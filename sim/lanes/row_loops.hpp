@@ -56,6 +56,12 @@ struct RowLoops {
   /// Such sums; hits[h] += tokens with e >= least[h]. Tokens null: 0, 1, 2, ...
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
+  /// total() of lists that follow one another, the l-th of tokens[begins[l]] to
+  /// tokens[begins[l + 1] - 1] but for the last `unseen` of the first list, and running over the
+  /// lists: sums[l * stride + h], hits[l * stride + h].
+  void (*run_totals)(const float* e, const std::uint32_t* tokens, const std::size_t* begins,
+                     std::size_t lists, std::size_t unseen, const float* least, std::size_t stride,
+                     double* sums, std::uint32_t* hits);
   /// mass[i] += sum over the quad of fixed_mass(1, kept / sum[h]), i < count; `first`: = instead.
   /// A head with sum 0 is padding. Works on whole blocks.
   void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
@@ -102,8 +108,9 @@ struct RowLoops {
                      float* y);
   /// The sum of (a[i] - factor * b[i])^2, in double.
   double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
-  /// The same in float.
-  double (*quick_distance2)(const float* a, const float* b, float factor, std::size_t count);
+  /// The same in float for some heads: a, b [heads][count].
+  void (*quick_distances)(const float* a, const float* b, std::size_t heads, const float* factors,
+                          std::size_t count, double* distances);
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
   /// panel (null: zeros) comes in. Reads one float behind the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);

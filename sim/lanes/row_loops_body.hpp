@@ -120,6 +120,14 @@ inline float largest_of(Floats v) {
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
+typedef double FourDoubles __attribute__((vector_size(32)));
+
+inline FourDoubles load_doubles(const double* from) {
+  FourDoubles v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
 inline Four load_four(const float* from) {
   Four v;
   std::memcpy(&v, from, sizeof v);
@@ -324,6 +332,67 @@ void total(const float* e, const std::uint32_t* tokens, std::size_t count, const
   for (int h = 0; h < kHeads; ++h) {
     sum[h] = all[h];
     hits[h] += static_cast<std::uint32_t>(asked[h]);
+  }
+}
+
+/// Fewer than kQuads tokens, and zeros.
+inline __attribute__((always_inline)) Floats load_few(const float* e, const std::uint32_t* tokens,
+                                                      std::size_t count) {
+  static constexpr float kNothing[kQuad] = {};
+  const auto at = [&](std::size_t i) {
+    return i < count ? e + std::size_t{tokens[i]} * kQuad : kNothing;
+  };
+  if constexpr (kQuads == 4) return load_quads(at(0), at(1), at(2), kNothing);
+  return load_quads(at(0), kNothing, nullptr, nullptr);
+}
+
+/// Sixteen running sums of a list's tokens, added by halves, and their hits. (Parts by constants:
+/// else they would not stay in registers.)
+inline __attribute__((always_inline)) Four list_totals(const float* e, const std::uint32_t* tokens,
+                                                       std::size_t count, Floats bound,
+                                                       FourInts& hits) {
+  Floats sums[kBlockParts] = {};
+  Ints asked[2] = {};
+  const auto add = [&](int part, Floats x) {
+    sums[part] += x;
+    asked[part % 2] -= x >= bound;
+  };
+  std::size_t i = 0;
+  for (; i + kBlockTokens <= count; i += kBlockTokens) {
+    const bool run = follow(tokens + i);
+#pragma GCC unroll 16
+    for (int part = 0; part < kBlockParts; ++part) add(part, load_part(e, tokens + i, run, part));
+  }
+#pragma GCC unroll 16
+  for (int part = 0; part < kBlockParts; ++part) {
+    const std::size_t at = i + static_cast<std::size_t>(part * kQuads);
+    if (at + kQuads <= count)
+      add(part, load_scattered(e, tokens + at));
+    else if (at < count)
+      add(part, load_few(e, tokens + at, count - at));
+  }
+  hits = over_tokens(asked[0] + asked[1]);
+  return by_halves(sums, kBlockParts, [](auto a, auto b) { return a + b; });
+}
+
+void run_totals(const float* e, const std::uint32_t* tokens, const std::size_t* begins,
+                std::size_t lists, std::size_t unseen, const float* least, std::size_t stride,
+                double* sums, std::uint32_t* hits) {
+  const Floats bound = repeated(least);
+  const FourInts zero_asks = load_four(least) <= Four{};  // then padding asks, too: -1
+  FourDoubles sum = {};
+  FourInts asked = {};
+  for (std::size_t l = 0; l < lists; ++l) {
+    const std::size_t count = begins[l + 1] - begins[l] - (l == 0 ? unseen : 0);
+    if (count > 0) {
+      FourInts own;
+      sum += __builtin_convertvector(list_totals(e, tokens + begins[l], count, bound, own),
+                                     FourDoubles);
+      const auto padding = static_cast<std::int32_t>((kQuads - count % kQuads) % kQuads);
+      asked += own + zero_asks * padding;
+    }
+    std::memcpy(sums + l * stride, &sum, sizeof sum);
+    std::memcpy(hits + l * stride, &asked, sizeof asked);
   }
 }
 
@@ -696,15 +765,25 @@ std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size
 void tally(const double* sums, const std::uint32_t* hits, std::size_t sets, std::size_t whole,
            std::size_t stride, const double* inverse, const std::int32_t* due, double least,
            double* recall, double* product, double* missed) {
-  for (std::size_t set = 0; set < sets; ++set)
-    for (std::size_t h = 0; h < kQuad; ++h) {
-      const std::size_t at = set * stride + h;
-      const double share = sums[at] * inverse[h];
-      const double kept = set >= whole || share > 1.0 ? 1.0 : share;
-      recall[at] += kept;
-      product[at] *= kept > least ? kept : least;
-      missed[at] += due[h] - static_cast<std::int32_t>(hits[at]);
-    }
+  const FourDoubles one = FourDoubles{} + 1.0, floor = FourDoubles{} + least,
+                    inverses = load_doubles(inverse);
+  FourInts dues;
+  std::memcpy(&dues, due, sizeof dues);
+  const auto add = [&](std::size_t at, FourDoubles kept) {
+    FourInts hit;
+    std::memcpy(&hit, hits + at, sizeof hit);
+    const FourDoubles sum = load_doubles(recall + at) + kept,
+                      factor = load_doubles(product + at) * (kept > floor ? kept : floor),
+                      misses = load_doubles(missed + at) +
+                               __builtin_convertvector(dues - hit, FourDoubles);
+    std::memcpy(recall + at, &sum, sizeof sum);
+    std::memcpy(product + at, &factor, sizeof factor);
+    std::memcpy(missed + at, &misses, sizeof misses);
+  };
+  for (std::size_t set = 0; set < sets; ++set) {
+    const FourDoubles share = load_doubles(sums + set * stride) * inverses;
+    add(set * stride, set >= whole ? one : share > one ? one : share);
+  }
 }
 
 // --- outputs -------------------------------------------------------------------------------------
@@ -776,25 +855,26 @@ void accumulate_quad(const float* weights, const std::uint32_t* tokens, std::siz
                         depth, y);
 }
 
-double quick_distance2(const float* a, const float* b, float factor, std::size_t count) {
-  Floats sum[kPieces] = {};
-  std::size_t i = 0;
-  for (; i + kTokens <= count; i += kTokens)
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
-      const Floats x = load(a + at) - factor * load(b + at);
-      sum[piece] += x * x;
+void quick_distances(const float* a, const float* b, std::size_t heads, const float* factors,
+                     std::size_t count, double* distances) {
+  const std::size_t whole = count / kTokens * kTokens;
+  for (std::size_t h = 0; h < heads; ++h, a += count, b += count) {
+    const float factor = factors[h];
+    Floats sum[kPieces] = {};
+    for (std::size_t i = 0; i < whole; i += kTokens)
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+        const Floats x = load(a + at) - factor * load(b + at);
+        sum[piece] += x * x;
+      }
+    const Four four = by_halves(sum, kPieces, [](auto x, auto y) { return x + y; });
+    auto all = static_cast<double>((four[0] + four[2]) + (four[1] + four[3]));
+    for (std::size_t i = whole; i < count; ++i) {
+      const double x = static_cast<double>(a[i]) - static_cast<double>(factor * b[i]);
+      all += x * x;
     }
-  float lanes[kTokens];
-  for (int piece = 0; piece < kPieces; ++piece) store(lanes + piece * kWidth, sum[piece]);
-  for (int width = kTokens / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-  auto all = static_cast<double>(lanes[0]);
-  for (; i < count; ++i) {
-    const double x = static_cast<double>(a[i]) - static_cast<double>(factor * b[i]);
-    all += x * x;
+    distances[h] = all;
   }
-  return all;
 }
 
 /// Sixteen running sums, index modulo 16, added by halves.
@@ -1066,6 +1146,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .gather_around = gather_around,
           .sum = sum_alone,
           .total = total,
+          .run_totals = run_totals,
           .masses = masses,
           .mark = mark,
           .flag = flag,
@@ -1078,7 +1159,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .list_weights = list_weights,
           .accumulate = accumulate_quad,
           .distance2 = distance2,
-          .quick_distance2 = quick_distance2,
+          .quick_distances = quick_distances,
           .close_gap = close_gap,
           .turn_panel = turn_panel,
           .panel_products = panel_products,

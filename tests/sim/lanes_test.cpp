@@ -457,6 +457,47 @@ TEST_CASE("sums and hits of some tokens are theirs, in runs and scattered, on ev
   }
 }
 
+TEST_CASE("running sums and hits of lists that follow one another, on every set") {
+  std::mt19937 draw(12);
+  const auto e = random_row(draw, 200);
+  std::vector<std::uint32_t> all(150);
+  std::iota(all.begin(), all.end(), 20u);
+  const float least[kQuad] = {0.125f, 1e-6f, 0, 2};
+  constexpr std::size_t kStride = 2 * kQuad;
+  for (const auto& list : {all, every_third(draw, 200)})
+    for (const std::size_t unseen : {0u, 3u}) {
+      const std::vector<std::size_t> begins{0, 5, 5, 22, 23, 40, 42, list.size()};
+      const std::size_t lists = begins.size() - 1;
+      std::vector<double> base(lists * kStride, -1);
+      std::vector<std::uint32_t> base_hits(base.size(), 9);
+      row_loops_base().run_totals(e.data(), list.data(), begins.data(), lists, unseen, least,
+                                  kStride, base.data(), base_hits.data());
+      double wanted[kQuad] = {};
+      std::uint32_t asked[kQuad] = {};
+      for (std::size_t l = 0; l < lists; ++l) {
+        for (std::size_t i = begins[l]; i < begins[l + 1] - (l == 0 ? unseen : 0); ++i)
+          for (std::size_t h = 0; h < kQuad; ++h) {
+            wanted[h] += static_cast<double>(at(e, list[i], h));
+            asked[h] += at(e, list[i], h) >= least[h];
+          }
+        for (std::size_t h = 0; h < kQuad; ++h) {
+          CHECK(base_hits[l * kStride + h] == asked[h]);
+          CHECK(std::abs(base[l * kStride + h] - wanted[h]) <= 1e-6 * wanted[h]);
+          CHECK(base[l * kStride + kQuad + h] == -1);
+        }
+      }
+      for (const RowLoops* loops : sets()) {
+        INFO(loops->name << ", " << list.size() << " without " << unseen);
+        std::vector<double> sums(base.size(), -1);
+        std::vector<std::uint32_t> hits(base.size(), 9);
+        loops->run_totals(e.data(), list.data(), begins.data(), lists, unseen, least, kStride,
+                          sums.data(), hits.data());
+        CHECK(sums == base);
+        CHECK(hits == base_hits);
+      }
+    }
+}
+
 TEST_CASE("sums around a run and the largest of some tokens, on every set") {
   std::mt19937 draw(19);
   for (const std::size_t tokens : {40u, 70u, 300u}) {
@@ -547,7 +588,7 @@ TEST_CASE("figures and weights of live sets, on every set") {
   const auto list = every_third(draw, 70);
   const std::uint64_t live[] = {0x5555'0f0f'ffff'0000, 0x2a};
   std::normal_distribution<float> normal;
-  std::vector<float> values(20), whole(20);
+  std::vector<float> values(70), whole(70);
   for (auto* v : {&values, &whole})
     for (float& x : *v) x = normal(draw);
   for (const RowLoops* loops : sets()) {
@@ -572,13 +613,17 @@ TEST_CASE("figures and weights of live sets, on every set") {
       }
     CHECK(size == total);
 
-    const double got = loops->quick_distance2(whole.data(), values.data(), 0.5f, values.size());
-    double wanted = 0;
+    const float factors[] = {0.5f, 2.0f};  // two heads of 35
+    double got[2], base[2];
+    loops->quick_distances(whole.data(), values.data(), 2, factors, 35, got);
+    row_loops_base().quick_distances(whole.data(), values.data(), 2, factors, 35, base);
+    double wanted[2] = {};
     for (std::size_t i = 0; i < values.size(); ++i)
-      wanted += std::pow(static_cast<double>(whole[i] - 0.5f * values[i]), 2.0);
-    CHECK(std::abs(got - wanted) <= 1e-6 * wanted);
-    CHECK(got ==
-          row_loops_base().quick_distance2(whole.data(), values.data(), 0.5f, values.size()));
+      wanted[i / 35] += std::pow(static_cast<double>(whole[i] - factors[i / 35] * values[i]), 2.0);
+    for (std::size_t h = 0; h < 2; ++h) {
+      CHECK(std::abs(got[h] - wanted[h]) <= 1e-6 * wanted[h]);
+      CHECK(got[h] == base[h]);
+    }
   }
 }
 
