@@ -15,9 +15,13 @@ namespace {
 
 constexpr int kTokens = 64;          // of a stage
 constexpr int kDims = 128;           // of a pass
-constexpr int kTilesAtOnce = 12;     // a warp each
+constexpr int kTilesAtOnce = 10;     // of a block
+constexpr int kHalves = 2;           // of a pass's dimensions: a warp of a tile each
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
-constexpr int kLeastWarps = 4;       // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
+constexpr int kOwnColumns = kColumns / kHalves;
+constexpr int kStages = 3;
+constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
+constexpr int kLeastWarps = 4;  // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
 using Swizzle = Swizzled<kDims * 2>;
 
 /// Two tokens' exponentials of a head, bf16, and what that leaves.
@@ -113,12 +117,26 @@ __device__ inline std::uint32_t mask_of(std::uint32_t bits) {
   return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
 }
 
-/// A warp's 16 rows: lane l has rows g = l / 4 and g + 8, head g % 4 of two configurations.
+/// What of a stage's tokens two configurations keep, by 32 of them.
+struct StageBits {
+  std::uint32_t of[2][kTokens / 32];
+};
+/// A warp's errors: of each row, squared: error, output.
+using TileErrors = double2[16];
+
+/// A warp's 16 rows by half of the dimensions: lane l has rows g = l / 4 and g + 8, head g % 4 of
+/// two configurations.
 template <int kPlanes>
 class Tile {
  public:
-  __device__ Tile(const Sampled& at, int tile)
-      : at_(at), lane_(static_cast<int>(threadIdx.x) % kWarpSize) {
+  __device__ Tile(const Sampled& at, int tile, int half)
+      : at_(at),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        first_column_(half * kOwnColumns) {
+#pragma unroll
+    for (int n = 0; n < kOwnColumns / 2; ++n)
+      offsets_[n] = static_cast<std::uint32_t>(
+          Swizzle::offset(lane_ % 16, first_column_ + 2 * n + lane_ / 16));
     const int sets = at.args.samples.tiles, quads = at.args.shape.quads();
     if (tile >= sets * quads) return;
     quad_ = tile % quads;
@@ -139,24 +157,32 @@ class Tile {
       for (float& x : sum) x = 0;
   }
 
-  __device__ void multiply(const Stage<kPlanes>& stage, int first) {
-    if (quad_ < 0) return;
+  /// Of the stage from token `first` on.
+  __device__ StageBits bits(int first) const {
+    StageBits bits;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < kTokens / 32; ++i)
+        bits.of[n][i] = words_[n] && first + 32 * i <= at_.query() ? words_[n][first / 32 + i] : 0;
+    return bits;
+  }
+
+  /// `dim`: of the pass.
+  __device__ void multiply(const Stage<kPlanes>& stage, const StageBits& bits, int dim) {
+    if (quad_ < 0 || dim + 8 * first_column_ >= at_.args.shape.head_size) return;
     const int t = lane_ % 4, head = lane_ / 4 % 4;
 #pragma unroll
-    for (int half = 0; half < kTokens / 32; ++half) {
-      const int word = first / 32 + half;
-      std::uint32_t bits[2];
+    for (int part = 0; part < kTokens / 32; ++part) {
+      if (!__any_sync(~0u, bits.of[0][part] | bits.of[1][part])) continue;
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
-        bits[n] = words_[n] && word * 32 <= at_.query() ? words_[n][word] : 0;
-#pragma unroll
-      for (int step = 2 * half; step < 2 * half + 2; ++step) {
+      for (int step = 2 * part; step < 2 * part + 2; ++step) {
         const Couple low = stage.weights[squeezed_][quad_][8 * step + t][head],
                      high = stage.weights[squeezed_][quad_][8 * step + t + 4][head];
         std::uint32_t kept[4], left[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const std::uint32_t own = bits[n] >> (step % 2 * 16 + 2 * t);
+          const std::uint32_t own = bits.of[n][part] >> (step % 2 * 16 + 2 * t);
           const std::uint32_t mask_low = mask_of(own), mask_high = mask_of(own >> 8);
           kept[n] = low.kept & mask_low, kept[n + 2] = high.kept & mask_high;
           left[n] = low.left & mask_low, left[n + 2] = high.left & mask_high;
@@ -182,10 +208,10 @@ class Tile {
       const float* const full =
           at_.args.rows.outputs + (at_.row * shape.group + head) * shape.head_size;
 #pragma unroll
-      for (int column = 0; column < kColumns; ++column)
+      for (int column = 0; column < kOwnColumns; ++column)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int d = dim + 8 * column + 2 * (lane_ % 4) + c;
+          const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4) + c;
           if (d >= shape.head_size) continue;
           const double wanted = full[d];
           size_[n] += wanted * wanted;
@@ -197,88 +223,106 @@ class Tile {
     }
   }
 
-  __device__ void write() {
-    if (quad_ < 0) return;
-    const int head = 4 * quad_ + lane_ / 4 % 4;
+  /// Sums of the first and the other warps of a tile, by row. By the whole block.
+  __device__ void write(TileErrors& shared) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int distance = 1; distance < 4; distance *= 2) {
         error_[n] += __shfl_xor_sync(~0u, error_[n], distance);
         size_[n] += __shfl_xor_sync(~0u, size_[n], distance);
       }
-      if (lane_ % 4 == 0 && config_[n] >= 0 && head < at_.args.shape.group)
-        at_.args.samples.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {error_[n],
-                                                                                     size_[n]};
+    const bool writes = quad_ >= 0 && lane_ % 4 == 0;
+    const int row = lane_ / 4, head = 4 * quad_ + row % 4;
+    if (writes && first_column_ > 0)
+      for (int n = 0; n < 2; ++n) shared[row + 8 * n] = {error_[n], size_[n]};
+    __syncthreads();
+    if (!writes || first_column_ > 0 || head >= at_.args.shape.group) return;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (config_[n] < 0) continue;
+      const double2 other = shared[row + 8 * n];
+      at_.args.samples.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {
+          error_[n] + other.x, size_[n] + other.y};
     }
   }
 
  private:
-  /// 16 tokens by all dimensions of the pass.
+  /// 16 tokens by the warp's dimensions of the pass.
   __device__ void multiply_step(const Stage<kPlanes>& stage, int step,
                                 const std::uint32_t (&kept)[4], const std::uint32_t (&left)[4]) {
-    const int token = 16 * step + lane_ % 16, chunk = lane_ / 16;
+    constexpr int kStepBytes = 16 * 2 * kDims;
+    static_assert(Swizzle::offset(16, 1) == kStepBytes + Swizzle::offset(0, 1));
+    std::uint32_t b[kPlanes][kOwnColumns / 2][4];
 #pragma unroll
-    for (int column = 0; column < kColumns; column += 2) {
-      std::uint32_t b[kPlanes][4];
+    for (int plane = 0; plane < kPlanes; ++plane)
 #pragma unroll
-      for (int plane = 0; plane < kPlanes; ++plane)
-        load_matrices_transposed(b[plane],
-                                 shared_address(&stage.values[plane][0]) +
-                                     static_cast<unsigned>(Swizzle::offset(token, column + chunk)));
+      for (int n = 0; n < kOwnColumns / 2; ++n)
+        load_matrices_transposed(b[plane][n], shared_address(&stage.values[plane][0]) +
+                                                  static_cast<unsigned>(step * kStepBytes) +
+                                                  offsets_[n]);
+    if constexpr (kPlanes == 2) add(kept, b[1]);
+    add(left, b[0]);
+    add(kept, b[0]);
+  }
+  __device__ void add(const std::uint32_t (&weights)[4],
+                      const std::uint32_t (&values)[kOwnColumns / 2][4]) {
 #pragma unroll
-      for (int next = 0; next < 2; ++next) {
-        auto& sum = sums_[column + next];
-        if constexpr (kPlanes == 2)
-          multiply_add<__nv_bfloat16>(sum, kept, b[1][2 * next], b[1][2 * next + 1]);
-        multiply_add<__nv_bfloat16>(sum, left, b[0][2 * next], b[0][2 * next + 1]);
-        multiply_add<__nv_bfloat16>(sum, kept, b[0][2 * next], b[0][2 * next + 1]);
-      }
-    }
+    for (int n = 0; n < kOwnColumns; ++n)
+      multiply_add<__nv_bfloat16>(sums_[n], weights, values[n / 2][n % 2 * 2],
+                                  values[n / 2][n % 2 * 2 + 1]);
   }
 
   const Sampled& at_;
-  const int lane_;
+  const int lane_, first_column_;
   int quad_ = -1, squeezed_ = 0;
   std::int32_t config_[2] = {-1, -1};
   const std::uint32_t* words_[2] = {};
-  float sums_[kColumns][4];
+  std::uint32_t offsets_[kOwnColumns / 2];  ///< of matrices of a step's values
+  float sums_[kOwnColumns][4];
   double error_[2] = {}, size_[2] = {};
 };
 
-/// A warp for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
+/// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
 template <int kPlanes>
-__global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
+__global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
+  __shared__ TileErrors errors[kTilesAtOnce];
   auto* const stages = reinterpret_cast<Stage<kPlanes>*>(dynamic);
   const int i = static_cast<int>(blockIdx.x), query = args.rows.first + i,
-            index = args.span.index[query], unit = static_cast<int>(blockIdx.z);
+            index = args.span.index[query], unit = static_cast<int>(blockIdx.z),
+            warp = static_cast<int>(threadIdx.x) / kWarpSize,
+            tiles = static_cast<int>(blockDim.x) / (kWarpSize * kHalves);
   if (index < 0 || index % args.span.sample_every != 0) return;
   const Sampled at{args, unit, i, index, std::int64_t{unit} * args.rows.block + i};
-  Tile<kPlanes> tile(
-      at, static_cast<int>(blockIdx.y * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize));
+  Tile<kPlanes> tile(at, static_cast<int>(blockIdx.y) * tiles + warp / kHalves, warp % kHalves);
   for (int dim = 0; dim < args.shape.head_size; dim += kDims) {
     tile.clear();
-    fill(stages[0], at, 0, dim);
-    commit_copies();
-    store_weights(fetch_weights(stages[0], at, 0));
-    for (int first = 0, s = 0; first <= query; first += kTokens, s ^= 1) {
-      Weights next{};
-      if (first + kTokens <= query) {
-        fill(stages[s ^ 1], at, first + kTokens, dim);
-        next = fetch_weights(stages[s ^ 1], at, first + kTokens);
-      }
+    for (int s = 0; s < kStages - 1; ++s) {
+      fill(stages[s], at, s * kTokens, dim);
       commit_copies();
-      wait_copies<1>();
-      __syncthreads();
-      tile.multiply(stages[s], first);
-      store_weights(next);
-      __syncthreads();
+      store_weights(fetch_weights(stages[s], at, s * kTokens));
     }
+    StageBits bits = tile.bits(0);
+    for (int first = 0, s = 0; first <= query; first += kTokens, s = (s + 1) % kStages) {
+      wait_copies<kStages - 2>();
+      __syncthreads();  // this stage is here, and the one before free
+      const int ahead = first + (kStages - 1) * kTokens;
+      Stage<kPlanes>& free = stages[(s + kStages - 1) % kStages];
+      if (ahead <= query) fill(free, at, ahead, dim);
+      commit_copies();
+      const Weights next = ahead <= query ? fetch_weights(free, at, ahead) : Weights{};
+      const StageBits next_bits = tile.bits(first + kTokens);
+      tile.multiply(stages[s], bits, dim);
+      store_weights(next);
+      bits = next_bits;
+    }
+    wait_copies<0>();
+    __syncthreads();
     tile.compare(dim);
   }
-  tile.write();
+  tile.write(errors[warp / kHalves]);
 }
 
 /// A warp for each cache: the samples' errors to the figures, in order.
@@ -317,13 +361,13 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
 
 template <int kPlanes>
 cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
-  constexpr int kBytes = 2 * sizeof(Stage<kPlanes>);
+  constexpr int kBytes = kStages * sizeof(Stage<kPlanes>);
   const cudaError_t error = cudaFuncSetAttribute(
       outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int tiles = args.samples.tiles * args.shape.quads(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
-            warps = std::max((tiles + groups - 1) / groups, kLeastWarps);
+            warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
   outputs_kernel<kPlanes>
       <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
               static_cast<unsigned>(args.shape.units)),
