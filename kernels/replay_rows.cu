@@ -1,5 +1,7 @@
 // What all caches of a unit share: turned vectors, a block's exponentials, the full cache's
 // outputs.
+#include <algorithm>
+
 #include "kernels/device/element.cuh"
 #include "kernels/device/fold.cuh"
 #include "kernels/device/half_parts.cuh"
@@ -97,35 +99,75 @@ __device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold
   return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
 }
 
-/// Exponentials of a row's first `length` products to `e`, the largest 1: by the whole block.
+/// The first of a row's tokens in shared memory, each for the thread that takes it.
+struct RowCache {
+  float4* values;
+  int count;
+  __device__ void put(int token, const float4& x) const {
+    if (token < count) values[token] = x;
+  }
+  /// What put() left there, or else what is in `row`.
+  template <class Row>
+  __device__ float4 get(int token, const Row& row) const {
+    return token < count ? values[token] : row[token];
+  }
+};
+constexpr int kMostCached = 4096;  // three blocks of a multiprocessor fit
+
+/// Exponentials of a row's first `length` products to `e` and the cache, the largest 1: by the
+/// whole block.
 struct RowScratch {
   float largest[kWarps][4], sums[kWarps][4];
 };
 struct RowTotals {
   float4 most, sum;
 };
-__device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, RowScratch& scratch) {
+__device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, const RowCache& cache,
+                                  RowScratch& scratch) {
   float4 most = row[0];
+#pragma unroll 4
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
     const float4 x = row[t];
+    cache.put(t, x);
     most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
   }
   most = block_fold4(most, scratch.largest, Larger{});
   float4 sum{};
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
-    const float4 x = row[t];
+    const float4 x = cache.get(t, row);
     const float4 y{expf(x.x - most.x), row.heads > 1 ? expf(x.y - most.y) : 0.0f,
                    row.heads > 2 ? expf(x.z - most.z) : 0.0f,
                    row.heads > 3 ? expf(x.w - most.w) : 0.0f};
+    cache.put(t, y);
     e[t] = y;
     sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
   }
   return {most, block_fold4(sum, scratch.sums, Add{})};
 }
 
-/// A block for each query (x), quad (y) and unit (z).
+/// How many of a row's first tokens each head requests, to `to`: by the whole block.
+__device__ void count_wanted(const float4* e, int tokens, const float4& least,
+                             const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
+  uint4 wanted{};
+  for (int t = static_cast<int>(threadIdx.x); t < tokens; t += kThreads) {
+    const float4 x = cache.get(t, e);
+    wanted.x += x.x >= least.x ? 1 : 0, wanted.y += x.y >= least.y ? 1 : 0;
+    wanted.z += x.z >= least.z ? 1 : 0, wanted.w += x.w >= least.w ? 1 : 0;
+  }
+  wanted = {__reduce_add_sync(~0u, wanted.x), __reduce_add_sync(~0u, wanted.y),
+            __reduce_add_sync(~0u, wanted.z), __reduce_add_sync(~0u, wanted.w)};
+  if (threadIdx.x % kWarpSize == 0) {
+    atomicAdd(&counts[0], wanted.x), atomicAdd(&counts[1], wanted.y);
+    atomicAdd(&counts[2], wanted.z), atomicAdd(&counts[3], wanted.w);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
+}
+
+/// A block for each query (x), quad (y) and unit (z), with `cached` tokens of shared memory.
 __global__ void __launch_bounds__(kThreads)
-    rows_kernel(const __grid_constant__ ReplayRowsArgs args) {
+    rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
+  extern __shared__ float4 of_tokens[];
   __shared__ RowScratch scratch;
   __shared__ std::uint32_t counts[4];
   const ReplayShape& shape = args.shape;
@@ -137,33 +179,21 @@ __global__ void __launch_bounds__(kThreads)
   const QuadRow row{args.products + first_product, shape.tokens, shape.group - 4 * quad,
                     shape.softmax_scale};
   float4* const e = args.rows.e + of_quad * shape.tokens;
+  const RowCache cache{of_tokens, cached};
 
   if (threadIdx.x < 4) counts[threadIdx.x] = 0;
-  RowTotals totals = exponentiate(row, length, e, scratch);
+  RowTotals totals = exponentiate(row, length, e, cache, scratch);
   const float4 least = least_of(totals.sum, row.heads, shape.threshold16);
   if (threadIdx.x == 0) {
     args.rows.sums[of_quad] = totals.sum;
     args.rows.least[of_quad] = least;
   }
+  if (args.span.index[query] >= 0)
+    count_wanted(e, query, least, cache, counts, args.rows.wanted[of_quad]);
   if (args.unrounded)
     totals = exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale},
-                          length, args.rows.squeezed + of_quad * shape.tokens, scratch);
+                          length, args.rows.squeezed + of_quad * shape.tokens, cache, scratch);
   if (args.rows.most && threadIdx.x == 0) args.rows.most[of_quad] = totals.most;
-  if (args.span.index[query] < 0) return;
-  uint4 wanted{};
-  for (int t = static_cast<int>(threadIdx.x); t < query; t += kThreads) {
-    const float4 x = e[t];
-    wanted.x += x.x >= least.x ? 1 : 0, wanted.y += x.y >= least.y ? 1 : 0;
-    wanted.z += x.z >= least.z ? 1 : 0, wanted.w += x.w >= least.w ? 1 : 0;
-  }
-  wanted = {__reduce_add_sync(~0u, wanted.x), __reduce_add_sync(~0u, wanted.y),
-            __reduce_add_sync(~0u, wanted.z), __reduce_add_sync(~0u, wanted.w)};
-  if (threadIdx.x % kWarpSize == 0) {
-    atomicAdd(&counts[0], wanted.x), atomicAdd(&counts[1], wanted.y);
-    atomicAdd(&counts[2], wanted.z), atomicAdd(&counts[3], wanted.w);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) args.rows.wanted[of_quad] = {counts[0], counts[1], counts[2], counts[3]};
 }
 
 /// The dimension of one half of a pair; -1 in padding.
@@ -368,7 +398,14 @@ cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(shape.quads()),
                   static_cast<unsigned>(shape.units));
-  rows_kernel<<<grid, kThreads, 0, stream>>>(args);
+  const int cached = std::min(args.rows.first + args.rows.count, kMostCached),
+            bytes = cached * static_cast<int>(sizeof(float4));
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kMostCached * static_cast<int>(sizeof(float4)));
+      error != cudaSuccess)
+    return error;
+  rows_kernel<<<grid, kThreads, static_cast<unsigned>(bytes), stream>>>(args, cached);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
