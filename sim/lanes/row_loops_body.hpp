@@ -157,19 +157,23 @@ inline void store_sums(const Floats* lanes, float* sum) {
 /// Lane sums of a quad: those of sixteen tokens side by side, [16][4].
 struct QuadSums {
   static constexpr int kMosts = kBlockParts < 4 ? kBlockParts : 4;
-  Floats sum[kBlockParts] = {}, most[kMosts] = {};
+  Floats sum[kBlockParts], most[kMosts];
 
+  inline __attribute__((always_inline)) QuadSums() {
+    for (Floats& part : sum) part = Floats{};
+    for (Floats& part : most) part = Floats{};
+  }
+  /// From lanes [16][4], by token modulo 16.
+  inline __attribute__((always_inline)) QuadSums(const float* lanes, const float* largest) {
+    for (int i = 0; i < kBlockParts; ++i) sum[i] = load(lanes + i * kWidth);
+    for (int i = 0; i < kMosts; ++i) most[i] = load(largest + i * kWidth);
+  }
   inline __attribute__((always_inline)) void add(int part, Floats e) {
     sum[part] += e;
     most[part % kMosts] = greater(e, most[part % kMosts]);
   }
   inline __attribute__((always_inline)) void add_block(const float* block) {
     for (int i = 0; i < kBlockParts; ++i) add(i, load(block + i * kWidth));
-  }
-  /// From and to lanes [16][4], by token modulo 16.
-  inline __attribute__((always_inline)) void load_from(const float* lanes, const float* largest) {
-    for (int i = 0; i < kBlockParts; ++i) sum[i] = load(lanes + i * kWidth);
-    for (int i = 0; i < kMosts; ++i) most[i] = load(largest + i * kWidth);
   }
   inline __attribute__((always_inline)) void store_to(float* lanes, float* largest) const {
     for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
@@ -511,7 +515,10 @@ void masses(const float* kept, std::size_t count, const float* sum, bool first,
     if (__builtin_expect(any_at_least(most, kMostCounted), 0)) {
       if (first) std::memset(mass + i, 0, kWidth * sizeof(std::uint64_t));
       fresh = false;
-      add_large(scaled, mass + i);
+      Floats large[kHeads];  // a copy: only what is called here needs it in memory
+      for (int r = 0; r < kHeads; ++r) large[r] = scaled[r];
+      add_large(large, mass + i);
+      for (int r = 0; r < kHeads; ++r) scaled[r] = large[r];
     }
     Ints counts[kHeads];
     for (int r = 0; r < kHeads; ++r) counts[r] = nearest(scaled[r]);
@@ -807,19 +814,24 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
                                std::size_t end, const float* v, std::size_t stride,
                                std::size_t depth, float* y) {
   Floats sum[H][P];
+#pragma GCC unroll 4
   for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
     for (int p = 0; p < P; ++p) sum[h][p] = load(y + h * depth + p * kWidth);
   for (std::size_t i = begin; i < end; ++i) {
     const float* row = v + (tokens ? tokens[i] : i) * stride;
     Floats column[P];
     for (int p = 0; p < P; ++p) column[p] = load(row + p * kWidth);
+#pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
       const Floats factor =
           weights[i * kQuad + static_cast<std::size_t>(h)] - Floats{};  // for -0 too
       for (int p = 0; p < P; ++p) sum[h][p] = fused(factor, column[p], sum[h][p]);
     }
   }
+#pragma GCC unroll 4
   for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
@@ -1095,21 +1107,20 @@ void raise_shifts(QuadRow& row, const float* const* logits, std::size_t count, f
 
 void extend(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
   if (row.tokens == 0) raise_shifts(row, logits, count, scale);
-  QuadSums sums;
   for (bool again = false;; again = true) {
-    sums.load_from(row.lanes, row.largest);
+    QuadSums sums(row.lanes, row.largest);
     write_exponentials(logits, count, scale, row.shift, row.e + row.tokens * kQuad, sums);
-    if (again || !sums.any_at_least(kMostExponential)) break;
+    if (again || !sums.any_at_least(kMostExponential)) {
+      sums.store_to(row.lanes, row.largest);
+      break;
+    }
     raise_shifts(row, logits, count, scale);
   }
-  sums.store_to(row.lanes, row.largest);
   row.tokens += count;
 }
 
 void finish(const QuadRow& row, float* sum, float* most) {
-  QuadSums sums;
-  sums.load_from(row.lanes, row.largest);
-  sums.finish(sum, most);
+  QuadSums(row.lanes, row.largest).finish(sum, most);
 }
 
 /// How far above a shift the own logits of a joined row may lie, in powers of two.
