@@ -1,4 +1,4 @@
-// Compiled with -mavx512f -mfma -mpopcnt -mbmi2.
+// Compiled with -mavx512f -mavx512dq -mfma -mpopcnt -mbmi2.
 #include "sim/lanes/policy_loops_body.hpp"
 #include "sim/lanes/row_loops_body.hpp"
 
@@ -6,8 +6,9 @@ namespace kvlab {
 namespace {
 
 bool here() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("bmi2");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt") &&
+         __builtin_cpu_supports("bmi2");
 }
 
 }  // namespace
