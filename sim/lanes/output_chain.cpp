@@ -23,11 +23,12 @@ void OutputChain::begin(const SampledRows& rows, std::size_t i) {
 }
 
 void OutputChain::move_to(const std::uint64_t* bits, const float* sums) {
-  std::size_t differ = 0, live = 0;
-  for (std::size_t w = 0; w < words_; ++w) {
-    differ += static_cast<std::size_t>(std::popcount(bits[w] ^ bits_[w]));
-    live += static_cast<std::size_t>(std::popcount(bits[w]));
-  }
+  const auto common = [&](const std::uint64_t* a, const std::uint64_t* b) {
+    return row_loops().common(a, b, words_);
+  };
+  const std::uint64_t live = common(bits, bits), differ = live +
+                                                          common(bits_.data(), bits_.data()) -
+                                                          2 * common(bits, bits_.data());
   if (used_ == links_.size()) links_.emplace_back();
   Link& link = links_[used_++];
   list(bits, live < differ || used_ == 1, link);

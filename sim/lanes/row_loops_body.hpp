@@ -464,14 +464,15 @@ bool QuadSums::any_at_least(float bound) const {
 }
 
 /// The sums over heads of four registers [token][4], by token.
-inline Ints over_heads(const Ints* r) {
-  const Ints ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
-  const Ints cd = unpack<false>(r[2], r[3]) + unpack<true>(r[2], r[3]);
+template <class V>
+inline V over_heads(const V* r) {
+  const V ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
+  const V cd = unpack<false>(r[2], r[3]) + unpack<true>(r[2], r[3]);
   return in_order(unpack_pairs<false>(ab, cd) + unpack_pairs<true>(ab, cd));
 }
 
 /// Adds a register of 32-bit counts to 64-bit masses.
-inline __attribute__((always_inline)) void add_counts(Ints counts, bool first,
+inline __attribute__((always_inline)) void add_counts(Words counts, bool first,
                                                       std::uint64_t* mass) {
 #if defined(__AVX512F__)
   const __m512i all = reinterpret_cast<__m512i>(counts);
@@ -488,7 +489,7 @@ inline __attribute__((always_inline)) void add_counts(Ints counts, bool first,
 #endif
 }
 
-constexpr float kMostCounted = 0x1p29f;  // four of them fit a signed count
+constexpr float kMostCounted = 0x1p30f;  // four that are less fit an unsigned count
 
 /// Takes what is too large for the counts out of registers [token][4] and adds it to the masses by
 /// itself: such floats are whole numbers.
@@ -520,8 +521,8 @@ void masses(const float* kept, std::size_t count, const float* sum, bool first,
       add_large(large, mass + i);
       for (int r = 0; r < kHeads; ++r) scaled[r] = large[r];
     }
-    Ints counts[kHeads];
-    for (int r = 0; r < kHeads; ++r) counts[r] = nearest(scaled[r]);
+    Words counts[kHeads];
+    for (int r = 0; r < kHeads; ++r) counts[r] = reinterpret_cast<Words>(nearest(scaled[r]));
     add_counts(over_heads(counts), fresh, mass + i);
   }
 }

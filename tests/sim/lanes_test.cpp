@@ -188,6 +188,22 @@ TEST_CASE("gathered rows: the sums are lane sums, the masses are fixed_mass, on 
   }
 }
 
+TEST_CASE("masses of tokens that all heads hold alike, on every set") {
+  const float shares[] = {0.03f, 0.1249f, 0.125f, 0.2499f, 0.25f, 0.4999f, 0.5f, 0.9f, 1.0f};
+  for (const float share : shares) {
+    std::vector<float> e(kBlockTokens * kQuad);
+    for (std::size_t h = 0; h < kQuad; ++h) e[5 * kQuad + h] = share;
+    const float sum[kQuad] = {1, 1, 1, 1};
+    for (const RowLoops* loops : sets()) {
+      INFO(loops->name << ", " << share);
+      std::vector<std::uint64_t> mass(kBlockTokens, 1);
+      loops->masses(e.data(), kBlockTokens, sum, false, mass.data());
+      for (std::size_t i = 0; i < kBlockTokens; ++i)
+        CHECK(mass[i] == 1 + (i == 5 ? 4 * fixed_mass(1.0f, share) : 0));
+    }
+  }
+}
+
 TEST_CASE("quotients without a division are rounded as a division's, a million times over") {
   std::mt19937 draw(2);
   std::uniform_real_distribution<float> mantissa(1, 2);
