@@ -31,7 +31,7 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
   plan.multiprocessors = limits.multiprocessors;
   constexpr int kReserved = 1024;
   const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved;
-  plan.shared_bytes = static_cast<std::size_t>((args.samples.words + 3) / 4 * 16);
+  plan.shared_bytes = bytes_of_words(args);
   const std::size_t room =
       replay_room(whole_runs(args.room_slots, args.squeezed), policy.slot_bytes, args.squeezed);
   const auto take = [&](std::size_t bytes) {

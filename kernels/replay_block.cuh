@@ -1,6 +1,8 @@
 // What the thread block of one cache shares while it walks through a block of queries.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/device/fold.cuh"
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/replay.hpp"
@@ -9,11 +11,11 @@ namespace kvlab::kernels {
 
 /// Threads of a cache, at most, and blocks of them that a multiprocessor's registers are shared out
 /// for: old keys take many.
-constexpr std::uint32_t replay_most_threads(bool squeezed) { return squeezed ? 384 : 320; }
+constexpr std::uint32_t replay_most_threads(bool squeezed) { return squeezed ? 384 : 256; }
 constexpr int replay_blocks(bool squeezed) { return squeezed ? 1 : 2; }
 inline constexpr int kReplayWarps = 12;
 /// Slots that a thread takes together: a run.
-constexpr std::uint32_t replay_run(bool squeezed) { return squeezed ? 7 : 8; }
+inline constexpr std::uint32_t kReplayRun = 4;
 inline constexpr int kReplayDims = 4 * kWarpSize;  ///< of a value that a warp takes at once
 
 /// Four query heads side by side, for each quad of a group.
@@ -38,6 +40,42 @@ __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
 }
 
+/// A token that may leave: by rank, then by position. Guarded tokens are no candidates: of a full
+/// cache at least one token is unguarded, as sinks and recent tokens fit its budget.
+struct Candidate {
+  std::uint64_t rank = ~std::uint64_t{0};
+  std::uint32_t position = ~0u;
+  std::uint32_t slot = 0;
+
+  __device__ bool before(const Candidate& other) const {
+    return rank < other.rank || (rank == other.rank && position < other.position);
+  }
+  __device__ void take(const Candidate& other) {
+    if (other.before(*this)) *this = other;
+  }
+};
+
+/// What a run of queries shares: see ReplayRun. Queries count from the run's first.
+struct ReplayRunShared {
+  static constexpr int kNever = 1 << 30;
+  static constexpr int kThreads = kReplayWarps * kWarpSize;
+  // Of each thread's token:
+  std::uint32_t slots[kThreads], positions[kThreads];
+  int entries[kThreads], exits[kThreads];  ///< the queries that it comes and leaves before
+  // Of each query, by ReplayRun::of():
+  uint2 victims[kReplayAhead];        ///< slot and position of who leaves before it
+  std::uint32_t gone[kReplayAhead];   ///< older tokens have lost a younger one
+  float sums[kReplayAhead][24];       ///< as ReplayTotals::fold()
+  float4 looks[kReplayAhead][2];      ///< QueryLook::each()
+  int index[kReplayAhead];            ///< in the span, or -1
+  std::uint32_t items[kReplayAhead];  ///< of old keys, at most
+
+  uint4 firsts[kReplayWarps][kReplayAhead];  ///< Candidates
+  std::uint64_t ranks[kReplayAhead];         ///< of the victims, as they leave
+  int told, right;  ///< up to which query victims are foretold, and rightly
+  std::uint32_t count;
+};
+
 inline constexpr int kReplayScratch = 16;  ///< rows of kReplayDims, at least kMostReplayGroup
 
 struct ReplayShared {
@@ -52,18 +90,19 @@ struct ReplayShared {
   float kept[kMostReplayQueries][kMostReplayGroup];  // sums; negative: everything is kept
   std::uint32_t hits[kMostReplayQueries][kMostReplayGroup];
   std::uint32_t visible[kMostReplayQueries];
+  ReplayRunShared run;
 };
 
-/// Threads of a cache of so many slots.
+/// Threads of a cache of so many slots; enough for a run's candidates. Squeezed, two caches of up
+/// to 1536 slots fit a multiprocessor's registers and shared memory.
 constexpr std::uint32_t replay_threads(std::uint32_t slots, bool squeezed) {
-  const std::uint32_t of_warp = replay_run(squeezed) * kWarpSize,
+  const std::uint32_t of_warp = (squeezed && slots > 1536 ? 7 : 8) * kWarpSize,
                       warps = (slots + of_warp - 1) / of_warp;
-  const std::uint32_t threads = warps * kWarpSize, most = replay_most_threads(squeezed);
-  return threads < most ? threads : most;
+  return std::clamp(warps * kWarpSize, 4u * kWarpSize, replay_most_threads(squeezed));
 }
 /// Its slots, in whole runs.
 constexpr std::uint32_t whole_runs(std::uint32_t slots, bool squeezed) {
-  const std::uint32_t run = replay_run(squeezed) * replay_threads(slots, squeezed);
+  const std::uint32_t run = kReplayRun * replay_threads(slots, squeezed);
   return (slots + run - 1) / run * run;
 }
 /// An old token's key for some queries of a run (kReplayAhead of them), to all of which it has the
@@ -87,6 +126,11 @@ constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, b
   const std::size_t of_slot =
       slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) + (squeezed ? sizeof(OldItem) : 0);
   return std::size_t{slots} * of_slot;
+}
+/// Bytes of shared memory for a bit a token: who is live, which slots are candidates, and a word
+/// for each 32 of those.
+constexpr std::size_t bytes_of_words(const ReplayArgs& args) {
+  return static_cast<std::size_t>((args.samples.words + 3) / 4 * 16) * 3;
 }
 /// Positions [first, end).
 struct ReplayRange {
@@ -149,6 +193,10 @@ struct ReplayPlace {
         if (first + k * kWarpSize < end) each(first + k * kWarpSize);
   }
 
+  /// Of bits, one for each token: bytes_of_words() holds three times as many.
+  __device__ std::uint32_t words() const {
+    return static_cast<std::uint32_t>(bytes_of_words(args) / (3 * sizeof(std::uint32_t)));
+  }
   /// Among all units' configurations.
   __device__ std::int64_t figure() const {
     return std::int64_t{unit} * args.figures.configs + config;

@@ -16,10 +16,8 @@ struct ReplayTotals {
 
   Quads<kQuads> part[kParts];
 
-  /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
-  /// after the next barrier.
-  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at) const {
-    float* const mine = of_warps[at.warp];
+  /// Over the warp: component l of all parts to to[l].
+  __device__ void fold_warp(float* to, const ReplayPlace& at) const {
 #pragma unroll
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
@@ -27,11 +25,18 @@ struct ReplayTotals {
         const float4& x = part[p].quad[quad];
         const float folded =
             kAsks && p == kMostPart ? warp_fold4(x, Larger{}) : warp_fold4(x, Add{});
-        if (at.lane < 4) mine[p * kHeads + 4 * quad + at.lane] = folded;
+        if (at.lane < 4) to[p * kHeads + 4 * quad + at.lane] = folded;
       }
+  }
+  /// Over the block: lane l of every warp gets component l of all parts, with that of `others`, if
+  /// there are any. `of_warps`: free again after the next barrier.
+  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at,
+                        const float* others = nullptr) const {
+    fold_warp(of_warps[at.warp], at);
     __syncthreads();
     float value = 0;
     if (at.lane < kParts * kHeads) {
+      if (others) value = others[at.lane];
       const bool most = kAsks && at.lane >= kMostPart * kHeads;
       for (std::uint32_t warp = 0; warp < at.warps; ++warp) {
         const float other = of_warps[warp][at.lane];

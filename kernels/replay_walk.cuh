@@ -9,9 +9,16 @@
 #include "kernels/replay_figures.cuh"
 #include "kernels/replay_observe.cuh"
 #include "kernels/replay_old_keys.cuh"
+#include "kernels/replay_run.cuh"
 #include "kernels/replay_totals.cuh"
 
 namespace kvlab::kernels {
+
+/// Whether queries that admit one token each go in runs.
+template <class P>
+constexpr bool goes_in_runs() {
+  return P::kInfo.rising && !P::kInfo.weighted && P::kInfo.needs != Needs::nothing;
+}
 
 template <class P, int kQuads, bool kSqueezed, bool kInRoom>
 class ReplayWalk {
@@ -20,8 +27,9 @@ class ReplayWalk {
   using Look = QueryLook<P, kQuads>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
   static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
+  static constexpr bool kInRuns = goes_in_runs<P>();
   static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kRun = replay_run(kSqueezed);
+  static constexpr int kRun = kReplayRun;
 
   using Totals = ReplayTotals<kQuads, kSqueezed, kAsks>;
   static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
@@ -34,8 +42,9 @@ class ReplayWalk {
                         std::byte* room)
       : at_(at),
         shared_(shared),
-        cache_(at, shared, live_words, room + room_of_old_keys(at.args)),
-        stage_(at.args, at.unit, room) {
+        words_(live_words + at.words()),
+        stage_(at.args, at.unit, room),
+        cache_(at, shared, live_words, room + room_of_old_keys(at.args)) {
     for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
       (&shared.hits[0][0])[n] = 0;
     if (at.thread == 0) shared.listed = 0;
@@ -43,7 +52,11 @@ class ReplayWalk {
   }
 
   __device__ void run() {
-    for (int i = 0; i < at_.args.rows.count; ++i) step(i);
+    for (int i = 0; i < at_.args.rows.count;) {
+      const int taken = take_run(i);
+      if (taken == 0) step(i);
+      i += max(taken, 1);
+    }
     __syncthreads();
     RecallSums(at_, shared_).add();
     cache_.move_out();
@@ -65,6 +78,23 @@ class ReplayWalk {
     if (now.tokens > 1) observe_all(now);
     if (!kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
     cache_.end();
+  }
+
+  /// Some queries from i on at once, where that can be.
+  __device__ int take_run([[maybe_unused]] int i) {
+    if constexpr (kInRuns) {
+      ReplayRun<P, kQuads, kSqueezed, kInRoom> run(at_, shared_, cache_, stage_, words_);
+      return run.take(i, [&](int at, int index, const float* sums) {
+        const ReplayArgs& args = at_.args;
+        const std::uint32_t query = args.rows.first + at;
+        visible_ = cache_.live();
+        if (index >= 0 && index % args.span.sample_every == 0)
+          leave_sample(at, index, query, sums[at_.lane % kHeads], false);
+        if (args.figures.kept) note_kept(query);
+      });
+    } else {
+      return 0;
+    }
   }
 
   __device__ void note_kept(std::uint32_t query) const {
@@ -340,13 +370,14 @@ class ReplayWalk {
 
   const ReplayPlace& at_;
   ReplayShared& shared_;
+  std::uint32_t* const words_;  // bits of slots: a run's candidates
+  OldKeyStage stage_;
   Cache cache_;
   int parity_ = 0;
   std::uint32_t visible_ = 0;
   const float4* shared_row_ = nullptr;  // [quad, token]: of the query
   const float4* own_ = nullptr;         // [quad, slot]: where the shared row is of no use
   bool all_own_ = false;
-  OldKeyStage stage_;
 };
 
 /// A block for each member (x) and unit (y).
@@ -356,7 +387,7 @@ __global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
   const ReplayPlace at(args);
-  std::byte* const room = dynamic + (args.samples.words + 3) / 4 * 16;
+  std::byte* const room = dynamic + bytes_of_words(args);
   ReplayWalk<P, kQuads, kSqueezed, kInRoom>(at, shared, reinterpret_cast<std::uint32_t*>(dynamic),
                                             room)
       .run();

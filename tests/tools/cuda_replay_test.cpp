@@ -52,7 +52,14 @@ std::vector<RandomTrace> shapes() {
        .head_size = 16,
        .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
        .pull = 90,
-       .seed = 7}};
+       .seed = 7},
+      // More tokens than a run has candidates.
+      {.layers = 1,
+       .query_heads = 4,
+       .kv_heads = 1,
+       .head_size = 16,
+       .segments = {{0, 130, kPrompt}, {130, 250, kDecode}, {380, 7, kPrompt}, {387, 90, kDecode}},
+       .seed = 8}};
 }
 
 bool is_whole(const std::string& metric) {
