@@ -86,9 +86,9 @@ class ReplayRun {
     if (kSqueezed) close_up(from, done);
     __syncthreads();
     for (int j = from; j < done; ++j) {
-      cache_.enter_alone(query_ + static_cast<std::uint32_t>(j), leaves_, run_.victims[j].y);
+      cache_.enter_alone(query_ + static_cast<std::uint32_t>(j), leaves_, run_.victims[of(j)].y);
       if (exit_ == j && slot_ < live_) cache_.leave_slot(slot_);
-      seen(first_ + j, run_.index[j], run_.sums[j]);
+      seen(first_ + j, run_.index[of(j)], run_.sums[of(j)]);
     }
     __syncthreads();
     return done;
@@ -174,11 +174,14 @@ class ReplayRun {
     return words_[slot / kWarpSize] >> slot % kWarpSize & 1;
   }
 
+  /// Where what is shared of query j lies: as many as are taken together.
+  __device__ static int of(int j) { return j % kReplayAhead; }
+
   // Exponentials.
 
   /// Of a token for query j: where it has lost a younger one, the cache's own.
   __device__ Exponentials fetch(int j, std::uint32_t slot, std::uint32_t position) const {
-    const bool own = kSqueezed && position < run_.gone[j];
+    const bool own = kSqueezed && position < run_.gone[of(j)];
     const float4* const shared_at = rows_ + j * row_ + position;
     const float4* const own_at = own_ + (first_ + j) % kReplayAhead * plane_ + slot;
     return fetch(own ? own_at : shared_at, own ? at_.args.caches.unit_slots : row_ / kQuads);
@@ -259,17 +262,17 @@ class ReplayRun {
 
   /// What a query's sums say: by its warp.
   __device__ void finish(const Sums& sums, int j, int index) {
-    sums.totals.fold_warp(run_.sums[j], at_);
+    sums.totals.fold_warp(run_.sums[of(j)], at_);
     __syncwarp();
-    const float folded = at_.lane < Totals::kParts * kHeads ? run_.sums[j][at_.lane] : 0.0f,
+    const float folded = at_.lane < Totals::kParts * kHeads ? run_.sums[of(j)][at_.lane] : 0.0f,
                 most = __shfl_sync(~0u, folded, kMostPart * kHeads + at_.lane % kHeads);
     const bool is_head = at_.lane < static_cast<unsigned>(at_.args.shape.group),
                lost = __any_sync(~0u, is_head && !(folded >= kLostSum && folded <= kVastSum));
     const Look look(folded, most, at_, 1.0f, query_ + static_cast<std::uint32_t>(j));
     if (at_.lane == 0) {
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) run_.looks[j][quad] = look.each().quad[quad];
-      run_.index[j] = index;
+      for (int quad = 0; quad < kQuads; ++quad) run_.looks[of(j)][quad] = look.each().quad[quad];
+      run_.index[of(j)] = index;
       if (lost) atomicMin(&run_.right, j);
     }
     if (index >= 0) measure(sums, j, folded);
@@ -306,7 +309,7 @@ class ReplayRun {
     std::uint32_t gone = cache_.first_young();
     if (!leaves_) {
       for (int j = from + static_cast<int>(at_.thread); j < to; j += static_cast<int>(at_.threads))
-        run_.victims[j] = {~0u, 0}, run_.gone[j] = gone;
+        run_.victims[of(j)] = {~0u, 0}, run_.gone[of(j)] = gone;
       __syncthreads();
       return to;
     }
@@ -319,7 +322,7 @@ class ReplayRun {
     __syncthreads();
     to = run_.told;
     for (int j = from; j < to; ++j)
-      if (holds_ && run_.victims[j].x == slot_) exit_ = j;
+      if (holds_ && run_.victims[of(j)].x == slot_) exit_ = j;
     if (exit_ != kNever) run_.exits[at_.thread] = exit_;
     __syncthreads();
     return to;
@@ -358,7 +361,8 @@ class ReplayRun {
       for (int n = 0; n < kOwn; ++n)
         if (own[n].position == victim.position) own[n] = {};
       gone = max(gone, victim.position + 1);
-      if (at_.lane == 0) run_.victims[j] = {victim.slot, victim.position}, run_.gone[j] = gone;
+      if (at_.lane == 0)
+        run_.victims[of(j)] = {victim.slot, victim.position}, run_.gone[of(j)] = gone;
     }
     return to;
   }
@@ -403,7 +407,7 @@ class ReplayRun {
         if (j >= to || j >= exit_ || j <= entry_) continue;
         const Candidate own{ranks[n], position_, slot_};
         if (cache_.may_leave(position_, cache_.unguarded(query_ + static_cast<std::uint32_t>(j))) &&
-            own.before({run_.ranks[n], run_.victims[j].y, 0}))
+            own.before({run_.ranks[n], run_.victims[of(j)].y, 0}))
           atomicMin(&run_.right, j);
       }
     }
@@ -426,7 +430,7 @@ class ReplayRun {
     const std::uint32_t query = query_ + static_cast<std::uint32_t>(j);
     const Step attended = step_at(j);
     if (j == entry_) cache_.admit_state(state_, query, attended);
-    P::observe(state_, Look(run_.looks[j], query).seen(e), cache_.params(), attended);
+    P::observe(state_, Look(run_.looks[of(j)], query).seen(e), cache_.params(), attended);
   }
   /// The step of query j, after its token has come.
   __device__ Step step_at(int j) const {
@@ -440,7 +444,7 @@ class ReplayRun {
   /// Exponentials of the old tokens for queries [from, to), or up to as many as their list has room
   /// for; says which.
   __device__ int attend_old(int from, int to) {
-    if (run_.gone[to - 1] == 0) return to;
+    if (run_.gone[of(to - 1)] == 0) return to;
     stage_.take((first_ + from) / kReplayAhead);
     to = fitting(from, to);
     for (std::uint32_t slot = at_.thread; slot < live_; slot += at_.threads)
@@ -456,18 +460,18 @@ class ReplayRun {
   /// Old tokens are listed once, and again at each query that changes their distance.
   __device__ int fitting(int from, int to) {
     for (int j = from + static_cast<int>(at_.warp); j < to; j += static_cast<int>(at_.warps)) {
-      const std::uint32_t victim = run_.victims[j].y, gone = run_.gone[j],
-                          before = j > from ? run_.gone[j - 1] : 0;
+      const std::uint32_t victim = run_.victims[of(j)].y, gone = run_.gone[of(j)],
+                          before = j > from ? run_.gone[of(j - 1)] : 0;
       ReplayRange moved{0, gone};
       if (j > from && leaves_)
         moved = victim < before ? ReplayRange{victim, gone} : ReplayRange{before, gone};
       const std::uint32_t count = cache_.count_live(moved);
-      if (at_.lane == 0) run_.items[j] = count;
+      if (at_.lane == 0) run_.items[of(j)] = count;
     }
     __syncthreads();
     std::uint32_t items = 0;
     for (int j = from; j < to; ++j) {
-      items += run_.items[j];
+      items += run_.items[of(j)];
       if (j > from && items > cache_.list_room()) return j;
     }
     return to;
@@ -476,7 +480,7 @@ class ReplayRun {
   /// A slot's token for each range of [from, to) in which it is old and its distance the same.
   __device__ void list_versions(std::uint32_t slot, int from, int to) {
     const std::uint32_t position = cache_.position(slot);
-    if (position >= run_.gone[to - 1]) return;
+    if (position >= run_.gone[of(to - 1)]) return;
     std::uint32_t place = cache_.place(slot), distance = 0;
     const int origin = (first_ + from) / kReplayAhead * kReplayAhead - first_;
     int start = -1, j = from;
@@ -486,11 +490,11 @@ class ReplayRun {
                                        static_cast<std::uint32_t>(j - origin)));
     };
     for (; j < to; ++j) {
-      const uint2 victim = run_.victims[j];
+      const uint2 victim = run_.victims[of(j)];
       if (victim.x == slot) break;
       if (leaves_ && victim.y > position) ++place;
       const std::uint32_t now = query_ + static_cast<std::uint32_t>(j) - place;
-      if (position >= run_.gone[j] || (start >= 0 && now == distance)) continue;
+      if (position >= run_.gone[of(j)] || (start >= 0 && now == distance)) continue;
       list();
       start = j, distance = now;
     }
@@ -503,7 +507,7 @@ class ReplayRun {
     for (std::uint32_t slot = at_.thread; slot < live_; slot += at_.threads) {
       const std::uint32_t position = cache_.position(slot);
       std::uint32_t younger = 0;
-      for (int j = from; j < done; ++j) younger += run_.victims[j].y > position ? 1 : 0;
+      for (int j = from; j < done; ++j) younger += run_.victims[of(j)].y > position ? 1 : 0;
       cache_.move_place(slot, younger);
     }
   }
@@ -519,7 +523,7 @@ class ReplayRun {
     for (int n = 0; n < kCount; ++n) e[n] = fetch(j + n, slot, position);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const Look look(run_.looks[j + n], query_ + static_cast<std::uint32_t>(j + n));
+      const Look look(run_.looks[of(j + n)], query_ + static_cast<std::uint32_t>(j + n));
       P::observe(state, look.seen(e[n]), cache_.params(), step_at(j + n));
     }
   }
