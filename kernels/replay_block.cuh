@@ -147,9 +147,9 @@ struct ReplayRange {
   }
 };
 
-/// Some of a cache's slots, and where they are.
+/// Old keys to be turned, and where their slots' tokens are.
 struct ListedSlots {
-  const OldItem* items;  ///< null: the first slots
+  const OldItem* items;
   std::uint32_t count;
   const std::uint32_t* positions;  ///< by slot
 };

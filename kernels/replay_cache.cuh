@@ -65,11 +65,10 @@ class ReplayCache {
   /// Old tokens whose distance to the query has changed since it was last said to be known.
   __device__ ReplayRange moved() const { return moved_; }
   __device__ void set_moved(const ReplayRange& range) { moved_ = range; }
-  __device__ ListedSlots first(std::uint32_t count) const { return {nullptr, count, positions_}; }
   /// The slots of the live tokens of a range, with their distance to a query, for [first, end) of
   /// its run: by the whole block, in no order.
-  __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query = 0,
-                              std::uint32_t first_of_run = 0, std::uint32_t end = 0) {
+  __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query,
+                              std::uint32_t first_of_run, std::uint32_t end) {
     for (std::uint32_t first = at_.first_slot_of_thread<kRun>(); first - at_.lane < progress_.live;
          first += kRun * at_.threads) {
       std::uint32_t masks[kRun], count = 0;

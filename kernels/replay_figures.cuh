@@ -89,16 +89,17 @@ class RecallSums {
   const int quads_;
 };
 
-/// What a cache's own exponentials are multiplied with.
+/// What a cache's own exponentials are multiplied with: the values of the tokens before position
+/// `end` in slots [0, count).
 struct OwnValues {
-  ListedSlots slots;
+  const std::uint32_t* positions;  ///< by slot
+  std::uint32_t count, end;
   std::int64_t unit;
   const float4* own;  // [quad, slot], unit_slots apart
 };
 
-/// Exponentials by values of the listed slots. To `to` [group, dim], not divided by the sum. By the
-/// whole block, apart from its caller, whose registers it would take. Bits: what four elements of a
-/// value take.
+/// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole block,
+/// apart from its caller, whose registers it would take. Bits: what four elements of a value take.
 template <int kQuads, class Bits>
 __device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of,
                                             float (*scratch)[kReplayDims], float* to) {
@@ -108,33 +109,39 @@ __device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of
                       warps = blockDim.x / kWarpSize;
   const Bits* const values =
       static_cast<const Bits*>(args.tensors.values) + of.unit * shape.tokens * shape.head_size / 4;
+  struct Tokens {
+    Bits value[kAtOnce];
+    float4 e[kAtOnce][kQuads];
+  };
   for (int first = 0; first < shape.head_size; first += kReplayDims) {
     const int d = first + 4 * static_cast<int>(lane);
     float4 sums[kHeads] = {};
-    for (std::uint32_t base = warp * kAtOnce; base < of.slots.count; base += warps * kAtOnce) {
-      Bits value[kAtOnce];
-      float4 e[kAtOnce][kQuads];
+    const auto fetch = [&](std::uint32_t base) {
+      Tokens tokens;
 #pragma unroll
-      for (std::uint32_t n = 0; n < kAtOnce; ++n) {  // past the last, it counts as nothing
-        const bool is = base + n < of.slots.count;
-        const std::uint32_t at = is ? base + n : base,
-                            slot = of.slots.items ? of.slots.items[at].slot : at;
-        value[n] = d < shape.head_size
-                       ? __ldg(values + (std::size_t{of.slots.positions[slot]} * shape.head_size +
-                                         static_cast<std::size_t>(d)) /
-                                            4)
-                       : Bits{};
+      for (std::uint32_t n = 0; n < kAtOnce; ++n) {
+        const std::uint32_t slot = base + n,
+                            position = slot < of.count ? of.positions[slot] : of.end;
+        const bool is = position < of.end;
+        const std::int64_t at = (std::int64_t{position} * shape.head_size + d) / 4;
+        tokens.value[n] = is && d < shape.head_size ? __ldg(values + at) : Bits{};
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad)
-          e[n][quad] = is ? of.own[quad * args.caches.unit_slots + slot] : float4{};
+          tokens.e[n][quad] = is ? of.own[quad * args.caches.unit_slots + slot] : float4{};
       }
+      return tokens;
+    };
+    Tokens ahead = fetch(warp * kAtOnce);
+    for (std::uint32_t base = warp * kAtOnce; base < of.count; base += warps * kAtOnce) {
+      const Tokens tokens = ahead;
+      ahead = fetch(base + warps * kAtOnce);
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const float2 low = two_of(value[n], args.tensors.type, 0),
-                     high = two_of(value[n], args.tensors.type, 1);
+        const float2 low = two_of(tokens.value[n], args.tensors.type, 0),
+                     high = two_of(tokens.value[n], args.tensors.type, 1);
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
-          const float weight = component(e[n][head / 4], head % 4);
+          const float weight = component(tokens.e[n][head / 4], head % 4);
           float4& sum = sums[head];
           sum.x = fmaf(weight, low.x, sum.x), sum.y = fmaf(weight, low.y, sum.y);
           sum.z = fmaf(weight, high.x, sum.z), sum.w = fmaf(weight, high.y, sum.w);

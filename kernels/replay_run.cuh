@@ -203,11 +203,11 @@ class ReplayRun {
     for (int j = from + static_cast<int>(at_.warp); j < to; j += static_cast<int>(at_.warps)) {
       const int index = at_.args.span.index[query_ + static_cast<std::uint32_t>(j)];
       Sums sums(at_.args.rows.least + at_.row(first_ + j) * kQuads);
-      add_tokens(sums, j, index >= 0, live_, [&](std::uint32_t slot, Where& token) {
+      add_tokens(sums, j, live_, [&](std::uint32_t slot, Where& token) {
         token = {slot, cache_.position(slot)};
         return !is_candidate(slot);
       });
-      add_tokens(sums, j, index >= 0, at_.threads, [&](std::uint32_t t, Where& token) {
+      add_tokens(sums, j, at_.threads, [&](std::uint32_t t, Where& token) {
         token = {run_.slots[t], run_.positions[t]};
         return run_.entries[t] <= j && j < run_.exits[t];
       });
@@ -223,21 +223,20 @@ class ReplayRun {
   struct Where {
     std::uint32_t slot, position;
   };
-  /// Those of tokens [0, end) for which pick() says so.
+  /// Those of tokens [0, end) for which pick() says so. All loads go before all sums.
   template <class Pick>
-  __device__ void add_tokens(Sums& sums, int j, bool measured, std::uint32_t end, Pick pick) const {
+  __device__ void add_tokens(Sums& sums, int j, std::uint32_t end, Pick pick) const {
     for (std::uint32_t base = at_.lane; base - at_.lane < end; base += kAtOnce * kWarpSize) {
-      Exponentials e[kAtOnce];
-      const auto take = [&](auto from) {
+      Exponentials e[kAtOnce], full[kAtOnce];
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          const std::uint32_t i = base + n * kWarpSize;
-          Where token;
-          e[n] = {};
-          if (i < end && pick(i, token)) e[n] = from(token);
-        }
-      };
-      take([&](const Where& token) { return fetch(j, token.slot, token.position); });
+      for (int n = 0; n < kAtOnce; ++n) {
+        const std::uint32_t i = base + n * kWarpSize;
+        Where token;
+        e[n] = {}, full[n] = {};
+        if (i >= end || !pick(i, token)) continue;
+        e[n] = fetch(j, token.slot, token.position);
+        if (kSqueezed) full[n] = fetch_full(j, token.position);
+      }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         add_to(sums.totals.part[0], e[n]);
@@ -246,12 +245,10 @@ class ReplayRun {
           for (int quad = 0; quad < kQuads; ++quad)
             raise(sums.totals.part[kMostPart].quad[quad], e[n].quad[quad]);
       }
-      if (!measured) continue;
-      if (kSqueezed) take([&](const Where& token) { return fetch_full(j, token.position); });
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        sums.hits.count(e[n]);
-        if (kSqueezed) add_to(sums.full, e[n]);
+        sums.hits.count(kSqueezed ? full[n] : e[n]);
+        if (kSqueezed) add_to(sums.full, full[n]);
       }
     }
   }

@@ -351,21 +351,19 @@ class ReplayWalk {
       samples.samples[sample].whole = visible_ == query + 1 && !kSqueezed;
       samples.samples[sample].own = own > 0;
     }
-    if (own > 0) leave_own(i, sample, own, lost);
+    if (own > 0) leave_own(i, sample, own);
     __syncthreads();
   }
 
   /// The part of a sample's outputs that is the tokens' before position `own`.
-  __device__ void leave_own(int i, std::int64_t sample, std::uint32_t own, bool lost) {
+  __device__ void leave_own(int i, std::int64_t sample, std::uint32_t own) {
     const ReplayShape& shape = at_.args.shape;
-    const OwnValues of{kSqueezed && !lost ? cache_.list({0, own}) : cache_.first(visible_),
-                       at_.unit, at_.own(i)};
+    const OwnValues of{cache_.positions(), visible_, own, at_.unit, at_.own(i)};
     float* const to = at_.args.samples.own + sample * shape.group * shape.head_size;
     if (at_.args.tensors.type == Type::f32)
       sum_own_values<kQuads, uint4>(at_.args, of, shared_.scratch, to);
     else
       sum_own_values<kQuads, uint2>(at_.args, of, shared_.scratch, to);
-    if (at_.thread == 0) shared_.listed = 0;
   }
 
   const ReplayPlace& at_;
