@@ -96,10 +96,10 @@ struct ReplayRows {
   float4* squeezed;  // [quad, token]: as e, of queries and keys that were not rounded; or null
   float4* most;      // [quad]: the largest logit of such a row
   /// [run of kReplayAhead queries, pairs / 8, tile, lane of a warp]: queries before RoPE as
-  /// operands of float16 products; a tile is 8 columns (query, head of quads) of the run. Step 2 i +
-  /// s has of lane l, column l / 4: pairs 16 i + 4 (l % 4) + 2 s and the next, their first elements
-  /// (x), their second ones (y), and what float16 leaves of those (z, w). A query is multiplied with
-  /// a power of two as keys are in replay_pair_keys().
+  /// operands of float16 products; a tile is 8 columns (query, head of quads) of the run. Step 2 i
+  /// + s has of lane l, column l / 4: pairs 16 i + 4 (l % 4) + 2 s and the next, their first
+  /// elements (x), their second ones (y), and what float16 leaves of those (z, w). A query is
+  /// multiplied with a power of two as keys are in replay_pair_keys().
   uint4* fragments;
   float4* scales;  // [quad]: softmax_scale, and what undoes that
 };
