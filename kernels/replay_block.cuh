@@ -40,21 +40,6 @@ __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
 }
 
-/// A token that may leave: by rank, then by position. Guarded tokens are no candidates: of a full
-/// cache at least one token is unguarded, as sinks and recent tokens fit its budget.
-struct Candidate {
-  std::uint64_t rank = ~std::uint64_t{0};
-  std::uint32_t position = ~0u;
-  std::uint32_t slot = 0;
-
-  __device__ bool before(const Candidate& other) const {
-    return rank < other.rank || (rank == other.rank && position < other.position);
-  }
-  __device__ void take(const Candidate& other) {
-    if (other.before(*this)) *this = other;
-  }
-};
-
 /// What a run of queries shares: see ReplayRun. Queries count from the run's first.
 struct ReplayRunShared {
   static constexpr int kNever = 1 << 30;

@@ -28,15 +28,13 @@ struct ReplayTotals {
         if (at.lane < 4) to[p * kHeads + 4 * quad + at.lane] = folded;
       }
   }
-  /// Over the block: lane l of every warp gets component l of all parts, with that of `others`, if
-  /// there are any. `of_warps`: free again after the next barrier.
-  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at,
-                        const float* others = nullptr) const {
+  /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
+  /// after the next barrier.
+  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at) const {
     fold_warp(of_warps[at.warp], at);
     __syncthreads();
     float value = 0;
     if (at.lane < kParts * kHeads) {
-      if (others) value = others[at.lane];
       const bool most = kAsks && at.lane >= kMostPart * kHeads;
       for (std::uint32_t warp = 0; warp < at.warps; ++warp) {
         const float other = of_warps[warp][at.lane];

@@ -5,6 +5,21 @@
 
 namespace kvlab::kernels {
 
+/// A token that may leave: by rank, then by position. Guarded tokens are no candidates: of a full
+/// cache at least one token is unguarded, as sinks and recent tokens fit its budget.
+struct Candidate {
+  std::uint64_t rank = ~std::uint64_t{0};
+  std::uint32_t position = ~0u;
+  std::uint32_t slot = 0;
+
+  __device__ bool before(const Candidate& other) const {
+    return rank < other.rank || (rank == other.rank && position < other.position);
+  }
+  __device__ void take(const Candidate& other) {
+    if (other.before(*this)) *this = other;
+  }
+};
+
 /// The first among the warp's, in every lane.
 __device__ inline Candidate warp_first(const Candidate& mine) {
   const auto high = static_cast<std::uint32_t>(mine.rank >> 32),
