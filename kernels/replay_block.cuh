@@ -14,8 +14,8 @@ namespace kvlab::kernels {
 constexpr std::uint32_t replay_most_threads(bool squeezed) { return squeezed ? 384 : 256; }
 constexpr int replay_blocks(bool squeezed) { return squeezed ? 1 : 2; }
 inline constexpr int kReplayWarps = 12;
-/// Slots that a thread takes together: a run.
-inline constexpr std::uint32_t kReplayRun = 4;
+/// Slots that a thread takes together.
+inline constexpr int kReplayRun = 4;
 inline constexpr int kReplayDims = 4 * kWarpSize;  ///< of a value that a warp takes at once
 
 /// Four query heads side by side, for each quad of a group.
@@ -35,6 +35,11 @@ __device__ inline Quads<kQuads> quads_of_lanes(float value, int first = 0) {
 
 __device__ inline void add(float4& sum, const float4& x) {
   sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+}
+template <int kQuads>
+__device__ inline void add(Quads<kQuads>& sum, const Quads<kQuads>& x) {
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) add(sum.quad[quad], x.quad[quad]);
 }
 __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
@@ -112,11 +117,16 @@ constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, b
       slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) + (squeezed ? sizeof(OldItem) : 0);
   return std::size_t{slots} * of_slot;
 }
-/// Bytes of shared memory for a bit a token: who is live, which slots are candidates, and a word
+/// Words of a bit a token, in whole 16 bytes.
+constexpr std::uint32_t replay_words(const ReplayArgs& args) {
+  return static_cast<std::uint32_t>((args.samples.words + 3) / 4 * 4);
+}
+/// Bytes of shared memory for them three times: who is live, which slots are candidates, and a word
 /// for each 32 of those.
 constexpr std::size_t bytes_of_words(const ReplayArgs& args) {
-  return static_cast<std::size_t>((args.samples.words + 3) / 4 * 16) * 3;
+  return 3 * sizeof(std::uint32_t) * std::size_t{replay_words(args)};
 }
+
 /// Positions [first, end).
 struct ReplayRange {
   std::uint32_t first, end;
@@ -159,29 +169,23 @@ struct ReplayPlace {
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
 
-  /// The first of this thread's slots, which it alone reads and writes in a step: a warp has kRun
-  /// times 32 that follow one another, and the next of a thread's run is 32 further.
-  template <int kRun>
+  /// The first of this thread's slots, which it alone reads and writes in a step: a warp has
+  /// kReplayRun times 32 that follow one another, and the next of a thread's run is 32 further.
   __device__ std::uint32_t first_slot_of_thread() const {
-    return warp * (kRun * kWarpSize) + lane;
+    return warp * (kReplayRun * kWarpSize) + lane;
   }
-  template <int kRun>
   __device__ bool has_slot(std::uint32_t slot) const {
-    return slot / (kRun * kWarpSize) % warps == warp && slot % kWarpSize == lane;
+    return slot / (kReplayRun * kWarpSize) % warps == warp && slot % kWarpSize == lane;
   }
   /// Calls each(slot) for this thread's slots of [0, end).
-  template <int kRun, class Each>
+  template <class Each>
   __device__ void for_slots(std::uint32_t end, Each each) const {
-    for (std::uint32_t first = first_slot_of_thread<kRun>(); first < end; first += kRun * threads)
+    for (std::uint32_t first = first_slot_of_thread(); first < end; first += kReplayRun * threads)
 #pragma unroll
-      for (int k = 0; k < kRun; ++k)
+      for (int k = 0; k < kReplayRun; ++k)
         if (first + k * kWarpSize < end) each(first + k * kWarpSize);
   }
 
-  /// Of bits, one for each token: bytes_of_words() holds three times as many.
-  __device__ std::uint32_t words() const {
-    return static_cast<std::uint32_t>(bytes_of_words(args) / (3 * sizeof(std::uint32_t)));
-  }
   /// Among all units' configurations.
   __device__ std::int64_t figure() const {
     return std::int64_t{unit} * args.figures.configs + config;

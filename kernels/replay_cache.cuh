@@ -14,7 +14,6 @@ template <class P, bool kSqueezed, bool kInRoom>
 class ReplayCache {
  public:
   using Slot = typename P::Slot;
-  static constexpr int kRun = kReplayRun;
   static constexpr std::uint32_t kNoPosition = ~0u;
 
   /// `live_words`: bits of the live positions; `room`: for the slots.
@@ -69,11 +68,11 @@ class ReplayCache {
   /// its run: by the whole block, in no order.
   __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query,
                               std::uint32_t first_of_run, std::uint32_t end) {
-    for (std::uint32_t first = at_.first_slot_of_thread<kRun>(); first - at_.lane < progress_.live;
-         first += kRun * at_.threads) {
-      std::uint32_t masks[kRun], count = 0;
+    for (std::uint32_t first = at_.first_slot_of_thread(); first - at_.lane < progress_.live;
+         first += kReplayRun * at_.threads) {
+      std::uint32_t masks[kReplayRun], count = 0;
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
+      for (int k = 0; k < kReplayRun; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         masks[k] = __ballot_sync(~0u, slot < progress_.live && range.has(positions_[slot]));
         count += __popc(masks[k]);
@@ -82,7 +81,7 @@ class ReplayCache {
       if (count != 0 && at_.lane == 0) before = atomicAdd(&shared_.listed, count);
       before = __shfl_sync(~0u, before, 0);
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
+      for (int k = 0; k < kReplayRun; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (masks[k] >> at_.lane & 1)
           listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] =
@@ -223,18 +222,14 @@ class ReplayCache {
   __device__ void leave_slot(std::uint32_t slot) { positions_[slot] = kNoPosition; }
   /// Slots [0, end) but those whose bit is set close up, in order; says how many they are. `gaps`:
   /// bits, with room behind them for as many words as the block has for bits. By the whole block.
-  __device__ std::uint32_t close_gaps(const std::uint32_t* gaps, std::uint32_t end) {
-    std::uint32_t* const before = const_cast<std::uint32_t*>(gaps) + at_.words();
+  __device__ std::uint32_t close_gaps(std::uint32_t* gaps, std::uint32_t end) {
+    std::uint32_t* const before = gaps + replay_words(at_.args);
     const std::uint32_t words = (end + kWarpSize - 1) / kWarpSize;
     if (at_.warp == 0) {
       std::uint32_t all = 0;
       for (std::uint32_t base = 0; base < words; base += kWarpSize) {
-        const std::uint32_t w = base + at_.lane, own = w < words ? __popc(gaps[w]) : 0;
-        std::uint32_t upto = own;
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-          const std::uint32_t other = __shfl_up_sync(~0u, upto, distance);
-          if (at_.lane >= static_cast<unsigned>(distance)) upto += other;
-        }
+        const std::uint32_t w = base + at_.lane, own = w < words ? __popc(gaps[w]) : 0,
+                            upto = warp_prefix_sum(own);
         if (w < words) before[w] = all + upto - own;
         all += __shfl_sync(~0u, upto, kWarpSize - 1);
       }
@@ -354,12 +349,12 @@ class ReplayCache {
   }
 
   __device__ void admit_one(std::uint32_t slot) {
-    if (at_.has_slot<kRun>(slot)) admit(slot, now_.first, step_at(now_.first, 1));
+    if (at_.has_slot(slot)) admit(slot, now_.first, step_at(now_.first, 1));
     if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
   }
   __device__ void admit_many(std::uint32_t first) {
     const Step admits = step_at(now_.first, now_.tokens);
-    at_.template for_slots<kRun>(progress_.live, [&](std::uint32_t i) {
+    at_.for_slots(progress_.live, [&](std::uint32_t i) {
       if (i >= first) {
         const std::uint32_t position = now_.first + (i - first);
         admit(i, position, admits);
@@ -377,7 +372,7 @@ class ReplayCache {
 
   /// Tokens that are older than the one victim have lost a younger one.
   __device__ void close_up() {
-    at_.template for_slots<kRun>(progress_.live, [&](std::uint32_t i) {
+    at_.for_slots(progress_.live, [&](std::uint32_t i) {
       places_[i] += positions_[i] < progress_.victim_position ? 1 : 0;
     });
   }

@@ -121,7 +121,6 @@ class OldKeys {
                      const OldKeyStage& stage, const ListedSlots& old)
       : old_(old),
         coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
-        group_(args.shape.group),
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         granules_(args.shape.pairs() / kReplayGranule) {
     const OldKeyRoom parts(args.shape);
@@ -300,7 +299,7 @@ class OldKeys {
   const float4* columns_;   // [tile, 4]
   float2* own_;             // [query of the run, quad, slot, 2]
   std::int64_t quad_stride_;
-  int fine_stride_, group_, lane_, granules_;
+  int fine_stride_, lane_, granules_;
 };
 
 template <int kQuads, class T>

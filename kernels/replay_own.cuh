@@ -20,6 +20,12 @@ struct OwnRow {
 /// other, with that of a smaller row.
 inline constexpr float kLostSum = 0x1p-60f, kVastSum = 0x1p60f;
 
+/// Whether some head's sum, of lane l for head l, is: by a warp.
+__device__ inline bool is_lost(float sum, const ReplayPlace& at) {
+  const bool is_head = at.lane < static_cast<unsigned>(at.args.shape.group);
+  return __any_sync(~0u, is_head && !(sum >= kLostSum && sum <= kVastSum));
+}
+
 __device__ inline float rounded(float x, Type type) {
   if (type == Type::bf16) return __bfloat162float(__float2bfloat16_rn(x));
   if (type == Type::f16) return __half2float(__float2half_rn(x));

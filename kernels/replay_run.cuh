@@ -239,22 +239,11 @@ class ReplayRun {
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        add_to(sums.totals.part[0], e[n]);
-        if (kAsks)
-#pragma unroll
-          for (int quad = 0; quad < kQuads; ++quad)
-            raise(sums.totals.part[kMostPart].quad[quad], e[n].quad[quad]);
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
+        sums.totals.add_own(e[n]);
         sums.hits.count(kSqueezed ? full[n] : e[n]);
-        if (kSqueezed) add_to(sums.full, full[n]);
+        if (kSqueezed) add(sums.full, full[n]);
       }
     }
-  }
-  __device__ static void add_to(Exponentials& sum, const Exponentials& e) {
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) add(sum.quad[quad], e.quad[quad]);
   }
 
   /// What a query's sums say: by its warp.
@@ -263,8 +252,7 @@ class ReplayRun {
     __syncwarp();
     const float folded = at_.lane < Totals::kParts * kHeads ? run_.sums[of(j)][at_.lane] : 0.0f,
                 most = __shfl_sync(~0u, folded, kMostPart * kHeads + at_.lane % kHeads);
-    const bool is_head = at_.lane < static_cast<unsigned>(at_.args.shape.group),
-               lost = __any_sync(~0u, is_head && !(folded >= kLostSum && folded <= kVastSum));
+    const bool lost = is_lost(folded, at_);
     const Look look(folded, most, at_, 1.0f, query_ + static_cast<std::uint32_t>(j));
     if (at_.lane == 0) {
 #pragma unroll

@@ -16,6 +16,14 @@ struct ReplayTotals {
 
   Quads<kQuads> part[kParts];
 
+  /// A token's to the cache's sums.
+  __device__ void add_own(const Quads<kQuads>& e) {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      add(part[0].quad[quad], e.quad[quad]);
+      if (kAsks) raise(part[kMostPart].quad[quad], e.quad[quad]);
+    }
+  }
   /// Over the warp: component l of all parts to to[l].
   __device__ void fold_warp(float* to, const ReplayPlace& at) const {
 #pragma unroll

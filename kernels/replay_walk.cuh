@@ -29,12 +29,11 @@ class ReplayWalk {
   static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
   static constexpr bool kInRuns = goes_in_runs<P>();
   static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kRun = kReplayRun;
 
   using Totals = ReplayTotals<kQuads, kSqueezed, kAsks>;
   static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
   struct Run {
-    Exponentials e[kRun];
+    Exponentials e[kReplayRun];
   };
 
  public:
@@ -42,7 +41,7 @@ class ReplayWalk {
                         std::byte* room)
       : at_(at),
         shared_(shared),
-        words_(live_words + at.words()),
+        words_(live_words + replay_words(at.args)),
         stage_(at.args, at.unit, room),
         cache_(at, shared, live_words, room + room_of_old_keys(at.args)) {
     for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
@@ -137,7 +136,7 @@ class ReplayWalk {
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
     if (!attends) return;
-    const bool lost = is_lost(folded);
+    const bool lost = is_lost(folded, at_);
     if (lost) {
       take_own(totals, i, query);
       folded = fold(totals);
@@ -170,7 +169,7 @@ class ReplayWalk {
   __device__ void take(Run& run, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) {
+    for (int k = 0; k < kReplayRun; ++k) {
       const std::uint32_t slot = first + k * kWarpSize;
       run.e[k] = {};
       if (cache_.holds(slot, query, visible_))
@@ -184,7 +183,7 @@ class ReplayWalk {
   /// What the shared row does not have.
   __device__ void take_private(Run& run, std::uint32_t first, std::uint32_t query) const {
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) {
+    for (int k = 0; k < kReplayRun; ++k) {
       const std::uint32_t slot = first + k * kWarpSize;
       if (!cache_.holds(slot, query, visible_) || !(cache_.is_old(slot) || all_own_)) continue;
 #pragma unroll
@@ -195,8 +194,8 @@ class ReplayWalk {
   /// Calls each(run, its first slot of this thread) for each of the warp's runs.
   template <bool kFull = false, class Each>
   __device__ void for_runs(std::uint32_t query, Each each) const {
-    for (std::uint32_t first = at_.first_slot_of_thread<kRun>(); first - at_.lane < visible_;
-         first += kRun * at_.threads) {
+    for (std::uint32_t first = at_.first_slot_of_thread(); first - at_.lane < visible_;
+         first += kReplayRun * at_.threads) {
       Run run;
       take<kFull>(run, first, query);
       each(run, first);
@@ -210,12 +209,8 @@ class ReplayWalk {
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(max(i, 0)) * kQuads);
     for_runs(query, [&](const Run& run, std::uint32_t) {
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad) {
-          add(totals.part[0].quad[quad], run.e[k].quad[quad]);
-          if (kAsks) raise(totals.part[kMostPart].quad[quad], run.e[k].quad[quad]);
-        }
+      for (int k = 0; k < kReplayRun; ++k) {
+        totals.add_own(run.e[k]);
         if (i >= 0) hits.count(run.e[k]);
       }
     });
@@ -226,10 +221,8 @@ class ReplayWalk {
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
     for_runs<true>(query, [&](const Run& run, std::uint32_t) {
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad)
-          add(totals.part[kFullPart].quad[quad], run.e[k].quad[quad]);
+      for (int k = 0; k < kReplayRun; ++k) {
+        add(totals.part[kFullPart], run.e[k]);
         hits.count(run.e[k]);
       }
     });
@@ -247,11 +240,6 @@ class ReplayWalk {
     if (at_.thread < kHeads) shared_.kept[i][at_.thread] = visible_ == query + 1 ? -1.0f : kept;
   }
 
-  /// Whether a sum of exponentials is out of the range in which it is exact enough.
-  __device__ bool is_lost(float folded) const {
-    const bool head = at_.lane < static_cast<unsigned>(at_.args.shape.group);
-    return __any_sync(~0u, head && !(folded >= kLostSum && folded <= kVastSum));
-  }
   __device__ OwnRow own_row(int i, std::uint32_t query) const {
     return {cache_.positions(), kSqueezed ? cache_.places() : nullptr, visible_, query, at_.unit,
             at_.own(i)};
@@ -281,7 +269,7 @@ class ReplayWalk {
   __device__ void note_seen(const Look& seen_by, std::uint32_t query) {
     for_runs(query, [&](const Run& run, std::uint32_t first) {
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
+      for (int k = 0; k < kReplayRun; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!cache_.holds(slot, query, visible_)) continue;
         const Observation seen = seen_by.seen(run.e[k]);
@@ -301,7 +289,7 @@ class ReplayWalk {
     Candidate candidate;
     for_runs(query, [&](const Run& run, std::uint32_t first) {
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
+      for (int k = 0; k < kReplayRun; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!kInRoom && !cache_.holds(slot, query, visible_)) continue;
         auto own = cache_.state(slot);
@@ -318,7 +306,7 @@ class ReplayWalk {
     if constexpr (kObserves) {
       const Step attended = cache_.step_at(now.first, now.tokens);
       const std::uint32_t older = cache_.live() - now.tokens;
-      at_.for_slots<kRun>(cache_.live(), [&](std::uint32_t i) {
+      at_.for_slots(cache_.live(), [&](std::uint32_t i) {
         Observation seen = at_.args.caches.seen[at_.first_slot + i];
         seen.queries = i < older ? now.tokens : now.tokens - (i - older);
         auto own = cache_.state(i);
@@ -333,7 +321,7 @@ class ReplayWalk {
     const Step leaves = cache_.step_at(now, 0);
     const std::uint32_t unguarded = cache_.unguarded(now);
     Candidate first;
-    at_.for_slots<kRun>(cache_.live(), [&](std::uint32_t i) {
+    at_.for_slots(cache_.live(), [&](std::uint32_t i) {
       cache_.rank(first, i, cache_.state(i), leaves, unguarded);
     });
     cache_.choose(first);

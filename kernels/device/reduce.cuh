@@ -26,6 +26,16 @@ __device__ inline T warp_max(T value) {
   return value;
 }
 
+/// The sum over this lane and those below it.
+template <class T>
+__device__ inline T warp_prefix_sum(T value) {
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const T below = __shfl_up_sync(0xffffffffu, value, distance);
+    if (static_cast<int>(threadIdx.x) % kWarpSize >= distance) value += below;
+  }
+  return value;
+}
+
 /// The sum over the block, in every thread. `shared`: a value for each warp; free again after the
 /// next barrier.
 template <class T>

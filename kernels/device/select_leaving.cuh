@@ -70,11 +70,7 @@ __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it
     const int bin = group * kWarpSize + lane;
     std::uint32_t own = 0;
     for (int copy = 0; copy < kLeavingHistograms; ++copy) own += shared.histogram[copy][bin];
-    std::uint32_t upto = own;
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const std::uint32_t other = __shfl_up_sync(~0u, upto, distance);
-      if (lane >= distance) upto += other;
-    }
+    const std::uint32_t upto = warp_prefix_sum(own);
     counts[bin] = own, ends[bin] = upto;
     if (lane == kWarpSize - 1) sums[group] = upto;
   }
