@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "engine/capture.hpp"
-#include "traces/numeric/parallel.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {

@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "engine/head_cache.hpp"
-#include "traces/numeric/parallel.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {

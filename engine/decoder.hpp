@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/model.hpp"
+#include "engine/checkpoint/model.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "policies/live_set.hpp"
 #include "policies/observation.hpp"

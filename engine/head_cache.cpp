@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "traces/numeric/softmax.hpp"
+#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 namespace {

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "policies/tally.hpp"
-#include "traces/numeric/panels.hpp"
-#include "traces/numeric/rope.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
 

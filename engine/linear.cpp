@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "traces/numeric/elementwise.hpp"
-#include "traces/numeric/parallel.hpp"
+#include "traces/base/numeric/elementwise.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "traces/numeric/panels.hpp"
+#include "traces/base/numeric/panels.hpp"
 
 namespace kvlab {
 

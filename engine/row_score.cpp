@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "traces/numeric/softmax.hpp"
+#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-#include "kernels/admission.hpp"
-#include "kernels/eviction_kernels.hpp"
+#include "kernels/evict/admission.hpp"
+#include "kernels/evict/eviction_kernels.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;

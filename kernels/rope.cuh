@@ -1,7 +1,7 @@
 // What `rope_write` and the product that ends with it share.
 #pragma once
 
-#include "kernels/eviction.hpp"
+#include "kernels/evict/eviction.hpp"
 #include "kernels/pointwise.hpp"
 
 namespace kvlab::kernels {

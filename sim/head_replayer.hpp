@@ -7,7 +7,7 @@
 
 #include "sim/head_view.hpp"
 #include "sim/replay.hpp"
-#include "sim/tabulate.hpp"
+#include "sim/run/tabulate.hpp"
 
 namespace kvlab {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "policies/catalogue.hpp"
-#include "traces/numeric/dtype.hpp"
-#include "traces/numeric/rope.hpp"
+#include "traces/base/numeric/dtype.hpp"
+#include "traces/base/numeric/rope.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {

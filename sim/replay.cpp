@@ -15,9 +15,9 @@
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/oracle.hpp"
 #include "sim/run_heads.hpp"
-#include "sim/tabulate.hpp"
-#include "traces/numeric/aligned.hpp"
-#include "traces/numeric/parallel.hpp"
+#include "sim/run/tabulate.hpp"
+#include "traces/base/numeric/aligned.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {

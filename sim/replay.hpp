@@ -64,8 +64,8 @@ struct ReplayResult {
   std::vector<Measurement> measurements;     ///< ordered: configuration, layer, head, metric
 };
 
-struct HeadOutcome;   // sim/tabulate.hpp
-struct LayerOutcome;  // sim/tabulate.hpp
+struct HeadOutcome;   // sim/run/tabulate.hpp
+struct LayerOutcome;  // sim/run/tabulate.hpp
 
 /// Which KV head a unit of work is about.
 struct ReplayUnit {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "sim/head_view.hpp"
-#include "traces/numeric/panels.hpp"
-#include "traces/numeric/rope.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
 

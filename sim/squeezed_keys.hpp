@@ -12,8 +12,8 @@
 
 #include "policies/live_set.hpp"
 #include "sim/head_view.hpp"
-#include "traces/numeric/panels.hpp"
-#include "traces/numeric/rope.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
 

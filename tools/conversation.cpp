@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "tools/options.hpp"
-#include "tools/text_stream.hpp"
+#include "engine/loop/text_stream.hpp"
 
 namespace kvlab {
 namespace {

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "engine/model.hpp"
+#include "engine/checkpoint/model.hpp"
 #include "engine/sampler.hpp"
 #include "engine/sequence_decoder.hpp"
-#include "engine/tokenizer.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "tools/command.hpp"
 
 namespace kvlab {

@@ -12,8 +12,8 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "tools/policy_source.hpp"
-#include "traces/numeric/parallel.hpp"
+#include "sim/source/policy_source.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {
@@ -192,16 +192,6 @@ void add_common_options(po::options_description& options) {
   add("device", po::value<std::string>()->value_name("cpu|cuda"),
       "default: cuda where there is one; for replay and its bench: cpu");
   add("json", po::bool_switch(), "print one JSON object");
-}
-
-std::vector<std::string> split_list(std::string_view text, char separator) {
-  std::vector<std::string> parts;
-  for (std::size_t start = 0;;) {
-    const std::size_t end = text.find(separator, start);
-    parts.emplace_back(text.substr(start, end - start));
-    if (end == std::string_view::npos) return parts;
-    start = end + 1;
-  }
 }
 
 std::string required(const po::variables_map& options, const char* name, std::string_view example) {

@@ -11,6 +11,7 @@
 #include "engine/backend.hpp"
 #include "sim/replay.hpp"
 #include "tools/command.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 
@@ -22,8 +23,6 @@ void add_threshold_option(po::options_description& options);
 double threshold_from(const po::variables_map& options);
 /// `--threads`, `--json`, `--device`.
 void add_common_options(po::options_description& options);
-
-std::vector<std::string> split_list(std::string_view text, char separator = ',');
 
 /// The text of `--name`. Throws std::invalid_argument if it was not given; `example` says what
 /// would be right: "--model DIR".

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab {
 namespace {

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/model.hpp"
-#include "engine/tokenizer.hpp"
+#include "engine/checkpoint/model.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "tools/command.hpp"
 
 namespace kvlab {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "traces/json.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

@@ -8,7 +8,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "traces/json.hpp"
+#include "traces/base/json.hpp"
 #include "traces/manifest.hpp"
 
 namespace kvlab {

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "traces/numeric/rope.hpp"
-#include "traces/safetensors.hpp"
+#include "traces/base/numeric/rope.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab {
 

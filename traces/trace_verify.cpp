@@ -5,9 +5,9 @@
 #include <limits>
 #include <stdexcept>
 
-#include "traces/numeric/panels.hpp"
-#include "traces/numeric/parallel.hpp"
-#include "traces/numeric/softmax.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/parallel.hpp"
+#include "traces/base/numeric/softmax.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {

@@ -7,7 +7,7 @@
 #include <span>
 
 #include "engine/cuda/fill.hpp"
-#include "engine/cuda/memory.hpp"
+#include "kernels/host/memory.hpp"
 #include "engine/sampler.hpp"
 
 namespace kvlab {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/cuda/memory.hpp"
-#include "engine/model.hpp"
+#include "kernels/host/memory.hpp"
+#include "engine/checkpoint/model.hpp"
 
 namespace kvlab {
 

@@ -6,8 +6,8 @@
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_batch.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
-#include "engine/cuda/device_model.hpp"
-#include "engine/cuda/transfer.hpp"
+#include "engine/cuda/model/device_model.hpp"
+#include "kernels/host/transfer.hpp"
 #include "kernels/row_score.hpp"
 
 namespace kvlab {
@@ -117,12 +117,7 @@ class CudaBackend final : public Backend {
 
 bool cuda_in_build() { return true; }
 
-bool has_cuda_device() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess) return count > 0;
-  cudaGetLastError();
-  return false;
-}
+bool has_cuda_device() { return cuda::has_device(); }
 
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory) {
   if (!has_cuda_device())

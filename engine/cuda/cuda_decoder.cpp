@@ -7,11 +7,11 @@
 #include <stdexcept>
 
 #include "engine/cuda/batch_state.hpp"
-#include "engine/cuda/cache_watch.hpp"
+#include "engine/cuda/cache/cache_watch.hpp"
 #include "engine/cuda/decoder_memory.hpp"
-#include "engine/cuda/device_layers.hpp"
-#include "engine/cuda/evicting_cache.hpp"
-#include "engine/cuda/full_cache.hpp"
+#include "engine/cuda/model/device_layers.hpp"
+#include "engine/cuda/cache/evicting_cache.hpp"
+#include "engine/cuda/cache/full_cache.hpp"
 #include "engine/cuda/logit_ring.hpp"
 #include "engine/cuda/prompt_ids.hpp"
 

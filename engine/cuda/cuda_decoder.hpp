@@ -11,7 +11,7 @@
 
 #include "engine/cuda/batch_state.hpp"
 #include "engine/cuda/capture_shape.hpp"
-#include "engine/cuda/device_model.hpp"
+#include "engine/cuda/model/device_model.hpp"
 #include "engine/decoder.hpp"
 
 namespace kvlab {
@@ -27,7 +27,7 @@ struct CudaDecoderOptions {
   /// when it comes.
   std::uint32_t longest_prompt = 0;
   bool watched = false;         ///< observers may look at what the caches do: slow
-  bool plain_eviction = false;  ///< by kernels/plain_eviction.hpp: slow, but on any device
+  bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.hpp: slow, but on any device
 };
 
 /// Everything is enqueued on one stream and returns at once, unless it says that it waits. Throws

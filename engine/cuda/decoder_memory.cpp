@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/cuda/device_layers.hpp"
-#include "engine/cuda/full_cache.hpp"
+#include "engine/cuda/model/device_layers.hpp"
+#include "engine/cuda/cache/full_cache.hpp"
 
 namespace kvlab {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "engine/cuda/cuda_decoder.hpp"
-#include "engine/cuda/evicting_cache.hpp"
+#include "engine/cuda/cache/evicting_cache.hpp"
 
 namespace kvlab {
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "engine/cuda/memory.hpp"
+#include "kernels/host/memory.hpp"
 
 namespace kvlab {
 

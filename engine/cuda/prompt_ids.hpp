@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include "engine/cuda/memory.hpp"
+#include "kernels/host/memory.hpp"
 
 namespace kvlab {
 

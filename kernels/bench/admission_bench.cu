@@ -1,7 +1,7 @@
 // What observing costs a dense prefill, one layer of the 8B shape (32/8 heads of 128, hidden 4096,
 // feed-forward 14336): the second pass and the shrink, beside attention and the least time that the
 // layer's products can take at the matrix rate of the same run.
-#include "kernels/admission.hpp"
+#include "kernels/evict/admission.hpp"
 #include "kernels/bench/limits.cuh"
 
 namespace {

@@ -13,7 +13,7 @@
 #include "kernels/bench/limits.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/vector.cuh"
-#include "kernels/linear.hpp"
+#include "kernels/linear/linear.hpp"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // A pair on the device: one KV head of one sequence, its slots, and what a policy is told of it.
 #pragma once
 
-#include "kernels/eviction.hpp"
+#include "kernels/evict/eviction.hpp"
 #include "policies/rule.hpp"
 
 namespace kvlab::kernels {

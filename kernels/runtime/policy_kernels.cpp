@@ -58,10 +58,10 @@ DeviceCode compile_policy_code(const PolicyEntry& entry, int architecture) {
   std::vector<std::string> instances;
   for (const char* kernel : kKernels) instances.push_back(instance(kernel, entry));
   const std::string text = fmt::format(
-      "#include \"kernels/policy_probe.cuh\"\n"
-      "#include \"kernels/plain_eviction.cuh\"\n"
-      "#include \"kernels/observing_attention.cuh\"\n"
-      "#include \"kernels/shrink.cuh\"\n"
+      "#include \"kernels/evict/policy_probe.cuh\"\n"
+      "#include \"kernels/evict/plain_eviction.cuh\"\n"
+      "#include \"kernels/evict/observing_attention.cuh\"\n"
+      "#include \"kernels/evict/shrink.cuh\"\n"
       "#include \"{}\"\n",
       kSource);
   try {

@@ -1,9 +1,9 @@
 // The kernels of a policy that was compiled from a header while the program runs.
 #pragma once
 
-#include "kernels/admission.hpp"
-#include "kernels/eviction_kernels.hpp"
-#include "kernels/policy_probe.hpp"
+#include "kernels/evict/admission.hpp"
+#include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/evict/policy_probe.hpp"
 #include "kernels/runtime/device_program.hpp"
 #include "policies/entry.hpp"
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "policies/observation.hpp"
-#include "traces/numeric/softmax.hpp"
+#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 namespace {

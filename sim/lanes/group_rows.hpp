@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "sim/head_view.hpp"
-#include "sim/lanes/row_loops.hpp"
-#include "traces/numeric/aligned.hpp"
-#include "traces/numeric/panels.hpp"
-#include "traces/numeric/rope.hpp"
+#include "sim/lanes/loops/row_loops.hpp"
+#include "traces/base/numeric/aligned.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
 
@@ -52,7 +52,7 @@ class GroupRows {
 
   /// Their largest exponentials, [heads()].
   const float* most(std::uint32_t query) const { return most_.data() + row(query); }
-  /// The shifts that the exponentials were taken with (traces/numeric/softmax.hpp), [heads()].
+  /// The shifts that the exponentials were taken with (traces/base/numeric/softmax.hpp), [heads()].
   const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
   /// Which earlier tokens the rows request (N_t; the query's own token is not in it).

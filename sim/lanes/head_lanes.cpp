@@ -5,10 +5,10 @@
 #include <string>
 #include <tuple>
 
-#include "sim/lanes/feedback_lane.hpp"
-#include "sim/lanes/nested_lane.hpp"
-#include "sim/lanes/policy_loops.hpp"
-#include "sim/lanes/topk_lane.hpp"
+#include "sim/lanes/feedback/feedback_lane.hpp"
+#include "sim/lanes/nested/nested_lane.hpp"
+#include "sim/lanes/loops/policy_loops.hpp"
+#include "sim/lanes/nested/topk_lane.hpp"
 
 namespace kvlab {
 namespace {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "sim/lanes/row_loops.hpp"
+#include "sim/lanes/loops/row_loops.hpp"
 #include "sim/metrics.hpp"
 
 namespace kvlab {

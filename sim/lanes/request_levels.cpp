@@ -1,6 +1,6 @@
 #include "sim/lanes/request_levels.hpp"
 
-#include "traces/numeric/softmax.hpp"
+#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 

@@ -5,9 +5,9 @@
 #include <string_view>
 #include <vector>
 
-#include "sim/ranking.hpp"
+#include "sim/run/ranking.hpp"
 #include "sim/report/palette.hpp"
-#include "sim/run.hpp"
+#include "sim/run/run.hpp"
 
 namespace kvlab {
 

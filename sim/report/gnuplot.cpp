@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab {
 namespace {

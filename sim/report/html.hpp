@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "sim/ranking.hpp"
+#include "sim/run/ranking.hpp"
 
 namespace kvlab {
 

@@ -1,5 +1,5 @@
 // Weights: checkpoints of one and several files, and what is wrong with broken ones.
-#include "engine/checkpoint.hpp"
+#include "engine/checkpoint/checkpoint.hpp"
 
 #include <cstring>
 #include <filesystem>
@@ -8,11 +8,11 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "engine/model.hpp"
+#include "engine/checkpoint/model.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "traces/json.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
-#include "engine/cuda/weight_plan.hpp"
+#include "engine/cuda/model/weight_plan.hpp"
 #include "engine/decoder.hpp"
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"

@@ -9,7 +9,7 @@
 #include "engine/decoder.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/cuda_fixture.hpp"
-#include "tools/verify.hpp"
+#include "engine/loop/verify.hpp"
 
 using namespace kvlab;
 

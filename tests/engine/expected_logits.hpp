@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab::test {
 

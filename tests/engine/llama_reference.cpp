@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab {
 namespace {

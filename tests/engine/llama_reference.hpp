@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/model.hpp"
+#include "engine/checkpoint/model.hpp"
 
 namespace kvlab {
 

@@ -2,7 +2,7 @@
 // tools/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
-#include "engine/model.hpp"
+#include "engine/checkpoint/model.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/expected_logits.hpp"
 #include "tests/engine/plain_forward.hpp"

@@ -2,7 +2,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "engine/model.hpp"
+#include "engine/checkpoint/model.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/model.hpp"
-#include "traces/numeric/rope.hpp"
+#include "engine/checkpoint/model.hpp"
+#include "traces/base/numeric/rope.hpp"
 
 namespace kvlab::test {
 

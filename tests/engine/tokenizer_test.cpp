@@ -1,5 +1,5 @@
 // Against the tokenizers library: tools/fixtures/make_tokenizer_fixtures.py made the cases.
-#include "engine/tokenizer.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 
 #include <cstdint>
 #include <fstream>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/tokenizer_text.hpp"
+#include "engine/tokenizer/text.hpp"
 #include "tests/catch.hpp"
 
 namespace kvlab {

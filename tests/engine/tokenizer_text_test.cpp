@@ -1,11 +1,11 @@
-#include "engine/tokenizer_text.hpp"
+#include "engine/tokenizer/text.hpp"
 
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/tokenizer_bytes.hpp"
-#include "engine/tokenizer_pattern.hpp"
+#include "engine/tokenizer/bytes.hpp"
+#include "engine/tokenizer/pattern.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"

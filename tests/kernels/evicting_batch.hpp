@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/eviction_kernels.hpp"
+#include "kernels/evict/eviction_kernels.hpp"
 #include "policies/live_set.hpp"
 #include "tests/device.hpp"
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/linear.hpp"
+#include "kernels/linear/linear.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"

@@ -1,7 +1,7 @@
 // Attention that observes and evicts, fast and plain, against float64 and against the host's rule.
 #include <memory>
 
-#include "kernels/eviction_kernels.hpp"
+#include "kernels/evict/eviction_kernels.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/evicting_batch.hpp"

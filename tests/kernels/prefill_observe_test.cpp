@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/admission.hpp"
+#include "kernels/evict/admission.hpp"
 #include "policies/observation.hpp"
 #include "tests/catch.hpp"
 #include "tests/kernels/prefill_fixture.hpp"

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <random>
 
-#include "kernels/admission.hpp"
+#include "kernels/evict/admission.hpp"
 #include "policies/live_set.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "kernels/policy_probe.hpp"
+#include "kernels/evict/policy_probe.hpp"
 #include "policies/catalogue.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "engine/capture.hpp"
-#include "engine/tokenizer.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/traces/temporary_folder.hpp"

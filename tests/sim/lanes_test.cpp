@@ -9,15 +9,15 @@
 #include <tuple>
 
 #include "policies/observation.hpp"
-#include "sim/lanes/aged_cache.hpp"
+#include "sim/lanes/feedback/aged_cache.hpp"
 #include "sim/lanes/group_rows.hpp"
-#include "sim/lanes/row_loops.hpp"
+#include "sim/lanes/loops/row_loops.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "traces/numeric/hot_loops.hpp"
-#include "traces/numeric/softmax.hpp"
+#include "traces/base/numeric/hot_loops.hpp"
+#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 namespace {

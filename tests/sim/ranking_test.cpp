@@ -1,5 +1,5 @@
 // Who is best, and who ties.
-#include "sim/ranking.hpp"
+#include "sim/run/ranking.hpp"
 
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"

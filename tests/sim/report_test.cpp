@@ -1,5 +1,5 @@
 // The page: says what the figures say, lets nothing in that is not its own.
-#include "sim/report.hpp"
+#include "sim/report/report.hpp"
 
 #include <cstdlib>
 #include <filesystem>

@@ -1,10 +1,10 @@
 // results.csv: what is written reads back, and what nobody wrote is refused by its line.
-#include "sim/results.hpp"
+#include "sim/run/results.hpp"
 
 #include <cmath>
 #include <limits>
 
-#include "sim/csv.hpp"
+#include "sim/run/csv.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "sim/run.hpp"
+#include "sim/run/run.hpp"
 
 namespace kvlab {
 

@@ -1,5 +1,5 @@
 // The folder in which a run is made, and the units of work that wait in it.
-#include "sim/run_folder.hpp"
+#include "sim/run/run_folder.hpp"
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

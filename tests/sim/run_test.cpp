@@ -1,5 +1,5 @@
 // A run's directory: whole or not at all, and read with suspicion.
-#include "sim/run.hpp"
+#include "sim/run/run.hpp"
 
 #include <fstream>
 

@@ -1,12 +1,12 @@
 // The closed loop by layers against the token-by-token decoder: the same log-likelihoods.
-#include "tools/closed_loop.hpp"
+#include "engine/loop/closed_loop.hpp"
 
 #include <cmath>
 
 #include "engine/decoder.hpp"
-#include "engine/tokenizer.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab {
 namespace {

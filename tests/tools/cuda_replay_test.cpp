@@ -1,5 +1,5 @@
 // The replay on a device against the plain replay on the CPU.
-#include "tools/cuda_replay.hpp"
+#include "sim/device/cuda_replay.hpp"
 
 #include <cmath>
 #include <map>

@@ -1,5 +1,5 @@
 // Who is deployed, with which evidence.
-#include "tools/deploy.hpp"
+#include "engine/loop/deploy.hpp"
 
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"

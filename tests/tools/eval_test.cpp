@@ -1,11 +1,11 @@
 // How `kvlab eval` cuts texts into sequences.
-#include "tools/eval.hpp"
+#include "engine/loop/eval.hpp"
 
 #include <cmath>
 
 #include "tests/catch.hpp"
-#include "tools/batch_loop.hpp"
-#include "tools/decoder_loop.hpp"
+#include "engine/loop/batch_loop.hpp"
+#include "engine/loop/decoder_loop.hpp"
 
 namespace kvlab {
 namespace {

@@ -4,12 +4,12 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 
-#include "sim/run.hpp"
+#include "sim/run/run.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/policy_file.hpp"
+#include "engine/loop/policy_file.hpp"
 #include "tools/run_command.hpp"
 
 using namespace kvlab;

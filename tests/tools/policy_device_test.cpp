@@ -7,7 +7,7 @@
 #include "tests/policies/probe_outcome.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/policy_source.hpp"
+#include "sim/source/policy_source.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -25,9 +25,9 @@ std::shared_ptr<const PolicyEntry> source_of(const std::string& header, const st
   return compile_policy_source(folder / "my.hpp");
 }
 
-const std::pair<const char*, const char*> kHeaders[] = {{"policies/h2o.hpp", "h2o"},
-                                                        {"policies/lru.hpp", "lru"},
-                                                        {"policies/random.hpp", "random"},
+const std::pair<const char*, const char*> kHeaders[] = {{"policies/mass/h2o.hpp", "h2o"},
+                                                        {"policies/recency/lru.hpp", "lru"},
+                                                        {"policies/baseline/random.hpp", "random"},
                                                         {"tests/policies/leaky.hpp", "leaky"}};
 
 bool has_nvrtc() {
@@ -129,7 +129,7 @@ TEST_CASE("NVRTC compiles a policy source for every architecture of kvlab, witho
 
 TEST_CASE("what the device cannot compile is shown at the source's own line") {
   if (!has_nvrtc()) return skip("no NVRTC");
-  PolicyEntry entry = *source_of("policies/h2o.hpp", "h2o");
+  PolicyEntry entry = *source_of("policies/mass/h2o.hpp", "h2o");
   PolicySource broken = *entry.source;
   broken.path = "my.hpp";
   const std::string_view good = "slot.mass += seen.mass;";

@@ -1,5 +1,5 @@
 // policy.json: reads back, and refuses what would not run.
-#include "tools/policy_file.hpp"
+#include "engine/loop/policy_file.hpp"
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

@@ -1,5 +1,5 @@
 // A policy compiled while kvlab runs: found, checked, and the same as one that is built in.
-#include "tools/policy_source.hpp"
+#include "sim/source/policy_source.hpp"
 
 #include <algorithm>
 #include <random>
@@ -8,11 +8,11 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/deploy.hpp"
-#include "tools/policy_file.hpp"
-#include "tools/policy_struct.hpp"
+#include "engine/loop/deploy.hpp"
+#include "engine/loop/policy_file.hpp"
+#include "sim/source/policy_struct.hpp"
 #include "tools/run_command.hpp"
-#include "traces/files.hpp"
+#include "traces/base/files.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;

@@ -1,4 +1,4 @@
-#include "tools/text_stream.hpp"
+#include "engine/loop/text_stream.hpp"
 
 #include <utf8proc.h>
 

@@ -1,10 +1,10 @@
 // The decoder's evictions against the simulator's, on the bundled model.
-#include "tools/verify.hpp"
+#include "engine/loop/verify.hpp"
 
-#include "engine/tokenizer.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "policies/observation.hpp"
 #include "tests/catch.hpp"
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 namespace kvlab {
 namespace {

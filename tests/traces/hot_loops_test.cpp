@@ -1,5 +1,5 @@
 // The hot loops of every instruction set of this machine: right, and with equal bits.
-#include "traces/numeric/hot_loops.hpp"
+#include "traces/base/numeric/hot_loops.hpp"
 
 #include <cmath>
 #include <cstring>
@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "tests/catch.hpp"
-#include "traces/numeric/dtype.hpp"
-#include "traces/numeric/elementwise.hpp"
-#include "traces/numeric/panels.hpp"
+#include "traces/base/numeric/dtype.hpp"
+#include "traces/base/numeric/elementwise.hpp"
+#include "traces/base/numeric/panels.hpp"
 
 namespace kvlab {
 namespace {

@@ -1,4 +1,4 @@
-#include "traces/json.hpp"
+#include "traces/base/json.hpp"
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

@@ -1,4 +1,4 @@
-#include "traces/numeric/parallel.hpp"
+#include "traces/base/parallel.hpp"
 
 #include <atomic>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-#include "traces/safetensors.hpp"
+#include "traces/base/safetensors.hpp"
 
 #include <array>
 #include <cstring>

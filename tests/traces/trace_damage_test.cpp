@@ -10,7 +10,7 @@
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "traces/json.hpp"
+#include "traces/base/json.hpp"
 #include "traces/manifest.hpp"
 #include "traces/trace.hpp"
 

@@ -51,7 +51,7 @@ function(kvlab_generate_probes registry output)
   list(JOIN types "\n" probes)
   file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
 // Generated from the registry. Do not edit.
-#include "kernels/policy_probe.cuh"
+#include "kernels/evict/policy_probe.cuh"
 #include "policies/registry.hpp"
 
 namespace kvlab {

@@ -1,0 +1,122 @@
+#include "engine/checkpoint/checkpoint.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <stdexcept>
+
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kMaxIndexBytes = 64 << 20;
+constexpr std::string_view kOneFile = "model.safetensors";
+constexpr std::string_view kIndex = "model.safetensors.index.json";
+
+using WeightMap = std::map<std::string, std::string>;  // tensor name to file name
+
+/// The weight map of an index: every file a plain name, so that it stays in the directory.
+WeightMap read_index(const std::filesystem::path& path) {
+  const auto refuse = [&](const std::string& what) -> void {
+    throw std::runtime_error(fmt::format("{}: {}", path.string(), what));
+  };
+  const nlohmann::json json = parse_json(read_text_file(path, kMaxIndexBytes), path.string());
+  if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object() ||
+      json["weight_map"].empty())
+    refuse("weight_map is missing; it must be a JSON object of tensor names and file names");
+  WeightMap map;
+  for (const auto& [tensor, file] : json["weight_map"].items()) {
+    if (!file.is_string())
+      refuse(fmt::format("the file of {} is {}; it must be a string", json_quoted(tensor),
+                         file.type_name()));
+    const auto name = file.get<std::string>();
+    const bool plain = name.ends_with(".safetensors") &&
+                       name.find_first_of(std::string("/\\\n\0", 4)) == std::string::npos;
+    if (!plain)
+      refuse(fmt::format("the file of {} must be a safetensors file in the same directory",
+                         json_quoted(tensor)));
+    map.emplace(tensor, name);
+  }
+  return map;
+}
+
+}  // namespace
+
+Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
+  Checkpoint checkpoint;
+  const std::filesystem::path one = directory / kOneFile, index = directory / kIndex;
+  if (std::filesystem::exists(one) || !std::filesystem::exists(index)) {
+    checkpoint.where_ = one.string();
+    checkpoint.files_.push_back(SafetensorsFile::open(one));
+    for (const auto& [name, view] : checkpoint.files_[0].tensors())
+      checkpoint.file_of_.emplace(name, 0);
+    return checkpoint;
+  }
+
+  checkpoint.where_ = index.string();
+  const WeightMap map = read_index(index);
+  std::set<std::string> names;
+  for (const auto& [tensor, file] : map) names.insert(file);
+  for (const std::string& name : names) {
+    checkpoint.files_.push_back(SafetensorsFile::open(directory / name));
+    for (const auto& [tensor, view] : checkpoint.files_.back().tensors()) {
+      const auto listed = map.find(tensor);
+      if (listed == map.end() || listed->second != name)
+        throw std::runtime_error(fmt::format("{}: {} is in {}; the index must say so",
+                                             index.string(), json_quoted(tensor), name));
+      checkpoint.file_of_.emplace(tensor, checkpoint.files_.size() - 1);
+    }
+  }
+  for (const auto& [tensor, file] : map)
+    if (!checkpoint.contains(tensor))
+      throw std::runtime_error(fmt::format("{}: tensor {} is missing; {} puts it there",
+                                           (directory / file).string(), json_quoted(tensor),
+                                           kIndex));
+  return checkpoint;
+}
+
+bool Checkpoint::contains(std::string_view name) const { return file_of_.contains(name); }
+
+const std::filesystem::path& Checkpoint::file_of(std::string_view name) const {
+  return files_[file_of_.find(name)->second].path();
+}
+
+const TensorView& Checkpoint::at(std::string_view name, std::span<const std::size_t> shape) const {
+  const auto found = file_of_.find(name);
+  if (found == file_of_.end())
+    throw std::runtime_error(fmt::format("{}: tensor {} is missing; its shape must be [{}]", where_,
+                                         json_quoted(name), fmt::join(shape, ", ")));
+  const SafetensorsFile& file = files_[found->second];
+  const TensorView& view = file.at(name);
+  if (view.dtype == Dtype::i32)
+    throw std::runtime_error(fmt::format("{}: tensor {} is {}; it must be BF16, F16 or F32",
+                                         file.path().string(), json_quoted(name),
+                                         safetensors_name(view.dtype)));
+  if (!std::equal(shape.begin(), shape.end(), view.shape.begin(), view.shape.end()))
+    throw std::runtime_error(fmt::format("{}: tensor {} has shape [{}]; config.json makes it [{}]",
+                                         file.path().string(), json_quoted(name),
+                                         fmt::join(view.shape, ", "), fmt::join(shape, ", ")));
+  return view;
+}
+
+void Checkpoint::refuse_unless(const std::function<bool(std::string_view name)>& used) const {
+  for (const auto& [name, file] : file_of_)
+    if (!used(name))
+      throw std::runtime_error(
+          fmt::format("{}: tensor {} is not part of the model that config.json describes",
+                      files_[file].path().string(), json_quoted(name)));
+}
+
+std::string Checkpoint::xxh3() const {
+  if (files_.size() == 1) return xxh3_hex(files_[0].bytes());
+  std::string hashes;  // files are in the order of their names
+  for (const SafetensorsFile& file : files_) hashes += xxh3_hex(file.bytes());
+  return xxh3_hex(std::as_bytes(std::span(hashes)));
+}
+
+}  // namespace kvlab

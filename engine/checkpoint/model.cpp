@@ -1,0 +1,285 @@
+#include "engine/checkpoint/model.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <stdexcept>
+
+#include "engine/checkpoint/checkpoint.hpp"
+#include "engine/linear.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/numeric/elementwise.hpp"
+#include "traces/base/parallel.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
+
+using Shape = std::vector<std::size_t>;
+
+/// Takes tensors out of a checkpoint and notes which it took.
+class Loader {
+ public:
+  Loader(const Checkpoint& checkpoint, unsigned threads)
+      : checkpoint_(checkpoint), threads_(threads) {}
+
+  std::vector<float> vector(const std::string& name, std::size_t size) {
+    const TensorView& tensor = take(name, {size});
+    std::vector<float> values(size);
+    to_float(tensor.dtype, tensor.data.data(), size, values.data());
+    check_finite(name, values);
+    return values;
+  }
+
+  Panels matrix(const std::string& name, std::size_t rows, std::size_t columns) {
+    const TensorView& tensor = take(name, {rows, columns});
+    Panels panels(rows, columns, tensor.dtype);
+    const std::size_t row_bytes = columns * bytes_of(tensor.dtype);
+    parallel_for(panels.panel_count(), threads_, [&](std::size_t panel) {
+      std::vector<float> values(columns);
+      for (std::size_t row = 16 * panel; row < std::min(rows, 16 * panel + 16); ++row) {
+        to_float(tensor.dtype, tensor.data.data() + row * row_bytes, columns, values.data());
+        check_finite(name, values);
+        panels.set_row(row, values.data());
+      }
+    });
+    return panels;
+  }
+
+  Linear linear(const std::string& name, std::size_t outputs, std::size_t inputs, bool bias) {
+    Linear layer;
+    layer.weight = matrix(name + ".weight", outputs, inputs);
+    if (bias) layer.bias = vector(name + ".bias", outputs);
+    return layer;
+  }
+
+  /// A head tied to the embedding may be stored once more; then it must be the same.
+  void skip_copy(const std::string& name, const std::string& of, std::size_t rows,
+                 std::size_t columns) {
+    if (!checkpoint_.contains(name)) return;
+    const TensorView &copy = take(name, {rows, columns}), &original = take(of, {rows, columns});
+    if (copy.dtype != original.dtype || !std::ranges::equal(copy.data, original.data))
+      throw std::runtime_error(
+          fmt::format("{}: tensor {} differs from {}, to which tie_word_embeddings of config.json "
+                      "ties it",
+                      checkpoint_.file_of(name).string(), name, of));
+  }
+
+  /// Everything was read but what older files store of RoPE.
+  void refuse_rest() const {
+    checkpoint_.refuse_unless([&](std::string_view name) {
+      return taken_.contains(name) || name.ends_with(".rotary_emb.inv_freq");
+    });
+  }
+
+ private:
+  const TensorView& take(const std::string& name, const Shape& shape) {
+    taken_.insert(name);
+    return checkpoint_.at(name, shape);
+  }
+
+  void check_finite(const std::string& name, std::span<const float> values) const {
+    if (std::ranges::all_of(values, [](float v) { return std::isfinite(v); })) return;
+    throw std::runtime_error(fmt::format("{}: tensor {} holds values that are not finite",
+                                         checkpoint_.file_of(name).string(), name));
+  }
+
+  const Checkpoint& checkpoint_;
+  unsigned threads_;
+  std::set<std::string, std::less<>> taken_;
+};
+
+struct Layer {
+  std::vector<float> input_norm, mlp_norm;  // [hidden]
+  Linear q, k, v, output;
+  std::vector<float> q_norm, k_norm;  // [head_size], or empty
+  Linear gate, up, down;
+};
+
+Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
+  const std::string prefix = fmt::format("model.layers.{}.", index);
+  const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+  const std::size_t q_size = std::size_t{c.query_heads} * c.head_size;
+  const std::size_t kv_size = std::size_t{c.kv_heads} * c.head_size;
+  Layer layer;
+  layer.input_norm = loader.vector(prefix + "input_layernorm.weight", c.hidden);
+  layer.q = loader.linear(attention + "q_proj", q_size, c.hidden, c.qkv_bias);
+  layer.k = loader.linear(attention + "k_proj", kv_size, c.hidden, c.qkv_bias);
+  layer.v = loader.linear(attention + "v_proj", kv_size, c.hidden, c.qkv_bias);
+  layer.output = loader.linear(attention + "o_proj", c.hidden, q_size, c.output_bias);
+  if (c.qk_norm) {
+    layer.q_norm = loader.vector(attention + "q_norm.weight", c.head_size);
+    layer.k_norm = loader.vector(attention + "k_norm.weight", c.head_size);
+  }
+  layer.mlp_norm = loader.vector(prefix + "post_attention_layernorm.weight", c.hidden);
+  layer.gate = loader.linear(mlp + "gate_proj", c.mlp, c.hidden, c.mlp_bias);
+  layer.up = loader.linear(mlp + "up_proj", c.mlp, c.hidden, c.mlp_bias);
+  layer.down = loader.linear(mlp + "down_proj", c.hidden, c.mlp, c.mlp_bias);
+  return layer;
+}
+
+/// body(first, count) for blocks of at most kRowsAtOnce of n rows, one after another.
+template <class Body>
+void in_blocks(std::size_t n, Body body) {
+  for (std::size_t first = 0; first < n; first += kRowsAtOnce)
+    body(first, std::min(kRowsAtOnce, n - first));
+}
+
+}  // namespace
+
+class Model::Impl {
+ public:
+  Impl(const std::filesystem::path& directory, unsigned threads)
+      : config_(load_model_config(directory)) {
+    const Checkpoint checkpoint = Checkpoint::open(directory);
+    Loader loader(checkpoint, threads);
+    const std::string embedding = "model.embed_tokens.weight", head = "lm_head";
+    embedding_.weight = loader.matrix(embedding, config_.vocab, config_.hidden);
+    if (config_.tied_head)
+      loader.skip_copy(head + ".weight", embedding, config_.vocab, config_.hidden);
+    else
+      head_ = loader.linear(head, config_.vocab, config_.hidden, false);
+    norm_ = loader.vector("model.norm.weight", config_.hidden);
+    for (std::uint32_t i = 0; i < config_.layers; ++i)
+      layers_.push_back(load_layer(loader, config_, i));
+    loader.refuse_rest();
+
+    weights_xxh3_ = checkpoint.xxh3();
+    const std::filesystem::path tokenizer = directory / "tokenizer.json";
+    if (std::filesystem::exists(tokenizer))
+      tokenizer_xxh3_ = xxh3_hex(MappedFile(tokenizer).bytes());
+  }
+
+  const ModelConfig& config() const { return config_; }
+  const std::string& weights_xxh3() const { return weights_xxh3_; }
+  const std::string& tokenizer_xxh3() const { return tokenizer_xxh3_; }
+
+  void embed(std::span<const std::int32_t> ids, float* x) const {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] < 0 || static_cast<std::uint32_t>(ids[i]) >= config_.vocab)
+        throw std::out_of_range(fmt::format("token id {} is outside the vocabulary of {} ({})",
+                                            ids[i], config_.name, config_.vocab));
+      embedding_.weight.get_row(static_cast<std::size_t>(ids[i]), x + i * config_.hidden);
+    }
+  }
+
+  void attention_inputs(std::uint32_t index, const float* x, std::size_t n, float* q, float* k,
+                        float* v, unsigned threads) const {
+    const Layer& layer = layers_.at(index);
+    const std::size_t q_size = layer.q.weight.rows(), kv_size = layer.k.weight.rows();
+    in_blocks(n, [&](std::size_t first, std::size_t count) {
+      const std::vector<float> normed =
+          norm_rows(x + first * config_.hidden, count, layer.input_norm, threads);
+      apply(layer.q, normed.data(), count, q + first * q_size, threads);
+      apply(layer.k, normed.data(), count, k + first * kv_size, threads);
+      apply(layer.v, normed.data(), count, v + first * kv_size, threads);
+    });
+    if (!config_.qk_norm) return;
+    norm_heads(q, n * config_.query_heads, layer.q_norm, threads);
+    norm_heads(k, n * config_.kv_heads, layer.k_norm, threads);
+  }
+
+  void attention_output(std::uint32_t index, const float* o, std::size_t n, float* x,
+                        unsigned threads) const {
+    apply_and_add(layers_.at(index).output, o, n, x, threads);
+  }
+
+  void mlp(std::uint32_t index, float* x, std::size_t n, unsigned threads) const {
+    const Layer& layer = layers_.at(index);
+    std::vector<float> inner(std::min(n, kRowsAtOnce) * config_.mlp);
+    in_blocks(n, [&](std::size_t first, std::size_t count) {
+      float* rows = x + first * config_.hidden;
+      const std::vector<float> normed = norm_rows(rows, count, layer.mlp_norm, threads);
+      gated(layer, normed.data(), count, inner.data(), threads);
+      apply_and_add(layer.down, inner.data(), count, rows, threads);
+    });
+  }
+
+  void logits(const float* x, std::size_t n, float* out, unsigned threads) const {
+    in_blocks(n, [&](std::size_t first, std::size_t count) {
+      const std::vector<float> normed =
+          norm_rows(x + first * config_.hidden, count, norm_, threads);
+      apply(config_.tied_head ? embedding_ : head_, normed.data(), count,
+            out + first * config_.vocab, threads);
+    });
+  }
+
+ private:
+  std::vector<float> norm_rows(const float* x, std::size_t n, const std::vector<float>& weight,
+                               unsigned threads) const {
+    std::vector<float> y(n * config_.hidden);
+    for_rows(n, config_.hidden, threads, [&](std::size_t first, std::size_t count) {
+      for (std::size_t i = first * config_.hidden; i < (first + count) * config_.hidden;
+           i += config_.hidden)
+        rms_norm(x + i, weight.data(), config_.hidden, config_.norm_epsilon, y.data() + i);
+    });
+    return y;
+  }
+
+  void norm_heads(float* x, std::size_t vectors, const std::vector<float>& weight,
+                  unsigned threads) const {
+    const std::size_t size = config_.head_size;
+    for_rows(vectors, size, threads, [&](std::size_t first, std::size_t count) {
+      for (float* head = x + first * size; head < x + (first + count) * size; head += size)
+        rms_norm(head, weight.data(), size, config_.norm_epsilon, head);
+    });
+  }
+
+  /// inner = silu(gate(x)) * up(x); inner [n, mlp].
+  void gated(const Layer& layer, const float* x, std::size_t n, float* inner,
+             unsigned threads) const {
+    for_tiles(n, layer.gate.weight, threads, [&](const Tile& tile) {
+      alignas(64) float gate[kTileRows * kTileColumns], up[kTileRows * kTileColumns];
+      tile_product(layer.gate, x, tile, gate);
+      tile_product(layer.up, x, tile, up);
+      const std::size_t columns =
+          std::min<std::size_t>(kTileColumns, config_.mlp - tile.first_output());
+      for (std::size_t r = 0; r < tile.rows; ++r) {
+        silu_times(gate + r * kTileColumns, up + r * kTileColumns, columns);
+        std::copy_n(gate + r * kTileColumns, columns,
+                    inner + (tile.first_row + r) * config_.mlp + tile.first_output());
+      }
+    });
+  }
+
+  ModelConfig config_;
+  std::string weights_xxh3_, tokenizer_xxh3_;
+  Linear embedding_, head_;  // [vocab, hidden]; head_ is empty where it is tied
+  std::vector<float> norm_;  // [hidden]
+  std::vector<Layer> layers_;
+};
+
+Model Model::load(const std::filesystem::path& directory, unsigned threads) {
+  Model model;
+  model.impl_ = std::make_shared<const Impl>(directory, threads);
+  return model;
+}
+
+const ModelConfig& Model::config() const { return impl_->config(); }
+const std::string& Model::weights_xxh3() const { return impl_->weights_xxh3(); }
+const std::string& Model::tokenizer_xxh3() const { return impl_->tokenizer_xxh3(); }
+
+void Model::embed(std::span<const std::int32_t> ids, float* x) const { impl_->embed(ids, x); }
+
+void Model::attention_inputs(std::uint32_t layer, const float* x, std::size_t n, float* q, float* k,
+                             float* v, unsigned threads) const {
+  impl_->attention_inputs(layer, x, n, q, k, v, threads);
+}
+
+void Model::attention_output(std::uint32_t layer, const float* o, std::size_t n, float* x,
+                             unsigned threads) const {
+  impl_->attention_output(layer, o, n, x, threads);
+}
+
+void Model::mlp(std::uint32_t layer, float* x, std::size_t n, unsigned threads) const {
+  impl_->mlp(layer, x, n, threads);
+}
+
+void Model::logits(const float* x, std::size_t n, float* out, unsigned threads) const {
+  impl_->logits(x, n, out, threads);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,175 @@
+#include "engine/checkpoint/rope_scaling.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+namespace {
+
+constexpr double kMaxFactor = 1e6, kMaxTheta = 1e15, kMaxContext = 1 << 28;
+constexpr double kTiny = 1e-6;
+
+using Frequencies = std::vector<double>;
+
+/// theta^(-2i / head_size) for i in [0, head_size / 2).
+Frequencies plain(double theta, std::uint32_t head_size) {
+  Frequencies inv_freq(head_size / 2);
+  for (std::size_t i = 0; i < inv_freq.size(); ++i)
+    inv_freq[i] = std::pow(theta, -2.0 * static_cast<double>(i) / head_size);
+  return inv_freq;
+}
+
+/// The trained length: transformers lets a key of the config itself go before that of the
+/// parameters.
+double original_context(const ConfigReader& config, const ConfigReader& parameters) {
+  constexpr std::string_view key = "original_max_position_embeddings";
+  if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
+    config.refuse(key, "it must equal the one of the RoPE parameters");
+  return (config.has(key) ? config : parameters).number(key, 1, kMaxContext);
+}
+
+void scale_linear(const ConfigReader& parameters, Frequencies& inv_freq) {
+  parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"});
+  const double factor = parameters.number("factor", 1, kMaxFactor);
+  for (double& f : inv_freq) f /= factor;
+}
+
+/// Llama 3: long waves are stretched by the factor, short ones stay, with a ramp between.
+void scale_llama3(const ConfigReader& config, const ConfigReader& parameters,
+                  Frequencies& inv_freq) {
+  parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
+                         "low_freq_factor", "high_freq_factor",
+                         "original_max_position_embeddings"});
+  const double factor = parameters.number("factor", 1, kMaxFactor);
+  const double low = parameters.number("low_freq_factor", kTiny, kMaxFactor);
+  const double high = parameters.number("high_freq_factor", kTiny, kMaxFactor);
+  if (high <= low) parameters.refuse("high_freq_factor", "it must exceed low_freq_factor");
+  const double context = original_context(config, parameters);
+  for (double& f : inv_freq) {
+    const double waves = context * f / (2 * std::numbers::pi);  // turns within the trained length
+    const double keep = std::clamp((waves - low) / (high - low), 0.0, 1.0);
+    f = (1 - keep) * f / factor + keep * f;
+  }
+}
+
+/// YaRN's factor on cos and sin.
+double yarn_attention_factor(const ConfigReader& parameters, double factor) {
+  if (parameters.has("attention_factor"))
+    return parameters.number("attention_factor", kTiny, kMaxFactor);
+  const auto magnitude = [&](double scale) {
+    return factor <= 1 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
+  };
+  const auto optional = [&](std::string_view key) {
+    return parameters.has(key) ? parameters.number(key, 0, kMaxFactor) : 0.0;
+  };
+  const double mscale = optional("mscale"), all_dim = optional("mscale_all_dim");
+  if (mscale > 0 && all_dim > 0) return magnitude(mscale) / magnitude(all_dim);
+  return magnitude(1);
+}
+
+/// YaRN: dimensions that turn more than beta_fast times in the trained length stay, those that turn
+/// less than beta_slow times are stretched, with a linear ramp over the dimensions between. Returns
+/// the factor on cos and sin.
+double scale_yarn(const ConfigReader& config, const ConfigReader& parameters, double theta,
+                  std::uint32_t head_size, Frequencies& inv_freq) {
+  parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
+                         "original_max_position_embeddings", "attention_factor", "beta_fast",
+                         "beta_slow", "mscale", "mscale_all_dim", "truncate"});
+  const double factor = parameters.number("factor", 1, kMaxFactor);
+  const double context = original_context(config, parameters);
+  const auto turns = [&](std::string_view key, double if_absent) {
+    return parameters.has(key) ? parameters.number(key, kTiny, kMaxFactor) : if_absent;
+  };
+  const double fast = turns("beta_fast", 32), slow = turns("beta_slow", 1);
+  if (fast < slow) parameters.refuse("beta_fast", "it must be at least beta_slow");
+
+  // The (fractional) dimension that turns `count` times within the trained length.
+  const auto dimension = [&](double count) {
+    return head_size * std::log(context / (count * 2 * std::numbers::pi)) / (2 * std::log(theta));
+  };
+  double first = dimension(fast), last = dimension(slow);
+  if (parameters.flag("truncate", true)) {
+    first = std::floor(first);
+    last = std::ceil(last);
+  }
+  first = std::max(first, 0.0);
+  last = std::min(last, head_size - 1.0);
+  if (first == last) last += 0.001;
+  for (std::size_t i = 0; i < inv_freq.size(); ++i) {
+    const double stretch = std::clamp((static_cast<double>(i) - first) / (last - first), 0.0, 1.0);
+    inv_freq[i] = inv_freq[i] / factor * stretch + inv_freq[i] * (1 - stretch);
+  }
+  return yarn_attention_factor(parameters, factor);
+}
+
+/// The object that holds the parameters: `rope_parameters`, the older `rope_scaling`, or none.
+std::string parameters_key(const ConfigReader& config) {
+  const bool older = config.has("rope_scaling"), newer = config.has("rope_parameters");
+  if (older && newer && config.value("rope_scaling") != config.value("rope_parameters"))
+    config.refuse("rope_scaling", "it must equal rope_parameters, or be left out");
+  return newer ? "rope_parameters" : older ? "rope_scaling" : "";
+}
+
+std::string rope_type(const ConfigReader& parameters) {
+  const bool older = parameters.has("type"), newer = parameters.has("rope_type");
+  if (older && newer && parameters.value("type") != parameters.value("rope_type"))
+    parameters.refuse("type", "it must equal rope_type, or be left out");
+  return newer ? parameters.word("rope_type") : older ? parameters.word("type") : "default";
+}
+
+double rope_theta(const ConfigReader& config, const ConfigReader& parameters) {
+  constexpr std::string_view key = "rope_theta";
+  constexpr double kDefault = 10000;  // of all four architectures
+  if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
+    config.refuse(key, "it must equal the one of the RoPE parameters");
+  if (!config.has(key) && !parameters.has(key)) return kDefault;
+  return (parameters.has(key) ? parameters : config).number(key, 1 + kTiny, kMaxTheta);
+}
+
+void refuse_partial(const ConfigReader& reader) {
+  constexpr std::string_view key = "partial_rotary_factor";
+  if (reader.has(key) && reader.number(key, 0, 1) != 1)
+    reader.refuse(key, "only heads that are rotated whole (1.0) are supported");
+}
+
+}  // namespace
+
+ScaledRope read_rope(const ConfigReader& config, std::uint32_t head_size) {
+  static const nlohmann::json kNone = nlohmann::json::object();
+  const std::string key = parameters_key(config);
+  const ConfigReader parameters(config.where() + (key.empty() ? "" : ", " + key),
+                                key.empty() ? kNone : config.value(key));
+  const std::string type = rope_type(parameters);
+  const double theta = rope_theta(config, parameters);
+  refuse_partial(config);
+  refuse_partial(parameters);
+
+  Frequencies inv_freq = plain(theta, head_size);
+  double factor = 1;
+  if (type == "default")
+    parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor"});
+  else if (type == "linear")
+    scale_linear(parameters, inv_freq);
+  else if (type == "llama3")
+    scale_llama3(config, parameters, inv_freq);
+  else if (type == "yarn")
+    factor = scale_yarn(config, parameters, theta, head_size, inv_freq);
+  else
+    parameters.refuse(parameters.has("rope_type") ? "rope_type" : "type",
+                      "supported types are default, linear, llama3 and yarn");
+
+  ScaledRope scaled;
+  scaled.rope.inv_freq.assign(inv_freq.begin(), inv_freq.end());
+  scaled.rope.factor = static_cast<float>(factor);
+  scaled.config = parameters.object();
+  scaled.config.erase("type");
+  scaled.config["rope_type"] = type;
+  scaled.config["rope_theta"] = theta;
+  return scaled;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,23 @@
+// RoPE as config.json describes it, turned into data: inverse frequencies and a factor.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+
+#include "engine/checkpoint/config_reader.hpp"
+#include "traces/base/numeric/rope.hpp"
+
+namespace kvlab {
+
+struct ScaledRope {
+  Rope rope;              ///< inv_freq [head_size / 2]; factor on cos and sin
+  nlohmann::json config;  ///< rope_type, rope_theta and the type's parameters, for people
+};
+
+/// Types default, linear, llama3 and yarn, by the formulas of transformers, in the layout with
+/// `rope_theta` and `rope_scaling` or with `rope_parameters`. Computed in float64, rounded once.
+/// Throws std::runtime_error that names the file and key: another type, a missing, extra or
+/// contradictory parameter, a number out of range.
+ScaledRope read_rope(const ConfigReader& config, std::uint32_t head_size);
+
+}  // namespace kvlab

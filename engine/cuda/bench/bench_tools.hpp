@@ -1,0 +1,42 @@
+// What the benchmarks share: a model, ids, times by the device's clock.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "engine/bench.hpp"
+#include "engine/cuda/model/device_model.hpp"
+
+namespace kvlab {
+
+/// Throws std::runtime_error without a device.
+DeviceModel bench_model(const BenchModel& model);
+std::string bench_device();
+/// Any ids: a model's speed does not depend on them.
+std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
+
+template <class Enqueue>
+double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
+  cuda::Event start(cuda::Event::Kind::timed), end(cuda::Event::Kind::timed);
+  start.record(stream);
+  enqueue();
+  end.record(stream);
+  end.wait("a benchmark");
+  return static_cast<double>(end.since(start));
+}
+
+/// Of five, or of one that is long; warmed up.
+template <class Enqueue>
+double median_milliseconds(cudaStream_t stream, Enqueue enqueue) {
+  constexpr int repeats = 5;
+  constexpr double is_long = 1000;
+  const bool once = milliseconds_of(stream, enqueue) > is_long;
+  std::vector<double> times;
+  for (int i = 0; i < (once ? 1 : repeats); ++i) times.push_back(milliseconds_of(stream, enqueue));
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::ranges::nth_element(times, middle);
+  return *middle;
+}
+
+}  // namespace kvlab

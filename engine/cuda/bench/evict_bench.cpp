@@ -1,0 +1,116 @@
+#include <stdexcept>
+
+#include "engine/cuda/bench/bench_tools.hpp"
+#include "engine/cuda/cuda_decoder.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kWarmUp = 4;         // steps
+constexpr std::uint32_t kSampledSteps = 16;  // at each length
+constexpr std::uint32_t kLengths = 5;        // at which the full cache's steps are timed
+
+/// What a decoder's steps take, its sequences grown to `length` by random keys and values.
+double step_milliseconds(CudaDecoder& decoder, int batch, std::uint32_t length,
+                         std::uint32_t steps) {
+  const auto ids = bench_ids(static_cast<std::size_t>(batch), decoder.model().config().vocab);
+  for (int row = 0; row < batch; ++row) {
+    decoder.pretend(row, length);
+    decoder.set_next(row, ids[static_cast<std::size_t>(row)]);
+  }
+  for (std::uint32_t i = 0; i < kWarmUp; ++i) decoder.step(batch);
+  return milliseconds_of(decoder.stream(),
+                         [&] {
+                           for (std::uint32_t i = 0; i < steps; ++i) decoder.step(batch);
+                         }) /
+         steps;
+}
+
+std::uint64_t device_bytes(const cuda::MemoryInfo& before) {
+  return before.free - cuda::memory_info().free;
+}
+
+CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, bool evicts) {
+  const std::uint32_t tokens = options.prompt + options.decoded + kWarmUp + kSampledSteps;
+  CudaDecoderOptions how{.sequences = batch, .slots = evicts ? 0 : tokens, .prefill_tokens = 256};
+  if (!evicts) return how;
+  how.caches.assign(static_cast<std::size_t>(batch), options.cache);
+  for (int row = 0; row < batch; ++row)
+    how.caches[static_cast<std::size_t>(row)].sequence = static_cast<std::uint32_t>(row);
+  return how;
+}
+
+/// All steps, by the trapezoid rule over the lengths at which some were timed: a full cache grows,
+/// one that evicts does not.
+EvictRun run(const DeviceModel& model, const EvictBenchOptions& options, int batch, bool evicts) {
+  const cuda::MemoryInfo before = cuda::memory_info();
+  CudaDecoder decoder(model, decoder_options(options, batch, evicts));
+  const std::uint32_t points = evicts ? 2 : kLengths;
+  double sum = 0;
+  for (std::uint32_t i = 0; i < points; ++i) {
+    const std::uint32_t length = options.prompt + options.decoded * i / (points - 1);
+    const double end = i == 0 || i + 1 == points ? 0.5 : 1.0;
+    sum += end * step_milliseconds(decoder, batch, length, kSampledSteps);
+  }
+  EvictRun result{.batch = batch, .device_bytes = device_bytes(before)};
+  result.decode_seconds = sum / (points - 1) * options.decoded * 1e-3;
+  result.tokens_per_second = static_cast<double>(batch) * options.decoded / result.decode_seconds;
+  return result;
+}
+
+int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bool evicts) {
+  int fits = 0;
+  for (int too_many = 2048; too_many - fits > 1;) {
+    const int batch = fits + (too_many - fits) / 2;
+    (CudaDecoder::fits(model, decoder_options(options, batch, evicts)) ? fits : too_many) = batch;
+  }
+  if (fits == 0) throw std::runtime_error("not one sequence fits the device's memory");
+  return fits;
+}
+
+}  // namespace
+
+StreamBench bench_stream(const StreamBenchOptions& options) {
+  const cuda::MemoryInfo before = cuda::memory_info();
+  const DeviceModel model = bench_model(options.model);
+  StreamBench result{.model = model.config().name,
+                     .dtype = std::string(torch_name(model.dtype())),
+                     .device = bench_device(),
+                     .weight_bytes = device_bytes(before),
+                     .points = {}};
+  for (const std::uint32_t budget : options.budgets) {
+    StreamPoint point{.budget = budget};
+    CacheOptions cache = options.cache;
+    cache.budget = budget;
+    {
+      CudaDecoder decoder(model, {.sequences = 1, .prefill_tokens = 256, .caches = {cache}});
+      point.step_milliseconds = step_milliseconds(decoder, 1, 2 * budget, options.steps);
+      point.device_bytes = device_bytes(before);
+    }
+    CudaDecoder window(
+        model,
+        {.sequences = 1, .slots = budget, .prefill_tokens = std::min<std::uint32_t>(budget, 2048)});
+    const auto ids = bench_ids(budget, model.config().vocab);
+    point.recompute_milliseconds = median_milliseconds(window.stream(), [&] {
+      window.rewind(0, 0);
+      window.prefill(0, ids);
+      window.choose(1);
+    });
+    result.points.push_back(point);
+  }
+  return result;
+}
+
+EvictBench bench_evict(const EvictBenchOptions& options) {
+  const DeviceModel model = bench_model(options.model);
+  EvictBench result{.model = model.config().name,
+                    .dtype = std::string(torch_name(model.dtype())),
+                    .device = bench_device()};
+  result.full = run(model, options, options.batch, false);
+  result.evicting = run(model, options, options.batch, true);
+  result.largest_full = run(model, options, largest_batch(model, options, false), false);
+  result.largest_evicting = run(model, options, largest_batch(model, options, true), true);
+  return result;
+}
+
+}  // namespace kvlab

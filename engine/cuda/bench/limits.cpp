@@ -1,0 +1,71 @@
+#include "engine/cuda/bench/limits.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "engine/cuda/fill.hpp"
+#include "engine/cuda/model/matmul.hpp"
+#include "kernels/host/memory.hpp"
+
+namespace kvlab::cuda {
+namespace {
+
+constexpr int kRepeats = 9;
+
+/// Median seconds of what `enqueue` enqueues.
+double median_seconds(const Stream& stream, const std::function<void()>& enqueue) {
+  std::vector<float> milliseconds;
+  for (int i = 0; i < kRepeats + 2; ++i) {  // two to warm up
+    Event start(Event::Kind::timed), end(Event::Kind::timed);
+    start.record(stream.get());
+    enqueue();
+    end.record(stream.get());
+    end.wait("measuring the card");
+    if (i >= 2) milliseconds.push_back(end.since(start));
+  }
+  std::ranges::nth_element(milliseconds, milliseconds.begin() + kRepeats / 2);
+  return static_cast<double>(milliseconds[kRepeats / 2]) * 1e-3;
+}
+
+}  // namespace
+
+double read_bytes_per_second() {
+  const std::size_t bytes =
+      std::min<std::size_t>(std::size_t{4} << 30, memory_info().free / 2) / 4096 * 4096;
+  const DeviceBuffer memory(bytes, "measuring the read bandwidth"), sink(256, "a sum");
+  const Stream stream;
+  check(
+      fill_normal(kernels::Type::f32, memory.data(), bytes / sizeof(float), 1.0f, 1, stream.get()),
+      "measuring the read bandwidth");
+  const double seconds = median_seconds(stream, [&] {
+    check(read_all(memory.data(), bytes, sink.as<std::uint32_t>(), stream.get()),
+          "measuring the read bandwidth");
+  });
+  return static_cast<double>(bytes) / seconds;
+}
+
+double matrix_flops_per_second(kernels::Type type) {
+  constexpr int size = 8192;
+  const std::size_t count = std::size_t{size} * size, bytes = count * kernels::bytes_of(type);
+  const DeviceBuffer a(bytes, "a product"), b(bytes, "a product"), c(bytes, "a product");
+  const Stream stream;
+  check(fill_normal(type, a.data(), count, 1.0f, 1, stream.get()), "measuring a product");
+  check(fill_normal(type, b.data(), count, 1.0f, 2, stream.get()), "measuring a product");
+  Matmul matmul;
+  const double seconds = median_seconds(stream, [&] {
+    matmul({.type = type,
+            .rows = size,
+            .n = size,
+            .k = size,
+            .weight = a.data(),
+            .bias = nullptr,
+            .x = b.data(),
+            .output = MatmulArgs::Output::type,
+            .y = c.data()},
+           stream.get());
+  });
+  return 2.0 * size * size * size / seconds;
+}
+
+}  // namespace kvlab::cuda

@@ -1,0 +1,158 @@
+#include "engine/cuda/cache/cache_watch.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+namespace kvlab {
+namespace {
+
+using cuda::check;
+
+template <class T>
+std::vector<T> to_host(const void* from, std::size_t count, cudaStream_t stream) {
+  std::vector<T> values(from ? count : 0);
+  if (values.empty()) return values;
+  check(cudaMemcpyAsync(values.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost, stream),
+        "watching the cache");
+  check(cudaStreamSynchronize(stream), "watching the cache");
+  return values;
+}
+
+void append(std::vector<float>& to, const std::vector<float>& more) {
+  to.insert(to.end(), more.begin(), more.end());
+}
+
+/// One row of several.
+CapturedLayer row_of(const CapturedLayer& all, std::size_t row, std::size_t rows) {
+  const auto part = [&](const std::vector<float>& values) {
+    const auto size = static_cast<std::ptrdiff_t>(values.size() / rows);
+    const auto first = values.begin() + static_cast<std::ptrdiff_t>(row) * size;
+    return std::vector<float>(first, first + size);
+  };
+  return {part(all.q), part(all.k), part(all.v), part(all.out), part(all.lse)};
+}
+
+}  // namespace
+
+CacheWatch::CacheWatch(const EvictingCache& cache, const ModelConfig& config,
+                       const CaptureShape& shape, int sequences, cudaStream_t stream)
+    : cache_(cache),
+      config_(config),
+      shape_(shape),
+      sequences_(static_cast<std::size_t>(sequences)),
+      stream_(stream) {}
+
+void CacheWatch::watch(int sequence, DecoderObserver* observer) {
+  if (observer)
+    observers_[sequence] = observer;
+  else
+    observers_.erase(sequence);
+}
+
+CacheWatch::Head CacheWatch::Slots::head(std::size_t first, std::size_t count,
+                                         std::size_t slot_bytes) const {
+  std::vector<std::size_t> by_age(count);
+  std::iota(by_age.begin(), by_age.end(), first);
+  std::ranges::sort(by_age, {}, [&](std::size_t slot) { return positions[slot]; });
+  Head head;
+  for (const std::size_t slot : by_age) {
+    head.positions.push_back(positions[slot]);
+    const auto from = states.begin() + static_cast<std::ptrdiff_t>(slot * slot_bytes);
+    head.states.insert(head.states.end(), from, from + static_cast<std::ptrdiff_t>(slot_bytes));
+    if (!seen.empty()) head.seen.push_back(seen[slot]);
+  }
+  return head;
+}
+
+CacheWatch::Slots CacheWatch::read(const kernels::SlotCache& cache, const std::byte* states,
+                                   const Observation* seen, std::size_t count) const {
+  return {.positions = to_host<std::uint32_t>(cache.positions, count, stream_),
+          .states = to_host<std::byte>(states, count * cache_.slot_bytes(), stream_),
+          .seen = to_host<Observation>(seen, count, stream_)};
+}
+
+void CacheWatch::begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first,
+                       SegmentKind kind, bool new_segment) {
+  sequence_ = sequence;
+  first_ = first;
+  admitted_ = static_cast<std::uint32_t>(ids.size());
+  captured_ = {};
+  observers_.at(sequence)->admission(ids, first, kind, new_segment);
+}
+
+void CacheWatch::part(const PromptPart& part, const LayerOutputs& outputs) {
+  const auto tokens = static_cast<std::size_t>(part.rows);
+  const auto data = to_host<std::byte>(outputs.qkv, shape_.offsets(tokens).end, stream_);
+  CapturedLayer more;
+  more.read(shape_, data.data(), tokens);
+  append(captured_.q, more.q);
+  append(captured_.k, more.k);
+  append(captured_.v, more.v);
+  append(captured_.out, more.out);
+  append(captured_.lse, more.lse);
+}
+
+void CacheWatch::end_layer(std::uint32_t layer) {
+  const AdmissionMemory& memory = cache_.admission();
+  const kernels::SlotCache cache = memory.cache();
+  const auto slots = static_cast<std::size_t>(cache.most_slots);
+  const auto older = to_host<std::int32_t>(memory.older(), config_.kv_heads, stream_);
+  const Slots all = read(cache, memory.states(), memory.seen(), slots * config_.kv_heads);
+  std::vector<Head> heads;
+  for (std::size_t h = 0; h < config_.kv_heads; ++h)
+    heads.push_back(
+        all.head(h * slots, static_cast<std::size_t>(older[h]) + admitted_, cache_.slot_bytes()));
+  show_layer(sequence_, layer, first_, admitted_, heads, captured_);
+  captured_ = {};
+}
+
+void CacheWatch::end() { observers_.at(sequence_)->admitted(); }
+
+void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
+  const std::size_t layer_bytes = shape_.offsets(sequences_).end;
+  const auto data = to_host<std::byte>(outputs, config_.layers * layer_bytes, stream_);
+  const kernels::SlotCache cache = cache_.layer_cache(0, static_cast<int>(sequences_));
+  const kernels::PolicyState policy = cache_.layer_policy(0);
+  const PairSlots& slots = cache_.slots();
+  const Slots all =
+      read(cache, policy.states, policy.seen, static_cast<std::size_t>(slots.total()));
+  const auto lengths = to_host<std::int32_t>(cache.lengths, slots.first_slots().size(), stream_);
+
+  for (const Fed& one : fed)
+    observers_.at(one.sequence)->admission({&one.id, 1}, one.position, one.kind, one.new_segment);
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+    CapturedLayer captured;
+    captured.read(shape_, data.data() + layer * layer_bytes, sequences_);
+    for (const Fed& one : fed) {
+      const auto row = static_cast<std::size_t>(one.sequence);
+      std::vector<Head> heads;
+      for (std::size_t h = 0; h < config_.kv_heads; ++h) {
+        const std::size_t at = layer * slots.pairs() + row * config_.kv_heads + h;
+        heads.push_back(all.head(static_cast<std::size_t>(slots.first_slots()[at]),
+                                 static_cast<std::size_t>(lengths[at]), cache_.slot_bytes()));
+      }
+      show_layer(one.sequence, layer, one.position, 1, heads, row_of(captured, row, sequences_));
+    }
+  }
+  for (const Fed& one : fed) observers_.at(one.sequence)->admitted();
+}
+
+void CacheWatch::show_layer(int sequence, std::uint32_t layer, std::uint32_t first,
+                            std::uint32_t admitted, const std::vector<Head>& heads,
+                            const CapturedLayer& captured) {
+  DecoderObserver& observer = *observers_.at(sequence);
+  for (std::uint32_t h = 0; h < heads.size(); ++h) {
+    const std::vector<std::uint32_t>& now = heads[h].positions;
+    std::vector<std::uint32_t>& before = live_[{sequence, layer, h}];
+    std::vector<std::uint32_t> victims;
+    std::ranges::set_difference(before, std::span(now).first(now.size() - admitted),
+                                std::back_inserter(victims));
+    observer.evicted(layer, h, first, victims);
+    before = now;
+  }
+  for (std::uint32_t h = 0; h < heads.size(); ++h)
+    observer.observed(layer, h, {heads[h].positions, heads[h].states}, heads[h].seen);
+  observer.layer(layer, captured.q, captured.k, captured.v, captured.out, captured.lse);
+}
+
+}  // namespace kvlab

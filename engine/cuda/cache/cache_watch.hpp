@@ -1,0 +1,71 @@
+// Shows observers what an evicting cache does: who was live, what each received, the policy's
+// states, q, k and v. It copies everything to the host after each admission and waits, so it is for
+// verification, not for speed.
+#pragma once
+
+#include <map>
+
+#include "engine/cuda/cache/evicting_cache.hpp"
+
+namespace kvlab {
+
+class CacheWatch {
+ public:
+  /// `cache` must outlive it, and be made to be watched.
+  CacheWatch(const EvictingCache& cache, const ModelConfig& config, const CaptureShape& shape,
+             int sequences, cudaStream_t stream);
+
+  void watch(int sequence, DecoderObserver* observer);
+  bool watches(int sequence) const { return observers_.contains(sequence); }
+  bool watches_any() const { return !observers_.empty(); }
+
+  // An admission of many tokens of a watched sequence.
+  void begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
+             bool new_segment);
+  void part(const PromptPart& part, const LayerOutputs& outputs);
+  void end_layer(std::uint32_t layer);
+  void end();
+
+  /// A step that fed one token to each of these. `outputs`: LayerOutputMemory::step_data.
+  struct Fed {
+    int sequence;
+    std::int32_t id;
+    std::uint32_t position;
+    SegmentKind kind;
+    bool new_segment;
+  };
+  void stepped(std::span<const Fed> fed, const std::byte* outputs);
+
+ private:
+  /// One KV head's live tokens by age.
+  struct Head {
+    std::vector<std::uint32_t> positions;
+    std::vector<std::byte> states;
+    std::vector<Observation> seen;
+  };
+  /// Arrays of slots, on the host.
+  struct Slots {
+    std::vector<std::uint32_t> positions;
+    std::vector<std::byte> states;
+    std::vector<Observation> seen;
+    Head head(std::size_t first, std::size_t count, std::size_t slot_bytes) const;
+  };
+
+  Slots read(const kernels::SlotCache& cache, const std::byte* states, const Observation* seen,
+             std::size_t count) const;
+  void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t admitted,
+                  const std::vector<Head>& heads, const CapturedLayer& captured);
+
+  const EvictingCache& cache_;
+  const ModelConfig& config_;
+  CaptureShape shape_;
+  std::size_t sequences_;
+  cudaStream_t stream_;
+  std::map<int, DecoderObserver*> observers_;
+  std::map<std::tuple<int, std::uint32_t, std::uint32_t>, std::vector<std::uint32_t>> live_;
+  int sequence_ = 0;  // of the admission
+  std::uint32_t first_ = 0, admitted_ = 0;
+  CapturedLayer captured_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,220 @@
+#include "engine/cuda/model/device_model.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <stdexcept>
+
+#include "engine/checkpoint/checkpoint.hpp"
+#include "engine/cuda/fill.hpp"
+#include "engine/cuda/model/weight_plan.hpp"
+#include "traces/base/files.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr float kDeviation = 0.02f;  // of an initialised weight: transformers' initializer_range
+constexpr std::size_t kConvertedAtOnce = 1 << 22;  // elements
+
+/// What kernels/ takes, in the words of config.json.
+void refuse_unsupported(const ModelConfig& config) {
+  const auto refuse = [&](const std::string& what) {
+    throw std::runtime_error(
+        fmt::format("{}: {}; --device cpu runs this model", config.name, what));
+  };
+  constexpr std::array<std::uint32_t, 3> head_sizes{64, 96, 128};
+  constexpr std::uint32_t most_in_group = 8;
+  if (std::ranges::find(head_sizes, config.head_size) == head_sizes.end())
+    refuse(fmt::format("head size {}: the CUDA kernels take 64, 96 and 128", config.head_size));
+  const std::uint32_t group = config.query_heads / config.kv_heads;
+  if (group > most_in_group)
+    refuse(fmt::format("{} query heads for a KV head: the CUDA kernels take at most {}", group,
+                       most_in_group));
+  for (const std::uint32_t width : {config.hidden, config.mlp})
+    if (width % 8 != 0)
+      refuse(fmt::format("a width of {}: the CUDA kernels take multiples of 8", width));
+}
+
+/// Takes the tensors of a checkpoint to the device.
+class Upload {
+ public:
+  Upload(const Checkpoint& checkpoint, Dtype dtype) : checkpoint_(checkpoint), dtype_(dtype) {}
+
+  void copy(const WeightPart& part, std::byte* to) {
+    taken_.insert(part.name);
+    const TensorView& tensor = checkpoint_.at(part.name, part.shape);
+    if (tensor.dtype == dtype_) {
+      cuda::check(cudaMemcpy(to, tensor.data.data(), tensor.data.size(), cudaMemcpyHostToDevice),
+                  "copying " + part.name);
+      return;
+    }
+    const std::size_t count = part.elements();
+    for (std::size_t first = 0; first < count; first += kConvertedAtOnce)
+      copy_converted(tensor, first, std::min(kConvertedAtOnce, count - first), to);
+  }
+
+  /// A head tied to the embedding may be stored once more; then it must be the same.
+  void skip_copy(const std::string& name, const WeightPart& original) {
+    if (!checkpoint_.contains(name)) return;
+    taken_.insert(name);
+    const TensorView& copy = checkpoint_.at(name, original.shape);
+    const TensorView& source = checkpoint_.at(original.name, original.shape);
+    if (copy.dtype != source.dtype || !std::ranges::equal(copy.data, source.data))
+      throw std::runtime_error(
+          fmt::format("{}: tensor {} differs from {}, to which tie_word_embeddings of config.json "
+                      "ties it",
+                      checkpoint_.file_of(name).string(), name, original.name));
+  }
+
+  /// Everything was read but what older files store of RoPE.
+  void refuse_rest() const {
+    checkpoint_.refuse_unless([&](std::string_view name) {
+      return taken_.contains(name) || name.ends_with(".rotary_emb.inv_freq");
+    });
+  }
+
+ private:
+  void copy_converted(const TensorView& tensor, std::size_t first, std::size_t count,
+                      std::byte* to) {
+    wide_.resize(count);
+    narrow_.resize(count * bytes_of(dtype_));
+    to_float(tensor.dtype, tensor.data.data() + first * bytes_of(tensor.dtype), count,
+             wide_.data());
+    from_float(dtype_, wide_.data(), count, narrow_.data());
+    cuda::check(cudaMemcpy(to + first * bytes_of(dtype_), narrow_.data(), narrow_.size(),
+                           cudaMemcpyHostToDevice),
+                "copying weights");
+  }
+
+  const Checkpoint& checkpoint_;
+  Dtype dtype_;
+  std::set<std::string, std::less<>> taken_;
+  std::vector<float> wide_;
+  std::vector<std::byte> narrow_;
+};
+
+/// Names the first tensor with a value that is not finite.
+void check_finite(const Checkpoint& checkpoint, const WeightPlan& plan, Dtype dtype,
+                  const std::byte* base) {
+  const std::size_t count = plan.parts.size();
+  const cuda::DeviceBuffer found(count * sizeof(std::int32_t), "a check of the weights");
+  cuda::check(cudaMemset(found.data(), 0, found.bytes()), "checking the weights");
+  for (std::size_t i = 0; i < count; ++i)
+    cuda::check(
+        cuda::find_not_finite(kernel_type(dtype), base + plan.parts[i].offset,
+                              plan.parts[i].elements(), found.as<std::int32_t>() + i, nullptr),
+        "checking the weights");
+  std::vector<std::int32_t> flags(count);
+  cuda::check(cudaMemcpy(flags.data(), found.data(), found.bytes(), cudaMemcpyDeviceToHost),
+              "checking the weights");
+  const auto bad = std::ranges::find(flags, 1);
+  if (bad == flags.end()) return;
+  const std::string& name = plan.parts[static_cast<std::size_t>(bad - flags.begin())].name;
+  throw std::runtime_error(fmt::format("{}: tensor {} holds values that are not finite in {}",
+                                       checkpoint.file_of(name).string(), name, torch_name(dtype)));
+}
+
+/// Throws where the weights do not fit.
+cuda::DeviceBuffer allocate(const ModelConfig& config, Dtype dtype, std::size_t bytes) {
+  const cuda::MemoryInfo memory = cuda::memory_info();
+  if (bytes > memory.free)
+    throw std::runtime_error(
+        fmt::format("device memory: the weights of {} need {} in {}; {} of {} are free: a model of "
+                    "at most {:.1f} "
+                    "billion parameters would fit, or --device cpu",
+                    config.name, cuda::bytes_text(bytes), torch_name(dtype),
+                    cuda::bytes_text(memory.free), cuda::bytes_text(memory.total),
+                    static_cast<double>(memory.free) / static_cast<double>(bytes_of(dtype)) / 1e9));
+  return {bytes, "the weights of " + config.name};
+}
+
+}  // namespace
+
+kernels::Type kernel_type(Dtype dtype) {
+  if (dtype == Dtype::bf16) return kernels::Type::bf16;
+  return dtype == Dtype::f16 ? kernels::Type::f16 : kernels::Type::f32;
+}
+
+DeviceModel::DeviceModel(ModelConfig config, Dtype dtype)
+    : config_(std::move(config)), dtype_(dtype) {
+  refuse_unsupported(config_);
+  block_ = allocate(config_, dtype_, plan_weights(config_, dtype_, nullptr).bytes);
+  weights_ = plan_weights(config_, dtype_, block_.data()).weights;
+}
+
+DeviceModel DeviceModel::load(const std::filesystem::path& directory, std::optional<Dtype> dtype) {
+  ModelConfig config = load_model_config(directory);
+  const Checkpoint checkpoint = Checkpoint::open(directory);
+  const std::array<std::size_t, 2> embedding{config.vocab, config.hidden};
+  if (!dtype) dtype = checkpoint.at("model.embed_tokens.weight", embedding).dtype;
+
+  DeviceModel model(std::move(config), *dtype);
+  model.directory_ = directory;
+  const WeightPlan plan = plan_weights(model.config_, model.dtype_, model.block_.data());
+  Upload upload(checkpoint, model.dtype_);
+  for (const WeightPart& part : plan.parts) upload.copy(part, model.block_.data() + part.offset);
+  if (model.config_.tied_head) upload.skip_copy("lm_head.weight", plan.parts.front());
+  upload.refuse_rest();
+  check_finite(checkpoint, plan, model.dtype_, model.block_.data());
+  return model;
+}
+
+DeviceModel DeviceModel::random(const std::filesystem::path& config_file, std::uint64_t seed) {
+  ModelConfig config = read_model_config(config_file, config_file.stem().string());
+  const Dtype dtype = config.weights_dtype;
+  DeviceModel model(std::move(config), dtype);
+  const WeightPlan plan = plan_weights(model.config_, dtype, model.block_.data());
+  for (const WeightPart& part : plan.parts) {
+    std::byte* const to = model.block_.data() + part.offset;
+    const std::size_t count = part.elements();
+    const cudaError_t error =
+        part.initial == Initial::normal
+            ? cuda::fill_normal(model.type(), to, count, kDeviation, seed ^ (part.offset << 8),
+                                nullptr)
+            : cuda::fill_value(model.type(), to, count, part.initial == Initial::ones ? 1.0f : 0.0f,
+                               nullptr);
+    cuda::check(error, "drawing " + part.name);
+  }
+  cuda::check(cudaDeviceSynchronize(), "drawing the weights");
+  return model;
+}
+
+kernels::AttentionShape DeviceModel::attention_shape(int slots) const {
+  const std::int64_t head_stride = std::int64_t{slots} * config_.head_size;
+  return {.type = type(),
+          .query_heads = static_cast<int>(config_.query_heads),
+          .kv_heads = static_cast<int>(config_.kv_heads),
+          .head_size = static_cast<int>(config_.head_size),
+          .softmax_scale = config_.softmax_scale(),
+          .sequence_stride = head_stride * config_.kv_heads,
+          .head_stride = head_stride};
+}
+
+kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const {
+  return {.type = type(),
+          .sequences = sequences,
+          .query_heads = static_cast<int>(config_.query_heads),
+          .kv_heads = static_cast<int>(config_.kv_heads),
+          .head_size = static_cast<int>(config_.head_size),
+          .softmax_scale = config_.softmax_scale(),
+          .most_slots = most_slots};
+}
+
+std::uint64_t DeviceModel::step_bytes() const {
+  const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
+  return config_.tied_head ? bytes() : bytes() - embedding;
+}
+
+std::string DeviceModel::weights_xxh3() const {
+  return directory_.empty() ? "" : Checkpoint::open(directory_).xxh3();
+}
+
+std::string DeviceModel::tokenizer_xxh3() const {
+  const std::filesystem::path path = directory_ / "tokenizer.json";
+  if (directory_.empty() || !std::filesystem::exists(path)) return "";
+  return xxh3_hex(MappedFile(path).bytes());
+}
+
+}  // namespace kvlab

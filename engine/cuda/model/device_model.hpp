@@ -1,0 +1,79 @@
+// The weights of a model in device memory, in one block.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/host/memory.hpp"
+#include "engine/checkpoint/model.hpp"
+#include "kernels/attention.hpp"
+#include "kernels/evict/eviction.hpp"
+
+namespace kvlab {
+
+kernels::Type kernel_type(Dtype dtype);
+
+/// A product's weight, and bias where there is one.
+struct DeviceMatrix {
+  int n = 0, k = 0;
+  void* weight = nullptr;  // [n, k]
+  void* bias = nullptr;    // [n], or null
+};
+
+struct DeviceLayer {
+  void *input_norm = nullptr, *mlp_norm = nullptr;  // [hidden]
+  void *q_norm = nullptr, *k_norm = nullptr;        // [head_size], or null
+  DeviceMatrix qkv;  ///< query heads, then key heads, then value heads
+  DeviceMatrix output;
+  DeviceMatrix gate_up;  ///< the gate's rows, then those of up
+  DeviceMatrix down;
+};
+
+struct DeviceWeights {
+  void* embedding = nullptr;  // [vocab, hidden]
+  DeviceMatrix head;          ///< the embedding itself where it is tied
+  void* norm = nullptr;       // [hidden]
+  std::vector<DeviceLayer> layers;
+};
+
+/// Llama 2/3, Mistral, Qwen2, Qwen3: head sizes 64, 96, 128, at most 8 query heads for a KV head.
+class DeviceModel {
+ public:
+  /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is
+  /// the embedding's, or the one that is given; tensors of another dtype are rounded to it. Throws
+  /// std::runtime_error: what Model::load throws, a shape that the kernels do not take, too little
+  /// device memory (with what would fit).
+  static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
+  /// Weights drawn on the device, as a model is initialised: for benchmarks at real shapes.
+  static DeviceModel random(const std::filesystem::path& config_file, std::uint64_t seed = 0);
+
+  const ModelConfig& config() const { return config_; }
+  Dtype dtype() const { return dtype_; }
+  kernels::Type type() const { return kernel_type(dtype_); }
+  /// Attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
+  kernels::AttentionShape attention_shape(int slots) const;
+  /// One layer's cache, but for where its memory is.
+  kernels::SlotCache slot_cache(int sequences, int most_slots) const;
+  const DeviceWeights& weights() const { return weights_; }
+  std::uint64_t bytes() const { return block_.bytes(); }
+  /// Bytes that one decode step reads: all but the embedding, of which it reads a row a sequence,
+  /// unless it is the head too.
+  std::uint64_t step_bytes() const;
+
+  /// XXH3-64 of the weight files (read anew) and of tokenizer.json; empty for random weights.
+  std::string weights_xxh3() const;
+  std::string tokenizer_xxh3() const;
+
+ private:
+  DeviceModel(ModelConfig config, Dtype dtype);
+
+  ModelConfig config_;
+  Dtype dtype_;
+  cuda::DeviceBuffer block_;
+  DeviceWeights weights_;
+  std::filesystem::path directory_;  ///< empty: random
+};
+
+}  // namespace kvlab

@@ -1,0 +1,114 @@
+#include "engine/cuda/model/weight_plan.hpp"
+
+#include <fmt/format.h>
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kAlignment = 256;  // bytes, which cuBLASLt's fastest kernels want
+
+class Planner {
+ public:
+  Planner(const ModelConfig& config, Dtype dtype, std::byte* base)
+      : config_(config), element_bytes_(bytes_of(dtype)), base_(base) {}
+
+  WeightPlan run() {
+    const std::size_t hidden = config_.hidden, vocab = config_.vocab;
+    plan_.weights.embedding = tensor("model.embed_tokens.weight", {vocab, hidden});
+    plan_.weights.head = {.n = static_cast<int>(vocab),
+                          .k = static_cast<int>(hidden),
+                          .weight = plan_.weights.embedding,
+                          .bias = nullptr};
+    if (!config_.tied_head) plan_.weights.head.weight = tensor("lm_head.weight", {vocab, hidden});
+    plan_.weights.norm = norm("model.norm.weight", hidden);
+    for (std::uint32_t i = 0; i < config_.layers; ++i) plan_.weights.layers.push_back(layer(i));
+    align();
+    return std::move(plan_);
+  }
+
+ private:
+  DeviceLayer layer(std::uint32_t index) {
+    const std::string prefix = fmt::format("model.layers.{}.", index);
+    const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+    const std::size_t q = std::size_t{config_.query_heads} * config_.head_size;
+    const std::size_t kv = std::size_t{config_.kv_heads} * config_.head_size;
+    DeviceLayer layer;
+    layer.input_norm = norm(prefix + "input_layernorm.weight", config_.hidden);
+    layer.mlp_norm = norm(prefix + "post_attention_layernorm.weight", config_.hidden);
+    if (config_.qk_norm) {
+      layer.q_norm = norm(attention + "q_norm.weight", config_.head_size);
+      layer.k_norm = norm(attention + "k_norm.weight", config_.head_size);
+    }
+    layer.qkv =
+        fused({{attention + "q_proj", q}, {attention + "k_proj", kv}, {attention + "v_proj", kv}},
+              config_.hidden, config_.qkv_bias);
+    layer.output = fused({{attention + "o_proj", config_.hidden}}, q, config_.output_bias);
+    layer.gate_up = fused({{mlp + "gate_proj", config_.mlp}, {mlp + "up_proj", config_.mlp}},
+                          config_.hidden, config_.mlp_bias);
+    layer.down = fused({{mlp + "down_proj", config_.hidden}}, config_.mlp, config_.mlp_bias);
+    return layer;
+  }
+
+  struct Rows {
+    std::string name;
+    std::size_t count;
+  };
+
+  /// Matrices of one input below each other, as one.
+  DeviceMatrix fused(const std::vector<Rows>& parts, std::size_t inputs, bool bias) {
+    DeviceMatrix matrix;
+    matrix.k = static_cast<int>(inputs);
+    align();
+    matrix.weight = here();
+    for (const Rows& part : parts) {
+      add(part.name + ".weight", {part.count, inputs}, Initial::normal);
+      matrix.n += static_cast<int>(part.count);
+    }
+    if (!bias) return matrix;
+    align();
+    matrix.bias = here();
+    for (const Rows& part : parts) add(part.name + ".bias", {part.count}, Initial::zeros);
+    return matrix;
+  }
+
+  void* tensor(const std::string& name, std::vector<std::size_t> shape) {
+    align();
+    void* const at = here();
+    add(name, std::move(shape), Initial::normal);
+    return at;
+  }
+
+  void* norm(const std::string& name, std::size_t size) {
+    align();
+    void* const at = here();
+    add(name, {size}, Initial::ones);
+    return at;
+  }
+
+  void add(std::string name, std::vector<std::size_t> shape, Initial initial) {
+    plan_.parts.push_back({std::move(name), std::move(shape), initial, plan_.bytes});
+    plan_.bytes += plan_.parts.back().elements() * element_bytes_;
+  }
+
+  void align() { plan_.bytes = (plan_.bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  std::byte* here() const { return base_ ? base_ + plan_.bytes : nullptr; }
+
+  const ModelConfig& config_;
+  std::size_t element_bytes_;
+  std::byte* base_;
+  WeightPlan plan_;
+};
+
+}  // namespace
+
+std::size_t WeightPart::elements() const {
+  std::size_t count = 1;
+  for (const std::size_t size : shape) count *= size;
+  return count;
+}
+
+WeightPlan plan_weights(const ModelConfig& config, Dtype dtype, std::byte* base) {
+  return Planner(config, dtype, base).run();
+}
+
+}  // namespace kvlab

@@ -1,0 +1,32 @@
+// Which tensors a model has, and where each lies in the block of device memory.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "engine/cuda/model/device_model.hpp"
+
+namespace kvlab {
+
+enum class Initial { normal, ones, zeros };  ///< of random weights
+
+struct WeightPart {
+  std::string name;  // as in the checkpoint
+  std::vector<std::size_t> shape;
+  Initial initial;
+  std::size_t offset;  ///< bytes
+
+  std::size_t elements() const;
+};
+
+struct WeightPlan {
+  std::vector<WeightPart> parts;
+  std::size_t bytes = 0;
+  DeviceWeights weights;  ///< pointers into the block; null where `base` is
+};
+
+/// The same plan for every base; a null one is for asking how many bytes are needed.
+WeightPlan plan_weights(const ModelConfig& config, Dtype dtype, std::byte* base);
+
+}  // namespace kvlab

@@ -1,0 +1,57 @@
+// The closed loop, teacher-forced and exact layer by layer: all tokens' q, k, v by large products,
+// this layer's attention by the replay core under the policy, then the next layer.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "engine/checkpoint/model.hpp"
+#include "engine/row_score.hpp"
+#include "sim/replay.hpp"
+
+namespace kvlab {
+
+/// One configuration of the closed loop.
+struct LoopConfig {
+  ReplayConfig cache;
+  std::vector<std::uint32_t>
+      budgets;              ///< by layer and KV head [layers * kv_heads]; empty: cache.budget
+  double threshold = 0.01;  ///< of requests
+};
+
+/// What one configuration did on one sequence, by scored token.
+struct LoopScores {
+  std::vector<double> nll;               ///< -ln p(next token)
+  std::vector<double> kl;                ///< from the full cache's distribution, nats
+  std::vector<std::uint8_t> same_first;  ///< the most probable token is the full cache's
+  std::vector<float> seconds;            ///< that feeding took; empty where it is not by token
+  std::uint64_t kv_bytes_peak = 0;       ///< keys and values, float32, all layers and heads
+};
+
+struct LoopOptions {
+  std::uint32_t prompt_tokens = 0;  ///< the first tokens, admitted by each configuration's prefill
+  Span span = Span::decode;         ///< which queries' predictions are scored
+  std::uint32_t sequence = 0;
+  unsigned threads = 1;
+  /// The first configuration is `full`, the yardstick of kl and same_first; otherwise each is its
+  /// own, and they say nothing.
+  bool against_first = true;
+  std::function<void(double)> progress;  ///< may be empty; gets the share that is done
+};
+
+/// The tokens of a sequence as a loop sees them. Throws std::invalid_argument where none is left to
+/// score.
+struct LoopSpan {
+  std::uint32_t prompt, first_scored;  ///< scored are the rows first_scored … tokens - 2
+};
+LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options);
+
+/// Runs `ids` under every configuration. Configurations share layer 0. Throws
+/// std::invalid_argument: no token to score, guards that do not fit.
+std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,
+                                        std::span<const LoopConfig> configs,
+                                        const LoopOptions& options);
+
+}  // namespace kvlab

@@ -1,0 +1,152 @@
+#include "engine/loop/deploy.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "sim/source/policy_source.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+json number_or_null(double value) { return std::isfinite(value) ? json(value) : json(nullptr); }
+
+const MetricInfo& ranking_metric(const std::string& name) {
+  std::vector<std::string> known;
+  for (const MetricInfo& metric : all_metrics()) {
+    if (!metric.ranks) continue;
+    if (metric.name == name) return metric;
+    known.emplace_back(metric.name);
+  }
+  throw std::invalid_argument(
+      fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
+}
+
+BudgetColumn budget_of_run(const Figures& figures, const std::string& text) {
+  const BudgetColumn* column = figures.find_budget(text);
+  if (!column) {
+    std::vector<std::string> known;
+    for (const BudgetColumn& budget : figures.budgets()) known.push_back(budget.text);
+    throw std::invalid_argument(
+        fmt::format("--budget: {} is not in this run, which has {}", text, fmt::join(known, ", ")));
+  }
+  if (column->least_tokens != column->most_tokens)
+    throw std::invalid_argument(fmt::format(
+        "--budget: {} was {} to {} tokens, by trace; deploy a budget that was asked for in tokens",
+        text, column->least_tokens, column->most_tokens));
+  return *column;
+}
+
+void refuse_several_models(const RunInfo& info) {
+  for (const RunTrace& trace : info.traces)
+    if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
+      throw std::invalid_argument(fmt::format(
+          "the run's traces {} and {} come from different weights; deploy from a run of one model",
+          info.traces.front().name, trace.name));
+}
+
+/// The first; or, where that is `random` and another ties with it, that other.
+std::size_t choose(const Figures& figures, const std::vector<Standing>& standings) {
+  for (std::size_t i = 0; i < standings.size(); ++i)
+    if (standings[i].ties && figures.series()[standings[i].series].policy != "random") return i;
+  return 0;
+}
+
+json standing_json(const Figures& figures, const Standing& standing) {
+  const Series& series = figures.series()[standing.series];
+  return {{"policy", series.policy},
+          {"params", series.params},
+          {"positions", series.positions},
+          {"prefill", series.prefill},
+          {"mean", standing.score.mean},
+          {"stderr", number_or_null(standing.score.standard_error)},
+          {"behind_first", standing.behind.mean},
+          {"behind_stderr", number_or_null(standing.behind.standard_error)},
+          {"ties_with_first", standing.ties}};
+}
+
+/// What the yardsticks reached at the same budget.
+json reference_scores(const Figures& figures, const Ballot& ballot) {
+  json scores = json::object();
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    const Series& series = figures.series()[s];
+    if (!series.is_reference() && !series.is_full()) continue;
+    if (const auto score = figures.average(s, ballot.budget.text, ballot.metric->name))
+      scores[series.label] = score->mean;
+  }
+  return scores;
+}
+
+}  // namespace
+
+Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
+                           const std::string& metric) {
+  Ballot ballot{.budget = budget_of_run(figures, budget), .metric = &ranking_metric(metric)};
+  refuse_several_models(run.info);
+  ballot.standings = rank_policies(figures, ballot.budget.text, *ballot.metric);
+  if (ballot.standings.empty())
+    throw std::invalid_argument(
+        fmt::format("the run has no policy with {} at budget {}; only references and full, which "
+                    "are not deployed",
+                    metric, budget));
+  ballot.winner = choose(figures, ballot.standings);
+  return ballot;
+}
+
+ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
+                       std::size_t standing, const std::shared_ptr<const PolicyEntry>& compiled) {
+  const Series& series = figures.series()[ballot.standings[standing].series];
+  const std::string text =
+      series.params.empty() ? series.policy : series.policy + ":" + series.params;
+  const auto& source = run.info.source;
+  const bool from_source = source && source->policy == series.policy;
+  try {
+    if (from_source) check_source(compiled, source->policy, source->path, source->xxh3, "run.json");
+    return {.policy = parse_policy(text, {}, from_source ? compiled : nullptr),
+            .budget = {.extent = tokens(ballot.budget.least_tokens)},
+            .prefill = parse_prefill(series.prefill),
+            .positions = parse_positions(series.positions),
+            .seed = series.seed};
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(fmt::format("the run's {}: {}", series.label, error.what()));
+  }
+}
+
+PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
+                          const std::shared_ptr<const PolicyEntry>& compiled) {
+  const ReplayConfig config = config_of(run, ballot, figures, ballot.winner, compiled);
+  json ranking = json::array(), traces = json::array(), ties = json::array();
+  for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
+    const Standing& standing = ballot.standings[i];
+    ranking.push_back(standing_json(figures, standing));
+    if (standing.ties && i != ballot.winner)
+      ties.push_back(figures.series()[standing.series].label);
+  }
+  for (const RunTrace& trace : run.info.traces)
+    traces.push_back({{"name", trace.name}, {"hash", trace.hash}});
+  return {.policy = config.policy,
+          .budget = ballot.budget.least_tokens,
+          .budgets = {},
+          .positions = config.positions,
+          .prefill = config.prefill,
+          .threshold = run.info.threshold,
+          .seed = config.seed,
+          .model = run.info.traces.front().model,
+          .weights_xxh3 = run.info.traces.front().weights_xxh3,
+          .run = {{"hash", run.hash},
+                  {"kvlab", run.info.version},
+                  {"metric", ballot.metric->name},
+                  {"better", ballot.metric->higher_is_better ? "higher" : "lower"},
+                  {"span", name_of(run.info.span)},
+                  {"traces", traces},
+                  {"ranking", ranking},
+                  {"ties", ties},
+                  {"references", reference_scores(figures, ballot)},
+                  {"loop", "open"}}};
+}
+
+}  // namespace kvlab

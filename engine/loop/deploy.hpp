@@ -1,0 +1,40 @@
+// From a run to a policy file: the winner at a budget, with its evidence and those that tie with
+// it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sim/run/ranking.hpp"
+#include "sim/run/run.hpp"
+#include "engine/loop/policy_file.hpp"
+
+namespace kvlab {
+
+/// Who may be deployed at a budget, the best first.
+struct Ballot {
+  BudgetColumn budget;
+  const MetricInfo* metric;
+  std::vector<Standing> standings;
+  std::size_t winner = 0;  ///< index into standings
+};
+
+/// Ranks the policies of a run at `budget` (as asked in the run, or in tokens) by `metric`,
+/// averaged over its traces. References and `full` do not stand; `random` stands, but where it ties
+/// with another, that one wins. Throws std::invalid_argument: an unknown metric, a budget that is
+/// not in the run (names those that are) or that was not the same number of tokens for every trace,
+/// traces of several models.
+Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
+                           const std::string& metric);
+
+/// The cache that a standing of the run stands for; `compiled` is the policy of --policy-source, or
+/// null. Throws std::runtime_error if this build lacks the policy or it came from another text.
+ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
+                       std::size_t standing,
+                       const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
+
+/// The policy file of the ballot's winner, with the evidence.
+PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
+                          const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
+
+}  // namespace kvlab

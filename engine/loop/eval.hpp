@@ -1,0 +1,69 @@
+// `kvlab eval`: perplexity and company of a grid of configurations over texts, in the closed loop.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "engine/loop/closed_loop.hpp"
+
+namespace kvlab {
+
+struct EvalOptions {
+  std::uint32_t window = 0;         ///< tokens, the first one included; 0: the trained context
+  bool stream = false;              ///< the whole text as one sequence
+  std::uint32_t prompt_tokens = 0;  ///< of each sequence; 0: half of it
+  std::uint32_t max_tokens = 0;     ///< of each text; 0: all
+  Span span = Span::decode;
+  bool against_full = true;        ///< run the full cache too, for kl and same_first
+  std::uint32_t block_tokens = 0;  ///< scores by so many tokens, too; 0: not
+  unsigned threads = 1;
+  std::function<void(double)> progress;
+};
+
+/// The scored tokens of each sequence from `first` on, so many as a block has.
+struct EvalBlock {
+  std::uint64_t first;
+  double nll;                     ///< mean nats per token
+  double milliseconds_per_token;  ///< NaN on the CPU, which works layer by layer
+};
+
+/// One configuration's figures over all scored tokens.
+struct EvalScore {
+  LoopConfig config;
+  std::uint32_t budget_tokens;
+  double nll, nll_error;                ///< mean nats per token, standard error
+  double perplexity, perplexity_error;  ///< exp(nll), by the delta method
+  double kl, kl_error;                  ///< mean nats, to the full cache; NaN without it
+  double same_first;                    ///< share of tokens; NaN without the full cache
+  std::uint64_t tokens;                 ///< scored
+  std::uint64_t kv_bytes_peak;          ///< of one sequence
+  std::vector<EvalBlock> blocks;        ///< where they were asked for
+};
+
+/// What runs a sequence, such as run_decoder_loop.
+using LoopRunner = std::function<std::vector<LoopScores>(
+    std::span<const std::int32_t> ids, std::span<const LoopConfig> configs, const LoopOptions&)>;
+
+/// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
+/// token ids without special tokens. Standard errors take sequences as blocks, or sixteenths of
+/// them where there are fewer than eight. Throws std::invalid_argument.
+std::vector<EvalScore> evaluate(const Model& model,
+                                const std::vector<std::vector<std::int32_t>>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options);
+/// What runs all sequences: [sequence][configuration].
+using SweepRunner = std::function<std::vector<std::vector<LoopScores>>(
+    const std::vector<std::vector<std::int32_t>>& sequences, std::span<const LoopConfig> configs,
+    const EvalOptions& options)>;
+
+/// The same by another runner.
+std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
+                                const std::vector<std::vector<std::int32_t>>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options);
+/// The same, one sequence at a time.
+std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
+                                const std::vector<std::vector<std::int32_t>>& texts,
+                                std::vector<LoopConfig> configs, const EvalOptions& options);
+
+}  // namespace kvlab

@@ -1,0 +1,202 @@
+#include "engine/loop/policy_file.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+
+#include "sim/run/json_fields.hpp"
+#include "sim/source/policy_source.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
+constexpr std::array<std::string_view, 12> kKeys{"format", "policy",    "params",  "guards",
+                                                 "budget", "positions", "prefill", "threshold",
+                                                 "seed",   "model",     "run",     "source"};
+
+[[noreturn]] void fail(const JsonFields& fields, std::string_view what) {
+  throw std::runtime_error(fmt::format("{}: {}", fields.where(), what));
+}
+
+void refuse_reserved_and_unknown(const JsonFields& fields, const json& top) {
+  const std::vector<std::string> known(kKeys.begin(), kKeys.end());
+  if (top.contains("budget") && top["budget"].is_null())
+    fail(fields, "budget: null is reserved for a later version; give tokens");
+  for (const auto& [key, value] : top.items()) {
+    if (std::find(kKeys.begin(), kKeys.end(), key) != kKeys.end()) continue;
+    if (key == "scope" || key == "page" || key == "storage")
+      fail(fields, fmt::format("key '{}' is reserved for a later version; leave it out", key));
+    const auto near = nearest_name(key, known);
+    fail(fields, fmt::format("unknown key {}{}", json_quoted(key),
+                             near ? "; did you mean '" + *near + "'?" : ""));
+  }
+}
+
+/// A guard or parameter as the command line writes it: 4, "50%".
+std::string setting_text(const JsonFields& fields, const std::string& key) {
+  const json& value = fields.any(key);
+  if (value.is_number_unsigned()) return fmt::format("{}", value.get<std::uint64_t>());
+  if (value.is_number()) return fmt::format("{}", value.get<double>());
+  std::string text = value.is_string() ? value.get<std::string>() : ":";
+  // A colon would smuggle in another setting.
+  if (text.find(':') != std::string::npos)
+    fail(fields, fmt::format("key '{}' should be a number, or a share such as \"50%\"", key));
+  return text;
+}
+
+/// Puts the policy together as `name:param=value:sinks=…:recent=…`, so that one parser checks it
+/// all.
+PolicySpec policy_from(const JsonFields& fields,
+                       const std::shared_ptr<const PolicyEntry>& compiled) {
+  const std::string name = fields.text("policy");
+  const PolicySpec plain = parse_policy(name, {}, compiled);
+  if (name.find(':') != std::string::npos || !plain.entry->info.evicts)
+    fail(fields, fmt::format("policy '{}' should be the name of a policy that evicts", name));
+  const JsonFields params = fields.object("params"), guards = fields.object("guards");
+  std::string text = name;
+  for (const ParamInfo& param : plain.entry->params)
+    text += fmt::format(":{}={}", param.name, setting_text(params, param.name));
+  if (fields.any("params").size() != plain.entry->params.size())
+    fail(params,
+         fmt::format("holds more than the {} parameters of {}", plain.entry->params.size(), name));
+  if (fields.any("guards").size() != 2)
+    fail(guards, "should hold sinks and recent, and nothing else");
+  for (const char* guard : {"sinks", "recent"})
+    text += fmt::format(":{}={}", guard, setting_text(guards, guard));
+  return parse_policy(text, {}, compiled);
+}
+
+/// The policy that the file was made with, if that is not kvlab's own.
+std::shared_ptr<const PolicyEntry> source_of(const JsonFields& fields,
+                                             const std::shared_ptr<const PolicyEntry>& compiled) {
+  if (!fields.has("source")) return nullptr;
+  const JsonFields source = fields.object("source");
+  check_source(compiled, fields.text("policy"), source.text("path"), source.text("xxh3"),
+               fields.where());
+  return compiled;
+}
+
+std::uint32_t budget_tokens(const json& value, const std::string& where) {
+  const std::uint32_t tokens = whole_number(value, where);
+  if (tokens == 0 || tokens > 0x7fff'ffffu)
+    throw std::runtime_error(where + ": should be a number of tokens, at least 1");
+  return tokens;
+}
+
+void read_budgets(const JsonFields& fields, PolicyFile& file) {
+  const json& budget = fields.any("budget");
+  const std::string where = fields.where() + ": budget";
+  if (!budget.is_array()) {
+    file.budget = budget_tokens(budget, where);
+  } else {
+    for (const json& layer : budget) {
+      const std::size_t l = file.budgets.size();
+      if (!layer.is_array() || layer.empty() || layer.size() != budget.front().size())
+        fail(fields, fmt::format("budget[{}] should be a list of tokens, one for each KV head", l));
+      auto& heads = file.budgets.emplace_back();
+      for (const json& head : layer)
+        heads.push_back(budget_tokens(head, fmt::format("{}[{}][{}]", where, l, heads.size())));
+      file.budget = std::max(file.budget, *std::max_element(heads.begin(), heads.end()));
+    }
+    if (file.budgets.empty()) fail(fields, "budget holds no layers");
+  }
+  if (file.budgets.empty()) resolve_guards(file.policy, file.budget);
+  for (const auto& heads : file.budgets)
+    for (const std::uint32_t tokens : heads) resolve_guards(file.policy, tokens);
+}
+
+PolicyFile file_from(const JsonFields& fields, const json& top,
+                     const std::shared_ptr<const PolicyEntry>& compiled) {
+  PolicyFile file;
+  file.policy = policy_from(fields, source_of(fields, compiled));
+  read_budgets(fields, file);
+  file.positions = parse_positions(fields.text("positions"));
+  file.prefill = parse_prefill(fields.text("prefill"));
+  file.threshold = fields.number("threshold");
+  if (file.threshold < 0 || file.threshold > 1) fail(fields, "threshold should be between 0 and 1");
+  if (fields.has("seed")) file.seed = fields.whole("seed");
+  const JsonFields model = fields.object("model");
+  file.model = model.text("name");
+  file.weights_xxh3 = model.text("weights_xxh3");
+  if (const json* run = json_find(top, "run")) file.run = *run;
+  return file;
+}
+
+/// A guard as policy.json writes it: tokens as a number, a share as text.
+json guard_json(Extent extent) {
+  if (!extent.is_share) return extent.tokens;
+  return fmt::format("{}%", extent.share_ppm / 1e4);
+}
+
+}  // namespace
+
+PolicyFile read_policy_file(const std::filesystem::path& path,
+                            const std::shared_ptr<const PolicyEntry>& compiled) {
+  const json top = parse_json_object(read_text_file(path, kMaxBytes), path.string());
+  const JsonFields fields(top, path.string());
+  fields.check_format(kPolicyFormat);
+  refuse_reserved_and_unknown(fields, top);
+  try {
+    return file_from(fields, top, compiled);
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(fmt::format("{}: {}", path.string(), error.what()));
+  }
+}
+
+void write_policy_file(const std::filesystem::path& path, const PolicyFile& file) {
+  json params = json::object();
+  for (std::size_t i = 0; i < file.policy.params.size(); ++i)
+    params[file.policy.entry->params[i].name] = file.policy.params[i];
+  json budget = file.budget;
+  if (!file.budgets.empty()) budget = file.budgets;
+  nlohmann::ordered_json top{
+      {"format", kPolicyFormat},
+      {"policy", file.policy.name},
+      {"params", params},
+      {"guards",
+       {{"sinks", guard_json(file.policy.sinks)}, {"recent", guard_json(file.policy.recent)}}},
+      {"budget", budget},
+      {"positions", name_of(file.positions)},
+      {"prefill", file.prefill.text()},
+      {"threshold", file.threshold},
+      {"seed", file.seed},
+      {"model", {{"name", file.model}, {"weights_xxh3", file.weights_xxh3}}},
+      {"run", file.run}};
+  if (const auto& source = file.policy.entry->source)
+    top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
+  write_file_atomically(path, json_text(top) + "\n");
+}
+
+CacheOptions cache_options(const PolicyFile& file, const ModelShape& shape) {
+  CacheOptions options{.policy = file.policy,
+                       .budget = file.budget,
+                       .positions = file.positions,
+                       .prefill = file.prefill,
+                       .seed = file.seed,
+                       .threshold16 = request_threshold16(file.threshold)};
+  if (file.budgets.empty()) return options;
+  if (file.budgets.size() != shape.layers || file.budgets.front().size() != shape.kv_heads)
+    throw std::runtime_error(fmt::format(
+        "policy file: budgets for {} layers x {} KV heads; the model has {} x {}",
+        file.budgets.size(), file.budgets.front().size(), shape.layers, shape.kv_heads));
+  for (const auto& heads : file.budgets)
+    options.budgets.insert(options.budgets.end(), heads.begin(), heads.end());
+  return options;
+}
+
+std::string model_mismatch(const PolicyFile& file, const std::string& model,
+                           const std::string& weights_xxh3) {
+  if (file.weights_xxh3.empty() || weights_xxh3.empty() || file.weights_xxh3 == weights_xxh3)
+    return "";
+  return fmt::format("the policy was chosen on {} (weights {}), not on {} (weights {})", file.model,
+                     file.weights_xxh3, model, weights_xxh3);
+}
+
+}  // namespace kvlab

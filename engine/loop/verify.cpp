@@ -1,0 +1,385 @@
+#include "engine/loop/verify.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+
+#include "policies/observation.hpp"
+#include "sim/run_heads.hpp"
+#include "engine/loop/reference_attention.hpp"
+#include "traces/base/parallel.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr double kFloatError = 1e-5;  // of a float32 probability
+
+/// The evicting run of one KV head, as it is watched.
+struct WatchedHead {
+  std::unique_ptr<LiveSet> shadow;           // the simulator's, fed with the engine's observations
+  std::vector<float> q, k, v;                // [token, group, dim], [token, dim]
+  std::vector<std::vector<double>> rotated;  // [token][dim]: keys at original positions, float64
+  std::vector<Observation> seen;             // of the admission in progress, by age
+  std::map<std::uint32_t, std::vector<std::uint32_t>> victims;  // by `now`: positions
+};
+
+/// Float64's view of what one token should have observed.
+struct Expected {
+  double mass = 0, plain_mass = 0;          // plain: of an attention on rounded q and k
+  std::uint32_t requests = 0, unclear = 0;  // surely requested; too near the threshold to say
+  std::uint32_t last_request = 0, queries = 0;
+};
+
+/// Float64's probabilities of one row, and those of a plain attention on rounded q and k.
+struct Row {
+  std::vector<double> exact, plain;
+};
+
+}  // namespace
+
+class Verifier::Watch final : public DecoderObserver {
+ public:
+  Watch(const ModelConfig& config, const CacheOptions& options, std::optional<Dtype> rounding,
+        VerifyOptions how)
+      : config_(config),
+        shape_(config.shape()),
+        options_(options),
+        rounding_(rounding),
+        how_(std::move(how)),
+        reference_(config.rope, shape_.head_size, config.softmax_scale()),
+        heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
+    for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
+      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
+        const std::size_t i = std::size_t{layer} * shape_.kv_heads + h;
+        heads_[i].shadow = std::make_unique<LiveSet>(live_set(layer, h));
+      }
+  }
+
+  LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
+    const std::size_t i = std::size_t{layer} * shape_.kv_heads + kv_head;
+    const std::uint32_t budget = options_.budgets.empty() ? options_.budget : options_.budgets[i];
+    return LiveSet(options_.policy, budget, {options_.seed, options_.sequence, layer, kv_head});
+  }
+
+  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind,
+                 bool) override {
+    admissions_.push_back({first, static_cast<std::uint32_t>(ids.size())});
+  }
+
+  void evicted(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t now,
+               std::span<const std::uint32_t> victims) override {
+    WatchedHead& head = at(layer, kv_head);
+    const std::vector<std::uint32_t> before(head.shadow->positions().begin(),
+                                            head.shadow->positions().end());
+    std::vector<std::uint32_t> expected;
+    for (const std::uint32_t i : head.shadow->make_room(now)) expected.push_back(before[i]);
+    std::vector<std::uint32_t> actual(victims.begin(), victims.end());
+    std::sort(actual.begin(), actual.end());
+    if (actual != expected)
+      differ("layer {} head {} position {}: the engine evicts [{}], the simulator [{}]", layer,
+             kv_head, now, fmt::join(actual, " "), fmt::join(expected, " "));
+    report.evictions += actual.size();
+    ++report.admissions;
+    head.victims[now] = std::move(actual);
+    head.shadow->admit(now, admissions_.back().tokens);
+  }
+
+  void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveTokens& live,
+                std::span<const Observation> seen) override {
+    WatchedHead& head = at(layer, kv_head);
+    head.seen.assign(seen.begin(), seen.end());
+    head.shadow->observe(seen);
+    compare_states(layer, kv_head, *head.shadow, live);
+  }
+
+  void layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
+             std::span<const float> v, std::span<const float>, std::span<const float>) override {
+    if (!looks_at(layer)) return;
+    for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
+      WatchedHead& head = at(layer, h);
+      append(head, h, q, k, v);
+      if (head.shadow->needs() != Needs::nothing && admissions_.size() % how_.check_every == 0)
+        check_observations(head);
+    }
+  }
+
+  void admitted() override { report.tolerance = std::max(report.tolerance, 2 * worst_plain_); }
+
+  bool looks_at(std::uint32_t layer) const {
+    return how_.layers.empty() || std::ranges::find(how_.layers, layer) != how_.layers.end();
+  }
+
+  WatchedHead& at(std::uint32_t layer, std::uint32_t kv_head) {
+    return heads_[std::size_t{layer} * shape_.kv_heads + kv_head];
+  }
+
+  VerifyReport report;
+  VerifyReport finish();  ///< asks (c)
+
+ private:
+  std::optional<Parting> run_free(const RopeTable& rope, std::uint32_t layer,
+                                  std::uint32_t kv_head);
+
+  template <class... Args>
+  void differ(fmt::format_string<Args...> format, Args&&... args) {
+    if (report.identical)
+      report.first_difference = fmt::format(format, std::forward<Args>(args)...);
+    report.identical = false;
+  }
+
+  void compare_states(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& shadow,
+                      const LiveTokens& live) {
+    const std::uint32_t now = admissions_.back().first;
+    if (!std::ranges::equal(shadow.positions(), live.positions))
+      return differ("layer {} head {} position {}: other tokens are live", layer, kv_head, now);
+    const std::size_t slot_bytes = live.states.size() / std::max(1u, live.size());
+    for (std::uint32_t i = 0; i < live.size(); ++i) {
+      const auto state = live.states.subspan(i * slot_bytes, slot_bytes);
+      if (!shadow.states().same(shadow.slots()[i], state))
+        return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
+                      now, live.positions[i]);
+    }
+  }
+
+  /// Keeps one head's part of an admission's tensors.
+  void append(WatchedHead& head, std::uint32_t h, std::span<const float> q,
+              std::span<const float> k, std::span<const float> v) const {
+    const std::size_t dim = shape_.head_size, group = shape_.group();
+    const Admission& admission = admissions_.back();
+    for (std::size_t i = 0; i < admission.tokens; ++i) {
+      const float* query = q.data() + (i * shape_.query_heads + h * group) * dim;
+      const float* key = k.data() + (i * shape_.kv_heads + h) * dim;
+      const float* value = v.data() + (i * shape_.kv_heads + h) * dim;
+      head.q.insert(head.q.end(), query, query + group * dim);
+      head.k.insert(head.k.end(), key, key + dim);
+      head.v.insert(head.v.end(), value, value + dim);
+      head.rotated.push_back(
+          reference_.rotate(key, admission.first + static_cast<std::uint32_t>(i)));
+    }
+  }
+
+  void check_observations(WatchedHead& head) {
+    const std::vector<Expected> expected = expected_observations(head);
+    const double heads = shape_.group();
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const Expected& e = expected[i];
+      const Observation& seen = head.seen[i];
+      ++report.observations;
+      if (head.shadow->needs() == Needs::mass) {
+        const double mass = std::ldexp(static_cast<double>(seen.mass), -32);
+        const double rows = heads * std::max(1u, e.queries);
+        double error = std::fabs(mass - e.mass) / rows;
+        if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
+        worst_plain_ = std::max(worst_plain_, std::fabs(e.plain_mass - e.mass) / rows);
+        report.worst_mass = std::max(report.worst_mass, error);
+      } else {
+        const bool count_fits =
+            seen.requests >= e.requests && seen.requests <= e.requests + e.unclear;
+        const bool last_fits =
+            e.unclear > 0 || seen.requests == 0 || seen.last_request == e.last_request;
+        report.wrong_requests += !(count_fits && last_fits);
+      }
+      report.wrong_requests += seen.queries != e.queries;
+    }
+  }
+
+  /// `query` and `keys` are rotated, in float64.
+  Row row_of(const std::vector<double>& query, std::span<const std::vector<double>> keys) const {
+    Row row{.exact = reference_.probabilities(query, keys), .plain = {}};
+    if (!rounding_) return row;
+    const auto rounded = [&](const std::vector<double>& x) {
+      std::vector<double> y;
+      for (const double value : x)
+        y.push_back(static_cast<double>(round_to(*rounding_, static_cast<float>(value))));
+      return y;
+    };
+    std::vector<std::vector<double>> rounded_keys;
+    for (const auto& key : keys) rounded_keys.push_back(rounded(key));
+    row.plain = reference_.probabilities(rounded(query), rounded_keys);
+    return row;
+  }
+
+  /// By how much a probability near the threshold may be off, relatively.
+  double relative_error(const Row& row, double threshold) const {
+    double worst = 0;
+    for (std::size_t i = 0; i < row.plain.size(); ++i)
+      if (row.exact[i] > threshold / 2)
+        worst = std::max(worst, std::fabs(row.plain[i] - row.exact[i]) / row.exact[i]);
+    return std::max(kFloatError, 2 * worst);
+  }
+
+  std::vector<Expected> expected_observations(const WatchedHead& head) {
+    const auto live = head.shadow->positions();
+    const Admission& admission = admissions_.back();
+    std::vector<std::vector<double>> keys;
+    for (std::uint32_t i = 0; i < live.size(); ++i)
+      keys.push_back(
+          options_.positions == Positions::original
+              ? head.rotated[live[i]]
+              : reference_.rotate(head.k.data() + std::size_t{live[i]} * shape_.head_size, i));
+    std::vector<Expected> expected(live.size());
+    for (std::uint32_t n = 0; n < admission.tokens; ++n) {
+      const std::uint32_t visible = head.shadow->size() - (admission.tokens - 1 - n);
+      expect_from_query(head, admission.first + n, std::span(keys).first(visible),
+                        admission.tokens - 1 - n, expected);
+    }
+    return expected;
+  }
+
+  void expect_from_query(const WatchedHead& head, std::uint32_t query,
+                         std::span<const std::vector<double>> keys, std::uint32_t age,
+                         std::vector<Expected>& expected) {
+    const double threshold = options_.threshold16 / 65536.0;
+    const auto place = static_cast<std::uint32_t>(keys.size() - 1);
+    const PolicyStates& states = head.shadow->states();
+    const double weight = age < states.tail() ? static_cast<double>(states.weight(age)) : 0.0;
+    std::vector<std::uint8_t> sure(keys.size()), unclear(keys.size());
+    for (std::uint32_t g = 0; g < shape_.group(); ++g) {
+      const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
+      const Row row = row_of(
+          reference_.rotate(q, options_.positions == Positions::original ? query : place), keys);
+      const std::vector<double>& p = row.exact;
+      const double largest = *std::max_element(p.begin(), p.end());
+      const double relative = relative_error(row, threshold * largest);
+      for (std::size_t i = 0; i < p.size(); ++i) {
+        expected[i].mass += weight * p[i];
+        expected[i].plain_mass += weight * (rounding_ ? row.plain[i] : p[i]);
+        // The relative error of a probability, and the absolute one of its Q32.32.
+        const double slack = relative * threshold * largest + 0x1p-31;
+        sure[i] |= p[i] > threshold * largest + slack;
+        unclear[i] |= std::fabs(p[i] - threshold * largest) <= slack;
+      }
+    }
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      ++expected[i].queries;
+      if (sure[i])
+        ++expected[i].requests, expected[i].last_request = query;
+      else
+        expected[i].unclear += unclear[i];
+    }
+  }
+
+  ModelConfig config_;
+  ModelShape shape_;
+  CacheOptions options_;
+  std::optional<Dtype> rounding_;
+  VerifyOptions how_;
+  ReferenceAttention reference_;
+  double worst_plain_ = 0;
+  std::vector<WatchedHead> heads_;  // [layer, kv_head]
+  std::vector<Admission> admissions_;
+};
+
+namespace {
+
+/// The first eviction on which a free-running replay of one head disagrees, if any.
+class FreeRun {
+ public:
+  FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
+      : head_(head), layer_(layer), kv_head_(kv_head) {}
+
+  void compare(std::uint32_t now, const LiveSet& live) {
+    if (parting || live.surplus() == 0) return;
+    const auto keys = live.leaving_keys(now);
+    std::vector<std::uint32_t> order(keys.size());
+    for (std::uint32_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::ranges::sort(order, [&](std::uint32_t a, std::uint32_t b) { return keys[a] < keys[b]; });
+    const auto& engine = head_.victims.at(now);
+    const std::size_t leaving = live.surplus();
+    // The token the engine should have evicted, and the one it evicted instead.
+    const LeavingKey* spared = nullptr;
+    const LeavingKey* taken = nullptr;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      const LeavingKey& key = keys[order[i]];
+      const bool by_engine = std::ranges::binary_search(engine, key.position);
+      if (i < leaving && !by_engine) spared = &key;
+      if (i >= leaving && by_engine && !taken) taken = &key;
+    }
+    if (!spared || !taken) return;
+    const double larger = static_cast<double>(std::max(taken->rank, spared->rank));
+    const double difference =
+        std::fabs(static_cast<double>(taken->rank) - static_cast<double>(spared->rank));
+    parting = Parting{layer_,          kv_head_,         now,
+                      taken->position, spared->position, larger > 0 ? difference / larger : 0};
+  }
+
+  std::optional<Parting> parting;
+
+ private:
+  const WatchedHead& head_;
+  std::uint32_t layer_, kv_head_;
+};
+
+}  // namespace
+
+std::optional<Parting> Verifier::Watch::run_free(const RopeTable& rope, std::uint32_t layer,
+                                                 std::uint32_t kv_head) {
+  const WatchedHead& head = at(layer, kv_head);
+  const std::size_t dim = shape_.head_size;
+  const HeadView view{.tokens = rope.positions(),
+                      .group = shape_.group(),
+                      .head_size = shape_.head_size,
+                      .q = head.q.data(),
+                      .q_head_stride = dim,
+                      .q_token_stride = shape_.group() * dim,
+                      .k = head.k.data(),
+                      .v = head.v.data(),
+                      .kv_token_stride = dim};
+  const HeadArithmetic arithmetic{config_.softmax_scale(), rounding_, options_.threshold16};
+  FreeRun free(head, layer, kv_head);
+  std::vector<std::unique_ptr<HeadRun>> runs;
+  runs.push_back(std::make_unique<HeadRun>(live_set(layer, kv_head), options_.positions,
+                                           admissions_, view, rope, arithmetic));
+  runs[0]->watch_room([&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
+  SharedRows rows(view, rope, arithmetic);
+  run_head(view.tokens, rows, runs, nullptr);
+  return free.parting;
+}
+
+VerifyReport Verifier::Watch::finish() {
+  if (admissions_.empty()) return report;
+  const RopeTable rope(config_.rope, admissions_.back().first + admissions_.back().tokens);
+  std::vector<std::optional<Parting>> partings(heads_.size());
+  parallel_for(heads_.size(), how_.threads, [&](std::size_t i) {
+    const auto layer = static_cast<std::uint32_t>(i / shape_.kv_heads);
+    if (looks_at(layer))
+      partings[i] = run_free(rope, layer, static_cast<std::uint32_t>(i % shape_.kv_heads));
+  });
+  for (std::size_t i = 0; i < partings.size(); ++i) {
+    report.heads += looks_at(static_cast<std::uint32_t>(i / shape_.kv_heads));
+    if (partings[i]) report.partings.push_back(*partings[i]);
+  }
+  return report;
+}
+
+Verifier::Verifier(const ModelConfig& config, const CacheOptions& cache,
+                   std::optional<Dtype> rounding, VerifyOptions options)
+    : watch_(std::make_unique<Watch>(config, cache, rounding, std::move(options))) {}
+Verifier::~Verifier() = default;
+DecoderObserver& Verifier::observer() { return *watch_; }
+VerifyReport Verifier::report() { return watch_->finish(); }
+
+VerifyReport verify_decoder(Backend& backend, const CacheOptions& cache,
+                            const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
+                            const VerifyOptions& options) {
+  Verifier verifier(backend.config(), cache, backend.rounding(), options);
+  std::uint32_t tokens = 0;
+  for (const VerifyTurn& turn : turns)
+    tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;
+  const auto decoder = backend.watched_decoder(cache, tokens, verifier.observer());
+  Sampler sampler(sampling);
+  for (const VerifyTurn& turn : turns) {
+    std::span<const float> logits = decoder->feed(turn.prompt, SegmentKind::prompt);
+    for (std::uint32_t i = 0; i < turn.decode_tokens; ++i) {
+      const std::int32_t id = sampler.pick(logits);
+      logits = decoder->feed(std::span(&id, 1), SegmentKind::decode);
+    }
+  }
+  return verifier.report();
+}
+
+}  // namespace kvlab

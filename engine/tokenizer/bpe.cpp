@@ -1,0 +1,252 @@
+#include "engine/tokenizer/bpe.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <queue>
+#include <stdexcept>
+#include <unordered_set>
+#include <utility>
+
+#include "engine/tokenizer/bytes.hpp"
+#include "engine/tokenizer/text.hpp"
+
+namespace kvlab::tokenizer {
+namespace {
+
+constexpr int kBytes = 256;
+
+std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
+  return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 |
+         static_cast<std::uint32_t>(right);
+}
+
+// A model without a type is BPE where it has merges: so were the first files written.
+void require_bpe(const Node& model) {
+  if (model.find("type") == nullptr && model.find("merges") != nullptr) return;
+  const std::string type = model.type();
+  if (type != "BPE") {
+    throw std::runtime_error(
+        fmt::format("model.type {} is not supported; it must be \"BPE\"", json_quoted(type)));
+  }
+}
+
+void refuse_unsupported_options(const Node& model) {
+  for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"}) {
+    if (!model.text_or(key, "").empty()) {
+      throw std::runtime_error(fmt::format("model.{} is not supported; it must be null", key));
+    }
+  }
+  const Json* dropout = model.find("dropout");
+  if (dropout != nullptr && *dropout != 0.0) {
+    throw std::runtime_error("model.dropout is not supported; it must be null");
+  }
+}
+
+// "a b" or ["a", "b"].
+std::pair<std::string, std::string> merge_parts(const Json& merge, std::size_t index) {
+  if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
+    return {merge[0].get<std::string>(), merge[1].get<std::string>()};
+  }
+  if (merge.is_string()) {
+    const auto text = merge.get<std::string>();
+    const std::size_t space = text.find(' ');
+    if (space != text.npos && text.find(' ', space + 1) == text.npos) {
+      return {text.substr(0, space), text.substr(space + 1)};
+    }
+  }
+  throw std::runtime_error(
+      fmt::format("model.merges[{}] must be two tokens, as \"a b\" or [\"a\", \"b\"]", index));
+}
+
+}  // namespace
+
+// A possible merge of the symbol at `left` with the next one.
+struct Bpe::Candidate {
+  std::int32_t rank, id;
+  std::size_t left;
+  // For a priority queue: the lowest rank first, then the leftmost.
+  bool operator<(const Candidate& other) const {
+    return std::pair(other.rank, other.left) < std::pair(rank, left);
+  }
+};
+
+// The symbols of a piece as a linked list; each merge takes the right one out.
+class Bpe::Word {
+ public:
+  Word(const Bpe& bpe, std::vector<std::int32_t> ids) : bpe_(bpe), symbols_(ids.size()) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      symbols_[i] = {ids[i], i == 0 ? kNone : i - 1, i + 1 == ids.size() ? kNone : i + 1, true};
+    }
+  }
+
+  void merge_all() {
+    std::vector<Candidate> first;
+    for (std::size_t i = 0; i + 1 < symbols_.size(); ++i) add_candidate(i, first);
+    std::priority_queue<Candidate> queue({}, std::move(first));
+    std::vector<Candidate> added;
+    while (!queue.empty()) {
+      const Candidate top = queue.top();
+      queue.pop();
+      if (!still_holds(top)) continue;
+      merge(top);
+      added.clear();
+      if (symbols_[top.left].previous != kNone) add_candidate(symbols_[top.left].previous, added);
+      add_candidate(top.left, added);
+      for (const Candidate& candidate : added) queue.push(candidate);
+    }
+  }
+
+  void append_ids(std::vector<std::int32_t>& out) const {
+    if (symbols_.empty()) return;
+    for (std::size_t i = 0; i != kNone; i = symbols_[i].next) out.push_back(symbols_[i].id);
+  }
+
+ private:
+  static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+  struct Symbol {
+    std::int32_t id;
+    std::size_t previous, next;
+    bool live;
+  };
+
+  void add_candidate(std::size_t left, std::vector<Candidate>& out) const {
+    const std::size_t right = symbols_[left].next;
+    if (right == kNone) return;
+    const Merge* found = bpe_.find_merge(symbols_[left].id, symbols_[right].id);
+    if (found != nullptr) out.push_back({found->rank, found->id, left});
+  }
+
+  // A neighbour may have changed since. The tokenizers library asks for the same result, not the
+  // same rank, and so do we.
+  bool still_holds(const Candidate& candidate) const {
+    const Symbol& left = symbols_[candidate.left];
+    if (!left.live || left.next == kNone) return false;
+    const Merge* found = bpe_.find_merge(left.id, symbols_[left.next].id);
+    return found != nullptr && found->id == candidate.id;
+  }
+
+  void merge(const Candidate& candidate) {
+    Symbol& left = symbols_[candidate.left];
+    Symbol& right = symbols_[left.next];
+    left.id = candidate.id;
+    left.next = right.next;
+    right.live = false;
+    if (right.next != kNone) symbols_[right.next].previous = candidate.left;
+  }
+
+  const Bpe& bpe_;
+  std::vector<Symbol> symbols_;
+};
+
+Bpe::Bpe(const Node& model) {
+  require_bpe(model);
+  refuse_unsupported_options(model);
+  fuse_unk_ = model.flag_or("fuse_unk", false);
+  ignore_merges_ = model.flag_or("ignore_merges", false);
+  read_vocabulary(model);
+  read_merges(model);
+  read_fallbacks(model);
+}
+
+void Bpe::read_vocabulary(const Node& model) {
+  const Node vocab = model.child("vocab");
+  std::unordered_set<std::int32_t> used;
+  vocabulary_.reserve(vocab.json().size());
+  for (const auto& [token, value] : vocab.json().items()) {
+    const std::int32_t id = token_id(value, fmt::format("model.vocab[{}]", json_quoted(token)));
+    if (!used.insert(id).second) {
+      throw std::runtime_error(fmt::format("model.vocab: two tokens have id {}", id));
+    }
+    vocabulary_.emplace(token, id);
+  }
+  if (vocabulary_.empty()) throw std::runtime_error("model.vocab is empty");
+}
+
+void Bpe::read_merges(const Node& model) {
+  const Json& merges = model.array("merges");
+  merges_.reserve(merges.size());
+  std::int32_t rank = 0;
+  for (const Json& merge : merges) {
+    const auto [left, right] = merge_parts(merge, static_cast<std::size_t>(rank));
+    const auto known = [&](const std::string& token) {
+      if (const auto id = id_of(token)) return *id;
+      throw std::runtime_error(fmt::format("model.merges[{}]: token {} is not in model.vocab", rank,
+                                           json_quoted(token)));
+    };
+    const std::uint64_t key = pair_key(known(left), known(right));
+    merges_.insert_or_assign(key, Merge{rank, known(left + right)});
+    ++rank;
+  }
+}
+
+void Bpe::read_fallbacks(const Node& model) {
+  if (const std::string unk = model.text_or("unk_token", ""); !unk.empty()) {
+    unk_ = id_of(unk);
+    if (!unk_) {
+      throw std::runtime_error(
+          fmt::format("model.unk_token {} is not in model.vocab", json_quoted(unk)));
+    }
+  }
+  if (!model.flag_or("byte_fallback", false)) return;
+  for (int byte = 0; byte < kBytes; ++byte) {
+    byte_ids_.push_back(id_of(fallback_token(static_cast<std::uint8_t>(byte))));
+  }
+  byte_fallback_is_whole_ = std::all_of(byte_ids_.begin(), byte_ids_.end(),
+                                        [](const auto& id) { return id.has_value(); });
+}
+
+std::optional<std::int32_t> Bpe::id_of(std::string_view token) const {
+  const auto it = vocabulary_.find(token);
+  return it == vocabulary_.end() ? std::nullopt : std::optional(it->second);
+}
+
+const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
+  const auto it = merges_.find(pair_key(left, right));
+  return it == merges_.end() ? nullptr : &it->second;
+}
+
+void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids) const {
+  if (ignore_merges_) {
+    if (const auto whole = id_of(piece)) {
+      ids.push_back(*whole);
+      return;
+    }
+  }
+  Word word(*this, characters(piece));
+  word.merge_all();
+  word.append_ids(ids);
+}
+
+// All bytes of the character, or nothing and false.
+bool Bpe::append_bytes(std::string_view character, std::vector<std::int32_t>& ids) const {
+  if (byte_ids_.empty()) return false;
+  const auto id_of_byte = [&](char byte) { return byte_ids_[static_cast<std::uint8_t>(byte)]; };
+  if (!std::all_of(character.begin(), character.end(), id_of_byte)) return false;
+  for (const char byte : character) ids.push_back(*id_of_byte(byte));
+  return true;
+}
+
+// The ids of single characters, before any merge.
+std::vector<std::int32_t> Bpe::characters(std::string_view piece) const {
+  std::vector<std::int32_t> ids;
+  ids.reserve(piece.size());
+  bool unk_waits = false;  // a run of unknown characters waits, to be fused
+  for (std::size_t at = 0, bytes; at < piece.size(); at += bytes) {
+    bytes = char_bytes(piece[at]);
+    const std::string_view character = piece.substr(at, bytes);
+    if (const auto id = id_of(character)) {
+      if (std::exchange(unk_waits, false)) ids.push_back(*unk_);
+      ids.push_back(*id);
+    } else if (!append_bytes(character, ids) && unk_) {
+      // As in the tokenizers library, bytes do not end a waiting run.
+      if (unk_waits && !fuse_unk_) ids.push_back(*unk_);
+      unk_waits = true;
+    }
+  }
+  if (unk_waits) ids.push_back(*unk_);
+  return ids;
+}
+
+}  // namespace kvlab::tokenizer

@@ -1,0 +1,63 @@
+// Byte pair encoding: a vocabulary, ranked merges, and how a piece of text becomes ids.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/tokenizer/json.hpp"
+
+namespace kvlab::tokenizer {
+
+/// Lets a map of strings be asked with a view.
+struct StringHash {
+  using is_transparent = void;
+  std::size_t operator()(std::string_view text) const {
+    return std::hash<std::string_view>{}(text);
+  }
+};
+template <class Value>
+using StringMap = std::unordered_map<std::string, Value, StringHash, std::equal_to<>>;
+
+class Bpe {
+ public:
+  /// The `model` object of the file. Throws std::runtime_error for one that is broken or not BPE.
+  explicit Bpe(const Node& model);
+
+  /// Appends the ids of one piece (valid UTF-8, as the pre-tokenizer made it). n log n.
+  void encode(std::string_view piece, std::vector<std::int32_t>& ids) const;
+
+  const StringMap<std::int32_t>& vocabulary() const { return vocabulary_; }
+  std::optional<std::int32_t> id_of(std::string_view token) const;
+  /// The token's characters that have no id are lost rather than read as `unk` or as bytes.
+  bool loses_unknown_characters() const { return !unk_ && !byte_fallback_is_whole_; }
+
+ private:
+  struct Merge {
+    std::int32_t rank, id;
+  };
+  using Merges = std::unordered_map<std::uint64_t, Merge>;  // by pair_key()
+  struct Candidate;
+  class Word;
+
+  void read_vocabulary(const Node& model);
+  void read_merges(const Node& model);
+  void read_fallbacks(const Node& model);
+  std::vector<std::int32_t> characters(std::string_view piece) const;
+  bool append_bytes(std::string_view character, std::vector<std::int32_t>& ids) const;
+  const Merge* find_merge(std::int32_t left, std::int32_t right) const;
+
+  StringMap<std::int32_t> vocabulary_;
+  Merges merges_;
+  std::optional<std::int32_t> unk_;
+  std::vector<std::optional<std::int32_t>> byte_ids_;  // [byte]; empty without byte fallback
+  bool byte_fallback_is_whole_ = false;
+  bool fuse_unk_ = false;
+  bool ignore_merges_ = false;
+};
+
+}  // namespace kvlab::tokenizer

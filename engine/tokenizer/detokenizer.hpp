@@ -1,0 +1,50 @@
+// How tokens become text again.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "engine/tokenizer/json.hpp"
+#include "engine/tokenizer/pretokenizer.hpp"
+
+namespace kvlab::tokenizer {
+
+/// The file's `decoder`. It works as the tokenizers library's does, but bytes that are not UTF-8
+/// come out as they are, never as U+FFFD.
+class Detokenizer {
+ public:
+  /// Throws std::runtime_error for one that is missing or not ByteLevel, Metaspace, Replace (of a
+  /// string), ByteFallback, Fuse, Strip or a Sequence of them.
+  static Detokenizer from_file(const Node& file);
+
+  std::string apply(std::vector<std::string> tokens) const;
+
+ private:
+  struct ByteLevel {};
+  struct ByteFallback {};
+  struct Fuse {};
+  struct Replace {
+    std::string from, to;
+  };
+  struct Strip {
+    std::string content;              ///< one character
+    std::size_t start = 0, stop = 0;  ///< how many at most, at either end of a token
+  };
+  using Step = std::variant<ByteLevel, ByteFallback, Fuse, Replace, Strip, MetaspaceMark>;
+  using Tokens = std::vector<std::string>;
+
+  static Step read_step(const Node& node);
+  static Strip read_strip(const Node& node);
+  static Tokens run(const ByteLevel&, Tokens tokens);
+  static Tokens run(const ByteFallback&, Tokens tokens);
+  static Tokens run(const Fuse&, const Tokens& tokens);
+  static Tokens run(const Replace& step, Tokens tokens);
+  static Tokens run(const Strip& step, Tokens tokens);
+  static Tokens run(const MetaspaceMark& step, Tokens tokens);
+
+  std::vector<Step> steps_;
+};
+
+}  // namespace kvlab::tokenizer

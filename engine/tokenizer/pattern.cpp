@@ -1,0 +1,141 @@
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include "engine/tokenizer/pattern.hpp"
+
+#include <fmt/format.h>
+#include <pcre2.h>
+
+#include <array>
+#include <stdexcept>
+
+namespace kvlab::tokenizer {
+namespace {
+
+constexpr std::size_t kMaxPatternBytes = 16 * 1024;
+constexpr std::uint32_t kMaxSteps = 50'000'000;        // of one match
+constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
+constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes
+constexpr std::uint32_t kMaxHeap = 256 * 1024;         // KiB, where there is no JIT
+
+struct FreeCode {
+  void operator()(pcre2_code* code) const { pcre2_code_free(code); }
+};
+struct FreeMatchData {
+  void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
+};
+struct FreeMatchContext {
+  void operator()(pcre2_match_context* context) const { pcre2_match_context_free(context); }
+};
+struct FreeJitStack {
+  void operator()(pcre2_jit_stack* stack) const { pcre2_jit_stack_free(stack); }
+};
+struct FreeCompileContext {
+  void operator()(pcre2_compile_context* context) const { pcre2_compile_context_free(context); }
+};
+
+template <class T>
+T* allocated(T* made) {
+  if (made == nullptr) throw std::bad_alloc();
+  return made;
+}
+
+std::string message_of(int error) {
+  std::array<PCRE2_UCHAR, 256> text{};
+  pcre2_get_error_message(error, text.data(), text.size());
+  return reinterpret_cast<const char*>(text.data());
+}
+
+PCRE2_SPTR units(std::string_view text) { return reinterpret_cast<PCRE2_SPTR>(text.data()); }
+
+std::unique_ptr<pcre2_code, FreeCode> compile(std::string_view pattern, std::uint32_t options) {
+  const std::unique_ptr<pcre2_compile_context, FreeCompileContext> context(
+      allocated(pcre2_compile_context_create(nullptr)));
+  pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
+  int error = 0;
+  PCRE2_SIZE at = 0;
+  std::unique_ptr<pcre2_code, FreeCode> code(pcre2_compile(
+      units(pattern), pattern.size(), options | PCRE2_UTF, &error, &at, context.get()));
+  if (!code) {
+    throw std::runtime_error(
+        fmt::format("the pattern does not compile: {} at offset {}", message_of(error), at));
+  }
+  // Without JIT the interpreter runs it: the same matches, slower.
+  pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);
+  return code;
+}
+
+// What one scan of a text needs.
+class Matcher {
+ public:
+  explicit Matcher(const pcre2_code& code)
+      : code_(code),
+        data_(allocated(pcre2_match_data_create_from_pattern(&code, nullptr))),
+        context_(allocated(pcre2_match_context_create(nullptr))),
+        stack_(pcre2_jit_stack_create(kJitStackStart, kJitStackMax, nullptr)) {
+    pcre2_set_match_limit(context_.get(), kMaxSteps);
+    pcre2_set_heap_limit(context_.get(), kMaxHeap);
+    pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
+  }
+
+  // The first match at or after `from`; false if there is none.
+  bool find(std::string_view text, std::size_t from, Span& match) {
+    const int found = pcre2_match(&code_, units(text), text.size(), from, PCRE2_NO_UTF_CHECK,
+                                  data_.get(), context_.get());
+    if (found == PCRE2_ERROR_NOMATCH) return false;
+    if (found < 0) {
+      throw std::runtime_error(
+          fmt::format("the tokenizer's pattern cannot split this text: {}", message_of(found)));
+    }
+    const PCRE2_SIZE* ends = pcre2_get_ovector_pointer(data_.get());
+    match = {ends[0], ends[1]};
+    return true;
+  }
+
+ private:
+  const pcre2_code& code_;
+  std::unique_ptr<pcre2_match_data, FreeMatchData> data_;
+  std::unique_ptr<pcre2_match_context, FreeMatchContext> context_;
+  std::unique_ptr<pcre2_jit_stack, FreeJitStack> stack_;
+};
+
+}  // namespace
+
+struct Pattern::Code {
+  std::unique_ptr<pcre2_code, FreeCode> compiled;
+};
+
+Pattern Pattern::regex(std::string_view pattern) {
+  if (pattern.size() > kMaxPatternBytes) {
+    throw std::runtime_error(fmt::format("the pattern has {} bytes; at most {} are allowed",
+                                         pattern.size(), kMaxPatternBytes));
+  }
+  auto code = compile(translate_pattern(pattern), PCRE2_UCP);
+  std::uint32_t matches_nothing = 0;
+  pcre2_pattern_info(code.get(), PCRE2_INFO_MATCHEMPTY, &matches_nothing);
+  if (matches_nothing != 0) {
+    throw std::runtime_error("the pattern can match nothing; each match must have a character");
+  }
+  return Pattern(std::make_shared<const Code>(Code{std::move(code)}));
+}
+
+Pattern Pattern::literal(std::string_view text) {
+  if (text.empty() || text.size() > kMaxPatternBytes) {
+    throw std::runtime_error(fmt::format("the pattern must have 1 to {} bytes", kMaxPatternBytes));
+  }
+  return Pattern(std::make_shared<const Code>(Code{compile(text, PCRE2_LITERAL)}));
+}
+
+std::vector<Span> Pattern::isolate(std::string_view text) const {
+  Matcher matcher(*code_->compiled);
+  std::vector<Span> spans;
+  std::size_t done = 0;
+  for (Span match{}; done < text.size() && matcher.find(text, done, match); done = match.end) {
+    // Look-behind could yet leave an empty match; it must not stop the scan.
+    if (match.end <= done || match.begin == match.end) break;
+    if (match.begin > done) spans.push_back({done, match.begin});
+    spans.push_back(match);
+  }
+  if (done < text.size()) spans.push_back({done, text.size()});
+  return spans;
+}
+
+}  // namespace kvlab::tokenizer

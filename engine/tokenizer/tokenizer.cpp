@@ -1,0 +1,244 @@
+#include "engine/tokenizer/tokenizer.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "engine/tokenizer/added.hpp"
+#include "engine/tokenizer/bpe.hpp"
+#include "engine/tokenizer/bytes.hpp"
+#include "engine/tokenizer/detokenizer.hpp"
+#include "engine/tokenizer/normalizer.hpp"
+#include "engine/tokenizer/postprocessor.hpp"
+#include "engine/tokenizer/pretokenizer.hpp"
+#include "engine/tokenizer/text.hpp"
+
+namespace kvlab {
+namespace {
+
+using tokenizer::AddedToken;
+using tokenizer::AddedTokenMatcher;
+using tokenizer::Bpe;
+using tokenizer::Detokenizer;
+using tokenizer::Normalizer;
+using tokenizer::PostProcessor;
+using tokenizer::PreTokenizer;
+using tokenizer::Segment;
+
+// Whether every text could be written with the vocabulary: a loss would be silent.
+void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
+  if (!model.loses_unknown_characters()) return;
+  if (!pre_tokenizer.is_byte_level()) {
+    throw std::runtime_error(
+        "model: a character outside the vocabulary would be lost; byte_fallback with all of <0x00> "
+        "to <0xFF>, an unk_token or a ByteLevel pre_tokenizer is needed");
+  }
+  for (int byte = 0; byte <= 0xF4; ++byte) {
+    if (byte == 0xC0 || byte == 0xC1) continue;  // never in UTF-8, as those above 0xF4
+    const auto character = tokenizer::char_of_byte(static_cast<std::uint8_t>(byte));
+    if (!model.id_of(character)) {
+      throw std::runtime_error(fmt::format("model.vocab has no token {} for byte 0x{:02X}",
+                                           json_quoted(character), byte));
+    }
+  }
+}
+
+// Pieces recur: the ids of one seen before are copied from where they were first written.
+class PieceEncoder {
+ public:
+  PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids) : model_(model), ids_(ids) {}
+
+  void append(const std::string& piece) {
+    if (const auto it = seen_.find(piece); it != seen_.end()) {
+      const Range range = it->second;
+      for (std::size_t i = range.begin; i < range.end; ++i) ids_.push_back(ids_[i]);
+      return;
+    }
+    const std::size_t begin = ids_.size();
+    model_.encode(piece, ids_);
+    if (piece.size() <= kMaxPieceBytes && seen_.size() < kMaxPieces) {
+      seen_.emplace(piece, Range{begin, ids_.size()});
+    }
+  }
+
+ private:
+  static constexpr std::size_t kMaxPieceBytes = 128, kMaxPieces = 1 << 16;
+  struct Range {
+    std::size_t begin, end;  // of ids_
+  };
+
+  const Bpe& model_;
+  std::vector<std::int32_t>& ids_;
+  tokenizer::StringMap<Range> seen_;
+};
+
+}  // namespace
+
+class Tokenizer::Impl {
+ public:
+  explicit Impl(const tokenizer::Node& file)
+      : model_(file.child("model")),
+        normalizer_(Normalizer::from_file(file)),
+        pre_tokenizer_(PreTokenizer::from_file(file)),
+        post_processor_(PostProcessor::from_file(file)),
+        detokenizer_(Detokenizer::from_file(file)) {
+    require_no_loss(model_, pre_tokenizer_);
+    for (const auto& [token, id] : model_.vocabulary()) add_id(id, token);
+    read_added(tokenizer::read_added_tokens(file));
+    require_known(post_processor_.before);
+    require_known(post_processor_.after);
+  }
+
+  std::vector<std::int32_t> encode(std::string_view bytes, bool add_special) const {
+    const std::string text = tokenizer::replace_invalid_utf8(bytes);
+    std::vector<std::int32_t> ids;
+    if (add_special) ids = post_processor_.before;
+    PieceEncoder pieces(model_, ids);
+    for (const Segment& segment : in_text_.split(text)) {
+      const auto part = std::string_view(text).substr(segment.begin, segment.end - segment.begin);
+      if (segment.id) {
+        ids.push_back(*segment.id);
+      } else {
+        encode_normalized(normalizer_.apply(part), segment.begin == 0, pieces, ids);
+      }
+    }
+    const auto& after = post_processor_.after;
+    if (add_special) ids.insert(ids.end(), after.begin(), after.end());
+    return ids;
+  }
+
+  std::string decode(std::span<const std::int32_t> ids, bool skip_special) const {
+    std::vector<std::string> tokens;
+    tokens.reserve(ids.size());
+    for (const std::int32_t id : ids) {
+      const auto it = token_of_.find(id);
+      if (it == token_of_.end()) {
+        throw std::out_of_range(fmt::format(
+            "token id {} is not in the vocabulary, whose largest id is {}", id, max_id_));
+      }
+      if (skip_special && special_.contains(id)) continue;
+      tokens.push_back(it->second);
+    }
+    return detokenizer_.apply(std::move(tokens));
+  }
+
+  std::optional<std::int32_t> id_of(std::string_view token) const {
+    const auto it = added_id_of_.find(token);
+    return it != added_id_of_.end() ? std::optional(it->second) : model_.id_of(token);
+  }
+
+  std::size_t vocab_size() const { return static_cast<std::size_t>(max_id_) + 1; }
+
+ private:
+  void add_id(std::int32_t id, const std::string& token) {
+    const auto [it, is_new] = token_of_.emplace(id, token);
+    if (!is_new && it->second != token) {
+      throw std::runtime_error(fmt::format("added_tokens: id {} of {} is already that of {}", id,
+                                           json_quoted(token), json_quoted(it->second)));
+    }
+    max_id_ = std::max(max_id_, id);
+  }
+
+  void read_added(const std::vector<AddedToken>& tokens) {
+    for (const AddedToken& token : tokens) {
+      const auto in_model = model_.id_of(token.content);
+      if (in_model && *in_model != token.id) {
+        throw std::runtime_error(fmt::format("added_tokens: {} has id {}, but {} in model.vocab",
+                                             json_quoted(token.content), token.id, *in_model));
+      }
+      add_id(token.id, token.content);
+      token_of_[token.id] = written(token);
+      added_id_of_.emplace(token.content, token.id);
+      if (token.special) special_.insert(token.id);
+    }
+    // Special tokens come first: where two have one spelling, the first one counts.
+    for (const bool special : {true, false}) {
+      for (const AddedToken& token : tokens) {
+        if (token.special == special) make_findable(token);
+      }
+    }
+  }
+
+  // What decoding makes of an added token: as it is looked for, so that the text comes back. A byte
+  // decoder would read it as bytes; where these are no text, it is spelled so that they are.
+  std::string written(const AddedToken& token) const {
+    std::string text = token.normalized ? normalizer_.apply(token.content) : token.content;
+    if (!pre_tokenizer_.is_byte_level()) return text;
+    const auto bytes = tokenizer::chars_to_bytes(text);
+    const bool is_text = !bytes || tokenizer::replace_invalid_utf8(*bytes) == *bytes;
+    return is_text ? text : tokenizer::bytes_to_chars(text);
+  }
+
+  void make_findable(const AddedToken& token) {
+    if (token.normalized) {
+      in_normalized_.add(normalizer_.apply(token.content), token);
+    } else {
+      in_text_.add(token.content, token);
+    }
+  }
+
+  void require_known(const std::vector<std::int32_t>& ids) const {
+    for (const std::int32_t id : ids) {
+      if (!token_of_.contains(id)) {
+        throw std::runtime_error(
+            fmt::format("post_processor: token id {} is not in the vocabulary", id));
+      }
+    }
+  }
+
+  void encode_normalized(const std::string& text, bool at_start, PieceEncoder& pieces,
+                         std::vector<std::int32_t>& ids) const {
+    for (const Segment& segment : in_normalized_.split(text)) {
+      if (segment.id) {
+        ids.push_back(*segment.id);
+        continue;
+      }
+      const bool first = at_start && segment.begin == 0;
+      for (const std::string& piece :
+           pre_tokenizer_.apply(text.substr(segment.begin, segment.end - segment.begin), first)) {
+        pieces.append(piece);
+      }
+    }
+  }
+
+  Bpe model_;
+  Normalizer normalizer_;
+  PreTokenizer pre_tokenizer_;
+  PostProcessor post_processor_;
+  Detokenizer detokenizer_;
+  AddedTokenMatcher in_text_, in_normalized_;
+  std::unordered_map<std::int32_t, std::string> token_of_;
+  tokenizer::StringMap<std::int32_t> added_id_of_;
+  std::unordered_set<std::int32_t> special_;
+  std::int32_t max_id_ = 0;
+};
+
+Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json) {
+  const tokenizer::Json json = tokenizer::read_json(tokenizer_json);
+  Tokenizer result;
+  try {
+    result.impl_ = std::make_shared<const Impl>(tokenizer::Node::root(json));
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(fmt::format("{}: {}", tokenizer_json.string(), error.what()));
+  }
+  return result;
+}
+
+std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_special) const {
+  return impl_->encode(text, add_special);
+}
+
+std::string Tokenizer::decode(std::span<const std::int32_t> ids, bool skip_special) const {
+  return impl_->decode(ids, skip_special);
+}
+
+std::optional<std::int32_t> Tokenizer::id_of(std::string_view token) const {
+  return impl_->id_of(token);
+}
+
+std::size_t Tokenizer::vocab_size() const { return impl_->vocab_size(); }
+
+}  // namespace kvlab

@@ -1,0 +1,202 @@
+// Decode attention of few pairs with few slots: a cluster of CTAs for each pair. All its keys and
+// values are on their way before the kernel ahead has ended, so what counts is how long it takes
+// from the query to the output: parts are merged through the shared memory of the cluster, in half
+// the time that it takes through global memory.
+//
+// The CTAs share a pair's tiles evenly; a part is what one warp has of them. Each CTA merges some
+// columns, four dimensions of a query head, of all parts in one order.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/device/cluster.cuh"
+#include "kernels/device/even_share.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/decode/pair_tiles.cuh"
+
+namespace kvlab::kernels {
+
+inline constexpr int kClusterCtas = 8;  ///< the most that every device of sm_90 has
+inline constexpr int kClusterParts = kClusterCtas * kWarps;
+inline constexpr int kColumnThreads = 8;  ///< that share the parts of a column
+
+/// What a CTA gets of all parts, behind the Exchange.
+template <int kDim>
+struct ClusterParts {
+  int group;
+  float* memory;
+
+  /// Columns of a CTA; the last one may have fewer.
+  __host__ __device__ static constexpr int columns(int group) {
+    return (group * kDim / 4 + kClusterCtas - 1) / kClusterCtas;
+  }
+  static std::size_t bytes(int group) {
+    const std::size_t each = static_cast<std::size_t>(columns(group)) * sizeof(float4) +
+                             static_cast<std::size_t>(group) * sizeof(float2);
+    return kClusterParts * each;
+  }
+  __device__ float4* column(int part, int i) const {
+    return reinterpret_cast<float4*>(memory) + part * columns(group) + i;
+  }
+  __device__ float2* state(int part, int head) const {
+    return reinterpret_cast<float2*>(column(kClusterParts, 0)) + part * group + head;
+  }
+
+  /// A warp's part to the CTAs. By the whole warp.
+  __device__ void push(const WarpPart& found, int part) const {
+    const int lane = threadIdx.x % 32, each = columns(group);
+    for (int i = lane; i < group * kDim / 4; i += 32)
+      store_in(i / each, column(part, i % each), reinterpret_cast<const float4*>(found.out)[i]);
+    for (int i = lane; i < group * kClusterCtas; i += 32)
+      store_in(i / group, state(part, i % group), found.state[i % group]);
+  }
+};
+
+/// Sums over the threads of a column, in all of them.
+__device__ inline float column_sum(float value) {
+#pragma unroll
+  for (int step = 1; step < kColumnThreads; step *= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+
+/// Merges and writes the columns of CTA `rank`. By all threads.
+template <class Warp>
+__device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHeadSize>& parts,
+                              int pair, int rank) {
+  constexpr int kChunks = Warp::kHeadSize / 4, kOwn = kClusterParts / kColumnThreads;
+  const int group = plan.args.group, each = parts.columns(group);
+  const int own = threadIdx.x % kColumnThreads;
+#pragma unroll 1
+  for (int first = 0; first < each; first += kThreads / kColumnThreads) {
+    const int i = first + static_cast<int>(threadIdx.x) / kColumnThreads, column = rank * each + i;
+    const bool wanted = i < each && column < group * kChunks;
+    const int head = wanted ? column / kChunks : 0;
+    float2 states[kOwn];
+    float4 outs[kOwn];
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int part = own + k * kColumnThreads;
+      states[k] = *parts.state(part, head);
+      outs[k] = wanted ? *parts.column(part, i) : float4{};
+    }
+    float max = states[0].x;
+#pragma unroll
+    for (int k = 1; k < kOwn; ++k) max = fmaxf(max, states[k].x);
+#pragma unroll
+    for (int step = 1; step < kColumnThreads; step *= 2)
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    float sum = 0;
+    float4 out{};
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const float weight = rescale(states[k].x, max);
+      sum = fmaf(weight, states[k].y, sum);
+      out.x = fmaf(weight, outs[k].x, out.x);
+      out.y = fmaf(weight, outs[k].y, out.y);
+      out.z = fmaf(weight, outs[k].z, out.z);
+      out.w = fmaf(weight, outs[k].w, out.w);
+    }
+    sum = column_sum(sum);
+    out = make_float4(column_sum(out.x), column_sum(out.y), column_sum(out.z), column_sum(out.w));
+    if (wanted && own == 0)
+      write_output<typename Warp::Element>(plan, pair * group + head, column % kChunks * 4, out,
+                                           make_float2(max, sum));
+  }
+}
+
+/// To the L2 cache: the newest token's tile, which waits for it. Its slot is then written there.
+template <class Warp>
+__device__ void prefetch_newest(const PairAttention& args, const PairSlots& slots, int first,
+                                int count) {
+  constexpr int kLine = 128;
+  constexpr int kSlot = Warp::kHeadSize * static_cast<int>(sizeof(typename Warp::Element));
+  const int tile = slots.newest / kSlotsPerTile;
+  if (tile < first || tile >= first + count) return;
+  const int slot = tile * kSlotsPerTile;
+  const int bytes = min(slots.live - slot, kSlotsPerTile) * kSlot;
+  const std::int64_t from = (slots.base / Warp::kHeadSize + slot) * kSlot;
+#pragma unroll 1  // short code: a launch finds the instruction cache cold
+  for (int at = static_cast<int>(threadIdx.x) * kLine; at < bytes; at += kThreads * kLine) {
+    prefetch_line(static_cast<const char*>(args.keys) + from + at);
+    prefetch_line(static_cast<const char*>(args.values) + from + at);
+  }
+}
+
+template <class Warp>
+__global__ void __launch_bounds__(kThreads)
+    attend_in_clusters(const __grid_constant__ PairPlan plan) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  constexpr int kDim = Warp::kHeadSize;
+  const PairAttention& args = plan.args;
+  const Ring<Warp> ring{plan.stages, memory};
+  const Exchange<kDim> exchange{args.group,
+                                reinterpret_cast<float*>(memory + Ring<Warp>::bytes(plan.stages))};
+  const ClusterParts<kDim> parts{args.group, exchange.memory + exchange.parts_floats()};
+  cluster_arrive();
+  if (!args.settled) wait_for_predecessor();
+  const int rank = cluster_rank(), warp = static_cast<int>(threadIdx.x) / 32;
+  const PairSlots slots(args.table, kDim, static_cast<int>(blockIdx.x) / kClusterCtas);
+  __syncthreads();  // all know the length: what follows in the stream may change it
+  let_successor_start();
+  const EvenShare share(slots.tiles(), kClusterCtas);
+  const int first = share.begin(rank), count = share.begin(rank + 1) - first;
+  prefetch_newest<Warp>(args, slots, first, count);
+  AllTilesAhead<Warp> tiles(plan, ring.tiles(warp), Place{slots, first}, count);
+  wait_for_predecessor();
+  Warp state;
+  state.start(static_cast<const typename Warp::Element*>(args.q) +
+                  std::int64_t{slots.pair} * args.group * kDim,
+              args.group);
+  TileUse use{};
+  for (int i = 0; i < count; ++i) {
+    const auto& tile = tiles.next();
+    use.valid = slots.live - (first + i) * kSlotsPerTile - warp * Warp::kKeys;
+    if (use.valid > 0) state.add(tile, use, plan.base2_scale);
+  }
+  state.finish(exchange.part(warp));
+  __syncwarp();
+  cluster_wait();  // all have begun
+  parts.push(exchange.part(warp), rank * kWarps + warp);
+  cluster_arrive();
+  cluster_wait();
+  if (slots.live > 0) merge_columns<Warp>(plan, parts, slots.pair, rank);
+}
+
+template <class Warp>
+std::size_t clustered_bytes(const PairAttention& args, int stages) {
+  using Own = Exchange<Warp::kHeadSize>;
+  return Ring<Warp>::bytes(stages) + Own{args.group, nullptr}.parts_floats() * sizeof(float) +
+         ClusterParts<Warp::kHeadSize>::bytes(args.group);
+}
+
+/// Tiles that a warp keeps in shared memory, all that it may have, where pairs get clusters; else
+/// 0. There is to be a multiprocessor for each CTA. Logits are left by the other kernel only.
+template <class Warp>
+int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
+  const std::int64_t tiles = row_slots(args.table.most_slots) / kSlotsPerTile;
+  const std::int64_t each = (tiles + kClusterCtas - 1) / kClusterCtas;
+  const bool fits = limits.early_start && args.rows.logits == nullptr &&
+                    args.table.pairs * kClusterCtas <= limits.multiprocessors &&
+                    each <= Warp::kMostStages &&
+                    clustered_bytes<Warp>(args, static_cast<int>(each)) <=
+                        static_cast<std::size_t>(limits.shared_bytes);
+  return fits ? static_cast<int>(each) : 0;
+}
+
+template <class Warp>
+cudaError_t launch_clusters(const DeviceLimits& limits, PairPlan plan, int stages,
+                            cudaStream_t stream) {
+  plan.stages = stages;
+  plan.read_once = false;
+  const PairAttention& args = plan.args;
+  if (const cudaError_t error = allow_shared_memory(attend_in_clusters<Warp>, limits)) return error;
+  return launch(limits, attend_in_clusters<Warp>,
+                {.grid = dim3(static_cast<unsigned>(args.table.pairs * kClusterCtas)),
+                 .block = dim3(kThreads),
+                 .shared_bytes = clustered_bytes<Warp>(args, stages),
+                 .stream = stream,
+                 .cluster = kClusterCtas},
+                plan);
+}
+
+}  // namespace kvlab::kernels

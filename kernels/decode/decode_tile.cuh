@@ -1,0 +1,415 @@
+// What one warp does with a tile of cached keys and values under the query heads of one KV head: by
+// the tensor cores (2-byte types) or by plain float32. Both keep the running softmax in registers.
+//
+// A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
+// Where keys are turned by age they are not rotated yet, and their ages lie beside them.
+#pragma once
+
+#include "kernels/device/element.cuh"
+#include "kernels/device/key_turns.cuh"
+#include "kernels/device/softmax_state.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/decode/pair_attention.hpp"
+
+namespace kvlab::kernels {
+
+/// What is done about squeezed positions while a tile is read.
+enum class Turning {
+  none,
+  query,  ///< the query turns for the sinks; see EvictingAttentionArgs::two_frames
+  keys,   ///< each key turns by its age
+};
+
+/// What a warp has found out about its keys, for each head of the group.
+struct WarpPart {
+  float* out;     // [head, dim], in shared memory
+  float2* state;  // [head]: max, sum
+};
+
+template <int kKeys, Turning kTurning>
+struct TileAges {};
+template <int kKeys>
+struct TileAges<kKeys, Turning::keys> {
+  std::uint32_t ages[kKeys];  // as SlotCache has them
+
+  /// Starts copying the first `valid` slots'. By a whole warp.
+  __device__ void load(const std::uint32_t* from, int valid) {
+    const int lane = threadIdx.x % 32;
+    if (lane < kKeys && lane < valid) copy_word_async(shared_address(ages + lane), from + lane);
+  }
+};
+
+/// What is to be known of a tile beside what lies in it.
+struct TileUse {
+  int valid;      ///< slots that count, from the first; at least 1
+  float* logits;  ///< where to leave them, [slot, logits_stride], or null
+  int logits_stride;
+  KeyTurns turns;  ///< squeezed positions; its newest counts from the tile's first slot
+  int sinks;       ///< Turning::query: slots, from the first, that the turned query is for
+  const void* turned_query;  // TurnedQuery, in shared memory
+};
+
+/// The group's queries as they stand to the sinks: values rounded, and what that leaves of them.
+template <class T, int kDim>
+struct TurnedQuery {
+  static constexpr int kStride = kDim + 16 / sizeof(T);  ///< so that rows lie in different banks
+  T values[kMostGroup * kStride];
+  T rests[kMostGroup * kStride];
+
+  __device__ void set(int head, int dim, float value) {
+    const T kept = from_float<T>(value);
+    values[head * kStride + dim] = kept;
+    rests[head * kStride + dim] = from_float<T>(value - to_float(kept));
+  }
+};
+
+/// One tile in shared memory.
+template <class T, int kDim, int kKeys, Turning kTurning>
+struct alignas(16) CacheTile : TileAges<kKeys, kTurning> {
+  using Layout = Swizzled<kDim * sizeof(T)>;
+  alignas(16) T keys[kKeys * kDim];
+  T values[kKeys * kDim];
+
+  /// Starts copying the first `valid` slots from `from_keys`, `from_values`; zeros for the rest:
+  /// what an unused slot holds may not be a number. By a whole warp.
+  __device__ void load_slots(const T* from_keys, const T* from_values, int valid,
+                             CachePolicy policy) {
+    const int lane = threadIdx.x % 32;
+    constexpr int kPerChunk = 16 / sizeof(T);
+#pragma unroll
+    for (int i = lane; i < kKeys * Layout::kChunks; i += 32) {
+      const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+      const bool wanted = row < valid;
+      const int from = wanted ? i * kPerChunk : 0;
+      copy_async(shared_address(keys) + Layout::offset(row, chunk), from_keys + from, wanted,
+                 policy);
+      copy_async(shared_address(values) + Layout::offset(row, chunk), from_values + from, wanted,
+                 policy);
+    }
+  }
+};
+
+/// By mma.m16n8k16: the sixteen keys are the rows of the first product, and sixteen dimensions of
+/// the values those of the second; the query heads are the eight columns of both, so that K and V
+/// are A as they lie in memory. Keys and values are 4 * kDim bytes a slot; the products cost about
+/// a twentieth of the time to fetch that. The weights of the first product are transposed between
+/// the lanes to be B of the second.
+///
+/// A key that turns here is two elements, its value rounded and what that leaves, so that a product
+/// has 16 bits of it (22 in fp16) and the query need not be rotated at all: it is as far from the
+/// key as the key from it. So is a query that turns.
+template <class T, int kDim, Turning kTurning_>
+class TensorCoreWarp {
+ public:
+  using Element = T;
+  static constexpr int kKeys = 16;
+  static constexpr int kHeadSize = kDim;
+  static constexpr int kStages = 256 / kDim;      ///< 16 KB of tiles a warp
+  static constexpr int kMostStages = 384 / kDim;  ///< 24 KB, where a launch is long or very short
+  static constexpr Turning kTurning = kTurning_;
+  using Tile = CacheTile<T, kDim, kKeys, kTurning>;
+
+  /// `query`: [head of the group, dim].
+  __device__ void start(const T* query, int group) {
+    group_ = group;
+    const auto* words = reinterpret_cast<const std::uint32_t*>(query + row() * kDim);
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      query_[k][0] = row() < group ? words[k * 8 + column() / 2] : 0;
+      query_[k][1] = row() < group ? words[k * 8 + column() / 2 + 4] : 0;
+    }
+    max_ = make_float2(-INFINITY, -INFINITY);
+    sum_ = make_float2(0, 0);
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n) out_[n][0] = out_[n][1] = out_[n][2] = out_[n][3] = 0;
+  }
+
+  __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
+    float weight[4];
+    if constexpr (kTurning == Turning::keys)
+      score_rotated(tile, use.turns, weight);
+    else
+      score(tile, weight);
+    if constexpr (kTurning == Turning::query)
+      if (use.sinks > 0) score_sinks(tile, use, weight);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      weight[i] = i / 2 * 8 + row() < use.valid ? weight[i] * base2_scale : -INFINITY;
+    if (use.logits != nullptr) leave(weight, use);
+    raise_max(make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weight[i] = exp2_fast(weight[i] - (i % 2 ? max_.y : max_.x));
+    sum_.x += weight[0] + weight[2];
+    sum_.y += weight[1] + weight[3];
+    add_values(tile, weight);
+  }
+
+  __device__ void finish(const WarpPart& part) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      sum_.x += __shfl_xor_sync(~0u, sum_.x, lanes);
+      sum_.y += __shfl_xor_sync(~0u, sum_.y, lanes);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = column() + i;
+      if (head >= group_) break;
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          part.out[head * kDim + n * 16 + half * 8 + row()] = out_[n][half * 2 + i];
+      if (row() == 0)
+        part.state[head] = i == 0 ? make_float2(max_.x, sum_.x) : make_float2(max_.y, sum_.y);
+    }
+  }
+
+ private:
+  // Of a product's result a lane has keys (dimensions) row() and row() + 8 of heads column() and
+  // column() + 1.
+  __device__ static int row() { return threadIdx.x % 32 / 4; }
+  __device__ static int column() { return threadIdx.x % 4 * 2; }
+
+  __device__ void score(const Tile& tile, float (&logit)[4]) const {
+    const int lane = threadIdx.x % 32;
+    const std::uint32_t keys = shared_address(tile.keys);
+    float sums[2][4] = {};  // two, so that a product need not wait for the one before it
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      std::uint32_t a[4];
+      load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
+      multiply_add<T>(sums[k % 2], a, query_[k][0], query_[k][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
+  }
+
+  /// The sinks' logits once more, for the query where it stands among the live tokens.
+  __device__ void score_sinks(const Tile& tile, const TileUse& use, float (&logit)[4]) const {
+    using Query = TurnedQuery<T, kDim>;
+    const auto& query = *static_cast<const Query*>(use.turned_query);
+    const auto words = [&](const T* rows, int k, int i) {
+      const int at = row() * Query::kStride + k * 16 + i * 8 + column();
+      return row() < group_ ? *reinterpret_cast<const std::uint32_t*>(rows + at) : 0;
+    };
+    const int lane = threadIdx.x % 32;
+    const std::uint32_t keys = shared_address(tile.keys);
+    float sums[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      std::uint32_t a[4];
+      load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
+      multiply_add<T>(sums[0], a, words(query.values, k, 0), words(query.values, k, 1));
+      multiply_add<T>(sums[1], a, words(query.rests, k, 0), words(query.rests, k, 1));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i / 2 * 8 + row() < use.sinks) logit[i] = sums[0][i] + sums[1][i];
+  }
+
+  /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
+  /// key lie in one lane.
+  __device__ void score_rotated(const Tile& tile, const KeyTurns& turns, float (&logit)[4]) const {
+    const int lane = threadIdx.x % 32;
+    const std::uint32_t keys = shared_address(tile.keys);
+    const std::uint32_t behind[2] = {turns.behind(tile.ages, row()),
+                                     turns.behind(tile.ages, row() + 8)};
+    float sums[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kDim / 32; ++k) {
+      std::uint32_t low[4], high[4], rest[4], rest_high[4];
+      load_matrices(low, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
+      load_matrices(high, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // key i % 2 * 8 + row(), dimensions from i / 2 * 8 + column()
+        const auto turn = [&](int next) {
+          return turns.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
+        };
+        rotate<T>(turn(0), turn(1), low[i], high[i], rest[i], rest_high[i]);
+      }
+      const auto &query = query_[k], &query_high = query_[k + kDim / 32];
+      multiply_add<T>(sums[0], low, query[0], query[1]);
+      multiply_add<T>(sums[1], high, query_high[0], query_high[1]);
+      multiply_add<T>(sums[0], rest, query[0], query[1]);
+      multiply_add<T>(sums[1], rest_high, query_high[0], query_high[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
+  }
+
+  __device__ void leave(const float (&logit)[4], const TileUse& use) const {
+    if (column() >= group_) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* const to = use.logits + (half * 8 + row()) * use.logits_stride + column();
+      if (use.logits_stride == 1)
+        *to = logit[half * 2];
+      else
+        *reinterpret_cast<float2*>(to) = make_float2(logit[half * 2], logit[half * 2 + 1]);
+    }
+  }
+
+  /// `largest`: of this lane's keys. The maximum is that of all keys so far; where no lane has a
+  /// larger one, it stands.
+  __device__ void raise_max(float2 largest) {
+    if (!__any_sync(~0u, largest.x > max_.x || largest.y > max_.y)) return;
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, lanes));
+      largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, lanes));
+    }
+    largest = make_float2(fmaxf(largest.x, max_.x), fmaxf(largest.y, max_.y));
+    const float2 factor = make_float2(rescale(max_.x, largest.x), rescale(max_.y, largest.y));
+    sum_ = make_float2(sum_.x * factor.x, sum_.y * factor.y);
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out_[n][i] *= i % 2 ? factor.y : factor.x;
+    max_ = largest;
+  }
+
+  __device__ void add_values(const Tile& tile, const float (&weight)[4]) {
+    const int lane = threadIdx.x % 32;
+    const int slot = lane / 16 * 8 + lane % 8;
+    const std::uint32_t values = shared_address(tile.values);
+    const std::uint32_t b[2] = {transpose_matrix(pack<T>(weight[0], weight[1])),
+                                transpose_matrix(pack<T>(weight[2], weight[3]))};
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n) {
+      std::uint32_t a[4];
+      load_matrices_transposed(a, values + Tile::Layout::offset(slot, 2 * n + lane / 8 % 2));
+      multiply_add<T>(out_[n], a, b[0], b[1]);
+    }
+  }
+
+  std::uint32_t query_[kDim / 16][2];
+  float out_[kDim / 16][4];
+  float2 max_, sum_;  // of two heads; sum_: over this lane's keys alone, until finish
+  int group_;
+};
+
+/// In float32: lane l takes key l % 16 for the logits of heads l / 16 * 4 and the next three, and
+/// dimensions l, l + 32, … for the values, of all heads.
+template <int kDim, Turning kTurning_>
+class PlainWarp {
+ public:
+  using Element = float;
+  static constexpr int kKeys = 16;
+  static constexpr int kHeadSize = kDim;
+  static constexpr int kStages = 2;
+  static constexpr int kMostStages = 2;
+  static constexpr Turning kTurning = kTurning_;
+  using Tile = CacheTile<float, kDim, kKeys, kTurning>;
+
+  __device__ void start(const float* query, int group) {
+    query_ = query;
+    group_ = group;
+#pragma unroll
+    for (int h = 0; h < kMostGroup; ++h) {
+      max_[h] = -INFINITY;
+      sum_[h] = 0;
+#pragma unroll
+      for (int i = 0; i < kDim / 32; ++i) out_[h][i] = 0;
+    }
+  }
+
+  __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
+    const int lane = threadIdx.x % 32;
+    float weight[4];  // of key lane % 16
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int head = lane / 16 * 4 + i;
+      float logit = 0;
+      if (head < group_) logit = score_one(tile, use, lane % 16, head) * base2_scale;
+      weight[i] = lane % 16 < use.valid ? logit : -INFINITY;
+      if (use.logits != nullptr && head < group_)
+        use.logits[lane % 16 * use.logits_stride + head] = weight[i];
+    }
+#pragma unroll
+    for (int h = 0; h < kMostGroup; ++h) add_head(tile, weight[h % 4], h);
+  }
+
+  __device__ void finish(const WarpPart& part) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < kMostGroup; ++h) {
+      if (h >= group_) break;
+#pragma unroll
+      for (int i = 0; i < kDim / 32; ++i) part.out[h * kDim + i * 32 + lane] = out_[h][i];
+      if (lane == 0) part.state[h] = make_float2(max_[h], sum_[h]);
+    }
+  }
+
+ private:
+  __device__ float score_one(const Tile& tile, const TileUse& use, int slot, int head) const {
+    if constexpr (kTurning == Turning::keys) return score_rotated(tile, use.turns, slot, head);
+    const float* query = query_ + head * kDim;
+    if constexpr (kTurning == Turning::query) {
+      using Query = TurnedQuery<float, kDim>;
+      if (slot < use.sinks)
+        query = static_cast<const Query*>(use.turned_query)->values + head * Query::kStride;
+    }
+    return score(tile, slot, query);
+  }
+
+  __device__ float score(const Tile& tile, int slot, const float* with) const {
+    const auto* query = reinterpret_cast<const float4*>(with);
+    const auto* keys = reinterpret_cast<const char*>(tile.keys);
+    float dot = 0;
+    for (int chunk = 0; chunk < kDim / 4; ++chunk) {
+      const float4 q = query[chunk];
+      const float4 k = *reinterpret_cast<const float4*>(keys + Tile::Layout::offset(slot, chunk));
+      dot = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, dot))));
+    }
+    return dot;
+  }
+
+  __device__ float score_rotated(const Tile& tile, const KeyTurns& turns, int slot,
+                                 int head) const {
+    const float* query = query_ + head * kDim;
+    const std::uint32_t behind = turns.behind(tile.ages, slot);
+    float dot = 0;
+    for (int i = 0; i < kDim / 2; ++i) {
+      const float2 turn = turns.cos_sin_precise(i, behind);
+      const float low = element(tile.keys, slot, i), high = element(tile.keys, slot, i + kDim / 2);
+      dot = fmaf(query[i], fmaf(low, turn.x, -high * turn.y), dot);
+      dot = fmaf(query[i + kDim / 2], fmaf(high, turn.x, low * turn.y), dot);
+    }
+    return dot;
+  }
+
+  /// `mine`: this lane's logit of head h or, in the other half of the warp, of another head.
+  __device__ void add_head(const Tile& tile, float mine, int h) {
+    if (h >= group_) return;
+    const int lane = threadIdx.x % 32;
+    const float logit = __shfl_sync(~0u, mine, h / 4 * 16 + lane % 16);
+    float max = logit;
+    for (int step = 8; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    max = fmaxf(max, max_[h]);
+    const float weight = exp2_fast(logit - max);
+    float sum = weight;
+    for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    const float factor = rescale(max_[h], max);
+    sum_[h] = fmaf(sum_[h], factor, sum);
+    max_[h] = max;
+#pragma unroll
+    for (int i = 0; i < kDim / 32; ++i) out_[h][i] *= factor;
+    for (int slot = 0; slot < kKeys; ++slot) {
+      const float w = __shfl_sync(~0u, weight, slot);
+#pragma unroll
+      for (int i = 0; i < kDim / 32; ++i)
+        out_[h][i] = fmaf(w, element(tile.values, slot, i * 32 + lane), out_[h][i]);
+    }
+  }
+  __device__ static float element(const float* slots, int slot, int dim) {
+    return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(slots) +
+                                           Tile::Layout::offset(slot, dim / 4) + dim % 4 * 4);
+  }
+
+  const float* query_;
+  int group_;
+  float out_[kMostGroup][kDim / 32];
+  float max_[kMostGroup], sum_[kMostGroup];
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,97 @@
+// All tiles of all pairs in one row, so that any number of CTAs can share them evenly.
+#pragma once
+
+#include "kernels/evict/eviction.hpp"
+#include "kernels/decode/pair_attention.hpp"
+
+namespace kvlab::kernels {
+
+/// Slots of a pair that hold live tokens, the newest included; 0: it sits out.
+__device__ inline int live_slots(const PairTable& table, int pair) {
+  const int sequence = pair / table.kv_heads;
+  if (table.next_slots == nullptr) return min(max(table.lengths[sequence], 0), table.most_slots);
+  if (table.now != nullptr && table.now[sequence] == kIdle) return 0;
+  return min(max(table.lengths[pair], table.next_slots[pair] + 1), table.most_slots);
+}
+
+__device__ inline int tiles_of(int live) { return (live + kSlotsPerTile - 1) / kSlotsPerTile; }
+
+/// A pair as the tiles' loops need it.
+struct PairSlots {
+  int pair, live, newest;
+  std::int64_t base;  ///< where they begin in keys and values, in elements
+
+  __device__ PairSlots(const PairTable& table, int head_size, int index)
+      : pair(index), live(live_slots(table, index)) {
+    if (table.next_slots == nullptr) {
+      base = index / table.kv_heads * table.sequence_stride +
+             index % table.kv_heads * table.head_stride;
+      newest = live - 1;
+    } else {
+      base = table.first_slot[index] * head_size;
+      newest = table.next_slots[index];
+    }
+  }
+  __device__ int tiles() const { return tiles_of(live); }
+};
+
+/// A tile of the row; walks along it.
+struct Place {
+  PairSlots slots;
+  int tile;  ///< of the pair
+
+  /// To the next pair's first tile, which must exist.
+  __device__ void next_pair(const PairTable& table, int head_size) {
+    int index = slots.pair + 1;
+    while (live_slots(table, index) == 0) ++index;
+    slots = PairSlots(table, head_size, index);
+    tile = 0;
+  }
+};
+
+/// The row, as one warp sees it: each lane knows a block of consecutive pairs.
+class TileRow {
+ public:
+  __device__ explicit TileRow(const PairTable& table)
+      : table_(table), block_((table.pairs + 31) / 32) {
+    const int first = lane() * block_, end = min(first + block_, table.pairs);
+#pragma unroll 4
+    for (int pair = first; pair < end; ++pair) tiles_ += tiles_of(live_slots(table, pair));
+    up_to_ = inclusive_sum(tiles_);
+  }
+  __device__ int total() const { return __shfl_sync(~0u, up_to_, 31); }
+
+  /// `tile` of the row, which must exist. By the whole warp.
+  __device__ Place at(int tile, int head_size) const {
+    const int block = __ffs(static_cast<int>(__ballot_sync(~0u, tile < up_to_))) - 1;
+    tile -= __shfl_sync(~0u, up_to_ - tiles_, block);
+    for (int first = block * block_;; first += 32) {
+      const int pair = first + lane();
+      const int mine = pair < table_.pairs ? tiles_of(live_slots(table_, pair)) : 0;
+      const int up_to = inclusive_sum(mine);
+      const unsigned beyond = __ballot_sync(~0u, tile < up_to);
+      if (beyond != 0) {
+        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        tile -= __shfl_sync(~0u, up_to - mine, found);
+        return {PairSlots(table_, head_size, first + found), tile};
+      }
+      tile -= __shfl_sync(~0u, up_to, 31);
+    }
+  }
+
+ private:
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int inclusive_sum(int value) {
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(~0u, value, step);
+      if (lane() >= step) value += below;
+    }
+    return value;
+  }
+
+  const PairTable& table_;
+  int block_;
+  int tiles_ = 0, up_to_;
+};
+
+}  // namespace kvlab::kernels

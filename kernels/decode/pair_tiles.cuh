@@ -1,0 +1,200 @@
+// What the two kernels of decode attention share: how a CTA of four warps fetches tiles, and where
+// its results go.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/decode/decode_tile.cuh"
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/decode/pair_row.cuh"
+
+namespace kvlab::kernels {
+
+inline constexpr int kWarps = 4;
+inline constexpr int kThreads = kWarps * 32;
+
+/// The arguments, and what follows from them and from the device.
+struct PairPlan {
+  PairAttention args;
+  int ctas;
+  float base2_scale;      ///< softmax scale, for base-2 logits
+  float* part_out;        // [cta, 2, head of the group, dim], not yet divided by the sum
+  float2* part_state;     // [cta, 2, head of the group]: max, sum
+  std::int32_t* arrived;  // [cta], zero between launches
+  int stages;             ///< tiles of each warp in shared memory
+  bool read_once;         ///< keys and values need not stay in the L2 cache
+};
+
+/// Begins shared memory: each warp's tiles, and what turning takes.
+template <class Warp>
+struct Ring {
+  int stages;
+  unsigned char* memory;
+
+  __device__ typename Warp::Tile* tiles(int warp) const {
+    return reinterpret_cast<typename Warp::Tile*>(memory) + warp * stages;
+  }
+  __device__ Frequency* frequencies() const { return reinterpret_cast<Frequency*>(tiles(kWarps)); }
+  using Query = TurnedQuery<typename Warp::Element, Warp::kHeadSize>;
+  __device__ Query& turned_query() const { return *reinterpret_cast<Query*>(tiles(kWarps)); }
+
+  __host__ __device__ static constexpr std::size_t bytes(int stages) {
+    constexpr std::size_t turning = Warp::kTurning == Turning::none ? 0
+                                    : Warp::kTurning == Turning::query
+                                        ? sizeof(Query)
+                                        : Warp::kHeadSize / 2 * sizeof(Frequency);
+    static_assert(sizeof(typename Warp::Tile) % 16 == 0 && turning % 16 == 0);
+    return kWarps * static_cast<std::size_t>(stages) * sizeof(typename Warp::Tile) + turning;
+  }
+};
+
+/// What the warps of a CTA tell each other, behind the ring in shared memory: their parts of a
+/// pair, or what all parts of a pair weigh while the CTA merges it. As large as the group needs.
+template <int kDim>
+struct Exchange {
+  int group;
+  float* memory;
+
+  __device__ WarpPart part(int warp) const {
+    return {memory + warp * group * kDim,
+            reinterpret_cast<float2*>(memory + kWarps * group * kDim) + warp * group};
+  }
+  /// Floats of all parts.
+  __host__ __device__ std::size_t parts_floats() const {
+    return kWarps * static_cast<std::size_t>(group) * (kDim + 2);
+  }
+  // [part, head of the group]
+  __device__ float* weights() const { return memory; }
+  // [thread]; where the group leaves threads for several rows
+  __device__ float4* outputs() const {
+    return reinterpret_cast<float4*>(memory + kMostCtas * group);
+  }
+  // [head of the group]: largest logit, sum
+  __device__ float2* rows() const {
+    return reinterpret_cast<float2*>(memory + kMostCtas * group + kThreads * 4);
+  }
+  static std::size_t bytes(int group) {
+    const std::size_t parts = Exchange{group, nullptr}.parts_floats();
+    const std::size_t merge =
+        static_cast<std::size_t>(kMostCtas + 2) * static_cast<std::size_t>(group) + kThreads * 4;
+    return std::max(parts, merge) * sizeof(float);
+  }
+};
+
+/// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on.
+template <class Warp>
+class TileSource {
+ public:
+  using T = typename Warp::Element;
+  __device__ TileSource(const PairPlan& plan, const Place& place, int count)
+      : args_(plan.args), place_(place), left_(count), policy_(cache_policy(plan.read_once)) {}
+
+  /// Starts copying the next tile, if there is one. A group of copies in any case.
+  __device__ void start_next(typename Warp::Tile& tile) {
+    if (left_ > 0) {
+      if (place_.tile == place_.slots.tiles()) place_.next_pair(args_.table, Warp::kHeadSize);
+      // The newest token comes from the kernel before; the rest has been there.
+      if (place_.slots.newest / kSlotsPerTile == place_.tile) wait_for_predecessor();
+      const int slot = place_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
+      const int valid = place_.slots.live - slot;
+      const std::int64_t from =
+          place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
+      tile.load_slots(static_cast<const T*>(args_.keys) + from,
+                      static_cast<const T*>(args_.values) + from, valid, policy_);
+      if constexpr (Warp::kTurning == Turning::keys)
+        tile.load(args_.ages + from / Warp::kHeadSize, valid);
+      ++place_.tile;
+      --left_;
+    }
+    commit_copies();
+  }
+
+ private:
+  const PairAttention& args_;
+  Place place_;
+  int left_;
+  CachePolicy policy_;
+};
+
+/// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,
+/// launches of many tiles took about 1 us longer.)
+template <class Warp>
+class TilesAhead {
+ public:
+  static constexpr int kStages = Warp::kStages;
+  __device__ static int stages(const PairPlan&) { return kStages; }
+  __device__ TilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
+                        int count)
+      : source_(plan, place, count), ring_(ring) {
+    for (int i = 0; i < kStages - 1; ++i) fetch();
+  }
+  /// The next tile, once it is there; the one before it may be overwritten.
+  __device__ const typename Warp::Tile& next() {
+    wait_copies<kStages - 2>();
+    __syncwarp();
+    fetch();
+    const auto& tile = ring_[read_];
+    read_ = read_ + 1 == kStages ? 0 : read_ + 1;
+    return tile;
+  }
+
+ private:
+  __device__ void fetch() {
+    source_.start_next(ring_[write_]);
+    write_ = write_ + 1 == kStages ? 0 : write_ + 1;
+  }
+
+  TileSource<Warp> source_;
+  typename Warp::Tile* ring_;
+  int read_ = 0, write_ = 0;
+};
+
+/// The same in plan.stages, all of which are sent for at once.
+template <class Warp>
+class AllTilesAhead {
+ public:
+  __device__ static int stages(const PairPlan& plan) { return plan.stages; }
+  __device__ AllTilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
+                           int count)
+      : source_(plan, place, count), ring_(ring), stages_(plan.stages) {
+    for (int i = 0; i < stages_; ++i) fetch();
+  }
+  /// The next tile, once it is there; the one before it is overwritten.
+  __device__ const typename Warp::Tile& next() {
+    if (read_ >= 0) {
+      __syncwarp();  // all have read it
+      fetch();
+    }
+    wait_copies<Warp::kMostStages - 1>(stages_ - 1);
+    __syncwarp();
+    read_ = read_ + 1 == stages_ ? 0 : read_ + 1;
+    return ring_[read_];
+  }
+
+ private:
+  __device__ void fetch() {
+    source_.start_next(ring_[write_]);
+    write_ = write_ + 1 == stages_ ? 0 : write_ + 1;
+  }
+
+  TileSource<Warp> source_;
+  typename Warp::Tile* ring_;
+  int stages_;
+  int read_ = -1, write_ = 0;
+};
+
+/// `dim` and the next three of a query head's output.
+template <class T>
+__device__ void write_output(const PairPlan& plan, int row, int dim, float4 out,
+                             float2 max_and_sum) {
+  T* const to = static_cast<T*>(plan.args.out) + std::int64_t{row} * plan.args.head_size + dim;
+  const float share = 1 / max_and_sum.y;
+  to[0] = from_float<T>(out.x * share);
+  to[1] = from_float<T>(out.y * share);
+  to[2] = from_float<T>(out.z * share);
+  to[3] = from_float<T>(out.w * share);
+  if (dim == 0 && plan.args.lse != nullptr)
+    plan.args.lse[row] = log_sum_exp(max_and_sum.x, max_and_sum.y);
+}
+
+}  // namespace kvlab::kernels

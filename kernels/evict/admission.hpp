@@ -1,0 +1,82 @@
+// An admission of many tokens under a policy: a prompt, a chunk of one, a later turn.
+//
+// For each layer of a sequence: write the tokens' keys and values behind the older ones, then
+//   prefill_attention(…, rows)    attends and keeps each row's softmax (attention.hpp)
+//   observe_queries               what the queries give to each key; only if the policy needs it
+//   AdmissionPolicy::shrink       admits, shows the policy, and keeps the budget's tokens
+// A long admission may go through the first two in parts.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "kernels/attention.hpp"
+#include "kernels/evict/eviction.hpp"
+
+namespace kvlab::kernels {
+
+/// Some queries of one admission of one sequence, over the same keys as prefill_attention gave
+/// them: first, older, first_slot, q and keys as there. (Squeezed positions: q and keys rotated by
+/// age and rounded to `type`, like any others.) Nothing of the size queries x keys is in memory.
+struct ObserveArgs {
+  AttentionShape shape;
+  Needs needs;  ///< mass or requests: only that is counted
+  int first, queries;
+  int keys_end;            ///< no query sees a slot from here on; sizes the grid
+  int younger = 0;         ///< queries of the admission after these: the last one's age
+  std::uint32_t position;  ///< of the first query
+  const void* q;           // [query, query_head, dim] of type, rotated
+  const void* keys;        // [kv_head, slot, dim]
+  const RowSoftmax* rows;  // [query, query_head], from prefill_attention
+  const std::int32_t* older = nullptr;  // [kv_head], device, or null
+  const std::int64_t* first_slot =
+      nullptr;                     // [kv_head], device; null: head_stride / head_size each
+  const float* weights = nullptr;  ///< device, [age]: P::weight; null: all 1. For mass.
+  std::uint32_t tail = kNoTail;    ///< from this age on queries weigh nothing. For mass.
+  const std::uint32_t* threshold16 = nullptr;  ///< device, one: for requests
+  Observation* seen;  ///< [slot], indexed like keys: added to (mass, requests, last_request).
+                      ///< Zeroes before the first part of an admission
+  void* workspace;    // observe_workspace() bytes, not shared by calls at one time
+};
+std::size_t observe_workspace(const AttentionShape& shape, int queries);
+/// Sums are of integers: equal bits, whatever the parts. Work: 2 * head_size operations for each
+/// (query, query head, visible key), half of attention's. Refused: Needs::nothing.
+cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream);
+
+/// The end of an admission: steps 2 and 4 of the rule and step 1 of the next one. For every pair:
+/// admits the new tokens to the policy, shows it what each live token has received, then keeps the
+/// last budget - 1 in the order of leaving.
+///
+/// Tokens lie in `from`: lengths[pair] older ones, and behind them admitted[sequence] new ones in
+/// order, of which keys and values are written and the rest is not. Those that stay go to `to`, in
+/// the order of their slots; `to` is disjoint from `from`, or the same memory with the same slots:
+/// then those beyond the kept number fill the holes, and nothing else moves. lengths, next_slots
+/// and positions of `to` are written, so that decoding goes on there.
+///
+/// Nothing admitted and `seen` null: makes room in `from` (or copies) without showing anything.
+struct ShrinkArgs {
+  SlotCache from, to;             ///< the same pairs; shapes are equal
+  PolicyState policy;             ///< states: of from
+  std::byte* to_states;           // [slot of to, slot_bytes]
+  const std::uint32_t* now;       // [sequence]: position of the first new token; kIdle: sits out
+  const std::uint32_t* admitted;  // [sequence]: new tokens
+  Observation* seen;  // [slot of from], from observe_queries; queries is filled in here.
+                      // Null where the policy needs nothing
+  void* workspace;    // shrink_workspace() bytes, not shared by calls at one time
+};
+std::size_t shrink_workspace(const SlotCache& from);
+
+/// One policy, as compiled for the device.
+struct AdmissionPolicy {
+  std::string_view name;
+  std::size_t slot_bytes;    ///< of a state; 0: the policy keeps none
+  std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
+  bool weighted;             ///< observe_queries takes its weights and tail
+  /// settle_tokens<P> (shrink.cuh): a function's address, or a cudaKernel_t of loaded code.
+  const void* kernel;
+  cudaError_t shrink(const ShrinkArgs& args, cudaStream_t stream) const;
+};
+/// Every registered policy, in the registry's order.
+const std::vector<AdmissionPolicy>& admission_policies();
+
+}  // namespace kvlab::kernels

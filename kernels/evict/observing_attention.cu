@@ -1,0 +1,207 @@
+#include "kernels/evict/observing_attention.hpp"
+
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/leaving.cuh"
+#include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/launch.cuh"
+#include "kernels/decode/pair_row.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+int group_of(const SlotCache& cache) {
+  if (cache.kv_heads < 1 || cache.query_heads % cache.kv_heads != 0) return 0;
+  return cache.query_heads / cache.kv_heads;
+}
+
+/// All but the workspace, which pair_attention refuses if it is null.
+PairAttention pairs_of(const SlotCache& cache) {
+  const bool counts = cache.sequences > 0 && cache.sequences <= kMostPairs && cache.kv_heads > 0 &&
+                      cache.kv_heads <= kMostPairs / cache.sequences;
+  PairAttention pairs{};
+  pairs.type = cache.type;
+  pairs.group = group_of(cache);
+  pairs.head_size = cache.head_size;
+  pairs.softmax_scale = cache.softmax_scale;
+  pairs.table.pairs = counts ? cache.sequences * cache.kv_heads : 0;
+  pairs.table.kv_heads = cache.kv_heads;
+  pairs.table.most_slots = cache.most_slots;
+  pairs.table.lengths = cache.lengths;
+  pairs.table.next_slots = cache.next_slots;
+  pairs.table.first_slot = cache.first_slot;
+  pairs.keys = cache.keys;
+  pairs.values = cache.values;
+  return pairs;
+}
+
+int chunks_of(int most_slots) {
+  constexpr int slots = kObserveThreads * kObservedSlots;
+  return (most_slots + slots - 1) / slots;
+}
+
+/// Bytes behind the attention's own workspace.
+struct Layout {
+  std::size_t logits, softmax, gone, leaving, end;
+
+  explicit Layout(const PairAttention& pairs) : logits((attention_bytes(pairs) + 15) / 16 * 16) {
+    const auto count = static_cast<std::size_t>(pairs.table.pairs);
+    softmax = logits +
+              count * static_cast<std::size_t>(logits_stride(pairs.group)) *
+                  static_cast<std::size_t>(row_slots(pairs.table.most_slots)) * sizeof(float) +
+              kL2Line;
+    leaving = softmax + count * kMostGroup * sizeof(float2);
+    gone = leaving +
+           count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) * sizeof(Leaving);
+    end = gone + count * sizeof(std::uint32_t);
+  }
+
+ private:
+  /// Whether or not positions are squeezed: two frames take no more than no squeezing.
+  static std::size_t attention_bytes(PairAttention pairs) {
+    const std::uint32_t any = 0;
+    pairs.ages = nullptr;
+    pairs.rules = nullptr;
+    const std::size_t original = pair_attention_workspace(pairs);
+    pairs.ages = &any;
+    return std::max(original, pair_attention_workspace(pairs));
+  }
+};
+
+bool complete(const EvictingAttentionArgs& args) {
+  const SlotCache& cache = args.cache;
+  if (cache.next_slots == nullptr || cache.first_slot == nullptr || cache.positions == nullptr ||
+      args.now == nullptr)
+    return false;
+  return args.numbering == Positions::original ||
+         ((args.two_frames ? args.policy.rules != nullptr : cache.ages != nullptr) &&
+          args.inv_freq != nullptr && args.rotated == cache.head_size);
+}
+
+/// Lines of the L2 cache hold nothing else.
+float* logits_from(std::byte* begin) {
+  const auto at = reinterpret_cast<std::uintptr_t>(begin);
+  return reinterpret_cast<float*>(begin + (kL2Line - at % kL2Line) % kL2Line);
+}
+
+/// Where the kernels find what, and what the attention is to leave.
+ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
+  const bool observes = policy.needs != Needs::nothing,
+             by_age = args.numbering == Positions::cache && !args.two_frames;
+  const PairAttention pairs = pairs_of(args.cache);
+  const Layout at(pairs);
+  auto* const bytes = static_cast<std::byte*>(args.workspace);
+  ObservePlan plan{
+      .args = args,
+      .table = pairs.table,
+      .rows = {.logits = observes ? logits_from(bytes + at.logits) : nullptr,
+               .softmax = observes ? reinterpret_cast<float2*>(bytes + at.softmax) : nullptr,
+               .gone = by_age ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr},
+      .row_slots = row_slots(args.cache.most_slots),
+      .group = pairs.group,
+      .by_age = by_age,
+      .chunks = chunks_of(args.cache.most_slots),
+      .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
+      .observed = static_cast<Signals*>(args.workspace)->observed};
+  plan.table.now = args.now;
+  return plan;
+}
+
+constexpr int kNumberThreads = 256;
+
+/// A thread for each slot of a pair (blockIdx.y).
+__global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int slot = static_cast<int>(blockIdx.x * kNumberThreads + threadIdx.x);
+  const int length = cache.lengths[blockIdx.y];
+  if (slot >= length) return;
+  const std::int64_t first = cache.first_slot[blockIdx.y];
+  const std::uint32_t own = cache.positions[first + slot];
+  std::uint32_t older = 0;
+  for (int i = 0; i < length; ++i) older += cache.positions[first + i] < own ? 1 : 0;
+  cache.ages[first + slot] = older;
+}
+
+bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
+  return args.workspace != nullptr && complete(policy, args) && complete(args) &&
+         pair_attention_workspace(pairs_of(args.cache)) != 0;
+}
+
+cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                   cudaStream_t stream) {
+  if (!supported(policy, args)) return cudaErrorInvalidValue;
+  PairAttention pairs = pairs_of(args.cache);
+  pairs.table.now = args.now;
+  pairs.q = args.q;
+  pairs.out = args.out;
+  pairs.lse = args.lse;
+  pairs.settled = args.settled;
+  pairs.rows = plan_of(policy, args).rows;
+  pairs.workspace = args.workspace;
+  if (args.numbering == Positions::cache) {
+    pairs.inv_freq = args.inv_freq;
+    if (args.two_frames) {
+      pairs.rules = args.policy.rules;
+    } else {
+      pairs.ages = args.cache.ages;
+      pairs.softmax_scale *= args.rope_factor * args.rope_factor;
+    }
+  }
+  return pair_attention(pairs, stream);
+}
+
+/// Whether one launch serves both: it has the blocks of the one for each.
+bool go_together(const ObservePlan& one, const ObservePlan& other) {
+  return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
+}
+
+cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAttentionArgs> layers,
+                    bool next, cudaStream_t stream) {
+  if (layers.empty() || layers.size() > kMostObservedLayers) return cudaErrorInvalidValue;
+  ObservePlans plans{};
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    if (!supported(policy, layers[i])) return cudaErrorInvalidValue;
+    plans.layers[i] = plan_of(policy, layers[i]);
+    if (!go_together(plans.layers[0], plans.layers[i])) return cudaErrorInvalidValue;
+  }
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(policy.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared))
+    return error;  // a multiprocessor set up for the attention takes no other blocks
+  const ObservePlan& first = plans.layers[0];
+  const dim3 blocks(static_cast<unsigned>(first.chunks), static_cast<unsigned>(first.table.pairs),
+                    static_cast<unsigned>(layers.size()));
+  void* parameters[] = {&plans};
+  if (!next) limits.early_start = false;  // there is nothing of its own to do ahead
+  return launch(limits, policy.kernel, {blocks, kObserveThreads, 0, stream}, parameters);
+}
+
+std::size_t observing_workspace(const SlotCache& cache) {
+  const PairAttention pairs = pairs_of(cache);
+  return pair_attention_workspace(pairs) == 0 ? 0 : Layout(pairs).end;
+}
+
+}  // namespace
+
+cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
+  const PairTable table = pairs_of(cache).table;
+  if (table.pairs < 1 || cache.most_slots < 1 || cache.ages == nullptr ||
+      cache.positions == nullptr || cache.lengths == nullptr || cache.first_slot == nullptr)
+    return cudaErrorInvalidValue;
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  const dim3 blocks(static_cast<unsigned>((cache.most_slots + kNumberThreads - 1) / kNumberThreads),
+                    static_cast<unsigned>(table.pairs));
+  return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
+}
+
+EvictionKernels observing_kernels(EvictionKernels policy) {
+  policy.attention_workspace = observing_workspace;
+  policy.attend = attend;
+  policy.observe = observe;
+  return policy;
+}
+
+}  // namespace kvlab::kernels

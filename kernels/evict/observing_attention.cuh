@@ -1,0 +1,309 @@
+// Attention that observes: the part that knows the policy. pair_attention leaves its logits,
+// largest logits and sums; a launch behind it, for one layer or several, shows the policy what each
+// token received: neither keys nor values are read again. Nothing waits for it before the next step
+// of the same layer, so that it may run beside whatever else the step does.
+//
+// Bytes beside keys and values, for each slot: the state read and written, the position read, and
+// where keys are turned by age the age read and written: 20 for 8-byte states, 3.9% of keys and
+// values at head size 128. The logits, 4 bytes for each query head, are written and read in the L2
+// cache.
+#pragma once
+
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/leaving.cuh"
+#include "kernels/device/mass_sum.hpp"
+#include "kernels/device/pair.cuh"
+#include "kernels/device/signal.cuh"
+#include "kernels/device/softmax_state.cuh"
+#include "kernels/evict/observing_attention.hpp"
+#include "kernels/decode/pair_row.cuh"
+#include "policies/observation.hpp"
+
+namespace kvlab::kernels {
+
+template <Policy P>
+inline constexpr bool kHasState = !std::is_empty_v<typename P::Slot>;
+template <Policy P>
+inline constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
+
+/// One slot of a pair in one thread's registers.
+template <Policy P>
+struct OwnSlot {
+  int slot;
+  bool live = false, newest = false;
+  std::uint32_t position, age;
+  typename P::Slot state;
+};
+
+/// A block's share of a pair, and what all its threads need to know of the pair.
+template <Policy P>
+struct PairBlock {
+  const EvictingAttentionArgs& args;
+  const ObservePlan& plan;
+  Pair pair;
+  int live, newest;
+  std::int64_t first;
+  std::uint32_t now;
+  PairRule rule;
+  typename P::Params params;
+  Step attended;
+
+  /// All of it is sent for at once.
+  __device__ PairBlock(const ObservePlan& observe, int index)
+      : args(observe.args), plan(observe), pair(pair_of(index, args.cache.kv_heads)) {
+    now = args.now[pair.sequence];
+    newest = args.cache.next_slots[index];
+    first = args.cache.first_slot[index];
+    rule = args.policy.rules[index];
+    params = params_of<P>(args.policy, pair);
+    live = min(live_slots(args.cache, pair), args.cache.most_slots);
+    attended = step_of(args.policy, pair, now, static_cast<std::uint32_t>(live), 1);
+    if (now == kIdle) live = 0;
+  }
+
+  __device__ bool is_full() const {
+    return P::kInfo.evicts && rule.budget != kUnlimited &&
+           static_cast<std::uint32_t>(live) >= rule.budget;
+  }
+  __device__ typename P::Slot* state(int slot) const {
+    return reinterpret_cast<typename P::Slot*>(args.policy.states) + first + slot;
+  }
+  __device__ std::uint32_t* age(int slot) const { return args.cache.ages + first + slot; }
+
+  /// Sends for what is known of a slot.
+  __device__ OwnSlot<P> load(int slot) const {
+    OwnSlot<P> own{.slot = slot};
+    own.live = slot < live;
+    own.newest = slot == newest;
+    if (own.live) own.position = args.cache.positions[first + slot];
+    if (!own.live || own.newest) return own;
+    if (plan.by_age) own.age = *age(slot);
+    if constexpr (kHasState<P>) own.state = *state(slot);
+    return own;
+  }
+  /// The newest token's state is made here.
+  __device__ void admit(OwnSlot<P>& own) const {
+    if (own.live && own.newest) P::admit(own.state, Token{own.position}, params, attended);
+  }
+
+  /// The newest token's place by age is the last; who was younger than the victim moves up.
+  __device__ void renumber(const OwnSlot<P>& own, std::uint32_t gone) const {
+    *age(own.slot) =
+        own.newest ? static_cast<std::uint32_t>(live - 1) : own.age - (own.age > gone ? 1 : 0);
+  }
+
+  __device__ LeavingKey leaving_key(const OwnSlot<P>& own) const {
+    Step leaves = attended;
+    leaves.now = now + 1;
+    leaves.queries = 0;
+    return {guards_of(rule).guard(own.position, leaves.now),
+            P::rank(own.state, Token{own.position}, params, leaves), own.position};
+  }
+
+  /// Where the next token goes.
+  __device__ void finish(int victim) const {
+    args.cache.lengths[pair.index] = live;
+    args.cache.next_slots[pair.index] = is_full() ? victim : live;
+  }
+};
+
+/// What the block's threads share.
+struct ObserveShared {
+  float2 softmax[kMostGroup];
+  float floors[kMostGroup];  ///< the least probability that is a request
+  Leaving leaving[kObserveThreads / kWarpSize];
+  bool is_last;
+};
+
+/// By the whole block; ends with a barrier.
+template <Policy P>
+__device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
+  const int head = static_cast<int>(threadIdx.x);
+  if (head < block.plan.group) {
+    const float2 row = __ldcg(&block.plan.rows.softmax[block.pair.index * kMostGroup + head]);
+    shared.softmax[head] = row;
+    if constexpr (P::kInfo.needs == Needs::requests)
+      shared.floors[head] = request_floor(fixed_mass(1.0f, row.y),
+                                          block.args.policy.threshold16[block.pair.sequence]);
+  }
+  __syncthreads();
+}
+
+/// The group's logits of a slot, kWidth heads at a time.
+template <int kWidth>
+struct alignas(kWidth * sizeof(float)) Logits {
+  float of[kWidth];
+};
+template <int kWidth>
+__device__ Logits<kWidth> load_logits(const float* from) {
+  if constexpr (kWidth == 4) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
+    return {four.x, four.y, four.z, four.w};
+  } else if constexpr (kWidth == 2) {
+    const float2 two = __ldcg(reinterpret_cast<const float2*>(from));
+    return {two.x, two.y};
+  } else {
+    return {__ldcg(from)};
+  }
+}
+
+/// What a slot has received so far.
+template <Policy P>
+struct Received {
+  MassSum sum;
+  std::uint64_t weighted = 0;
+  bool requested = false;
+
+  __device__ void add(float p, float floor, const PairBlock<P>& block) {
+    if constexpr (P::kInfo.needs == Needs::requests)
+      requested |= p >= floor;
+    else if constexpr (P::kInfo.weighted)
+      weighted += fixed_mass(P::tail(block.params) > 0 ? P::weight(0, block.params) : 0.0f, p);
+    else
+      sum.add(p);
+  }
+  __device__ Observation observation(const PairBlock<P>& block) const {
+    Observation seen{.queries = 1};
+    if constexpr (P::kInfo.needs == Needs::requests) {
+      seen.requests = requested ? 1 : 0;
+      seen.last_request = requested ? block.now : 0;
+    } else {
+      seen.mass =
+          P::kInfo.weighted ? weighted : sum.total(static_cast<std::uint32_t>(block.plan.group));
+    }
+    return seen;
+  }
+};
+
+/// Adds up what all query heads of the group gave to a thread's slots: the loads of all slots are
+/// on their way at once.
+template <int kWidth, Policy P, int kSlots>
+__device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
+                        const ObserveShared& shared, Received<P> (&received)[kSlots]) {
+  const ObservePlan& plan = block.plan;
+  const int stride = logits_stride(plan.group);
+  const float* const logits = plan.rows.logits + block.pair.index * plan.row_slots * stride;
+#pragma unroll 1
+  for (int head = 0; head < plan.group; head += kWidth) {
+    Logits<kWidth> some[kSlots];
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      for (float& logit : some[i].of) logit = -INFINITY;  // gives nothing
+      if (own[i].live) some[i] = load_logits<kWidth>(logits + own[i].slot * stride + head);
+    }
+#pragma unroll
+    for (int h = 0; h < kWidth; ++h) {
+      if (head + h >= plan.group) break;
+      const float2 softmax = shared.softmax[head + h];
+      const float floor = shared.floors[head + h];
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i)
+        received[i].add(exp2_fast(some[i].of[h] - softmax.x) * softmax.y, floor, block);
+    }
+  }
+}
+
+/// Gives up a warp's logits, which nobody reads again: else the L2 cache would write them to
+/// memory.
+template <Policy P>
+__device__ void discard_logits(const PairBlock<P>& block, int slot) {
+  constexpr int kLine = kL2Line / sizeof(float);
+  const int stride = logits_stride(block.plan.group);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const float* const line = block.plan.rows.logits +
+                            (block.pair.index * block.plan.row_slots + slot - lane) * stride +
+                            lane * kLine;
+  if (slot - lane < block.live && lane < stride)
+    asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kL2Line) : "memory");
+}
+
+/// Shows the policy what its slots received, and notes it.
+template <Policy P, int kSlots>
+__device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
+                              ObserveShared& shared) {
+  const PolicyState& policy = block.args.policy;
+  if constexpr (kObserves<P>) {
+    load_softmax(block, shared);
+    Received<P> received[kSlots];
+    const int stride = logits_stride(block.plan.group);
+    if (stride % 4 == 0)
+      receive<4>(block, own, shared, received);
+    else if (stride % 2 == 0)
+      receive<2>(block, own, shared, received);
+    else
+      receive<1>(block, own, shared, received);
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      OwnSlot<P>& mine = own[i];
+      if (!mine.live) continue;
+      const Observation seen = received[i].observation(block);
+      if (policy.seen != nullptr) policy.seen[block.first + mine.slot] = seen;
+      P::observe(mine.state, seen, block.params, block.attended);
+    }
+    __syncwarp();
+#pragma unroll
+    for (const OwnSlot<P>& mine : own) discard_logits(block, mine.slot);
+  }
+  const std::uint32_t gone =
+      block.plan.by_age ? __ldcg(&block.plan.rows.gone[block.pair.index]) : 0;
+#pragma unroll
+  for (const OwnSlot<P>& mine : own) {
+    if (!mine.live) continue;
+    if constexpr (kHasState<P>) *block.state(mine.slot) = mine.state;
+    if (block.plan.by_age) block.renumber(mine, gone);
+  }
+}
+
+/// Which of its slots leaves first, in thread 0.
+template <Policy P, int kSlots>
+__device__ Leaving first_of_slots(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
+                                  Leaving* shared) {
+  Leaving first = Leaving::none();
+  if (!block.is_full()) return first;  // the same for all threads
+#pragma unroll
+  for (const OwnSlot<P>& mine : own)
+    if (mine.live) first = first_to_leave(first, {block.leaving_key(mine), mine.slot});
+  return block_first_to_leave(first, shared);
+}
+
+/// blockIdx: part of a pair, pair, layer. The last of a pair's blocks to be through says where its
+/// next token goes.
+template <Policy P>
+__global__ void __launch_bounds__(kObserveThreads, 4)
+    observe_pairs(const __grid_constant__ ObservePlans plans) {
+  __shared__ ObserveShared shared;
+  wait_for_predecessor();
+  const ObservePlan& plan = plans.layers[blockIdx.z];
+  const int chunk = static_cast<int>(blockIdx.x), pair = static_cast<int>(blockIdx.y);
+  const PairBlock<P> block(plan, pair);
+  if (block.live == 0) return;
+  OwnSlot<P> own[kObservedSlots];
+#pragma unroll
+  for (int i = 0; i < kObservedSlots; ++i)
+    own[i] =
+        block.load((chunk * kObservedSlots + i) * kObserveThreads + static_cast<int>(threadIdx.x));
+#pragma unroll
+  for (OwnSlot<P>& mine : own) block.admit(mine);
+  observe_slots(block, own, shared);
+  const Leaving first = first_of_slots(block, own, shared.leaving);
+  if (plan.chunks == 1) {
+    if (threadIdx.x == 0) block.finish(first.slot);
+    return;
+  }
+  if (threadIdx.x == 0) {
+    plan.leaving[pair * plan.chunks + chunk] = first;
+    shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
+  }
+  __syncthreads();
+  if (!shared.is_last || threadIdx.x >= kWarpSize) return;
+  Leaving victim = Leaving::none();
+  for (int i = static_cast<int>(threadIdx.x); i < plan.chunks; i += kWarpSize)
+    victim = first_to_leave(victim, plan.leaving[pair * plan.chunks + i]);
+  victim = warp_first_to_leave(victim);
+  if (threadIdx.x == 0) {
+    block.finish(victim.slot);
+    plan.observed[pair] = 0;
+  }
+}
+
+}  // namespace kvlab::kernels

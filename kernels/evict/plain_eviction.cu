@@ -1,0 +1,206 @@
+// Attention over the live slots of each pair, plainly: the oracle of the fast kernel, and what runs
+// where that one does not. Bytes: keys and values once for each KV head, and 12 bytes a slot and
+// query head for logits and probabilities, which go through the workspace.
+#include "kernels/evict/plain_eviction.hpp"
+
+#include "kernels/device/pair.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/device/type_dispatch.cuh"
+#include "kernels/evict/eviction_kernels.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kSlotsPerBlock = 64;
+constexpr int kMostGroup = 8;
+
+/// Live tokens of the pair that are older than `position`. A warp together.
+__device__ int tokens_before(const std::uint32_t* positions, int live, std::uint32_t position) {
+  int count = 0;
+  for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < live; i += kWarpSize)
+    count += positions[i] < position ? 1 : 0;
+  return __reduce_add_sync(~0u, count);
+}
+
+/// q . k with k turned back by `turn` places: only differences of positions count.
+__device__ float turned_part(float q_low, float q_high, float k_low, float k_high, double angle) {
+  double sine, cosine;
+  sincos(angle, &sine, &cosine);
+  const float c = static_cast<float>(cosine), s = static_cast<float>(sine);
+  return q_low * (k_low * c - k_high * s) + q_high * (k_high * c + k_low * s);
+}
+
+/// A warp for each slot; grid (slots / kSlotsPerBlock, pairs).
+template <class T>
+__global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) {
+  const SlotCache& cache = args.cache;
+  const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
+  if (args.now[pair.sequence] == kIdle) return;
+  const int live = live_slots(cache, pair);
+  const int group = cache.query_heads / cache.kv_heads, dim = cache.head_size;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize,
+            lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const std::int64_t first = cache.first_slot[pair.index];
+  const std::uint32_t* const positions = cache.positions + first;
+  const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
+  const int half = args.rotated / 2;
+  const bool squeezed = args.numbering == Positions::cache;
+  const float factor = args.two_frames ? 1 : args.rope_factor * args.rope_factor;
+
+  for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
+    const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
+    if (slot >= live) return;
+    const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
+    // The query stands at the youngest place. Where both are rotated at their positions already,
+    // the key lacks only the places of those that left between them.
+    int turn = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
+    if (args.two_frames) turn += static_cast<int>(args.now[pair.sequence] - positions[slot]);
+    for (int head = 0; head < group; ++head) {
+      const T* const query = q + head * dim;
+      float plain = 0, rotated = 0;
+      for (int d = lane; d < dim; d += kWarpSize) {
+        if (squeezed && d < args.rotated) {
+          if (d >= half) continue;
+          rotated += turned_part(to_float(query[d]), to_float(query[d + half]), to_float(key[d]),
+                                 to_float(key[d + half]),
+                                 static_cast<double>(turn) * static_cast<double>(args.inv_freq[d]));
+        } else {
+          plain += to_float(query[d]) * to_float(key[d]);
+        }
+      }
+      const float sum = warp_sum(plain) + warp_sum(rotated) * factor;
+      if (lane == 0)
+        rows.p[(std::int64_t{pair.index} * group + head) * cache.most_slots + slot] =
+            sum * cache.softmax_scale;
+    }
+  }
+}
+
+/// The row's values, weighted and added up: out[dim]. The slots are shared by groups of `dim`
+/// threads.
+template <class T>
+__device__ void weighted_values(const float* p, const T* values, int live, int dim, float* shared,
+                                T* out) {
+  const int parts = kThreads / dim, part = static_cast<int>(threadIdx.x) / dim,
+            d = static_cast<int>(threadIdx.x) % dim;
+  float sum = 0;
+  if (part < parts)
+    for (int slot = part; slot < live; slot += parts)
+      sum += p[slot] * to_float(values[std::int64_t{slot} * dim + d]);
+  shared[threadIdx.x] = sum;
+  __syncthreads();
+  if (part != 0) return;
+  for (int other = 1; other < parts; ++other) sum += shared[other * dim + d];
+  out[d] = from_float<T>(sum);
+}
+
+/// A block for each query head of each sequence.
+template <class T>
+__global__ void softmax_kernel(const EvictingAttentionArgs args, PlainRows rows) {
+  __shared__ float of_warps[kWarps], of_sums[kWarps], of_threads[kThreads];
+  const SlotCache& cache = args.cache;
+  const int group = cache.query_heads / cache.kv_heads, row = static_cast<int>(blockIdx.x);
+  const Pair pair = pair_of(row / group, cache.kv_heads);
+  if (args.now[pair.sequence] == kIdle) return;
+  const int live = live_slots(cache, pair), dim = cache.head_size;
+  float* const p = rows.p + std::int64_t{row} * cache.most_slots;
+
+  float largest = -INFINITY;
+  for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
+    largest = fmaxf(largest, p[slot]);
+  largest = block_max(largest, of_warps);
+  float sum = 0;
+  for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
+    sum += p[slot] = expf(p[slot] - largest);
+  sum = block_sum(sum, of_sums);
+  for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads) p[slot] /= sum;
+  __syncthreads();
+  const T* const values = static_cast<const T*>(cache.values) + cache.first_slot[pair.index] * dim;
+  weighted_values(p, values, live, dim, of_threads,
+                  static_cast<T*>(args.out) + std::int64_t{row} * dim);
+  if (threadIdx.x != 0) return;
+  rows.largest[row] = 1.0f / sum;
+  if (args.lse) args.lse[row] = largest + logf(sum);
+}
+
+bool valid(const EvictingAttentionArgs& args) {
+  const SlotCache& cache = args.cache;
+  const auto known = [](int size) { return size == 64 || size == 96 || size == 128; };
+  const bool squeezed = args.numbering == Positions::cache;
+  return cache.sequences > 0 && cache.kv_heads > 0 && cache.query_heads > 0 &&
+         cache.query_heads % cache.kv_heads == 0 &&
+         cache.query_heads / cache.kv_heads <= kMostGroup && known(cache.head_size) &&
+         cache.most_slots > 0 && cache.first_slot && cache.keys && cache.values &&
+         cache.positions && cache.lengths && cache.next_slots && args.policy.rules && args.now &&
+         args.q && args.out && args.workspace &&
+         (!squeezed || (args.inv_freq && args.rotated > 0 && args.rotated % 2 == 0 &&
+                        args.rotated <= cache.head_size));
+}
+
+}  // namespace
+
+PlainRows plain_rows(const SlotCache& cache, void* workspace) {
+  const std::size_t rows =
+      static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
+  float* const p = static_cast<float*>(workspace);
+  return {.p = p, .largest = p + rows * static_cast<std::size_t>(cache.most_slots)};
+}
+
+std::size_t plain_workspace(const SlotCache& cache) {
+  const std::size_t rows =
+      static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
+  return rows * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
+}
+
+cudaError_t plain_attention(const EvictingAttentionArgs& args, cudaStream_t stream) {
+  if (!valid(args)) return cudaErrorInvalidValue;
+  const SlotCache& cache = args.cache;
+  const PlainRows rows = plain_rows(cache, args.workspace);
+  const dim3 tiles(static_cast<unsigned>((cache.most_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
+                   static_cast<unsigned>(cache.sequences * cache.kv_heads));
+  return with_type(cache.type, [&]<class T>(T) {
+    logits_kernel<T><<<tiles, kThreads, 0, stream>>>(args, rows);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    softmax_kernel<T>
+        <<<static_cast<unsigned>(cache.sequences * cache.query_heads), kThreads, 0, stream>>>(args,
+                                                                                              rows);
+    return cudaGetLastError();
+  });
+}
+
+namespace {
+
+cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                   cudaStream_t stream) {
+  if (!complete(policy, args)) return cudaErrorInvalidValue;
+  return plain_attention(args, stream);
+}
+
+/// A launch for each layer.
+cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttentionArgs> layers,
+                  bool /*next*/, cudaStream_t stream) {
+  cudaError_t error = layers.empty() ? cudaErrorInvalidValue : cudaSuccess;
+  for (EvictingAttentionArgs args : layers) {
+    if (!valid(args) || !complete(policy, args)) return cudaErrorInvalidValue;
+    const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
+    PlainRows rows = plain_rows(args.cache, args.workspace);
+    void* parameters[] = {&args, &rows};
+    error =
+        cudaLaunchKernel(policy.kernel, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return error;
+}
+
+}  // namespace
+
+EvictionKernels plain_kernels(EvictionKernels policy) {
+  policy.attention_workspace = plain_workspace;
+  policy.attend = attend;
+  policy.observe = evict;
+  return policy;
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,76 @@
+// The part of plain eviction that is a policy's own: what each live token received, the policy's
+// states, and the next victim. A block for each pair; 24 bytes a slot beside the probabilities.
+#pragma once
+
+#include "kernels/device/leaving.cuh"
+#include "kernels/device/pair.cuh"
+#include "kernels/evict/plain_eviction.hpp"
+#include "policies/observation.hpp"
+
+namespace kvlab::kernels {
+
+/// What one slot received from the group's query heads.
+template <class P>
+__device__ Observation observation_of(const EvictingAttentionArgs& args, const PlainRows& rows,
+                                      const Pair& pair, int slot,
+                                      const typename P::Params& params) {
+  const SlotCache& cache = args.cache;
+  const int group = cache.query_heads / cache.kv_heads;
+  Observation seen{.queries = 1};
+  for (int head = 0; head < group; ++head) {
+    const std::int64_t row = std::int64_t{pair.index} * group + head;
+    const float p = rows.p[row * cache.most_slots + slot];
+    if constexpr (P::kInfo.needs == Needs::mass) {
+      float weight = 1;
+      if constexpr (P::kInfo.weighted) weight = P::tail(params) > 0 ? P::weight(0, params) : 0.0f;
+      seen.mass += fixed_mass(weight, p);
+    } else if (requested(fixed_mass(1.0f, p), fixed_mass(1.0f, rows.largest[row]),
+                         args.policy.threshold16[pair.sequence])) {
+      seen.requests = 1;
+      seen.last_request = args.now[pair.sequence];
+    }
+  }
+  return seen;
+}
+
+template <class P>
+__global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
+  __shared__ Leaving leaving[kEvictThreads / kWarpSize];
+  const SlotCache& cache = args.cache;
+  const PolicyState& policy = args.policy;
+  const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
+  const std::uint32_t now = args.now[pair.sequence];
+  if (now == kIdle) return;
+  const int live = live_slots(cache, pair), newest = cache.next_slots[pair.index];
+  const std::int64_t first = cache.first_slot[pair.index];
+  const PairRule rule = policy.rules[pair.index];
+  const Guards guards = guards_of(rule);
+  const auto params = params_of<P>(policy, pair);
+  const Step attended = step_of(policy, pair, now, static_cast<std::uint32_t>(live), 1);
+  const Step leaves = step_of(policy, pair, now + 1, static_cast<std::uint32_t>(live), 0);
+
+  Leaving mine = Leaving::none();
+  for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kEvictThreads) {
+    const Token token{cache.positions[first + slot]};
+    typename P::Slot none;
+    typename P::Slot* state = &none;
+    if constexpr (!std::is_empty_v<typename P::Slot>)
+      state = reinterpret_cast<typename P::Slot*>(policy.states) + first + slot;
+    if (slot == newest) P::admit(*state, token, params, attended);
+    if constexpr (P::kInfo.needs != Needs::nothing) {
+      const Observation seen = observation_of<P>(args, rows, pair, slot, params);
+      if (policy.seen) policy.seen[first + slot] = seen;
+      P::observe(*state, seen, params, attended);
+    }
+    const LeavingKey key{guards.guard(token.position, now + 1),
+                         P::rank(*state, token, params, leaves), token.position};
+    mine = first_to_leave(mine, {key, slot});
+  }
+  const Leaving victim = block_first_to_leave(mine, leaving);
+  if (threadIdx.x != 0) return;
+  const bool full = rule.budget != kUnlimited && static_cast<std::uint32_t>(live) >= rule.budget;
+  cache.lengths[pair.index] = live;
+  cache.next_slots[pair.index] = P::kInfo.evicts && full ? victim.slot : live;
+}
+
+}  // namespace kvlab::kernels

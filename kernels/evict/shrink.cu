@@ -1,0 +1,153 @@
+// The part of a shrink that knows no policy: from ranks to who stays, then the move.
+//
+// Bytes: choosing reads 12 a live token some times over (from the L2 cache); the move reads and
+// writes what stays: 4 * head_size * bytes_of(type) and a state for each token, the floor.
+#include "kernels/device/select_leaving.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/evict/shrink.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 1024;
+
+/// Who stays, and where to: a block for each pair.
+__global__ void __launch_bounds__(kThreads)
+    choose_stayers(const __grid_constant__ ShrinkArgs args, bool in_place) {
+  __shared__ SelectionShared shared;
+  const ShrinkPair pair(args, static_cast<int>(blockIdx.x));
+  if (pair.idle()) return;
+  const std::uint32_t live = pair.live();
+  const PairRule rule = args.policy.rules[pair.index];
+  const std::uint32_t kept = rule.budget == kUnlimited ? live : min(live, rule.budget - 1);
+  const std::size_t row = std::size_t(pair.index) * args.from.most_slots;
+  const ShrinkWorkspace workspace = shrink_parts(args);
+  const LeavingKeys keys{workspace.ranks + row,
+                         args.from.positions + pair.first_slot,
+                         {.sinks = rule.sinks, .recent = rule.recent},
+                         pair.now + pair.admitted};
+  std::int32_t* const sources = workspace.sources + row;
+  std::int32_t* const holes = workspace.holes + row;
+
+  if (kept > 0) {
+    const LeavingThreshold threshold =
+        kept == live ? LeavingThreshold{{}, 0} : select_leaving(shared, keys, live, live - kept);
+    const auto stays = [&](std::uint32_t i) { return !threshold.leaves(keys[i]); };
+    const auto note_source = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
+      const auto slot = static_cast<std::int32_t>(i);
+      if (!in_place) {
+        if (stays_here) sources[before] = slot;
+      } else if (i < kept) {
+        if (stays_here)
+          sources[i] = slot;
+        else
+          holes[i - before] = slot;
+      }
+    };
+    // As many stay beyond `kept` as leave before it: the n-th of them goes to the n-th hole.
+    const auto fill_hole = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
+      if (!stays_here || i < kept) return;
+      const std::uint32_t fills = kept - before - 1;  // counted from the last
+      sources[holes[fills]] = static_cast<std::int32_t>(i);
+    };
+    number_stayers(shared, live, stays, note_source);
+    if (in_place && kept < live) number_stayers(shared, live, stays, fill_hole);
+  }
+  __syncthreads();  // lengths may be those that were read
+  if (threadIdx.x == 0) {
+    args.to.lengths[pair.index] = static_cast<std::int32_t>(kept);
+    args.to.next_slots[pair.index] = static_cast<std::int32_t>(kept);
+  }
+}
+
+/// Moves what stays: a thread for each 16 bytes of a key, and of the value beside it.
+__global__ void __launch_bounds__(kShrinkThreads)
+    move_stayers(const __grid_constant__ ShrinkArgs args, int slot_bytes, int chunks,
+                 bool in_place) {
+  const int pair = static_cast<int>(blockIdx.y);
+  if (args.now[pair / args.from.kv_heads] == kIdle) return;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kShrinkThreads + threadIdx.x;
+  const std::int64_t slot = i / chunks, chunk = i % chunks;
+  if (slot >= args.to.lengths[pair]) return;
+  const std::int64_t source =
+      shrink_parts(args).sources[std::int64_t{pair} * args.from.most_slots + slot];
+  if (in_place && source == slot) return;
+  const std::int64_t from = args.from.first_slot[pair] + source;
+  const std::int64_t to = args.to.first_slot[pair] + slot;
+  const auto move = [&](const void* source_rows, void* target_rows) {
+    static_cast<uint4*>(target_rows)[to * chunks + chunk] =
+        static_cast<const uint4*>(source_rows)[from * chunks + chunk];
+  };
+  move(args.from.keys, args.to.keys);
+  move(args.from.values, args.to.values);
+  if (chunk != 0) return;
+  args.to.positions[to] = args.from.positions[from];
+  for (int byte = 0; byte < slot_bytes; ++byte)
+    args.to_states[to * slot_bytes + byte] = args.policy.states[from * slot_bytes + byte];
+}
+
+bool same_shape(const SlotCache& a, const SlotCache& b) {
+  return a.type == b.type && a.sequences == b.sequences && a.kv_heads == b.kv_heads &&
+         a.head_size == b.head_size;
+}
+
+bool whole(const SlotCache& cache) {
+  return cache.keys != nullptr && cache.values != nullptr && cache.positions != nullptr &&
+         cache.lengths != nullptr && cache.next_slots != nullptr && cache.first_slot != nullptr &&
+         aligned16(cache.keys) && aligned16(cache.values);
+}
+
+}  // namespace
+
+std::size_t shrink_workspace(const SlotCache& from) {
+  return std::size_t(from.sequences) * from.kv_heads * from.most_slots *
+         (sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
+}
+
+namespace {
+
+/// Whether the arguments can be a shrink's; pointers are not followed.
+bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes, std::size_t params_bytes) {
+  constexpr int kMostPairs = 65535;  // of a grid's second dimension
+  const SlotCache& from = args.from;
+  if (from.sequences < 1 || from.kv_heads < 1 || from.most_slots < 1) return false;
+  if (std::int64_t{from.sequences} * from.kv_heads > kMostPairs) return false;
+  if (from.head_size * bytes_of(from.type) % 16 != 0 || from.head_size < 1) return false;
+  if (slot_bytes != 0 && (args.policy.states == nullptr || args.to_states == nullptr)) return false;
+  if (params_bytes != 0 && args.policy.params == nullptr) return false;
+  return same_shape(from, args.to) && whole(from) && whole(args.to) && args.workspace != nullptr &&
+         args.now != nullptr && args.admitted != nullptr && args.policy.rules != nullptr &&
+         args.policy.seeds != nullptr && args.policy.sequence_ids != nullptr;
+}
+
+/// The rest of a shrink, once the workspace holds every live token's rank.
+cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
+                               cudaStream_t stream) {
+  const bool in_place = args.from.keys == args.to.keys;
+  const auto pairs = static_cast<unsigned>(args.from.sequences * args.from.kv_heads);
+  choose_stayers<<<pairs, kThreads, 0, stream>>>(args, in_place);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const int chunks = static_cast<int>(args.from.head_size * bytes_of(args.from.type) / 16);
+  const std::int64_t most = std::int64_t{args.to.most_slots} * chunks;
+  const dim3 grid(static_cast<unsigned>((most + kShrinkThreads - 1) / kShrinkThreads), pairs);
+  move_stayers<<<grid, kShrinkThreads, 0, stream>>>(args, static_cast<int>(slot_bytes), chunks,
+                                                    in_place);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t AdmissionPolicy::shrink(const ShrinkArgs& args, cudaStream_t stream) const {
+  if (!can_shrink(args, slot_bytes, params_bytes)) return cudaErrorInvalidValue;
+  const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
+                  args.from.sequences * args.from.kv_heads);
+  ShrinkArgs first = args;
+  void* parameters[] = {&first};
+  if (const cudaError_t error =
+          cudaLaunchKernel(kernel, grid, dim3(kShrinkThreads), parameters, 0, stream);
+      error != cudaSuccess)
+    return error;
+  return keep_last_to_leave(args, slot_bytes, stream);
+}
+
+}  // namespace kvlab::kernels

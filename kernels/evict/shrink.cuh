@@ -1,0 +1,96 @@
+// The part of a shrink that knows the policy: see admission.hpp. What follows it does not.
+#pragma once
+
+#include "kernels/evict/admission.hpp"
+#include "policies/bytes.hpp"
+#include "policies/rule.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kShrinkThreads = 256;
+
+/// What a shrink keeps between its kernels.
+struct ShrinkWorkspace {
+  std::uint64_t* ranks;   // [pair, most_slots]
+  std::int32_t* sources;  // [pair, most_slots]: which slot of `from` each slot of `to` gets
+  std::int32_t* holes;    // [pair, most_slots]: slots to fill, where a shrink is in place
+};
+inline __host__ __device__ ShrinkWorkspace shrink_parts(const ShrinkArgs& args) {
+  const std::size_t slots = std::size_t(args.from.sequences) * args.from.kv_heads *
+                            static_cast<std::size_t>(args.from.most_slots);
+  auto* const ranks = static_cast<std::uint64_t*>(args.workspace);
+  auto* const sources = reinterpret_cast<std::int32_t*>(ranks + slots);
+  return {ranks, sources, sources + slots};
+}
+
+/// One pair of a shrink. `older` must be read before anything writes lengths.
+struct ShrinkPair {
+  int index, sequence, kv_head;
+  std::uint32_t older, admitted, now;
+  std::int64_t first_slot;  ///< in from
+
+  __device__ ShrinkPair(const ShrinkArgs& args, int pair)
+      : index(pair),
+        sequence(pair / args.from.kv_heads),
+        kv_head(pair % args.from.kv_heads),
+        older(static_cast<std::uint32_t>(args.from.lengths[pair])),
+        admitted(args.admitted[sequence]),
+        now(args.now[sequence]),
+        first_slot(args.from.first_slot[pair]) {}
+  __device__ bool idle() const { return now == kIdle; }
+  __device__ std::uint32_t live() const { return older + admitted; }
+};
+
+/// Admits, observes and ranks: a thread for each slot of a pair (blockIdx.y).
+template <Policy P>
+__global__ void __launch_bounds__(kShrinkThreads)
+    settle_tokens(const __grid_constant__ ShrinkArgs args) {
+  using Slot = typename P::Slot;
+  const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
+  const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x;
+  if (pair.idle() || slot >= pair.live()) return;
+  const PolicyState& policy = args.policy;
+  const std::int64_t at = pair.first_slot + slot;
+  typename P::Params params{};
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    params = reinterpret_cast<const typename P::Params*>(policy.params)[pair.sequence];
+  Step step{.now = pair.now,
+            .budget = policy.rules[pair.index].budget,
+            .live = pair.live(),
+            .queries = pair.admitted,
+            .seed = policy.seeds[pair.sequence],
+            .sequence = policy.sequence_ids[pair.sequence],
+            .layer = policy.layer,
+            .kv_head = static_cast<std::uint32_t>(pair.kv_head)};
+  const bool is_new = slot >= pair.older;
+  if (is_new) args.from.positions[at] = pair.now + (slot - pair.older);
+  const Token token{args.from.positions[at]};
+
+  Slot state{};
+  if constexpr (!std::is_empty_v<Slot>)
+    if (!is_new) state = reinterpret_cast<const Slot*>(policy.states)[at];
+  if (is_new) P::admit(state, token, params, step);
+  if constexpr (P::kInfo.needs != Needs::nothing)
+    if (args.seen != nullptr) {
+      Observation& seen = args.seen[at];
+      seen.queries = is_new ? pair.live() - slot : pair.admitted;
+      P::observe(state, seen, params, step);
+    }
+  if constexpr (!std::is_empty_v<Slot>) reinterpret_cast<Slot*>(policy.states)[at] = state;
+
+  step.now = pair.now + pair.admitted;
+  step.queries = 0;
+  shrink_parts(args).ranks[std::size_t(pair.index) * args.from.most_slots + slot] =
+      P::rank(state, token, params, step);
+}
+
+template <Policy P>
+AdmissionPolicy admission_policy_of() {
+  return {.name = P::kInfo.name,
+          .slot_bytes = kSlotBytes<P>,
+          .params_bytes = kParamsBytes<P>,
+          .weighted = P::kInfo.weighted,
+          .kernel = reinterpret_cast<const void*>(settle_tokens<P>)};
+}
+
+}  // namespace kvlab::kernels

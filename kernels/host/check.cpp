@@ -1,0 +1,76 @@
+#include "kernels/host/check.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <stdexcept>
+
+namespace kvlab::cuda {
+namespace {
+
+/// After these the process can use the device no more. A card that falls off the bus is reported as
+/// an unknown error.
+bool is_lost(cudaError_t error) {
+  constexpr std::array lost{cudaErrorIllegalAddress,
+                            cudaErrorLaunchFailure,
+                            cudaErrorLaunchTimeout,
+                            cudaErrorECCUncorrectable,
+                            cudaErrorNvlinkUncorrectable,
+                            cudaErrorHardwareStackError,
+                            cudaErrorIllegalInstruction,
+                            cudaErrorMisalignedAddress,
+                            cudaErrorInvalidAddressSpace,
+                            cudaErrorInvalidPc,
+                            cudaErrorAssert,
+                            cudaErrorDevicesUnavailable,
+                            cudaErrorUnknown};
+  for (const cudaError_t one : lost)
+    if (error == one) return true;
+  return false;
+}
+
+}  // namespace
+
+void check(cudaError_t error, std::string_view what) {
+  if (error == cudaSuccess) return;
+  if (is_lost(error))
+    throw std::runtime_error(
+        fmt::format("CUDA: {}: the device was lost ({}: {}); nothing more can be computed on it by "
+                    "this process, start again",
+                    what, cudaGetErrorName(error), cudaGetErrorString(error)));
+  cudaGetLastError();  // a failed call must not fail the next one too
+  throw std::runtime_error(
+      fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
+}
+
+void check(cublasStatus_t status, std::string_view what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw std::runtime_error(fmt::format("cuBLASLt: {}: {}", what, cublasLtGetStatusString(status)));
+}
+
+std::string bytes_text(std::uint64_t bytes) {
+  const double value = static_cast<double>(bytes);
+  if (bytes >= 1u << 30) return fmt::format("{:.2f} GiB", value / 0x1p30);
+  if (bytes >= 1u << 20) return fmt::format("{:.1f} MiB", value / 0x1p20);
+  return fmt::format("{} bytes", bytes);
+}
+
+MemoryInfo memory_info() {
+  std::size_t free = 0, total = 0;
+  const cudaError_t error = cudaMemGetInfo(&free, &total);
+  if (error == cudaErrorMemoryAllocation)  // of the context, which the first call makes
+    throw std::runtime_error(
+        "device memory: other programs hold so much of it that CUDA cannot start; it needs about "
+        "600 MiB, and the weights and the cache come on top");
+  check(error, "asking for the device's memory");
+  return {free, total};
+}
+
+bool has_device() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count > 0;
+  cudaGetLastError();
+  return false;
+}
+
+}  // namespace kvlab::cuda

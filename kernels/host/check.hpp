@@ -1,0 +1,29 @@
+// Checked CUDA calls: what failed, in words, and what to do about it.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace kvlab::cuda {
+
+/// Throws std::runtime_error unless `error` is cudaSuccess; `what` was being done.
+void check(cudaError_t error, std::string_view what);
+void check(cublasStatus_t status, std::string_view what);
+
+/// "1.5 GiB".
+std::string bytes_text(std::uint64_t bytes);
+
+/// Device memory, bytes.
+struct MemoryInfo {
+  std::uint64_t free = 0, total = 0;
+};
+MemoryInfo memory_info();
+
+/// Whether this machine has a device and a driver for it.
+bool has_device();
+
+}  // namespace kvlab::cuda

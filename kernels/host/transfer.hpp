@@ -1,0 +1,45 @@
+// Arrays to and from the device.
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kernels/host/memory.hpp"
+
+namespace kvlab::cuda {
+
+/// There when it returns: the copy of pageable memory may else still be under way, and streams of
+/// the engine do not wait for the default one.
+template <class T>
+DeviceBuffer upload(std::span<const T> values, std::string_view what) {
+  DeviceBuffer buffer(values.size_bytes(), what);
+  if (values.empty()) return buffer;
+  check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), what);
+  check(cudaStreamSynchronize(nullptr), what);
+  return buffer;
+}
+
+template <class T>
+DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
+  return upload(std::span(values), what);
+}
+
+/// Zero when it returns, for the same reason.
+inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
+  DeviceBuffer buffer(bytes, what);
+  if (bytes == 0) return buffer;
+  check(cudaMemset(buffer.data(), 0, bytes), what);
+  check(cudaStreamSynchronize(nullptr), what);
+  return buffer;
+}
+
+template <class T>
+std::vector<T> download(const DeviceBuffer& buffer) {
+  std::vector<T> values(buffer.bytes() / sizeof(T));
+  check(cudaMemcpy(values.data(), buffer.data(), buffer.bytes(), cudaMemcpyDeviceToHost),
+        "fetching figures");
+  return values;
+}
+
+}  // namespace kvlab::cuda

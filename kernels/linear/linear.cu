@@ -1,0 +1,467 @@
+// A few rows by a weight matrix that is read once: bound by memory, so built around the reading.
+//
+// Bytes that must move: n * k weights (twice that where gated); x, gamma and y are at most a few
+// percent. A block for each multiprocessor runs through units of kTiles * 8 weight rows. One warp
+// sends for the weights (linear_ring.cuh), across units and from before the predecessor's end, so
+// that the memory waits neither for the arithmetic nor for x. Eight warps share k in runs of 128
+// and multiply by tensor cores: a tile of 8 weight rows is the right operand of m16n8k16, and the
+// left one has 16 rows, eight for the rows of x rounded to T and eight for what the rounding left:
+// so a normed x counts to about 16 bits, and eight rows cost what one does. Sums have one order
+// whatever the rows, tiles and card: equal inputs give equal bits, alone or in a batch.
+#include <algorithm>
+#include <cstddef>
+
+#include "kernels/device/barrier.cuh"
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/linear/linear_f32.cuh"
+#include "kernels/linear/linear_ring.cuh"
+#include "kernels/linear/linear_run.cuh"
+#include "kernels/rope.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kBarrierBytes = sizeof(RingBarriers);
+static_assert(kBarrierBytes % 16 == 0);
+constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
+/// Sums of each tile side by side: a product waits for the one before it of its own sum.
+constexpr int kChains = 2;
+/// Partial sums of all warps, for two units by turns.
+constexpr int kPartialBytes =
+    2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
+
+/// Threads that share a row of a unit's outputs: one for each, or for each pair.
+__host__ __device__ constexpr int finishers(Form form) {
+  return form == Form::gated || form == Form::rotated ? kTileRows : kTiles * kTileRows;
+}
+
+/// A row of x in shared memory where there is no norm: 64 bytes more put two rows in different
+/// banks.
+__host__ __device__ constexpr std::size_t plain_row_bytes(int k) {
+  return static_cast<std::size_t>(k) * 2 + 64;
+}
+
+/// Where things are in dynamic shared memory: the ring and, so many bytes behind it, the rest.
+struct Layout {
+  int stages;              ///< of the ring
+  int gamma, x;            // behind barriers and partial sums
+  bool plain_x_is_shared;  ///< or is read where it is
+  std::size_t bytes;       ///< ring and all
+};
+
+/// Eight floats to the left operands of two products: two rounded ones and what the rounding left
+/// of them, the next two and what it left of those; 16 bytes on, the same of the other four.
+template <class T>
+struct SplitEight {
+  __device__ void operator()(const float (&value)[8], float* to) const {
+    uint4 packed[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float a = value[2 * i], b = value[2 * i + 1];
+      std::uint32_t* const at = &packed[i / 2].x + i % 2 * 2;
+      at[0] = pack<T>(a, b);
+      at[1] = pack<T>(a - to_float(from_float<T>(a)), b - to_float(from_float<T>(b)));
+    }
+    reinterpret_cast<uint4*>(to)[0] = packed[0];
+    reinterpret_cast<uint4*>(to)[1] = packed[1];
+  }
+};
+
+/// A lane's part of x over a run: left operands.
+struct XRun {
+  uint4 left[kSteps][kChains];
+};
+
+/// Rows of x as the products read them.
+template <Form kForm>
+class XRows {
+ public:
+  __device__ XRows(const std::byte* rows, std::size_t row_bytes, int count, int k)
+      : row_(rows + lane() / 4 * row_bytes), k_(lane() / 4 < count ? k : 0) {}
+  /// The lane's part of a run; zeros beyond k and beyond the rows.
+  __device__ XRun read(int first) const {
+    XRun x{};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = first + step * kStep + lane() % 4 * 8;
+      if (k >= k_) continue;
+      if constexpr (has_norm(kForm)) {  // SplitEight
+        const auto* const from = reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 4);
+        x.left[step][0] = from[0];
+        x.left[step][1] = from[1];
+      } else {
+        const uint4 plain = *reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 2);
+        x.left[step][0] = {plain.x, 0, plain.y, 0};
+        x.left[step][1] = {plain.z, 0, plain.w, 0};
+      }
+    }
+    return x;
+  }
+
+ private:
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+  const std::byte* row_;
+  int k_;
+};
+
+/// Copies rows of x that are not normed.
+template <class T>
+__device__ void copy_rows(const LinearRun<T>& run, std::byte* to) {
+  const int chunks = run.k / 8;
+  for (int row = 0; row < run.rows; ++row)
+#pragma unroll 1
+    for (int at = static_cast<int>(threadIdx.x); at < chunks; at += kLinearThreads)
+      copy_async(shared_address(to + row * plain_row_bytes(run.k) + at * 16),
+                 static_cast<const T*>(run.x) + std::size_t(row) * run.k + at * 8, true);
+  commit_copies();
+  wait_copies<0>();
+  barrier_of_first<kLinearThreads>();
+}
+
+/// A thread's share in the outputs of units: one of them, or two that belong together, of one row.
+template <class T, Form kForm>
+class Finisher {
+ public:
+  __device__ Finisher(const LinearRun<T>& run, const RopeWriteArgs& rope)
+      : run_(run),
+        rope_(rope),
+        row_(static_cast<int>(threadIdx.x) / finishers(kForm)),
+        output_(static_cast<int>(threadIdx.x) % finishers(kForm)) {
+    if (kForm != Form::rotated || row_ >= run.rows) return;
+    turns_ = turns_of(rope, token());
+    place_ = TokenPlace(rope, token());
+  }
+
+  /// Sends for what a unit's outputs need beside its product.
+  __device__ void start(int unit) {
+    if (row_ >= run_.rows) return;
+    if constexpr (kForm != Form::rotated) {
+      const int n = unit * outputs_of_unit(kForm) + output_;
+      if (n < run_.n) residual_ = residual_of(run_, row_, n);
+      return;
+    }
+    const int first = first_of_pairs(unit, rope_.head_size);
+    head_ = first / rope_.head_size;
+    dim_ = first % rope_.head_size + output_;
+    if (!is_value()) turn_ = turns_[dim_];
+    if (!is_query()) cached_ = place_.of_head(rope_, (head_ - rope_.query_heads) % rope_.kv_heads);
+  }
+
+  /// Adds the warps' shares of k in their order and writes. `partial`: [warp, tile, row of x,
+  /// output].
+  __device__ void finish(int unit, const float* partial) const {
+    if (row_ >= run_.rows) return;
+    const auto total = [&](int tile, int column) {
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < kLinearWarps; ++w)
+        sum += partial[(w * kTiles + tile) * kPartial + row_ * kTileRows + column];
+      return sum;
+    };
+    if constexpr (kForm == Form::rotated) {
+      write_pair(total(0, output_), total(1, output_));
+    } else {
+      const int n = unit * outputs_of_unit(kForm) + output_;
+      if (n >= run_.n) return;
+      write_output(run_, row_, n,
+                   kForm == Form::gated ? silu(total(0, output_)) * total(1, output_)
+                                        : total(output_ / kTileRows, output_ % kTileRows),
+                   residual_);
+    }
+  }
+
+ private:
+  __device__ int token() const { return run_.first_row + row_; }
+
+  __device__ bool is_query() const { return head_ < rope_.query_heads; }
+  __device__ bool is_value() const { return head_ >= rope_.query_heads + rope_.kv_heads; }
+
+  __device__ void write_pair(float a, float b) const {
+    const int size = rope_.head_size, half = size / 2, n = head_ * size + dim_;
+    const T plain[] = {write_output(run_, row_, n, a, 0), write_output(run_, row_, n + half, b, 0)};
+    if (!is_query() && place_.sits_out()) return;
+    if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
+    const float2 turned = rotate({to_float(plain[0]), to_float(plain[1])}, turn_);
+    const std::int64_t query = std::int64_t{token()} * rope_.query_heads + head_;
+    put(is_query() ? rope_.q : rope_.keys, is_query() ? query * size : cached_,
+        from_float<T>(turned.x), from_float<T>(turned.y));
+    if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
+  }
+  /// To a head that begins at `head`.
+  __device__ void put(void* to, std::int64_t head, T first, T second) const {
+    T* const at = static_cast<T*>(to) + head + dim_;
+    at[0] = first;
+    at[rope_.head_size / 2] = second;
+  }
+
+  const LinearRun<T>& run_;
+  const RopeWriteArgs& rope_;
+  int row_, output_;
+  float residual_ = 0;
+  const float2* turns_ = nullptr;
+  TokenPlace place_;
+  int head_ = 0, dim_ = 0;   ///< of the first of the pair
+  std::int64_t cached_ = 0;  ///< of the head
+  float2 turn_{};
+};
+
+/// What eight warps do: the product, as its weights arrive. `behind` the ring.
+template <class T, Form kForm>
+__device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, const Layout& layout,
+                         std::byte* behind, WeightReader reader) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  float* const partials = reinterpret_cast<float*>(behind + kBarrierBytes);
+  std::byte* const x_copy = behind + layout.x;
+  Finisher<T, kForm> finisher(run, rope);
+  const bool copied = has_norm(kForm) || layout.plain_x_is_shared;
+  if constexpr (has_norm(kForm))
+    norm_rows(run, behind + layout.gamma, x_copy, partials, SplitEight<T>{});
+  else if (copied)
+    copy_rows(run, x_copy);
+  const XRows<kForm> rows(copied ? x_copy : static_cast<const std::byte*>(run.x),
+                          has_norm(kForm) ? normed_row_bytes(run.k)
+                          : copied        ? plain_row_bytes(run.k)
+                                          : std::size_t(run.k) * sizeof(T),
+                          run.rows, run.k);
+  int turn = 0;
+  for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
+       unit += static_cast<int>(gridDim.x)) {
+    finisher.start(unit);
+    float sums[kTiles][kChains][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < run.k; k += kStageRun) {
+      const XRun x = rows.read(k + warp * kRun);
+      uint4 weights[kTiles][kSteps];
+#pragma unroll
+      for (auto& tile : weights) reader.read(tile);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const auto& [first, second] = x.left[step];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          multiply_add<T>(sums[tile][0], {first.x, first.y, first.z, first.w},
+                          weights[tile][step].x, weights[tile][step].y);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          multiply_add<T>(sums[tile][1], {second.x, second.y, second.z, second.w},
+                          weights[tile][step].z, weights[tile][step].w);
+      }
+    }
+
+    // A lane has row lane / 4 of the tiles, the rounded part and the rest, at two outputs.
+    float* const partial = partials + turn * kLinearWarps * kTiles * kPartial;
+    if (lane / 4 < run.rows) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const auto& [first, second] = sums[tile];
+        *reinterpret_cast<float2*>(partial + (warp * kTiles + tile) * kPartial +
+                                   lane / 4 * kTileRows + lane % 4 * 2) =
+            float2{(first[0] + second[0]) + (first[2] + second[2]),
+                   (first[1] + second[1]) + (first[3] + second[3])};
+      }
+    }
+    barrier_of_first<kLinearThreads>();
+    finisher.finish(unit, partial);
+    turn ^= 1;
+  }
+}
+
+template <class T, Form kForm>
+__global__ void __launch_bounds__(kLinearThreads + kWarpSize)
+    linear_kernel(const __grid_constant__ LinearRun<T> run,
+                  const __grid_constant__ RopeWriteArgs rope, const Layout layout) {
+  extern __shared__ __align__(16) std::byte ring[];
+  std::byte* const behind = ring + layout.stages * kStageBytes;
+  RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(behind);
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+  if (threadIdx.x >= kLinearThreads) {
+    WeightSender<T> sender(ring, layout.stages, barriers);
+    sender.template send<kForm>(run, rope.head_size);
+    wait_copies<0>();
+    return;
+  }
+  if constexpr (has_norm(kForm)) fetch_gamma(run, behind + layout.gamma);
+  let_successor_start();
+  wait_for_predecessor();
+  multiply<T, kForm>(run, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
+}
+
+/// For so many rows: the ring is as long as there is room, but no longer than `most_stages`, which
+/// a block sends for in all. False if there is not enough.
+template <class T>
+bool lay_out(Form form, int rows, int k, int most_stages, const DeviceLimits& limits,
+             Layout& layout) {
+  layout.gamma = kBarrierBytes + kPartialBytes;
+  layout.x = layout.gamma + (has_norm(form) ? static_cast<int>(gamma_bytes<T>(k)) : 0);
+  const auto stages = [&](std::size_t x_bytes) {
+    const std::int64_t room = static_cast<std::int64_t>(limits.shared_bytes) - layout.x -
+                              static_cast<std::int64_t>(x_bytes);
+    return static_cast<int>(std::min<std::int64_t>(room / kStageBytes, kMostStages));
+  };
+  std::size_t x_bytes =
+      static_cast<std::size_t>(rows) * (has_norm(form) ? normed_row_bytes(k) : plain_row_bytes(k));
+  layout.plain_x_is_shared = !has_norm(form) && stages(x_bytes) >= kLeastStages;
+  if (!has_norm(form) && !layout.plain_x_is_shared) x_bytes = 0;
+  layout.stages = stages(x_bytes);
+  if (layout.stages < kLeastStages) return false;
+  layout.stages = std::min(layout.stages, most_stages);
+  layout.bytes = static_cast<std::size_t>(layout.stages) * kStageBytes +
+                 static_cast<std::size_t>(layout.x) + x_bytes;
+  return true;
+}
+
+/// As many rows at a time as there is room for.
+template <class T, Form kForm>
+cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream, const RopeWriteArgs& rope = {}) {
+  DeviceLimits limits;
+  cudaError_t error = device_limits(limits);
+  if (error != cudaSuccess) return error;
+  const int units = units_of(kForm, run.n), blocks = std::min(units, limits.multiprocessors);
+  const int most_stages =
+      (units + blocks - 1) / blocks * kTiles * ((run.k + kStageRun - 1) / kStageRun);
+  Layout layout{};
+  int most = run.rows;
+  while (most > 0 && !lay_out<T>(kForm, most, run.k, most_stages, limits, layout)) --most;
+  if (most == 0) return cudaErrorInvalidValue;
+  const int passes = (run.rows + most - 1) / most, each = (run.rows + passes - 1) / passes;
+  lay_out<T>(kForm, each, run.k, most_stages, limits, layout);
+
+  const auto kernel = linear_kernel<T, kForm>;
+  error = allow_shared_memory(kernel, limits);
+  // Beside a CTA of attention there is room for one small block, whose weights are on their way
+  // while that one attends, but not for two: an early start would put two on some multiprocessors
+  // and none on others.
+  const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
+  const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
+                     .block = dim3(kLinearThreads + kWarpSize),
+                     .shared_bytes = std::max(layout.bytes, alone),
+                     .stream = stream};
+  for (const int rows = run.rows; run.first_row < rows && error == cudaSuccess;
+       run.first_row += each) {
+    run.rows = std::min(each, rows - run.first_row);
+    error = launch(limits, kernel, where, run, rope, layout);
+    const std::size_t step = static_cast<std::size_t>(each);
+    const std::size_t n = static_cast<std::size_t>(run.n), k = static_cast<std::size_t>(run.k);
+    run.x = static_cast<const std::byte*>(run.x) +
+            step * k * (has_norm(kForm) ? sizeof(float) : sizeof(T));
+    if (run.y) run.y += step * n;
+    if (run.y_float) run.y_float += step * n;
+    if (run.residual) run.residual += step * n;
+  }
+  return error;
+}
+
+bool valid(int rows, int n, int k) {
+  return rows > 0 && rows <= kMostLinearRows && n > 0 && k > 0 && k % 8 == 0;
+}
+bool valid(const LinearArgs& args) {
+  const int outputs = (args.y != nullptr) + (args.y_float != nullptr) + (args.residual != nullptr);
+  return valid(args.rows, args.n, args.k) && outputs == 1 && args.weight && args.x &&
+         aligned16(args.weight) && aligned16(args.x) && aligned16(args.gamma);
+}
+
+bool valid(const GatedLinearArgs& args) {
+  return valid(args.rows, args.n, args.k) && args.gate && args.up && args.x && args.gamma &&
+         args.y && aligned16(args.gate) && aligned16(args.up) && aligned16(args.x) &&
+         aligned16(args.gamma);
+}
+
+template <class T>
+LinearRun<T> run_of(const LinearArgs& args) {
+  return {.first_row = 0,
+          .rows = args.rows,
+          .n = args.n,
+          .k = args.k,
+          .weight = static_cast<const T*>(args.weight),
+          .up = nullptr,
+          .x = args.x,
+          .gamma = static_cast<const T*>(args.gamma),
+          .norm_epsilon = args.norm_epsilon,
+          .bias = static_cast<const T*>(args.bias),
+          .y = static_cast<T*>(args.y),
+          .y_float = args.y_float,
+          .residual = args.residual};
+}
+
+template <class T>
+LinearRun<T> run_of(const GatedLinearArgs& args) {
+  return {.first_row = 0,
+          .rows = args.rows,
+          .n = args.n,
+          .k = args.k,
+          .weight = static_cast<const T*>(args.gate),
+          .up = static_cast<const T*>(args.up),
+          .x = args.x,
+          .gamma = static_cast<const T*>(args.gamma),
+          .norm_epsilon = args.norm_epsilon,
+          .bias = nullptr,
+          .y = static_cast<T*>(args.y),
+          .y_float = nullptr,
+          .residual = nullptr};
+}
+
+template <class T>
+cudaError_t linear_of(const LinearArgs& args, cudaStream_t stream) {
+  return args.gamma ? launch_linear<T, Form::normed>(run_of<T>(args), stream)
+                    : launch_linear<T, Form::plain>(run_of<T>(args), stream);
+}
+
+bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
+  return valid(rope) && args.y && args.y == rope.qkv && args.type == rope.type &&
+         args.rows == rope.tokens &&
+         args.n == (rope.query_heads + 2 * rope.kv_heads) * rope.head_size;
+}
+
+/// Whether a product can end with this.
+bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
+  constexpr int kUnit = outputs_of_unit(Form::rotated);
+  return args.type != Type::f32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&
+         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kUnit == 0;
+}
+
+}  // namespace
+
+cudaError_t linear(const LinearArgs& args, cudaStream_t stream) {
+  if (!valid(args)) return cudaErrorInvalidValue;
+  switch (args.type) {
+    case Type::bf16:
+      return linear_of<__nv_bfloat16>(args, stream);
+    case Type::f16:
+      return linear_of<__half>(args, stream);
+    case Type::f32:
+      return launch_linear_f32(run_of<float>(args), stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
+                              cudaStream_t stream) {
+  if (!valid(args) || !belong(args, rope)) return cudaErrorInvalidValue;
+  if (!is_fused(args, rope)) {
+    const cudaError_t error = linear(args, stream);
+    return error == cudaSuccess ? rope_write(rope, stream) : error;
+  }
+  return args.type == Type::bf16
+             ? launch_linear<__nv_bfloat16, Form::rotated>(run_of<__nv_bfloat16>(args), stream,
+                                                           rope)
+             : launch_linear<__half, Form::rotated>(run_of<__half>(args), stream, rope);
+}
+
+cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream) {
+  if (!valid(args)) return cudaErrorInvalidValue;
+  switch (args.type) {
+    case Type::bf16:
+      return launch_linear<__nv_bfloat16, Form::gated>(run_of<__nv_bfloat16>(args), stream);
+    case Type::f16:
+      return launch_linear<__half, Form::gated>(run_of<__half>(args), stream);
+    case Type::f32:
+      return launch_linear_f32(run_of<float>(args), stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,104 @@
+// Float32 weights: for checking, not for speed, though the weights are still read once, 16 bytes a
+// lane.
+#include "kernels/linear/linear_f32.cuh"
+
+#include <algorithm>
+
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/launch.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kSumsBytes = kMostLinearRows * kLinearWarps * sizeof(float);
+
+/// Products of one weight row with all rows of x, in every lane. `stride`: floats from row to row
+/// of x.
+__device__ void multiply_row(const float* weights, const float* x, std::size_t stride, int rows,
+                             int k, float (&sums)[kMostLinearRows]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+#pragma unroll
+  for (float& sum : sums) sum = 0;
+  for (int at = lane * 4; at < k; at += kWarpSize * 4) {
+    const float4 w = *reinterpret_cast<const float4*>(weights + at);
+#pragma unroll
+    for (int row = 0; row < kMostLinearRows; ++row) {
+      if (row >= rows) break;
+      const float4 v = *reinterpret_cast<const float4*>(x + row * stride + at);
+      sums[row] = fmaf(w.x, v.x, fmaf(w.y, v.y, fmaf(w.z, v.z, fmaf(w.w, v.w, sums[row]))));
+    }
+  }
+#pragma unroll
+  for (float& sum : sums) sum = warp_sum(sum);
+}
+
+struct StoreEight {
+  __device__ void operator()(const float (&value)[8], float* to) const { store_eight(value, to); }
+};
+
+/// A warp for each output.
+__global__ void __launch_bounds__(kLinearThreads) linear_f32_kernel(const LinearRun<float> run) {
+  extern __shared__ __align__(16) std::byte shared[];
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  if (run.gamma) fetch_gamma(run, shared + kSumsBytes);
+  let_successor_start();
+  wait_for_predecessor();
+  const float* x = static_cast<const float*>(run.x);
+  std::size_t stride = static_cast<std::size_t>(run.k);
+  if (run.gamma) {
+    std::byte* const rows = shared + kSumsBytes + gamma_bytes<float>(run.k);
+    norm_rows(run, shared + kSumsBytes, rows, reinterpret_cast<float*>(shared), StoreEight{});
+    x = reinterpret_cast<const float*>(rows);
+    stride = normed_row_bytes(run.k) / sizeof(float);
+  }
+  for (int n = static_cast<int>(blockIdx.x) * kLinearWarps + warp; n < run.n;
+       n += static_cast<int>(gridDim.x) * kLinearWarps) {
+    const std::size_t row_start = static_cast<std::size_t>(n) * run.k;
+    float sums[kMostLinearRows], ups[kMostLinearRows];
+    multiply_row(run.weight + row_start, x, stride, run.rows, run.k, sums);
+    if (run.up) multiply_row(run.up + row_start, x, stride, run.rows, run.k, ups);
+#pragma unroll
+    for (int row = 0; row < kMostLinearRows; ++row)
+      if (row < run.rows && lane == row)
+        write_output(run, row, n, run.up ? silu(sums[row]) * ups[row] : sums[row],
+                     residual_of(run, row, n));
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_linear_f32(const LinearRun<float>& run, cudaStream_t stream) {
+  DeviceLimits limits;
+  cudaError_t error = device_limits(limits);
+  if (error != cudaSuccess) return error;
+  // Rows at a time: as many as are normed into shared memory.
+  const auto bytes_for = [&](int rows) {
+    return kSumsBytes + (run.gamma ? gamma_bytes<float>(run.k) +
+                                         static_cast<std::size_t>(rows) * normed_row_bytes(run.k)
+                                   : 0);
+  };
+  int each = run.rows;
+  while (each > 0 && bytes_for(each) > static_cast<std::size_t>(limits.shared_bytes)) --each;
+  if (each == 0) return cudaErrorInvalidValue;
+  error = allow_shared_memory(linear_f32_kernel, limits);
+  const int blocks =
+      std::min((run.n + kLinearWarps - 1) / kLinearWarps, 4 * limits.multiprocessors);
+  const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
+                     .block = dim3(kLinearThreads),
+                     .shared_bytes = bytes_for(each),
+                     .stream = stream};
+  for (int done = 0; done < run.rows && error == cudaSuccess; done += each) {
+    LinearRun<float> part = run;
+    const std::size_t n = static_cast<std::size_t>(done) * static_cast<std::size_t>(run.n);
+    part.rows = std::min(each, run.rows - done);
+    part.x = static_cast<const float*>(run.x) + static_cast<std::size_t>(done) * run.k;
+    if (run.y) part.y = run.y + n;
+    if (run.y_float) part.y_float = run.y_float + n;
+    if (run.residual) part.residual = run.residual + n;
+    error = launch(limits, linear_f32_kernel, where, part);
+  }
+  return error;
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,180 @@
+// The way of weights to shared memory: one warp of a block sends for them, eight read them.
+//
+// A stage of the ring is a tile of eight weight rows over 1024 of k, of which each of the eight
+// warps takes 128. So much is always on its way that the memory is busy (kWindow), and no more, or
+// what else the block reads (x, on which everything waits) would stand in a queue behind it; a
+// little less until the ring has been sent for once, for so long x is awaited. What has arrived may
+// wait in the ring meanwhile.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/device/barrier.cuh"
+#include "kernels/linear/linear_run.cuh"
+
+namespace kvlab::kernels {
+
+inline constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
+inline constexpr int kTiles = 2;     // of a unit
+inline constexpr int kStep = 32;     // k of a 16-byte load by each of a row's four lanes
+inline constexpr int kSteps = 4;     // of a warp's share of a stage
+inline constexpr int kRun = kSteps * kStep;
+inline constexpr int kStageRun = kLinearWarps * kRun;  // k of a stage
+inline constexpr int kLoadBytes = kWarpSize * 16;
+inline constexpr int kStageBytes = kLinearWarps * kSteps * kLoadBytes;
+inline constexpr int kLeastStages = 4, kMostStages = 12;
+inline constexpr int kWindow = 4, kFirstWindow = 3;  // stages on their way
+
+/// What a product computes, and which weight rows the two tiles of a unit are.
+enum class Form {
+  plain,    // sixteen rows below each other
+  normed,   // the same, of norm(x)
+  gated,    // eight of the gate and the same eight of up, of norm(x)
+  rotated,  // eight of a head's first half and those that RoPE turns them with, of norm(x)
+};
+__host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
+__host__ __device__ constexpr int outputs_of_unit(Form form) {
+  return form == Form::gated ? kTileRows : kTiles * kTileRows;
+}
+__host__ __device__ constexpr int units_of(Form form, int n) {
+  return (n + outputs_of_unit(form) - 1) / outputs_of_unit(form);
+}
+
+/// The first weight row of a unit of pairs: the unit's eight rows of a head's first half.
+__device__ inline int first_of_pairs(int unit, int head_size) {
+  const int units = head_size / (kTiles * kTileRows);  // of a head
+  return unit / units * head_size + unit % units * kTileRows;
+}
+__device__ inline int first_row_of_tile(Form form, int unit, int tile, int head_size) {
+  if (form == Form::gated) return unit * kTileRows;
+  if (form == Form::rotated) return first_of_pairs(unit, head_size) + tile * (head_size / 2);
+  return (unit * kTiles + tile) * kTileRows;
+}
+
+/// In shared memory.
+struct RingBarriers {
+  PhaseBarrier full[kMostStages], empty[kMostStages];
+  /// By one thread; visible behind the block's next barrier. (By the sending warp, a barrier a
+  /// lane, a launch took 0.3 us longer.)
+  __device__ void init() {
+    for (int i = 0; i < kMostStages; ++i) {
+      full[i].init(kWarpSize);
+      empty[i].init(kLinearWarps);
+    }
+  }
+};
+
+/// A place in the ring, and the parity of its phase.
+struct RingPlace {
+  int slot = 0;
+  unsigned parity = 0;
+  __device__ void advance(int stages) {
+    if (++slot < stages) return;
+    slot = 0;
+    parity ^= 1;
+  }
+};
+
+/// The sending warp.
+template <class T>
+class WeightSender {
+ public:
+  __device__ WeightSender(std::byte* ring, int stages, RingBarriers& barriers)
+      : ring_(shared_address(ring)), stages_(stages), barriers_(barriers) {}
+
+  /// Sends for the block's share of a product's weights, in the order in which they are read.
+  template <Form kForm>
+  __device__ void send(const LinearRun<T>& run, int head_size) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, lane_k = lane % 4 * 8;
+    for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
+         unit += static_cast<int>(gridDim.x)) {
+      const T* rows[kTiles];
+      int wanted[kTiles];  // elements of the row, from rows[tile] on
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int n = first_row_of_tile(kForm, unit, tile, head_size) + lane / 4;
+        const bool inside = n < run.n;
+        const T* const matrix = kForm == Form::gated && tile % 2 ? run.up : run.weight;
+        rows[tile] = matrix + (inside ? static_cast<std::size_t>(n) * run.k : 0) + lane_k;
+        wanted[tile] = inside ? run.k - lane_k : 0;
+      }
+#pragma unroll 1
+      for (int k = 0; k < run.k; k += kStageRun)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          make_room();
+          if (__all_sync(~0u, wanted[tile] - k > kStageRun - kStep))
+            copy_all(rows[tile] + k);
+          else
+            copy_some(rows[tile] + k, wanted[tile] - k);
+          barriers_.full[next_.slot].arrive_when_copied();
+          next_.advance(stages_);
+          ++sent_;
+        }
+    }
+  }
+
+ private:
+  __device__ void make_room() {
+    barriers_.empty[next_.slot].wait(next_.parity ^ 1);
+    if (on_their_way_ < (sent_ < stages_ ? kFirstWindow : kWindow)) {
+      ++on_their_way_;
+      return;
+    }
+    barriers_.full[oldest_.slot].wait(oldest_.parity);
+    oldest_.advance(stages_);
+  }
+  __device__ std::uint32_t to(int load) const {
+    return ring_ + static_cast<std::uint32_t>(next_.slot * kStageBytes + load * kLoadBytes) +
+           threadIdx.x % kWarpSize * 16;
+  }
+  __device__ void copy_all(const T* from) const {
+#pragma unroll
+    for (int load = 0; load < kLinearWarps * kSteps; ++load)
+      copy_async(to(load), from + load * kStep, true);
+  }
+  /// Zeros for what is not there.
+  __device__ void copy_some(const T* from, int wanted) const {
+#pragma unroll 4
+    for (int load = 0; load < kLinearWarps * kSteps; ++load) {
+      const bool inside = load * kStep < wanted;
+      copy_async(to(load), inside ? from + load * kStep : from, inside);
+    }
+  }
+
+  std::uint32_t ring_;
+  int stages_;
+  RingBarriers& barriers_;
+  RingPlace next_, oldest_;
+  int sent_ = 0, on_their_way_ = 0;
+};
+
+/// One of the reading warps.
+class WeightReader {
+ public:
+  __device__ WeightReader(const std::byte* ring, int stages, RingBarriers& barriers)
+      : mine_(ring + threadIdx.x / kWarpSize * kSteps * kLoadBytes + threadIdx.x % kWarpSize * 16),
+        stages_(stages),
+        barriers_(barriers) {}
+
+  /// The warp's share of the next stage: of row lane / 4, eight elements from lane % 4 * 8 of every
+  /// step on.
+  __device__ void read(uint4 (&weights)[kSteps]) {
+    barriers_.full[next_.slot].wait(next_.parity);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      weights[step] =
+          *reinterpret_cast<const uint4*>(mine_ + next_.slot * kStageBytes + step * kLoadBytes);
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) barriers_.empty[next_.slot].arrive();
+    next_.advance(stages_);
+  }
+
+ private:
+  const std::byte* mine_;
+  int stages_;
+  RingBarriers& barriers_;
+  RingPlace next_;
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,161 @@
+// What the kernels behind `linear` and `gated_linear` share: their arguments, the norm, the
+// epilogue.
+#pragma once
+
+#include "kernels/device/barrier.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/device/vector.cuh"
+#include "kernels/linear/linear.hpp"
+
+namespace kvlab::kernels {
+
+template <class T>
+struct LinearRun {
+  int first_row;  // of this launch's rows, among those of the product
+  int rows, n, k;
+  const T* weight;  // [n, k]; where gated: the gate
+  const T* up;      // [n, k], or null
+  const void* x;    // [rows, k] of T, or float where there is a gamma
+  const T* gamma;   // [k], or null
+  float norm_epsilon;
+  const T* bias;  // [n], or null
+  T* y;           // one of three is not null
+  float* y_float;
+  float* residual;
+};
+
+inline constexpr int kLinearWarps = 8;
+inline constexpr int kLinearThreads = kLinearWarps * kWarpSize;
+
+/// A row of normed x in shared memory: k floats and 16 bytes, which put the rows in different
+/// banks.
+__host__ __device__ constexpr std::size_t normed_row_bytes(int k) {
+  return static_cast<std::size_t>(k) * sizeof(float) + 16;
+}
+template <class T>
+__host__ __device__ constexpr std::size_t gamma_bytes(int k) {
+  return static_cast<std::size_t>(k) * sizeof(T);
+}
+/// What an output is added to; 0 where it is not.
+template <class T>
+__device__ inline float residual_of(const LinearRun<T>& run, int row, int column) {
+  return run.residual ? run.residual[static_cast<std::size_t>(row) * run.n + column] : 0.0f;
+}
+/// Writes bias, product and whatever is asked for one output. Returns what is, or would be, in y.
+template <class T>
+__device__ inline T write_output(const LinearRun<T>& run, int row, int column, float value,
+                                 float residual) {
+  const std::size_t at = static_cast<std::size_t>(row) * static_cast<std::size_t>(run.n) +
+                         static_cast<std::size_t>(column);
+  if (run.bias) value += to_float(run.bias[column]);
+  const T rounded = from_float<T>(value);
+  if (run.y) run.y[at] = rounded;
+  if (run.y_float) run.y_float[at] = value;
+  if (run.residual) run.residual[at] = residual + value;
+  return rounded;
+}
+
+__device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
+
+/// The norm's share of a warp. Chunk c of a row, eight elements, belongs to slice (c / 32) % 8 and
+/// lane c % 32, whatever the number of rows, so that sums of squares do not depend on it; a warp
+/// takes `count` slices of one row.
+struct NormShare {
+  int row, first, step, shift, count;
+  __device__ explicit NormShare(int rows) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    shift = rows <= 1 ? 0 : rows <= 2 ? 1 : rows <= 4 ? 2 : 3;
+    count = 1 << shift;
+    row = warp % count;
+    first = warp / count;
+    step = kLinearWarps / count;
+  }
+  __device__ int slice(int i) const { return first + i * step; }
+};
+
+/// Sends for gamma, which does not depend on the predecessor.
+template <class T>
+__device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* to) {
+#pragma unroll 1
+  for (int at = static_cast<int>(threadIdx.x) * kVector<T>; at < run.k;
+       at += kLinearThreads * kVector<T>)
+    copy_async(shared_address(to + static_cast<std::size_t>(at) * sizeof(T)), run.gamma + at, true);
+  commit_copies();
+}
+
+/// Rows of x[r] * gamma / rms(x[r]) in shared memory, normed_row_bytes() each: float32 and
+/// unrounded, eight at a time as `finish` leaves them. By the block's first kLinearThreads threads,
+/// whose copies (of gamma, to `gammas`) it waits for; ends with a barrier of them.
+template <class T, class Finish>
+__device__ inline void norm_rows(const LinearRun<T>& run, const std::byte* gammas, std::byte* rows,
+                                 float* sums, Finish finish) {
+  constexpr int kSlices = kLinearWarps;
+  constexpr int kAtOnce = 8;  // chunks that a lane has on their way
+  const NormShare share(run.rows);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = run.k / 8;
+  const std::size_t row = static_cast<std::size_t>(share.row);
+  const T* const gamma_row = reinterpret_cast<const T*>(gammas);
+  const float* const x = static_cast<const float*>(run.x) + row * run.k;
+  float* const out = reinterpret_cast<float*>(rows + row * normed_row_bytes(run.k));
+  const int count = share.row < run.rows ? share.count : 0;
+  const auto each_chunk = [&](int slice, auto&& f) {
+#pragma unroll 1
+    for (int chunk = slice * kWarpSize + lane; chunk < chunks; chunk += kSlices * kWarpSize)
+      f(chunk * 8);
+  };
+
+  // Few instructions rather than fast ones, throughout: a launch finds the instruction cache cold.
+  const int rounds = (chunks + kSlices * kWarpSize - 1) / (kSlices * kWarpSize);
+#pragma unroll 1
+  for (int first = 0; first < count * rounds; first += kAtOnce) {
+    Vector<float> loaded[kAtOnce][2];
+    const auto place = [&](int i) {  // of the i-th chunk in x; beyond k if there is none
+      const int at = first + i, slice = share.slice(at & (share.count - 1));
+      return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
+    };
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (const int at = place(i); at < run.k) {
+        loaded[i][0] = *reinterpret_cast<const Vector<float>*>(x + at);
+        loaded[i][1] = *reinterpret_cast<const Vector<float>*>(x + at + 4);
+      }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (const int at = place(i); at < run.k) {
+        *reinterpret_cast<Vector<float>*>(out + at) = loaded[i][0];
+        *reinterpret_cast<Vector<float>*>(out + at + 4) = loaded[i][1];
+      }
+  }
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    float squares = 0;
+    each_chunk(share.slice(i), [&](int at) {
+      float value[8];
+      load_eight(out + at, value);
+#pragma unroll
+      for (const float v : value) squares = fmaf(v, v, squares);
+    });
+    squares = warp_sum(squares);
+    if (lane == 0) sums[share.row * kSlices + share.slice(i)] = squares;
+  }
+  wait_copies<0>();
+  barrier_of_first<kLinearThreads>();
+
+  float sum = 0;
+  for (int slice = 0; count && slice < kSlices; ++slice) sum += sums[share.row * kSlices + slice];
+  const float scale = 1.0f / sqrtf(sum / static_cast<float>(run.k) + run.norm_epsilon);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i)
+    each_chunk(share.slice(i), [&](int at) {
+      float value[8], gamma[8];
+      load_eight(out + at, value);
+      load_eight(gamma_row + at, gamma);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) value[e] *= scale * gamma[e];
+      finish(value, out + at);
+    });
+  barrier_of_first<kLinearThreads>();
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,442 @@
+// Causal attention of many queries, flash style: a CTA keeps a tile of rows and walks over the keys
+// once.
+//
+// Work: 4 * head_size operations for each (query, query head, visible key). Tensor cores do it for
+// the 2-byte types; float32 is done plainly.
+#include <algorithm>
+
+#include "kernels/device/element.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/device/softmax_state.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/prefill/prefill_rows.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kKeys = 64;        ///< keys of a tile
+constexpr int kRowsOfWarp = 32;  ///< two rows of matrices: what is read of a key serves both
+constexpr int kRows = kWarps * kRowsOfWarp;
+constexpr int kStages = 2;
+
+struct Plan {
+  PrefillAttentionArgs args;
+  int group;
+  float base2_scale;  ///< softmax scale, for base-2 logits
+};
+
+/// Which tile of rows is a CTA's. The last rows see most keys and go first, of all KV heads: so the
+/// card stays full to the end.
+__device__ int tile_of_block(const Plan& plan) {
+  return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.shape.kv_heads);
+}
+__device__ int kv_head_of_block(const Plan& plan) {
+  return static_cast<int>(blockIdx.x % plan.args.shape.kv_heads);
+}
+
+__device__ PrefillRows rows_of_block(const Plan& plan) {
+  const int kv_head = kv_head_of_block(plan);
+  return {plan.args, plan.group, kv_head, first_query_slot(plan.args, kv_head)};
+}
+
+/// Writes what is asked for of a row: of its largest product, that times the scale, and the sum
+/// relative to `max`.
+__device__ void write_row(const PrefillAttentionArgs& args, std::int64_t row, float max_product,
+                          float max, float sum) {
+  if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
+  if (args.rows != nullptr) args.rows[row] = {max_product, max + log2f(sum)};
+}
+
+template <class T, int kDim>
+struct alignas(16) Shared {
+  T query[kRows * kDim];
+  T keys[kStages][kKeys * kDim];
+  T values[kStages][kKeys * kDim];
+};
+
+constexpr int kSlices = kKeys / 16;
+
+/// Starts copying one of kSlices parts of a tile's rows [slot, dim]; zeros from row `valid` on. By
+/// the whole CTA.
+template <class T, int kDim>
+__device__ void load_slice(T* to, const T* from, int valid, int slice) {
+  using Layout = Swizzled<kDim * sizeof(T)>;
+  constexpr int kEach = kKeys * Layout::kChunks / kSlices;
+#pragma unroll
+  for (int j = 0; j < kEach; j += kThreads) {
+    const int i = slice * kEach + j + threadIdx.x;
+    if (kEach % kThreads != 0 && j + static_cast<int>(threadIdx.x) >= kEach) break;
+    const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+    copy_async(shared_address(to) + Layout::offset(row, chunk), row < valid ? from + i * 8 : from,
+               row < valid);
+  }
+}
+
+/// A warp's 32 rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
+template <class T, int kDim>
+class WarpRows {
+ public:
+  using Layout = Swizzled<kDim * sizeof(T)>;
+
+  __device__ WarpRows() {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n)
+        out_[m][n][0] = out_[m][n][1] = out_[m][n][2] = out_[m][n][3] = 0;
+      max_[m][0] = max_[m][1] = -INFINITY;
+      sum_[m][0] = sum_[m][1] = 0;
+    }
+  }
+
+  /// Adds a tile of keys; `visible(m, half)` is how many of them that row sees, kKeys or more for
+  /// all. Every row has seen a key then.
+  /// Calls fetch(slice) for all slices of the next tile, between products: copies in one go would
+  /// stand before the first products' operands.
+  template <bool kMasked, class Visible, class Fetch>
+  __device__ void add(const T* query, const T* keys, const T* values, float base2_scale,
+                      Visible visible, Fetch fetch) {
+    float logit[2][kKeys / 8][4] = {};
+    score(query, keys, logit, fetch);
+    if constexpr (kMasked) mask(logit, visible);
+    raise_max(logit, base2_scale);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      std::uint32_t weight[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          weight[m][i] = weigh(logit[m][k * 2 + i / 2], m, i % 2, base2_scale);
+      add_values(values, k, weight);
+    }
+  }
+
+  /// Calls write(m, half, n, two values) for the columns n * 8 + l % 4 * 2 of each row, divided by
+  /// the sum, and row(m, half, largest product, max, sum) for each row, in one lane.
+  template <class Write, class Row>
+  __device__ void finish(Write write, Row row) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = sum_[m][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = 1 / sum;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n)
+          write(m, half, n,
+                pack<T>(out_[m][n][half * 2] * inverse, out_[m][n][half * 2 + 1] * inverse));
+        if (keeps(m, half)) row(m, half, max_product_, max_[m][half], sum);
+      }
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+  /// Whether this one of a row's four lanes keeps what all four know of it.
+  __device__ static bool keeps(int m, int half) { return lane() % 4 == m * 2 + half; }
+
+  template <class Fetch>
+  __device__ void score(const T* query, const T* keys, float (&logit)[2][kKeys / 8][4],
+                        Fetch fetch) const {
+    const std::uint32_t q = shared_address(query), k = shared_address(keys);
+    const int key = lane() / 16 * 8 + lane() % 8;
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      static_assert(kDim / 16 >= kSlices);
+      if (d < kSlices) fetch(d);
+      std::uint32_t a[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        load_matrices(a[m], q + Layout::offset(m * 16 + lane() % 16, d * 2 + lane() / 16));
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n += 2) {
+        std::uint32_t b[4];
+        load_matrices(b, k + Layout::offset(n * 8 + key, d * 2 + lane() / 8 % 2));
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          multiply_add<T>(logit[m][n], a[m], b[0], b[1]);
+          multiply_add<T>(logit[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  template <class Visible>
+  __device__ static void mask(float (&logit)[2][kKeys / 8][4], Visible visible) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int end = visible(m, half) - lane() % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i >= end) logit[m][n][half * 2 + i] = -INFINITY;
+      }
+  }
+
+  /// Makes max_ no less than the tile's logits, but for kSlack: weights up to 2^kSlack do no harm,
+  /// and most tiles need no rescaling then.
+  __device__ void raise_max(const float (&logit)[2][kKeys / 8][4], float base2_scale) {
+    float max[2][2];
+    bool raise = false;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+          largest = fmaxf(largest, fmaxf(logit[m][n][half * 2], logit[m][n][half * 2 + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (keeps(m, half)) max_product_ = fmaxf(max_product_, largest);
+        max[m][half] = fmaxf(max_[m][half], largest * base2_scale);
+        raise = raise || max[m][half] > max_[m][half] + kSlack;
+      }
+    if (!__any_sync(~0u, raise)) return;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = rescale(max_[m][half], max[m][half]);
+        max_[m][half] = max[m][half];
+        sum_[m][half] *= factor;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          out_[m][n][half * 2] *= factor;
+          out_[m][n][half * 2 + 1] *= factor;
+        }
+      }
+  }
+
+  /// The weights of two neighbouring keys for a row, counted in its sum.
+  __device__ std::uint32_t weigh(const float (&logit)[4], int m, int half, float base2_scale) {
+    const float low = exp2_fast(fmaf(logit[half * 2], base2_scale, -max_[m][half]));
+    const float high = exp2_fast(fmaf(logit[half * 2 + 1], base2_scale, -max_[m][half]));
+    sum_[m][half] += low + high;
+    return pack<T>(low, high);
+  }
+
+  /// Adds the values of keys k * 16 to k * 16 + 15.
+  __device__ void add_values(const T* values, int k, const std::uint32_t (&weight)[2][4]) {
+    const std::uint32_t v = shared_address(values);
+    const int key = k * 16 + lane() / 8 % 2 * 8 + lane() % 8;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n += 2) {
+      std::uint32_t b[4];
+      load_matrices_transposed(b, v + Layout::offset(key, n + lane() / 16));
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        multiply_add<T>(out_[m][n], weight[m], b[0], b[1]);
+        multiply_add<T>(out_[m][n + 1], weight[m], b[2], b[3]);
+      }
+    }
+  }
+
+  static constexpr float kSlack = 6;
+  float out_[2][kDim / 8][4];
+  float max_[2][2], sum_[2][2];    // sum_: over this lane's keys alone, until finish
+  float max_product_ = -INFINITY;  // of the row that the lane keeps; max_ has some slack
+};
+
+/// The tensor-core kernel.
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_constant__ Plan plan) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
+  using Layout = Swizzled<kDim * sizeof(T)>;
+  const auto& args = plan.args;
+  const PrefillRows rows = rows_of_block(plan);
+  const int first_row = tile_of_block(plan) * kRows;
+  const int last_row = min(first_row + kRows, rows.count()) - 1;
+  const int keys_end = rows.slot(last_row) + 1;
+  const int tiles = (keys_end + kKeys - 1) / kKeys;
+  const int unmasked = (rows.slot(first_row) + 1) / kKeys;  // tiles that all rows see whole
+
+  const T* q = static_cast<const T*>(args.q);
+  for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
+    const int row = first_row + i / Layout::kChunks, chunk = i % Layout::kChunks;
+    const bool wanted = row <= last_row;
+    copy_async(shared_address(shared.query) + Layout::offset(i / Layout::kChunks, chunk),
+               q + (wanted ? rows.head(row) * kDim + chunk * 8 : 0), wanted);
+  }
+  const std::int64_t begin = head_begin(args, rows.kv_head);
+  const T* keys = static_cast<const T*>(args.keys) + begin;
+  const T* values = static_cast<const T*>(args.values) + begin;
+  const auto fetch = [&](int tile, int slice) {
+    const std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
+    const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
+    load_slice<T, kDim>(shared.keys[tile % kStages], keys + from, valid, slice);
+    load_slice<T, kDim>(shared.values[tile % kStages], values + from, valid, slice);
+  };
+  for (int slice = 0; slice < kSlices; ++slice) fetch(0, slice);
+  commit_copies();
+
+  const int warp_row = threadIdx.x / 32 * kRowsOfWarp;
+  const int lane_row = first_row + warp_row + threadIdx.x % 32 / 4;
+  const auto row_of = [&](int m, int half) { return lane_row + m * 16 + half * 8; };
+  WarpRows<T, kDim> warp;
+  const T* query = shared.query + warp_row * kDim;
+  for (int tile = 0; tile < tiles; ++tile) {
+    wait_copies<0>();
+    __syncthreads();  // the tile is there, and the one before it has been read
+    const T* tile_keys = shared.keys[tile % kStages];
+    const T* tile_values = shared.values[tile % kStages];
+    const auto visible = [&](int m, int half) {
+      return rows.slot(row_of(m, half)) + 1 - tile * kKeys;
+    };
+    const auto fetch_next = [&](int slice) { fetch(tile + 1, slice); };
+    if (tile < unmasked)
+      warp.template add<false>(query, tile_keys, tile_values, plan.base2_scale, visible,
+                               fetch_next);
+    else
+      warp.template add<true>(query, tile_keys, tile_values, plan.base2_scale, visible, fetch_next);
+    commit_copies();
+  }
+
+  auto* out = static_cast<std::uint32_t*>(args.out);
+  const int lane = threadIdx.x % 32;
+  warp.finish(
+      [&](int m, int half, int n, std::uint32_t two) {
+        const int row = row_of(m, half);
+        if (row <= last_row) out[rows.head(row) * (kDim / 2) + n * 4 + lane % 4] = two;
+      },
+      [&](int m, int half, float max_product, float max, float sum) {
+        const int row = row_of(m, half);
+        if (row <= last_row) write_row(args, rows.head(row), max_product, max, sum);
+      });
+}
+
+constexpr int kPlainRows = 16, kPlainKeys = 32;
+
+/// Float32: a warp has four rows and, at a time, 32 keys, one for each lane.
+template <int kDim>
+__global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
+  __shared__ float query[kPlainRows][kDim];
+  __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
+  const auto& args = plan.args;
+  const PrefillRows rows = rows_of_block(plan);
+  const int first_row = tile_of_block(plan) * kPlainRows;
+  const int last_row = min(first_row + kPlainRows, rows.count()) - 1;
+  const int keys_end = rows.slot(last_row) + 1;
+  const float* q = static_cast<const float*>(args.q);
+  for (int i = threadIdx.x; i < kPlainRows * kDim; i += kThreads) {
+    const int row = first_row + i / kDim;
+    query[i / kDim][i % kDim] = row <= last_row ? q[rows.head(row) * kDim + i % kDim] : 0;
+  }
+  const std::int64_t begin = head_begin(args, rows.kv_head);
+  const float* all_keys = static_cast<const float*>(args.keys) + begin;
+  const float* all_values = static_cast<const float*>(args.values) + begin;
+
+  constexpr int kEach = kPlainRows / kWarps, kOwn = kDim / 32;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
+  float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach] = {};
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) max_product[r] = max[r] = -INFINITY;
+  for (int start = 0; start < keys_end; start += kPlainKeys) {
+    const int there = min(kPlainKeys, keys_end - start);
+    __syncthreads();
+    for (int i = threadIdx.x; i < there * kDim; i += kThreads)
+      keys[i / kDim][i % kDim] = all_keys[std::int64_t{start} * kDim + i];
+    __syncthreads();
+    float weight[kEach];
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+      float dot = 0;
+      if (lane < there)
+        for (int d = 0; d < kDim; ++d) dot = fmaf(query[warp_row + r][d], keys[lane][d], dot);
+      const bool seen = start + lane <= rows.slot(first_row + warp_row + r) && lane < there;
+      const float logit = seen ? dot * plan.base2_scale : -INFINITY;
+      max_product[r] = fmaxf(max_product[r], warp_max(seen ? dot : -INFINITY));
+      const float largest = fmaxf(max[r], max_product[r] * plan.base2_scale);
+      weight[r] = exp2_fast(logit - largest);
+      const float factor = rescale(max[r], largest);
+      max[r] = largest;
+      float tile_sum = weight[r];
+      for (int step = 16; step > 0; step /= 2) tile_sum += __shfl_xor_sync(~0u, tile_sum, step);
+      sum[r] = fmaf(sum[r], factor, tile_sum);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) out[r][i] *= factor;
+    }
+    for (int key = 0; key < there; ++key) {
+      const float* value = all_values + std::int64_t{start + key} * kDim;
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        const float w = __shfl_sync(~0u, weight[r], key);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) out[r][i] = fmaf(w, value[i * 32 + lane], out[r][i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) {
+    const int row = first_row + warp_row + r;
+    if (row > last_row) continue;
+    float* to = static_cast<float*>(args.out) + rows.head(row) * kDim;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) to[i * 32 + lane] = out[r][i] / sum[r];
+    if (lane == 0) write_row(args, rows.head(row), max_product[r], max[r], sum[r]);
+  }
+}
+
+/// CTAs for all tiles of all KV heads.
+unsigned grid(const Plan& plan, int rows_of_tile) {
+  const int rows = plan.args.queries * plan.group;
+  return static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.shape.kv_heads;
+}
+
+template <class T, int kDim>
+cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
+  constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
+  const cudaError_t allowed = cudaFuncSetAttribute(
+      prefill_tiles<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (allowed != cudaSuccess) return allowed;
+  prefill_tiles<T, kDim><<<grid(plan, kRows), kThreads, kBytes, stream>>>(plan);
+  return cudaGetLastError();
+}
+
+template <int kDim>
+cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+  switch (plan.args.shape.type) {
+    case Type::bf16:
+      return launch_tiles<__nv_bfloat16, kDim>(plan, stream);
+    case Type::f16:
+      return launch_tiles<__half, kDim>(plan, stream);
+    case Type::f32:
+      break;
+  }
+  prefill_plain<kDim><<<grid(plan, kPlainRows), kThreads, 0, stream>>>(plan);
+  return cudaGetLastError();
+}
+
+bool aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }
+
+}  // namespace
+
+cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream) {
+  if (!can_prefill(args) || !aligned(args.q) || !aligned(args.keys) || !aligned(args.values) ||
+      !aligned(args.out))
+    return cudaErrorInvalidValue;
+  const Plan plan{.args = args,
+                  .group = args.shape.query_heads / args.shape.kv_heads,
+                  .base2_scale = args.shape.softmax_scale * kLog2E};
+  switch (args.shape.head_size) {
+    case 64:
+      return launch<64>(plan, stream);
+    case 96:
+      return launch<96>(plan, stream);
+    case 128:
+      return launch<128>(plan, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,359 @@
+// What the queries of an admission give to each key: a second pass over the products, which
+// attention's rows (largest product, log-sum-exp) turn into final probabilities at once.
+//
+// Key-stationary: a CTA keeps a block of keys and walks over the queries that see it, one query
+// head after the other, so that a key's sums stay in the registers of one lane. The sums are of
+// integers; CTAs of the same keys and other queries add theirs in any order.
+//
+// Work: 2 * head_size operations for each (query, query head, visible key), half of attention's;
+// beside them an exponential and, for masses, six more instructions each. Bytes: little: queries
+// once, keys once for each kRange queries, 8 for each row, 24 for each key.
+#include <algorithm>
+
+#include "kernels/device/element.cuh"
+#include "kernels/device/softmax_state.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/prefill/prefill_observe.cuh"
+
+namespace kvlab::kernels {
+namespace observe {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kKeysOfWarp = 32;
+constexpr int kKeys = kWarps * kKeysOfWarp;  ///< of a CTA
+constexpr int kStages = 2;
+
+/// The row terms of all queries from plan.begin on: a thread for each (query, query head).
+__global__ void __launch_bounds__(kThreads)
+    make_row_terms(const __grid_constant__ Plan plan, Count count) {
+  const auto& args = plan.args;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int query = plan.begin + static_cast<int>(i / args.shape.query_heads);
+  const int head = static_cast<int>(i % args.shape.query_heads);
+  if (query >= plan.padded) return;
+  RowTerm term{-INFINITY, INFINITY};
+  const auto age = static_cast<std::uint32_t>(args.younger + args.queries - 1 - query);
+  if (query < args.queries && (count == Count::requests || age < args.tail)) {
+    const RowSoftmax row = args.rows[std::int64_t{query} * args.shape.query_heads + head];
+    term.minus_lse2 = -row.lse2;
+    if (count == Count::requests) {
+      const float p = exp2_fast(fmaf(row.max_product, plan.base2_scale, -row.lse2));
+      term.bound = request_floor(fixed_mass(1, p), *args.threshold16);
+    } else if (count == Count::weighted) {
+      term.bound = args.weights[age];
+    }
+  } else if (count == Count::weighted) {
+    term.bound = 0;
+  }
+  plan.terms[std::int64_t{head} * plan.padded + query] = term;
+}
+
+template <class T, int kDim>
+struct alignas(16) Shared {
+  union {
+    T keys[kKeys * kDim];  // before the first queries
+    T queries[kStages][kQueries * kDim];
+  };
+  RowTerm terms[kStages][kQueries];
+};
+
+/// Starts copying rows [row, dim], `stride` elements apart; zeros from row `valid` on.
+template <class T, int kDim, int kRows>
+__device__ void load_rows(T* to, const T* from, std::int64_t stride, int valid) {
+  using Layout = Swizzled<kDim * sizeof(T)>;
+  static_assert(kRows * Layout::kChunks % kThreads == 0);
+#pragma unroll
+  for (int j = 0; j < kRows * Layout::kChunks; j += kThreads) {
+    const int i = j + threadIdx.x;
+    const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+    const bool wanted = row < valid;
+    copy_async(shared_address(to) + Layout::offset(row, chunk),
+               from + (wanted ? row * stride + chunk * 8 : 0), wanted);
+  }
+}
+
+/// A warp's 32 keys, as operands in registers, and what they are given. Matrix row m holds, in lane
+/// l, keys m * 16 + l / 4 and the eighth after that; column l % 4 * 2 and the next of each eight
+/// queries.
+template <class T, int kDim, Count kCount>
+class WarpKeys {
+ public:
+  using Layout = Swizzled<kDim * sizeof(T)>;
+
+  __device__ explicit WarpKeys(const T* keys) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d)
+        load_matrices(keys_[m][d], shared_address(keys) +
+                                       Layout::offset(m * 16 + lane() % 16, d * 2 + lane() / 16));
+  }
+
+  /// A tile of queries of one head; visible(m, half): queries before this one do not see the key.
+  template <bool kMasked, class Visible>
+  __device__ void add(const T* queries, const RowTerm* terms, float base2_scale, Visible visible) {
+#pragma unroll
+    for (int eight = 0; eight < kQueries / 8; eight += kEights) {
+      float product[2][kEights][4] = {};
+      multiply(queries, eight, product);
+#pragma unroll
+      for (int n = 0; n < kEights; ++n) {
+        const int query = (eight + n) * 8 + lane() % 4 * 2;
+        const auto both = *reinterpret_cast<const float4*>(terms + query);
+        const RowTerm term[2] = {{both.x, both.y}, {both.z, both.w}};
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float p = exp2_fast(fmaf(product[m][n][i], base2_scale, term[i % 2].minus_lse2));
+            if constexpr (kMasked)
+              if (query + i % 2 < visible(m, i / 2)) p = kUnseen<kCount>;
+            count_[m][i / 2].add(p, term[i % 2], (eight + n) * 2 + i % 2);
+          }
+      }
+    }
+    ++tiles_;
+  }
+
+  __device__ void end_queries(int first_query) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        count_[m][half].end_queries(
+            [&](int bit) { return first_query + bit / 2 * 8 + lane() % 4 * 2 + bit % 2; });
+  }
+
+  /// Calls write(key, count) for each key, by one lane.
+  template <class Write>
+  __device__ void finish(Write write) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        count_[m][half].reduce(tiles_ * (kQueries / 4), 3);
+        if (lane() % 4 == 0) write(m * 16 + half * 8 + lane() / 4, count_[m][half]);
+      }
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  static constexpr int kEights = 4;  ///< of queries, whose products are in registers at a time
+
+  __device__ void multiply(const T* queries, int eight, float (&product)[2][kEights][4]) const {
+    const std::uint32_t q = shared_address(queries);
+    const int query = eight * 8 + lane() / 16 * 8 + lane() % 8;
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d)
+#pragma unroll
+      for (int n = 0; n < kEights; n += 2) {
+        std::uint32_t b[4];
+        load_matrices(b, q + Layout::offset(n * 8 + query, d * 2 + lane() / 8 % 2));
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          multiply_add<T>(product[m][n], keys_[m][d], b[0], b[1]);
+          multiply_add<T>(product[m][n + 1], keys_[m][d], b[2], b[3]);
+        }
+      }
+  }
+
+  std::uint32_t keys_[2][kDim / 16][4];
+  KeyCount<kCount> count_[2][2];
+  std::uint32_t tiles_ = 0;
+};
+
+/// The tensor-core kernel.
+template <class T, int kDim, Count kCount>
+__global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_constant__ Plan plan) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
+  const auto& args = plan.args;
+  const Part part(plan, kKeys);
+  if (part.begin >= part.end) return;
+
+  load_rows<T, kDim, kKeys>(
+      shared.keys, static_cast<const T*>(args.keys) + part.key_index(args) * kDim, kDim, part.keys);
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+  const int warp_key = threadIdx.x / 32 * kKeysOfWarp;
+  WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
+  __syncthreads();  // the keys are in registers, their place is free
+
+  const std::int64_t stride = std::int64_t{args.shape.query_heads} * kDim;
+  const int tiles = (part.end - part.begin + kQueries - 1) / kQueries * plan.group;
+  const auto query_of = [&](int tile) { return part.begin + tile / plan.group * kQueries; };
+  const auto fetch = [&](int tile) {
+    const int query = query_of(tile), head = part.kv_head * plan.group + tile % plan.group;
+    load_rows<T, kDim, kQueries>(shared.queries[tile % kStages],
+                                 static_cast<const T*>(args.q) + query * stride + head * kDim,
+                                 stride, args.queries - query);
+    constexpr int kTermsAtOnce = 16 / sizeof(RowTerm);
+    if (threadIdx.x < kQueries / kTermsAtOnce)
+      copy_async(shared_address(shared.terms[tile % kStages]) + threadIdx.x * 16,
+                 plan.terms + std::int64_t{head} * plan.padded + query + threadIdx.x * kTermsAtOnce,
+                 true);
+  };
+  fetch(0);
+  commit_copies();
+  for (int tile = 0; tile < tiles; ++tile) {
+    wait_copies<0>();
+    __syncthreads();  // the tile is there, and the one before it has been read
+    if (tile + 1 < tiles) fetch(tile + 1);
+    commit_copies();
+    const int query = query_of(tile);
+    const auto visible = [&](int m, int half) {
+      const int key = part.first_key + warp_key + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+      return key - part.first - query;
+    };
+    const T* queries = shared.queries[tile % kStages];
+    const RowTerm* terms = shared.terms[tile % kStages];
+    if (part.first_key + warp_key + kKeysOfWarp - 1 <= part.first + query)
+      warp.template add<false>(queries, terms, plan.base2_scale, visible);
+    else
+      warp.template add<true>(queries, terms, plan.base2_scale, visible);
+    if (tile % plan.group == plan.group - 1) warp.end_queries(query);
+  }
+
+  Observation* const seen = args.seen + part.key_index(args) + warp_key;
+  warp.finish([&](int key, const KeyCount<kCount>& count) {
+    if (warp_key + key < part.keys) count.add_to(seen[key], args.position);
+  });
+}
+
+constexpr int kPlainKeys = 32;
+
+/// Float32: a lane has a key, a warp every fourth query; products as in prefill_plain, bit for bit.
+template <int kDim, Count kCount>
+__global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant__ Plan plan) {
+  __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
+  const auto& args = plan.args;
+  const Part part(plan, kPlainKeys);
+  if (part.begin >= part.end) return;
+  const float* all_keys = static_cast<const float*>(args.keys) + part.key_index(args) * kDim;
+  for (int i = threadIdx.x; i < part.keys * kDim; i += kThreads)
+    keys[i / kDim][i % kDim] = all_keys[i];
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32;
+  KeyCount<kCount> count;
+  std::uint32_t added = 0;
+  for (int query = part.begin + threadIdx.x / 32; query < part.end; query += kWarps) {
+    const bool sees = lane < part.keys && part.first_key + lane <= part.first + query;
+    for (int h = 0; h < plan.group; ++h, ++added) {
+      const int head = part.kv_head * plan.group + h;
+      const float* q = static_cast<const float*>(args.q) +
+                       (std::int64_t{query} * args.shape.query_heads + head) * kDim;
+      const RowTerm term = plan.terms[std::int64_t{head} * plan.padded + query];
+      float product = 0;
+      if (sees)
+        for (int d = 0; d < kDim; ++d) product = fmaf(q[d], keys[lane][d], product);
+      const float p = exp2_fast(fmaf(product, plan.base2_scale, term.minus_lse2));
+      count.add(sees ? p : kUnseen<kCount>, term, 0);
+    }
+    count.end_queries([&](int) { return query; });
+  }
+  count.reduce(added, 0);
+  if (lane < part.keys) count.add_to(args.seen[part.key_index(args) + lane], args.position);
+}
+
+template <class T, int kDim, Count kCount>
+cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
+  constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
+  const cudaError_t allowed = cudaFuncSetAttribute(
+      observe_tiles<T, kDim, kCount>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (allowed != cudaSuccess) return allowed;
+  observe_tiles<T, kDim, kCount><<<grid(plan, kKeys), kThreads, kBytes, stream>>>(plan);
+  return cudaGetLastError();
+}
+
+template <int kDim, Count kCount>
+cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+  switch (plan.args.shape.type) {
+    case Type::bf16:
+      return launch_tiles<__nv_bfloat16, kDim, kCount>(plan, stream);
+    case Type::f16:
+      return launch_tiles<__half, kDim, kCount>(plan, stream);
+    case Type::f32:
+      break;
+  }
+  observe_plain<kDim, kCount><<<grid(plan, kPlainKeys), kThreads, 0, stream>>>(plan);
+  return cudaGetLastError();
+}
+
+cudaError_t is_hopper(bool& hopper) {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  ask(major, cudaDevAttrComputeCapabilityMajor);
+  ask(minor, cudaDevAttrComputeCapabilityMinor);
+  hopper = major == 9 && minor == 0;
+  return error;
+}
+
+template <Count kCount>
+cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+  const std::int64_t rows = std::int64_t{plan.padded - plan.begin} * plan.args.shape.query_heads;
+  make_row_terms<<<static_cast<unsigned>((rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      plan, kCount);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  bool hopper = false;
+  if (const cudaError_t error = is_hopper(hopper); error != cudaSuccess) return error;
+  if (hopper && plan.args.shape.type != Type::f32) return observe_on_hopper(plan, kCount, stream);
+  switch (plan.args.shape.head_size) {
+    case 64:
+      return launch<64, kCount>(plan, stream);
+    case 96:
+      return launch<96, kCount>(plan, stream);
+    default:
+      return launch<128, kCount>(plan, stream);
+  }
+}
+
+bool supported(const ObserveArgs& args) {
+  const AttentionShape& shape = args.shape;
+  if (!can_prefill(args) || args.younger < 0 || args.keys_end < 1) return false;
+  if (shape.head_size != 64 && shape.head_size != 96 && shape.head_size != 128) return false;
+  if (shape.head_stride % shape.head_size != 0) return false;  // slots are counted in seen
+  const auto aligned = [](const void* pointer) { return pointer != nullptr && aligned16(pointer); };
+  if (!aligned(args.q) || !aligned(args.keys) || !aligned(args.workspace)) return false;
+  if (args.rows == nullptr || args.seen == nullptr) return false;
+  return args.needs == Needs::mass ||
+         (args.needs == Needs::requests && args.threshold16 != nullptr);
+}
+
+int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+}  // namespace observe
+
+std::size_t observe_workspace(const AttentionShape& shape, int queries) {
+  using namespace observe;
+  return std::size_t(shape.query_heads) * round_up(queries, kQueries) * sizeof(RowTerm);
+}
+
+cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
+  using namespace observe;
+  if (!supported(args)) return cudaErrorInvalidValue;
+  Plan plan{.args = args,
+            .group = args.shape.query_heads / args.shape.kv_heads,
+            .begin = 0,
+            .padded = round_up(args.queries, kQueries),
+            .base2_scale = args.shape.softmax_scale * kLog2E,
+            .terms = static_cast<RowTerm*>(args.workspace)};
+  if (args.needs == Needs::requests) return launch<Count::requests>(plan, stream);
+  // Only queries of age < tail weigh anything.
+  const std::int64_t silent = std::int64_t{args.younger} + args.queries - args.tail;
+  if (silent >= args.queries) return cudaSuccess;
+  plan.begin = static_cast<int>(std::max<std::int64_t>(silent, 0)) / kQueries * kQueries;
+  return args.weights == nullptr ? launch<Count::mass>(plan, stream)
+                                 : launch<Count::weighted>(plan, stream);
+}
+
+}  // namespace kvlab::kernels

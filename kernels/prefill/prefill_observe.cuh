@@ -1,0 +1,126 @@
+// What the kernels of the second pass share: see prefill_observe.cu.
+#pragma once
+
+#include "kernels/evict/admission.hpp"
+#include "kernels/device/mass_sum.hpp"
+#include "kernels/prefill/prefill_rows.cuh"
+
+namespace kvlab::kernels::observe {
+
+inline constexpr int kQueries = 64;  ///< of a tile, all of one query head
+inline constexpr int kRange = 1024;  ///< queries that a CTA walks over
+
+/// What is counted. weighted: masses whose weights are not all 1.
+enum class Count { mass, weighted, requests };
+
+/// What a row needs besides its products.
+struct alignas(8) RowTerm {
+  float minus_lse2;  ///< -infinity: the row counts for nothing
+  float bound;       ///< requests: the least requested probability; weighted: the weight
+};
+
+struct Plan {
+  ObserveArgs args;
+  int group;
+  int begin;          ///< first query that counts, a multiple of kQueries
+  int padded;         ///< queries, rounded up to kQueries
+  float base2_scale;  ///< softmax scale, for base-2 logits
+  RowTerm* terms;     // [query_head, padded]
+};
+
+/// The probability of a key that the query does not see: counts for nothing, even where any request
+/// counts.
+template <Count kCount>
+inline constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
+
+/// What one lane counts for one key.
+template <Count kCount>
+class KeyCount {
+ public:
+  /// A query of the current tile; `bit` orders the lane's queries by age.
+  __device__ void add(float p, const RowTerm& term, int bit) {
+    if constexpr (kCount == Count::mass) {
+      sum_.add(p);
+    } else if constexpr (kCount == Count::weighted) {
+      mass_ += fixed_mass(term.bound, p);
+    } else {
+      if (p >= term.bound) asked_ |= 1u << bit;
+    }
+  }
+  /// All query heads of a tile's queries have been added; query_of(bit): which one it was.
+  template <class QueryOf>
+  __device__ void end_queries(QueryOf query_of) {
+    if constexpr (kCount == Count::requests) {
+      if (asked_ == 0) return;
+      requests_ += __popc(asked_);
+      last_ = max(last_, query_of(31 - __clz(static_cast<int>(asked_))));
+      asked_ = 0;
+    }
+  }
+  /// Over the lanes that differ in the bits of `lanes` (a power of two less one), for all of them;
+  /// `added`: calls of add by each.
+  __device__ void reduce(std::uint32_t added, int lanes) {
+    if constexpr (kCount == Count::mass) mass_ = sum_.total(added);
+    for (int step = 1; step <= lanes; step *= 2) {
+      mass_ += __shfl_xor_sync(~0u, mass_, step);
+      requests_ += __shfl_xor_sync(~0u, requests_, step);
+      last_ = max(last_, __shfl_xor_sync(~0u, last_, step));
+    }
+  }
+  __device__ void add_to(Observation& seen, std::uint32_t first_position) const {
+    if constexpr (kCount == Count::requests) {
+      if (requests_ == 0) return;
+      atomicAdd(&seen.requests, requests_);
+      atomicMax(&seen.last_request, first_position + static_cast<std::uint32_t>(last_));
+    } else {
+      static_assert(sizeof(unsigned long long) == sizeof seen.mass);
+      atomicAdd(reinterpret_cast<unsigned long long*>(&seen.mass), mass_);
+    }
+  }
+
+ private:
+  MassSum sum_;
+  unsigned long long mass_ = 0;
+  std::uint32_t asked_ = 0, requests_ = 0;
+  int last_ = 0;  ///< query
+};
+
+/// The keys and queries of a CTA: blocks of keys follow each other, so that CTAs at work at one
+/// time share their queries in the L2 cache.
+struct Part {
+  int kv_head;
+  int first;       ///< slot of query 0
+  int first_key;   ///< slot of the CTA's first key
+  int keys;        ///< how many of them exist
+  int begin, end;  ///< queries; begin is a multiple of kQueries; end <= begin: nothing to do
+
+  __device__ Part(const Plan& plan, int keys_of_cta) {
+    const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
+    const int block = static_cast<int>(blockIdx.x) % blocks;
+    const int rest = static_cast<int>(blockIdx.x) / blocks;
+    kv_head = rest % plan.args.shape.kv_heads;
+    first = first_query_slot(plan.args, kv_head);
+    first_key = block * keys_of_cta;
+    keys = min(keys_of_cta, first + plan.args.queries - first_key);
+    begin = plan.begin + rest / plan.args.shape.kv_heads * kRange;
+    end = min(begin + kRange, plan.args.queries);
+    begin = max(begin, (first_key - first) / kQueries * kQueries);  // none before sees a key
+    if (keys <= 0) end = begin;
+  }
+  /// Index of the first key among all slots, hence of what it has seen.
+  __device__ std::int64_t key_index(const ObserveArgs& args) const {
+    return head_begin(args, kv_head) / args.shape.head_size + first_key;
+  }
+};
+
+/// CTAs for all blocks of keys, KV heads and ranges of queries.
+inline unsigned grid(const Plan& plan, int keys_of_cta) {
+  const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
+  const int ranges = (plan.args.queries - plan.begin + kRange - 1) / kRange;
+  return static_cast<unsigned>(blocks) * ranges * plan.args.shape.kv_heads;
+}
+
+/// On a device of compute capability 9.0, for the 2-byte types.
+cudaError_t observe_on_hopper(const Plan& plan, Count count, cudaStream_t stream);
+
+}  // namespace kvlab::kernels::observe

@@ -1,0 +1,457 @@
+// The slots of one cache: who is live, where, in what state; admission, eviction and rank by the
+// policy's own text.
+#pragma once
+
+#include "kernels/replay/old_keys.cuh"
+#include "kernels/replay/victim.cuh"
+#include "policies/bytes.hpp"
+
+namespace kvlab::kernels {
+
+/// Threads have slots as ReplayPlace::for_slots() says. They lie in shared memory through the block
+/// of queries, where they fit (kInRoom).
+template <class P, bool kSqueezed, bool kInRoom>
+class ReplayCache {
+ public:
+  using Slot = typename P::Slot;
+  static constexpr std::uint32_t kNoPosition = ~0u;
+
+  /// `live_words`: bits of the live positions; `room`: for the slots.
+  __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
+                         std::byte* room)
+      : at_(at),
+        shared_(shared),
+        live_words_(live_words),
+        guards_{.sinks = at.rule.rule.sinks, .recent = at.rule.rule.recent} {
+    const ReplayArgs& args = at.args;
+    if constexpr (!std::is_empty_v<typename P::Params>)
+      params_ = *reinterpret_cast<const typename P::Params*>(args.params + at.rule.params);
+    progress_ = stored_progress();
+    now_ = admission(progress_.admission);
+    next_ = admission(progress_.admission + 1);
+    if constexpr (kInRoom) {
+      states_ = reinterpret_cast<Slot*>(room);
+      const std::uint32_t slots = whole_runs(args.room_slots, kSqueezed);
+      positions_ = reinterpret_cast<std::uint32_t*>(
+          room + slots * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
+      places_ = positions_ + slots;
+      listed_ = reinterpret_cast<OldItem*>(places_ + slots);
+    } else {
+      states_ = stored_states();
+      positions_ = args.caches.positions + at.first_slot;
+      places_ = args.caches.places + at.first_slot;
+      listed_ = reinterpret_cast<OldItem*>(args.caches.ranks + at.first_slot);
+    }
+    move_in();
+  }
+
+  __device__ const typename P::Params& params() const { return params_; }
+  __device__ const ReplayAdmission& now() const { return now_; }
+  __device__ std::uint32_t live() const { return progress_.live; }
+  __device__ const std::uint32_t* positions() const { return positions_; }
+  __device__ const std::uint32_t* places() const { return places_; }
+  __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
+  /// Whether the slot holds a token up to `query`, of which there are `visible`. Where slots are in
+  /// shared memory, those that hold none say so.
+  __device__ bool holds(std::uint32_t i, std::uint32_t query, std::uint32_t visible) const {
+    return kInRoom ? positions_[i] <= query : i < visible;
+  }
+  __device__ std::uint32_t place(std::uint32_t i) const { return places_[i]; }
+  /// Whether the token has lost a younger one, so that its logits are the cache's own.
+  __device__ bool is_old(std::uint32_t i) const {
+    return kSqueezed && positions_[i] < progress_.gone;
+  }
+  /// Old tokens whose distance to the query has changed since it was last said to be known.
+  __device__ ReplayRange moved() const { return moved_; }
+  __device__ void set_moved(const ReplayRange& range) { moved_ = range; }
+  /// The slots of the live tokens of a range, with their distance to a query, for [first, end) of
+  /// its run: by the whole block, in no order.
+  __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query,
+                              std::uint32_t first_of_run, std::uint32_t end) {
+    for (std::uint32_t first = at_.first_slot_of_thread(); first - at_.lane < progress_.live;
+         first += kReplayRun * at_.threads) {
+      std::uint32_t masks[kReplayRun], count = 0;
+#pragma unroll
+      for (int k = 0; k < kReplayRun; ++k) {
+        const std::uint32_t slot = first + k * kWarpSize;
+        masks[k] = __ballot_sync(~0u, slot < progress_.live && range.has(positions_[slot]));
+        count += __popc(masks[k]);
+      }
+      std::uint32_t before = 0;
+      if (count != 0 && at_.lane == 0) before = atomicAdd(&shared_.listed, count);
+      before = __shfl_sync(~0u, before, 0);
+#pragma unroll
+      for (int k = 0; k < kReplayRun; ++k) {
+        const std::uint32_t slot = first + k * kWarpSize;
+        if (masks[k] >> at_.lane & 1)
+          listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] =
+              OldItem::of(slot, query - places_[slot], first_of_run, end);
+        before += __popc(masks[k]);
+      }
+    }
+    __syncthreads();
+    return {listed_, shared_.listed, positions_};
+  }
+  __device__ Slot state(std::uint32_t i) const {
+    if constexpr (std::is_empty_v<Slot>)
+      return {};
+    else
+      return states_[i];
+  }
+  __device__ void put(std::uint32_t i, const Slot& state) {
+    if constexpr (!std::is_empty_v<Slot>) states_[i] = state;
+  }
+  __device__ Step step_at(std::uint32_t now, std::uint32_t queries) const {
+    const ReplayArgs& args = at_.args;
+    return {.now = now,
+            .budget = at_.rule.rule.budget,
+            .live = progress_.live,
+            .queries = queries,
+            .seed = at_.rule.seed,
+            .sequence = args.sequence,
+            .layer = args.layers[at_.unit],
+            .kv_head = args.kv_heads[at_.unit]};
+  }
+
+  /// Makes room for the current admission's tokens and admits them.
+  __device__ void begin() {
+    const std::uint32_t leaving = surplus();
+    std::uint32_t first = progress_.live;
+    if (leaving == 1 && now_.tokens == 1 && progress_.victim > 0) {
+      first = static_cast<std::uint32_t>(progress_.victim - 1);
+      if (kSqueezed) close_up();
+      if (kSqueezed) note_moved();
+      progress_.gone = max(progress_.gone, progress_.victim_position + 1);
+      if (at_.thread == 0)
+        live_words_[progress_.victim_position / 32] &= ~(1u << progress_.victim_position % 32);
+    } else {
+      if (leaving > 0) evict_many(leaving);
+      moved_ = ReplayRange::all();
+      first = progress_.live;
+      progress_.live += now_.tokens;
+    }
+    progress_.evictions += leaving;
+    progress_.most_live = max(progress_.most_live, progress_.live);
+    progress_.victim = 0;
+    if (now_.tokens == 1)
+      admit_one(first);
+    else
+      admit_many(first);
+  }
+
+  /// Ends the current admission.
+  __device__ void end() {
+    ++progress_.admission;
+    now_ = next_;
+    if (next_.tokens > 0) next_ = admission(progress_.admission + 1);
+  }
+
+  /// Whether one token leaves, for one to enter, when the next admission begins.
+  __device__ bool ranks_next() const { return surplus() == 1 && next_.tokens == 1; }
+  __device__ const Guards& guards() const { return guards_; }
+  /// How many positions from the sinks on are unguarded at `now`.
+  __device__ std::uint32_t unguarded(std::uint32_t now) const {
+    const std::uint32_t kept = guards_.sinks + (guards_.recent == 0 ? 0 : guards_.recent - 1);
+    return now > kept ? now - kept : 0;
+  }
+  /// Whether the token at `position` is among those.
+  __device__ bool may_leave(std::uint32_t position, std::uint32_t unguarded) const {
+    return position - guards_.sinks < unguarded;
+  }
+  __device__ std::uint64_t rank_of(const Slot& own, std::uint32_t position,
+                                   const Step& leaves) const {
+    return P::rank(own, Token{position}, params_, leaves);
+  }
+  /// A slot's token among those that may leave, of which there are as many positions.
+  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& leaves,
+                       std::uint32_t unguarded) const {
+    const std::uint32_t position = positions_[i];
+    if (may_leave(position, unguarded)) first.take({rank_of(own, position, leaves), position, i});
+  }
+  /// The block's first is the next victim.
+  __device__ void choose(const Candidate& mine) {
+    parity_ ^= 1;
+    const Candidate first = block_first(mine, shared_.first[parity_], at_);
+    progress_.victim = static_cast<std::int32_t>(first.slot + 1);
+    progress_.victim_position = first.position;
+  }
+
+  // A run of queries that each admit one token.
+
+  /// How many tokens may enter before one has to leave.
+  __device__ std::uint32_t room() const {
+    const std::uint32_t budget = at_.rule.rule.budget;
+    return budget == kUnlimited ? ~0u : budget > progress_.live ? budget - progress_.live : 0;
+  }
+  /// Whether the current admission is of one token, for which no more than one has to leave.
+  __device__ bool one_by_one() const { return now_.tokens == 1 && surplus() <= 1; }
+  /// How many admissions from the current one on are of one token, up to `most`, at most a thread's
+  /// each. By the whole block.
+  __device__ std::uint32_t single_admissions(std::uint32_t most) {
+    if (at_.thread == 0) shared_.run.count = most;
+    __syncthreads();
+    const std::uint32_t index = progress_.admission + at_.thread;
+    if (at_.thread < most && (index >= at_.rule.admission_count || admission(index).tokens != 1))
+      atomicMin(&shared_.run.count, at_.thread);
+    __syncthreads();
+    return shared_.run.count;
+  }
+  /// A token enters alone; where one `leaves` for it, that was at `victim`.
+  __device__ void enter_alone(std::uint32_t position, bool leaves, std::uint32_t victim) {
+    if (leaves) {
+      ++progress_.evictions;
+      progress_.gone = max(progress_.gone, victim + 1);
+    } else {
+      ++progress_.live;
+    }
+    progress_.most_live = max(progress_.most_live, progress_.live);
+    progress_.victim = 0;
+    if (at_.thread != 0) return;
+    if (leaves) live_words_[victim / 32] &= ~(1u << victim % 32);
+    live_words_[position / 32] |= 1u << position % 32;
+  }
+  /// The slot's token is now the one at `position`.
+  __device__ void take_slot(std::uint32_t slot, std::uint32_t position) {
+    positions_[slot] = position;
+    if (kSqueezed) places_[slot] = position;
+  }
+  __device__ void admit_state(Slot& state, std::uint32_t position, const Step& admits) const {
+    P::admit(state, Token{position}, params_, admits);
+  }
+  /// The slot's token is gone; the slot stays until the gaps are closed.
+  __device__ void leave_slot(std::uint32_t slot) { positions_[slot] = kNoPosition; }
+  /// Slots [0, end) but those whose bit is set close up, in order; says how many they are. `gaps`:
+  /// bits, with room behind them for as many words as the block has for bits. By the whole block.
+  __device__ std::uint32_t close_gaps(std::uint32_t* gaps, std::uint32_t end) {
+    std::uint32_t* const before = gaps + replay_words(at_.args);
+    const std::uint32_t words = (end + kWarpSize - 1) / kWarpSize;
+    if (at_.warp == 0) {
+      std::uint32_t all = 0;
+      for (std::uint32_t base = 0; base < words; base += kWarpSize) {
+        const std::uint32_t w = base + at_.lane, own = w < words ? __popc(gaps[w]) : 0,
+                            upto = warp_prefix_sum(own);
+        if (w < words) before[w] = all + upto - own;
+        all += __shfl_sync(~0u, upto, kWarpSize - 1);
+      }
+    }
+    __syncthreads();
+    for (std::uint32_t base = 0; base < end; base += at_.threads) {
+      const std::uint32_t slot = base + at_.thread, word = min(slot, end - 1) / kWarpSize,
+                          bit = slot % kWarpSize;
+      const std::uint32_t to = slot - before[word] - __popc(gaps[word] & ((1u << bit) - 1));
+      const bool moves = slot < end && to != slot && !(gaps[word] >> bit & 1);
+      std::uint32_t position = 0, place = 0;
+      Slot own;
+      if (moves) {
+        position = positions_[slot], own = state(slot);
+        if (kSqueezed) place = places_[slot];
+      }
+      __syncthreads();
+      if (moves) {
+        positions_[to] = position, put(to, own);
+        if (kSqueezed) places_[to] = place;
+      }
+      __syncthreads();
+    }
+    return end - before[words - 1] - __popc(gaps[words - 1]);
+  }
+  /// How many of a range are live: by a warp.
+  __device__ std::uint32_t count_live(const ReplayRange& range) const {
+    std::uint32_t count = 0;
+    if (!range.empty())
+      for (std::uint32_t w = range.first / 32 + at_.lane; w * 32 < range.end; w += kWarpSize) {
+        std::uint32_t bits = live_words_[w];
+        if (w * 32 < range.first) bits = bits >> range.first % 32 << range.first % 32;
+        if (range.end - w * 32 < 32) bits &= (1u << range.end % 32) - 1;
+        count += __popc(bits);
+      }
+    return __reduce_add_sync(~0u, count);
+  }
+  __device__ void move_place(std::uint32_t slot, std::uint32_t by) { places_[slot] += by; }
+  /// A list of items for the old keys: in no order, until shared.listed is 0 again.
+  __device__ void add_to_list(const OldItem& item) {
+    listed_[atomicAdd(&shared_.listed, 1u)] = item;
+  }
+  __device__ ListedSlots listed() const { return {listed_, shared_.listed, positions_}; }
+  __device__ std::uint32_t list_room() const {
+    return kInRoom ? whole_runs(at_.args.room_slots, kSqueezed) : at_.rule.slots;
+  }
+  /// So many admissions are over.
+  __device__ void end_run(std::uint32_t admissions) {
+    progress_.admission += admissions;
+    now_ = admission(progress_.admission);
+    next_ = now_.tokens > 0 ? admission(progress_.admission + 1) : now_;
+    moved_ = ReplayRange::all();
+  }
+
+  /// Bits of the live positions from `first` on, to words [0, tokens / 32], zeros before.
+  __device__ void copy_live(std::uint32_t* words, std::uint32_t tokens, std::uint32_t first) const {
+    for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads) {
+      const std::uint32_t before = first > w * 32 ? min(first - w * 32, 32u) : 0;
+      words[w] = before < 32 ? live_words_[w] >> before << before : 0;
+    }
+  }
+  /// Tokens from here on have lost no younger one.
+  __device__ std::uint32_t first_young() const { return kSqueezed ? progress_.gone : 0; }
+
+  __device__ void move_out() {
+    const ReplayCaches& caches = at_.args.caches;
+    if constexpr (kInRoom)
+      for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+        caches.positions[at_.first_slot + i] = positions_[i];
+        if (kSqueezed) caches.places[at_.first_slot + i] = places_[i];
+        if constexpr (!std::is_empty_v<Slot>) stored_states()[i] = states_[i];
+      }
+    if (at_.thread == 0) stored_progress() = progress_;
+  }
+
+ private:
+  __device__ ReplayProgress& stored_progress() const {
+    return at_.args.caches.progress[at_.figure()];
+  }
+  __device__ Slot* stored_states() const {
+    const ReplayCaches& caches = at_.args.caches;
+    return reinterpret_cast<Slot*>(caches.states + at_.first_slot * caches.slot_stride);
+  }
+  __device__ ReplayAdmission admission(std::uint32_t index) const {
+    return at_.args.admissions[at_.rule.admissions + index];
+  }
+  __device__ std::uint32_t surplus() const {
+    const std::uint32_t budget = at_.rule.rule.budget;
+    return budget == kUnlimited || progress_.live < budget ? 0 : progress_.live - (budget - 1);
+  }
+
+  __device__ void move_in() {
+    const ReplayCaches& caches = at_.args.caches;
+    if constexpr (kInRoom)
+      for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+        positions_[i] = caches.positions[at_.first_slot + i];
+        if (kSqueezed) places_[i] = caches.places[at_.first_slot + i];
+        if constexpr (!std::is_empty_v<Slot>) states_[i] = stored_states()[i];
+      }
+    empty(progress_.live, whole_runs(at_.args.room_slots, kSqueezed));
+    mark_live();
+  }
+  /// Slots [first, end) hold no token.
+  __device__ void empty(std::uint32_t first, std::uint32_t end) {
+    if constexpr (kInRoom)
+      for (std::uint32_t i = first + at_.thread; i < end; i += at_.threads)
+        positions_[i] = kNoPosition;
+  }
+  /// Live bits from the positions.
+  __device__ void mark_live() {
+    const auto words = static_cast<std::uint32_t>(at_.args.samples.words);
+    for (std::uint32_t w = at_.thread; w < words; w += at_.threads) live_words_[w] = 0;
+    __syncthreads();
+    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
+      atomicOr(live_words_ + positions_[i] / 32, 1u << positions_[i] % 32);
+    __syncthreads();
+  }
+
+  __device__ void admit_one(std::uint32_t slot) {
+    if (at_.has_slot(slot)) admit(slot, now_.first, step_at(now_.first, 1));
+    if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
+  }
+  __device__ void admit_many(std::uint32_t first) {
+    const Step admits = step_at(now_.first, now_.tokens);
+    at_.for_slots(progress_.live, [&](std::uint32_t i) {
+      if (i >= first) {
+        const std::uint32_t position = now_.first + (i - first);
+        admit(i, position, admits);
+        atomicOr(live_words_ + position / 32, 1u << position % 32);
+      }
+      if (P::kInfo.needs != Needs::nothing) at_.args.caches.seen[at_.first_slot + i] = {};
+    });
+  }
+  __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
+    take_slot(i, position);
+    Slot state;
+    admit_state(state, position, admits);
+    put(i, state);
+  }
+
+  /// Tokens that are older than the one victim have lost a younger one.
+  __device__ void close_up() {
+    at_.for_slots(progress_.live, [&](std::uint32_t i) {
+      places_[i] += positions_[i] < progress_.victim_position ? 1 : 0;
+    });
+  }
+
+  /// Old tokens that are younger than the one victim, and tokens that have become old.
+  __device__ void note_moved() {
+    const std::uint32_t victim = progress_.victim_position, gone = progress_.gone;
+    moved_.take(victim < gone ? ReplayRange{victim + 1, gone} : ReplayRange{gone, victim});
+  }
+
+  __device__ void evict_many(std::uint32_t leaving) {
+    const std::uint32_t live = progress_.live, kept = live - leaving, now = now_.first,
+                        before = progress_.gone;
+    const Step leaves = step_at(now, 0);
+    const ReplayCaches& caches = at_.args.caches;
+    std::uint64_t* const ranks = caches.ranks + at_.first_slot;
+    std::uint32_t *const holes = caches.holes + at_.first_slot, *const fillers =
+                                                                    caches.fillers + at_.first_slot;
+    __syncthreads();
+    for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
+      ranks[i] = P::rank(state(i), Token{positions_[i]}, params_, leaves);
+    if (at_.thread == 0) shared_.moves = shared_.gone = 0;
+    __syncthreads();
+    progress_.live = kept;
+    progress_.gone = now;
+    if (kept > 0) {
+      const LeavingKeys keys{ranks, positions_, guards_, now};
+      const LeavingThreshold threshold = select_leaving(shared_.selection, keys, live, leaving);
+      const auto stays = [&](std::uint32_t i) { return !threshold.leaves(keys[i]); };
+      for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
+        if (!stays(i)) atomicMax(&shared_.gone, positions_[i] + 1);
+      number_stayers(shared_.selection, live, stays,
+                     [&](std::uint32_t i, bool here, std::uint32_t before) {
+                       if (i < kept && !here) holes[i - before] = i;
+                     });
+      // As many stay beyond `kept` as leave before it.
+      number_stayers(shared_.selection, live, stays,
+                     [&](std::uint32_t i, bool here, std::uint32_t before) {
+                       if (i < kept || !here) return;
+                       fillers[kept - before - 1] = i;
+                       atomicMax(&shared_.moves, kept - before);
+                     });
+      for (std::uint32_t m = at_.thread; m < shared_.moves; m += at_.threads) {
+        positions_[holes[m]] = positions_[fillers[m]];
+        if constexpr (!std::is_empty_v<Slot>) states_[holes[m]] = states_[fillers[m]];
+      }
+      __syncthreads();
+      progress_.gone = max(before, shared_.gone);
+      empty(kept, live);
+      if (kSqueezed) {
+        __syncthreads();  // four positions are read at a time, also past the last live one
+        number_by_age(now);
+      }
+    }
+    if (kept == 0) empty(0, live);
+    mark_live();
+  }
+
+  __device__ void number_by_age(std::uint32_t now) {
+    for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads) {
+      std::uint32_t younger = 0;
+      for (std::uint32_t j = 0; j < progress_.live; ++j)
+        younger += positions_[j] > positions_[i] ? 1 : 0;
+      places_[i] = now - 1 - younger;
+    }
+  }
+
+  const ReplayPlace& at_;
+  ReplayShared& shared_;
+  std::uint32_t* live_words_;
+  const Guards guards_;
+  typename P::Params params_{};
+  ReplayProgress progress_;
+  ReplayAdmission now_, next_;
+  std::uint32_t *positions_, *places_;
+  OldItem* listed_;
+  ReplayRange moved_ = ReplayRange::all();
+  Slot* states_;
+  int parity_ = 0;
+};
+
+}  // namespace kvlab::kernels

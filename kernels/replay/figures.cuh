@@ -1,0 +1,175 @@
+// A cache's figures over a block of queries: sums, and what it leaves for its outputs.
+#pragma once
+
+#include "kernels/device/load.cuh"
+#include "kernels/replay/own.cuh"
+
+namespace kvlab::kernels {
+
+/// Which block of the span a query is summed in.
+__device__ inline int span_block(const ReplaySpan& span, int index) {
+  return static_cast<int>(std::int64_t{index} * span.blocks / span.size);
+}
+
+/// Where a figure of a cache and query head is summed.
+__device__ inline double& figure_sum(const ReplayArgs& args, std::int64_t figure, ReplaySum kind,
+                                     int head, int block) {
+  const int heads = 4 * args.shape.quads();
+  return args.figures
+      .sums[((figure * kReplaySums + static_cast<int>(kind)) * heads + head) * kReplaySpanBlocks +
+            block];
+}
+
+/// Recall, its logarithm and misses: kept sums become recalls, then a thread adds up each sum and
+/// head. By the whole block.
+class RecallSums {
+ public:
+  __device__ RecallSums(const ReplayPlace& at, ReplayShared& shared)
+      : at_(at), shared_(shared), quads_(at.args.shape.quads()) {}
+
+  __device__ void add() {
+    const ReplayArgs& args = at_.args;
+    const auto group = static_cast<std::uint32_t>(args.shape.group),
+               count = static_cast<std::uint32_t>(args.rows.count);
+    for (std::uint32_t n = at_.thread; n < count * group; n += at_.threads) {
+      const int i = static_cast<int>(n / group), head = static_cast<int>(n % group);
+      if (args.span.index[args.rows.first + i] >= 0) resolve(i, head);
+    }
+    __syncthreads();
+    for (std::uint32_t n = at_.thread; n < 4 * group; n += at_.threads)
+      add(static_cast<ReplaySum>(n / group), static_cast<int>(n % group));
+  }
+
+ private:
+  __device__ void resolve(int i, int head) {
+    float& kept = shared_.kept[i][head];
+    std::uint32_t& hits = shared_.hits[i][head];
+    if (kept < 0) {
+      kept = 1;
+      hits = wanted(i, head);
+    } else {
+      kept /= of_head(at_.args.rows.sums, i, head);
+      // The query's own token is kept, and does not count.
+      const std::int64_t tokens = at_.args.shape.tokens;
+      const float4* const row =
+          at_.args.rows.e + (at_.row(i) * quads_ + head / 4) * tokens + at_.args.rows.first + i;
+      const float least = of_head(at_.args.rows.least, i, head);
+      if (least <= 0)
+        hits = shared_.visible[i] - 1;
+      else if (component(*row, head % 4) >= least)
+        --hits;
+    }
+    nll(i, head) = static_cast<float>(-log(fmax(double{kept}, 1e-9)));
+  }
+  __device__ void add(ReplaySum kind, int head) {
+    const ReplayArgs& args = at_.args;
+    for (int i = 0; i < args.rows.count; ++i) {
+      const int index = args.span.index[args.rows.first + i];
+      if (index < 0) continue;
+      double value = shared_.kept[i][head];
+      if (kind == ReplaySum::nll) value = nll(i, head);
+      if (kind == ReplaySum::missed) value = wanted(i, head) - shared_.hits[i][head];
+      if (kind == ReplaySum::wanted) value = wanted(i, head);
+      figure_sum(args, at_.figure(), kind, head, span_block(args.span, index)) += value;
+    }
+  }
+  __device__ float& nll(int i, int head) {
+    return (&shared_.scratch[0][0])[i * kMostReplayGroup + head];
+  }
+  template <class T>
+  __device__ auto of_head(const T* rows, int i, int head) const {
+    return reinterpret_cast<const float*>(rows + at_.row(i) * quads_)[head];
+  }
+  __device__ std::uint32_t wanted(int i, int head) const {
+    return reinterpret_cast<const std::uint32_t*>(at_.args.rows.wanted + at_.row(i) * quads_)[head];
+  }
+
+  const ReplayPlace& at_;
+  ReplayShared& shared_;
+  const int quads_;
+};
+
+/// What a cache's own exponentials are multiplied with: the values of the tokens before position
+/// `end` in slots [0, count).
+struct OwnValues {
+  const std::uint32_t* positions;  ///< by slot
+  std::uint32_t count, end;
+  std::int64_t unit;
+  const float4* own;  // [quad, slot], unit_slots apart
+};
+
+/// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole block,
+/// apart from its caller, whose registers it would take. Bits: what four elements of a value take.
+template <int kQuads, class Bits>
+__device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of,
+                                            float (*scratch)[kReplayDims], float* to) {
+  constexpr int kHeads = 4 * kQuads, kAtOnce = 8 / kQuads, kSums = kReplayScratch / kHeads;
+  const ReplayShape& shape = args.shape;
+  const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
+                      warps = blockDim.x / kWarpSize;
+  const Bits* const values =
+      static_cast<const Bits*>(args.tensors.values) + of.unit * shape.tokens * shape.head_size / 4;
+  struct Tokens {
+    Bits value[kAtOnce];
+    float4 e[kAtOnce][kQuads];
+  };
+  for (int first = 0; first < shape.head_size; first += kReplayDims) {
+    const int d = first + 4 * static_cast<int>(lane);
+    float4 sums[kHeads] = {};
+    const auto fetch = [&](std::uint32_t base) {
+      Tokens tokens;
+#pragma unroll
+      for (std::uint32_t n = 0; n < kAtOnce; ++n) {
+        const std::uint32_t slot = base + n,
+                            position = slot < of.count ? of.positions[slot] : of.end;
+        const bool is = position < of.end;
+        const std::int64_t at = (std::int64_t{position} * shape.head_size + d) / 4;
+        tokens.value[n] = is && d < shape.head_size ? __ldg(values + at) : Bits{};
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          tokens.e[n][quad] = is ? of.own[quad * args.caches.unit_slots + slot] : float4{};
+      }
+      return tokens;
+    };
+    Tokens ahead = fetch(warp * kAtOnce);
+    for (std::uint32_t base = warp * kAtOnce; base < of.count; base += warps * kAtOnce) {
+      const Tokens tokens = ahead;
+      ahead = fetch(base + warps * kAtOnce);
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const float2 low = two_of(tokens.value[n], args.tensors.type, 0),
+                     high = two_of(tokens.value[n], args.tensors.type, 1);
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          const float weight = component(tokens.e[n][head / 4], head % 4);
+          float4& sum = sums[head];
+          sum.x = fmaf(weight, low.x, sum.x), sum.y = fmaf(weight, low.y, sum.y);
+          sum.z = fmaf(weight, high.x, sum.z), sum.w = fmaf(weight, high.y, sum.w);
+        }
+      }
+    }
+    // Some sums side by side, each of its warps in order.
+    for (std::uint32_t turn = 0; turn * kSums < warps; ++turn) {
+      if (warp / kSums == turn)
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          float4& sum =
+              *reinterpret_cast<float4*>(&scratch[warp % kSums * kHeads + head][4 * lane]);
+          if (turn > 0) add(sums[head], sum);
+          sum = sums[head];
+        }
+      __syncthreads();
+    }
+    for (std::uint32_t n = threadIdx.x; n < shape.group * kWarpSize; n += blockDim.x) {
+      const std::uint32_t head = n / kWarpSize, at = 4 * (n % kWarpSize);
+      if (first + static_cast<int>(at) >= shape.head_size) continue;
+      float4 sum{};
+      for (std::uint32_t part = 0; part < min(kSums, warps); ++part)
+        add(sum, *reinterpret_cast<const float4*>(&scratch[part * kHeads + head][at]));
+      *reinterpret_cast<float4*>(to + head * shape.head_size + first + at) = sum;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,138 @@
+// What a query shows: from a token's exponentials to what its policy observes.
+#pragma once
+
+#include "kernels/device/mass_sum.hpp"
+#include "kernels/replay/block.cuh"
+
+namespace kvlab::kernels {
+
+/// The e from which on a head requests a token, of a row with this sum and this largest e.
+__device__ inline float least_requested(float sum, float most, std::uint32_t threshold16) {
+  const float p = request_floor(fixed_mass(1.0f, most * (1 / sum)), threshold16);
+  return p < 0 ? 0.0f : p * sum;
+}
+
+/// The sum over four heads of e * over in Q32.32, each product rounded once; 0 <= e * over <= 1.5.
+///
+/// As MassSum, but a product is not rounded to float32 before: adding 64 leaves a multiple of 2^-17
+/// in the low bits, and what it cut off one of 2^-32.
+__device__ inline std::uint64_t mass_of_quad(const float4& e, const float4& over) {
+  constexpr float kHigh = 64.0f, kLow = 1.5f / 512;
+  const auto high = [](float a, float b) { return fmaf(a, b, kHigh); };
+  const auto low = [](float a, float b, float upper) { return fmaf(a, b, (kHigh + kLow) - upper); };
+  const float x = high(e.x, over.x), y = high(e.y, over.y), z = high(e.z, over.z),
+              w = high(e.w, over.w);
+  const auto bits = [](float value) { return __float_as_uint(value); };
+  const std::uint32_t upper =
+      bits(x) + bits(y) + bits(z) + bits(w) - 4 * std::bit_cast<std::uint32_t>(kHigh);
+  const std::uint32_t lower = bits(low(e.x, over.x, x)) + bits(low(e.y, over.y, y)) +
+                              bits(low(e.z, over.z, z)) + bits(low(e.w, over.w, w)) -
+                              4 * std::bit_cast<std::uint32_t>(kLow);
+  return (std::uint64_t{upper} << 15) +
+         static_cast<std::uint64_t>(std::int64_t{static_cast<std::int32_t>(lower)});
+}
+
+/// How many tokens each head of the full row requests among those that a thread counts. Zeros stand
+/// for no token, so that a row which requests everything has to be told apart.
+template <int kQuads>
+class ReplayHits {
+ public:
+  __device__ explicit ReplayHits(const float4* least) {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) least_.quad[quad] = least[quad];
+  }
+  __device__ void count(const Quads<kQuads>& e) {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float4 x = e.quad[quad], bound = least_.quad[quad];
+      uint4& hits = hits_[quad];
+      hits.x += x.x >= bound.x ? 1 : 0, hits.y += x.y >= bound.y ? 1 : 0;
+      hits.z += x.z >= bound.z ? 1 : 0, hits.w += x.w >= bound.w ? 1 : 0;
+    }
+  }
+  /// Adds the warp's to `to`, by head.
+  __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const uint4 hits = hits_[quad];
+      const std::uint32_t low = __reduce_add_sync(~0u, hits.x | hits.y << 16),
+                          high = __reduce_add_sync(~0u, hits.z | hits.w << 16);
+      if (lane < 4)
+        atomicAdd(to + 4 * quad + lane, (lane < 2 ? low : high) >> (lane % 2 * 16) & 0xffff);
+    }
+  }
+
+ private:
+  Quads<kQuads> least_;
+  uint4 hits_[kQuads] = {};
+};
+
+/// One query's look at the live tokens.
+template <class P, int kQuads>
+struct QueryLook {
+  static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
+  Quads<kQuads> over;   ///< 1 / sum; 0 where there is no head
+  Quads<kQuads> least;  ///< e from which on a head requests a token; infinite where there is none
+  float weight;
+  std::uint32_t query;
+
+  /// `sum`, `most`: of lane l for head l.
+  __device__ QueryLook(float sum, float most, const ReplayPlace& at, float of_age,
+                       std::uint32_t of_query)
+      : weight(of_age), query(of_query) {
+    const ReplayShape& shape = at.args.shape;
+    const bool is_head = at.lane < static_cast<unsigned>(shape.group);
+    if constexpr (kAsks) {
+      float bound = __int_as_float(0x7f800000);
+      if (is_head) bound = least_requested(sum, most, shape.threshold16);
+      least = quads_of_lanes<kQuads>(bound);
+    } else {
+      over = quads_of_lanes<kQuads>(is_head ? 1 / sum : 0.0f);
+    }
+  }
+
+  /// As one that was made before from `each`.
+  __device__ QueryLook(const float4* each, std::uint32_t of_query) : weight(1), query(of_query) {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) (kAsks ? least : over).quad[quad] = each[quad];
+  }
+  /// What it knows of each head.
+  __device__ const Quads<kQuads>& each() const { return kAsks ? least : over; }
+
+  __device__ Observation seen(const Quads<kQuads>& e) const {
+    Observation seen{.queries = 1};
+    if constexpr (kAsks) {
+      seen.requests = asked(e) ? 1 : 0;
+      seen.last_request = query;
+    } else {
+      seen.mass = mass(e);
+    }
+    return seen;
+  }
+
+ private:
+  __device__ bool asked(const Quads<kQuads>& e) const {
+    bool any = false;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float4 x = e.quad[quad], bound = least.quad[quad];
+      any |= x.x >= bound.x || x.y >= bound.y || x.z >= bound.z || x.w >= bound.w;
+    }
+    return any;
+  }
+  __device__ std::uint64_t mass(const Quads<kQuads>& e) const {
+    std::uint64_t sum = 0;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float4 x = e.quad[quad], y = over.quad[quad];
+      if constexpr (P::kInfo.weighted)
+        sum += fixed_mass(weight, x.x * y.x) + fixed_mass(weight, x.y * y.y) +
+               fixed_mass(weight, x.z * y.z) + fixed_mass(weight, x.w * y.w);
+      else
+        sum += mass_of_quad(x, y);
+    }
+    return sum;
+  }
+};
+
+}  // namespace kvlab::kernels

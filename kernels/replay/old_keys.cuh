@@ -1,0 +1,327 @@
+// Squeezed positions: exponentials of tokens that have lost a younger one, whose distance to the
+// query is the cache's own.
+//
+// Only that distance counts: the query stays as it was before RoPE and the key turns back by it. As
+// long as only younger tokens leave, the distance stays the same from query to query: so a key is
+// turned once for a run of queries, and again only when an older token has left. What is to be
+// turned is listed, and shared out evenly among the warps of a block.
+//
+// Products are float16 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at
+// a time. Bytes for 16 keys: themselves from the L2 cache, 2 elements a pair, and half of their
+// turns' tables; the other half and 4 bytes an element of all queries from shared memory.
+#pragma once
+
+#include "kernels/device/half_parts.cuh"
+#include "kernels/replay/block.cuh"
+
+namespace kvlab::kernels {
+
+/// The parts of what the old keys of a cache are multiplied with, in shared memory: [pairs / 8,
+/// tile, lane] of ReplayRows::fragments for a run, a float2 for each of its columns, turns.
+struct OldKeyRoom {
+  int fragments, columns, turns, turn_stride;  ///< in 16 bytes
+
+  /// Turns of 0 to 63 places lie apart such that neighbours' do not share banks.
+  constexpr explicit OldKeyRoom(const ReplayShape& shape)
+      : fragments(shape.pairs() / 8 * (kReplayAhead * shape.quads() / 2) * kWarpSize),
+        columns(kReplayAhead * shape.quads() * 2),
+        turns(64 * (shape.pairs() / 2 + 4)),
+        turn_stride(shape.pairs() / 2 + 4) {}
+  constexpr std::size_t bytes() const {
+    return 16 * static_cast<std::size_t>(fragments + columns + turns);
+  }
+};
+/// Bytes that an OldKeyStage has in a walk.
+constexpr std::size_t room_of_old_keys(const ReplayArgs& args) {
+  return args.squeezed ? OldKeyRoom(args.shape).bytes() : 0;
+}
+
+/// What the old keys of a cache are multiplied with.
+class OldKeyStage {
+ public:
+  /// `room`: room_of_old_keys() bytes of shared memory, for use after the next barrier.
+  __device__ OldKeyStage(const ReplayArgs& args, int unit, std::byte* room)
+      : args_(args), unit_(unit), room_(reinterpret_cast<uint4*>(room)) {
+    if (!args.squeezed) return;
+    const int quads = args.shape.pairs() / 2;
+    const OldKeyRoom parts(args.shape);
+    const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
+    uint4* const to = room_ + parts.fragments + parts.columns;
+    // A row is two couples of pairs for each of four lanes, granule by granule: by couple here.
+    for (int n = static_cast<int>(threadIdx.x); n < 64 * quads; n += static_cast<int>(blockDim.x)) {
+      const int place = n / quads, at = n % quads;
+      to[place * parts.turn_stride + at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = from[n];
+    }
+  }
+
+  /// Takes the queries of a run (the block's from run * kReplayAhead on): by the whole block,
+  /// between barriers.
+  __device__ void take(int run) {
+    if (run == run_) return;
+    run_ = run;
+    const ReplayShape& shape = args_.shape;
+    const OldKeyRoom parts(shape);
+    const int heads = 4 * shape.quads(), thread = static_cast<int>(threadIdx.x),
+              threads = static_cast<int>(blockDim.x);
+    const std::int64_t runs = args_.rows.block / kReplayAhead, of_all = unit_ * runs + run;
+    const uint4* const from = args_.rows.fragments + of_all * parts.fragments;
+    for (int n = thread; n < parts.fragments; n += threads) room_[n] = from[n];
+    const std::int64_t first_column = of_all * kReplayAhead * heads;
+    const float* const scales = reinterpret_cast<const float*>(args_.rows.scales) + first_column;
+    const float* const most = reinterpret_cast<const float*>(args_.rows.most) + first_column;
+    // e^-inf where there is no head.
+    for (int n = thread; n < kReplayAhead * heads; n += threads)
+      reinterpret_cast<float2*>(room_ + parts.fragments)[n] = {
+          scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
+  }
+  __device__ int run() const { return run_; }
+  __device__ const uint4* room() const { return room_; }
+
+ private:
+  const ReplayArgs& args_;
+  const int unit_;
+  uint4* const room_;
+  int run_ = -1;
+};
+
+/// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
+template <class T>
+struct FourPairs {
+  uint4 bits;
+  __device__ explicit FourPairs(const uint4* at) : bits(__ldg(at)) {}
+  /// Of two of the pairs the first elements, and the second ones.
+  __device__ float2 low(int couple) const { return unpack<T>(couple == 0 ? bits.x : bits.y); }
+  __device__ float2 high(int couple) const { return unpack<T>(couple == 0 ? bits.z : bits.w); }
+};
+template <>
+struct FourPairs<float> {
+  float4 lows, highs;
+  __device__ explicit FourPairs(const uint4* at)
+      : lows(__ldg(reinterpret_cast<const float4*>(at))),
+        highs(__ldg(reinterpret_cast<const float4*>(at + 1))) {}
+  __device__ float2 low(int couple) const { return of(lows, couple); }
+  __device__ float2 high(int couple) const { return of(highs, couple); }
+
+ private:
+  __device__ static float2 of(const float4& four, int couple) {
+    return couple == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
+  }
+};
+
+/// Sixteen listed keys at a time, by a warp. T: of keys.
+template <int kQuads, class T>
+class OldKeys {
+  static constexpr int kHeads = 4 * kQuads;
+  static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of a run's columns: query, head
+  static constexpr int kAtOnce = 4;                         ///< tiles whose products interleave
+  static constexpr int kOfLane = sizeof(T) / 2;             ///< uint4 of four pairs
+
+ public:
+  __device__ OldKeys(const ReplayArgs& args, int unit, std::int64_t first_slot,
+                     const OldKeyStage& stage, const ListedSlots& old)
+      : old_(old),
+        coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        granules_(args.shape.pairs() / kReplayGranule) {
+    const OldKeyRoom parts(args.shape);
+    const std::int64_t slots = args.caches.unit_slots;
+    const int t = lane_ % 4;
+    fragments_ = stage.room() + lane_;
+    columns_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments) + t;
+    fine_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments + parts.columns) + t;
+    fine_stride_ = parts.turn_stride;
+    keys_ = static_cast<const uint4*>(args.tensors.paired_keys) +
+            std::int64_t{unit} * args.shape.tokens * key_stride() + kOfLane * t;
+    scales_ = args.tensors.key_scales + std::int64_t{unit} * args.shape.tokens;
+    coarse_ += 2 * t;
+    own_ = reinterpret_cast<float2*>(
+               args.caches.own + std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot) +
+           t % 2;
+    quad_stride_ = 2 * slots;
+  }
+
+  __device__ void run() {
+    const std::uint32_t of_round = blockDim.x / kWarpSize * 16;
+    std::uint32_t batch = threadIdx.x / kWarpSize * 16;
+    if (batch >= old_.count) return;
+    Two keys = listed(batch);
+    FourPairs<T> ahead[2] = {FourPairs<T>(keys.key[0]), FourPairs<T>(keys.key[1])};
+    while (true) {
+      const Two next = listed(batch + of_round);
+      Sums sums{};
+      Place at = place_of(keys);
+#pragma unroll 1
+      for (int granule = 1; granule <= granules_; ++granule) {
+        const FourPairs<T> now[2] = {ahead[0], ahead[1]};
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          ahead[n] = FourPairs<T>(granule == granules_ ? next.key[n] : at.key[n]);
+        add(sums, now, at);
+        at.advance();
+      }
+      store(sums, keys);
+      batch += of_round;
+      if (batch >= old_.count) return;
+      keys = next;
+    }
+  }
+
+ private:
+  struct Sums {
+    float of[kTiles][4];
+  };
+  /// Two keys of a lane: l / 4 and l / 4 + 8 of a batch.
+  struct Two {
+    OldItem item[2];
+    const uint4* key[2];
+    float scale[2];
+  };
+  /// Where a granule of two keys' turns and of the queries lies, and the next granule of the keys.
+  struct Place {
+    const uint4 *key[2], *queries;
+    const float4 *coarse[2], *fine[2];
+
+    __device__ void advance() {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) key[n] += 4 * kOfLane, coarse[n] += 8, fine[n] += 8;
+      queries += 2 * kTiles * kWarpSize;
+    }
+  };
+  /// Rows of two keys: their pairs' first elements, then the second ones; two pairs each.
+  struct Turned {
+    std::uint32_t kept[4], left[4];
+  };
+
+  /// Past the last one, it is no query's.
+  __device__ Two listed(std::uint32_t batch) const {
+    Two two;
+#pragma unroll
+    for (std::uint32_t n = 0; n < 2; ++n) {
+      const std::uint32_t which = batch + static_cast<std::uint32_t>(lane_) / 4 + 8 * n;
+      two.item[n] = old_.items[min(which, old_.count - 1)];
+      const std::uint32_t position = old_.positions[two.item[n].slot];
+      two.key[n] = keys_ + std::size_t{position} * key_stride();
+      two.scale[n] = __ldg(scales_ + position);
+      if (which >= old_.count) two.item[n].packed &= ~0xffu;
+    }
+    return two;
+  }
+  __device__ std::uint32_t key_stride() const {
+    return static_cast<std::uint32_t>(granules_ * 4 * kOfLane);
+  }
+  __device__ Place place_of(const Two& keys) const {
+    Place at;
+    at.queries = fragments_;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const std::uint32_t distance = keys.item[n].distance();
+      at.key[n] = keys.key[n] + 4 * kOfLane;
+      at.coarse[n] = coarse_ + (distance >> 6) * static_cast<std::uint32_t>(granules_ * 8);
+      at.fine[n] = fine_ + (distance & 63) * static_cast<std::uint32_t>(fine_stride_);
+    }
+    return at;
+  }
+
+  /// The products of 16 pairs, summed apart: tensor cores cut off what a sum cannot hold.
+  __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Place& at) {
+    Sums own{};
+#pragma unroll
+    for (int couple = 0; couple < 2; ++couple) {
+      Turned turned;
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        turn(turned, raw[n], __ldg(at.coarse[n] + couple), at.fine[n][4 * couple], n, couple);
+      const uint4* const queries = at.queries + couple * kTiles * kWarpSize;
+#pragma unroll
+      for (int first = 0; first < kTiles; first += kAtOnce)
+        multiply(&own.of[first], turned, queries + first * kWarpSize);
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums.of[n][i] += own.of[n][i];
+  }
+  __device__ static void multiply(float (*sums)[4], const Turned& keys, const uint4* queries) {
+    uint4 of[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) of[n] = queries[n * kWarpSize];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.left, of[n].x, of[n].y);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].z, of[n].w);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
+  }
+
+  /// Two of the pairs turned back: `a` and `b` are the turns of parts of the distance.
+  __device__ static void turn(Turned& turned, const FourPairs<T>& raw, const float4& a,
+                              const float4& b, int key, int couple) {
+    const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
+                sines[2] = {fmaf(a.x, b.y, a.y * b.x), fmaf(a.z, b.w, a.w * b.z)};
+    const float2 x = raw.low(couple), y = raw.high(couple);
+    const HalfParts low = HalfParts::of(fmaf(x.x, cosines[0], y.x * sines[0]),
+                                        fmaf(x.y, cosines[1], y.y * sines[1])),
+                    high = HalfParts::of(fmaf(y.x, cosines[0], -(x.x * sines[0])),
+                                         fmaf(y.y, cosines[1], -(x.y * sines[1])));
+    turned.kept[key] = low.kept, turned.left[key] = low.left;
+    turned.kept[key + 2] = high.kept, turned.left[key + 2] = high.left;
+  }
+
+  /// Lane l has columns 2 (l % 4) and the next of each tile: two heads of one query.
+  __device__ void store(const Sums& sums, const Two& keys) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float4 column = columns_[4 * tile];
+      const int query = (8 * tile + 2 * (lane_ % 4)) / kHeads,
+                quad = (8 * tile + 2 * (lane_ % 4)) % kHeads / 4;
+      float2* const to = own_ + (query * kQuads + quad) * quad_stride_;
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        if (keys.item[n].first() <= query && query < keys.item[n].end())
+          to[2 * std::size_t{keys.item[n].slot}] = {
+              exponential(sums.of[tile][2 * n] * keys.scale[n], column.x, column.y),
+              exponential(sums.of[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
+    }
+  }
+  /// e^(x scale - most), within 2^-22 of it and of |x scale - most| 2^-24.
+  __device__ static float exponential(float x, float scale, float most) {
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -most) * 1.44269504f));
+    return e;
+  }
+
+  const ListedSlots old_;
+  const uint4* keys_;       // [token, pairs / 4] for lane % 4 == 0; so are the next ones
+  const float* scales_;     // [token]
+  const float4* coarse_;    // [place / 64, pairs / 2]
+  const float4* fine_;      // [place % 64, fine_stride_]
+  const uint4* fragments_;  // [pairs / 8, tile, lane]
+  const float4* columns_;   // [tile, 4]
+  float2* own_;             // [query of the run, quad, slot, 2]
+  std::int64_t quad_stride_;
+  int fine_stride_, lane_, granules_;
+};
+
+template <int kQuads, class T>
+__device__ __noinline__ void take_old_keys_of(const ReplayArgs& args, int unit,
+                                              std::int64_t first_slot, const OldKeyStage& stage,
+                                              const ListedSlots& old) {
+  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).run();
+}
+
+/// The exponentials of the listed items for the stage's run of queries: by the whole block, between
+/// barriers. Writes for each item what it is for and nothing else, so that items of a slot may
+/// share out its queries. Fastest where items of like distance follow one another.
+template <int kQuads>
+__device__ void take_old_keys(const ReplayArgs& args, int unit, std::int64_t first_slot,
+                              const OldKeyStage& stage, const ListedSlots& old) {
+  // Apart from their caller, whose registers they would take.
+  if (args.tensors.type == Type::bf16)
+    take_old_keys_of<kQuads, __nv_bfloat16>(args, unit, first_slot, stage, old);
+  else if (args.tensors.type == Type::f16)
+    take_old_keys_of<kQuads, __half>(args, unit, first_slot, stage, old);
+  else
+    take_old_keys_of<kQuads, float>(args, unit, first_slot, stage, old);
+}
+
+}  // namespace kvlab::kernels

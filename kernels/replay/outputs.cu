@@ -1,0 +1,392 @@
+// The outputs of sampled queries in all caches of a unit: exponentials, masked by what each cache
+// kept, times values, by tensor cores; and their errors beside the full cache's.
+//
+// A tile is four query heads under four configurations: 16 rows of one product, whose exponentials
+// are the same for all four but for the mask. They go in two bf16 parts (16 bits), values of two
+// bytes more than bf16 holds in two as well.
+#include <algorithm>
+
+#include "kernels/device/load.cuh"
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/replay/figures.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kTokens = 64;          // of a stage
+constexpr int kDims = 128;           // of a pass
+constexpr int kTilesAtOnce = 10;     // of a block
+constexpr int kHalves = 2;           // of a pass's dimensions: a warp of a tile each
+constexpr int kColumns = kDims / 8;  // products of 8 dimensions
+constexpr int kOwnColumns = kColumns / kHalves;
+constexpr int kStages = 3;
+constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
+constexpr int kLeastWarps = 4;  // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
+using Swizzle = Swizzled<kDims * 2>;
+
+/// Two tokens' exponentials of a head, bf16, and what that leaves.
+struct Couple {
+  std::uint32_t kept, left;
+};
+
+template <int kPlanes>
+struct Stage {
+  uint4 values[kPlanes][kTokens * kDims / 8];  // [token, dim] of bf16, swizzled
+  Couple weights[2][2][kTokens / 2][4];        // [kind of row, quad, couple, head]
+};
+
+__device__ inline Couple split(float a, float b) {
+  const std::uint32_t kept = pack<__nv_bfloat16>(a, b);
+  const float2 of = unpack<__nv_bfloat16>(kept);
+  return {kept, pack<__nv_bfloat16>(a - of.x, b - of.y)};
+}
+
+/// One sampled query of one unit.
+struct Sampled {
+  const ReplayArgs& args;
+  int unit, i, index;
+  std::int64_t row;  ///< among all units' queries of the block
+  __device__ int query() const { return args.rows.first + i; }
+  __device__ std::int64_t sample(int config) const {
+    const std::int64_t figure = std::int64_t{unit} * args.figures.configs + config;
+    return figure * args.samples.capacity + index / args.span.sample_every % args.samples.capacity;
+  }
+};
+
+/// Values of tokens [first, first + kTokens), dimensions from `dim` on, by the block. Zeros beyond
+/// the query and the head's size.
+template <int kPlanes>
+__device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int dim) {
+  const ReplayShape& shape = at.args.shape;
+  const int tokens = at.query() + 1;
+  for (int n = static_cast<int>(threadIdx.x); n < kTokens * kColumns;
+       n += static_cast<int>(blockDim.x)) {
+    const int token = n / kColumns, chunk = n % kColumns, d = dim + 8 * chunk;
+    const bool wanted = first + token < tokens && d < shape.head_size;
+    const std::int64_t from =
+        (std::int64_t{at.unit} * shape.tokens + first + token) * shape.head_size + d;
+    const int to = Swizzle::offset(token, chunk) / 16;
+    if constexpr (kPlanes == 1) {
+      copy_async(shared_address(&stage.values[0][to]),
+                 static_cast<const __nv_bfloat16*>(at.args.tensors.values) + (wanted ? from : 0),
+                 wanted);
+    } else {
+      Couple two[4] = {};
+      if (wanted)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float2 x = load2(at.args.tensors.values, at.args.tensors.type, from + 2 * c);
+          two[c] = split(x.x, x.y);
+        }
+      stage.values[0][to] = {two[0].kept, two[1].kept, two[2].kept, two[3].kept};
+      stage.values[1][to] = {two[0].left, two[1].left, two[2].left, two[3].left};
+    }
+  }
+}
+
+/// A thread's part of a stage's weights, on its way from global memory.
+struct Weights {
+  float4 first, second;  ///< two tokens' exponentials
+  Couple* to;            ///< null: it has none
+};
+
+/// Zeros beyond the query.
+template <int kPlanes>
+__device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
+  const int quads = at.args.shape.quads(), tokens = at.query() + 1,
+            kinds = at.args.rows.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
+  Weights weights{};
+  if (n >= kinds * quads * kTokens / 2) return weights;
+  const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
+            kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
+  const float4* const e = (kind ? at.args.rows.squeezed : at.args.rows.e) +
+                          (at.row * quads + quad) * at.args.shape.tokens;
+  if (token < tokens) weights.first = e[token];
+  if (token + 1 < tokens) weights.second = e[token + 1];
+  weights.to = stage.weights[kind][quad][couple];
+  return weights;
+}
+__device__ inline void store_weights(const Weights& of) {
+  if (!of.to) return;
+  of.to[0] = split(of.first.x, of.second.x), of.to[1] = split(of.first.y, of.second.y);
+  of.to[2] = split(of.first.z, of.second.z), of.to[3] = split(of.first.w, of.second.w);
+}
+
+/// Of two bits masks of two bf16.
+__device__ inline std::uint32_t mask_of(std::uint32_t bits) {
+  return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
+}
+
+/// What of a stage's tokens two configurations keep, by 32 of them.
+struct StageBits {
+  std::uint32_t of[2][kTokens / 32];
+};
+/// A warp's errors: of each row, squared: error, output.
+using TileErrors = double2[16];
+
+/// A warp's 16 rows by half of the dimensions: lane l has rows g = l / 4 and g + 8, head g % 4 of
+/// two configurations.
+template <int kPlanes>
+class Tile {
+ public:
+  __device__ Tile(const Sampled& at, int tile, int half)
+      : at_(at),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        first_column_(half * kOwnColumns) {
+#pragma unroll
+    for (int n = 0; n < kOwnColumns / 2; ++n)
+      offsets_[n] = static_cast<std::uint32_t>(
+          Swizzle::offset(lane_ % 16, first_column_ + 2 * n + lane_ / 16));
+    const int sets = at.args.samples.tiles, quads = at.args.shape.quads();
+    if (tile >= sets * quads) return;
+    quad_ = tile % quads;
+    const std::int32_t* const four = at.args.samples.sets + tile / quads * kReplayTile;
+    squeezed_ = at.args.rules[four[0]].squeezed ? 1 : 0;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      config_[n] = four[lane_ / 16 + 2 * n];
+      if (config_[n] >= 0)
+        words_[n] = at.args.samples.shared + at.sample(config_[n]) * at.args.samples.words;
+    }
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (auto& sum : sums_)
+#pragma unroll
+      for (float& x : sum) x = 0;
+  }
+
+  /// Of the stage from token `first` on.
+  __device__ StageBits bits(int first) const {
+    StageBits bits;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < kTokens / 32; ++i)
+        bits.of[n][i] = words_[n] && first + 32 * i <= at_.query() ? words_[n][first / 32 + i] : 0;
+    return bits;
+  }
+
+  /// `dim`: of the pass.
+  __device__ void multiply(const Stage<kPlanes>& stage, const StageBits& bits, int dim) {
+    if (quad_ < 0 || dim + 8 * first_column_ >= at_.args.shape.head_size) return;
+    const int t = lane_ % 4, head = lane_ / 4 % 4;
+#pragma unroll
+    for (int part = 0; part < kTokens / 32; ++part) {
+      if (!__any_sync(~0u, bits.of[0][part] | bits.of[1][part])) continue;
+#pragma unroll
+      for (int step = 2 * part; step < 2 * part + 2; ++step) {
+        const Couple low = stage.weights[squeezed_][quad_][8 * step + t][head],
+                     high = stage.weights[squeezed_][quad_][8 * step + t + 4][head];
+        std::uint32_t kept[4], left[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const std::uint32_t own = bits.of[n][part] >> (step % 2 * 16 + 2 * t);
+          const std::uint32_t mask_low = mask_of(own), mask_high = mask_of(own >> 8);
+          kept[n] = low.kept & mask_low, kept[n + 2] = high.kept & mask_high;
+          left[n] = low.left & mask_low, left[n + 2] = high.left & mask_high;
+        }
+        multiply_step(stage, step, kept, left);
+      }
+    }
+  }
+
+  /// Adds what the pass's dimensions say to the rows' errors.
+  __device__ void compare(int dim) {
+    if (quad_ < 0) return;
+    const ReplayShape& shape = at_.args.shape;
+    const int head = 4 * quad_ + lane_ / 4 % 4;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (config_[n] < 0 || head >= shape.group) continue;
+      const std::int64_t sample = at_.sample(config_[n]);
+      const ReplaySample& of = at_.args.samples.samples[sample];
+      const float over = 1 / of.sums[head];
+      const float* const own =
+          at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
+      const float* const full =
+          at_.args.rows.outputs + (at_.row * shape.group + head) * shape.head_size;
+#pragma unroll
+      for (int column = 0; column < kOwnColumns; ++column)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4) + c;
+          if (d >= shape.head_size) continue;
+          const double wanted = full[d];
+          size_[n] += wanted * wanted;
+          if (of.whole) continue;
+          const float sum = sums_[column][2 * n + c] + (of.own ? own[d] : 0.0f);
+          const double off = wanted - double{sum * over};
+          error_[n] += off * off;
+        }
+    }
+  }
+
+  /// Sums of the first and the other warps of a tile, by row. By the whole block.
+  __device__ void write(TileErrors& shared) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        error_[n] += __shfl_xor_sync(~0u, error_[n], distance);
+        size_[n] += __shfl_xor_sync(~0u, size_[n], distance);
+      }
+    const bool writes = quad_ >= 0 && lane_ % 4 == 0;
+    const int row = lane_ / 4, head = 4 * quad_ + row % 4;
+    if (writes && first_column_ > 0)
+      for (int n = 0; n < 2; ++n) shared[row + 8 * n] = {error_[n], size_[n]};
+    __syncthreads();
+    if (!writes || first_column_ > 0 || head >= at_.args.shape.group) return;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (config_[n] < 0) continue;
+      const double2 other = shared[row + 8 * n];
+      at_.args.samples.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {
+          error_[n] + other.x, size_[n] + other.y};
+    }
+  }
+
+ private:
+  /// 16 tokens by the warp's dimensions of the pass.
+  __device__ void multiply_step(const Stage<kPlanes>& stage, int step,
+                                const std::uint32_t (&kept)[4], const std::uint32_t (&left)[4]) {
+    constexpr int kStepBytes = 16 * 2 * kDims;
+    static_assert(Swizzle::offset(16, 1) == kStepBytes + Swizzle::offset(0, 1));
+    std::uint32_t b[kPlanes][kOwnColumns / 2][4];
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane)
+#pragma unroll
+      for (int n = 0; n < kOwnColumns / 2; ++n)
+        load_matrices_transposed(b[plane][n], shared_address(&stage.values[plane][0]) +
+                                                  static_cast<unsigned>(step * kStepBytes) +
+                                                  offsets_[n]);
+    if constexpr (kPlanes == 2) add(kept, b[1]);
+    add(left, b[0]);
+    add(kept, b[0]);
+  }
+  __device__ void add(const std::uint32_t (&weights)[4],
+                      const std::uint32_t (&values)[kOwnColumns / 2][4]) {
+#pragma unroll
+    for (int n = 0; n < kOwnColumns; ++n)
+      multiply_add<__nv_bfloat16>(sums_[n], weights, values[n / 2][n % 2 * 2],
+                                  values[n / 2][n % 2 * 2 + 1]);
+  }
+
+  const Sampled& at_;
+  const int lane_, first_column_;
+  int quad_ = -1, squeezed_ = 0;
+  std::int32_t config_[2] = {-1, -1};
+  const std::uint32_t* words_[2] = {};
+  std::uint32_t offsets_[kOwnColumns / 2];  ///< of matrices of a step's values
+  float sums_[kOwnColumns][4];
+  double error_[2] = {}, size_[2] = {};
+};
+
+/// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
+template <int kPlanes>
+__global__ void __launch_bounds__(kThreads)
+    outputs_kernel(const __grid_constant__ ReplayArgs args) {
+  extern __shared__ __align__(16) std::byte dynamic[];
+  __shared__ TileErrors errors[kTilesAtOnce];
+  auto* const stages = reinterpret_cast<Stage<kPlanes>*>(dynamic);
+  const int i = static_cast<int>(blockIdx.x), query = args.rows.first + i,
+            index = args.span.index[query], unit = static_cast<int>(blockIdx.z),
+            warp = static_cast<int>(threadIdx.x) / kWarpSize,
+            tiles = static_cast<int>(blockDim.x) / (kWarpSize * kHalves);
+  if (index < 0 || index % args.span.sample_every != 0) return;
+  const Sampled at{args, unit, i, index, std::int64_t{unit} * args.rows.block + i};
+  Tile<kPlanes> tile(at, static_cast<int>(blockIdx.y) * tiles + warp / kHalves, warp % kHalves);
+  for (int dim = 0; dim < args.shape.head_size; dim += kDims) {
+    tile.clear();
+    for (int s = 0; s < kStages - 1; ++s) {
+      fill(stages[s], at, s * kTokens, dim);
+      commit_copies();
+      store_weights(fetch_weights(stages[s], at, s * kTokens));
+    }
+    StageBits bits = tile.bits(0);
+    for (int first = 0, s = 0; first <= query; first += kTokens, s = (s + 1) % kStages) {
+      wait_copies<kStages - 2>();
+      __syncthreads();  // this stage is here, and the one before free
+      const int ahead = first + (kStages - 1) * kTokens;
+      Stage<kPlanes>& free = stages[(s + kStages - 1) % kStages];
+      if (ahead <= query) fill(free, at, ahead, dim);
+      commit_copies();
+      const Weights next = ahead <= query ? fetch_weights(free, at, ahead) : Weights{};
+      const StageBits next_bits = tile.bits(first + kTokens);
+      tile.multiply(stages[s], bits, dim);
+      store_weights(next);
+      bits = next_bits;
+    }
+    wait_copies<0>();
+    __syncthreads();
+    tile.compare(dim);
+  }
+  tile.write(errors[warp / kHalves]);
+}
+
+/// A warp for each cache: the samples' errors to the figures, in order.
+__global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
+    errors_kernel(const __grid_constant__ ReplayArgs args) {
+  const int figure = static_cast<int>(blockIdx.x * kTilesAtOnce + threadIdx.x / kWarpSize),
+            head = static_cast<int>(threadIdx.x) % kWarpSize, group = args.shape.group;
+  if (figure >= args.shape.units * args.figures.configs) return;
+  for (int i = 0; i < args.rows.count; ++i) {
+    const int index = args.span.index[args.rows.first + i], every = args.span.sample_every;
+    if (index < 0 || index % every != 0) continue;
+    double2 of{};
+    if (head < group) {
+      of = args.samples.errors[(std::int64_t{figure} * args.samples.capacity +
+                                index / every % args.samples.capacity) *
+                                   kMostReplayGroup +
+                               head];
+      const int block = span_block(args.span, index);
+      if (of.y > 0) {
+        figure_sum(args, figure, ReplaySum::error, head, block) += sqrt(of.x / of.y);
+        figure_sum(args, figure, ReplaySum::errors, head, block) += 1;
+      } else {
+        ++args.figures.zero_outputs[std::int64_t{figure} * 4 * args.shape.quads() + head];
+      }
+    }
+    double error = 0, size = 0;
+    for (int h = 0; h < group; ++h) {
+      error += __shfl_sync(~0u, of.x, h);
+      size += __shfl_sync(~0u, of.y, h);
+    }
+    double* const to =
+        args.figures.errors + 2 * (std::int64_t{figure} * args.figures.samples + index / every);
+    if (head == 0) to[0] = error, to[1] = size;
+  }
+}
+
+template <int kPlanes>
+cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
+  constexpr int kBytes = kStages * sizeof(Stage<kPlanes>);
+  const cudaError_t error = cudaFuncSetAttribute(
+      outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const int tiles = args.samples.tiles * args.shape.quads(),
+            groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
+            warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
+  outputs_kernel<kPlanes>
+      <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
+              static_cast<unsigned>(args.shape.units)),
+         warps * kWarpSize, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream) {
+  if (args.samples.tiles < 1 || args.shape.units < 1 || args.shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const cudaError_t error =
+      args.tensors.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+  if (error != cudaSuccess) return error;
+  const int figures = args.shape.units * args.figures.configs;
+  errors_kernel<<<(figures + kTilesAtOnce - 1) / kTilesAtOnce, kTilesAtOnce * kWarpSize, 0,
+                  stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace kvlab::kernels

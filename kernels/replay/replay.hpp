@@ -1,0 +1,249 @@
+// Replay on the device: many caches, each one KV head under one configuration, over the same
+// queries and keys. Queries come in blocks, in order: replay_rows() makes the full cache's
+// exponentials of a block, a policy's `walk` takes every cache through its queries and leaves what
+// it kept for the sampled ones, and replay_outputs() takes their outputs, all caches' together.
+//
+// A unit is one KV head with its group of query heads; a quad is four query heads side by side, the
+// last padded. All rows are float32.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kernels/evict/eviction.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kMostReplayQueries = 64;    ///< of a block
+inline constexpr int kReplaySpanBlocks = 16;     ///< that figures are summed over, at most
+inline constexpr int kMostReplayGroup = 8;       ///< query heads of a KV head
+inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
+inline constexpr int kReplayAhead = 8;     ///< queries that a cache's own logits are computed for
+inline constexpr int kReplayGranule = 16;  ///< pairs of dimensions are padded to a multiple of it
+inline constexpr int kReplayTile = 4;      ///< configurations whose outputs are one product
+
+struct ReplayShape {
+  int units;  ///< that are replayed together
+  int tokens, group, head_size, rotated;
+  float softmax_scale;
+  Type rounding;  ///< of q and k after RoPE at original positions; f32: they are not rounded
+  std::uint32_t threshold16;  ///< of requests
+  constexpr int quads() const { return (group + 3) / 4; }
+  /// Pairs of dimensions, padded. Pair p < rotated / 2 is dimensions p and p + rotated / 2, which
+  /// turn together; later ones are neighbours of the rest, which do not turn.
+  constexpr int pairs() const {
+    return (head_size / 2 + kReplayGranule - 1) / kReplayGranule * kReplayGranule;
+  }
+};
+
+/// What all queries need. Angles are data: `turns` holds cos and sin.
+struct ReplayTensors {
+  const float* queries;        // [unit, token, group, dim], rotated, not rounded
+  Type type;                   // of keys and values
+  const void* keys;            // [unit, token, dim], before RoPE
+  const void* values;          // [unit, token, dim]
+  const float2* turns;         // [position, rotated / 2]
+  const float* plain_queries;  // [unit, token, group, dim], before RoPE; null: nobody is squeezed
+  const void* paired_keys;     // [unit, token, 2 pairs] of `type`: see replay_pair_keys(); or null
+  const float* key_scales;     // [unit, token]: what paired keys are to be multiplied with
+  const float2* coarse;        // [position / 64, pairs]: turns of multiples of 64
+  const float2* fine;          // [64, pairs]: of positions 0 to 63, without RoPE's factor
+};
+
+/// Turns vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
+struct ReplayTurnArgs {
+  const float* from;
+  const float2* turns;
+  int rows, tokens, head_size, rotated;
+  int group, group_head;  ///< row t goes to [t, group_head] of [tokens, group, dim]
+  float* plain;           // not rounded, or null
+  float* parts;           // as replay_query_parts(), [row, 3, dim]: kept, left, kept; or null
+  void* rounded;          // of `rounding`, or null
+  Type rounding;
+};
+cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream);
+
+/// A block's queries [unit, token, group, dim] in TF32, for products of float32 by tensor cores:
+/// what it keeps of them, that again, and what it leaves, to [unit, query of the block, group, 3,
+/// dim]. With keys in parts kept, left, kept, only the product of what both leave is missing
+/// (2^-22).
+cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
+                               const float* queries, float* to, cudaStream_t stream);
+
+/// Keys [token, dim] of one unit to [token, pairs / 4, half, 4]: four pairs' first elements, then
+/// their second ones, multiplied with a power of two that brings a key's largest element to
+/// [2^10, 2^11). What undoes that goes to `scales` [token].
+cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
+                             void* to, float* scales, cudaStream_t stream);
+
+/// Which queries are measured. Errors are taken on each `sample_every`-th of the span.
+struct ReplaySpan {
+  const std::int32_t* index;  // [token]: which query of the span, or -1
+  int size, blocks, sample_every;
+};
+
+/// A block of queries, for every unit: [unit, query of the block, …], `block` of them apart.
+struct ReplayRows {
+  int first, count, block;
+  float4* e;         // [quad, token]: exponentials, the row's largest is 1
+  float4* sums;      // [quad]
+  float4* least;     // [quad]: e from which on the full row requests a token; infinite for padding
+  uint4* wanted;     // [quad]: earlier tokens that it requests, where the query is of the span
+  float* outputs;    // [group, dim]: of the full cache, where the query is a sample
+  float4* squeezed;  // [quad, token]: as e, of queries and keys that were not rounded; or null
+  float4* most;      // [quad]: the largest logit of such a row
+  /// [run of kReplayAhead queries, pairs / 8, tile, lane of a warp]: queries before RoPE as
+  /// operands of float16 products; a tile is 8 columns (query, head of quads) of the run. Step 2 i
+  /// + s has of lane l, column l / 4: pairs 16 i + 4 (l % 4) + 2 s and the next, their first
+  /// elements (x), their second ones (y), and what float16 leaves of those (z, w). A query is
+  /// multiplied with a power of two as keys are in replay_pair_keys().
+  uint4* fragments;
+  float4* scales;  // [quad]: softmax_scale, and what undoes that
+};
+
+/// From products [unit, query of the block, head, token] of rotated queries and keys.
+struct ReplayRowsArgs {
+  ReplayShape shape;
+  ReplaySpan span;
+  ReplayRows rows;
+  const float* products;
+  const float* unrounded;  ///< for rows.squeezed; null: rows.squeezed is rows.e
+  ReplayTensors tensors;
+};
+/// Bytes: products read once, rows.e (and rows.squeezed) written once, each 16 a quad and token.
+cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
+
+/// Causal softmax of such products, for one exact pass of attention: what a query may not see
+/// becomes 0.
+struct ReplaySoftmaxArgs {
+  ReplayShape shape;
+  int first, count, block;
+  const float* products;
+  Type type;
+  void* to;  // as products, of `type`
+};
+cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream);
+
+/// Tokens that enter together.
+struct ReplayAdmission {
+  std::uint32_t first, tokens;
+};
+
+/// One configuration.
+struct ReplayRule {
+  PairRule rule;
+  bool squeezed;  ///< live tokens are numbered by age
+  std::uint64_t seed;
+  std::int64_t first_slot;   ///< among a unit's
+  std::uint32_t slots;       ///< the most that are ever live
+  std::uint32_t params;      ///< bytes from ReplayArgs::params
+  std::uint32_t admissions;  ///< index of the first; a last one of no tokens follows
+  std::uint32_t admission_count;
+};
+
+/// Where a cache is between two blocks. All zero at first.
+struct ReplayProgress {
+  std::uint64_t evictions;
+  std::uint32_t live, most_live, admission;
+  std::int32_t victim;  ///< slot + 1 of the token that makes room next; 0: not known
+  std::uint32_t victim_position;
+  std::uint32_t gone;  ///< one past the youngest token that has left
+};
+
+/// All caches, [unit, slot of the unit].
+struct ReplayCaches {
+  std::int64_t unit_slots;
+  int slot_stride;  ///< bytes of a state, a multiple of 8
+  std::byte* states;
+  std::uint32_t *positions, *places, *holes, *fillers;
+  std::uint64_t* ranks;
+  Observation* seen;
+  int planes;                // of `own`: kReplayAhead where a cache is squeezed, else 1
+  float4* own;               // [unit, plane, quad, slot]: exponentials of a cache's own logits
+  ReplayProgress* progress;  // [unit, configuration]
+};
+
+/// What a cache kept for a sampled query.
+struct ReplaySample {
+  float sums[kMostReplayGroup];  ///< of the kept exponentials
+  std::uint32_t whole;           ///< everything is kept: no error
+  std::uint32_t own;             ///< ReplaySamples::own is to be added
+};
+
+/// What the walks leave for the outputs, [unit, configuration, sample of the block, …]. Sample s of
+/// the span is at s % capacity.
+struct ReplaySamples {
+  int capacity;           ///< samples of a block of queries, at most
+  int words;              ///< of a set: tokens / 32, rounded up
+  std::uint32_t* shared;  // [words]: bits of the kept tokens whose exponentials are a shared row's
+  ReplaySample* samples;
+  float* own;                // [group, dim]: of the others, exponentials by values
+  double2* errors;           // [head]: squared: error, output
+  const std::int32_t* sets;  ///< configurations by kReplayTile of one kind of positions; -1: none
+  int tiles;                 ///< of them
+};
+
+/// What is summed for each query head and block of the span.
+enum class ReplaySum { recall, nll, missed, wanted, error, errors };
+inline constexpr int kReplaySums = 6;
+
+struct ReplayFigures {
+  double* sums;    // [unit, configuration, ReplaySum, head (of quads), 16]
+  double* errors;  // [unit, configuration, sample, 2]: squared, group summed: error, output
+  std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
+  std::uint32_t* kept;          // [unit, configuration, token, words]: bits, zero before; or null
+  int configs, samples, words;
+};
+
+struct ReplayArgs {
+  ReplayShape shape;
+  ReplayTensors tensors;
+  ReplaySpan span;
+  ReplayRows rows;
+  ReplayCaches caches;
+  ReplaySamples samples;
+  ReplayFigures figures;
+  const ReplayRule* rules;  // [configuration]
+  const ReplayAdmission* admissions;
+  const std::byte* params;
+  const std::int32_t* members;  ///< configurations of this policy
+  int member_count;
+  bool squeezed;             ///< all members are, or none
+  std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
+  float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
+  std::uint32_t sequence;
+  const std::uint32_t *layers, *kv_heads;  // [unit]
+};
+
+/// One policy of the registry.
+struct ReplayPolicy {
+  std::string_view name;
+  std::size_t slot_bytes, params_bytes;
+  bool oldest_first;  ///< replay_windows() takes it
+  void (*params)(std::span<const double> values, std::byte* to);
+  /// For one quad and for two; with original and with squeezed positions; with slots in global and
+  /// in shared memory. Null for a policy that replay_windows() takes.
+  const void* kernels[2][2][2];
+
+  /// Takes the members' caches through the block of queries.
+  cudaError_t walk(const ReplayArgs& args, cudaStream_t stream) const;
+  /// Rounds that its thread blocks go in on the current device, if alone there.
+  cudaError_t waves(const ReplayArgs& args, int& waves) const;
+};
+
+/// What walk() does, at once for all members, whose policies evict the oldest first: a query
+/// attends its admission's sinks and a window, so that no cache has to be walked. Uses no slots.
+/// Bytes: rows read once for all members.
+cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
+
+/// The outputs of the block's sampled queries in every cache, beside the full cache's, to
+/// args.figures. Bytes: values once a sampled query and 8 tiles of configurations.
+cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
+
+/// Every registered policy, in the registry's order.
+const std::vector<ReplayPolicy>& replay_policies();
+
+}  // namespace kvlab::kernels

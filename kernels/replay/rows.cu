@@ -1,0 +1,441 @@
+// What all caches of a unit share: turned vectors, a block's exponentials, the full cache's
+// outputs.
+#include <algorithm>
+
+#include "kernels/device/element.cuh"
+#include "kernels/device/fold.cuh"
+#include "kernels/device/half_parts.cuh"
+#include "kernels/device/load.cuh"
+#include "kernels/device/mass_sum.hpp"
+#include "kernels/device/type_dispatch.cuh"
+#include "kernels/replay/replay.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+
+/// What TF32 keeps of x, and what it leaves.
+__device__ inline float tf32_part(float x, bool left) {
+  const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+  return left ? x - kept : kept;
+}
+
+/// A warp for each vector.
+template <class T>
+__global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
+  const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  if (row >= args.rows) return;
+  const int half = args.rotated / 2, token = row % args.tokens,
+            lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const float* const from = args.from + std::int64_t{row} * args.head_size;
+  const std::int64_t to = (std::int64_t{row} * args.group + args.group_head) * args.head_size;
+  const auto put = [&](int d, float value) {
+    if (args.plain) args.plain[to + d] = value;
+    if (args.parts) {
+      float* const parts = args.parts + 3 * to + d;
+      parts[0] = parts[2 * args.head_size] = tf32_part(value, false);
+      parts[args.head_size] = tf32_part(value, true);
+    }
+    if (rounded) rounded[to + d] = from_float<T>(value);
+  };
+  for (int d = lane; d < half; d += kWarpSize) {
+    const float2 turn = args.turns[std::int64_t{token} * half + d];
+    const float low = from[d], high = from[d + half];
+    put(d, low * turn.x - high * turn.y);
+    put(d + half, high * turn.x + low * turn.y);
+  }
+  for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from[d]);
+}
+
+/// A thread for each element of a unit's queries [query, head, dim] (x), a unit (y).
+__global__ void query_parts_kernel(int elements, int head_size, std::int64_t unit_stride,
+                                   std::int64_t to_stride, const float* from, float* to) {
+  const int at = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (at >= elements) return;
+  const float value = from[blockIdx.y * unit_stride + at], kept = tf32_part(value, false);
+  float* const parts =
+      to + blockIdx.y * to_stride + at / head_size * 3 * head_size + at % head_size;
+  parts[0] = parts[head_size] = kept;
+  parts[2 * head_size] = tf32_part(value, true);
+}
+
+/// A fold over the block of four values, in every thread. `shared`: [kWarps][4]; free again after
+/// the next barrier.
+template <class Fold>
+__device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold) {
+  const unsigned lane = threadIdx.x % kWarpSize;
+  const float folded = warp_fold4(value, fold);
+  if (lane < 4) shared[threadIdx.x / kWarpSize][lane] = folded;
+  __syncthreads();
+  float all = shared[0][lane % 4];
+  for (int warp = 1; warp < kWarps; ++warp) all = fold(all, shared[warp][lane % 4]);
+  return of_lanes(all, 0);
+}
+
+/// One quad's products of one query, by token.
+struct QuadRow {
+  const float* products;  // [head, token]
+  int tokens, heads;
+  float scale;
+
+  /// 0 where there is no head.
+  __device__ float4 operator[](int token) const {
+    return {at(0, token), at(1, token), at(2, token), at(3, token)};
+  }
+  __device__ float at(int head, int token) const {
+    return head < heads ? products[std::int64_t{head} * tokens + token] * scale : 0.0f;
+  }
+};
+
+/// e from which on a row requests a token; infinite where there is no head.
+__device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold16) {
+  const auto least = [&](float of_sum, int head) {
+    if (head >= heads) return __int_as_float(0x7f800000);
+    const float p = request_floor(fixed_mass(1.0f, 1 / of_sum), threshold16);
+    return p < 0 ? 0.0f : p * of_sum;
+  };
+  return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
+}
+
+/// The first of a row's tokens in shared memory, each for the thread that takes it.
+struct RowCache {
+  float4* values;
+  int count;
+  __device__ void put(int token, const float4& x) const {
+    if (token < count) values[token] = x;
+  }
+  /// What put() left there, or else what is in `row`.
+  template <class Row>
+  __device__ float4 get(int token, const Row& row) const {
+    return token < count ? values[token] : row[token];
+  }
+};
+constexpr int kMostCached = 4096;  // three blocks of a multiprocessor fit
+
+/// Exponentials of a row's first `length` products to `e` and the cache, the largest 1: by the
+/// whole block.
+struct RowScratch {
+  float largest[kWarps][4], sums[kWarps][4];
+};
+struct RowTotals {
+  float4 most, sum;
+};
+__device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, const RowCache& cache,
+                                  RowScratch& scratch) {
+  float4 most = row[0];
+#pragma unroll 4
+  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
+    const float4 x = row[t];
+    cache.put(t, x);
+    most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
+  }
+  most = block_fold4(most, scratch.largest, Larger{});
+  float4 sum{};
+  for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
+    const float4 x = cache.get(t, row);
+    const float4 y{expf(x.x - most.x), row.heads > 1 ? expf(x.y - most.y) : 0.0f,
+                   row.heads > 2 ? expf(x.z - most.z) : 0.0f,
+                   row.heads > 3 ? expf(x.w - most.w) : 0.0f};
+    cache.put(t, y);
+    e[t] = y;
+    sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
+  }
+  return {most, block_fold4(sum, scratch.sums, Add{})};
+}
+
+/// How many of a row's first tokens each head requests, to `to`: by the whole block.
+__device__ void count_wanted(const float4* e, int tokens, const float4& least,
+                             const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
+  uint4 wanted{};
+  for (int t = static_cast<int>(threadIdx.x); t < tokens; t += kThreads) {
+    const float4 x = cache.get(t, e);
+    wanted.x += x.x >= least.x ? 1 : 0, wanted.y += x.y >= least.y ? 1 : 0;
+    wanted.z += x.z >= least.z ? 1 : 0, wanted.w += x.w >= least.w ? 1 : 0;
+  }
+  wanted = {__reduce_add_sync(~0u, wanted.x), __reduce_add_sync(~0u, wanted.y),
+            __reduce_add_sync(~0u, wanted.z), __reduce_add_sync(~0u, wanted.w)};
+  if (threadIdx.x % kWarpSize == 0) {
+    atomicAdd(&counts[0], wanted.x), atomicAdd(&counts[1], wanted.y);
+    atomicAdd(&counts[2], wanted.z), atomicAdd(&counts[3], wanted.w);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
+}
+
+/// A block for each query (x), quad (y) and unit (z), with `cached` tokens of shared memory.
+__global__ void __launch_bounds__(kThreads)
+    rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
+  extern __shared__ float4 of_tokens[];
+  __shared__ RowScratch scratch;
+  __shared__ std::uint32_t counts[4];
+  const ReplayShape& shape = args.shape;
+  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
+  const int query = args.rows.first + i, length = query + 1;
+  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i;
+  const std::int64_t of_quad = of_query * shape.quads() + quad;
+  const std::int64_t first_product = (of_query * shape.group + 4 * quad) * shape.tokens;
+  const QuadRow row{args.products + first_product, shape.tokens, shape.group - 4 * quad,
+                    shape.softmax_scale};
+  float4* const e = args.rows.e + of_quad * shape.tokens;
+  const RowCache cache{of_tokens, cached};
+
+  if (threadIdx.x < 4) counts[threadIdx.x] = 0;
+  RowTotals totals = exponentiate(row, length, e, cache, scratch);
+  const float4 least = least_of(totals.sum, row.heads, shape.threshold16);
+  if (threadIdx.x == 0) {
+    args.rows.sums[of_quad] = totals.sum;
+    args.rows.least[of_quad] = least;
+  }
+  if (args.span.index[query] >= 0)
+    count_wanted(e, query, least, cache, counts, args.rows.wanted[of_quad]);
+  if (args.unrounded)
+    totals = exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale},
+                          length, args.rows.squeezed + of_quad * shape.tokens, cache, scratch);
+  if (args.rows.most && threadIdx.x == 0) args.rows.most[of_quad] = totals.most;
+}
+
+/// The dimension of one half of a pair; -1 in padding.
+__device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high) {
+  const int half = shape.rotated / 2;
+  if (pair < half) return pair + (high ? half : 0);
+  const int d = shape.rotated + 2 * (pair - half) + (high ? 1 : 0);
+  return d < shape.head_size ? d : -1;
+}
+
+/// The power of two that brings `largest` to [2^10, 2^11), so that float16 holds it, its turns and
+/// most of what it leaves of smaller ones; or the nearest whose inverse is normal too.
+__device__ inline float scale_to_half(float largest) {
+  const auto exponent = static_cast<int>(__float_as_uint(largest) >> 23);
+  return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
+}
+
+/// A query of the run as rows.fragments have it: column `column` of its products.
+struct QueryColumn {
+  const ReplayShape& shape;
+  const float* from;  ///< null: there is none
+  float factor, scale = 1;
+
+  __device__ QueryColumn(const ReplayRowsArgs& args, int run, int column, int unit)
+      : shape(args.shape),
+        from(nullptr),
+        factor(args.shape.rotated > 0 ? args.tensors.turns[0].x : 1.0f) {
+    const int heads = 4 * shape.quads(), i = run * kReplayAhead + column / heads,
+              head = column % heads;
+    if (i >= args.rows.count || head >= shape.group) return;
+    const std::int64_t query = std::int64_t{unit} * shape.tokens + args.rows.first + i;
+    from = args.tensors.plain_queries + (query * shape.group + head) * shape.head_size;
+  }
+  __device__ float at(int d) const {
+    return from && d >= 0 ? from[d] * (d < shape.rotated ? factor : 1.0f) * scale : 0.0f;
+  }
+};
+
+constexpr int kMostColumns = kReplayAhead * kMostReplayGroup;
+
+/// A block for each run (x) and unit (y). Zeros for queries past the block's last.
+__global__ void __launch_bounds__(kThreads)
+    fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
+  __shared__ float scales[kMostColumns];
+  const ReplayShape& shape = args.shape;
+  const int heads = 4 * shape.quads(), columns = kReplayAhead * heads,
+            run = static_cast<int>(blockIdx.x), unit = static_cast<int>(blockIdx.y),
+            lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  float* const to_scales = reinterpret_cast<float*>(
+      args.rows.scales +
+      (std::int64_t{unit} * args.rows.block + run * kReplayAhead) * shape.quads());
+  for (int column = static_cast<int>(threadIdx.x) / kWarpSize; column < columns; column += kWarps) {
+    const QueryColumn query(args, run, column, unit);
+    float largest = 0;
+    for (int d = lane; d < shape.head_size; d += kWarpSize)
+      largest = fmaxf(largest, fabsf(query.at(d)));
+    const float scale = scale_to_half(warp_max(largest));
+    scales[column] = scale;
+    if (lane == 0) to_scales[column] = shape.softmax_scale / scale;
+  }
+  __syncthreads();
+  const int of_run = shape.pairs() / 8 * (columns / 8) * kWarpSize;
+  const std::int64_t runs = args.rows.block / kReplayAhead;
+  uint4* const to = args.rows.fragments + (unit * runs + run) * of_run;
+  for (int at = static_cast<int>(threadIdx.x); at < of_run; at += kThreads) {
+    const int in_step = at % (columns / 8 * kWarpSize), step = at / (columns / 8 * kWarpSize),
+              column = in_step / kWarpSize * 8 + lane / 4,
+              pair = step / 2 * kReplayGranule + 4 * (lane % 4) + step % 2 * 2;
+    QueryColumn query(args, run, column, unit);
+    query.scale = scales[column];
+    const auto two = [&](bool high) {
+      return HalfParts::of(query.at(dimension_of(shape, pair, high)),
+                           query.at(dimension_of(shape, pair + 1, high)));
+    };
+    const HalfParts low = two(false), high = two(true);
+    to[at] = {low.kept, high.kept, low.left, high.left};
+  }
+}
+
+/// A warp for each token.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    pair_keys_kernel(const ReplayShape shape, int tokens, const float* from, T* to, float* scales) {
+  const int token =
+                static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize,
+            lane = static_cast<int>(threadIdx.x) % kWarpSize, elements = 2 * shape.pairs();
+  if (token >= tokens) return;
+  from += std::int64_t{token} * shape.head_size;
+  to += std::int64_t{token} * elements;
+  float largest = 0;
+  for (int d = lane; d < shape.head_size; d += kWarpSize) largest = fmaxf(largest, fabsf(from[d]));
+  const float scale = scale_to_half(warp_max(largest));
+  if (lane == 0) scales[token] = 1 / scale;
+  for (int n = lane; n < elements; n += kWarpSize) {
+    const int d = dimension_of(shape, n / 8 * 4 + n % 4, n % 8 / 4 == 1);
+    to[n] = from_float<T>(d < 0 ? 0.0f : from[d] * scale);
+  }
+}
+
+/// The full cache's outputs of sampled queries: a block for each query (x), four dimensions to a
+/// thread of a warp (y: quad), unit (z).
+__global__ void __launch_bounds__(kThreads)
+    outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
+  __shared__ float4 partial[kWarps][4][kWarpSize];
+  const ReplayShape& shape = args.shape;
+  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
+  const int query = args.rows.first + i, index = args.span.index[query];
+  if (index < 0 || index % args.span.sample_every != 0) return;
+  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i;
+  const std::int64_t of_quad = of_query * shape.quads() + quad;
+  const float4* const e = args.rows.e + of_quad * shape.tokens;
+  const float4 of_sum = args.rows.sums[of_quad];
+  const std::int64_t values = std::int64_t{blockIdx.z} * shape.tokens * shape.head_size;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
+            warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  for (int first = 0; first < shape.head_size; first += 4 * kWarpSize) {
+    const int d = first + 4 * lane;
+    float4 sums[4] = {};
+    if (d < shape.head_size)
+      for (int t = warp; t <= query; t += kWarps) {
+        const float4 weight = e[t];
+        const float4 value = load4(args.tensors.values, args.tensors.type,
+                                   values + std::int64_t{t} * shape.head_size + d);
+#pragma unroll
+        for (int head = 0; head < 4; ++head) {
+          const float w = component(weight, head);
+          float4& sum = sums[head];
+          sum.x = fmaf(w, value.x, sum.x), sum.y = fmaf(w, value.y, sum.y);
+          sum.z = fmaf(w, value.z, sum.z), sum.w = fmaf(w, value.w, sum.w);
+        }
+      }
+#pragma unroll
+    for (int head = 0; head < 4; ++head) partial[warp][head][lane] = sums[head];
+    __syncthreads();
+    if (warp < 4 && 4 * quad + warp < shape.group && d < shape.head_size) {
+      float4 all{};
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 x = partial[w][warp][lane];
+        all.x += x.x, all.y += x.y, all.z += x.z, all.w += x.w;
+      }
+      const float over = 1 / component(of_sum, warp);
+      *reinterpret_cast<float4*>(args.rows.outputs +
+                                 (of_query * shape.group + 4 * quad + warp) * shape.head_size +
+                                 d) = {all.x * over, all.y * over, all.z * over, all.w * over};
+    }
+    __syncthreads();
+  }
+}
+
+/// A block for each query and head (x) and unit (y).
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    softmax_kernel(const __grid_constant__ ReplaySoftmaxArgs args, T* to) {
+  __shared__ float shared[2][kWarps];
+  const int row = static_cast<int>(blockIdx.x), length = args.first + row / args.shape.group + 1,
+            width = args.first + args.count;
+  const std::int64_t at =
+      (std::int64_t{blockIdx.y} * args.block * args.shape.group + row) * args.shape.tokens;
+  const float* const products = args.products + at;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
+  float most = products[0];
+  for (int t = thread; t < length; t += kThreads) most = fmaxf(most, products[t]);
+  most = warp_max(most);
+  if (thread % kWarpSize == 0) shared[0][warp] = most;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared[0][w]);
+  const float factor = args.shape.softmax_scale * 1.44269504f;
+  float sum = 0;
+  for (int t = thread; t < length; t += kThreads) sum += exp2f((products[t] - most) * factor);
+  const float over = 1 / block_sum(sum, shared[1]);
+  for (int t = thread; t < width; t += kThreads)
+    to[at + t] = from_float<T>(t < length ? exp2f((products[t] - most) * factor) * over : 0.0f);
+}
+
+}  // namespace
+
+cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream) {
+  if (args.count < 1 || args.count > args.block || args.shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(args.count * args.shape.group),
+                  static_cast<unsigned>(args.shape.units));
+  return with_type(args.type, [&](auto zero) {
+    softmax_kernel<<<grid, kThreads, 0, stream>>>(args, static_cast<decltype(zero)*>(args.to));
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream) {
+  if (args.rows < 1 || args.tokens < 1 || args.rotated > args.head_size)
+    return cudaErrorInvalidValue;
+  return with_type(args.rounding, [&](auto zero) {
+    turn_kernel<<<(args.rows + kWarps - 1) / kWarps, kThreads, 0, stream>>>(
+        args, static_cast<decltype(zero)*>(args.rounded));
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
+  const ReplayShape& shape = args.shape;
+  if (shape.group < 1 || shape.group > kMostReplayGroup || args.rows.count < 1 ||
+      args.rows.count > args.rows.block || shape.units < 1 || shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(shape.quads()),
+                  static_cast<unsigned>(shape.units));
+  const int cached = std::min(args.rows.first + args.rows.count, kMostCached),
+            bytes = cached * static_cast<int>(sizeof(float4));
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kMostCached * static_cast<int>(sizeof(float4)));
+      error != cudaSuccess)
+    return error;
+  rows_kernel<<<grid, kThreads, static_cast<unsigned>(bytes), stream>>>(args, cached);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
+    return error;
+  const int runs = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
+  fragments_kernel<<<dim3(static_cast<unsigned>(runs), grid.z), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
+                               const float* queries, float* to, cudaStream_t stream) {
+  if (first < 0 || count < 1 || count > block || shape.units < 1 || shape.units > 65535)
+    return cudaErrorInvalidValue;
+  const int of_query = shape.group * shape.head_size, elements = count * of_query;
+  query_parts_kernel<<<dim3(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
+                            static_cast<unsigned>(shape.units)),
+                       kThreads, 0, stream>>>(
+      elements, shape.head_size, std::int64_t{shape.tokens} * of_query,
+      std::int64_t{block} * of_query * 3, queries + std::int64_t{first} * of_query, to);
+  return cudaGetLastError();
+}
+
+cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
+                             void* to, float* scales, cudaStream_t stream) {
+  if (tokens < 1) return cudaErrorInvalidValue;
+  return with_type(type, [&](auto zero) {
+    pair_keys_kernel<<<static_cast<unsigned>((tokens + kWarps - 1) / kWarps), kThreads, 0,
+                       stream>>>(shape, tokens, from, static_cast<decltype(zero)*>(to), scales);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace kvlab::kernels

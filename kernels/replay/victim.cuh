@@ -1,0 +1,56 @@
+// Which one token makes room for the next.
+#pragma once
+
+#include "kernels/replay/block.cuh"
+
+namespace kvlab::kernels {
+
+/// A token that may leave: by rank, then by position. Guarded tokens are no candidates: of a full
+/// cache at least one token is unguarded, as sinks and recent tokens fit its budget.
+struct Candidate {
+  std::uint64_t rank = ~std::uint64_t{0};
+  std::uint32_t position = ~0u;
+  std::uint32_t slot = 0;
+
+  __device__ bool before(const Candidate& other) const {
+    return rank < other.rank || (rank == other.rank && position < other.position);
+  }
+  __device__ void take(const Candidate& other) {
+    if (other.before(*this)) *this = other;
+  }
+};
+
+/// The first among the warp's, in every lane.
+__device__ inline Candidate warp_first(const Candidate& mine) {
+  const auto high = static_cast<std::uint32_t>(mine.rank >> 32),
+             low = static_cast<std::uint32_t>(mine.rank);
+  const std::uint32_t least_high = __reduce_min_sync(~0u, high);
+  bool first = high == least_high;
+  const std::uint32_t least_low = __reduce_min_sync(~0u, first ? low : ~0u);
+  first &= low == least_low;
+  const std::uint32_t least = __reduce_min_sync(~0u, first ? mine.position : ~0u);
+  first &= mine.position == least;
+  const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, first))) - 1;
+  return {std::uint64_t{least_high} << 32 | least_low, least, __shfl_sync(~0u, mine.slot, lane)};
+}
+
+__device__ inline uint4 packed(const Candidate& of) {
+  return {static_cast<std::uint32_t>(of.rank >> 32), static_cast<std::uint32_t>(of.rank),
+          of.position, of.slot};
+}
+__device__ inline Candidate unpacked(const uint4& of) {
+  return {std::uint64_t{of.x} << 32 | of.y, of.z, of.w};
+}
+
+/// The first among the block's, in every thread. `of_warps`: free again after the next barrier.
+__device__ inline Candidate block_first(const Candidate& mine, uint4* of_warps,
+                                        const ReplayPlace& at) {
+  const Candidate own = warp_first(mine);
+  if (at.lane == 0) of_warps[at.warp] = packed(own);
+  __syncthreads();
+  Candidate other;
+  if (at.lane < at.warps) other = unpacked(of_warps[at.lane]);
+  return warp_first(other);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,425 @@
+// One policy's caches through a block of queries: a thread block for each cache (unit and
+// configuration), which takes the queries in order.
+//
+// Bytes: for each live token and query 16 a quad, its exponentials (from the L2 cache: the caches
+// of a unit read the same rows). States stay in shared memory through the block, where they fit.
+#pragma once
+
+#include "kernels/replay/cache.cuh"
+#include "kernels/replay/figures.cuh"
+#include "kernels/replay/observe.cuh"
+#include "kernels/replay/old_keys.cuh"
+#include "kernels/replay/run.cuh"
+#include "kernels/replay/totals.cuh"
+
+namespace kvlab::kernels {
+
+/// Whether queries that admit one token each go in runs.
+template <class P>
+constexpr bool goes_in_runs() {
+  return P::kInfo.rising && !P::kInfo.weighted && P::kInfo.needs != Needs::nothing;
+}
+
+template <class P, int kQuads, bool kSqueezed, bool kInRoom>
+class ReplayWalk {
+  using Cache = ReplayCache<P, kSqueezed, kInRoom>;
+  using Exponentials = Quads<kQuads>;
+  using Look = QueryLook<P, kQuads>;
+  static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
+  static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
+  static constexpr bool kInRuns = goes_in_runs<P>();
+  static constexpr int kHeads = 4 * kQuads;
+
+  using Totals = ReplayTotals<kQuads, kSqueezed, kAsks>;
+  static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
+  struct Run {
+    Exponentials e[kReplayRun];
+  };
+
+ public:
+  __device__ ReplayWalk(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
+                        std::byte* room)
+      : at_(at),
+        shared_(shared),
+        words_(live_words + replay_words(at.args)),
+        stage_(at.args, at.unit, room),
+        cache_(at, shared, live_words, room + room_of_old_keys(at.args)) {
+    for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
+      (&shared.hits[0][0])[n] = 0;
+    if (at.thread == 0) shared.listed = 0;
+    __syncthreads();
+  }
+
+  __device__ void run() {
+    for (int i = 0; i < at_.args.rows.count;) {
+      const int taken = take_run(i);
+      if (taken == 0) step(i);
+      i += max(taken, 1);
+    }
+    __syncthreads();
+    RecallSums(at_, shared_).add();
+    cache_.move_out();
+  }
+
+ private:
+  __device__ void step(int i) {
+    const ReplayArgs& args = at_.args;
+    const std::uint32_t query = args.rows.first + i;
+    const ReplayAdmission now = cache_.now();
+    if (query == now.first) cache_.begin();
+    const std::uint32_t age = now.first + now.tokens - 1 - query;
+    visible_ = cache_.live() - age;
+    const int index = args.span.index[query];
+    const bool observes = kObserves && (kAsks || age < tail());
+    if (observes || index >= 0) look(i, query, age, index, observes);
+    if (args.figures.kept) note_kept(query);
+    if (age > 0) return;
+    if (now.tokens > 1) observe_all(now);
+    if (!kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
+    cache_.end();
+  }
+
+  /// Some queries from i on at once, where that can be.
+  __device__ int take_run([[maybe_unused]] int i) {
+    if constexpr (kInRuns) {
+      ReplayRun<P, kQuads, kSqueezed, kInRoom> run(at_, shared_, cache_, stage_, words_);
+      return run.take(i, [&](int at, int index, const float* sums) {
+        const ReplayArgs& args = at_.args;
+        const std::uint32_t query = args.rows.first + at;
+        visible_ = cache_.live();
+        if (index >= 0 && index % args.span.sample_every == 0)
+          leave_sample(at, index, query, sums[at_.lane % kHeads], false);
+        if (args.figures.kept) note_kept(query);
+      });
+    } else {
+      return 0;
+    }
+  }
+
+  __device__ void note_kept(std::uint32_t query) const {
+    const ReplayFigures& figures = at_.args.figures;
+    __syncthreads();
+    cache_.copy_live(figures.kept + (at_.figure() * at_.args.shape.tokens + query) * figures.words,
+                     query + 1, 0);
+    __syncthreads();
+  }
+
+  __device__ std::uint32_t tail() const {
+    if constexpr (P::kInfo.weighted) return P::tail(cache_.params());
+    return kNoTail;
+  }
+  __device__ float weight(std::uint32_t age) const {
+    if constexpr (P::kInfo.weighted) return P::weight(age, cache_.params());
+    return 1.0f;
+  }
+
+  // Attending.
+
+  __device__ void look(int i, std::uint32_t query, std::uint32_t age, int index, bool observes) {
+    const ReplayArgs& args = at_.args;
+    const bool measures = index >= 0, samples = measures && index % args.span.sample_every == 0,
+               attends = !kSqueezed || observes || samples;
+    const std::int64_t row = at_.row(i) * kQuads * args.shape.tokens;
+    own_ = nullptr;
+    all_own_ = false;
+    shared_row_ = args.rows.e + row;
+    Totals totals{};
+    if constexpr (kSqueezed) {
+      if (measures) total_full(totals, i, query);
+      shared_row_ = args.rows.squeezed + row;
+      if (attends) {
+        own_ = at_.own(i);
+        attend_old(i, kObserves && cache_.now().tokens == 1);
+      }
+    }
+    if (attends) total(totals, query, !kSqueezed && measures ? i : -1);
+    float folded = fold(totals);
+    if (measures) measure(i, query, folded);
+    if (!attends) return;
+    const bool lost = is_lost(folded, at_);
+    if (lost) {
+      take_own(totals, i, query);
+      folded = fold(totals);
+    }
+    if (observes) observe(folded, query, age);
+    if (samples) leave_sample(i, index, query, folded, lost);
+  }
+
+  /// The exponentials of the old tokens for query i of the block: those that are not known yet, and
+  /// with `ahead` for the queries after it too, up to the end of their run.
+  __device__ void attend_old(int i, bool ahead) {
+    ReplayRange range = ahead && i % kReplayAhead != 0 ? cache_.moved() : ReplayRange::all();
+    cache_.set_moved(ahead ? ReplayRange::none() : ReplayRange::all());
+    range.end = min(range.end, cache_.first_young());
+    if (range.empty()) return;
+    const int end = ahead ? min((i / kReplayAhead + 1) * kReplayAhead, at_.args.rows.count) : i + 1;
+    const int run = i / kReplayAhead, first = run * kReplayAhead;
+    stage_.take(run);
+    const ListedSlots old =
+        cache_.list(range, static_cast<std::uint32_t>(at_.args.rows.first + i),
+                    static_cast<std::uint32_t>(i - first), static_cast<std::uint32_t>(end - first));
+    take_old_keys<kQuads>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
+    __syncthreads();
+    if (at_.thread == 0) shared_.listed = 0;
+  }
+
+  /// Of a run from this thread's slot `first` on: zeros where a slot has no token up to `query`.
+  /// `full`: of the full row, where that is another.
+  template <bool kFull>
+  __device__ void take(Run& run, std::uint32_t first, std::uint32_t query) const {
+    const std::int64_t tokens = at_.args.shape.tokens;
+#pragma unroll
+    for (int k = 0; k < kReplayRun; ++k) {
+      const std::uint32_t slot = first + k * kWarpSize;
+      run.e[k] = {};
+      if (cache_.holds(slot, query, visible_))
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          run.e[k].quad[quad] = shared_row_[quad * tokens + cache_.position(slot)];
+    }
+    if constexpr (!kFull)
+      if (kSqueezed || all_own_) take_private(run, first, query);
+  }
+  /// What the shared row does not have.
+  __device__ void take_private(Run& run, std::uint32_t first, std::uint32_t query) const {
+#pragma unroll
+    for (int k = 0; k < kReplayRun; ++k) {
+      const std::uint32_t slot = first + k * kWarpSize;
+      if (!cache_.holds(slot, query, visible_) || !(cache_.is_old(slot) || all_own_)) continue;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad)
+        run.e[k].quad[quad] = own_[quad * at_.args.caches.unit_slots + slot];
+    }
+  }
+  /// Calls each(run, its first slot of this thread) for each of the warp's runs.
+  template <bool kFull = false, class Each>
+  __device__ void for_runs(std::uint32_t query, Each each) const {
+    for (std::uint32_t first = at_.first_slot_of_thread(); first - at_.lane < visible_;
+         first += kReplayRun * at_.threads) {
+      Run run;
+      take<kFull>(run, first, query);
+      each(run, first);
+    }
+  }
+
+  /// Counts hits for query `i` of the block, if that is not -1.
+  __device__ void total(Totals& totals, std::uint32_t query, int i) {
+    totals.part[0] = {};
+    if (kAsks) totals.part[kMostPart] = {};
+    ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(max(i, 0)) * kQuads);
+    for_runs(query, [&](const Run& run, std::uint32_t) {
+#pragma unroll
+      for (int k = 0; k < kReplayRun; ++k) {
+        totals.add_own(run.e[k]);
+        if (i >= 0) hits.count(run.e[k]);
+      }
+    });
+    if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
+  }
+  /// The same of the full row, where the cache's own differs: its sum, and hits.
+  __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
+    ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
+    for_runs<true>(query, [&](const Run& run, std::uint32_t) {
+#pragma unroll
+      for (int k = 0; k < kReplayRun; ++k) {
+        add(totals.part[kFullPart], run.e[k]);
+        hits.count(run.e[k]);
+      }
+    });
+    hits.add_to(shared_.hits[i], at_.lane);
+  }
+
+  __device__ float fold(const Totals& totals) {
+    parity_ ^= 1;
+    return totals.fold(shared_.folded[parity_], at_);
+  }
+
+  __device__ void measure(int i, std::uint32_t query, float folded) {
+    const float kept = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
+    if (at_.thread == 0) shared_.visible[i] = visible_;
+    if (at_.thread < kHeads) shared_.kept[i][at_.thread] = visible_ == query + 1 ? -1.0f : kept;
+  }
+
+  __device__ OwnRow own_row(int i, std::uint32_t query) const {
+    return {cache_.positions(), kSqueezed ? cache_.places() : nullptr, visible_, query, at_.unit,
+            at_.own(i)};
+  }
+  __device__ void take_own(Totals& totals, int i, std::uint32_t query) {
+    __syncthreads();
+    take_own_row(at_.args, own_row(i, query), &shared_.scratch[0][0]);
+    own_ = at_.own(i);
+    all_own_ = true;
+    total(totals, query, -1);
+  }
+
+  // Observing and ranking.
+
+  /// What one query shows: to the states at once where it is alone in its admission, which is
+  /// ranked then too.
+  __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
+    if constexpr (kObserves) {
+      const float most = __shfl_sync(~0u, folded, kMostPart * kHeads + at_.lane % kHeads);
+      const Look seen_by(folded, most, at_, weight(age), query);
+      if (cache_.now().tokens > 1)
+        note_seen(seen_by, query);
+      else
+        observe_alone(seen_by, query);
+    }
+  }
+  __device__ void note_seen(const Look& seen_by, std::uint32_t query) {
+    for_runs(query, [&](const Run& run, std::uint32_t first) {
+#pragma unroll
+      for (int k = 0; k < kReplayRun; ++k) {
+        const std::uint32_t slot = first + k * kWarpSize;
+        if (!cache_.holds(slot, query, visible_)) continue;
+        const Observation seen = seen_by.seen(run.e[k]);
+        Observation& all = at_.args.caches.seen[at_.first_slot + slot];
+        all.mass += seen.mass;
+        all.requests += seen.requests;
+        if (seen.requests) all.last_request = query;
+      }
+    });
+  }
+  /// What happens in a slot without a token is of no account: admit() sets all of a state, and its
+  /// position is guarded.
+  __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
+    const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
+    const bool ranks = cache_.ranks_next();
+    const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
+    Candidate candidate;
+    for_runs(query, [&](const Run& run, std::uint32_t first) {
+#pragma unroll
+      for (int k = 0; k < kReplayRun; ++k) {
+        const std::uint32_t slot = first + k * kWarpSize;
+        if (!kInRoom && !cache_.holds(slot, query, visible_)) continue;
+        auto own = cache_.state(slot);
+        P::observe(own, seen_by.seen(run.e[k]), cache_.params(), attended);
+        cache_.put(slot, own);
+        cache_.rank(candidate, slot, own, leaves, unguarded);
+      }
+    });
+    if (ranks) cache_.choose(candidate);
+  }
+
+  /// After an admission of several queries.
+  __device__ void observe_all(const ReplayAdmission& now) {
+    if constexpr (kObserves) {
+      const Step attended = cache_.step_at(now.first, now.tokens);
+      const std::uint32_t older = cache_.live() - now.tokens;
+      at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+        Observation seen = at_.args.caches.seen[at_.first_slot + i];
+        seen.queries = i < older ? now.tokens : now.tokens - (i - older);
+        auto own = cache_.state(i);
+        P::observe(own, seen, cache_.params(), attended);
+        cache_.put(i, own);
+      });
+    }
+  }
+
+  __device__ void rank_all(std::uint32_t now) {
+    if (!cache_.ranks_next()) return;
+    const Step leaves = cache_.step_at(now, 0);
+    const std::uint32_t unguarded = cache_.unguarded(now);
+    Candidate first;
+    at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+      cache_.rank(first, i, cache_.state(i), leaves, unguarded);
+    });
+    cache_.choose(first);
+  }
+
+  /// What replay_outputs() takes the cache's output of a sampled query from.
+  __device__ void leave_sample(int i, int index, std::uint32_t query, float folded, bool lost) {
+    const ReplaySamples& samples = at_.args.samples;
+    const std::int64_t sample = at_.sample(index);
+    const std::uint32_t own = lost ? query + 1 : cache_.first_young();
+    __syncthreads();
+    cache_.copy_live(samples.shared + sample * samples.words, query + 1, own);
+    if (at_.thread < kHeads) samples.samples[sample].sums[at_.thread] = folded;
+    if (at_.thread == 0) {
+      samples.samples[sample].whole = visible_ == query + 1 && !kSqueezed;
+      samples.samples[sample].own = own > 0;
+    }
+    if (own > 0) leave_own(i, sample, own);
+    __syncthreads();
+  }
+
+  /// The part of a sample's outputs that is the tokens' before position `own`.
+  __device__ void leave_own(int i, std::int64_t sample, std::uint32_t own) {
+    const ReplayShape& shape = at_.args.shape;
+    const OwnValues of{cache_.positions(), visible_, own, at_.unit, at_.own(i)};
+    float* const to = at_.args.samples.own + sample * shape.group * shape.head_size;
+    if (at_.args.tensors.type == Type::f32)
+      sum_own_values<kQuads, uint4>(at_.args, of, shared_.scratch, to);
+    else
+      sum_own_values<kQuads, uint2>(at_.args, of, shared_.scratch, to);
+  }
+
+  const ReplayPlace& at_;
+  ReplayShared& shared_;
+  std::uint32_t* const words_;  // bits of slots: a run's candidates
+  OldKeyStage stage_;
+  Cache cache_;
+  int parity_ = 0;
+  std::uint32_t visible_ = 0;
+  const float4* shared_row_ = nullptr;  // [quad, token]: of the query
+  const float4* own_ = nullptr;         // [quad, slot]: where the shared row is of no use
+  bool all_own_ = false;
+};
+
+/// A block for each member (x) and unit (y).
+template <class P, int kQuads, bool kSqueezed, bool kInRoom>
+__global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
+    replay_walk(const __grid_constant__ ReplayArgs args) {
+  extern __shared__ __align__(16) std::byte dynamic[];
+  __shared__ ReplayShared shared;
+  const ReplayPlace at(args);
+  std::byte* const room = dynamic + bytes_of_words(args);
+  ReplayWalk<P, kQuads, kSqueezed, kInRoom>(at, shared, reinterpret_cast<std::uint32_t*>(dynamic),
+                                            room)
+      .run();
+}
+
+template <class P, int kQuads, bool kSqueezed>
+const void* replay_kernel_of(bool in_room) {
+  return in_room ? reinterpret_cast<const void*>(replay_walk<P, kQuads, kSqueezed, true>)
+                 : reinterpret_cast<const void*>(replay_walk<P, kQuads, kSqueezed, false>);
+}
+
+/// Whether the rank is the position: asked of some tokens and steps; a nested order depends on
+/// little else.
+template <class P>
+constexpr bool leaves_by_age() {
+  if constexpr (P::kInfo.order != Order::nested || P::kInfo.needs != Needs::nothing ||
+                !std::is_empty_v<typename P::Slot> || !std::is_empty_v<typename P::Params>) {
+    return false;
+  } else {
+    for (std::uint32_t bit = 0; bit < 32; ++bit)
+      for (const std::uint32_t position : {(1u << bit) - 1, 1u << bit, 3u << bit}) {
+        const Step step{
+            .now = position + bit, .budget = 2 + bit, .live = 1, .queries = 0, .seed = bit};
+        if (P::rank({}, Token{position}, {}, step) != position) return false;
+      }
+    return true;
+  }
+}
+
+template <Policy P>
+ReplayPolicy replay_policy_of() {
+  ReplayPolicy policy{.name = P::kInfo.name,
+                      .slot_bytes = kSlotBytes<P>,
+                      .params_bytes = kParamsBytes<P>,
+                      .oldest_first = leaves_by_age<P>(),
+                      .params = write_params<P>,
+                      .kernels = {}};
+  if constexpr (!leaves_by_age<P>()) {
+    for (const bool in_room : {false, true}) {
+      policy.kernels[0][0][in_room] = replay_kernel_of<P, 1, false>(in_room);
+      policy.kernels[0][1][in_room] = replay_kernel_of<P, 1, true>(in_room);
+      policy.kernels[1][0][in_room] = replay_kernel_of<P, 2, false>(in_room);
+      policy.kernels[1][1][in_room] = replay_kernel_of<P, 2, true>(in_room);
+    }
+  }
+  return policy;
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,25 @@
+// streaming_h2o: heavy hitters with squeezed positions, so that a stream may outrun the trained
+// context.
+//
+// Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 5.3 (streaming); no public code defines it
+// alone. Deliberate differences: those of h2o; no sinks are fixed (accumulated attention keeps
+// them); a chunked prompt numbers the live tokens before each chunk, and keys are never rotated in
+// place.
+#pragma once
+
+#include "policies/mass/h2o.hpp"
+
+namespace kvlab {
+
+struct StreamingH2O : AccumulatedMass {
+  static constexpr PolicyInfo kInfo{
+      .name = "streaming_h2o",
+      .summary = "as h2o, with the kept tokens' positions squeezed together",
+      .citation = "Zhang et al. 2023, H2O, section 5.3 (arXiv:2306.14048)",
+      .needs = Needs::mass,
+      .rising = true,
+      .recent = percent(50),
+      .positions = Positions::cache};
+};
+
+}  // namespace kvlab

@@ -1,0 +1,128 @@
+#include "sim/device/grid.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "kernels/host/transfer.hpp"
+#include "policies/live_set.hpp"
+
+namespace kvlab {
+
+using kernels::ReplayArgs;
+using kernels::ReplayPolicy;
+using kernels::ReplayRule;
+using kernels::Type;
+
+namespace {
+
+/// Who is live depends on what is observed, how many are does not.
+Grid::Counts counts_of(const std::vector<Admission>& admissions, std::uint32_t budget) {
+  Grid::Counts counts{};
+  for (const Admission& admission : admissions) {
+    const std::uint32_t kept =
+        budget == kNoBudget ? counts.live : std::min(counts.live, budget - 1);
+    counts.evictions += counts.live - kept;
+    counts.live = kept + admission.tokens;
+    counts.most_live = std::max(counts.most_live, counts.live);
+  }
+  return counts;
+}
+
+/// Configurations of one kind of positions by kReplayTile, -1 where there are no more.
+std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
+  std::vector<std::int32_t> sets;
+  for (const bool squeezed : {false, true}) {
+    for (std::size_t c = 0; c < rules.size(); ++c)
+      if (rules[c].squeezed == squeezed) sets.push_back(static_cast<std::int32_t>(c));
+    while (sets.size() % kernels::kReplayTile != 0) sets.push_back(-1);
+  }
+  return sets;
+}
+
+/// Four classes for each doubling: a launch is laid out for its largest cache.
+int size_class_of(std::uint32_t slots) {
+  const int width = std::bit_width(std::max(slots, 8u) - 1);
+  return 4 * width + static_cast<int>((slots - 1) >> (width - 3) & 3);
+}
+
+}  // namespace
+
+Type type_of(const std::optional<Dtype>& rounding) {
+  if (!rounding || *rounding == Dtype::f32) return Type::f32;
+  return *rounding == Dtype::bf16 ? Type::bf16 : Type::f16;
+}
+
+const ReplayPolicy* find_policy(std::string_view name) {
+  const auto& all = kernels::replay_policies();
+  const auto found = std::find_if(all.begin(), all.end(),
+                                  [&](const ReplayPolicy& policy) { return policy.name == name; });
+  return found == all.end() ? nullptr : &*found;
+}
+
+Grid::Grid(const ReplayPlan& plan) {
+  std::vector<ReplayRule> rules;
+  std::vector<kernels::ReplayAdmission> admissions;
+  std::vector<std::byte> params;
+  for (const ResolvedConfig& resolved : plan.configs) {
+    const ReplayConfig& config = *resolved.config;
+    const ReplayPolicy& policy = *find_policy(config.policy.name);
+    const Counts counts = counts_of(*resolved.admissions, resolved.budget);
+    const std::uint32_t slots = policy.oldest_first ? 0 : counts.most_live;
+    rules.push_back({.rule = {resolved.budget, resolved.guards.sinks, resolved.guards.recent},
+                     .squeezed = config.positions == Positions::cache,
+                     .seed = config.seed,
+                     .first_slot = unit_slots,
+                     .slots = slots,
+                     .params = static_cast<std::uint32_t>(params.size()),
+                     .admissions = static_cast<std::uint32_t>(admissions.size()),
+                     .admission_count = static_cast<std::uint32_t>(resolved.admissions->size())});
+    squeezed |= rules.back().squeezed;
+    unit_slots += slots;
+    slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
+    params.resize(params.size() + (policy.params_bytes + 15) / 16 * 16);
+    if (policy.params_bytes) policy.params(config.policy.params, &params[rules.back().params]);
+    for (const Admission& admission : *resolved.admissions)
+      admissions.push_back({admission.first, admission.tokens});
+    admissions.push_back({plan.trace.tokens(), 0});
+    const auto index = static_cast<std::int32_t>(rules.size() - 1);
+    if (policy.oldest_first) {
+      windows.push_back(index);
+      window_counts[index] = counts;
+    } else {
+      add_member(policy, rules.back().squeezed, index, slots);
+    }
+  }
+  const std::vector<std::int32_t> sets = sets_of(rules);
+  tiles_ = static_cast<int>(sets.size()) / kernels::kReplayTile;
+  sets_ = cuda::upload(sets, "the replay's grid");
+  params.resize(params.size() + 16);  // never empty
+  std::stable_sort(members.begin(), members.end(),
+                   [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
+  windows_on_device = cuda::upload(windows, "the replay's grid");
+  for (Members& m : members) m.on_device = cuda::upload(m.configs, "the replay's grid");
+  rules_ = cuda::upload(rules, "the replay's grid");
+  admissions_ = cuda::upload(admissions, "the replay's grid");
+  params_ = cuda::upload(params, "the replay's grid");
+}
+
+void Grid::describe(ReplayArgs& args) const {
+  args.rules = rules_.as<ReplayRule>();
+  args.admissions = admissions_.as<kernels::ReplayAdmission>();
+  args.params = params_.data();
+  args.samples.sets = sets_.as<std::int32_t>();
+  args.samples.tiles = tiles_;
+}
+
+void Grid::add_member(const ReplayPolicy& policy, bool is_squeezed, std::int32_t config,
+                      std::uint32_t slots) {
+  const int size_class = size_class_of(slots);
+  auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
+    return m.policy == &policy && m.squeezed == is_squeezed && m.size_class == size_class;
+  });
+  if (found == members.end())
+    found = members.insert(found, Members{&policy, is_squeezed, size_class, {}, 0, {}});
+  found->configs.push_back(config);
+  found->most_slots = std::max(found->most_slots, slots);
+}
+
+}  // namespace kvlab

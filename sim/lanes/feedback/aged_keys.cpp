@@ -1,0 +1,58 @@
+#include "sim/lanes/feedback/aged_keys.hpp"
+
+#include <algorithm>
+
+namespace kvlab {
+
+PlaceTable::PlaceTable(const RopeTable& rope, std::size_t half)
+    : rope_(&rope),
+      half_(half),
+      cos_((rope.positions() / kPanelTokens + 1) * half * kPanelTokens),
+      sin_(cos_.size()) {
+  for (std::uint32_t place = 0; place < rope.positions(); ++place) {
+    const auto c = rope.cosines(place), s = rope.sines(place);
+    const std::size_t panel = place / kPanelTokens, i = place % kPanelTokens;
+    for (std::size_t d = 0; d < half; ++d) {
+      cos_[(panel * half + d) * kPanelTokens + i] = c[d];
+      sin_[(panel * half + d) * kPanelTokens + i] = s[d];
+    }
+  }
+}
+
+void AgedKeys::append(std::uint32_t position) {
+  const std::size_t dim = view_->head_size, panel = size_ / kPanelTokens;
+  if (panels_.size() < (panel + 1) * dim * kPanelTokens + 1)
+    panels_.resize((panel + 1) * dim * kPanelTokens + 1);
+  const float* const key = view_->key(position);
+  for (std::size_t d = 0; d < dim; ++d) row(panel, d)[size_ % kPanelTokens] = key[d];
+  ++size_;
+}
+
+void AgedKeys::erase(std::size_t index) {
+  const std::size_t dim = view_->head_size, last = (size_ - 1) / kPanelTokens;
+  for (std::size_t panel = index / kPanelTokens; panel <= last; ++panel)
+    row_loops().close_gap(row(panel, 0), panel < last ? row(panel + 1, 0) : nullptr,
+                          panel == index / kPanelTokens ? index % kPanelTokens : 0, dim);
+  --size_;
+  turned_ = std::min(turned_, index);
+}
+
+/// Turns the panels that hold keys which are new or have moved.
+void AgedKeys::turn(const PlaceTable& places) {
+  const std::size_t dim = view_->head_size;
+  turned_panels_.resize(panels_.size());
+  if (turned_ == size_) return;
+  for (std::size_t panel = turned_ / kPanelTokens; panel * kPanelTokens < size_; ++panel)
+    row_loops().turn_panel(row(panel, 0), places.cos(panel), places.sin(panel), places.half(), dim,
+                           turned_panels_.data() + panel * dim * kPanelTokens);
+  turned_ = size_;
+}
+
+void AgedKeys::products(const float* const* queries, const PlaceTable& places, float* out,
+                        std::size_t out_stride) {
+  turn(places);
+  row_loops().panel_products(turned_panels_.data(), (size_ + kPanelTokens - 1) / kPanelTokens,
+                             view_->head_size, queries, out, out_stride);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,28 @@
+// Compiled for the build's own instruction set: what every machine has.
+#include "sim/lanes/loops/policy_loops_body.hpp"
+#include "sim/lanes/loops/row_loops_body.hpp"
+
+namespace kvlab {
+
+const RowLoops& row_loops_base() {
+  static constexpr RowLoops loops = row_loops_named("base");
+  return loops;
+}
+
+const RowLoops& row_loops() {
+  static const RowLoops& best = row_loops_avx512() ? *row_loops_avx512()
+                                : row_loops_avx2() ? *row_loops_avx2()
+                                                   : row_loops_base();
+  return best;
+}
+
+const PolicyLoops* policy_loops_base() { return loops_of(Registry{}); }
+
+#if !defined(KVLAB_X86)
+const RowLoops* row_loops_avx2() { return nullptr; }
+const RowLoops* row_loops_avx512() { return nullptr; }
+const PolicyLoops* policy_loops_avx2() { return nullptr; }
+const PolicyLoops* policy_loops_avx512() { return nullptr; }
+#endif
+
+}  // namespace kvlab

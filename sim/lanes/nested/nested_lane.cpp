@@ -1,0 +1,325 @@
+#include "sim/lanes/nested/nested_lane.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "traces/base/numeric/softmax.hpp"
+
+namespace kvlab {
+
+NestedLane::NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOrder> order,
+                       const HeadView& view, const QuerySpan* span)
+    : order_(std::move(order)),
+      oldest_first_(order_->oldest_first()),
+      guards_(configs.front().guards),
+      view_(view),
+      span_(span),
+      cursor_(*configs.front().admissions),
+      stats_(configs.size()),
+      tally_(configs.size(), view.group),
+      begins_(configs.size() + 1) {
+  for (const LaneConfig& config : configs) levels_.push_back({config.budget});
+  for (HeadStats& stats : stats_)
+    if (span) stats.resize(*span, view.group);
+}
+
+bool NestedLane::wants_row(std::uint32_t query) const {
+  return order_->wants_rows() || (span_ && span_->contains(query));
+}
+
+void NestedLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
+  for (std::uint32_t query = first; query < first + count; ++query) attend_query(query, rows);
+}
+
+void NestedLane::attend_query(std::uint32_t query, GroupRows& rows) {
+  if (cursor_.begins_at(query)) begin_admission(cursor_.current());
+  unseen_ = cursor_.age_of(query);
+  if (span_ && span_->contains(query)) measure(query, rows);
+  if (watcher_) show(query);
+  order_->spend(query, rows);
+  if (cursor_.ends_at(query)) cursor_.advance();
+}
+
+// --- evictions -----------------------------------------------------------------------------------
+
+void NestedLane::begin_admission(const Admission& admission) {
+  const std::size_t before = tokens_.size();
+  order_->admit(admission.first, admission.tokens);
+  if (takes_one(admission)) {
+    pass_down(admission.first);
+    if (tokens_.size() == before) return;  // no level has grown
+  } else {
+    make_room(admission.first);
+    std::vector<std::uint32_t> entering(admission.tokens);
+    std::iota(entering.begin(), entering.end(), admission.first);
+    tokens_.insert(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[1]), entering.begin(),
+                   entering.end());
+    for (std::size_t l = 1; l < begins_.size(); ++l) begins_[l] += entering.size();
+  }
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    levels_[l].live_max = std::max<std::uint64_t>(levels_[l].live_max, begins_[l + 1]);
+}
+
+/// Whether one token enters a first level that one token has to leave at most.
+bool NestedLane::takes_one(const Admission& admission) const {
+  return admission.tokens == 1 &&
+         (levels_[0].budget == kNoBudget || begins_[1] <= levels_[0].budget);
+}
+
+/// A victim of one budget is still live at the next one, and a token that a smaller budget keeps
+/// outranks as many others at a larger one: only what the level itself holds, with what has dropped
+/// to it, may leave. The new token takes the first victim's place.
+void NestedLane::pass_down(std::uint32_t now) {
+  if (begins_[1] < levels_[0].budget) {  // then no other level holds a token yet
+    tokens_.push_back(now);
+    for (std::size_t l = 1; l < begins_.size(); ++l) ++begins_[l];
+    return;
+  }
+  if (!oldest_first_) {
+    ranks_.resize(tokens_.size());
+    order_->rank(tokens_, now, ranks_);
+  }
+  Leaving carried = exchange(0, now, nullptr);
+  ++levels_[0].evictions;
+  tokens_[begins_[1] - 1] = now;
+  for (std::size_t l = 1; l < levels_.size(); ++l) {
+    const std::size_t room = levels_[l].budget - levels_[l - 1].budget;
+    if (begins_[l + 1] - begins_[l] < room) {  // likewise
+      const auto end = tokens_.end();
+      tokens_.insert(std::lower_bound(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l]),
+                                      end, carried.position),
+                     carried.position);
+      for (std::size_t after = l + 1; after < begins_.size(); ++after) ++begins_[after];
+      return;
+    }
+    carried = exchange(l, now, &carried);
+    ++levels_[l].evictions;
+  }
+}
+
+/// Takes the first to leave out of a level and puts `comes` (null: nothing, the level's last place
+/// is free then) in; it may be `comes` itself.
+NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
+                                         const Leaving* comes) {
+  const std::size_t begin = begins_[level], end = begins_[level + 1];
+  if (begin == end) return *comes;
+  if (oldest_first_ && comes && comes->position > tokens_[end - 1] &&
+      tokens_[begin] >= guards_.sinks)
+    return push_youngest(begin, end, comes->position);
+  const std::size_t victim = find_victim(begin, end, now);
+  const Leaving leaves{tokens_[victim], oldest_first_ ? tokens_[victim] : ranks_[victim]};
+  const auto key = [&](const Leaving& token) {
+    return LeavingKey{guards_.guard(token.position, now), token.rank, token.position};
+  };
+  if (comes && key(*comes) < key(leaves)) return *comes;
+  const auto at = [&](std::size_t i) { return tokens_.begin() + static_cast<std::ptrdiff_t>(i); };
+  const auto place = comes ? std::lower_bound(at(begin), at(end), comes->position) : at(end);
+  if (place > at(victim)) {
+    std::move(at(victim + 1), place, at(victim));
+    if (comes) *(place - 1) = comes->position;
+  } else {
+    std::move_backward(place, at(victim), at(victim + 1));
+    *place = comes->position;
+  }
+  return leaves;
+}
+
+/// The same where `comes` is the youngest and the oldest leaves.
+NestedLane::Leaving NestedLane::push_youngest(std::size_t begin, std::size_t end,
+                                              std::uint32_t comes) {
+  const std::uint32_t leaves = tokens_[begin];
+  std::uint32_t* const tokens = tokens_.data();
+  for (std::size_t i = begin; i + 1 < end; ++i) tokens[i] = tokens[i + 1];
+  tokens[end - 1] = comes;
+  return {leaves, leaves};
+}
+
+/// Tokens lie by age: the sinks come first and the recent last, and the first of equal ranks is the
+/// oldest.
+std::size_t NestedLane::find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const {
+  std::size_t first = begin, last = end;
+  if (guards_.sinks > 0 || guards_.recent > 0) {
+    const auto at = [&](std::size_t i) { return tokens_.begin() + static_cast<std::ptrdiff_t>(i); };
+    const auto sinks = std::partition_point(
+        at(begin), at(end), [&](std::uint32_t position) { return position < guards_.sinks; });
+    const auto recent = std::partition_point(
+        sinks, at(end), [&](std::uint32_t position) { return guards_.guard(position, now) == 0; });
+    first = static_cast<std::size_t>(sinks - tokens_.begin());
+    last = static_cast<std::size_t>(recent - tokens_.begin());
+    if (first == last && last < end)
+      last = end;
+    else if (first == last)
+      first = begin;
+  }
+  return oldest_first_ ? first : row_loops().first_least(ranks_.data(), first, last);
+}
+
+/// The same for any number of tokens that leave.
+void NestedLane::make_room(std::uint32_t now) {
+  std::vector<std::uint32_t> tokens, carried, pool;
+  std::vector<std::size_t> begins{0};
+  for (std::size_t l = 0; l < levels_.size(); ++l) {
+    pool.assign(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l]),
+                tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l + 1]));
+    pool.insert(pool.end(), carried.begin(), carried.end());
+    std::sort(pool.begin(), pool.end());
+    carried.clear();
+    const std::size_t allowed =
+        levels_[l].budget == kNoBudget ? pool.size() : levels_[l].budget - 1 - tokens.size();
+    if (pool.size() > allowed) drop(pool, pool.size() - allowed, now, carried);
+    levels_[l].evictions += carried.size();
+    tokens.insert(tokens.end(), pool.begin(), pool.end());
+    begins.push_back(tokens.size());
+  }
+  tokens_ = std::move(tokens);
+  begins_ = std::move(begins);
+}
+
+/// Moves the tokens that leave first from `pool` to `carried`.
+void NestedLane::drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now,
+                      std::vector<std::uint32_t>& carried) {
+  ranks_.resize(pool.size());
+  order_->rank(pool, now, ranks_);
+  const auto key = [&](std::size_t i) {
+    return LeavingKey{guards_.guard(pool[i], now), ranks_[i], pool[i]};
+  };
+  std::vector<std::size_t> order(pool.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::nth_element(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(leaving) - 1,
+                   order.end(), [&](std::size_t a, std::size_t b) { return key(a) < key(b); });
+  std::vector<std::uint32_t> staying;
+  for (std::size_t i = 0; i < order.size(); ++i)
+    (i < leaving ? carried : staying).push_back(pool[order[i]]);
+  std::sort(staying.begin(), staying.end());
+  pool = std::move(staying);
+}
+
+// --- figures -------------------------------------------------------------------------------------
+
+void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
+  const std::size_t heads = rows.heads(), levels = levels_.size();
+  const GroupRows::Requests wanted = rows.requests(query);
+  running_.resize(levels * heads);
+  hits_.resize(running_.size());
+  own_.resize(heads);
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().run_totals(rows.e(query, quad), tokens_.data(), begins_.data(), levels, unseen_,
+                           wanted.least + quad * kQuad, heads, running_.data() + quad * kQuad,
+                           hits_.data() + quad * kQuad);
+  std::size_t whole = 0;  // the first level that has all
+  while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
+  // The query's own token is live, and it is not in N.
+  for (std::uint32_t h = 0; h < heads; ++h)
+    own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
+  tally_.begin_query(span_->block(query), wanted.count, stats_);
+  tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
+  if (span_->sampled(query)) take_sample(query, whole, rows);
+}
+
+/// From level `whole` on a set has the row entire.
+void NestedLane::take_sample(std::uint32_t query, std::size_t whole, GroupRows& rows) {
+  if (sample_count_ == samples_.size()) samples_.emplace_back();
+  Sample& sample = samples_[sample_count_++];
+  sample.tokens.clear();
+  sample.begins.assign(1, 0);
+  for (std::size_t l = 0; l < levels_.size(); ++l) {
+    sample.tokens.insert(sample.tokens.end(),
+                         tokens_.begin() + static_cast<std::ptrdiff_t>(begin_of(l)),
+                         tokens_.begin() + static_cast<std::ptrdiff_t>(end_of(l)));
+    sample.begins.push_back(sample.tokens.size());
+  }
+  sample.weights.resize(sample.tokens.size() * rows.heads());
+  float* to = sample.weights.data();
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    for (const std::uint32_t token : sample.tokens)
+      to = std::copy_n(rows.e(query, quad) + token * kQuad, kQuad, to);
+  sample.sums.assign(running_.begin(), running_.end());
+  for (std::size_t l = whole; l < levels_.size(); ++l)
+    std::copy_n(rows.sums(query), rows.heads(),
+                sample.sums.begin() + static_cast<std::ptrdiff_t>(l * rows.heads()));
+  sample.own.clear();
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    for (std::uint32_t h = 0; h < rows.group(); ++h)
+      if (sample.sums[l * rows.heads() + h] < kSharedSumFloor)
+        sample.own[l * rows.heads() + h] = own_output(query, l, h, rows);
+}
+
+/// Neighbouring sampled queries have nearly the same tokens in a level, so values are read once for
+/// all of them; sums run over the levels, and each level's are looked at while they are near.
+void NestedLane::finish_outputs(const SampledRows& rows) {
+  outputs_.assign(rows.size() * rows.heads() * view_.head_size, 0.0f);
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      add_level(rows, i, l);
+      measure_outputs(rows, i, l);
+    }
+  sample_count_ = 0;
+}
+
+/// Adds what a level holds to a sample's sums.
+void NestedLane::add_level(const SampledRows& rows, std::size_t i, std::size_t level) {
+  const Sample& sample = samples_[i];
+  const std::size_t begin = sample.begins[level], count = sample.begins[level + 1] - begin;
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().accumulate(sample.weights.data() + (quad * sample.tokens.size() + begin) * kQuad,
+                           sample.tokens.data() + begin, count, view_.heads_in(quad), view_.v,
+                           view_.kv_token_stride, view_.head_size,
+                           outputs_.data() + (i * rows.heads() + quad * kQuad) * view_.head_size);
+}
+
+void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level) {
+  const std::size_t dim = view_.head_size, at = level * rows.heads();
+  const Sample& sample = samples_[i];
+  const QuerySpan::Place place = span_->place(rows.query(i));
+  distances_.assign(view_.group, 0);
+  if (sample.begins[level + 1] < rows.query(i) + std::size_t{1}) {
+    factors_.resize(view_.group);
+    for (std::uint32_t h = 0; h < view_.group; ++h) factors_[h] = 1 / sample.sums[at + h];
+    row_loops().quick_distances(rows.output(i, 0), outputs_.data() + i * rows.heads() * dim,
+                                view_.group, factors_.data(), dim, distances_.data());
+    for (auto own = sample.own.lower_bound(at);
+         own != sample.own.end() && own->first < at + view_.group; ++own)
+      distances_[own->first - at] =
+          row_loops().distance2(rows.output(i, static_cast<std::uint32_t>(own->first - at)),
+                                own->second.data(), 1.0f, dim);
+  }
+  for (std::uint32_t h = 0; h < view_.group; ++h)
+    stats_[level].add_error(place, h, distances_[h], rows.norm2(i, h));
+}
+
+/// The output of a live set whose shared exponentials lost their bits, from its own maximum.
+std::vector<float> NestedLane::own_output(std::uint32_t query, std::size_t level,
+                                          std::uint32_t head, const GroupRows& rows) const {
+  const std::vector<std::uint32_t> tokens = live(level);
+  std::vector<float> p(tokens.size()), out(view_.head_size);
+  rows.logits(query, head, tokens, p.data());
+  shared_exponentials(p.data(), p.size(), p.data());
+  divide(p.data(), p.size(), lane_sum(p.data(), p.size()), p.data());
+  accumulate_rows(p, tokens, view_.v, view_.kv_token_stride, view_.head_size, out.data());
+  return out;
+}
+
+/// By age.
+std::vector<std::uint32_t> NestedLane::live(std::size_t level) const {
+  std::vector<std::uint32_t> tokens;
+  for (std::size_t l = 0; l <= level; ++l)
+    tokens.insert(tokens.end(), tokens_.begin() + static_cast<std::ptrdiff_t>(begin_of(l)),
+                  tokens_.begin() + static_cast<std::ptrdiff_t>(end_of(l)));
+  std::sort(tokens.begin(), tokens.end());
+  return tokens;
+}
+
+void NestedLane::show(std::uint32_t query) {
+  for (std::size_t l = 0; l < levels_.size(); ++l) watcher_(l, query, live(l));
+}
+
+std::vector<LaneOutcome> NestedLane::outcomes() {
+  std::vector<LaneOutcome> all;
+  if (span_) tally_.flush(stats_);
+  for (std::size_t l = 0; l < levels_.size(); ++l)
+    all.push_back(
+        {std::move(stats_[l]), levels_[l].evictions, levels_[l].live_max, begins_[l + 1]});
+  return all;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,118 @@
+// The lane of nested orders: where a rank depends neither on the budget nor on what was evicted,
+// the live set of a budget lies within that of every larger one. So one stack serves all budgets: a
+// token is kept at the level of the smallest budget that still has it, a victim of one level drops
+// to the next, and running sums over levels give every budget's figures at once (Mattson et al.
+// 1970).
+#pragma once
+
+#include <map>
+
+#include "sim/lanes/lane.hpp"
+#include "sim/lanes/loops/policy_loops.hpp"
+#include "sim/lanes/recall_tally.hpp"
+
+namespace kvlab {
+
+/// Ranks of tokens by position, for `now`.
+class NestedOrder {
+ public:
+  virtual ~NestedOrder() = default;
+  virtual void rank(std::span<const std::uint32_t> positions, std::uint32_t now,
+                    std::span<std::uint64_t> ranks) const = 0;
+  /// The tokens [first, first + count) enter.
+  virtual void admit(std::uint32_t first, std::uint32_t count) = 0;
+  /// Every cache of the lane has attended `query`.
+  virtual void spend(std::uint32_t query, GroupRows& rows) = 0;
+  virtual bool wants_rows() const = 0;
+  /// Whether ranks are positions: rank() need not be asked then.
+  virtual bool oldest_first() const = 0;
+};
+
+class NestedLane final : public Lane {
+ public:
+  /// `configs`: one order, one prefill and the same guards, by rising budget. `span` may be null:
+  /// nothing is measured.
+  NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOrder> order,
+             const HeadView& view, const QuerySpan* span);
+
+  bool wants_row(std::uint32_t query) const override;
+  void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  bool takes_outputs() const override { return true; }
+  void finish_outputs(const SampledRows& rows) override;
+  std::vector<LaneOutcome> outcomes() override;
+  void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
+
+ private:
+  struct Level {
+    std::uint32_t budget;
+    std::uint64_t evictions = 0, live_max = 0;
+  };
+  /// A victim on its way down.
+  struct Leaving {
+    std::uint32_t position;
+    std::uint64_t rank;
+  };
+  /// A sampled query, until its outputs are there.
+  struct Sample {
+    std::vector<std::uint32_t> tokens;  // by level
+    std::vector<std::size_t> begins;    // [level + 1]
+    std::vector<float> weights;         // [quad][tokens][4]
+    std::vector<float> sums;            // [level][heads]: running
+    /// Outputs of heads whose shared exponentials are of no use: level * heads + head.
+    std::map<std::size_t, std::vector<float>> own;
+  };
+  void begin_admission(const Admission& admission);
+  bool takes_one(const Admission& admission) const;
+  void pass_down(std::uint32_t now);
+  Leaving exchange(std::size_t level, std::uint32_t now, const Leaving* comes);
+  Leaving push_youngest(std::size_t begin, std::size_t end, std::uint32_t comes);
+  std::size_t find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const;
+  void make_room(std::uint32_t now);
+  void drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now,
+            std::vector<std::uint32_t>& carried);
+  void attend_query(std::uint32_t query, GroupRows& rows);
+  std::size_t begin_of(std::size_t level) const { return begins_[level]; }
+  std::size_t end_of(std::size_t level) const {
+    return begins_[level + 1] - (level == 0 ? unseen_ : 0);
+  }
+  void measure(std::uint32_t query, GroupRows& rows);
+  void take_sample(std::uint32_t query, std::size_t whole, GroupRows& rows);
+  void add_level(const SampledRows& rows, std::size_t i, std::size_t level);
+  void measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level);
+  std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
+                                const GroupRows& rows) const;
+  std::vector<std::uint32_t> live(std::size_t level) const;
+  void show(std::uint32_t query);
+
+  std::unique_ptr<NestedOrder> order_;
+  bool oldest_first_;
+  Guards guards_;
+  HeadView view_;
+  const QuerySpan* span_;
+  AdmissionCursor cursor_;
+  std::vector<Level> levels_;
+  std::vector<HeadStats> stats_;  // [level]
+  RecallTally tally_;
+  std::vector<std::uint32_t>
+      tokens_;                        // live at a level and at no smaller budget; ascending in each
+  std::vector<std::size_t> begins_;   // [level + 1]: where the levels lie in tokens_
+  std::uint32_t unseen_ = 0;          // of the admission's tokens, by the current query
+  std::vector<std::uint64_t> ranks_;  // [tokens]
+  std::vector<double> running_;       // [level][heads]: sums of the current query, running
+  std::vector<std::uint32_t> hits_;   // likewise
+  std::vector<double> distances_;     // [group]
+  std::vector<float> factors_;        // [group]
+  std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
+  std::vector<Sample> samples_;
+  std::size_t sample_count_ = 0;
+  AlignedVector<float> outputs_;  // [sample][heads][dim]: sums of values, running over levels
+  LaneWatcher watcher_;
+};
+
+/// The order of a registered policy.
+std::unique_ptr<NestedOrder> nested_order(const LaneConfig& config, LiveSet::Identity identity,
+                                          std::uint32_t tokens);
+/// `oracle_mass`: least future mass of the full cache first. `masses` [token]: all that it gives.
+std::unique_ptr<NestedOrder> future_order(std::vector<std::uint64_t> masses);
+
+}  // namespace kvlab

@@ -1,0 +1,35 @@
+// `oracle_topk` at several budgets: each query and query head keeps its B most probable tokens, so
+// that one row in rough order gives every budget. Queries of a dense prefill keep all.
+#pragma once
+
+#include "sim/lanes/lane.hpp"
+#include "sim/lanes/recall_tally.hpp"
+#include "sim/lanes/nested/top_sums.hpp"
+
+namespace kvlab {
+
+class TopkLane final : public Lane {
+ public:
+  TopkLane(std::vector<LaneConfig> configs, std::uint32_t group, const QuerySpan& span);
+
+  bool wants_row(std::uint32_t query) const override { return span_.contains(query); }
+  void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  std::vector<LaneOutcome> outcomes() override;
+  void watch(LaneWatcher) override {}  ///< it keeps a set for each query head, not for a KV head
+
+ private:
+  void attend_query(std::uint32_t query, GroupRows& rows);
+  void measure(std::uint32_t query, std::uint32_t head, GroupRows& rows);
+  bool keeps_all(std::size_t config, std::uint32_t query) const {
+    return configs_[config].budget > query || configs_[config].uncut[query];
+  }
+
+  std::vector<LaneConfig> configs_;
+  std::vector<std::size_t> level_;  // [config]: its budget's place in sums_
+  std::vector<HeadStats> stats_;
+  RecallTally tally_;
+  const QuerySpan& span_;
+  TopSums sums_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,361 @@
+#include "sim/report/report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <stdexcept>
+
+#include "sim/run/ranking.hpp"
+#include "sim/report/answer.hpp"
+#include "sim/report/charts.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/palette.hpp"
+#include "sim/report/style.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::string_view kHeadline = "nll_recall";
+
+constexpr const char* kFootnote =
+    "Replay is open loop: queries and keys come from the full-cache run. ± is one standard error; "
+    "what differs by less than two counts as a tie.";
+constexpr const char* kCurves =
+    "The dashed line is an oracle that knows all future attention and evicts what will be missed "
+    "least: the mark to aim at. The dotted line, where drawn, is the bound that no choice of that "
+    "many tokens can pass. Bars are one standard error; the full cache has recall 1 and no error.";
+constexpr const char* kLifetimes =
+    "the head on which the policies differ most. Each line is a token, from the first query shown "
+    "that could attend to it to the last.";
+constexpr const char* kOpenLoop =
+    "Open loop: queries and keys come from the full-cache run, so what eviction would do to later "
+    "layers and tokens is not in these figures. <code>kvlab eval</code> closes the loop.";
+constexpr const char* kMeanings =
+    "<dt>recall</dt><dd>mean over queries of the full cache’s attention on the tokens kept</dd>\n"
+    "<dt>−ln recall</dt><dd>mean of −ln of the same: the divergence of the kept attention from the "
+    "full</dd>\n"
+    "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>\n"
+    "<dt>output error</dt><dd>‖o − ô‖ / ‖o‖ of a head’s output, before the output projection</dd>\n"
+    "<dt>layer error</dt><dd>the same with a layer’s heads side by side</dd>\n"
+    "<dt>oracle_mass</dt><dd>evicts by least future attention; strong, but no bound</dd>\n"
+    "<dt>oracle_topk</dt><dd>each query’s most probable tokens; bounds recall and misses</dd>\n";
+
+/// Builds the page, section by section.
+class Page {
+ public:
+  Page(const Run& run, const ReportOptions& options)
+      : run_(run),
+        figures_(run.rows),
+        styles_(styles_of(figures_.series())),
+        options_(options),
+        headline_(*find_metric(kHeadline)),
+        budget_(chosen_budget()) {
+    const auto standings = rank_policies(figures_, budget_.text, headline_);
+    if (!standings.empty()) winner_ = standings.front().series;
+  }
+
+  std::string html() {
+    std::string body =
+        header() + curves() + maps() + lifetimes() + metrics() + provenance() + all_figures();
+    if (options_.progress) options_.progress(1);
+    return fmt::format(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+        "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+        "<title>{}</title>\n<style>{}</style>\n</head>\n<body>\n<main>\n{}</main>\n</body>\n</"
+        "html>\n",
+        escape(title()), style_sheet(), body);
+  }
+
+ private:
+  const BudgetColumn& chosen_budget() const {
+    if (figures_.budgets().empty())
+      throw std::runtime_error("the run holds no budget: only the full cache was replayed");
+    if (!options_.budget.empty()) {
+      if (const BudgetColumn* column = figures_.find_budget(options_.budget)) return *column;
+      std::vector<std::string> known;
+      for (const BudgetColumn& column : figures_.budgets()) known.push_back(column.text);
+      throw std::invalid_argument(fmt::format("--budget {}: not in this run, which has {}",
+                                              options_.budget, fmt::join(known, ", ")));
+    }
+    if (run_.kept)
+      if (const BudgetColumn* column = figures_.find_budget(run_.kept->budget)) return *column;
+    return figures_.budgets()[(figures_.budgets().size() - 1) / 2];
+  }
+
+  std::string model() const { return run_.info.traces.front().model; }
+  std::string title() const {
+    return "kvlab: which tokens should the cache of " + model() + " keep?";
+  }
+  void step() {
+    if (options_.progress) options_.progress(std::min(0.95, ++steps_ / 14.0));
+  }
+
+  static std::string section(std::string_view heading, std::string_view text,
+                             const std::string& content, std::string_view content_class) {
+    std::string html = fmt::format("<section>\n<h2>{}</h2>\n", heading);
+    if (!text.empty()) html += fmt::format("<p class=\"prose\">{}</p>\n", text);
+    if (content_class.empty()) return html + content + "</section>\n";
+    return html + fmt::format("<div class=\"{}\">\n{}</div>\n</section>\n", content_class, content);
+  }
+
+  std::string figure(std::string_view heading, std::string_view note, const std::string& svg) {
+    step();
+    return fmt::format("<figure><figcaption><h3>{}</h3>{}</figcaption>{}</figure>\n", heading,
+                       note.empty() ? "" : fmt::format("<p>{}</p>", note), svg);
+  }
+
+  /// "6 policies", "2 policies in 5 variants".
+  std::string policies_text() const {
+    std::set<std::string_view> names;
+    std::size_t variants = 0;
+    for (const Series& series : figures_.series()) {
+      if (series.is_reference() || series.is_full()) continue;
+      names.insert(series.policy);
+      ++variants;
+    }
+    std::string text = counted(names.size(), "policy", "policies");
+    if (variants > names.size()) text += fmt::format(" in {} variants", variants);
+    return text;
+  }
+
+  static std::string counted(std::size_t count, const char* one, const char* many) {
+    return fmt::format("{} {}", count, count == 1 ? one : many);
+  }
+
+  std::string header() {
+    std::uint64_t tokens = 0;
+    for (const RunTrace& trace : run_.info.traces) tokens += trace.tokens;
+    const std::string question = fmt::format(
+        "A cache of a fixed budget must evict. {}, replayed at {} over {} ({} tokens): at "
+        "each "
+        "query, how much of the attention that the full cache pays falls on tokens that a policy "
+        "still holds?",
+        policies_text(), counted(figures_.budgets().size(), "budget", "budgets"),
+        counted(run_.info.traces.size(), "captured sequence", "captured sequences"),
+        figure_text(static_cast<double>(tokens)));
+    return fmt::format(
+        "<header>\n<p class=\"quiet\">kvlab report</p>\n"
+        "<h1>Which tokens should the cache of {} keep?</h1>\n<p>{}</p>\n"
+        "<p class=\"answer\" style=\"--accent:var(--{})\">{}</p>\n<p class=\"quiet\">{}</p>\n"
+        "</header>\n{}",
+        escape(model()), question, winner_ ? styles_[*winner_].colour : "muted",
+        answer_html(figures_, budget_, headline_), kFootnote,
+        winner_ ? best_by_budget_html(figures_, styles_, headline_) : "");
+  }
+
+  /// Whether oracle_topk bounds what this series' peers can reach: no query may span more than B.
+  bool bounds(const Series& series) const {
+    return series.prefill == "stream" ||
+           (run_.info.span == Span::decode && series.prefill == "dense");
+  }
+
+  std::vector<std::size_t> drawn_for(const MetricInfo& metric) const {
+    std::vector<std::size_t> drawn;
+    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
+      const Series& series = figures_.series()[s];
+      if (series.is_full()) continue;
+      if (series.policy == kOracleTopk && (!bounds(series) || metric.name == "output_error"))
+        continue;
+      drawn.push_back(s);
+    }
+    return drawn;
+  }
+
+  std::string curve(std::string_view metric_name, std::string_view heading, std::string_view note) {
+    const MetricInfo& metric = *find_metric(metric_name);
+    const std::string svg = curve_chart(figures_, styles_, drawn_for(metric), metric,
+                                        fmt::format("curve_{}", metric_name));
+    return svg.empty() ? "" : figure(heading, note, svg);
+  }
+
+  std::string curves() {
+    const std::string requests = fmt::format(
+        "Of the tokens to which a query gives at least {:g} of its row’s largest entry, the share "
+        "already evicted.",
+        run_.info.threshold);
+    const std::string error =
+        fmt::format("How far each head’s output moves, relative to its length{}.",
+                    run_.info.every_output_error ? "" : "; every eighth query");
+    return section("What each budget buys", kCurves,
+                   curve("nll_recall", "−ln recall, lower is better",
+                         "The mean of −ln of each query’s recall: rows that lose nearly everything "
+                         "weigh most. This figure decides.") +
+                       curve("recall", "Recall, higher is better",
+                             "The share of the full cache’s attention that falls on kept tokens.") +
+                       curve("miss_rate", "Miss rate, lower is better", requests) +
+                       curve("output_error", "Output error, lower is better", error),
+                   "figures");
+  }
+
+  HeadGrid empty_grid() const {
+    HeadGrid grid;
+    for (const ResultRow& row : run_.rows) {
+      if (row.layer < 0 || row.head < 0) continue;
+      grid.heads = std::max(grid.heads, static_cast<std::size_t>(row.head) + 1);
+      if (std::find(grid.layers.begin(), grid.layers.end(), row.layer) == grid.layers.end())
+        grid.layers.push_back(row.layer);
+    }
+    std::sort(grid.layers.begin(), grid.layers.end());
+    grid.cells.resize(grid.layers.size() * grid.heads);
+    return grid;
+  }
+
+  /// The headline figure of `series` on each head, less that of `base` if there is one.
+  HeadGrid grid_of(std::size_t series, std::optional<std::size_t> base) const {
+    HeadGrid grid = empty_grid();
+    for (std::size_t l = 0; l < grid.layers.size(); ++l)
+      for (std::size_t h = 0; h < grid.heads; ++h) {
+        const Scope scope{grid.layers[l], static_cast<std::int32_t>(h)};
+        const auto value = figures_.average(series, budget_.text, kHeadline, scope);
+        const auto less =
+            base ? figures_.average(*base, budget_.text, kHeadline, scope) : Average{};
+        if (value && less) grid.cells[l * grid.heads + h] = value->mean - less->mean;
+      }
+    return grid;
+  }
+
+  std::string maps() {
+    if (!winner_) return "";
+    const std::string name = escape(figures_.series()[*winner_].label);
+    std::string figures = figure(name, "Darker: more attention lost.",
+                                 heat_map(grid_of(*winner_, {}), Shading::amount,
+                                          name + " by layer and head", "map_winner"));
+    const auto window = counterpart(figures_, *winner_, "window");
+    if (window && *window != *winner_)
+      figures += figure(name + " less window",
+                        "Blue: the policy loses less than window does; orange: more.",
+                        heat_map(grid_of(*winner_, window), Shading::difference,
+                                 name + " less window, by layer and head", "map_difference"));
+    return section(
+        "Where it is lost",
+        fmt::format("−ln recall by layer and KV head at a budget of {}.", escape(budget_.text)),
+        figures, "figures");
+  }
+
+  /// The curve that belongs to what was kept, if the run has it.
+  std::optional<std::size_t> series_of(const KeptSeries& kept) const {
+    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
+      const Series& series = figures_.series()[s];
+      if (series.policy == kept.policy && series.params == kept.params &&
+          series.positions == kept.positions && series.prefill == run_.kept->prefill)
+        return s;
+    }
+    return std::nullopt;
+  }
+
+  std::string lifetimes() {
+    if (!run_.kept || run_.kept->series.empty()) return "";
+    const Kept& kept = *run_.kept;
+    std::string figures;
+    for (const KeptSeries& series : kept.series) {
+      const auto curve = series_of(series);
+      const std::string label = curve ? figures_.series()[*curve].label : series.policy;
+      figures += figure(escape(label), "",
+                        lifetime_chart(kept, series, curve ? styles_[*curve].colour : "ink",
+                                       label + ": tokens kept, by query",
+                                       fmt::format("kept_{}", &series - kept.series.data())));
+    }
+    const std::string trace =
+        run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "";
+    return section("What was kept over time",
+                   fmt::format("Layer {}, KV head {}, budget {}{}: {}", kept.layer, kept.head,
+                               escape(kept.budget), trace, kLifetimes),
+                   figures, "figures small");
+  }
+
+  std::string cell(std::size_t series, std::string_view budget, const MetricInfo& metric) const {
+    const auto average = figures_.average(series, budget, metric.name);
+    if (!average) return "–";
+    return metric.name.ends_with("_bytes") ? bytes_text(average->mean) : average_text(*average);
+  }
+
+  std::vector<std::string> figures_row(std::size_t series, std::string_view budget) const {
+    std::vector<std::string> row{series_html(figures_, styles_, series), escape(budget)};
+    for (const MetricInfo& metric : all_metrics()) row.push_back(cell(series, budget, metric));
+    return row;
+  }
+
+  std::string all_figures() const {
+    std::vector<Column> columns{{"policy", false}, {"budget"}};
+    for (const MetricInfo& metric : all_metrics()) columns.push_back({escape(metric.label)});
+    std::vector<std::vector<std::string>> rows;
+    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
+      if (figures_.series()[s].is_full()) {
+        rows.push_back(figures_row(s, "all"));
+        continue;
+      }
+      for (const BudgetColumn& budget : figures_.budgets())
+        if (!figures_.rows(s, budget.text, "recall").empty())
+          rows.push_back(figures_row(s, budget.text));
+    }
+    const char* averaged = run_.info.traces.size() > 1 ? ", averaged over the sequences" : "";
+    return section("All figures",
+                   fmt::format("Over all layers and heads{}. By layer and by head: "
+                               "<code>results.csv</code>.",
+                               averaged),
+                   table(columns, rows), "");
+  }
+
+  static std::string metrics() {
+    return section("What the figures mean", "",
+                   fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings), "");
+  }
+
+  static std::string entry(std::string_view term, const std::string& html) {
+    return fmt::format("<dt>{}</dt><dd>{}</dd>\n", term, html);
+  }
+
+  static std::string code(std::string_view text) {
+    return text.empty() ? "–" : fmt::format("<code>{}</code>", escape(text));
+  }
+
+  static std::string trace_html(const RunTrace& trace) {
+    return fmt::format(
+        "{}: {} tokens, {} of them prompt; manifest {}<br>{}, {} layers, {} query and {} KV heads "
+        "of {}, {}; weights "
+        "{}<br>captured by {}",
+        escape(trace.name), trace.tokens, trace.prompt_tokens, code(trace.hash),
+        escape(trace.model), trace.layers, trace.query_heads, trace.kv_heads, trace.head_size,
+        escape(trace.dtype), code(trace.weights_xxh3), code(json_text(trace.capture, -1)));
+  }
+
+  std::string provenance() const {
+    std::string entries, policies;
+    for (const RunTrace& trace : run_.info.traces) entries += entry("trace", trace_html(trace));
+    for (const Series& series : figures_.series())
+      policies +=
+          fmt::format("{}<code>{}{}</code> ({} positions, {} prefill)",
+                      policies.empty() ? "" : "<br>", escape(series.policy),
+                      series.params.empty() ? "" : fmt::format(":{}", escape(series.params)),
+                      escape(series.positions), escape(series.prefill));
+    const RunInfo& info = run_.info;
+    entries += entry("policies", policies);
+    entries += entry("queries", info.span == Span::decode ? "of decode segments" : "all");
+    entries += entry("layers",
+                     info.layers.empty() ? "all" : fmt::format("{}", fmt::join(info.layers, ", ")));
+    entries += entry("request threshold", fmt::format("{}", info.threshold));
+    entries += entry("run", code(run_.hash));
+    entries += entry("kvlab", escape(info.version));
+    return section("Where this comes from", kOpenLoop, "<dl>" + entries + "</dl>\n", "");
+  }
+
+  const Run& run_;
+  Figures figures_;
+  std::vector<SeriesStyle> styles_;
+  const ReportOptions& options_;
+  const MetricInfo& headline_;
+  const BudgetColumn& budget_;
+  std::optional<std::size_t> winner_;
+  int steps_ = 0;
+};
+
+}  // namespace
+
+std::string report_html(const Run& run, const ReportOptions& options) {
+  return Page(run, options).html();
+}
+
+}  // namespace kvlab

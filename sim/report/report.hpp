@@ -1,0 +1,21 @@
+// The page of a run: one HTML file that needs nothing else.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "sim/run/run.hpp"
+
+namespace kvlab {
+
+struct ReportOptions {
+  std::string budget;  ///< of heat maps and the headline, as asked or in tokens; empty: the run's
+                       ///< middle one
+  std::function<void(double)> progress;  ///< called with the fraction done; may be empty
+};
+
+/// Question, answer, curves, heat maps, what was kept, all figures, provenance. Throws
+/// std::invalid_argument for a budget that is not in the run; std::runtime_error without gnuplot.
+std::string report_html(const Run& run, const ReportOptions& options = {});
+
+}  // namespace kvlab

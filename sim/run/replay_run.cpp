@@ -1,0 +1,309 @@
+#include "sim/run/replay_run.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <tuple>
+
+#include "sim/run/kept.hpp"
+#include "sim/run/run_folder.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+/// A name goes into every row of results.csv and into run.json.
+void refuse_unwritable(const RunTrace& trace) {
+  using nlohmann::json;
+  const json name = trace.name;
+  const bool is_utf8 = name.dump(-1, ' ', false, json::error_handler_t::replace) ==
+                       name.dump(-1, ' ', false, json::error_handler_t::ignore);
+  const bool has_controls =
+      std::ranges::any_of(trace.name, [](unsigned char c) { return c < ' ' || c == 0x7f; });
+  if (!is_utf8 || has_controls)
+    throw std::invalid_argument(
+        fmt::format("--trace: the folder {} gives its name to results; it should be UTF-8 without "
+                    "control characters, so rename it",
+                    json_quoted(trace.name)));
+}
+
+void refuse_same_names(const std::vector<RunTrace>& traces) {
+  std::set<std::string> names;
+  for (const RunTrace& trace : traces)
+    if (!names.insert(trace.name).second)
+      throw std::invalid_argument(
+          fmt::format("--trace: two traces are called {}; results are told apart by the "
+                      "directory's name, so rename one",
+                      trace.name));
+}
+
+RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& traces) {
+  RunInfo info{.version = KVLAB_VERSION,
+               .span = request.options.span,
+               .threshold = request.options.threshold,
+               .every_output_error = request.options.every_output_error,
+               .layers = request.options.layers};
+  for (std::size_t i = 0; i < traces.size(); ++i)
+    info.traces.push_back(describe(traces[i], request.traces[i]));
+  for (const ReplayConfig& config : request.grid)
+    info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
+                         config.prefill.text(), std::string(name_of(config.positions)),
+                         config.seed});
+  for (const ReplayConfig& config : request.grid)
+    if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source)
+      info.source = RunSource{config.policy.name, entry->source->path, entry->source->xxh3};
+  std::ranges::for_each(info.traces, refuse_unwritable);
+  refuse_same_names(info.traces);
+  return info;
+}
+
+/// XXH3-64 of the running program: another build may compute other figures.
+std::string build_hash() {
+  std::error_code error;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  return error ? "" : xxh3_hex(MappedFile(program).bytes());
+}
+
+/// Opens the traces; of those on one host, each process verifies its share.
+std::vector<TraceReader> open_traces(const ReplayRequest& request, const ProcessGroup& group) {
+  if (request.traces.empty())
+    throw std::invalid_argument("--trace: name at least one trace directory");
+  std::vector<TraceReader> traces;
+  for (const std::string& path : request.traces) {
+    const bool mine = traces.size() % static_cast<std::size_t>(group.host_size()) ==
+                      static_cast<std::size_t>(group.host_rank());
+    traces.push_back(mine ? open_verified_trace(path, request.options.threads)
+                          : TraceReader::open(path));
+  }
+  return traces;
+}
+
+/// All units of a request, numbered through its traces. Equal in every process.
+class Sweep {
+ public:
+  Sweep(const ReplayRequest& request, const ProcessGroup& group)
+      : request_(request),
+        traces_(open_traces(request, group)),
+        info_(describe(request, traces_)),
+        job_json_(job_of(info_, build_hash() + (request.options.elsewhere ? " on CUDA" : ""))),
+        job_hash_(hash_of(job_json_)),
+        jobs_(traces_.size()) {
+    // What cannot be replayed is refused now, not after hours.
+    for (std::size_t t = 0; t < traces_.size(); ++t)
+      for (std::size_t u = 0; u < job(t)->units(); ++u) ids_.push_back({job_hash_, t, u});
+  }
+
+  const RunInfo& info() const { return info_; }
+  const nlohmann::json& job_json() const { return job_json_; }
+  std::string fingerprint() const { return fmt::format("{:016x}", job_hash_); }
+  const std::vector<UnitId>& units() const { return ids_; }
+
+  /// One unit's bytes. From any thread.
+  std::string compute(std::size_t unit) {
+    const UnitId& id = ids_[unit];
+    return pack_unit(id, job(id.trace)->run(id.unit));
+  }
+
+  /// Some units, those of each trace together; each(unit, bytes) for all.
+  void compute_together(const std::vector<std::size_t>& units,
+                        const std::function<void(std::size_t, const std::string&)>& each) {
+    for (auto first = units.begin(); first != units.end();) {
+      const auto end = std::find_if(
+          first, units.end(), [&](std::size_t u) { return ids_[u].trace != ids_[*first].trace; });
+      std::vector<std::size_t> indices;
+      for (auto u = first; u != end; ++u) indices.push_back(ids_[*u].unit);
+      const auto outcomes = job(ids_[*first].trace)->run_together(indices);
+      for (auto u = first; u != end; ++u)
+        each(*u, pack_unit(ids_[*u], outcomes[static_cast<std::size_t>(u - first)]));
+      first = end;
+    }
+  }
+
+  /// Whether the folder holds the unit. One that is damaged is named, and not there.
+  bool is_finished(const RunFolder& folder, const UnitId& id) const {
+    try {
+      const auto bytes = folder.read_unit(id.trace, id.unit);
+      if (bytes) unpack_unit(id, *bytes, folder.unit_path(id.trace, id.unit).string());
+      return bytes.has_value();
+    } catch (const std::runtime_error& error) {
+      request_.notice(fmt::format("{}; it is computed again", error.what()));
+      return false;
+    }
+  }
+
+  /// The run of what the folder holds, which is every unit.
+  Run collect(const RunFolder& folder) {
+    Run run{.info = info_};
+    for (std::size_t t = 0; t < traces_.size(); ++t) {
+      const std::string& name = info_.traces[t].name;
+      const auto rows = result_rows(name, request_.grid, request_.options, gather(folder, t));
+      if (t == 0)
+        run.kept = kept_over_time(traces_[t], 0, name, request_.grid, request_.options, rows);
+      run.rows.insert(run.rows.end(), rows.begin(), rows.end());
+    }
+    return run;
+  }
+
+ private:
+  static std::uint64_t hash_of(const nlohmann::json& job) {
+    const std::string text = job.dump();
+    return std::stoull(xxh3_hex(std::as_bytes(std::span(text))), nullptr, 16);
+  }
+
+  /// A trace's job: made for its first unit, dropped with its last, because a job holds a table as
+  /// long as its trace.
+  std::shared_ptr<const ReplayJob> job(std::size_t trace) {
+    const std::lock_guard lock(mutex_);
+    auto found = jobs_[trace].lock();
+    if (!found) {
+      found = std::make_shared<const ReplayJob>(traces_[trace], static_cast<std::uint32_t>(trace),
+                                                request_.grid, request_.options);
+      jobs_[trace] = latest_ = found;
+    }
+    return found;
+  }
+
+  ReplayResult gather(const RunFolder& folder, std::size_t trace) {
+    const auto units = job(trace);
+    ReplayGathering gathering(*units);
+    for (std::size_t u = 0; u < units->units(); ++u) {
+      const std::string file = folder.unit_path(trace, u).string();
+      const auto bytes = folder.read_unit(trace, u);
+      if (!bytes) throw std::runtime_error(file + ": has gone; run the same command again");
+      gathering.put(u, unpack_unit({job_hash_, trace, u}, *bytes, file));
+    }
+    return gathering.result();
+  }
+
+  const ReplayRequest& request_;
+  std::vector<TraceReader> traces_;
+  RunInfo info_;
+  nlohmann::json job_json_;
+  std::uint64_t job_hash_;
+  std::vector<UnitId> ids_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<const ReplayJob>> jobs_;  // by trace
+  std::shared_ptr<const ReplayJob> latest_;
+};
+
+/// Counts finished units, and shows how many.
+class Progress {
+ public:
+  Progress(const ReplayRequest& request, std::size_t done, std::size_t all)
+      : show_(request.options.progress), done_(done), all_(all) {
+    show();
+  }
+  void add_one() {
+    const std::lock_guard lock(mutex_);
+    ++done_;
+    show();
+  }
+
+ private:
+  void show() {
+    if (show_) show_(static_cast<double>(done_) / static_cast<double>(all_));
+  }
+  std::function<void(double)> show_;
+  std::mutex mutex_;
+  std::size_t done_, all_;
+};
+
+/// The units that are yet to be computed.
+std::vector<std::size_t> missing_units(const ReplayRequest& request, const Sweep& sweep,
+                                       const RunFolder& folder) {
+  const auto& units = sweep.units();
+  std::vector<std::size_t> missing;
+  for (std::size_t u = 0; u < units.size(); ++u)
+    if (!sweep.is_finished(folder, units[u])) missing.push_back(u);
+  if (missing.size() < units.size())
+    request.notice(fmt::format("going on with {}: {} of {} units are finished",
+                               folder.staging().string(), units.size() - missing.size(),
+                               units.size()));
+  return missing;
+}
+
+Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& sweep,
+         ProcessGroup& group) {
+  RunFolder folder(out, sweep.job_json(), request.fresh);
+  const auto& units = sweep.units();
+  const auto missing = missing_units(request, sweep, folder);
+  Progress progress(request, units.size() - missing.size(), units.size());
+  const auto finished = [&](std::size_t u, const std::string& bytes) {
+    folder.write_unit(units[u].trace, units[u].unit, bytes);
+    progress.add_one();
+  };
+  if (request.options.elsewhere)
+    sweep.compute_together(missing, finished);
+  else
+    share_work(
+        group, missing, request.options.threads, [&](std::size_t u) { return sweep.compute(u); },
+        finished);
+  Run run = sweep.collect(folder);
+  folder.commit(run);
+  return run;
+}
+
+/// Throws unless all processes are about to compute the same.
+void check_alike(ProcessGroup& group, const std::string& fingerprint) {
+  const auto said = group.exchange(fingerprint);
+  if (said[static_cast<std::size_t>(group.rank())] != said[0])
+    throw std::runtime_error(
+        "has other traces, options or another build than process 0; all should be alike");
+}
+
+}  // namespace
+
+std::vector<ReplayConfig> with_references(std::vector<ReplayConfig> grid) {
+  std::set<std::tuple<std::string, std::string, std::uint32_t>> known;
+  for (const ReplayConfig& config : grid)
+    known.insert({config.policy.name, config.budget.text(), config.prefill.chunk});
+  const auto has_full = [&] {
+    return std::any_of(grid.begin(), grid.end(),
+                       [](const ReplayConfig& c) { return c.policy.name == "full"; });
+  };
+  const std::vector<ReplayConfig> asked = grid;
+  for (const std::string_view name : replay_references())
+    for (const ReplayConfig& config : asked) {
+      if (config.budget.all) continue;
+      if (!known.insert({std::string(name), config.budget.text(), config.prefill.chunk}).second)
+        continue;
+      grid.push_back({.policy = parse_policy(name, replay_references()),
+                      .budget = config.budget,
+                      .prefill = config.prefill,
+                      .positions = Positions::original,
+                      .seed = config.seed});
+    }
+  if (!has_full()) {
+    ReplayConfig full{.policy = parse_policy("full"), .budget = {.all = true}};
+    if (!grid.empty()) full.prefill = grid.front().prefill, full.seed = grid.front().seed;
+    grid.push_back(std::move(full));
+  }
+  return grid;
+}
+
+std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
+                             ProcessGroup& group) {
+  std::optional<Sweep> sweep;
+  if (!do_together(group, [&] { sweep.emplace(request, group); }) ||
+      !do_together(group, [&] { check_alike(group, sweep->fingerprint()); }))
+    return std::nullopt;
+  try {
+    if (group.leads()) return lead(request, out, *sweep, group);
+    share_work(group, {}, request.options.threads, [&](std::size_t u) { return sweep->compute(u); },
+               {});
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    if (group.size() == 1) throw;
+    fmt::print(stderr, "kvlab replay: process {} of {}: {}\n", group.rank(), group.size(),
+               error.what());
+    group.abort();
+    throw;
+  }
+}
+
+}  // namespace kvlab

@@ -1,0 +1,228 @@
+#include "sim/run/results.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+
+#include "sim/run/csv.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::string_view kHeader =
+    "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,"
+    "layer,head,metric,value,stderr,count";
+constexpr std::size_t kColumns = 16;
+
+constexpr std::array kMetrics{
+    MetricInfo{"recall", "recall", true, true},
+    MetricInfo{"nll_recall", "−ln recall", false, true},
+    MetricInfo{"miss_rate", "miss rate", false, true},
+    MetricInfo{"output_error", "output error", false, true},
+    MetricInfo{"layer_error", "layer error", false, true},
+    MetricInfo{"evictions", "evictions", false, false},
+    MetricInfo{"live_max", "most live tokens", false, false},
+    MetricInfo{"kv_bytes", "bytes of keys and values", false, false},
+    MetricInfo{"state_bytes", "bytes of policy state", false, false},
+    MetricInfo{"zero_outputs", "outputs of zero, skipped", false, false},
+};
+
+std::string scope_text(std::int32_t index) { return index < 0 ? "all" : fmt::format("{}", index); }
+
+void append_row(std::string& text, const ResultRow& row) {
+  const std::string error =
+      std::isnan(row.standard_error) ? "" : fmt::format("{}", row.standard_error);
+  text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", csv_field(row.trace),
+                      csv_field(row.policy), csv_field(row.params), csv_field(row.budget),
+                      row.budget_tokens, csv_field(row.prefill), csv_field(row.positions),
+                      csv_field(row.span), row.threshold, row.seed, scope_text(row.layer),
+                      scope_text(row.head), csv_field(row.metric), row.value, error, row.count);
+}
+
+/// One record, column by column. Errors name the column; the caller adds file and line.
+class RowParser {
+ public:
+  explicit RowParser(const std::vector<std::string>& fields) : fields_(fields) {}
+
+  ResultRow parse() {
+    ResultRow row;
+    row.trace = name("trace");
+    row.policy = name("policy");
+    row.params = text();
+    row.budget = name("budget");
+    row.budget_tokens = number<std::uint32_t>("budget_tokens");
+    if (row.budget_tokens == 0)
+      throw std::runtime_error("budget_tokens is 0; it should be at least 1");
+    row.prefill = parse_prefill(text()).text();
+    row.positions = name_of(parse_positions(text()));
+    row.span = name_of(parse_span(text()));
+    row.threshold = number<double>("threshold");
+    row.seed = number<std::uint64_t>("seed");
+    row.layer = scope("layer");
+    row.head = scope("head");
+    if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
+    row.metric = text();
+    if (!find_metric(row.metric))
+      throw std::runtime_error(fmt::format("unknown metric '{}'", printable(row.metric)));
+    row.value = number<double>("value");
+    row.standard_error = fields_[next_].empty()
+                             ? (++next_, std::numeric_limits<double>::quiet_NaN())
+                             : number<double>("stderr");
+    if (row.standard_error < 0) throw std::runtime_error("stderr is negative");
+    row.count = number<std::uint64_t>("count");
+    return row;
+  }
+
+ private:
+  /// A field as an error line may quote it: short, no control characters.
+  static std::string printable(std::string_view field) {
+    std::string shown(field.substr(0, 40));
+    std::replace_if(
+        shown.begin(), shown.end(), [](unsigned char c) { return c < ' '; }, '?');
+    return shown;
+  }
+
+  std::string text() {
+    const std::string& field = fields_[next_++];
+    if (std::any_of(field.begin(), field.end(),
+                    [](unsigned char c) { return c < ' ' || c == 0x7f; }))
+      throw std::runtime_error(
+          fmt::format("column {}: a control character in '{}'", next_, printable(field)));
+    return field;
+  }
+
+  std::string name(std::string_view column) {
+    std::string field = text();
+    if (field.empty()) throw std::runtime_error(fmt::format("{} is empty", column));
+    return field;
+  }
+
+  template <class T>
+  T number(std::string_view column) {
+    const std::string& field = fields_[next_++];
+    T value{};
+    const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), value);
+    bool good = error == std::errc{} && end == field.data() + field.size();
+    if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
+    if (!good)
+      throw std::runtime_error(
+          fmt::format("{} '{}' should be a {}", column, printable(field),
+                      std::is_floating_point_v<T> ? "finite number" : "whole number in range"));
+    return value;
+  }
+
+  std::int32_t scope(std::string_view column) {
+    if (fields_[next_] == "all") return ++next_, -1;
+    const auto index = number<std::int32_t>(column);
+    if (index < 0) throw std::runtime_error(fmt::format("{} should be `all` or from 0 on", column));
+    return index;
+  }
+
+  const std::vector<std::string>& fields_;
+  std::size_t next_ = 0;
+};
+
+auto identity(const ResultRow& row) {
+  return std::tie(row.trace, row.policy, row.params, row.budget, row.prefill, row.positions,
+                  row.span, row.threshold, row.seed, row.layer, row.head, row.metric);
+}
+
+/// Throws if two rows say the same thing. `lines` holds each row's line.
+void refuse_duplicates(const std::vector<ResultRow>& rows, const std::vector<std::size_t>& lines,
+                       std::string_view file) {
+  std::vector<std::size_t> order(rows.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return identity(rows[a]) < identity(rows[b]);
+  });
+  for (std::size_t i = 1; i < order.size(); ++i)
+    if (identity(rows[order[i - 1]]) == identity(rows[order[i]]))
+      throw std::runtime_error(fmt::format("{}: line {}: repeats the row of line {}", file,
+                                           lines[order[i]], lines[order[i - 1]]));
+}
+
+}  // namespace
+
+std::span<const MetricInfo> all_metrics() { return kMetrics; }
+
+const MetricInfo* find_metric(std::string_view name) {
+  const auto found = std::find_if(kMetrics.begin(), kMetrics.end(),
+                                  [&](const MetricInfo& metric) { return metric.name == name; });
+  return found == kMetrics.end() ? nullptr : &*found;
+}
+
+std::vector<ResultRow> result_rows(std::string_view trace, std::span<const ReplayConfig> grid,
+                                   const ReplayOptions& options, const ReplayResult& result) {
+  std::vector<ResultRow> rows;
+  rows.reserve(result.measurements.size());
+  for (const Measurement& measurement : result.measurements) {
+    if (std::isnan(measurement.value)) continue;
+    const ReplayConfig& config = grid[measurement.config];
+    rows.push_back({.trace = std::string(trace),
+                    .policy = config.policy.name,
+                    .params = config.policy.params_text(),
+                    .budget = config.budget.text(),
+                    .budget_tokens = result.budget_tokens[measurement.config],
+                    .prefill = config.prefill.text(),
+                    .positions = std::string(name_of(config.positions)),
+                    .span = std::string(name_of(options.span)),
+                    .threshold = options.threshold,
+                    .seed = config.seed,
+                    .layer = measurement.layer,
+                    .head = measurement.head,
+                    .metric = measurement.metric,
+                    .value = measurement.value,
+                    .standard_error = measurement.standard_error,
+                    .count = measurement.count});
+  }
+  return rows;
+}
+
+std::string results_csv(std::span<const ResultRow> rows) {
+  std::string text = fmt::format("{}\n", kHeader);
+  for (const ResultRow& row : rows) append_row(text, row);
+  return text;
+}
+
+std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file) {
+  if (text.substr(0, text.find_first_of("\r\n")) != kHeader)
+    throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, kHeader));
+  CsvReader reader(text);
+  std::vector<ResultRow> rows;
+  std::vector<std::size_t> lines;
+  try {
+    reader.next();
+    while (const auto fields = reader.next()) {
+      if (fields->size() != kColumns)
+        throw std::runtime_error(fmt::format("line {}: {} columns; there should be {}",
+                                             reader.line(), fields->size(), kColumns));
+      try {
+        rows.push_back(RowParser(*fields).parse());
+      } catch (const std::exception& error) {
+        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
+      }
+      lines.push_back(reader.line());
+    }
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
+  }
+  refuse_duplicates(rows, lines, file);
+  return rows;
+}
+
+std::string_view name_of(Span span) { return span == Span::decode ? "decode" : "all"; }
+
+Span parse_span(std::string_view text) {
+  if (text == "decode") return Span::decode;
+  if (text == "all") return Span::all;
+  throw std::invalid_argument(fmt::format("span: '{}' should be decode or all", text));
+}
+
+}  // namespace kvlab

@@ -1,0 +1,303 @@
+#include "sim/run/run.hpp"
+
+#include <fmt/format.h>
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "sim/run/json_fields.hpp"
+#include "traces/base/json.hpp"
+#include "traces/manifest.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxCsvBytes = std::size_t{4} << 30;
+constexpr std::size_t kMaxJsonBytes = std::size_t{256} << 20;
+
+std::string hash_of(std::string_view text) {
+  return xxh3_hex(std::as_bytes(std::span(text.data(), text.size())));
+}
+
+json to_json(const RunTrace& trace) {
+  return {{"name", trace.name},
+          {"path", trace.path},
+          {"hash", trace.hash},
+          {"tokens", trace.tokens},
+          {"prompt_tokens", trace.prompt_tokens},
+          {"model",
+           {{"name", trace.model},
+            {"dtype", trace.dtype},
+            {"layers", trace.layers},
+            {"query_heads", trace.query_heads},
+            {"kv_heads", trace.kv_heads},
+            {"head_size", trace.head_size},
+            {"weights_xxh3", trace.weights_xxh3},
+            {"tokenizer_xxh3", trace.tokenizer_xxh3}}},
+          {"capture", trace.capture}};
+}
+
+RunTrace trace_from(const JsonFields& fields) {
+  const JsonFields model = fields.object("model");
+  return {.name = fields.text("name"),
+          .path = fields.text("path"),
+          .hash = fields.text("hash"),
+          .tokens = fields.whole32("tokens"),
+          .prompt_tokens = fields.whole32("prompt_tokens"),
+          .model = model.text("name"),
+          .dtype = model.text("dtype"),
+          .layers = static_cast<std::uint32_t>(model.whole("layers", kMaxLayers)),
+          .query_heads = static_cast<std::uint32_t>(model.whole("query_heads", kMaxHeads)),
+          .kv_heads = static_cast<std::uint32_t>(model.whole("kv_heads", kMaxHeads)),
+          .head_size = model.whole32("head_size"),
+          .weights_xxh3 = model.text("weights_xxh3"),
+          .tokenizer_xxh3 = model.text("tokenizer_xxh3"),
+          .capture = fields.any("capture")};
+}
+
+json to_json(const RunConfig& config) {
+  return {{"policy", config.policy},   {"params", config.params},       {"budget", config.budget},
+          {"prefill", config.prefill}, {"positions", config.positions}, {"seed", config.seed}};
+}
+
+RunConfig config_from(const JsonFields& fields) {
+  return {.policy = fields.text("policy"),
+          .params = fields.text("params"),
+          .budget = fields.text("budget"),
+          .prefill = fields.text("prefill"),
+          .positions = fields.text("positions"),
+          .seed = fields.whole("seed")};
+}
+
+json to_json(const RunSource& source) {
+  return {{"policy", source.policy}, {"path", source.path}, {"xxh3", source.xxh3}};
+}
+
+RunSource source_from(const JsonFields& fields) {
+  return {
+      .policy = fields.text("policy"), .path = fields.text("path"), .xxh3 = fields.text("xxh3")};
+}
+
+/// A list whose entries are objects, each read by `read`.
+template <class Read>
+auto list_of(const JsonFields& fields, std::string_view key, Read read) {
+  std::vector<decltype(read(fields))> entries;
+  for (const json& entry : fields.list(key))
+    entries.push_back(
+        read(JsonFields(entry, fmt::format("{}: {}[{}]", fields.where(), key, entries.size()))));
+  return entries;
+}
+
+std::vector<std::uint32_t> whole_numbers(const JsonFields& fields, std::string_view key) {
+  std::vector<std::uint32_t> numbers;
+  for (const json& entry : fields.list(key))
+    numbers.push_back(
+        whole_number(entry, fmt::format("{}: {}[{}]", fields.where(), key, numbers.size())));
+  return numbers;
+}
+
+json to_json(const RunInfo& info) {
+  json traces = json::array(), grid = json::array();
+  for (const RunTrace& trace : info.traces) traces.push_back(to_json(trace));
+  for (const RunConfig& config : info.grid) grid.push_back(to_json(config));
+  json layers = "all";
+  if (!info.layers.empty()) layers = info.layers;
+  json top{{"format", kRunFormat},
+           {"kvlab", info.version},
+           {"traces", traces},
+           {"grid", grid},
+           {"span", name_of(info.span)},
+           {"request_threshold", info.threshold},
+           {"output_error", info.every_output_error ? "all" : "sample"},
+           {"layers", layers}};
+  if (info.source) top["policy_source"] = to_json(*info.source);
+  return top;
+}
+
+std::string run_json(const RunInfo& info, const std::string& results_hash) {
+  json top = to_json(info);
+  top["results_xxh3"] = results_hash;
+  return json_text(top, 1) + "\n";
+}
+
+RunInfo info_from(const JsonFields& fields) {
+  RunInfo info;
+  info.version = fields.text("kvlab");
+  info.traces = list_of(fields, "traces", trace_from);
+  info.grid = list_of(fields, "grid", config_from);
+  try {
+    info.span = parse_span(fields.text("span"));
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(fmt::format("{}: {}", fields.where(), error.what()));
+  }
+  info.threshold = fields.number("request_threshold");
+  const std::string error = fields.text("output_error");
+  if (error != "all" && error != "sample")
+    throw std::runtime_error(fields.where() + ": key 'output_error' should be sample or all");
+  info.every_output_error = error == "all";
+  if (fields.any("layers") != json("all")) info.layers = whole_numbers(fields, "layers");
+  if (fields.has("policy_source")) info.source = source_from(fields.object("policy_source"));
+  if (info.traces.empty()) throw std::runtime_error(fields.where() + ": key 'traces' is empty");
+  return info;
+}
+
+json to_json(const KeptSeries& series) {
+  json lifetimes = json::array();
+  for (const Lifetime& life : series.lifetimes)
+    lifetimes.push_back({life.position, life.first_query, life.last_query});
+  return {{"policy", series.policy},
+          {"params", series.params},
+          {"positions", series.positions},
+          {"lifetimes", lifetimes}};
+}
+
+KeptSeries series_from(const JsonFields& fields) {
+  KeptSeries series{fields.text("policy"), fields.text("params"), fields.text("positions"), {}};
+  for (const json& entry : fields.list("lifetimes")) {
+    const std::string where =
+        fmt::format("{}: lifetimes[{}]", fields.where(), series.lifetimes.size());
+    if (!entry.is_array() || entry.size() != 3)
+      throw std::runtime_error(where + ": should be [position, first query, last query]");
+    series.lifetimes.push_back({whole_number(entry[0], where), whole_number(entry[1], where),
+                                whole_number(entry[2], where)});
+  }
+  return series;
+}
+
+std::string kept_json(const Kept& kept) {
+  json series = json::array();
+  for (const KeptSeries& entry : kept.series) series.push_back(to_json(entry));
+  const json top{{"format", kRunFormat},    {"trace", kept.trace},
+                 {"budget", kept.budget},   {"budget_tokens", kept.budget_tokens},
+                 {"prefill", kept.prefill}, {"layer", kept.layer},
+                 {"head", kept.head},       {"queries", kept.queries},
+                 {"series", series}};
+  return json_text(top, -1) + "\n";
+}
+
+Kept kept_from(const JsonFields& fields) {
+  fields.check_format(kRunFormat);
+  Kept kept;
+  kept.trace = fields.text("trace");
+  kept.budget = fields.text("budget");
+  kept.budget_tokens = fields.whole32("budget_tokens");
+  kept.prefill = fields.text("prefill");
+  kept.layer = fields.whole32("layer");
+  kept.head = fields.whole32("head");
+  kept.queries = whole_numbers(fields, "queries");
+  if (kept.queries.empty() || !std::is_sorted(kept.queries.begin(), kept.queries.end()))
+    throw std::runtime_error(fields.where() + ": key 'queries' should hold ascending positions");
+  kept.series = list_of(fields, "series", series_from);
+  return kept;
+}
+
+json read_json(const std::filesystem::path& path) {
+  return parse_json_object(read_text_file(path, kMaxJsonBytes), path.string());
+}
+
+/// A row of a trace, a layer or a head that the run is not of.
+void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
+  const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
+  if (trace == info.traces.end())
+    throw std::runtime_error(fmt::format("{}: a row is of trace {}, which run.json does not name",
+                                         where, json_quoted(row.trace)));
+  if (row.layer >= static_cast<std::int64_t>(trace->layers) ||
+      row.head >= static_cast<std::int64_t>(trace->kv_heads))
+    throw std::runtime_error(fmt::format(
+        "{}: a row is of layer {}, head {}; trace {} has {} layers of {} KV heads", where,
+        row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
+}
+
+}  // namespace
+
+RunTrace describe(const TraceReader& trace, const std::string& path) {
+  const TraceHeader& header = trace.header();
+  return {.name = std::filesystem::path(path).lexically_normal().filename().string(),
+          .path = path,
+          .hash = trace.hash(),
+          .tokens = trace.tokens(),
+          .prompt_tokens = trace.prompt_tokens(),
+          .model = header.model,
+          .dtype = std::string(torch_name(header.shape.dtype)),
+          .layers = header.shape.layers,
+          .query_heads = header.shape.query_heads,
+          .kv_heads = header.shape.kv_heads,
+          .head_size = header.shape.head_size,
+          .weights_xxh3 = header.weights_xxh3,
+          .tokenizer_xxh3 = header.tokenizer_xxh3,
+          .capture = header.capture};
+}
+
+std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
+  std::vector<Lifetime> lifetimes;
+  std::map<std::uint32_t, std::uint32_t> alive;  // position -> first query
+  std::uint32_t last_query = 0;
+  for (const KeptSet& set : sets) {
+    std::map<std::uint32_t, std::uint32_t> still;
+    for (const std::uint32_t position : set.positions) {
+      const auto before = alive.find(position);
+      still[position] = before == alive.end() ? set.query : before->second;
+    }
+    for (const auto& [position, first] : alive)
+      if (!still.contains(position)) lifetimes.push_back({position, first, last_query});
+    alive = std::move(still);
+    last_query = set.query;
+  }
+  for (const auto& [position, first] : alive) lifetimes.push_back({position, first, last_query});
+  std::sort(lifetimes.begin(), lifetimes.end(), [](const Lifetime& a, const Lifetime& b) {
+    return std::tie(a.position, a.first_query) < std::tie(b.position, b.first_query);
+  });
+  return lifetimes;
+}
+
+json job_of(const RunInfo& info, const std::string& build) {
+  json job = to_json(info);
+  job["build"] = build;
+  for (json& trace : job["traces"]) trace.erase("path");
+  return job;
+}
+
+void save_run(Run& run, const std::filesystem::path& directory) {
+  const std::string results = results_csv(run.rows);
+  const std::string info = run_json(run.info, hash_of(results));
+  write_file_atomically(directory / "results.csv", results);
+  if (run.kept) write_file_atomically(directory / "kept.json", kept_json(*run.kept));
+  write_file_atomically(directory / "run.json", info);
+  run.hash = hash_of(info);
+}
+
+Run load_run(const std::filesystem::path& directory) {
+  const std::filesystem::path info_path = directory / "run.json",
+                              rows_path = directory / "results.csv";
+  if (!std::filesystem::exists(info_path))
+    throw std::runtime_error(fmt::format(
+        "{}: is not a run; it should be a directory made by `kvlab replay`", directory.string()));
+  Run run;
+  const std::string info = read_text_file(info_path, kMaxJsonBytes);
+  const json info_json = parse_json_object(info, info_path.string());
+  const JsonFields fields(info_json, info_path.string());
+  fields.check_format(kRunFormat);
+  run.info = info_from(fields);
+  run.hash = hash_of(info);
+
+  const std::string results = read_text_file(rows_path, kMaxCsvBytes);
+  run.rows = parse_results_csv(results, rows_path.string());
+  if (run.rows.empty()) throw std::runtime_error(rows_path.string() + ": holds no results");
+  if (fields.text("results_xxh3") != hash_of(results))
+    throw std::runtime_error(
+        fmt::format("{}: is not what run.json was written for (another checksum); replay again",
+                    rows_path.string()));
+
+  for (const ResultRow& row : run.rows) refuse_foreign(row, run.info, rows_path.string());
+
+  const std::filesystem::path kept_path = directory / "kept.json";
+  if (std::filesystem::exists(kept_path)) {
+    const json kept = read_json(kept_path);
+    run.kept = kept_from(JsonFields(kept, kept_path.string()));
+  }
+  return run;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,107 @@
+// A run: what one `kvlab replay` leaves behind, and all that reports and deployment need.
+//   results.csv   the figures
+//   run.json      what was asked, of which traces, by which version
+//   kept.json     what one head kept over time (absent where nothing could be shown)
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sim/run/results.hpp"
+
+namespace kvlab {
+
+inline constexpr int kRunFormat = 1;
+
+/// A trace as a run remembers it.
+struct RunTrace {
+  std::string name, path;  ///< the directory's name; where it was, as asked
+  std::string hash;        ///< TraceReader::hash()
+  std::uint32_t tokens = 0, prompt_tokens = 0;
+  std::string model, dtype;
+  std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
+  std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
+  nlohmann::json capture;                    ///< engine, version, device, options
+
+  bool operator==(const RunTrace&) const = default;
+};
+RunTrace describe(const TraceReader& trace, const std::string& path);
+
+/// One configuration of the grid, as text.
+struct RunConfig {
+  std::string policy, params, budget, prefill, positions;
+  std::uint64_t seed = 0;
+
+  bool operator==(const RunConfig&) const = default;
+};
+
+/// Where a policy of the grid came from that is not kvlab's own.
+struct RunSource {
+  std::string policy, path;
+  std::string xxh3;  ///< of the header's text
+
+  bool operator==(const RunSource&) const = default;
+};
+
+struct RunInfo {
+  std::string version;
+  std::vector<RunTrace> traces;
+  std::vector<RunConfig> grid;
+  Span span = Span::decode;
+  double threshold = 0.01;
+  bool every_output_error = false;
+  std::vector<std::uint32_t> layers;  ///< empty: all
+  std::optional<RunSource> source;    ///< of --policy-source
+
+  bool operator==(const RunInfo&) const = default;
+};
+
+/// How long one token was kept: the first and the last of the shown queries that spanned it.
+struct Lifetime {
+  std::uint32_t position, first_query, last_query;
+  bool operator==(const Lifetime&) const = default;
+};
+
+/// What one configuration kept in the shown head.
+struct KeptSeries {
+  std::string policy, params, positions;
+  std::vector<Lifetime> lifetimes;  ///< by position, then first query
+  bool operator==(const KeptSeries&) const = default;
+};
+
+/// What one head kept over time, at one budget.
+struct Kept {
+  std::string trace, budget, prefill;
+  std::uint32_t budget_tokens = 0, layer = 0, head = 0;
+  std::vector<std::uint32_t> queries;  ///< those looked at, ascending positions
+  std::vector<KeptSeries> series;
+  bool operator==(const Kept&) const = default;
+};
+
+/// From kept sets at ascending queries to each token's lifetimes.
+std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets);
+
+struct Run {
+  RunInfo info;
+  std::vector<ResultRow> rows;
+  std::optional<Kept> kept;
+  std::string hash;  ///< XXH3-64 of run.json, which holds that of results.csv; set by save and load
+};
+
+/// What a replay computes, as JSON: equal jobs give equal runs, wherever their traces lie. `build`
+/// names the program, whose arithmetic and policies are part of the job.
+nlohmann::json job_of(const RunInfo& info, const std::string& build);
+
+/// Writes the three files. Sets run.hash.
+void save_run(Run& run, const std::filesystem::path& directory);
+
+/// Throws std::runtime_error that names the file (and line or key): missing, not valid, a later
+/// format, or results.csv changed after run.json was written.
+Run load_run(const std::filesystem::path& directory);
+
+}  // namespace kvlab

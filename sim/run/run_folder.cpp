@@ -1,0 +1,188 @@
+#include "sim/run/run_folder.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "sim/run/json_fields.hpp"
+#include "traces/base/files.hpp"
+
+namespace kvlab {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr std::string_view kLockFile = "lock", kJobFile = "job.json", kRunSubfolder = "run",
+                           kUnitSuffix = ".unit";
+constexpr std::size_t kMaxUnitBytes = std::size_t{1} << 40;
+constexpr std::size_t kMaxJobBytes = std::size_t{256} << 20;
+
+std::runtime_error cannot(const fs::path& path, std::string_view action, int error) {
+  return std::runtime_error(fmt::format("{}: cannot {}: {}", path.string(), action,
+                                        std::generic_category().message(error)));
+}
+
+/// Whether a replay puts a file of this name into RUN.part.
+bool is_ours(std::string name) {
+  constexpr std::string_view kPart = ".part";
+  if (name.ends_with(kPart)) name.resize(name.size() - kPart.size());
+  return name == kLockFile || name == kJobFile || name == kRunSubfolder ||
+         name.ends_with(kUnitSuffix);
+}
+
+std::vector<fs::path> entries(const fs::path& folder) {
+  std::vector<fs::path> paths;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder))
+    paths.push_back(entry.path());
+  return paths;
+}
+
+void make_or_take(const fs::path& staging) {
+  std::error_code error;
+  if (fs::create_directory(staging, error)) return;
+  if (error) throw cannot(staging, "be made", error.value());
+  if (!fs::is_directory(fs::symlink_status(staging)))
+    throw std::runtime_error(
+        fmt::format("{}: is in the way; a replay works in a folder of that name, so move it away",
+                    staging.string()));
+  for (const fs::path& entry : entries(staging))
+    if (!is_ours(entry.filename().string()))
+      throw std::runtime_error(
+          fmt::format("{}: was not made by `kvlab replay`; move it away, for a replay works in a "
+                      "folder of that name",
+                      entry.string()));
+}
+
+/// The keys whose values differ, as a list for people.
+std::string differences(const json& a, const json& b) {
+  std::string names;
+  for (const auto& [key, value] : a.items())
+    if (!b.contains(key) || b[key] != value) names += (names.empty() ? "" : ", ") + key;
+  return names;
+}
+
+}  // namespace
+
+FileLock::FileLock(const fs::path& path, const std::string& taken)
+    : file_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+  if (file_ < 0) throw cannot(path, "open", errno);
+  if (::flock(file_, LOCK_EX | LOCK_NB) == 0) return;
+  const int error = errno;
+  ::close(file_);
+  if (error == EWOULDBLOCK) throw std::runtime_error(taken);
+  throw cannot(path, "lock", error);
+}
+
+FileLock::~FileLock() { ::close(file_); }
+
+RunFolder::RunFolder(fs::path run, const json& job, bool fresh) : run_(std::move(run)) {
+  if (!run_.has_filename()) run_ = run_.parent_path();  // "runs/a/" is "runs/a"
+  if (fs::exists(fs::symlink_status(run_)))
+    throw std::runtime_error(
+        fmt::format("{}: exists already; name a new directory or remove this one", run_.string()));
+  staging_ = run_.string() + ".part";
+  make_or_take(staging_);
+  lock_.emplace(staging_ / kLockFile,
+                fmt::format("{}: another kvlab replay is at work in {}; wait for it or name "
+                            "another directory",
+                            run_.string(), staging_.string()));
+  if (fresh) clear();
+  if (fs::exists(staging_ / kJobFile))
+    resume(job);
+  else
+    start(job);
+}
+
+RunFolder::~RunFolder() {
+  if (holds_units()) return;
+  std::error_code ignored;
+  fs::remove_all(staging_, ignored);
+}
+
+void RunFolder::start(const json& job) {
+  clear();  // units without a job are nobody's
+  try {
+    write_file_atomically(staging_ / kJobFile, job.dump(1) + "\n");
+  } catch (const std::runtime_error& error) {
+    const std::runtime_error named = in_name_of_run(error);
+    fs::remove_all(staging_);
+    throw named;
+  }
+}
+
+void RunFolder::resume(const json& job) const {
+  const fs::path path = staging_ / kJobFile;
+  const json before = parse_json_object(read_text_file(path, kMaxJobBytes), path.string());
+  if (before == job) return;
+  throw std::runtime_error(
+      fmt::format("{}: holds what a replay of something else has finished (differs in: {}); repeat "
+                  "that command to go on with it, or add --fresh to throw it away",
+                  staging_.string(), differences(job, before)));
+}
+
+void RunFolder::clear() const {
+  for (const fs::path& entry : entries(staging_))
+    if (entry.filename() != kLockFile) fs::remove_all(entry);
+}
+
+bool RunFolder::holds_units() const {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(staging_, ignored))
+    if (entry.path().extension() == kUnitSuffix) return true;
+  return false;
+}
+
+fs::path RunFolder::unit_path(std::size_t trace, std::size_t unit) const {
+  return staging_ / fmt::format("trace{}-unit{}{}", trace, unit, kUnitSuffix);
+}
+
+std::optional<std::string> RunFolder::read_unit(std::size_t trace, std::size_t unit) const {
+  const fs::path path = unit_path(trace, unit);
+  if (!fs::exists(fs::symlink_status(path))) return std::nullopt;
+  return read_text_file(path, kMaxUnitBytes);
+}
+
+void RunFolder::write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const {
+  try {
+    write_file_atomically(unit_path(trace, unit), bytes);
+  } catch (const std::runtime_error& error) {
+    throw in_name_of_run(error);
+  }
+}
+
+void RunFolder::commit(Run& run) {
+  const fs::path made = staging_ / kRunSubfolder;
+  try {
+    fs::remove_all(made);
+    fs::create_directory(made);
+    save_run(run, made);
+    fs::rename(made, run_);
+    sync_folder_of(run_);
+  } catch (const std::runtime_error& error) {
+    throw in_name_of_run(error);
+  }
+  std::error_code ignored;
+  fs::remove_all(staging_, ignored);
+}
+
+/// The staging folder is our business; a person asked for RUN.
+std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const {
+  std::string text = error.what();
+  for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})
+    if (const std::size_t at = text.find(inner.string()); at != std::string::npos)
+      text.replace(at, inner.string().size(), run_.string());
+  if (holds_units())
+    text += fmt::format("; the finished part is kept in {}, and the same command goes on with it",
+                        staging_.string());
+  return std::runtime_error(text);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,60 @@
+// Where a run is made: RUN.part, beside RUN. It holds the finished units of work until the run is
+// whole, so that a replay that was killed can go on; RUN itself appears whole or not at all.
+#pragma once
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "sim/run/run.hpp"
+#include "sim/run/unit_file.hpp"
+
+namespace kvlab {
+
+/// An open lock on a file: one process at a time.
+class FileLock {
+ public:
+  /// Throws std::runtime_error `taken` if another process holds it.
+  FileLock(const std::filesystem::path& path, const std::string& taken);
+  ~FileLock();
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+
+ private:
+  int file_;
+};
+
+class RunFolder {
+ public:
+  /// Makes RUN.part, or takes up the one that a killed replay of the same job left. `fresh` throws
+  /// away whatever a replay left there. Throws std::runtime_error: RUN exists, RUN.part is another
+  /// job's (named by what differs) or no replay's at all, another process is at it.
+  RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh);
+  /// Uncommitted: keeps RUN.part if it holds a finished unit.
+  ~RunFolder();
+  RunFolder(const RunFolder&) = delete;
+  RunFolder& operator=(const RunFolder&) = delete;
+
+  const std::filesystem::path& staging() const { return staging_; }
+  std::filesystem::path unit_path(std::size_t trace, std::size_t unit) const;
+  /// A finished unit's bytes, or nothing.
+  std::optional<std::string> read_unit(std::size_t trace, std::size_t unit) const;
+  /// What pack_unit made; from any thread. Throws std::runtime_error in the name of RUN.
+  void write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const;
+  /// Writes the run's files, gives them RUN's name, removes RUN.part. Throws std::runtime_error in
+  /// the name of RUN.
+  void commit(Run& run);
+
+ private:
+  void start(const nlohmann::json& job);
+  void resume(const nlohmann::json& job) const;
+  void clear() const;
+  bool holds_units() const;
+  std::runtime_error in_name_of_run(const std::exception& error) const;
+
+  std::filesystem::path run_, staging_;
+  std::optional<FileLock> lock_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,156 @@
+#include "tools/bench/bench_replay.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "tools/options.hpp"
+#include "tools/bench/replay_bench.hpp"
+#include "tools/bench/synthetic_trace.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr std::int64_t kMostTokens = 1 << 20, kMostHeads = 1024, kMostRepeats = 1000;
+
+/// A synthetic trace for as long as it is measured.
+class TemporaryTrace {
+ public:
+  explicit TemporaryTrace(const SyntheticShape& shape)
+      : directory_(std::filesystem::temp_directory_path() /
+                   fmt::format("kvlab-bench-{}", static_cast<long>(getpid()))),
+        trace_(write_synthetic_trace(directory_, shape, 1)) {}
+  TemporaryTrace(const TemporaryTrace&) = delete;
+  TemporaryTrace& operator=(const TemporaryTrace&) = delete;
+  ~TemporaryTrace() {
+    std::error_code error;
+    std::filesystem::remove_all(directory_, error);
+  }
+  const TraceReader& trace() const { return trace_; }
+
+ private:
+  std::filesystem::path directory_;
+  TraceReader trace_;
+};
+
+std::uint32_t whole(const po::variables_map& options, const char* name, std::int64_t most) {
+  return static_cast<std::uint32_t>(number_from(options, name, 1, most));
+}
+
+SyntheticShape shape_from(const po::variables_map& options) {
+  SyntheticShape shape;
+  shape.layers = whole(options, "synthetic-layers", kMostHeads);
+  shape.query_heads = whole(options, "synthetic-query-heads", kMostHeads);
+  shape.kv_heads = whole(options, "synthetic-kv-heads", kMostHeads);
+  shape.head_size = whole(options, "synthetic-head-size", kMostHeads);
+  shape.tokens = whole(options, "tokens", kMostTokens);
+  shape.prompt_tokens = std::max(1u, shape.tokens / 8);
+  if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
+    throw std::invalid_argument(
+        "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
+        "--synthetic-head-size even, --tokens at least 2");
+  return shape;
+}
+
+ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigned threads,
+                     bool on_device) {
+  const ModelShape& shape = trace.shape();
+  ordered_json grids = ordered_json::array();
+  ordered_json json{{"bench", "replay"},
+                    {"tokens", trace.tokens()},
+                    {"layers", shape.layers},
+                    {"query_heads", shape.query_heads},
+                    {"kv_heads", shape.kv_heads},
+                    {"head_size", shape.head_size},
+                    {"threads", threads},
+                    {"device", on_device ? "cuda" : "cpu"},
+                    {"bytes_read", bench.bytes_read},
+                    {"exact_seconds", bench.exact.time.seconds},
+                    {"exact_cpu_seconds", bench.exact.time.cpu_seconds},
+                    {"exact_flops_per_second", bench.exact.flops / bench.exact.time.seconds}};
+  for (const GridTime& grid : bench.grids) {
+    grids.push_back({{"name", grid.name},
+                     {"configurations", grid.configs},
+                     {"seconds", grid.time.seconds},
+                     {"cpu_seconds", grid.time.cpu_seconds},
+                     {"ratio", grid.ratio},
+                     {"cpu_ratio", grid.cpu_ratio},
+                     {"slots_per_second", grid.slot_steps_per_second()}});
+    if (grid.step_microseconds > 0)
+      grids.back()["microseconds_per_step_and_wave"] = grid.step_microseconds;
+    if (grid.name == "grid") {
+      json["ratio_to_attention"] = grid.ratio;
+      json["cpu_ratio_to_attention"] = grid.cpu_ratio;
+    }
+  }
+  json["grids"] = std::move(grids);
+  return json;
+}
+
+void print(const ReplayBench& bench, const TraceReader& trace, unsigned threads, bool on_device) {
+  const ModelShape& shape = trace.shape();
+  fmt::print("{} tokens, {} layers, {} query heads on {} KV heads of {}; {} threads; {:.0f} MB\n",
+             trace.tokens(), shape.layers, shape.query_heads, shape.kv_heads, shape.head_size,
+             threads, bench.bytes_read * 1e-6);
+  fmt::print("one exact pass by {}: {:.3f} s, {:.0f} GFLOP/s\n", on_device ? "cuBLAS" : "OpenBLAS",
+             bench.exact.time.seconds, bench.exact.flops / bench.exact.time.seconds * 1e-9);
+  fmt::print("  {:<20}{:>8}{:>10}{:>9}{:>11}{:>16}\n", "", "configs", "s", "passes",
+             on_device ? "us/step" : "CPU time", "slots/s");
+  for (const GridTime& grid : bench.grids)
+    fmt::print("  {:<20}{:>8}{:>10.3f}{:>9.2f}{:>11.2f}{:>16.3g}\n", grid.name, grid.configs,
+               grid.time.seconds, grid.ratio, on_device ? grid.step_microseconds : grid.cpu_ratio,
+               grid.slot_steps_per_second());
+  if (on_device)
+    fmt::print("without reading the trace; us/step: of a query and a wave of thread blocks\n");
+}
+
+}  // namespace
+
+void add_bench_replay_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("trace", po::value<std::string>()->value_name("TRACE"),
+      "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
+  add("grid", po::value<std::string>()->value_name("NAMES"),
+      "replay: which grids, of those that it prints; default: all");
+  add("repeats", po::value<std::int64_t>()->value_name("N")->default_value(3),
+      "replay: how often, in turns with the exact pass; the least times count");
+  add("synthetic-layers", po::value<std::int64_t>()->value_name("N")->default_value(4),
+      "replay: layers of the synthetic trace; it has --tokens tokens, an eighth of them a prompt");
+  add("synthetic-query-heads", po::value<std::int64_t>()->value_name("N")->default_value(32),
+      "replay: its query heads");
+  add("synthetic-kv-heads", po::value<std::int64_t>()->value_name("N")->default_value(8),
+      "replay: its KV heads");
+  add("synthetic-head-size", po::value<std::int64_t>()->value_name("N")->default_value(128),
+      "replay: its head size");
+}
+
+void run_bench_replay(const po::variables_map& options) {
+  const auto device =
+      options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
+  const auto grids =
+      bench_grids(options.count("grid") ? split_list(options["grid"].as<std::string>())
+                                        : std::vector<std::string>{});
+  const auto repeats = whole(options, "repeats", kMostRepeats);
+  ReplayOptions how;
+  how.threads = threads_from(options);
+  std::optional<TemporaryTrace> synthetic;
+  std::optional<TraceReader> given;
+  if (options.count("trace"))
+    given = TraceReader::open(options["trace"].as<std::string>());
+  else
+    synthetic.emplace(shape_from(options));
+  const TraceReader& trace = given ? *given : synthetic->trace();
+  const ReplayBench bench = bench_replay(trace, grids, how, repeats, device.get());
+  if (options["json"].as<bool>())
+    fmt::print("{}\n", json_text(to_json(bench, trace, how.threads, device != nullptr)));
+  else
+    print(bench, trace, how.threads, device != nullptr);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,88 @@
+#include <cblas.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "tools/bench/exact_pass.hpp"
+#include "traces/base/numeric/hot_loops.hpp"
+#include "traces/base/parallel.hpp"
+#include "traces/base/numeric/rope.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kBlock = 256;  // queries of a product
+
+struct Head {
+  std::vector<float> k, v;  // [token, dim], k rotated
+};
+
+void read_rotated(const TraceReader& trace, const RopeTable& rope, Part part, std::uint32_t layer,
+                  std::uint32_t head, std::vector<float>& to) {
+  const std::uint32_t dim = trace.shape().head_size;
+  to.resize(std::size_t{trace.tokens()} * dim);
+  trace.read(part, layer, head, 0, trace.tokens(), to.data());
+  if (part == Part::v) return;
+  for (std::uint32_t t = 0; t < trace.tokens(); ++t)
+    rope.rotate(to.data() + t * dim, dim, t, to.data() + t * dim);
+}
+
+/// Softmax of row `query` of a block, its sum divided out; what the query may not see becomes 0.
+void softmax(float* row, std::uint32_t query, std::uint32_t width) {
+  const HotLoops& loops = hot_loops();
+  const auto shift =
+      static_cast<std::int32_t>(loops.largest(row, query + 1) * 1.44269504088896341f);
+  loops.exponentials(row, query + 1, shift, row);
+  const float sum = loops.lane_sum(row, query + 1);
+  loops.scale(row, query + 1, 1 / sum);
+  std::fill(row + query + 1, row + width, 0.0f);
+}
+
+/// One query head; `out` [token, dim]. Returns the products' flops.
+double attend(const float* q, const Head& head, std::uint32_t tokens, std::uint32_t dim,
+              float scale, std::vector<float>& scores, float* out) {
+  double flops = 0;
+  for (std::uint32_t first = 0; first < tokens; first += kBlock) {
+    const std::uint32_t rows = std::min(kBlock, tokens - first), width = first + rows;
+    const auto m = static_cast<int>(rows), n = static_cast<int>(width), d = static_cast<int>(dim);
+    scores.resize(std::size_t{kBlock} * tokens);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, m, n, d, scale, q + first * dim, d,
+                head.k.data(), d, 0, scores.data(), n);
+    for (std::uint32_t i = 0; i < rows; ++i)
+      softmax(scores.data() + std::size_t{i} * width, first + i, width);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, m, d, n, 1, scores.data(), n,
+                head.v.data(), d, 0, out + first * dim, d);
+    flops += 4.0 * rows * width * dim;
+  }
+  return flops;
+}
+
+}  // namespace
+
+ExactPass exact_pass(const TraceReader& trace, unsigned threads) {
+  const ModelShape& shape = trace.shape();
+  const RopeTable rope(trace.header().rope, trace.tokens());
+  openblas_set_num_threads(1);  // the heads are spread over the threads
+  std::atomic<double> flops = 0;
+  ExactPass pass;
+  pass.time = timed([&] {
+    parallel_for(shape.layers * shape.kv_heads, threads, [&](std::size_t unit) {
+      const auto layer = static_cast<std::uint32_t>(unit / shape.kv_heads),
+                 kv_head = static_cast<std::uint32_t>(unit % shape.kv_heads);
+      Head head;
+      read_rotated(trace, rope, Part::k, layer, kv_head, head.k);
+      read_rotated(trace, rope, Part::v, layer, kv_head, head.v);
+      std::vector<float> q, scores, out(head.k.size());
+      for (std::uint32_t g = 0; g < shape.group(); ++g) {
+        read_rotated(trace, rope, Part::q, layer, kv_head * shape.group() + g, q);
+        flops += attend(q.data(), head, trace.tokens(), shape.head_size,
+                        trace.header().softmax_scale, scores, out.data());
+      }
+    });
+  });
+  pass.flops = flops;
+  return pass;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,48 @@
+// What a replay costs, beside one exact pass of attention over the same trace.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sim/replay.hpp"
+#include "sim/device/cuda_replay.hpp"
+#include "tools/bench/exact_pass.hpp"
+
+namespace kvlab {
+
+/// Configurations that are timed together.
+struct BenchGrid {
+  std::string name;
+  std::vector<ReplayConfig> configs;
+};
+
+struct GridTime {
+  std::string name;
+  std::size_t configs = 0;
+  WorkTime time;          ///< each the least of the repeats
+  double slot_steps = 0;  ///< live tokens attended, over queries, KV heads and configurations
+  double ratio = 0;       ///< to the exact pass, by the clock
+  double cpu_ratio = 0;   ///< the same of processor time
+  double step_microseconds = 0;  ///< on a device: of a query and a wave of thread blocks
+  double slot_steps_per_second() const { return slot_steps / time.seconds; }
+};
+
+struct ReplayBench {
+  ExactPass exact;  ///< the least time of all repeats
+  std::vector<GridTime> grids;
+  double bytes_read = 0;  ///< of the trace, by one replay
+};
+
+/// The grids of the bars: `grid` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets), its part
+/// without squeezed positions, each of its policies, `feedback` (h2o and lru, 20 budgets each) and
+/// 64 budgets of each nested order. `names`: which; empty: all.
+std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names);
+/// Every name that bench_grids knows.
+std::vector<std::string> bench_grid_names();
+
+/// Takes the exact pass and every grid `repeats` times, in turns, and keeps the least time of each.
+/// With a device both run there, and times are without reading the trace; else `device` is null.
+ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
+                         ReplayOptions options, unsigned repeats, CudaReplayer* device);
+
+}  // namespace kvlab

@@ -1,0 +1,190 @@
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "engine/backend.hpp"
+#include "tools/context.hpp"
+#include "tools/conversation.hpp"
+#include "tools/options.hpp"
+#include "tools/prompt.hpp"
+#include "traces/base/json.hpp"
+#include "traces/manifest.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+using Ids = std::vector<std::int32_t>;
+
+constexpr std::int64_t kMostTokens = 1 << 30;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("out", po::value<std::string>()->value_name("TRACE"), "the trace's directory, which is made");
+  add_prompt_options(options);
+  add_turn_options(options);
+  add("teacher-forced", po::bool_switch(), "decode the given text itself, instead of sampling");
+  add("prompt-tokens", po::value<std::int64_t>()->value_name("P"),
+      "teacher-forced: so many of the text's tokens are the prompt, the others are decoded");
+  add("max-tokens", po::value<std::int64_t>()->value_name("T"),
+      "teacher-forced: use the first T tokens of the text (default: all)");
+  add("prefill", po::value<std::string>()->value_name("MODE")->default_value("dense"),
+      "how a prompt is admitted: dense, chunk:N or stream; the trace is the same");
+  add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+  add_context_option(options);
+  add_common_options(options);
+}
+
+/// What is captured: a text that is given, or turns that are answered.
+struct Plan {
+  bool teacher_forced = false;
+  std::vector<Ids> turns;            // teacher-forced: one, the whole text
+  std::size_t prompt_tokens = 0;     // teacher-forced
+  std::uint32_t max_new_tokens = 0;  // otherwise
+};
+
+void check_modes(const po::variables_map& options) {
+  const bool forced = options["teacher-forced"].as<bool>();
+  const auto refuse = [&](const char* name, std::string_view why) {
+    if (options.count(name) && !options[name].defaulted())
+      throw std::invalid_argument(fmt::format("--{}: {}", name, why));
+  };
+  if (!forced) {
+    refuse("prompt-tokens", "comes with --teacher-forced only");
+    refuse("max-tokens", "comes with --teacher-forced only");
+    return;
+  }
+  if (!options.count("prompt-tokens"))
+    throw std::invalid_argument(
+        "--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P");
+  for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p"})
+    refuse(name, "samples, and --teacher-forced does not; leave out one of them");
+}
+
+Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids text) {
+  Plan plan{.teacher_forced = options["teacher-forced"].as<bool>()};
+  if (!plan.teacher_forced) {
+    plan.max_new_tokens = max_new_tokens_from(options);
+    plan.turns = turns_from(options, tokenizer, std::move(text));
+    return plan;
+  }
+  if (options.count("max-tokens")) {
+    const auto most = static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMostTokens));
+    text.resize(std::min(text.size(), most));
+  }
+  const auto length = static_cast<std::int64_t>(text.size());
+  if (length == 0) throw std::invalid_argument("--prompt: has no tokens; give some text");
+  plan.prompt_tokens = static_cast<std::size_t>(number_from(options, "prompt-tokens", 1, length));
+  plan.turns = {std::move(text)};
+  return plan;
+}
+
+/// Of all turns.
+std::uint32_t prompt_tokens(const Plan& plan) {
+  if (plan.teacher_forced) return static_cast<std::uint32_t>(plan.prompt_tokens);
+  return most_tokens(plan.turns, 0);
+}
+
+nlohmann::json record(const po::variables_map& options, const Plan& plan) {
+  nlohmann::json record{{"prefill", options["prefill"].as<std::string>()},
+                        {"teacher_forced", plan.teacher_forced}};
+  if (plan.teacher_forced) return record;
+  record["temperature"] = options["temperature"].as<double>();
+  record["top_k"] = options["top-k"].as<std::int64_t>();
+  record["top_p"] = options["top-p"].as<double>();
+  record["seed"] = options["seed"].as<std::int64_t>();
+  return record;
+}
+
+/// Feeds everything; returns the sampled text.
+std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConfig& config,
+                     const Tokenizer& tokenizer, SamplingOptions sampling) {
+  if (plan.teacher_forced) {
+    const std::span<const std::int32_t> text = plan.turns.front();
+    decoder.feed(text.first(plan.prompt_tokens), SegmentKind::prompt);
+    if (plan.prompt_tokens < text.size())
+      decoder.feed(text.subspan(plan.prompt_tokens), SegmentKind::decode);
+    return "";
+  }
+  Conversation conversation(decoder, config, tokenizer, sampling);
+  std::string sampled;
+  for (const Ids& turn : plan.turns)
+    sampled += conversation.ask(turn, plan.max_new_tokens, [](const std::string&) {}).text;
+  return sampled;
+}
+
+/// What to say of a trace that an error ended.
+std::string unfinished(const std::string& out) {
+  if (!std::filesystem::exists(std::filesystem::path(out) / shard_name(0))) return "";
+  return fmt::format("; {} is unfinished, `kvlab trace seal {}` keeps its whole shards", out, out);
+}
+
+int run(const po::variables_map& options) {
+  const Device device = device_from(options);
+  check_modes(options);
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const std::string out = required(options, "out", "--out TRACE, a directory to be made");
+  refuse_existing(out, "--out");
+  const unsigned threads = threads_from(options);
+  const SamplingOptions sampling = sampling_from(options);
+  CacheOptions cache;  // the whole one
+  cache.prefill = parse_prefill(options["prefill"].as<std::string>());
+  const std::string prompt = prompt_from(options);
+
+  const auto backend = load_backend(device, directory, threads);
+  const ModelConfig& config = backend->config();
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
+
+  const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
+  refuse_beyond_context(options, config, prompt_tokens(plan));
+
+  if (const std::string warning = context_warning(config, most); !warning.empty())
+    fmt::print(stderr, "kvlab capture: {}\n", warning);
+
+  TraceWriter writer(out, backend->trace_header(record(options, plan)));
+  const auto bar = progress_bar("capture");
+  std::string text;
+  try {
+    const auto decoder = backend->capturing_decoder(cache, most, writer, [&](std::uint32_t tokens) {
+      bar(static_cast<double>(tokens) / most);
+    });
+    text = run_plan(plan, *decoder, config, tokenizer, sampling);
+    decoder->flush();
+    writer.finish();
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(error.what() + unfinished(out));
+  }
+  bar(1.0);
+
+  if (options["json"].as<bool>()) {
+    ordered_json result{{"trace", out}, {"model", config.name}, {"tokens", writer.tokens()}};
+    if (!plan.teacher_forced) result["text"] = text;
+    fmt::print("{}\n", json_text(result));
+  } else {
+    fmt::print("{}: {} tokens of {}\n", out, writer.tokens(), config.name);
+  }
+  return 0;
+}
+
+}  // namespace
+
+Command capture_command() {
+  return {.name = "capture",
+          .summary = "runs a model on text and writes the trace of its attention",
+          .usage =
+              "--model DIR --prompt TEXT|--prompt-file FILE [--max-new-tokens N | --teacher-forced "
+              "--prompt-tokens P] --out TRACE",
+          .example =
+              "kvlab capture --model engine/models/tiny --prompt-file tools/demo/prompt.txt "
+              "--teacher-forced --prompt-tokens 256 --out trace",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

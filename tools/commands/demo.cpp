@@ -1,0 +1,178 @@
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <stdexcept>
+
+#include "engine/backend.hpp"
+#include "tools/options.hpp"
+#include "tools/run_command.hpp"
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+namespace fs = std::filesystem;
+using Words = std::vector<std::string>;
+
+constexpr const char* kMarker = ".kvlab-demo";
+constexpr const char* kDeployedBudget = "64";
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("out", po::value<std::string>()->value_name("DIR")->default_value("demo"),
+      "where everything goes; an older demo is replaced");
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "another checkpoint (default: $KVLAB_MODEL, or the bundled one)");
+}
+
+/// A file that comes with the sources, by the shorter of its names.
+std::string shipped(const char* file) {
+  const fs::path absolute = fs::path(KVLAB_SOURCE_DIR) / file;
+  std::error_code error;
+  const fs::path relative = fs::proximate(absolute, error);
+  const bool shorter = !error && relative.native().size() < absolute.native().size();
+  return shorter ? relative.string() : absolute.string();
+}
+
+std::string model_directory(const po::variables_map& options) {
+  if (options.count("model")) return options["model"].as<std::string>();
+  if (const char* model = std::getenv("KVLAB_MODEL")) return model;
+  return shipped("engine/models/tiny");
+}
+
+/// Makes an empty directory. Replaces what an earlier demo left, and nothing else.
+void make_directory(const fs::path& directory) {
+  if (fs::exists(fs::symlink_status(directory))) {
+    if (!fs::exists(directory / kMarker))
+      throw std::runtime_error(
+          fmt::format("--out: {} exists and was not made by kvlab demo; name another directory",
+                      directory.string()));
+    fs::remove_all(directory);
+  }
+  fs::create_directories(directory);
+  write_file_atomically(directory / kMarker,
+                        "Made by kvlab demo, which may replace this directory.\n");
+}
+
+/// A word as a person would type it.
+std::string typed(const std::string& word) {
+  const bool plain = !word.empty() && word.find_first_of(" '\"$&;|<>()*?!\\`") == std::string::npos;
+  return plain ? word : fmt::format("'{}'", word);
+}
+
+/// Steps, each with the command line that does the same.
+class Tour {
+ public:
+  void step(const char* title, const char* text) {
+    fmt::print("\n== {}. {} ==\n{}\n", ++number_, title, text);
+  }
+
+  void run(const Command& command, const Words& words) {
+    std::string line = "kvlab " + command.name;
+    for (const std::string& word : words) line.append(" ").append(typed(word));
+    fmt::print("\n$ {}\n", line);
+    std::fflush(stdout);
+    const auto start = std::chrono::steady_clock::now();
+    if (run_command(command, words) != 0)
+      throw std::runtime_error(fmt::format("the step `{}` failed", line));
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    seconds_ += took.count();
+    fmt::print("({:.1f} s)\n", took.count());
+  }
+
+  double seconds() const { return seconds_; }
+
+ private:
+  int number_ = 0;
+  double seconds_ = 0;
+};
+
+/// Where the tour's files are.
+struct Paths {
+  std::string model, prompt, trace, run, page, policy;
+};
+
+void capture_and_replay(Tour& tour, const Paths& paths) {
+  tour.step("Capture",
+            "The model reads a story and goes on with it, with its whole cache. Queries, keys and "
+            "values\n"
+            "of every layer go into a trace.");
+  tour.run(capture_command(),
+           {"--model", paths.model, "--prompt-file", paths.prompt, "--max-new-tokens", "440",
+            "--temperature", "0.8", "--seed", "7", "--out", paths.trace});
+
+  tour.step("Replay",
+            "The trace once more, through six eviction policies at eight budgets, beside two "
+            "oracles and the\n"
+            "full cache: how much attention falls on tokens that each would still hold?");
+  tour.run(replay_command(),
+           {"--trace", paths.trace, "--policy", "window,sink,lru,h2o,streaming_h2o,random",
+            "--budget", "24,32,48,64,96,128,192,256", "--out", paths.run});
+}
+
+void report_and_deploy(Tour& tour, const Paths& paths) {
+  tour.step("Report", "One page with the answer, the curves behind it and where it comes from.");
+  tour.run(report_command(), {paths.run, "--out", paths.page});
+
+  tour.step("Deploy",
+            "The winner at one budget, with its evidence and those that tie with it, as a file.");
+  tour.run(deploy_command(), {paths.run, "--budget", kDeployedBudget, "--out", paths.policy});
+}
+
+void generate_twice(Tour& tour, const Paths& paths) {
+  tour.step("Generate",
+            "The same story with the full cache, then with the deployed policy: a fraction of the "
+            "memory.\n"
+            "The draws are the same; the texts part where the caches begin to matter.");
+  Words generate{"--model", paths.model,     "--prompt-file", paths.prompt, "--max-new-tokens",
+                 "80",      "--temperature", "0.8",           "--seed",     "7"};
+  // Both from the decoder that evicts, so that only the cache differs.
+  if (has_cuda_device()) generate.insert(generate.end(), {"--device", "cpu"});
+  tour.run(generate_command(), generate);
+  Words deployed = generate;
+  deployed.insert(deployed.end(), {"--policy-file", paths.policy});
+  tour.run(generate_command(), deployed);
+}
+
+int run(const po::variables_map& options) {
+  const std::string out = options["out"].as<std::string>();
+  const Paths paths{.model = model_directory(options),
+                    .prompt = shipped("tools/demo/prompt.txt"),
+                    .trace = out + "/trace",
+                    .run = out + "/run",
+                    .page = out + "/report.html",
+                    .policy = out + "/policy.json"};
+  if (!fs::exists(fs::path(paths.model) / "config.json"))
+    throw std::runtime_error(
+        fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory", paths.model));
+  make_directory(out);
+  Tour tour;
+  capture_and_replay(tour, paths);
+  report_and_deploy(tour, paths);
+  generate_twice(tour, paths);
+  fmt::print(
+      "\nAll of it took {:.1f} s. Open {} in a browser.\n"
+      "Next: kvlab policies          what each policy does\n"
+      "      kvlab eval --help       the same question in the closed loop: perplexity\n"
+      "      kvlab capture --help    a trace of your own model and text\n",
+      tour.seconds(), paths.page);
+  return 0;
+}
+
+}  // namespace
+
+Command demo_command() {
+  return {
+      .name = "demo",
+      .summary = "the whole loop on the bundled model: capture, replay, report, deploy, generate",
+      .usage = "[--out demo] [--model DIR]",
+      .example = "kvlab demo",
+      .add_options = add_options,
+      .positional = "",
+      .run = run};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,164 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "engine/tokenizer/tokenizer.hpp"
+#include "sim/report/html.hpp"
+#include "engine/loop/deploy.hpp"
+#include "engine/loop/eval.hpp"
+#include "tools/options.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("run", po::value<std::string>()->value_name("RUN"), "a run of `kvlab replay`");
+  add("budget", po::value<std::string>()->value_name("B"), "a budget of the run");
+  add("metric", po::value<std::string>()->value_name("METRIC")->default_value("nll_recall"),
+      "what decides: nll_recall, recall, miss_rate, output_error, layer_error");
+  add("out", po::value<std::string>()->value_name("FILE"),
+      "the policy file; an older one is replaced");
+  add("confirm", po::value<std::int64_t>()->value_name("K")->default_value(0),
+      "settle the first K by perplexity in the closed loop (needs --model and --text)");
+  add("model", po::value<std::string>()->value_name("DIR"), "--confirm: the model");
+  add("text", po::value<std::string>()->value_name("FILE"), "--confirm: text to score");
+  add("max-tokens", po::value<std::int64_t>()->value_name("T")->default_value(0),
+      "--confirm: use the first T tokens of the text; 0: all");
+  add_source_option(options);
+  add_common_options(options);
+}
+
+/// What the closed loop said of one standing.
+struct Confirmed {
+  std::size_t standing;
+  EvalScore score;
+};
+
+std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
+                               const Figures& figures, const Ballot& ballot,
+                               const std::shared_ptr<const PolicyEntry>& compiled) {
+  std::vector<Confirmed> confirmed;
+  const auto most = static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
+  if (most == 0) return confirmed;
+  const std::string directory = required(options, "model", "--model DIR, which --confirm runs");
+  const std::string text = required(options, "text", "--text FILE, which --confirm scores");
+  const unsigned threads = threads_from(options);
+  const Model model = Model::load(directory, threads);
+  if (model.weights_xxh3() != run.info.traces.front().weights_xxh3)
+    throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
+                                            directory, run.info.traces.front().model));
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  std::vector<LoopConfig> configs{
+      {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}}};
+  const std::size_t count = std::min(most, ballot.standings.size());
+  for (std::size_t i = 0; i < count; ++i)
+    configs.push_back({.cache = config_of(run, ballot, figures, i, compiled),
+                       .budgets = {},
+                       .threshold = run.info.threshold});
+  const auto scores = evaluate(
+      model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
+      {.max_tokens = static_cast<std::uint32_t>(number_from(options, "max-tokens", 0, 1 << 30)),
+       .threads = threads,
+       .progress = progress_bar("confirm")});
+  for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});
+  std::stable_sort(confirmed.begin(), confirmed.end(), [](const Confirmed& a, const Confirmed& b) {
+    return a.score.nll < b.score.nll;
+  });
+  return confirmed;
+}
+
+ordered_json confirmed_json(const Figures& figures, const Ballot& ballot,
+                            const std::vector<Confirmed>& confirmed) {
+  ordered_json list = ordered_json::array();
+  for (const Confirmed& entry : confirmed)
+    list.push_back({{"policy", figures.series()[ballot.standings[entry.standing].series].label},
+                    {"perplexity", entry.score.perplexity},
+                    {"perplexity_stderr", entry.score.perplexity_error},
+                    {"kl", entry.score.kl},
+                    {"kl_stderr", entry.score.kl_error},
+                    {"tokens", entry.score.tokens}});
+  return list;
+}
+
+void print_standings(const Figures& figures, const Ballot& ballot) {
+  fmt::print("{} at a budget of {} tokens\n", ballot.metric->label, ballot.budget.least_tokens);
+  for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
+    const Standing& standing = ballot.standings[i];
+    const bool first = standing.behind.traces == 0;
+    fmt::print("{} {:<30} {:>19}   {}\n", i == ballot.winner ? '>' : ' ',
+               figures.series()[standing.series].label, average_text(standing.score),
+               first           ? ""
+               : standing.ties ? "ties with the first"
+                               : "behind by " + average_text(standing.behind));
+  }
+}
+
+void print_confirmed(const Figures& figures, const Ballot& ballot,
+                     const std::vector<Confirmed>& confirmed) {
+  if (confirmed.empty()) return;
+  fmt::print("\nclosed loop, perplexity and KL to the full cache\n");
+  for (const Confirmed& entry : confirmed)
+    fmt::print("{} {:<30} {:>19}   {}\n", entry.standing == ballot.winner ? '>' : ' ',
+               figures.series()[ballot.standings[entry.standing].series].label,
+               average_text({entry.score.perplexity, entry.score.perplexity_error, 1}),
+               average_text({entry.score.kl, entry.score.kl_error, 1}));
+}
+
+int run(const po::variables_map& options) {
+  check_device(options);
+  const std::string directory =
+      required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
+  const std::string budget = required(options, "budget", "--budget B, one of the run");
+  const std::string out = required(options, "out", "--out policy.json");
+  const Run loaded = load_run(directory);
+  const Figures figures(loaded.rows);
+  Ballot ballot = rank_for_deployment(loaded, figures, budget, options["metric"].as<std::string>());
+  const auto compiled = policy_source_from(options);
+  const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
+  if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
+  PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
+  if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(figures, ballot, confirmed);
+  write_policy_file(out, file);
+
+  if (options["json"].as<bool>()) {
+    const ordered_json top{{"policy_file", out},
+                           {"policy", file.policy.name},
+                           {"params", file.policy.params_text()},
+                           {"budget_tokens", file.budget},
+                           {"positions", name_of(file.positions)},
+                           {"evidence", file.run}};
+    fmt::print("{}\n", json_text(top));
+    return 0;
+  }
+  print_standings(figures, ballot);
+  print_confirmed(figures, ballot, confirmed);
+  fmt::print(
+      "\n{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n",
+      out, file.policy.text(), file.budget, out);
+  return 0;
+}
+
+}  // namespace
+
+Command deploy_command() {
+  return {
+      .name = "deploy",
+      .summary = "the winner of a run at a budget, as a policy file for the engine",
+      .usage =
+          "RUN --budget B [--metric nll_recall] [--confirm K --model DIR --text FILE] --out FILE",
+      .example = "kvlab deploy run --budget 128 --out policy.json",
+      .add_options = add_options,
+      .positional = "run",
+      .run = run};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,234 @@
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "engine/tokenizer/tokenizer.hpp"
+#include "engine/loop/batch_loop.hpp"
+#include "engine/loop/decoder_loop.hpp"
+#include "engine/loop/eval.hpp"
+#include "tools/options.hpp"
+#include "engine/loop/policy_file.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
+constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
+      "texts to score");
+  add("window", po::value<std::int64_t>()->value_name("N")->default_value(0),
+      "tokens a window, the model's first token included; 0: the trained context");
+  add("stream", po::bool_switch(), "each text as one sequence");
+  add("prompt-tokens", po::value<std::int64_t>()->value_name("P")->default_value(0),
+      "tokens of each sequence that are its prompt; 0: half of it");
+  add("max-tokens", po::value<std::int64_t>()->value_name("T")->default_value(0),
+      "use the first T tokens of each text; 0: all");
+  add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
+      "whose predictions are scored: those of decoded tokens, or all");
+  add("batched", po::bool_switch(),
+      "on a CUDA device, windows and budgets side by side: about 20 times faster for many; "
+      "products of many rows round in another order");
+  add("no-full", po::bool_switch(),
+      "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
+  add("block-tokens", po::value<std::int64_t>()->value_name("N")->default_value(0),
+      "also the perplexity of each N scored tokens of a text, in their order; 0: not");
+  add_threshold_option(options);
+  add("policy-file", po::value<std::string>()->value_name("FILE"),
+      "a deployed policy, beside those of --policy");
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+LoopConfig deployed(const std::string& path, const std::shared_ptr<const PolicyEntry>& compiled,
+                    const ModelConfig& config, const std::string& weights_xxh3) {
+  const PolicyFile file = read_policy_file(path, compiled);
+  if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
+    fmt::print(stderr, "kvlab eval: {}\n", warning);
+  const CacheOptions cache = cache_options(file, config.shape());
+  return {.cache = {.policy = cache.policy,
+                    .budget = {.extent = tokens(file.budget)},
+                    .prefill = cache.prefill,
+                    .positions = cache.positions,
+                    .seed = cache.seed},
+          .budgets = cache.budgets,
+          .threshold = file.threshold};
+}
+
+nlohmann::ordered_json to_json(const EvalScore& score) {
+  const auto number = [](double value) {
+    return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+  };
+  const ReplayConfig& cache = score.config.cache;
+  nlohmann::ordered_json blocks = nlohmann::ordered_json::array();
+  for (const EvalBlock& block : score.blocks)
+    blocks.push_back({{"first", block.first},
+                      {"perplexity", number(std::exp(block.nll))},
+                      {"ms_per_token", number(block.milliseconds_per_token)}});
+  nlohmann::ordered_json json = {
+      {"policy", cache.policy.name},
+      {"params", cache.policy.params_text()},
+      {"budget", cache.policy.entry->info.evicts ? cache.budget.text() : "all"},
+      {"budget_tokens", score.budget_tokens},
+      {"prefill", cache.prefill.text()},
+      {"positions", name_of(cache.positions)},
+      {"seed", cache.seed},
+      {"perplexity", number(score.perplexity)},
+      {"perplexity_stderr", number(score.perplexity_error)},
+      {"nll", number(score.nll)},
+      {"nll_stderr", number(score.nll_error)},
+      {"kl", number(score.kl)},
+      {"kl_stderr", number(score.kl_error)},
+      {"top1_agreement", number(score.same_first)},
+      {"tokens", score.tokens},
+      {"kv_bytes_peak", score.kv_bytes_peak}};
+  if (!score.blocks.empty()) json["blocks"] = std::move(blocks);
+  return json;
+}
+
+void print_table(const std::vector<EvalScore>& scores) {
+  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>12}\n", "policy", "budget", "positions",
+             "perplexity", "KL", "top-1", "peak KV");
+  for (const EvalScore& score : scores) {
+    const std::string error =
+        std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
+    const bool against_full = !std::isnan(score.kl);
+    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>8.1f} KiB\n",
+               score.config.cache.policy.text(), score.budget_tokens,
+               name_of(score.config.cache.positions),
+               fmt::format("{:.3f}{}", score.perplexity, error),
+               against_full ? fmt::format("{:.4f}", score.kl) : "-",
+               against_full ? fmt::format("{:.1f}%", 100 * score.same_first) : "-",
+               static_cast<double>(score.kv_bytes_peak) / 1024);
+    for (const EvalBlock& block : score.blocks)
+      fmt::print("  from token {:>9} {:>45.3f}{}\n", block.first, std::exp(block.nll),
+                 std::isnan(block.milliseconds_per_token)
+                     ? ""
+                     : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
+  }
+}
+
+std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
+  return static_cast<std::uint32_t>(number_from(options, name, 0, kMostTokens));
+}
+
+EvalOptions eval_options(const po::variables_map& options) {
+  const std::string span = options["span"].as<std::string>();
+  if (span != "decode" && span != "all")
+    throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
+  if (options["batched"].as<bool>() && device_from(options) == Device::cpu)
+    throw std::invalid_argument("--batched: is for a CUDA device; leave it out");
+  if (options["batched"].as<bool>() && (span == "all" || tokens_from(options, "block-tokens") > 0))
+    throw std::invalid_argument("--batched: scores decoded tokens alone, without --block-tokens");
+  return {.window = tokens_from(options, "window"),
+          .stream = options["stream"].as<bool>(),
+          .prompt_tokens = tokens_from(options, "prompt-tokens"),
+          .max_tokens = tokens_from(options, "max-tokens"),
+          .span = span == "all" ? Span::all : Span::decode,
+          .against_full = !options["no-full"].as<bool>(),
+          .block_tokens = tokens_from(options, "block-tokens"),
+          .threads = threads_from(options),
+          .progress = progress_bar("eval")};
+}
+
+/// The model on the device that was asked for.
+struct Loaded {
+  ModelConfig config;
+  std::string weights_xxh3;
+  std::function<std::vector<EvalScore>(const std::vector<std::vector<std::int32_t>>& texts,
+                                       std::vector<LoopConfig> configs, const EvalOptions& how)>
+      evaluate;
+};
+
+/// On the CPU layer by layer, on a CUDA device token by token or, where it is asked for, in
+/// batches.
+Loaded load(Device device, const std::string& directory, unsigned threads, bool batched) {
+  if (device == Device::cpu) {
+    const Model model = Model::load(directory, threads);
+    return {model.config(), model.weights_xxh3(),
+            [model](const auto& texts, std::vector<LoopConfig> configs, const EvalOptions& how) {
+              return evaluate(model, texts, std::move(configs), how);
+            }};
+  }
+  const std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
+  const LoopRunner run = [backend](std::span<const std::int32_t> ids,
+                                   std::span<const LoopConfig> configs, const LoopOptions& how) {
+    return run_decoder_loop(*backend, ids, configs, how);
+  };
+  const SweepRunner run_batches = [backend](const auto& sequences,
+                                            std::span<const LoopConfig> configs,
+                                            const EvalOptions& how) {
+    return run_batch_loop(*backend, sequences, configs,
+                          {.prompt_tokens = how.prompt_tokens,
+                           .against_first = how.against_full,
+                           .progress = how.progress});
+  };
+  return {backend->config(), backend->weights_xxh3(),
+          [backend, run, run_batches, batched](const auto& texts, std::vector<LoopConfig> configs,
+                                               const EvalOptions& how) {
+            return batched
+                       ? evaluate(backend->config(), run_batches, texts, std::move(configs), how)
+                       : evaluate(backend->config(), run, texts, std::move(configs), how);
+          }};
+}
+
+int run(const po::variables_map& options) {
+  if (!options.count("text"))
+    throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
+  const EvalOptions how = eval_options(options);
+  const double threshold = threshold_from(options);
+  std::vector<LoopConfig> configs;
+  const auto compiled = policy_source_from(options);
+  if (options.count("policy") || (compiled && !options.count("policy-file")))
+    for (ReplayConfig& config : grid_from(options, {}, compiled))
+      configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
+  else
+    refuse_lone_budget(options);
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const Loaded model =
+      load(device_from(options), directory, how.threads, options["batched"].as<bool>());
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  if (options.count("policy-file"))
+    configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,
+                               model.weights_xxh3));
+
+  std::vector<std::vector<std::int32_t>> texts;
+  for (const std::string& path : options["text"].as<std::vector<std::string>>())
+    texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
+  const std::vector<EvalScore> scores = model.evaluate(texts, std::move(configs), how);
+  if (!options["json"].as<bool>()) {
+    print_table(scores);
+    return 0;
+  }
+  nlohmann::ordered_json configurations = nlohmann::ordered_json::array();
+  for (const EvalScore& score : scores) configurations.push_back(to_json(score));
+  const nlohmann::ordered_json result{{"model", model.config.name},
+                                      {"weights_xxh3", model.weights_xxh3},
+                                      {"span", options["span"].as<std::string>()},
+                                      {"configurations", std::move(configurations)}};
+  fmt::print("{}\n", json_text(result));
+  return 0;
+}
+
+}  // namespace
+
+Command eval_command() {
+  return {.name = "eval",
+          .summary = "closed loop: perplexity of many policies and budgets, teacher-forced",
+          .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
+          .example =
+              "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
+              "--policy window,sink,h2o --budget 64,128 --prefill stream",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

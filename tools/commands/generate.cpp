@@ -1,0 +1,153 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <stdexcept>
+
+#include "tools/context.hpp"
+#include "tools/conversation.hpp"
+#include "tools/options.hpp"
+#include "engine/loop/policy_file.hpp"
+#include "tools/prompt.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add_prompt_options(options);
+  add_turn_options(options);
+  add_context_option(options);
+  add("policy-file", po::value<std::string>()->value_name("FILE"),
+      "the cache that `kvlab deploy` chose");
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+void refuse_beside_policy_file(const po::variables_map& options) {
+  for (const char* name : {"policy", "budget", "positions", "prefill"})
+    if (options.count(name) && !options[name].defaulted())
+      throw std::invalid_argument(
+          fmt::format("--policy-file: says the {} itself; leave out --{}", name, name));
+}
+
+/// The cache as asked for, before the length is known.
+struct CacheChoice {
+  std::optional<PolicyFile> file;
+  std::optional<ReplayConfig> config;
+
+  CacheOptions resolve(const ModelShape& shape, std::uint32_t length) const {
+    if (file) return cache_options(*file, shape);
+    const bool evicts = config->policy.entry->info.evicts;
+    return {.policy = config->policy,
+            .budget = evicts ? config->budget.resolve(length) : kNoBudget,
+            .budgets = {},
+            .positions = config->positions,
+            .prefill = config->prefill,
+            .seed = config->seed};
+  }
+};
+
+CacheChoice cache_from(const po::variables_map& options) {
+  if (!options.count("policy-file")) return {.file = {}, .config = only_config(options)};
+  refuse_beside_policy_file(options);
+  return {.file = read_policy_file(options["policy-file"].as<std::string>(),
+                                   policy_source_from(options)),
+          .config = {}};
+}
+
+void warn(const std::string& message) {
+  if (!message.empty()) fmt::print(stderr, "kvlab generate: {}\n", message);
+}
+
+ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cache,
+                     const SequenceDecoder& decoder, const Conversation& conversation) {
+  std::string text;
+  std::vector<std::int32_t> ids;
+  ordered_json turns = ordered_json::array();
+  for (const Answer& answer : answers) {
+    text += answer.text;
+    ids.insert(ids.end(), answer.ids.begin(), answer.ids.end());
+    turns.push_back({{"text", answer.text},
+                     {"ids", answer.ids},
+                     {"stopped", answer.ended ? "end of text" : "length"}});
+  }
+  const bool evicts = cache.policy.entry->info.evicts;
+  return {{"text", text},
+          {"ids", ids},
+          {"turns", turns},
+          {"policy", cache.policy.name},
+          {"params", cache.policy.params_text()},
+          {"budget_tokens", evicts ? ordered_json(cache.budget) : ordered_json("all")},
+          {"positions", name_of(cache.positions)},
+          {"prefill", cache.prefill.text()},
+          {"prompt_tokens", conversation.prompt_pace().tokens},
+          {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
+          {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
+          {"evictions", decoder.evictions()},
+          {"kv_bytes_peak", decoder.kv_bytes_peak()}};
+}
+
+int run(const po::variables_map& options) {
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const unsigned threads = threads_from(options);
+  const SamplingOptions sampling = sampling_from(options);
+  const std::uint32_t max_new_tokens = max_new_tokens_from(options);
+  const std::string prompt = prompt_from(options);
+  const CacheChoice choice = cache_from(options);
+
+  const auto backend = load_backend(device_from(options), directory, threads);
+  const ModelConfig& config = backend->config();
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
+  const std::uint32_t length = most_tokens(turns, max_new_tokens);
+  std::uint32_t longest_prompt = 0;
+  for (const auto& turn : turns)
+    longest_prompt = std::max(longest_prompt, static_cast<std::uint32_t>(turn.size()));
+  const CacheOptions cache = choice.resolve(config.shape(), length);
+  refuse_beyond_context(options, config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
+                        squeezed_cache(config));
+  if (choice.file) warn(model_mismatch(*choice.file, config.name, backend->weights_xxh3()));
+  warn(
+      context_warning(config, longest_span(cache, longest_prompt, length), squeezed_cache(config)));
+
+  const bool json = options["json"].as<bool>();
+  const auto decoder = backend->decoder(cache, length);
+  Conversation conversation(*decoder, config, tokenizer, sampling);
+  std::vector<Answer> answers;
+  for (const auto& turn : turns) {
+    answers.push_back(conversation.ask(turn, max_new_tokens, [&](const std::string& text) {
+      if (json) return;
+      fmt::print("{}", text);
+      std::fflush(stdout);
+    }));
+    if (!json) fmt::print("\n");
+  }
+  if (json) fmt::print("{}\n", json_text(to_json(answers, cache, *decoder, conversation)));
+  return 0;
+}
+
+}  // namespace
+
+Command generate_command() {
+  return {.name = "generate",
+          .summary = "text from a model, through the cache of any policy",
+          .usage =
+              "--model DIR --prompt TEXT|--prompt-file FILE [--policy P --budget B | "
+              "--policy-file FILE] [options]",
+          .example =
+              "kvlab generate --model engine/models/tiny --prompt 'It was a dark night' --policy "
+              "sink --budget 128",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,172 @@
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "policies/catalogue.hpp"
+#include "sim/replay.hpp"
+#include "tools/options.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct Reference {
+  std::string_view name, summary, bounds;
+};
+constexpr Reference kReferences[] = {
+    {kOracleMass, "evicts by least future mass under the full cache, summed over the group",
+     "nothing: a strong rule for recall, not a bound"},
+    {kOracleTopk, "keeps for each query and query head its most probable tokens",
+     "recall and misses; says nothing about output error"}};
+
+std::string_view name_of(Needs needs) {
+  switch (needs) {
+    case Needs::nothing:
+      return "nothing";
+    case Needs::mass:
+      return "mass";
+    case Needs::requests:
+      return "requests";
+  }
+  throw std::logic_error("a policy needs something unknown");
+}
+
+std::string_view name_of(Order order) { return order == Order::nested ? "nested" : "feedback"; }
+
+/// The default guards that guard anything: "sinks=4 recent=50%", or "".
+std::string guards_of(const PolicyInfo& info) {
+  std::vector<std::string> parts;
+  if (info.sinks != Extent{}) parts.push_back("sinks=" + text_of(info.sinks));
+  if (info.recent != Extent{}) parts.push_back("recent=" + text_of(info.recent));
+  return fmt::format("{}", fmt::join(parts, " "));
+}
+
+std::string describe(const ParamInfo& param) {
+  return fmt::format("{}={} ({:g} to {:g}): {}", param.name, param.standard, param.least,
+                     param.most, param.help);
+}
+
+std::string or_none(const std::string& text) { return text.empty() ? "none" : text; }
+
+/// The registry, and the policy of --policy-source behind it.
+std::vector<PolicyEntry> all_entries(const std::shared_ptr<const PolicyEntry>& compiled) {
+  std::vector<PolicyEntry> entries = policy_catalogue();
+  if (compiled) entries.push_back(*compiled);
+  return entries;
+}
+
+void print_text(const std::vector<PolicyEntry>& entries) {
+  fmt::print(
+      "Written name:param=value:guard=value, as in h2o:sinks=4:recent=25%.\n"
+      "Any policy that evicts takes the guards sinks and recent: tokens, or a share of the "
+      "budget.\n");
+  for (const PolicyEntry& entry : entries) {
+    const PolicyInfo& info = entry.info;
+    fmt::print("\n{}\n  {}\n", info.name, info.summary);
+    if (info.evicts) fmt::print("  guards     {}\n", or_none(guards_of(info)));
+    for (const ParamInfo& param : entry.params) fmt::print("  parameter  {}\n", describe(param));
+    fmt::print("  needs      {}; {} bytes of state a slot\n", name_of(info.needs),
+               entry.slot_bytes);
+    fmt::print("  order      {}\n  positions  {}\n  source     {}\n", name_of(info.order),
+               name_of(info.positions), info.citation);
+    if (entry.source)
+      fmt::print("  compiled   from {} (xxh3 {})\n", entry.source->path, entry.source->xxh3);
+  }
+  fmt::print("\nReferences, for comparison only (never deployed, no parameters, no guards):\n");
+  for (const Reference& reference : kReferences)
+    fmt::print("\n{}\n  {}\n  bounds     {}\n", reference.name, reference.summary,
+               reference.bounds);
+}
+
+std::string code_or_blank(const std::string& text) {
+  return text.empty() ? "" : fmt::format("`{}`", text);
+}
+
+/// Two tables, as docs/policies.md holds them.
+void print_markdown(const std::vector<PolicyEntry>& entries) {
+  fmt::print(
+      "| policy | what it does | needs | order | guards | parameters | positions | bytes a slot | "
+      "source |\n"
+      "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
+  for (const PolicyEntry& entry : entries) {
+    const PolicyInfo& info = entry.info;
+    std::vector<std::string> params;
+    for (const ParamInfo& param : entry.params) params.push_back(describe(param));
+    fmt::print("| `{}` | {} | {} | {} | {} | {} | {} | {} | {} |\n", info.name, info.summary,
+               name_of(info.needs), name_of(info.order), code_or_blank(guards_of(info)),
+               fmt::join(params, "; "), name_of(info.positions), entry.slot_bytes, info.citation);
+  }
+  fmt::print("\n| reference | what it does | bounds |\n| --- | --- | --- |\n");
+  for (const Reference& reference : kReferences)
+    fmt::print("| `{}` | {} | {} |\n", reference.name, reference.summary, reference.bounds);
+}
+
+ordered_json to_json(const PolicyEntry& entry) {
+  const PolicyInfo& info = entry.info;
+  ordered_json params = ordered_json::array();
+  for (const ParamInfo& param : entry.params)
+    params.push_back({{"name", param.name},
+                      {"help", param.help},
+                      {"default", param.standard},
+                      {"least", param.least},
+                      {"most", param.most}});
+  return {{"name", info.name},
+          {"summary", info.summary},
+          {"evicts", info.evicts},
+          {"needs", name_of(info.needs)},
+          {"order", name_of(info.order)},
+          {"weighted", info.weighted},
+          {"sinks", text_of(info.sinks)},
+          {"recent", text_of(info.recent)},
+          {"params", params},
+          {"positions", name_of(info.positions)},
+          {"slot_bytes", entry.slot_bytes},
+          {"citation", info.citation}};
+}
+
+void print_json(const std::vector<PolicyEntry>& entries) {
+  ordered_json policies = ordered_json::array(), references = ordered_json::array();
+  for (const PolicyEntry& entry : entries) policies.push_back(to_json(entry));
+  for (const Reference& reference : kReferences)
+    references.push_back(
+        {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});
+  const ordered_json all{{"policies", policies}, {"references", references}};
+  fmt::print("{}\n", json_text(all));
+}
+
+void add_options(po::options_description& options) {
+  options.add_options()("json", po::bool_switch(), "one JSON object")(
+      "markdown", po::bool_switch(), "the tables of docs/policies.md");
+  add_source_option(options);
+}
+
+int run(const po::variables_map& options) {
+  const bool json = options["json"].as<bool>(), markdown = options["markdown"].as<bool>();
+  if (json && markdown)
+    throw std::invalid_argument("--json and --markdown exclude each other; give one");
+  const auto entries = all_entries(policy_source_from(options));
+  if (json)
+    print_json(entries);
+  else if (markdown)
+    print_markdown(entries);
+  else
+    print_text(entries);
+  return 0;
+}
+
+}  // namespace
+
+Command policies_command() {
+  return {.name = "policies",
+          .summary = "every policy: parameters, guards, bytes per slot, source",
+          .usage = "[--json | --markdown] [--policy-source FILE.hpp]",
+          .example = "kvlab policies",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,176 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "sim/run/ranking.hpp"
+#include "sim/device/cuda_replay.hpp"
+#include "tools/options.hpp"
+#include "sim/run/replay_run.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("trace",
+      po::value<std::vector<std::string>>()->value_name("TRACE")->multitoken()->composing(),
+      "captured traces; may be given several times");
+  add("out", po::value<std::string>()->value_name("RUN"), "the run's directory, which is made");
+  add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
+      "the queries to measure: those of decoded tokens, or all");
+  add_threshold_option(options);
+  add("output-error", po::value<std::string>()->value_name("sample|all")->default_value("sample"),
+      "take the output errors on every eighth query, or on all");
+  add("layers", po::value<std::string>()->value_name("LIST"),
+      "only these layers: 0,1,5 (default: all)");
+  add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
+  add("fresh", po::bool_switch(),
+      "throw away what an unfinished replay left in RUN.part, which is otherwise gone on with");
+  add_policy_options(options, true);
+  add_common_options(options);
+}
+
+std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
+  std::vector<std::uint32_t> layers;
+  if (!options.count("layers")) return layers;
+  for (const std::string& item : split_list(options["layers"].as<std::string>())) {
+    const bool digits = !item.empty() && item.size() < 7 &&
+                        item.find_first_not_of("0123456789") == std::string::npos;
+    if (!digits)
+      throw std::invalid_argument(
+          fmt::format("--layers: '{}' should be layer numbers such as 0,1,5", item));
+    layers.push_back(static_cast<std::uint32_t>(std::stoul(item)));
+  }
+  std::sort(layers.begin(), layers.end());
+  layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
+  return layers;
+}
+
+/// By default the processes of a host share its cores.
+unsigned threads_in(const ProcessGroup& group, const po::variables_map& options) {
+  const unsigned threads = threads_from(options);
+  if (options.count("threads")) return threads;
+  return std::max(1u, threads / static_cast<unsigned>(group.host_size()));
+}
+
+ReplayOptions replay_options(const po::variables_map& options, const ProcessGroup& group) {
+  const std::string error = options["output-error"].as<std::string>();
+  if (error != "sample" && error != "all")
+    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
+  return {.span = parse_span(options["span"].as<std::string>()),
+          .threshold = threshold_from(options),
+          .every_output_error = error == "all",
+          .threads = threads_in(group, options),
+          .layers = layers_from(options),
+          .progress = group.leads() ? progress_bar("replay") : nullptr};
+}
+
+/// One metric, policies by budgets, averaged over the traces.
+void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t width) {
+  fmt::print("{:<{}}", metric.label, width + 2);
+  for (const BudgetColumn& budget : figures.budgets()) fmt::print(" {:>7}", budget.text);
+  fmt::print("\n");
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    const Series& series = figures.series()[s];
+    std::string cells;
+    for (const BudgetColumn& budget : figures.budgets()) {
+      const auto average = figures.average(s, budget.text, metric.name);
+      cells += average ? fmt::format(" {:>7.3f}", average->mean) : fmt::format(" {:>7}", "");
+    }
+    if (cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
+      fmt::print("  {:<{}}{}\n", series.label, width, cells);
+  }
+  fmt::print("\n");
+}
+
+void print_table(const Run& run, const std::string& out) {
+  const Figures figures(run.rows);
+  std::size_t width = 16;
+  for (const Series& series : figures.series()) width = std::max(width, series.label.size());
+  for (const char* name : {"nll_recall", "recall", "miss_rate", "output_error"})
+    print_metric(figures, *find_metric(name), width);
+  fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
+             out);
+}
+
+ordered_json to_json(const ResultRow& row) {
+  ordered_json json{{"trace", row.trace},
+                    {"policy", row.policy},
+                    {"params", row.params},
+                    {"budget", row.budget},
+                    {"budget_tokens", row.budget_tokens},
+                    {"prefill", row.prefill},
+                    {"positions", row.positions},
+                    {"seed", row.seed},
+                    {"metric", row.metric},
+                    {"value", row.value},
+                    {"stderr", nullptr},
+                    {"count", row.count}};
+  if (!std::isnan(row.standard_error)) json["stderr"] = row.standard_error;
+  return json;
+}
+
+void print_json(const Run& run, const std::string& out) {
+  ordered_json results = ordered_json::array();
+  for (const ResultRow& row : run.rows)
+    if (row.layer < 0) results.push_back(to_json(row));
+  const ordered_json top{{"run", out}, {"hash", run.hash}, {"results", std::move(results)}};
+  fmt::print("{}\n", json_text(top));
+}
+
+ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
+  const bool on_device = options.count("device") && device_from(options) == Device::cuda;
+  if (on_device && group.size() > 1)
+    throw std::invalid_argument("--device: cuda is for one process; under mpirun use --device cpu");
+  const std::string out = required(options, "out", "--out RUN, a directory to be made");
+  if (group.leads()) refuse_existing(out, "--out");
+  if (!options.count("policy-source")) required(options, "policy", "--policy window,sink,h2o");
+  if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
+  ReplayRequest request{
+      .traces = options["trace"].as<std::vector<std::string>>(),
+      .grid = grid_from(options, replay_references()),
+      .options = replay_options(options, group),
+      .fresh = options["fresh"].as<bool>(),
+      .notice = [](const std::string& line) { fmt::print(stderr, "kvlab replay: {}\n", line); }};
+  if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
+  if (on_device) request.device = cuda_replayer();
+  request.options.elsewhere = request.device.get();
+  return request;
+}
+
+int run(const po::variables_map& options) {
+  const auto group = join_process_group();
+  std::optional<ReplayRequest> request;
+  std::optional<Run> result;
+  if (do_together(*group, [&] { request = request_from(options, *group); }))
+    result = replay_to(*request, options["out"].as<std::string>(), *group);
+  if (!result) return 0;  // the first process speaks for all
+  const std::string out = options["out"].as<std::string>();
+  if (options["json"].as<bool>())
+    print_json(*result, out);
+  else
+    print_table(*result, out);
+  return 0;
+}
+
+}  // namespace
+
+Command replay_command() {
+  return {.name = "replay",
+          .summary = "replays traces through many policies and budgets at once",
+          .usage = "--trace TRACE... --policy LIST --budget LIST --out RUN [options]",
+          .example =
+              "kvlab replay --trace trace --policy window,sink,lru,h2o:recent=25% "
+              "--budget 64,128,20% --out run",
+          .add_options = add_options,
+          .positional = "",
+          .run = run};
+}
+
+}  // namespace kvlab

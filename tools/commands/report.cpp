@@ -1,0 +1,49 @@
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "sim/report/report.hpp"
+#include "tools/options.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+void add_options(po::options_description& options) {
+  options.add_options()("run", po::value<std::string>()->value_name("RUN"),
+                        "a run of `kvlab replay`")(
+      "out", po::value<std::string>()->value_name("FILE"), "the page; an older one is replaced")(
+      "budget",
+      po::value<std::string>()->value_name("B")->default_value("", "the run's middle one"),
+      "the headline's and the heat maps' budget, one of the run")("json", po::bool_switch(),
+                                                                  "print one JSON object");
+}
+
+int run(const po::variables_map& options) {
+  const std::string directory =
+      required(options, "run", "kvlab report RUN, a directory of `kvlab replay`");
+  const std::string out = required(options, "out", "--out report.html");
+  const Run loaded = load_run(directory);
+  const std::string html = report_html(
+      loaded, {.budget = options["budget"].as<std::string>(), .progress = progress_bar("report")});
+  write_file_atomically(out, html);
+  if (options["json"].as<bool>())
+    fmt::print("{}\n", json_text(nlohmann::ordered_json{{"report", out}, {"bytes", html.size()}}));
+  else
+    fmt::print("{}: {} KiB; open it in any browser\n", out, (html.size() + 1023) / 1024);
+  return 0;
+}
+
+}  // namespace
+
+Command report_command() {
+  return {.name = "report",
+          .summary = "one self-contained page about a run",
+          .usage = "RUN --out report.html [--budget B]",
+          .example = "kvlab report run --out report.html",
+          .add_options = add_options,
+          .positional = "run",
+          .run = run};
+}
+
+}  // namespace kvlab

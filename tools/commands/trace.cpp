@@ -1,0 +1,181 @@
+#include <fmt/format.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "tools/options.hpp"
+#include "traces/base/json.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kUsage = "kvlab trace info|verify|seal TRACE";
+
+void add_options(po::options_description& options) {
+  options.add_options()("action",
+                        po::value<std::vector<std::string>>()->value_name("info|verify|seal"),
+                        "and the trace's folder; `--action` itself may be left out");
+  add_common_options(options);
+}
+
+std::string shards_text(const TraceReader& trace) {
+  const std::size_t count = trace.shards().size();
+  return fmt::format("{} shard{}", count, count == 1 ? "" : "s");
+}
+
+std::uint64_t file_bytes(const TraceReader& trace) {
+  std::uint64_t bytes = trace.tokens_file().bytes().size();
+  for (std::size_t i = 0; i < trace.shards().size(); ++i)
+    bytes += trace.shard_file(i).bytes().size();
+  return bytes;
+}
+
+std::string_view name_of(Rounding rounding) {
+  return rounding == Rounding::model_dtype ? "model_dtype" : "none";
+}
+std::string_view name_of(SegmentKind kind) {
+  return kind == SegmentKind::prompt ? "prompt" : "decode";
+}
+
+Json info_json(const TraceReader& trace) {
+  const TraceHeader& header = trace.header();
+  const ModelShape& shape = header.shape;
+  Json segments = Json::array();
+  for (const Segment& segment : trace.segments())
+    segments.push_back(
+        {{"start", segment.start}, {"tokens", segment.tokens}, {"kind", name_of(segment.kind)}});
+  return {{"trace", trace.directory().string()},
+          {"format", kTraceFormat},
+          {"hash", trace.hash()},
+          {"model", header.model},
+          {"layers", shape.layers},
+          {"query_heads", shape.query_heads},
+          {"kv_heads", shape.kv_heads},
+          {"head_size", shape.head_size},
+          {"dtype", torch_name(shape.dtype)},
+          {"rope", Json(header.rope_config)},
+          {"softmax_scale", header.softmax_scale},
+          {"rounding", name_of(header.rounding)},
+          {"tokens", trace.tokens()},
+          {"prompt_tokens", trace.prompt_tokens()},
+          {"segments", std::move(segments)},
+          {"shards", trace.shards().size()},
+          {"bytes", file_bytes(trace)},
+          {"weights_xxh3", header.weights_xxh3},
+          {"tokenizer_xxh3", header.tokenizer_xxh3},
+          {"capture", Json(header.capture)}};
+}
+
+std::string segments_text(const std::vector<Segment>& segments) {
+  std::string text;
+  for (const Segment& segment : segments)
+    text += fmt::format("{}{} {}", text.empty() ? "" : ", ", segment.tokens, name_of(segment.kind));
+  return text;
+}
+
+void print_info(const TraceReader& trace) {
+  const TraceHeader& header = trace.header();
+  const ModelShape& shape = header.shape;
+  const auto print = [](std::string_view label, std::string_view text) {
+    fmt::print("{:<10}{}\n", label, text);
+  };
+  print("trace", trace.directory().string());
+  print("hash", trace.hash());
+  print("model", header.model);
+  print("layers",
+        fmt::format("{}, {} query and {} KV heads of {}, {}", shape.layers, shape.query_heads,
+                    shape.kv_heads, shape.head_size, torch_name(shape.dtype)));
+  print("rope", fmt::format("{}, {} of {} dimensions turn; q and k rounded after it: {}",
+                            header.rope_config.value("rope_type", ""), header.rope.rotated(),
+                            shape.head_size, name_of(header.rounding)));
+  print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
+  print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
+                             static_cast<double>(file_bytes(trace)) / (1 << 20)));
+  print("capture", json_text(header.capture, -1));
+}
+
+/// Bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
+void print_json(const Json& value) { fmt::print("{}\n", json_text(value)); }
+
+int info(const std::string& directory, const po::variables_map& options) {
+  const TraceReader trace = TraceReader::open(directory);
+  if (options["json"].as<bool>())
+    print_json(info_json(trace));
+  else
+    print_info(trace);
+  return 0;
+}
+
+/// JSON has no infinity: null stands for it.
+Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+
+void print_check(const TraceReader& trace, const TraceCheck& check) {
+  for (const std::string& problem : check.problems) fmt::print("{}\n", problem);
+  fmt::print("{}: {}: {}", trace.directory().string(), check.ok ? "verified" : "DOES NOT VERIFY",
+             shards_text(trace));
+  if (check.rows > 0)
+    fmt::print(
+        ", {} rows recomputed, largest error of an output {:.2g}, of a log-sum-exp {:.2g} "
+        "(at most {:g})",
+        check.rows, check.worst_out, check.worst_lse, check.tolerance);
+  fmt::print("\n");
+}
+
+int verify(const std::string& directory, const po::variables_map& options) {
+  const TraceReader trace = TraceReader::open(directory);
+  const TraceCheck check = verify_trace(trace, threads_from(options));
+  if (options["json"].as<bool>()) {
+    const Json result{{"trace", directory},
+                      {"ok", check.ok},
+                      {"shards", trace.shards().size()},
+                      {"rows", check.rows},
+                      {"worst_output_error", number(check.worst_out)},
+                      {"worst_lse_error", number(check.worst_lse)},
+                      {"tolerance", check.tolerance},
+                      {"problems", check.problems}};
+    print_json(result);
+  } else {
+    print_check(trace, check);
+  }
+  return check.ok ? 0 : 1;
+}
+
+int seal(const std::string& directory, const po::variables_map& options) {
+  const std::uint32_t tokens = seal_trace(directory);
+  if (options["json"].as<bool>())
+    print_json({{"trace", directory}, {"tokens", tokens}});
+  else
+    fmt::print("{}: sealed, {} tokens kept; `kvlab trace verify {}` checks them\n", directory,
+               tokens, directory);
+  return 0;
+}
+
+int run(const po::variables_map& options) {
+  check_device(options);
+  const auto words = options.count("action") ? options["action"].as<std::vector<std::string>>()
+                                             : std::vector<std::string>{};
+  if (words.size() != 2)
+    throw std::invalid_argument(fmt::format("an action and one trace are expected: {}", kUsage));
+  const std::string &action = words[0], &directory = words[1];
+  if (action == "info") return info(directory, options);
+  if (action == "verify") return verify(directory, options);
+  if (action == "seal") return seal(directory, options);
+  throw std::invalid_argument(fmt::format("unknown action '{}': {}", action, kUsage));
+}
+
+}  // namespace
+
+Command trace_command() {
+  return {.name = "trace",
+          .summary = "describes a trace, checks it, or rescues a killed capture",
+          .usage = "info|verify|seal TRACE [--json] [--threads N]",
+          .example = "kvlab trace verify trace",
+          .add_options = add_options,
+          .positional = "action",
+          .run = run};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,153 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tools/conversation.hpp"
+#include "tools/options.hpp"
+#include "tools/prompt.hpp"
+#include "engine/loop/verify.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add_threshold_option(options);
+  add("check-every", po::value<std::int64_t>()->value_name("N")->default_value(1),
+      "ask (b) of every N-th admission; (a) is asked of all");
+  add_prompt_options(options);
+  add_turn_options(options);
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+CacheOptions cache_of(const ReplayConfig& config, std::uint32_t length, double threshold) {
+  return {.policy = config.policy,
+          .budget = config.policy.entry->info.evicts ? config.budget.resolve(length) : kNoBudget,
+          .budgets = {},
+          .positions = config.positions,
+          .prefill = config.prefill,
+          .seed = config.seed,
+          .sequence = 0,
+          .threshold16 = request_threshold16(threshold)};
+}
+
+std::uint32_t check_every_from(const po::variables_map& options) {
+  return static_cast<std::uint32_t>(number_from(options, "check-every", 1, 1 << 30));
+}
+
+void print_report(const ReplayConfig& config, const VerifyReport& report) {
+  fmt::print("{} budget {} prefill {} positions {}\n", config.policy.text(), config.budget.text(),
+             config.prefill.text(), name_of(config.positions));
+  fmt::print("  (a) states and victims   {}: {} admissions, {} evictions\n",
+             report.identical ? "bit-identical" : "DIFFERENT", report.admissions, report.evictions);
+  if (!report.identical) fmt::print("      {}\n", report.first_difference);
+  if (report.observations == 0)
+    fmt::print("  (b) observations         none needed\n");
+  else
+    fmt::print(
+        "  (b) observations         {}: {} tokens, worst error {:.2e} (at most {:.1e}), {} wrong "
+        "requests\n",
+        report.right() ? "right" : "WRONG", report.observations, report.worst_mass,
+        report.tolerance, report.wrong_requests);
+  fmt::print("  (c) free-running         {} of {} heads part\n", report.partings.size(),
+             report.heads);
+  for (const Parting& p : report.partings)
+    fmt::print("      layer {} head {} at position {}: engine {}, simulator {}, margin {:.2e}\n",
+               p.layer, p.kv_head, p.now, p.engine_victim, p.simulator_victim, p.margin);
+}
+
+nlohmann::ordered_json to_json(const ReplayConfig& config, const VerifyReport& report) {
+  nlohmann::ordered_json partings = nlohmann::ordered_json::array();
+  for (const Parting& p : report.partings)
+    partings.push_back({{"layer", p.layer},
+                        {"head", p.kv_head},
+                        {"position", p.now},
+                        {"engine_victim", p.engine_victim},
+                        {"simulator_victim", p.simulator_victim},
+                        {"margin", p.margin}});
+  return {{"policy", config.policy.name},
+          {"params", config.policy.params_text()},
+          {"budget", config.budget.text()},
+          {"prefill", config.prefill.text()},
+          {"positions", name_of(config.positions)},
+          {"ok", report.ok()},
+          {"states",
+           {{"identical", report.identical},
+            {"first_difference", report.first_difference},
+            {"admissions", report.admissions},
+            {"evictions", report.evictions}}},
+          {"observations",
+           {{"right", report.right()},
+            {"tokens", report.observations},
+            {"worst_error", report.worst_mass},
+            {"tolerance", report.tolerance},
+            {"wrong_requests", report.wrong_requests}}},
+          {"free_running", {{"heads", report.heads}, {"partings", std::move(partings)}}}};
+}
+
+/// What is decoded, and how many tokens that comes to.
+struct Dialogue {
+  std::vector<VerifyTurn> turns;
+  std::uint32_t length;
+};
+
+Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& config,
+                       const Tokenizer& tokenizer) {
+  auto first = encode_prompt(tokenizer, config, prompt_from(options));
+  auto prompts = turns_from(options, tokenizer, std::move(first));
+  const std::uint32_t decode_tokens = max_new_tokens_from(options);
+  Dialogue dialogue{.turns = {}, .length = most_tokens(prompts, decode_tokens)};
+  for (auto& ids : prompts) dialogue.turns.push_back({std::move(ids), decode_tokens});
+  return dialogue;
+}
+
+int run(const po::variables_map& options) {
+  const unsigned threads = threads_from(options);
+  const double threshold = threshold_from(options);
+  const std::vector<ReplayConfig> grid = grid_from(options);
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const auto backend = load_backend(device_from(options), directory, threads);
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
+
+  bool ok = true;
+  nlohmann::ordered_json results = nlohmann::ordered_json::array();
+  for (const ReplayConfig& config : grid) {
+    const CacheOptions cache = cache_of(config, dialogue.length, threshold);
+    const VerifyReport report =
+        verify_decoder(*backend, cache, dialogue.turns, sampling_from(options),
+                       {.threads = threads, .check_every = check_every_from(options)});
+    ok = ok && report.ok();
+    if (options["json"].as<bool>())
+      results.push_back(to_json(config, report));
+    else
+      print_report(config, report);
+  }
+  if (options["json"].as<bool>())
+    fmt::print("{}\n", json_text(nlohmann::ordered_json{{"ok", ok},
+                                                        {"configurations", std::move(results)}}));
+  return ok ? 0 : 1;
+}
+
+}  // namespace
+
+Command verify_command() {
+  return {
+      .name = "verify",
+      .summary = "the decoder's evictions against the simulator's, step by step",
+      .usage = "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST [options]",
+      .example =
+          "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "
+          "--budget 64 --max-new-tokens 200",
+      .add_options = add_options,
+      .positional = "",
+      .run = run};
+}
+
+}  // namespace kvlab

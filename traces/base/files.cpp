@@ -1,0 +1,128 @@
+#include "traces/base/files.hpp"
+
+#include <fcntl.h>
+#include <fmt/core.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace kvlab {
+namespace {
+
+std::runtime_error failure(const std::filesystem::path& path, std::string_view action, int error) {
+  return std::runtime_error(fmt::format("{}: cannot {}: {}", path.string(), action,
+                                        std::generic_category().message(error)));
+}
+
+/// An open file descriptor.
+class Descriptor {
+ public:
+  Descriptor(const std::filesystem::path& path, int flags)
+      : value_(::open(path.c_str(), flags | O_CLOEXEC)) {
+    if (value_ < 0) throw failure(path, "open", errno);
+  }
+  ~Descriptor() { ::close(value_); }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int get() const { return value_; }
+
+ private:
+  int value_;
+};
+
+void refuse_special(const std::filesystem::path& path) {
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
+  throw std::runtime_error(fmt::format(
+      "{}: is not a regular file and would be replaced; name another file", path.string()));
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), part_(path_) {
+  refuse_special(path_);
+  part_ += ".part";
+  file_ = ::open(part_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (file_ < 0) throw failure(part_, "create", errno);
+}
+
+AtomicFile::~AtomicFile() {
+  if (file_ >= 0) ::close(file_);
+  if (!part_.empty()) ::unlink(part_.c_str());
+}
+
+void AtomicFile::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = ::write(file_, bytes.data(), bytes.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw failure(path_, "write", errno);
+    bytes = bytes.subspan(static_cast<std::size_t>(count));
+  }
+}
+
+void AtomicFile::commit() {
+  if (::fsync(file_) != 0) throw failure(path_, "sync", errno);
+  if (::close(std::exchange(file_, -1)) != 0) throw failure(path_, "close", errno);
+  if (::rename(part_.c_str(), path_.c_str()) != 0)
+    throw failure(path_, "rename a file to it", errno);
+  part_.clear();
+  sync_folder_of(path_);
+}
+
+MappedFile::MappedFile(const std::filesystem::path& path) {
+  const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // a pipe must not block
+  struct stat status {};
+  if (::fstat(descriptor.get(), &status) != 0) throw failure(path, "examine", errno);
+  if (!S_ISREG(status.st_mode))
+    throw std::runtime_error(
+        fmt::format("{}: not a file; a regular file is expected", path.string()));
+  const auto size = static_cast<std::size_t>(status.st_size);
+  if (size == 0) return;  // cannot be mapped
+  void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
+  if (address == MAP_FAILED) throw failure(path, "map", errno);
+  bytes_ = {static_cast<const std::byte*>(address), size};
+}
+
+MappedFile::~MappedFile() {
+  if (bytes_.empty()) return;
+  ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+void MappedFile::release() const {
+  if (!bytes_.empty())
+    ::madvise(const_cast<std::byte*>(bytes_.data()), bytes_.size(), MADV_DONTNEED);
+}
+
+void sync_folder_of(const std::filesystem::path& path) {
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
+  // Some file systems cannot sync a folder (EINVAL): nothing to be done there.
+  if (::fsync(descriptor.get()) != 0 && errno != EINVAL) throw failure(folder, "sync", errno);
+}
+
+void write_file_atomically(const std::filesystem::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(std::as_bytes(std::span(text)));
+  file.commit();
+}
+
+std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes) {
+  const MappedFile file(path);
+  if (file.bytes().size() > max_bytes)
+    throw std::runtime_error(fmt::format("{}: {} bytes long; at most {} are expected",
+                                         path.string(), file.bytes().size(), max_bytes));
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+}
+
+std::string xxh3_hex(std::span<const std::byte> bytes) {
+  return fmt::format("{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
+}
+
+}  // namespace kvlab

@@ -1,0 +1,177 @@
+#include "traces/base/json.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <vector>
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kLongestQuote = 80;
+
+/// Builds a value from the parser's events. The library's own builder lets the last of two equal
+/// keys win, and nests without bound.
+class Builder : public nlohmann::json_sax<json> {
+ public:
+  explicit Builder(std::string_view what) : what_(what) {}
+
+  json take() { return std::move(root_); }
+
+  bool null() override { return put(nullptr); }
+  bool boolean(bool value) override { return put(value); }
+  bool number_integer(number_integer_t value) override { return put(value); }
+  bool number_unsigned(number_unsigned_t value) override { return put(value); }
+  bool number_float(number_float_t value, const string_t&) override { return put(value); }
+  bool string(string_t& value) override { return put(std::move(value)); }
+  bool binary(binary_t&) override { return false; }
+  bool start_object(std::size_t) override { return open(json::object()); }
+  bool start_array(std::size_t) override { return open(json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+
+  bool key(string_t& name) override {
+    const auto [place, fresh] = open_.back()->emplace(name, nullptr);
+    if (!fresh)
+      throw std::runtime_error(
+          fmt::format("{}: key {} appears twice; once is right", what_, json_quoted(name)));
+    member_ = &*place;
+    return true;
+  }
+
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception&) override {
+    throw std::runtime_error(
+        fmt::format("{}: broken at byte {}; valid JSON is expected", what_, position));
+  }
+
+ private:
+  /// Where the next value goes.
+  json& place() {
+    if (open_.empty()) return root_;
+    return open_.back()->is_object() ? *member_ : open_.back()->emplace_back();
+  }
+  bool put(json value) {
+    place() = std::move(value);
+    return true;
+  }
+
+  bool open(json container) {
+    if (open_.size() == kMaxJsonDepth)
+      throw std::runtime_error(fmt::format("{}: nested more than {} deep", what_, kMaxJsonDepth));
+    json& container_place = place();
+    container_place = std::move(container);
+    open_.push_back(&container_place);
+    return true;
+  }
+
+  bool close() {
+    open_.pop_back();
+    return true;
+  }
+
+  std::string_view what_;
+  json root_;
+  std::vector<json*> open_;  // containers being filled, outermost first
+  json* member_ = nullptr;   // where the value of the last key goes
+};
+
+std::runtime_error wrong(std::string_view what, std::string_view key, const json& value,
+                         std::string_view expected) {
+  std::string shown = value.is_structured()
+                          ? std::string(value.type_name())
+                          : value.dump(-1, ' ', true, json::error_handler_t::replace);
+  if (shown.size() > kLongestQuote) shown = shown.substr(0, kLongestQuote) + "...";
+  return std::runtime_error(
+      fmt::format("{}: {} is {}; {} is expected", what, json_quoted(key), shown, expected));
+}
+
+}  // namespace
+
+json parse_json(std::string_view text, std::string_view what) {
+  Builder builder(what);
+  json::sax_parse(text.begin(), text.end(), &builder);
+  return builder.take();
+}
+
+std::string json_quoted(std::string_view text) {
+  const bool is_long = text.size() > kLongestQuote;
+  const json value = std::string(text.substr(0, kLongestQuote));
+  std::string shown = value.dump(-1, ' ', true, json::error_handler_t::replace);
+  if (is_long) shown.insert(shown.size() - 1, "...");
+  return shown;
+}
+
+const json* json_find(const json& object, std::string_view key) {
+  if (!object.is_object()) return nullptr;
+  const auto found = object.find(key);
+  return found == object.end() || found->is_null() ? nullptr : &*found;
+}
+
+const json& json_at(const json& object, std::string_view key, std::string_view what) {
+  if (!object.is_object())
+    throw std::runtime_error(fmt::format("{}: a JSON object is expected", what));
+  if (const json* found = json_find(object, key)) return *found;
+  throw std::runtime_error(fmt::format("{}: key {} is missing", what, json_quoted(key)));
+}
+
+std::int64_t json_integer(const json& object, std::string_view key, std::string_view what,
+                          std::int64_t min, std::int64_t max) {
+  const json& value = json_at(object, key, what);
+  const bool fits = value.is_number_integer() &&
+                    !(value.is_number_unsigned() &&
+                      value.get<std::uint64_t>() > std::numeric_limits<std::int64_t>::max());
+  const std::int64_t number = fits ? value.get<std::int64_t>() : 0;
+  if (!fits || number < min || number > max)
+    throw wrong(what, key, value, fmt::format("an integer from {} to {}", min, max));
+  return number;
+}
+
+double json_number(const json& object, std::string_view key, std::string_view what, double min,
+                   double max) {
+  const json& value = json_at(object, key, what);
+  const double number = value.is_number() ? value.get<double>() : std::nan("");
+  if (!(std::isfinite(number) && number >= min && number <= max))
+    throw wrong(what, key, value, fmt::format("a number from {} to {}", min, max));
+  return number;
+}
+
+bool json_bool(const json& object, std::string_view key, std::string_view what) {
+  const json& value = json_at(object, key, what);
+  if (!value.is_boolean()) throw wrong(what, key, value, "true or false");
+  return value.get<bool>();
+}
+
+std::string json_string(const json& object, std::string_view key, std::string_view what) {
+  const json& value = json_at(object, key, what);
+  if (!value.is_string()) throw wrong(what, key, value, "a string");
+  return value.get<std::string>();
+}
+
+const json& json_object(const json& object, std::string_view key, std::string_view what) {
+  const json& value = json_at(object, key, what);
+  if (!value.is_object()) throw wrong(what, key, value, "an object");
+  return value;
+}
+
+const json& json_array(const json& object, std::string_view key, std::string_view what) {
+  const json& value = json_at(object, key, what);
+  if (!value.is_array()) throw wrong(what, key, value, "an array");
+  return value;
+}
+
+void json_refuse_unknown(const json& object, std::string_view what,
+                         std::initializer_list<std::string_view> known) {
+  if (!object.is_object())
+    throw std::runtime_error(fmt::format("{}: a JSON object is expected", what));
+  for (const auto& [key, value] : object.items())
+    if (std::find(known.begin(), known.end(), key) == known.end())
+      throw std::runtime_error(
+          fmt::format("{}: key {} is not known to this version of kvlab", what, json_quoted(key)));
+}
+
+}  // namespace kvlab

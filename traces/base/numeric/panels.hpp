@@ -1,0 +1,70 @@
+// Dense products whose every element is one sum in index order: batch-invariant by construction.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "traces/base/numeric/dtype.hpp"
+
+namespace kvlab {
+
+/// A matrix [rows, depth] kept as panels of 16 rows: [rows / 16, depth, 16], the last panel padded
+/// with zeros. Stored as float32 or bf16 (f16 widens to float32).
+class Panels {
+ public:
+  Panels() = default;
+  Panels(std::size_t rows, std::size_t depth, Dtype dtype = Dtype::f32);
+
+  std::size_t rows() const { return rows_; }
+  std::size_t depth() const { return depth_; }
+  std::size_t panel_count() const { return (rows_ + 15) / 16; }
+  Dtype dtype() const { return dtype_; }
+  const std::byte* panel(std::size_t index) const {
+    return data_.get() + index * depth_ * 16 * bytes_of(dtype_);
+  }
+
+  /// Writes one row of `depth` floats. (Rounds, where the panels are bf16.)
+  void set_row(std::size_t row, const float* values);
+  void get_row(std::size_t row, float* values) const;
+  /// Makes room for `rows`, keeping what is there.
+  void grow(std::size_t rows);
+
+ private:
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+  std::size_t rows_ = 0, depth_ = 0, capacity_ = 0;  // capacity in panels
+  Dtype dtype_ = Dtype::f32;
+  std::unique_ptr<std::byte, Free> data_;
+};
+
+/// y[i, 16 * p + r] = sum over k of x[i, k] * w[16 * p + r, k], for i < m and for the panels p in
+/// [first, last). Rows of x and y are `x_stride` and `y_stride` floats apart; y holds whole panels
+/// (16 * panel_count floats a row).
+void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+              std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
+/// The same with y the tile of panels [first, last) alone: the column of panel `first` is 0.
+void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                   std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
+/// multiply() by float32 panels with each element one chain of fused multiply-adds in index order:
+/// what attention's logits are, in a replay and in a decoder. (Products of bf16 or f16 values are
+/// exact in float32, so for them fusing changes nothing.)
+void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                    std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
+/// The same with y the tile of panels [first, last) alone.
+void multiply_fused_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+                         std::size_t first, std::size_t last, float* y, std::size_t y_stride);
+
+/// The same chain for one pair of rows.
+float dot_fused(const float* a, const float* b, std::size_t depth);
+
+/// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: attention's second
+/// half. `rows` empty: rows 0, 1, 2, …
+void accumulate_rows(std::span<const float> p, std::span<const std::uint32_t> rows, const float* v,
+                     std::size_t stride, std::size_t depth, float* y);
+
+}  // namespace kvlab

@@ -1,0 +1,44 @@
+// Rotary positions as a trace defines them: Hugging Face's half-rotation, angles from float64.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "traces/base/numeric/dtype.hpp"
+
+namespace kvlab {
+
+/// Any RoPE scaling, as data: `inv_freq` [rotated / 2] and a factor on cos and sin.
+struct Rope {
+  std::vector<float> inv_freq;
+  float factor = 1.0f;
+
+  std::size_t rotated() const { return 2 * inv_freq.size(); }
+};
+
+/// cos and sin of position * inv_freq for positions 0 … count-1, each [count, rotated / 2].
+class RopeTable {
+ public:
+  RopeTable(const Rope& rope, std::uint32_t count);
+
+  std::uint32_t positions() const { return positions_; }
+  /// What `position` turns by, [rotated / 2] each.
+  std::span<const float> cosines(std::uint32_t position) const {
+    return {cos_.data() + position * half_, half_};
+  }
+  std::span<const float> sines(std::uint32_t position) const {
+    return {sin_.data() + position * half_, half_};
+  }
+  /// Rotates one vector of `size` floats to `position`: dimension i and i + rotated / 2 turn
+  /// together, those from `rotated` on stay. x == y is allowed. Throws nothing; position <
+  /// positions().
+  void rotate(const float* x, std::size_t size, std::uint32_t position, float* y) const;
+
+ private:
+  std::uint32_t positions_;
+  std::size_t half_;
+  std::vector<float> cos_, sin_;
+};
+
+}  // namespace kvlab
