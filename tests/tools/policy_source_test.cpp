@@ -87,8 +87,8 @@ TEST_CASE("the policy of a header is the struct that declares kInfo") {
   CHECK(found("namespace a::b {\nstruct X {};\n struct P final : X {\n struct Params {};\n"
               "static constexpr kvlab::PolicyInfo\n kInfo{.name = \"p\"};\n};\nstruct Y {};}")
             .name == "a::b::P");
-  CHECK(found(policy_text("h2o.hpp")).name == "kvlab::H2O");
-  CHECK(found(policy_text("random.hpp")).name == "kvlab::Random");
+  CHECK(found(policy_text("mass/h2o.hpp")).name == "kvlab::H2O");
+  CHECK(found(policy_text("baseline/random.hpp")).name == "kvlab::Random");
 }
 
 TEST_CASE("comments, literals and functions are not taken for structs") {
@@ -120,7 +120,7 @@ TEST_CASE("a header without a kInfo names the struct that should have one") {
 }
 
 TEST_CASE("a compiled policy does what the registry's does") {
-  const auto entry = compiled(replaced(policy_text("h2o.hpp"), "\"h2o\"", "\"mine\""));
+  const auto entry = compiled(replaced(policy_text("mass/h2o.hpp"), "\"h2o\"", "\"mine\""));
   CHECK(entry->info.name == std::string("mine"));
   CHECK(entry->slot_bytes == 8);
   CHECK(entry->source->type == "kvlab::H2O");
