@@ -52,7 +52,6 @@ struct PolicyInfo {
   Needs needs = Needs::nothing;
   Order order = Order::feedback;
   bool oldest_first = false;  ///< rank() is the position: sinks stay, and a run of the newest
-  bool rising = false;        ///< observe() never lowers rank(), which no step changes
   bool weighted = false;      ///< has weight() and tail()
   bool evicts = true;         ///< false: takes no budget
   Extent sinks = {};          ///< default guards
@@ -201,29 +200,6 @@ constexpr bool ranks_by_position() {
   }
   return true;
 }
-/// Whether rank() is the same at every step, and no observation of a few lowers it.
-template <class P>
-constexpr bool ranks_rise() {
-  const typename P::Params params = standard_params<P>();
-  const Step early{.now = 4, .budget = 4, .live = 3, .queries = 1};
-  const Step late{.now = 5, .budget = 2, .live = 1, .queries = 1, .seed = 7, .layer = 1};
-  for (const std::uint32_t position : {0u, 1u, 3u}) {
-    const Token token{position};
-    typename P::Slot slot{};
-    P::admit(slot, token, params, early);
-    std::uint64_t before = P::rank(slot, token, params, early);
-    for (const std::uint32_t much : {0u, 1u, 0u, 9u}) {
-      if constexpr (P::kInfo.needs != Needs::nothing)
-        P::observe(slot,
-                   Observation{.mass = much, .requests = much, .last_request = 4, .queries = 1},
-                   params, early);
-      const std::uint64_t after = P::rank(slot, token, params, early);
-      if (after < before || after != P::rank(slot, token, params, late)) return false;
-      before = after;
-    }
-  }
-  return true;
-}
 template <class P>
 concept AreConstexpr = requires {
   typename std::bool_constant<run_on_zeros<P>()>;
@@ -269,10 +245,6 @@ consteval void check_hooks() {
     if constexpr (P::kInfo.oldest_first && hooks::AreConstexpr<P>)
       static_assert(hooks::ranks_by_position<P>(),
                     "policy: kInfo.oldest_first says that rank() is the token's position");
-    if constexpr (P::kInfo.rising && hooks::AreConstexpr<P>)
-      static_assert(hooks::ranks_rise<P>(),
-                    "policy: kInfo.rising says that observe() never lowers rank(), and that rank() "
-                    "is the same at every step");
   }
 }
 

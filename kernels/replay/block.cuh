@@ -1,8 +1,6 @@
 // What the thread block of one cache shares while it walks through a block of queries.
 #pragma once
 
-#include <algorithm>
-
 #include "kernels/device/fold.cuh"
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/replay/replay.hpp"
@@ -11,11 +9,11 @@ namespace kvlab::kernels {
 
 /// Threads of a cache, at most, and blocks of them that a multiprocessor's registers are shared out
 /// for: old keys take many.
-constexpr std::uint32_t replay_most_threads(bool squeezed) { return squeezed ? 384 : 256; }
+constexpr std::uint32_t replay_most_threads(bool squeezed) { return squeezed ? 384 : 320; }
 constexpr int replay_blocks(bool squeezed) { return squeezed ? 1 : 2; }
 inline constexpr int kReplayWarps = 12;
-/// Slots that a thread takes together.
-inline constexpr int kReplayRun = 4;
+/// Slots that a thread takes together, a strip: as many as its registers hold.
+constexpr int replay_strip(bool squeezed) { return squeezed ? 7 : 8; }
 inline constexpr int kReplayDims = 4 * kWarpSize;  ///< of a value that a warp takes at once
 
 /// Four query heads side by side, for each quad of a group.
@@ -36,35 +34,9 @@ __device__ inline Quads<kQuads> quads_of_lanes(float value, int first = 0) {
 __device__ inline void add(float4& sum, const float4& x) {
   sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
 }
-template <int kQuads>
-__device__ inline void add(Quads<kQuads>& sum, const Quads<kQuads>& x) {
-#pragma unroll
-  for (int quad = 0; quad < kQuads; ++quad) add(sum.quad[quad], x.quad[quad]);
-}
 __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
 }
-
-/// What a run of queries shares: see ReplayRun. Queries count from the run's first.
-struct ReplayRunShared {
-  static constexpr int kNever = 1 << 30;
-  static constexpr int kThreads = kReplayWarps * kWarpSize;
-  // Of each thread's token:
-  std::uint32_t slots[kThreads], positions[kThreads];
-  int entries[kThreads], exits[kThreads];  ///< the queries that it comes and leaves before
-  // Of each query, by ReplayRun::of():
-  uint2 victims[kReplayAhead];        ///< slot and position of who leaves before it
-  std::uint32_t gone[kReplayAhead];   ///< older tokens have lost a younger one
-  float sums[kReplayAhead][24];       ///< as ReplayTotals::fold()
-  float4 looks[kReplayAhead][2];      ///< QueryLook::each()
-  int index[kReplayAhead];            ///< in the span, or -1
-  std::uint32_t items[kReplayAhead];  ///< of old keys, at most
-
-  uint4 firsts[kReplayWarps][kReplayAhead];  ///< Candidates
-  std::uint64_t ranks[kReplayAhead];         ///< of the victims, as they leave
-  int told, right;  ///< up to which query victims are foretold, and rightly
-  std::uint32_t count;
-};
 
 inline constexpr int kReplayScratch = 16;  ///< rows of kReplayDims, at least kMostReplayGroup
 
@@ -80,20 +52,20 @@ struct ReplayShared {
   float kept[kMostReplayQueries][kMostReplayGroup];  // sums; negative: everything is kept
   std::uint32_t hits[kMostReplayQueries][kMostReplayGroup];
   std::uint32_t visible[kMostReplayQueries];
-  ReplayRunShared run;
 };
 
-/// Threads of a cache of so many slots; enough for a run's candidates. Squeezed, two caches of up
-/// to 1536 slots fit a multiprocessor's registers and shared memory.
+/// Threads of a cache of so many slots.
 constexpr std::uint32_t replay_threads(std::uint32_t slots, bool squeezed) {
-  const std::uint32_t of_warp = (squeezed && slots > 1536 ? 7 : 8) * kWarpSize,
-                      warps = (slots + of_warp - 1) / of_warp;
-  return std::clamp(warps * kWarpSize, 4u * kWarpSize, replay_most_threads(squeezed));
+  const std::uint32_t of_warp = static_cast<std::uint32_t>(replay_strip(squeezed)) * kWarpSize,
+                      threads = (slots + of_warp - 1) / of_warp * kWarpSize,
+                      most = replay_most_threads(squeezed);
+  return threads < most ? threads : most;
 }
-/// Its slots, in whole runs.
-constexpr std::uint32_t whole_runs(std::uint32_t slots, bool squeezed) {
-  const std::uint32_t run = kReplayRun * replay_threads(slots, squeezed);
-  return (slots + run - 1) / run * run;
+/// Its slots, in whole strips.
+constexpr std::uint32_t whole_strips(std::uint32_t slots, bool squeezed) {
+  const std::uint32_t strips =
+      static_cast<std::uint32_t>(replay_strip(squeezed)) * replay_threads(slots, squeezed);
+  return (slots + strips - 1) / strips * strips;
 }
 /// An old token's key for some queries of a run (kReplayAhead of them), to all of which it has the
 /// same distance.
@@ -111,20 +83,15 @@ struct OldItem {
 };
 inline constexpr int kMostOldDistance = 1 << 24;  ///< exclusive
 
-/// Bytes of shared memory for whole runs of slots: states, positions, places, a list of slots.
+/// Bytes of shared memory for whole strips of slots: states, positions, places, a list of slots.
 constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed) {
   const std::size_t of_slot =
       slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) + (squeezed ? sizeof(OldItem) : 0);
   return std::size_t{slots} * of_slot;
 }
-/// Words of a bit a token, in whole 16 bytes.
-constexpr std::uint32_t replay_words(const ReplayArgs& args) {
-  return static_cast<std::uint32_t>((args.samples.words + 3) / 4 * 4);
-}
-/// Bytes of shared memory for them three times: who is live, which slots are candidates, and a word
-/// for each 32 of those.
+/// Bytes of shared memory for a bit a token, who is live, in whole 16 bytes.
 constexpr std::size_t bytes_of_words(const ReplayArgs& args) {
-  return 3 * sizeof(std::uint32_t) * std::size_t{replay_words(args)};
+  return static_cast<std::size_t>((args.samples.words + 3) / 4 * 16);
 }
 
 /// Positions [first, end).
@@ -169,20 +136,23 @@ struct ReplayPlace {
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
 
-  /// The first of this thread's slots, which it alone reads and writes in a step: a warp has
-  /// kReplayRun times 32 that follow one another, and the next of a thread's run is 32 further.
+  /// The first of this thread's slots, which it alone reads and writes in a step: a warp has kStrip
+  /// times 32 that follow one another, and the next of a thread's strip is 32 further.
+  template <int kStrip>
   __device__ std::uint32_t first_slot_of_thread() const {
-    return warp * (kReplayRun * kWarpSize) + lane;
+    return warp * (kStrip * kWarpSize) + lane;
   }
+  template <int kStrip>
   __device__ bool has_slot(std::uint32_t slot) const {
-    return slot / (kReplayRun * kWarpSize) % warps == warp && slot % kWarpSize == lane;
+    return slot / (kStrip * kWarpSize) % warps == warp && slot % kWarpSize == lane;
   }
   /// Calls each(slot) for this thread's slots of [0, end).
-  template <class Each>
+  template <int kStrip, class Each>
   __device__ void for_slots(std::uint32_t end, Each each) const {
-    for (std::uint32_t first = first_slot_of_thread(); first < end; first += kReplayRun * threads)
+    for (std::uint32_t first = first_slot_of_thread<kStrip>(); first < end;
+         first += kStrip * threads)
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k)
+      for (int k = 0; k < kStrip; ++k)
         if (first + k * kWarpSize < end) each(first + k * kWarpSize);
   }
 

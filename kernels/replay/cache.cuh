@@ -15,6 +15,7 @@ class ReplayCache {
  public:
   using Slot = typename P::Slot;
   static constexpr std::uint32_t kNoPosition = ~0u;
+  static constexpr int kStrip = replay_strip(kSqueezed);
 
   /// `live_words`: bits of the live positions; `room`: for the slots.
   __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
@@ -31,7 +32,7 @@ class ReplayCache {
     next_ = admission(progress_.admission + 1);
     if constexpr (kInRoom) {
       states_ = reinterpret_cast<Slot*>(room);
-      const std::uint32_t slots = whole_runs(args.room_slots, kSqueezed);
+      const std::uint32_t slots = whole_strips(args.room_slots, kSqueezed);
       positions_ = reinterpret_cast<std::uint32_t*>(
           room + slots * (std::is_empty_v<Slot> ? 0 : sizeof(Slot)));
       places_ = positions_ + slots;
@@ -68,11 +69,11 @@ class ReplayCache {
   /// its run: by the whole block, in no order.
   __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query,
                               std::uint32_t first_of_run, std::uint32_t end) {
-    for (std::uint32_t first = at_.first_slot_of_thread(); first - at_.lane < progress_.live;
-         first += kReplayRun * at_.threads) {
-      std::uint32_t masks[kReplayRun], count = 0;
+    for (std::uint32_t first = at_.first_slot_of_thread<kStrip>(); first - at_.lane < progress_.live;
+         first += kStrip * at_.threads) {
+      std::uint32_t masks[kStrip], count = 0;
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k) {
+      for (int k = 0; k < kStrip; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         masks[k] = __ballot_sync(~0u, slot < progress_.live && range.has(positions_[slot]));
         count += __popc(masks[k]);
@@ -81,7 +82,7 @@ class ReplayCache {
       if (count != 0 && at_.lane == 0) before = atomicAdd(&shared_.listed, count);
       before = __shfl_sync(~0u, before, 0);
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k) {
+      for (int k = 0; k < kStrip; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (masks[k] >> at_.lane & 1)
           listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] =
@@ -148,25 +149,17 @@ class ReplayCache {
 
   /// Whether one token leaves, for one to enter, when the next admission begins.
   __device__ bool ranks_next() const { return surplus() == 1 && next_.tokens == 1; }
-  __device__ const Guards& guards() const { return guards_; }
   /// How many positions from the sinks on are unguarded at `now`.
   __device__ std::uint32_t unguarded(std::uint32_t now) const {
     const std::uint32_t kept = guards_.sinks + (guards_.recent == 0 ? 0 : guards_.recent - 1);
     return now > kept ? now - kept : 0;
   }
-  /// Whether the token at `position` is among those.
-  __device__ bool may_leave(std::uint32_t position, std::uint32_t unguarded) const {
-    return position - guards_.sinks < unguarded;
-  }
-  __device__ std::uint64_t rank_of(const Slot& own, std::uint32_t position,
-                                   const Step& leaves) const {
-    return P::rank(own, Token{position}, params_, leaves);
-  }
   /// A slot's token among those that may leave, of which there are as many positions.
   __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& leaves,
                        std::uint32_t unguarded) const {
-    const std::uint32_t position = positions_[i];
-    if (may_leave(position, unguarded)) first.take({rank_of(own, position, leaves), position, i});
+    const Token token{positions_[i]};
+    if (token.position - guards_.sinks < unguarded)
+      first.take({P::rank(own, token, params_, leaves), token.position, i});
   }
   /// The block's first is the next victim.
   __device__ void choose(const Candidate& mine) {
@@ -174,114 +167,6 @@ class ReplayCache {
     const Candidate first = block_first(mine, shared_.first[parity_], at_);
     progress_.victim = static_cast<std::int32_t>(first.slot + 1);
     progress_.victim_position = first.position;
-  }
-
-  // A run of queries that each admit one token.
-
-  /// How many tokens may enter before one has to leave.
-  __device__ std::uint32_t room() const {
-    const std::uint32_t budget = at_.rule.rule.budget;
-    return budget == kUnlimited ? ~0u : budget > progress_.live ? budget - progress_.live : 0;
-  }
-  /// Whether the current admission is of one token, for which no more than one has to leave.
-  __device__ bool one_by_one() const { return now_.tokens == 1 && surplus() <= 1; }
-  /// How many admissions from the current one on are of one token, up to `most`, at most a thread's
-  /// each. By the whole block.
-  __device__ std::uint32_t single_admissions(std::uint32_t most) {
-    if (at_.thread == 0) shared_.run.count = most;
-    __syncthreads();
-    const std::uint32_t index = progress_.admission + at_.thread;
-    if (at_.thread < most && (index >= at_.rule.admission_count || admission(index).tokens != 1))
-      atomicMin(&shared_.run.count, at_.thread);
-    __syncthreads();
-    return shared_.run.count;
-  }
-  /// A token enters alone; where one `leaves` for it, that was at `victim`.
-  __device__ void enter_alone(std::uint32_t position, bool leaves, std::uint32_t victim) {
-    if (leaves) {
-      ++progress_.evictions;
-      progress_.gone = max(progress_.gone, victim + 1);
-    } else {
-      ++progress_.live;
-    }
-    progress_.most_live = max(progress_.most_live, progress_.live);
-    progress_.victim = 0;
-    if (at_.thread != 0) return;
-    if (leaves) live_words_[victim / 32] &= ~(1u << victim % 32);
-    live_words_[position / 32] |= 1u << position % 32;
-  }
-  /// The slot's token is now the one at `position`.
-  __device__ void take_slot(std::uint32_t slot, std::uint32_t position) {
-    positions_[slot] = position;
-    if (kSqueezed) places_[slot] = position;
-  }
-  __device__ void admit_state(Slot& state, std::uint32_t position, const Step& admits) const {
-    P::admit(state, Token{position}, params_, admits);
-  }
-  /// The slot's token is gone; the slot stays until the gaps are closed.
-  __device__ void leave_slot(std::uint32_t slot) { positions_[slot] = kNoPosition; }
-  /// Slots [0, end) but those whose bit is set close up, in order; says how many they are. `gaps`:
-  /// bits, with room behind them for as many words as the block has for bits. By the whole block.
-  __device__ std::uint32_t close_gaps(std::uint32_t* gaps, std::uint32_t end) {
-    std::uint32_t* const before = gaps + replay_words(at_.args);
-    const std::uint32_t words = (end + kWarpSize - 1) / kWarpSize;
-    if (at_.warp == 0) {
-      std::uint32_t all = 0;
-      for (std::uint32_t base = 0; base < words; base += kWarpSize) {
-        const std::uint32_t w = base + at_.lane, own = w < words ? __popc(gaps[w]) : 0,
-                            upto = warp_prefix_sum(own);
-        if (w < words) before[w] = all + upto - own;
-        all += __shfl_sync(~0u, upto, kWarpSize - 1);
-      }
-    }
-    __syncthreads();
-    for (std::uint32_t base = 0; base < end; base += at_.threads) {
-      const std::uint32_t slot = base + at_.thread, word = min(slot, end - 1) / kWarpSize,
-                          bit = slot % kWarpSize;
-      const std::uint32_t to = slot - before[word] - __popc(gaps[word] & ((1u << bit) - 1));
-      const bool moves = slot < end && to != slot && !(gaps[word] >> bit & 1);
-      std::uint32_t position = 0, place = 0;
-      Slot own;
-      if (moves) {
-        position = positions_[slot], own = state(slot);
-        if (kSqueezed) place = places_[slot];
-      }
-      __syncthreads();
-      if (moves) {
-        positions_[to] = position, put(to, own);
-        if (kSqueezed) places_[to] = place;
-      }
-      __syncthreads();
-    }
-    return end - before[words - 1] - __popc(gaps[words - 1]);
-  }
-  /// How many of a range are live: by a warp.
-  __device__ std::uint32_t count_live(const ReplayRange& range) const {
-    std::uint32_t count = 0;
-    if (!range.empty())
-      for (std::uint32_t w = range.first / 32 + at_.lane; w * 32 < range.end; w += kWarpSize) {
-        std::uint32_t bits = live_words_[w];
-        if (w * 32 < range.first) bits = bits >> range.first % 32 << range.first % 32;
-        if (range.end - w * 32 < 32) bits &= (1u << range.end % 32) - 1;
-        count += __popc(bits);
-      }
-    return __reduce_add_sync(~0u, count);
-  }
-  __device__ void move_place(std::uint32_t slot, std::uint32_t by) { places_[slot] += by; }
-  /// A list of items for the old keys: in no order, until shared.listed is 0 again.
-  __device__ void add_to_list(const OldItem& item) {
-    listed_[atomicAdd(&shared_.listed, 1u)] = item;
-  }
-  __device__ ListedSlots listed() const { return {listed_, shared_.listed, positions_}; }
-  __device__ std::uint32_t list_room() const {
-    return kInRoom ? whole_runs(at_.args.room_slots, kSqueezed) : at_.rule.slots;
-  }
-  /// So many admissions are over.
-  __device__ void end_run(std::uint32_t admissions) {
-    progress_.admission += admissions;
-    now_ = admission(progress_.admission);
-    next_ = now_.tokens > 0 ? admission(progress_.admission + 1) : now_;
-    moved_ = ReplayRange::all();
   }
 
   /// Bits of the live positions from `first` on, to words [0, tokens / 32], zeros before.
@@ -329,7 +214,7 @@ class ReplayCache {
         if (kSqueezed) places_[i] = caches.places[at_.first_slot + i];
         if constexpr (!std::is_empty_v<Slot>) states_[i] = stored_states()[i];
       }
-    empty(progress_.live, whole_runs(at_.args.room_slots, kSqueezed));
+    empty(progress_.live, whole_strips(at_.args.room_slots, kSqueezed));
     mark_live();
   }
   /// Slots [first, end) hold no token.
@@ -349,12 +234,12 @@ class ReplayCache {
   }
 
   __device__ void admit_one(std::uint32_t slot) {
-    if (at_.has_slot(slot)) admit(slot, now_.first, step_at(now_.first, 1));
+    if (at_.has_slot<kStrip>(slot)) admit(slot, now_.first, step_at(now_.first, 1));
     if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
   }
   __device__ void admit_many(std::uint32_t first) {
     const Step admits = step_at(now_.first, now_.tokens);
-    at_.for_slots(progress_.live, [&](std::uint32_t i) {
+    at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
       if (i >= first) {
         const std::uint32_t position = now_.first + (i - first);
         admit(i, position, admits);
@@ -364,15 +249,16 @@ class ReplayCache {
     });
   }
   __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
-    take_slot(i, position);
+    positions_[i] = position;
+    if (kSqueezed) places_[i] = position;
     Slot state;
-    admit_state(state, position, admits);
+    P::admit(state, Token{position}, params_, admits);
     put(i, state);
   }
 
   /// Tokens that are older than the one victim have lost a younger one.
   __device__ void close_up() {
-    at_.for_slots(progress_.live, [&](std::uint32_t i) {
+    at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
       places_[i] += positions_[i] < progress_.victim_position ? 1 : 0;
     });
   }

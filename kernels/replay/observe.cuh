@@ -91,14 +91,6 @@ struct QueryLook {
     }
   }
 
-  /// As one that was made before from `each`.
-  __device__ QueryLook(const float4* each, std::uint32_t of_query) : weight(1), query(of_query) {
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) (kAsks ? least : over).quad[quad] = each[quad];
-  }
-  /// What it knows of each head.
-  __device__ const Quads<kQuads>& each() const { return kAsks ? least : over; }
-
   __device__ Observation seen(const Quads<kQuads>& e) const {
     Observation seen{.queries = 1};
     if constexpr (kAsks) {

@@ -33,7 +33,7 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
   const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved;
   plan.shared_bytes = bytes_of_words(args);
   const std::size_t room =
-      replay_room(whole_runs(args.room_slots, args.squeezed), policy.slot_bytes, args.squeezed);
+      replay_room(whole_strips(args.room_slots, args.squeezed), policy.slot_bytes, args.squeezed);
   const auto take = [&](std::size_t bytes) {
     const bool fits = plan.shared_bytes + bytes <= static_cast<std::size_t>(most);
     if (fits) plan.shared_bytes += bytes;

@@ -16,7 +16,7 @@ struct ReplayTotals {
 
   Quads<kQuads> part[kParts];
 
-  /// A token's to the cache's sums.
+  /// A token's, to the cache's sums.
   __device__ void add_own(const Quads<kQuads>& e) {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -24,8 +24,10 @@ struct ReplayTotals {
       if (kAsks) raise(part[kMostPart].quad[quad], e.quad[quad]);
     }
   }
-  /// Over the warp: component l of all parts to to[l].
-  __device__ void fold_warp(float* to, const ReplayPlace& at) const {
+  /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
+  /// after the next barrier.
+  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at) const {
+    float* const to = of_warps[at.warp];
 #pragma unroll
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
@@ -35,11 +37,6 @@ struct ReplayTotals {
             kAsks && p == kMostPart ? warp_fold4(x, Larger{}) : warp_fold4(x, Add{});
         if (at.lane < 4) to[p * kHeads + 4 * quad + at.lane] = folded;
       }
-  }
-  /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
-  /// after the next barrier.
-  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at) const {
-    fold_warp(of_warps[at.warp], at);
     __syncthreads();
     float value = 0;
     if (at.lane < kParts * kHeads) {

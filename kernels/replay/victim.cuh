@@ -34,22 +34,19 @@ __device__ inline Candidate warp_first(const Candidate& mine) {
   return {std::uint64_t{least_high} << 32 | least_low, least, __shfl_sync(~0u, mine.slot, lane)};
 }
 
-__device__ inline uint4 packed(const Candidate& of) {
-  return {static_cast<std::uint32_t>(of.rank >> 32), static_cast<std::uint32_t>(of.rank),
-          of.position, of.slot};
-}
-__device__ inline Candidate unpacked(const uint4& of) {
-  return {std::uint64_t{of.x} << 32 | of.y, of.z, of.w};
-}
-
 /// The first among the block's, in every thread. `of_warps`: free again after the next barrier.
 __device__ inline Candidate block_first(const Candidate& mine, uint4* of_warps,
                                         const ReplayPlace& at) {
   const Candidate own = warp_first(mine);
-  if (at.lane == 0) of_warps[at.warp] = packed(own);
+  if (at.lane == 0)
+    of_warps[at.warp] = {static_cast<std::uint32_t>(own.rank >> 32),
+                         static_cast<std::uint32_t>(own.rank), own.position, own.slot};
   __syncthreads();
   Candidate other;
-  if (at.lane < at.warps) other = unpacked(of_warps[at.lane]);
+  if (at.lane < at.warps) {
+    const uint4 packed = of_warps[at.lane];
+    other = {std::uint64_t{packed.x} << 32 | packed.y, packed.z, packed.w};
+  }
   return warp_first(other);
 }
 

@@ -9,16 +9,9 @@
 #include "kernels/replay/figures.cuh"
 #include "kernels/replay/observe.cuh"
 #include "kernels/replay/old_keys.cuh"
-#include "kernels/replay/run.cuh"
 #include "kernels/replay/totals.cuh"
 
 namespace kvlab::kernels {
-
-/// Whether queries that admit one token each go in runs.
-template <class P>
-constexpr bool goes_in_runs() {
-  return P::kInfo.rising && !P::kInfo.weighted && P::kInfo.needs != Needs::nothing;
-}
 
 template <class P, int kQuads, bool kSqueezed, bool kInRoom>
 class ReplayWalk {
@@ -27,13 +20,13 @@ class ReplayWalk {
   using Look = QueryLook<P, kQuads>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
   static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
-  static constexpr bool kInRuns = goes_in_runs<P>();
   static constexpr int kHeads = 4 * kQuads;
+  static constexpr int kStrip = replay_strip(kSqueezed);
 
   using Totals = ReplayTotals<kQuads, kSqueezed, kAsks>;
   static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
-  struct Run {
-    Exponentials e[kReplayRun];
+  struct Strip {
+    Exponentials e[kStrip];
   };
 
  public:
@@ -41,7 +34,6 @@ class ReplayWalk {
                         std::byte* room)
       : at_(at),
         shared_(shared),
-        words_(live_words + replay_words(at.args)),
         stage_(at.args, at.unit, room),
         cache_(at, shared, live_words, room + room_of_old_keys(at.args)) {
     for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
@@ -51,11 +43,7 @@ class ReplayWalk {
   }
 
   __device__ void run() {
-    for (int i = 0; i < at_.args.rows.count;) {
-      const int taken = take_run(i);
-      if (taken == 0) step(i);
-      i += max(taken, 1);
-    }
+    for (int i = 0; i < at_.args.rows.count; ++i) step(i);
     __syncthreads();
     RecallSums(at_, shared_).add();
     cache_.move_out();
@@ -77,23 +65,6 @@ class ReplayWalk {
     if (now.tokens > 1) observe_all(now);
     if (!kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
     cache_.end();
-  }
-
-  /// Some queries from i on at once, where that can be.
-  __device__ int take_run([[maybe_unused]] int i) {
-    if constexpr (kInRuns) {
-      ReplayRun<P, kQuads, kSqueezed, kInRoom> run(at_, shared_, cache_, stage_, words_);
-      return run.take(i, [&](int at, int index, const float* sums) {
-        const ReplayArgs& args = at_.args;
-        const std::uint32_t query = args.rows.first + at;
-        visible_ = cache_.live();
-        if (index >= 0 && index % args.span.sample_every == 0)
-          leave_sample(at, index, query, sums[at_.lane % kHeads], false);
-        if (args.figures.kept) note_kept(query);
-      });
-    } else {
-      return 0;
-    }
   }
 
   __device__ void note_kept(std::uint32_t query) const {
@@ -163,42 +134,42 @@ class ReplayWalk {
     if (at_.thread == 0) shared_.listed = 0;
   }
 
-  /// Of a run from this thread's slot `first` on: zeros where a slot has no token up to `query`.
+  /// Of a strip from this thread's slot `first` on: zeros where a slot has no token up to `query`.
   /// `full`: of the full row, where that is another.
   template <bool kFull>
-  __device__ void take(Run& run, std::uint32_t first, std::uint32_t query) const {
+  __device__ void take(Strip& strip, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
 #pragma unroll
-    for (int k = 0; k < kReplayRun; ++k) {
+    for (int k = 0; k < kStrip; ++k) {
       const std::uint32_t slot = first + k * kWarpSize;
-      run.e[k] = {};
+      strip.e[k] = {};
       if (cache_.holds(slot, query, visible_))
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad)
-          run.e[k].quad[quad] = shared_row_[quad * tokens + cache_.position(slot)];
+          strip.e[k].quad[quad] = shared_row_[quad * tokens + cache_.position(slot)];
     }
     if constexpr (!kFull)
-      if (kSqueezed || all_own_) take_private(run, first, query);
+      if (kSqueezed || all_own_) take_private(strip, first, query);
   }
   /// What the shared row does not have.
-  __device__ void take_private(Run& run, std::uint32_t first, std::uint32_t query) const {
+  __device__ void take_private(Strip& strip, std::uint32_t first, std::uint32_t query) const {
 #pragma unroll
-    for (int k = 0; k < kReplayRun; ++k) {
+    for (int k = 0; k < kStrip; ++k) {
       const std::uint32_t slot = first + k * kWarpSize;
       if (!cache_.holds(slot, query, visible_) || !(cache_.is_old(slot) || all_own_)) continue;
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad)
-        run.e[k].quad[quad] = own_[quad * at_.args.caches.unit_slots + slot];
+        strip.e[k].quad[quad] = own_[quad * at_.args.caches.unit_slots + slot];
     }
   }
-  /// Calls each(run, its first slot of this thread) for each of the warp's runs.
+  /// Calls each(strip, its first slot of this thread) for each of the warp's strips.
   template <bool kFull = false, class Each>
-  __device__ void for_runs(std::uint32_t query, Each each) const {
-    for (std::uint32_t first = at_.first_slot_of_thread(); first - at_.lane < visible_;
-         first += kReplayRun * at_.threads) {
-      Run run;
-      take<kFull>(run, first, query);
-      each(run, first);
+  __device__ void for_strips(std::uint32_t query, Each each) const {
+    for (std::uint32_t first = at_.first_slot_of_thread<kStrip>(); first - at_.lane < visible_;
+         first += kStrip * at_.threads) {
+      Strip strip;
+      take<kFull>(strip, first, query);
+      each(strip, first);
     }
   }
 
@@ -207,11 +178,11 @@ class ReplayWalk {
     totals.part[0] = {};
     if (kAsks) totals.part[kMostPart] = {};
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(max(i, 0)) * kQuads);
-    for_runs(query, [&](const Run& run, std::uint32_t) {
+    for_strips(query, [&](const Strip& strip, std::uint32_t) {
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k) {
-        totals.add_own(run.e[k]);
-        if (i >= 0) hits.count(run.e[k]);
+      for (int k = 0; k < kStrip; ++k) {
+        totals.add_own(strip.e[k]);
+        if (i >= 0) hits.count(strip.e[k]);
       }
     });
     if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
@@ -219,11 +190,13 @@ class ReplayWalk {
   /// The same of the full row, where the cache's own differs: its sum, and hits.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
-    for_runs<true>(query, [&](const Run& run, std::uint32_t) {
+    for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k) {
-        add(totals.part[kFullPart], run.e[k]);
-        hits.count(run.e[k]);
+      for (int k = 0; k < kStrip; ++k) {
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          add(totals.part[kFullPart].quad[quad], strip.e[k].quad[quad]);
+        hits.count(strip.e[k]);
       }
     });
     hits.add_to(shared_.hits[i], at_.lane);
@@ -267,12 +240,12 @@ class ReplayWalk {
     }
   }
   __device__ void note_seen(const Look& seen_by, std::uint32_t query) {
-    for_runs(query, [&](const Run& run, std::uint32_t first) {
+    for_strips(query, [&](const Strip& strip, std::uint32_t first) {
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k) {
+      for (int k = 0; k < kStrip; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!cache_.holds(slot, query, visible_)) continue;
-        const Observation seen = seen_by.seen(run.e[k]);
+        const Observation seen = seen_by.seen(strip.e[k]);
         Observation& all = at_.args.caches.seen[at_.first_slot + slot];
         all.mass += seen.mass;
         all.requests += seen.requests;
@@ -287,13 +260,13 @@ class ReplayWalk {
     const bool ranks = cache_.ranks_next();
     const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
     Candidate candidate;
-    for_runs(query, [&](const Run& run, std::uint32_t first) {
+    for_strips(query, [&](const Strip& strip, std::uint32_t first) {
 #pragma unroll
-      for (int k = 0; k < kReplayRun; ++k) {
+      for (int k = 0; k < kStrip; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!kInRoom && !cache_.holds(slot, query, visible_)) continue;
         auto own = cache_.state(slot);
-        P::observe(own, seen_by.seen(run.e[k]), cache_.params(), attended);
+        P::observe(own, seen_by.seen(strip.e[k]), cache_.params(), attended);
         cache_.put(slot, own);
         cache_.rank(candidate, slot, own, leaves, unguarded);
       }
@@ -306,7 +279,7 @@ class ReplayWalk {
     if constexpr (kObserves) {
       const Step attended = cache_.step_at(now.first, now.tokens);
       const std::uint32_t older = cache_.live() - now.tokens;
-      at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+      at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
         Observation seen = at_.args.caches.seen[at_.first_slot + i];
         seen.queries = i < older ? now.tokens : now.tokens - (i - older);
         auto own = cache_.state(i);
@@ -321,7 +294,7 @@ class ReplayWalk {
     const Step leaves = cache_.step_at(now, 0);
     const std::uint32_t unguarded = cache_.unguarded(now);
     Candidate first;
-    at_.for_slots(cache_.live(), [&](std::uint32_t i) {
+    at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
       cache_.rank(first, i, cache_.state(i), leaves, unguarded);
     });
     cache_.choose(first);
@@ -356,7 +329,6 @@ class ReplayWalk {
 
   const ReplayPlace& at_;
   ReplayShared& shared_;
-  std::uint32_t* const words_;  // bits of slots: a run's candidates
   OldKeyStage stage_;
   Cache cache_;
   int parity_ = 0;

@@ -36,7 +36,6 @@ struct H2O : AccumulatedMass {
       .summary = "the least accumulated attention leaves first",
       .citation = "Zhang et al. 2023, H2O, algorithm 1 (arXiv:2306.14048)",
       .needs = Needs::mass,
-      .rising = true,
       .recent = percent(50)};
 };
 

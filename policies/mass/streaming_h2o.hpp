@@ -17,7 +17,6 @@ struct StreamingH2O : AccumulatedMass {
       .summary = "as h2o, with the kept tokens' positions squeezed together",
       .citation = "Zhang et al. 2023, H2O, section 5.3 (arXiv:2306.14048)",
       .needs = Needs::mass,
-      .rising = true,
       .recent = percent(50),
       .positions = Positions::cache};
 };

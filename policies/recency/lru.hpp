@@ -18,8 +18,7 @@ struct Lru {
       .name = "lru",
       .summary = "the least recently requested leaves first",
       .citation = "after Liu et al. 2023, Scissorhands, algorithm 2 (arXiv:2305.17118)",
-      .needs = Needs::requests,
-      .rising = true};
+      .needs = Needs::requests};
   struct Params {};
   struct Slot {
     std::uint32_t last_request;

@@ -160,36 +160,6 @@ TEST_CASE("a policy that is oldest_first keeps the sinks and a run of the newest
   });
 }
 
-TEST_CASE("a policy that is rising never ranks a token lower than before, at any step") {
-  for (const PolicyEntry& entry : policy_catalogue()) {
-    if (!entry.info.rising) continue;
-    DYNAMIC_SECTION(entry.info.name) {
-      const auto states = entry.make_states(parse_policy(entry.info.name).params);
-      states->reserve(1);
-      const std::uint32_t slots[]{0};
-      for (std::uint32_t position = 0; position < 50; ++position) {
-        const std::uint32_t positions[]{position};
-        const auto rank_at = [&](const Step& step) {
-          std::uint64_t rank = 0;
-          states->rank(slots, positions, step, {&rank, 1});
-          return rank;
-        };
-        states->admit(0, Token{position}, {.now = position, .budget = 9, .live = 9, .queries = 1});
-        std::uint64_t before = 0;
-        for (std::uint32_t now = position; now < position + 100; ++now) {
-          const Step step{.now = now, .budget = 9, .live = 9, .queries = 1};
-          const Observation seen[]{draw_observation(position, now, 1)};
-          states->observe(slots, seen, step);
-          const std::uint64_t rank = rank_at(step);
-          REQUIRE(rank >= before);
-          REQUIRE(rank == rank_at({.now = now + 1, .budget = 5, .live = 4, .seed = 8, .layer = 3}));
-          before = rank;
-        }
-      }
-    }
-  }
-}
-
 TEST_CASE("every policy describes itself") {
   for (const PolicyEntry& entry : policy_catalogue()) DYNAMIC_SECTION(entry.info.name) {
       const std::string name = entry.info.name;

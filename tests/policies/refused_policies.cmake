@@ -8,7 +8,6 @@ struct Example {
                                            .citation = "none",
                                            .needs = kvlab::Needs::mass,
                                            .order = kvlab::Order::feedback,
-                                           .rising = true,
                                            .weighted = true};
   struct Params {
     double decay;
@@ -91,14 +90,9 @@ policy_case("a hook that is not constexpr is refused" "constexpr std::uint64_t r
             "std::uint64_t rank" "policy: every hook must be constexpr")
 policy_case("an admit that leaves the slot as it was is refused" "slot.mass = 0;" ""
             "policy: admit() must set every member of Slot that observe() and rank() read")
-policy_case("a rank that is not the position, though it is said to be, is refused" ".rising = true"
-            ".oldest_first = true"
+policy_case("a rank that is not the position, though it is said to be, is refused"
+            ".order = kvlab::Order::feedback" ".oldest_first = true"
             "policy: kInfo.oldest_first says that rank() is the token's position")
-policy_case("a rank that falls, though it is said to rise, is refused" "return slot.mass;"
-            "return 99 - slot.mass;" "policy: kInfo.rising says that observe() never lowers rank()")
-policy_case("a rank that a step changes, though it is said to rise, is refused" "const kvlab::Step&) {
-    return slot.mass;" "const kvlab::Step& step) {
-    return slot.mass + step.now;" "policy: kInfo.rising says that observe() never lowers rank()")
 
 policy_case("two policies with one name are refused" "PolicyList<Example>" "PolicyList<Example, Example>"
             "registry: two policies have the same name")

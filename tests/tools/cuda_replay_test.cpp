@@ -53,7 +53,7 @@ std::vector<RandomTrace> shapes() {
        .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
        .pull = 90,
        .seed = 7},
-      // More tokens than a run has candidates.
+      // Several hundred tokens, two turns.
       {.layers = 1,
        .query_heads = 4,
        .kv_heads = 1,
