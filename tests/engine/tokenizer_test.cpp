@@ -10,6 +10,7 @@
 
 #include "engine/tokenizer/text.hpp"
 #include "tests/catch.hpp"
+#include "tests/skip.hpp"
 
 namespace kvlab {
 namespace {
@@ -64,6 +65,23 @@ TEST_CASE("ids and decoded text equal the library's for every text and tokenizer
       REQUIRE(tokenizer.decode(ids) == back);
     }
   }
+}
+
+TEST_CASE("ids of SmolLM2's own tokenizer, which lacks tokens of bytes, equal the library's") {
+  const auto file = kRoot / "engine/models/smollm2/tokenizer.json";
+  if (!std::filesystem::exists(file)) return skip("no engine/models/smollm2; ./dev model smollm2");
+  const auto expected = nlohmann::json::parse(
+      std::ifstream(kRoot / "tests/data/tokenizer/smollm2_ids.json", std::ios::binary));
+  const auto texts = cases().at("texts").get<std::vector<std::string>>();
+  const Tokenizer tokenizer = Tokenizer::load(file);
+  std::size_t tokens = 0;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    INFO("text " << i << ": " << nlohmann::json(texts[i]).dump());
+    const Ids ids = tokenizer.encode(texts[i]);
+    tokens += ids.size();
+    REQUIRE(fnv1a(ids) == expected.at("fnv1a").at(i).get<std::string>());
+  }
+  CHECK(tokens == expected.at("tokens").get<std::size_t>());
 }
 
 TEST_CASE("long texts without a break equal the library's, and take no quadratic time") {

@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""Turns a GGUF file of a llama model into a checkpoint: config.json, model.safetensors (bf16), tokenizer.json.
+
+    python3 tools/scripts/gguf_to_checkpoint.py MODEL.gguf OUT
+
+Takes the llama architecture with byte-level BPE, in any quantisation that the gguf package can undo; refuses others
+by name. Exits 2 with one line if anything is wrong with the input, and then leaves nothing behind.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+
+try:
+    import gguf
+    import numpy as np
+except ImportError as missing:
+    print(f"gguf_to_checkpoint.py: cannot import {missing.name}: pip install gguf numpy", file=sys.stderr)
+    sys.exit(2)
+
+# How a text is cut before BPE, by the name that llama.cpp gave it.
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    "gpt-2": BYTE_LEVEL,
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]},
+    "llama-bpe": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False},
+            {**BYTE_LEVEL, "use_regex": False},
+        ],
+    },
+}
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # kinds of tokens
+
+
+class Refused(Exception):
+    """Bad input: one line that says what, where, and what would be right."""
+
+
+def one_line(error, most=300):
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[:most] + "..."
+
+
+class Metadata:
+    """The file's keys, each asked for with the type that it must have."""
+
+    def __init__(self, reader):
+        self.fields = reader.fields
+
+    def get(self, key, kind, default=None):
+        if key not in self.fields:
+            if default is None:
+                raise Refused(f"has no {key}")
+            return default
+        value = self.fields[key].contents()
+        if kind is float and isinstance(value, (int, float)):
+            return float(np.format_float_positional(np.float32(value), unique=True))
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise Refused(f"{key} is {one_line(repr(value), 40)}, not a {kind.__name__}")
+        return value
+
+    def size(self, key, default=None):
+        value = self.get(key, int, default)
+        if not 0 < value < 1 << 24:
+            raise Refused(f"{key} is {value}; it should be from 1 to 2^24")
+        return value
+
+
+def read_config(meta):
+    architecture = meta.get("general.architecture", str)
+    if architecture != "llama":
+        raise Refused(f"general.architecture is '{architecture}'; only 'llama' can be converted")
+    for key in meta.fields:
+        if key.startswith("llama.rope.scaling") or key.startswith("llama.expert"):
+            raise Refused(f"{key} is not supported; a llama model without it can be converted")
+    heads, width = meta.size("llama.attention.head_count"), meta.size("llama.embedding_length")
+    head_size = meta.size("llama.attention.key_length", width // heads or 1)
+    rotated = meta.size("llama.rope.dimension_count", head_size)
+    if rotated != head_size:
+        raise Refused(f"llama.rope.dimension_count is {rotated}; it should be the head size, {head_size}")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": meta.size("llama.feed_forward_length"),
+        "num_hidden_layers": meta.size("llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.size("llama.attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "max_position_embeddings": meta.size("llama.context_length"),
+        "rms_norm_eps": meta.get("llama.attention.layer_norm_rms_epsilon", float),
+        "rope_theta": meta.get("llama.rope.freq_base", float, 10000.0),
+        "hidden_act": "silu",
+        "vocab_size": len(meta.get("tokenizer.ggml.tokens", list)),
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id", int),
+        "torch_dtype": "bfloat16",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def added_token(number, text):
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": text, **plain, "special": True}
+
+
+def read_tokenizer(meta):
+    model = meta.get("tokenizer.ggml.model", str)
+    if model != "gpt2":
+        raise Refused(f"tokenizer.ggml.model is '{model}'; only byte-level BPE ('gpt2') can be converted")
+    pre = meta.get("tokenizer.ggml.pre", str, "gpt-2")
+    if pre not in PRE_TOKENIZERS:
+        raise Refused(f"tokenizer.ggml.pre is '{pre}'; it should be one of {', '.join(PRE_TOKENIZERS)}")
+    tokens = meta.get("tokenizer.ggml.tokens", list)
+    kinds = meta.get("tokenizer.ggml.token_type", list)
+    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise Refused("tokenizer.ggml.tokens should be different, and each have a token_type")
+    for number, kind in enumerate(kinds):
+        if kind not in (NORMAL, CONTROL, USER_DEFINED):
+            raise Refused(f"tokenizer.ggml.token_type[{number}] is {kind}; it should be 1, 3 or 4")
+    post = None
+    if meta.get("tokenizer.ggml.add_bos_token", bool, False):
+        number = meta.get("tokenizer.ggml.bos_token_id", int)
+        if not 0 <= number < len(tokens):
+            raise Refused(f"tokenizer.ggml.bos_token_id is {number}, outside the vocabulary of {len(tokens)}")
+        first, rest = {"id": tokens[number], "type_id": 0}, {"id": "A", "type_id": 0}
+        post = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": first}, {"Sequence": rest}],
+            "pair": [{"SpecialToken": first}, {"Sequence": rest}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}},
+        }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added_token(i, text) for i, text in enumerate(tokens) if kinds[i] != NORMAL],
+        "normalizer": None,
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "post_processor": post,
+        "decoder": {**BYTE_LEVEL, "add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre == "llama-bpe",
+            "vocab": {text: i for i, text in enumerate(tokens)},
+            "merges": [merge.split(" ") for merge in meta.get("tokenizer.ggml.merges", list)],
+        },
+    }
+
+
+def wanted_tensors(config):
+    """GGUF's name -> (Hugging Face's name, shape, heads whose rows are interleaved)."""
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    layer = {
+        "attn_norm": ("input_layernorm", (width,), 0),
+        "attn_q": ("self_attn.q_proj", (heads * size, width), heads),
+        "attn_k": ("self_attn.k_proj", (kv_heads * size, width), kv_heads),
+        "attn_v": ("self_attn.v_proj", (kv_heads * size, width), 0),
+        "attn_output": ("self_attn.o_proj", (width, heads * size), 0),
+        "ffn_norm": ("post_attention_layernorm", (width,), 0),
+        "ffn_gate": ("mlp.gate_proj", (inner, width), 0),
+        "ffn_up": ("mlp.up_proj", (inner, width), 0),
+        "ffn_down": ("mlp.down_proj", (width, inner), 0),
+    }
+    wanted = {
+        "token_embd.weight": ("model.embed_tokens.weight", (vocab, width), 0),
+        "output_norm.weight": ("model.norm.weight", (width,), 0),
+    }
+    if not config["tie_word_embeddings"]:
+        wanted["output.weight"] = ("lm_head.weight", (vocab, width), 0)
+    for number in range(config["num_hidden_layers"]):
+        for name, (theirs, shape, interleaved) in layer.items():
+            wanted[f"blk.{number}.{name}.weight"] = (f"model.layers.{number}.{theirs}.weight", shape, interleaved)
+    return wanted
+
+
+def as_bf16(values):
+    """Rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def converted(tensor, shape, interleaved):
+    """The tensor's weights in `shape`. GGUF keeps rows of q and k with the two halves of a rotation side by side."""
+    try:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise Refused(f"tensor {tensor.name}: type {tensor.tensor_type.name} cannot be read: {one_line(error)}")
+    if values.shape != shape:
+        raise Refused(f"tensor {tensor.name} is {list(values.shape)}; it should be {list(shape)}")
+    if not np.isfinite(values).all():
+        raise Refused(f"tensor {tensor.name} holds a value that is not finite")
+    if interleaved:
+        values = values.reshape(interleaved, shape[0] // interleaved // 2, 2, shape[1]).swapaxes(1, 2).reshape(shape)
+    return as_bf16(values)
+
+
+def read_weights(reader, config):
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    wanted = wanted_tensors(config)
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise Refused(f"has no tensor {missing[0]}")
+    if unknown := sorted(tensors.keys() - wanted.keys()):
+        raise Refused(f"tensor {unknown[0]} is not part of a plain llama model")
+    weights = {}
+    for name, (theirs, shape, interleaved) in wanted.items():
+        weights[theirs] = converted(tensors[name], shape, interleaved)
+    return weights
+
+
+def write_safetensors(weights, path):
+    """The length of a JSON header, the header, and the tensors one behind the other."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, values in weights.items():
+        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for values in weights.values():
+            file.write(values.tobytes())
+
+
+def convert(source, folder):
+    try:
+        reader = gguf.GGUFReader(source)
+    except FileNotFoundError:
+        raise Refused("there is no such file")
+    except Exception as error:  # the package names no error of its own for a broken file
+        raise Refused(f"is not a whole GGUF file: {one_line(error)}")
+    meta = Metadata(reader)
+    config, tokenizer = read_config(meta), read_tokenizer(meta)
+    weights = read_weights(reader, config)
+    template = meta.get("tokenizer.chat_template", str, "-")
+    settings = {} if template == "-" else {"chat_template": template}
+    for name, value in [("config", config), ("tokenizer", tokenizer), ("tokenizer_config", settings)]:
+        (folder / f"{name}.json").write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_safetensors(weights, folder / "model.safetensors")
+    return meta.get("general.name", str, source.stem), meta.get("general.license", str, "not said")
+
+
+def main():
+    if len(sys.argv) != 3:
+        print("usage: gguf_to_checkpoint.py MODEL.gguf OUT", file=sys.stderr)
+        return 2
+    source, out = (pathlib.Path(argument) for argument in sys.argv[1:])
+    work = None
+    try:
+        if out.exists():
+            raise Refused(f"{out} exists; remove it, or name another folder")
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        work = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+        name, licence = convert(source, work)
+        os.chmod(work, 0o755)
+        os.rename(work, out)
+    except (Refused, OSError, ValueError, IndexError, KeyError) as error:
+        print(f"gguf_to_checkpoint.py: {source}: {one_line(error)}", file=sys.stderr)
+        return 2
+    finally:
+        if work and work.exists():
+            shutil.rmtree(work, ignore_errors=True)
+    print(f"{out}: {name}, licence {licence}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
