@@ -175,7 +175,7 @@ void add_source_option(po::options_description& options) {
 void add_threshold_option(po::options_description& options) {
   options.add_options()(
       "request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
-      "a token is requested by a query from this share of its row's largest probability on");
+      "a query requests a token that gets at least this share of its row's largest probability");
 }
 
 double threshold_from(const po::variables_map& options) {
@@ -190,7 +190,7 @@ void add_common_options(po::options_description& options) {
   auto add = options.add_options();
   add("threads", po::value<std::int64_t>()->value_name("N"), "default: all cores");
   add("device", po::value<std::string>()->value_name("cpu|cuda"),
-      "default: cuda where there is one; for replay and its bench: cpu");
+      "default: cuda where there is one; replay and its bench: cpu");
   add("json", po::bool_switch(), "print one JSON object");
 }
 

@@ -98,7 +98,7 @@ TEST_CASE("a run's folder appears whole or not at all") {
              ContainsSubstring("cannot be made"));
 }
 
-TEST_CASE("a run's folder is gone on with by the same job alone, one process at a time") {
+TEST_CASE("a run's folder is continued by the same job alone, one process at a time") {
   const TemporaryFolder folder;
   const auto out = folder / "run";
   {

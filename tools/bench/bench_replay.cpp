@@ -117,7 +117,7 @@ void add_bench_replay_options(po::options_description& options) {
   add("trace", po::value<std::string>()->value_name("TRACE"),
       "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
   add("grid", po::value<std::string>()->value_name("NAMES"),
-      "replay: which grids, of those that it prints; default: all");
+      "replay: which of the grids that it prints (default: all)");
   add("repeats", po::value<std::int64_t>()->value_name("N")->default_value(3),
       "replay: how often, in turns with the exact pass; the least times count");
   add("synthetic-layers", po::value<std::int64_t>()->value_name("N")->default_value(4),

@@ -29,7 +29,7 @@ void add_options(po::options_description& options) {
   add("batch", po::value<std::int64_t>()->value_name("N")->default_value(1),
       "decode, evict: sequences");
   add("context", po::value<std::int64_t>()->value_name("N")->default_value(1024),
-      "decode: tokens that each sequence has at first");
+      "decode: tokens in each sequence at the start");
   add("steps", po::value<std::int64_t>()->value_name("N")->default_value(64),
       "decode: steps that are timed");
   add("capture", po::value<std::string>()->value_name("TRACE"),
@@ -39,9 +39,9 @@ void add_options(po::options_description& options) {
   add("chunk", po::value<std::int64_t>()->value_name("N")->default_value(2048),
       "prefill: tokens at once");
   add("prompt-tokens", po::value<std::int64_t>()->value_name("N")->default_value(2048),
-      "evict: that each sequence has at first");
+      "evict: tokens in each sequence at the start");
   add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(2048),
-      "evict: that each sequence decodes");
+      "evict: tokens that each sequence decodes");
   add_policy_options(options);
   add_attention_options(options);
   add_bench_replay_options(options);

@@ -31,7 +31,7 @@ void add_options(po::options_description& options) {
       "only these layers: 0,1,5 (default: all)");
   add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
   add("fresh", po::bool_switch(),
-      "throw away what an unfinished replay left in RUN.part, which is otherwise gone on with");
+      "start anew: delete what an unfinished replay left in RUN.part (default: continue it)");
   add_policy_options(options, true);
   add_common_options(options);
 }

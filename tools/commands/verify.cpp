@@ -19,7 +19,7 @@ void add_options(po::options_description& options) {
       "checkpoint: config.json, safetensors files, tokenizer.json");
   add_threshold_option(options);
   add("check-every", po::value<std::int64_t>()->value_name("N")->default_value(1),
-      "ask (b) of every N-th admission; (a) is asked of all");
+      "check (b) at every N-th admission only; (a) is always checked");
   add_prompt_options(options);
   add_turn_options(options);
   add_policy_options(options);

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Checks the pages for readers: links and anchors lead somewhere, lines hold at most 120 characters
+# (tables may be wider), pages at most 1,200 words, code and the bars of tables not counted.
+set -euo pipefail
+export LC_ALL=C.UTF-8
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+failed=0
+complain() { echo "$*" && failed=1; }
+
+prose() { awk '/^```/ {code = !code; next} !code && !/^    /' "$1" | tr '|' ' ' | sed 's/---*//g'; }
+anchors() {
+  sed -n 's/^##* //p' "$1" | tr '[:upper:]' '[:lower:]' | sed 's/[^[:alnum:]_ -]//g; s/ /-/g'
+}
+links() { grep -oE '\]\([^)]+\)' "$1" | sed 's/^](//; s/)$//' | grep -vE '^https?:' || true; }
+
+for page in README.md CHANGELOG.md docs/*.md docs/*/*.md; do
+  while IFS=: read -r line _; do
+    complain "$page:$line: over 120 characters"
+  done < <(grep -nE '^[^|].{120,}' "$page")
+  words=$(prose "$page" | wc -w)
+  [[ $page == CHANGELOG.md || $words -le 1200 ]] || complain "$page: $words words, at most 1200"
+  while read -r link; do
+    target=$page
+    [[ $link == '#'* ]] || target=$(dirname "$page")/${link%%#*}
+    if [[ ! -e $target ]]; then
+      complain "$page: no $link"
+    elif [[ $link == *'#'* ]] && ! anchors "$target" | grep -qx -- "${link#*#}"; then
+      complain "$page: no heading for $link"
+    fi
+  done < <(links "$page")
+done
+exit $failed
