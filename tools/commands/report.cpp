@@ -15,8 +15,8 @@ void add_options(po::options_description& options) {
       "out", po::value<std::string>()->value_name("FILE"), "the page; an older one is replaced")(
       "budget",
       po::value<std::string>()->value_name("B")->default_value("", "the run's middle one"),
-      "budget of the headline and of the heat maps, one of the run")(
-      "json", po::bool_switch(), "print one JSON object");
+      "budget of the headline and of the heat maps, one of the run")("json", po::bool_switch(),
+                                                                     "print one JSON object");
 }
 
 int run(const po::variables_map& options) {
