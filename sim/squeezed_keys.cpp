@@ -29,7 +29,7 @@ void SqueezedKeys::place(const LiveSet& live) {
   }
 }
 
-/// Products of the query's heads, turned to `place`, with the keys of all slots.
+/// Products of the query's heads, rotated to `place`, with the keys of all slots.
 void SqueezedKeys::multiply_at(std::uint32_t query, std::uint32_t place,
                                std::vector<float>& by_slot) {
   for (std::uint32_t head = 0; head < view_.group; ++head)

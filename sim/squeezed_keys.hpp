@@ -2,8 +2,9 @@
 //
 // Only differences of positions count, so two frames serve. A token that has lost no younger one is
 // as far from the query as it ever was: key and query stay at their true positions, where logits
-// are those of any other cache. An older one turns to its number, and the query to its own: such a
-// key turns again only when a token older than it leaves, from its unrotated self, never in place.
+// are those of any other cache. An older one is rotated to its number, and the query to its own.
+// Such a key is rotated again only when a token older than it leaves, from its unrotated self,
+// never in place.
 #pragma once
 
 #include <cstdint>

@@ -6,8 +6,8 @@
 #include <stdexcept>
 
 #include "traces/base/numeric/panels.hpp"
-#include "traces/base/parallel.hpp"
 #include "traces/base/numeric/softmax.hpp"
+#include "traces/base/parallel.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -80,8 +80,8 @@ class HeadVerifier {
   }
 
  private:
-  /// Turns a query or key to its original position, as the decoder did.
-  void turn(float* x, std::uint32_t position) const {
+  /// Rotates a query or key to its original position, as the decoder did.
+  void rotate(float* x, std::uint32_t position) const {
     table_.rotate(x, size_, position, x);
     if (trace_.header().rounding == Rounding::none) return;
     for (std::size_t d = 0; d < size_; ++d) x[d] = round_to(trace_.shape().dtype, x[d]);
@@ -92,7 +92,7 @@ class HeadVerifier {
     for (const ShardInfo& shard : trace_.shards()) {
       trace_.read(Part::k, layer_, kv_head_, shard.first, shard.tokens, rows.data());
       for (std::uint32_t i = 0; i < shard.tokens; ++i) {
-        turn(rows.data() + i * size_, shard.first + i);
+        rotate(rows.data() + i * size_, shard.first + i);
         keys_.set_row(shard.first + i, rows.data() + i * size_);
       }
     }
@@ -103,7 +103,7 @@ class HeadVerifier {
     for (std::size_t i = 0; i < kCheckRows; ++i) {
       float* query = queries.data() + i * size_;
       trace_.read(Part::q, layer_, query_head, check.rows[i], 1, query);
-      turn(query, check.rows[i]);
+      rotate(query, check.rows[i]);
     }
     // Rows ascend: the last one sees the most keys.
     const std::size_t panels = check.rows.back() / 16 + 1, stride = panels * 16;
@@ -155,7 +155,7 @@ class HeadVerifier {
   const RopeTable& table_;
   std::uint32_t layer_, kv_head_;
   std::size_t size_;
-  Panels keys_;                // turned; [tokens, head_size]
+  Panels keys_;                // rotated; [tokens, head_size]
   std::vector<float> values_;  // [tokens, head_size]
   std::vector<float> scores_;  // [16, tokens] of the rows at hand
   double tolerance_;

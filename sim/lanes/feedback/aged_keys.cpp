@@ -34,24 +34,24 @@ void AgedKeys::erase(std::size_t index) {
     row_loops().close_gap(row(panel, 0), panel < last ? row(panel + 1, 0) : nullptr,
                           panel == index / kPanelTokens ? index % kPanelTokens : 0, dim);
   --size_;
-  turned_ = std::min(turned_, index);
+  rotated_ = std::min(rotated_, index);
 }
 
-/// Turns the panels that hold keys which are new or have moved.
-void AgedKeys::turn(const PlaceTable& places) {
+/// Rotates the panels that hold keys which are new or have moved.
+void AgedKeys::rotate(const PlaceTable& places) {
   const std::size_t dim = view_->head_size;
-  turned_panels_.resize(panels_.size());
-  if (turned_ == size_) return;
-  for (std::size_t panel = turned_ / kPanelTokens; panel * kPanelTokens < size_; ++panel)
+  rotated_panels_.resize(panels_.size());
+  if (rotated_ == size_) return;
+  for (std::size_t panel = rotated_ / kPanelTokens; panel * kPanelTokens < size_; ++panel)
     row_loops().turn_panel(row(panel, 0), places.cos(panel), places.sin(panel), places.half(), dim,
-                           turned_panels_.data() + panel * dim * kPanelTokens);
-  turned_ = size_;
+                           rotated_panels_.data() + panel * dim * kPanelTokens);
+  rotated_ = size_;
 }
 
 void AgedKeys::products(const float* const* queries, const PlaceTable& places, float* out,
                         std::size_t out_stride) {
-  turn(places);
-  row_loops().panel_products(turned_panels_.data(), (size_ + kPanelTokens - 1) / kPanelTokens,
+  rotate(places);
+  row_loops().panel_products(rotated_panels_.data(), (size_ + kPanelTokens - 1) / kPanelTokens,
                              view_->head_size, queries, out, out_stride);
 }
 

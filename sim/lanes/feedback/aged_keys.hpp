@@ -1,5 +1,5 @@
 // Keys of a cache whose live tokens are numbered by age at every step, for the tokens that have
-// lost a younger one: each is turned to its number, and again, from its unrotated self, when a
+// lost a younger one: each is rotated to its number, and again, from its unrotated self, when a
 // token older than it has left (sim/squeezed_keys.hpp).
 //
 // (A token that has lost no younger one keeps its true position; its logits come from rows that all
@@ -34,13 +34,13 @@ class AgedKeys {
   explicit AgedKeys(const HeadView& view) : view_(&view) {}
 
   std::size_t size() const { return size_; }
-  void clear() { size_ = turned_ = 0; }
+  void clear() { size_ = rotated_ = 0; }
   /// Adds the key of the token at `position`: the youngest here.
   void append(std::uint32_t position);
   /// Takes the key of age `index` out.
   void erase(std::size_t index);
-  /// Products of up to four queries [dim], each turned to its own number (null: none), with all
-  /// keys, turned to theirs. out [4][out_stride], out_stride at least size() rounded up to 32.
+  /// Products of up to four queries [dim], each rotated to its own number (null: none), with all
+  /// keys, rotated to theirs. out [4][out_stride], out_stride at least size() rounded up to 32.
   void products(const float* const* queries, const PlaceTable& places, float* out,
                 std::size_t out_stride);
 
@@ -48,11 +48,12 @@ class AgedKeys {
   float* row(std::size_t panel, std::size_t d) {
     return panels_.data() + (panel * view_->head_size + d) * kPanelTokens;
   }
-  void turn(const PlaceTable& places);
+  void rotate(const PlaceTable& places);
 
   const HeadView* view_;
-  std::size_t size_ = 0, turned_ = 0;            // keys; those of them that are turned right
-  AlignedVector<float> panels_, turned_panels_;  // [age / 32][dim][32]: unrotated, at their numbers
+  std::size_t size_ = 0, rotated_ = 0;  // keys; those of them that are rotated right
+  AlignedVector<float> panels_,
+      rotated_panels_;  // [age / 32][dim][32]: unrotated, at their numbers
 };
 
 }  // namespace kvlab

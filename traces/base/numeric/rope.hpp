@@ -23,15 +23,15 @@ class RopeTable {
   RopeTable(const Rope& rope, std::uint32_t count);
 
   std::uint32_t positions() const { return positions_; }
-  /// What `position` turns by, [rotated / 2] each.
+  /// What `position` rotates by, [rotated / 2] each.
   std::span<const float> cosines(std::uint32_t position) const {
     return {cos_.data() + position * half_, half_};
   }
   std::span<const float> sines(std::uint32_t position) const {
     return {sin_.data() + position * half_, half_};
   }
-  /// Rotates one vector of `size` floats to `position`: dimension i and i + rotated / 2 turn
-  /// together, those from `rotated` on stay. x == y is allowed. Throws nothing; position <
+  /// Rotates one vector of `size` floats to `position`: dimensions i and i + rotated / 2
+  /// together; those from `rotated` on stay. x == y is allowed. Throws nothing; position <
   /// positions().
   void rotate(const float* x, std::size_t size, std::uint32_t position, float* y) const;
 
