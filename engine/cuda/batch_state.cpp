@@ -8,42 +8,32 @@ namespace kvlab {
 namespace {
 
 using cuda::check;
-using cuda::DeviceBuffer;
-
-constexpr std::size_t kWords = 5;  // of each row: ids, positions, slots, lengths, rows
-
-std::size_t state_bytes(std::size_t rows) {
-  return kWords * rows * sizeof(std::int32_t) + sizeof(std::uint64_t);
-}
 
 }  // namespace
 
-BatchState::BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream)
-    : sequences_(sequences), vocab_(static_cast<int>(vocab)), stream_(stream) {
-  const auto rows = static_cast<std::size_t>(sequences);
-  memory_ = DeviceBuffer(state_bytes(rows), "the batch");
-  step_count_ = memory_.as<std::uint64_t>();  // first: it has to be aligned
-  auto* const words = reinterpret_cast<std::int32_t*>(step_count_ + 1);
-  state_ = {.ids = words,
-            .positions = words + rows,
-            .slots = words + 2 * rows,
-            .lengths = words + 3 * rows};
-  rows_ = words + 4 * rows;
-  temperature_ = DeviceBuffer(rows * sizeof(float), "sampling");
-  top_p_ = DeviceBuffer(rows * sizeof(float), "sampling");
-  top_k_ = DeviceBuffer(rows * sizeof(std::int32_t), "sampling");
-  seed_ = DeviceBuffer(rows * sizeof(std::uint64_t), "sampling");
-  counter_ = DeviceBuffer(rows * sizeof(std::uint64_t), "sampling");
-  workspace_ = DeviceBuffer(kernels::sample_workspace(sequences, vocab_), "sampling");
-  ring_ = cuda::PinnedBuffer(kRing * rows * sizeof(std::int32_t));
-  check(cudaMemsetAsync(memory_.data(), 0, memory_.bytes(), stream), "the batch");
-  check(cuda::fill_iota(rows_, sequences, stream), "the batch");
-  for (int row = 0; row < sequences; ++row) set_sampling(row, {}, 0);
+BatchState::Parts::Parts(cuda::Arena& arena, int sequences, std::uint32_t vocab) {
+  const auto rows_count = static_cast<std::size_t>(sequences);
+  for (std::int32_t** words : {&state.ids, &state.positions, &state.slots, &state.lengths, &rows})
+    *words = arena.take<std::int32_t>(rows_count);
+  step_count = arena.take<std::uint64_t>(1);
+  temperature = arena.take<float>(rows_count);
+  top_p = arena.take<float>(rows_count);
+  top_k = arena.take<std::int32_t>(rows_count);
+  seed = arena.take<std::uint64_t>(rows_count);
+  counter = arena.take<std::uint64_t>(rows_count);
+  zeroed = arena.bytes();
+  workspace = arena.take<std::byte>(kernels::sample_workspace(sequences, static_cast<int>(vocab)));
 }
 
-std::size_t BatchState::bytes(int sequences, std::uint32_t vocab) {
-  return state_bytes(static_cast<std::size_t>(sequences)) +
-         kernels::sample_workspace(sequences, static_cast<int>(vocab));
+BatchState::BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream)
+    : sequences_(sequences),
+      vocab_(static_cast<int>(vocab)),
+      stream_(stream),
+      memory_("the batch", sequences, vocab),
+      ring_(kRing * static_cast<std::size_t>(sequences) * sizeof(std::int32_t)) {
+  check(cudaMemsetAsync(memory_.memory().data(), 0, memory_->zeroed, stream), "the batch");
+  check(cuda::fill_iota(memory_->rows, sequences, stream), "the batch");
+  for (int row = 0; row < sequences; ++row) set_sampling(row, {}, 0);
 }
 
 template <class T>
@@ -53,56 +43,56 @@ void BatchState::put(T* to, T value) {
 }
 
 void BatchState::set_sampling(int row, const SamplingOptions& options, std::uint64_t counter) {
-  put(temperature_.as<float>() + row, static_cast<float>(options.temperature));
-  put(top_p_.as<float>() + row, static_cast<float>(options.top_p));
-  put(top_k_.as<std::int32_t>() + row, static_cast<std::int32_t>(options.top_k));
-  put(seed_.as<std::uint64_t>() + row, options.seed);
-  put(counter_.as<std::uint64_t>() + row, counter);
+  put(memory_->temperature + row, static_cast<float>(options.temperature));
+  put(memory_->top_p + row, static_cast<float>(options.top_p));
+  put(memory_->top_k + row, static_cast<std::int32_t>(options.top_k));
+  put(memory_->seed + row, options.seed);
+  put(memory_->counter + row, counter);
 }
 
-void BatchState::set_next(int row, std::int32_t id) { put(state_.ids + row, id); }
+void BatchState::set_next(int row, std::int32_t id) { put(state().ids + row, id); }
 
 void BatchState::copy_next(int first_row, const std::int32_t* ids, int rows) {
-  check(cudaMemcpyAsync(state_.ids + first_row, ids, static_cast<std::size_t>(rows) * sizeof *ids,
+  check(cudaMemcpyAsync(state().ids + first_row, ids, static_cast<std::size_t>(rows) * sizeof *ids,
                         cudaMemcpyDeviceToDevice, stream_),
         "writing the batch's state");
 }
 
-void BatchState::set_row(int row, const Row& state) {
-  put(state_.positions + row, state.position);
-  put(state_.slots + row, state.slot);
-  put(state_.lengths + row, state.length);
+void BatchState::set_row(int row, const Row& to) {
+  put(state().positions + row, to.position);
+  put(state().slots + row, to.slot);
+  put(state().lengths + row, to.length);
 }
 
 void BatchState::sample(int rows, const float* logits) {
   check(kernels::sample({.rows = rows,
                          .vocab = vocab_,
                          .logits = logits,
-                         .temperature = temperature_.as<float>(),
-                         .top_p = top_p_.as<float>(),
-                         .top_k = top_k_.as<std::int32_t>(),
-                         .seed = seed_.as<std::uint64_t>(),
-                         .counter = counter_.as<std::uint64_t>(),
-                         .ids = state_.ids,
-                         .workspace = workspace_.data()},
+                         .temperature = memory_->temperature,
+                         .top_p = memory_->top_p,
+                         .top_k = memory_->top_k,
+                         .seed = memory_->seed,
+                         .counter = memory_->counter,
+                         .ids = state().ids,
+                         .workspace = memory_->workspace},
                         stream_),
         "sampling");
 }
 
 void BatchState::finish(int rows, bool advance) {
-  check(cuda::finish_step({.state = state_,
+  check(cuda::finish_step({.state = state(),
                            .rows = rows,
                            .advance = advance,
                            .ring = ring_.as<std::int32_t>(),
                            .ring_rows = kRing,
                            .ring_width = sequences_,
-                           .step = step_count_},
+                           .step = memory_->step_count},
                           stream_),
         "the end of a step");
 }
 
 void BatchState::advance(int rows) {
-  check(cuda::advance(state_, rows, stream_), "the end of a step");
+  check(cuda::advance(state(), rows, stream_), "the end of a step");
 }
 
 void BatchState::note_published() {

@@ -7,8 +7,8 @@
 #include <span>
 
 #include "engine/cuda/fill.hpp"
-#include "kernels/host/memory.hpp"
 #include "engine/sampler.hpp"
+#include "kernels/host/arena.hpp"
 
 namespace kvlab {
 
@@ -19,7 +19,9 @@ class BatchState {
   /// Rows are sequences. Enqueues on `stream`, as all that follows does.
   BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream);
   /// Device memory that it needs.
-  static std::size_t bytes(int sequences, std::uint32_t vocab);
+  static std::size_t bytes(int sequences, std::uint32_t vocab) {
+    return cuda::Placed<Parts>::bytes(sequences, vocab);
+  }
 
   void set_sampling(int row, const SamplingOptions& options, std::uint64_t counter);
   void set_next(int row, std::int32_t id);
@@ -29,7 +31,7 @@ class BatchState {
   struct Row {
     std::int32_t position, slot, length;
   };
-  void set_row(int row, const Row& state);
+  void set_row(int row, const Row& to);
 
   /// Samples the rows' next ids from logits [row, vocab].
   void sample(int rows, const float* logits);
@@ -42,21 +44,28 @@ class BatchState {
   std::uint64_t published() const { return published_; }
   std::span<const std::int32_t> ids(std::uint64_t index) const;
 
-  const cuda::StepState& state() const { return state_; }
-  const std::int32_t* rows() const { return rows_; }  ///< [row]: row
+  const cuda::StepState& state() const { return memory_->state; }
+  const std::int32_t* rows() const { return memory_->rows; }  ///< [row]: row
 
  private:
+  struct Parts {
+    Parts(cuda::Arena& arena, int sequences, std::uint32_t vocab);
+    cuda::StepState state{};
+    std::int32_t* rows;
+    std::uint64_t* step_count;
+    float *temperature, *top_p;  // [row], as what follows
+    std::int32_t* top_k;
+    std::uint64_t *seed, *counter;
+    std::size_t zeroed;  ///< bytes of all before this, which begin as zeroes
+    std::byte* workspace;
+  };
   template <class T>
   void put(T* to, T value);
 
   int sequences_, vocab_;
   cudaStream_t stream_;
-  cuda::DeviceBuffer memory_;
-  cuda::StepState state_{};
-  std::int32_t* rows_ = nullptr;
-  std::uint64_t* step_count_ = nullptr;
-  cuda::DeviceBuffer temperature_, top_p_, top_k_, seed_, counter_, workspace_;  // [row]
-  cuda::PinnedBuffer ring_;                                                      // [kRing, row]
+  cuda::Placed<Parts> memory_;
+  cuda::PinnedBuffer ring_;  // [kRing, row]
   std::array<cuda::Event, kRing> ring_events_;
   std::uint64_t published_ = 0;
 };

@@ -3,25 +3,6 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kAlignment = 256;
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-std::size_t qkv_bytes(const CaptureShape& shape, std::size_t rows) {
-  return rows * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size * bytes_of(shape.dtype);
-}
-std::size_t out_bytes(const CaptureShape& shape, std::size_t rows) {
-  return rows * shape.query_heads * shape.head_size * bytes_of(shape.dtype);
-}
-std::size_t chunks_bytes(const CaptureShape& shape, std::size_t tokens) {
-  return 2 * shape.offsets(tokens).end;
-}
-std::size_t step_bytes(const CaptureShape& shape, std::size_t rows) {
-  return shape.layers * shape.offsets(rows).end;
-}
-
 /// Rows of `width` out of rows of `stride` elements, widened.
 void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_t stride,
                 std::size_t width, std::vector<float>& to) {
@@ -34,14 +15,21 @@ void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_
 }  // namespace
 
 CaptureShape::Offsets CaptureShape::offsets(std::size_t tokens) const {
+  cuda::Arena arena;
+  const auto take = [&](std::size_t elements, std::size_t element) {
+    const std::size_t at = arena.bytes();
+    arena.take<std::byte>(tokens * elements * element);
+    return at;
+  };
   const std::size_t element = bytes_of(dtype), q = std::size_t{query_heads} * head_size,
                     kv = std::size_t{kv_heads} * head_size;
   Offsets at{};
-  at.out = aligned(tokens * (q + 2 * kv) * element);
-  at.lse = at.out + aligned(tokens * q * element);
-  at.plain_q = at.lse + aligned(tokens * query_heads * sizeof(float));
-  at.plain_k = at.plain_q + (plain ? aligned(tokens * q * element) : 0);
-  at.end = at.plain_k + (plain ? aligned(tokens * kv * element) : 0);
+  at.qkv = take(q + 2 * kv, element);
+  at.out = take(q, element);
+  at.lse = take(query_heads, sizeof(float));
+  at.plain_q = take(plain ? q : 0, element);
+  at.plain_k = take(plain ? kv : 0, element);
+  at.end = arena.bytes();
   return at;
 }
 
@@ -74,24 +62,26 @@ void CapturedLayer::read(const CaptureShape& shape, const std::byte* data, std::
   lse.assign(from, from + tokens * shape.query_heads);
 }
 
+LayerOutputMemory::Parts::Parts(cuda::Arena& arena, const CaptureShape& shape, Rows rows,
+                                bool keep) {
+  if (keep) {
+    chunks = arena.take<std::byte>(2 * shape.offsets(rows.chunk).end);
+    step = arena.take<std::byte>(shape.layers * shape.offsets(rows.step).end);
+  } else {
+    const CaptureShape::Offsets at = shape.offsets(rows.most());
+    one = arena.take<std::byte>(at.lse);
+  }
+}
+
 LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, Rows rows, bool keep,
                                      cudaStream_t stream)
     : shape_(shape),
       rows_(rows),
       keep_(keep),
-      qkv_(qkv_bytes(shape, rows.most()), "queries, keys and values"),
-      out_(out_bytes(shape, rows.most()), "attention outputs") {
+      memory_("queries, keys and values", shape, rows, keep) {
   // Attention writes nothing for idle rows; what follows still computes on them.
-  cuda::check(cudaMemsetAsync(out_.data(), 0, out_.bytes(), stream), "attention outputs");
-  if (!keep) return;
-  chunks_ = cuda::DeviceBuffer(chunks_bytes(shape, rows.chunk), "capture");
-  step_ = cuda::DeviceBuffer(step_bytes(shape, rows.step), "capture");
-  cuda::check(cudaMemsetAsync(step_.data(), 0, step_.bytes(), stream), "capture");
-}
-
-std::size_t LayerOutputMemory::bytes(const CaptureShape& shape, Rows rows, bool keep) {
-  return qkv_bytes(shape, rows.most()) + out_bytes(shape, rows.most()) +
-         (keep ? chunks_bytes(shape, rows.chunk) + step_bytes(shape, rows.step) : 0);
+  const cuda::DeviceBuffer& all = memory_.memory();
+  cuda::check(cudaMemsetAsync(all.data(), 0, all.bytes(), stream), "attention outputs");
 }
 
 LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens) const {
@@ -103,15 +93,20 @@ LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens)
           .plain_k = shape_.plain ? base + at.plain_k : nullptr};
 }
 
+LayerOutputs LayerOutputMemory::passing() const {
+  const std::size_t out = shape_.offsets(rows_.most()).out;
+  return {memory_->one, memory_->one + out, nullptr, nullptr, nullptr};
+}
+
 LayerOutputs LayerOutputMemory::next_chunk(std::size_t tokens) {
-  if (!keep_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
+  if (!keep_) return passing();
   half_ = 1 - half_;
-  return captured_at(chunks_.data() + half_ * (chunks_.bytes() / 2), tokens);
+  return captured_at(memory_->chunks + half_ * shape_.offsets(rows_.chunk).end, tokens);
 }
 
 LayerOutputs LayerOutputMemory::step(std::uint32_t layer) const {
-  if (!keep_) return {qkv_.data(), out_.data(), nullptr, nullptr, nullptr};
-  return captured_at(step_.data() + layer * shape_.offsets(rows_.step).end, rows_.step);
+  if (!keep_) return passing();
+  return captured_at(memory_->step + layer * shape_.offsets(rows_.step).end, rows_.step);
 }
 
 }  // namespace kvlab

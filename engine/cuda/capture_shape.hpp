@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/host/memory.hpp"
 #include "engine/checkpoint/model.hpp"
+#include "kernels/host/arena.hpp"
 
 namespace kvlab {
 
@@ -38,8 +38,8 @@ struct LayerOutputs {
   std::byte *plain_q, *plain_k;  // or null: q and k are what qkv holds
 };
 
-/// Memory for them: one place used again by every layer, or, where they are kept, two places for a
-/// prompt's chunks in turn and all layers of a step.
+/// Memory for them: one part used again by every layer, or, where they are kept, two that a
+/// prompt's chunks alternate between, and all layers of a step.
 class LayerOutputMemory {
  public:
   /// `rows`: most tokens at once; of a prompt, of a step.
@@ -49,23 +49,31 @@ class LayerOutputMemory {
   };
   LayerOutputMemory(const CaptureShape& shape, Rows rows, bool keep, cudaStream_t stream);
   /// Device memory that it needs.
-  static std::size_t bytes(const CaptureShape& shape, Rows rows, bool keep);
+  static std::size_t bytes(const CaptureShape& shape, Rows rows, bool keep) {
+    return cuda::Placed<Parts>::bytes(shape, rows, keep);
+  }
 
-  /// For a layer of a chunk; where they are kept, the one before it stays as it is. By turns, not
-  /// by layer: the last layer of a chunk and the first of the next follow each other, too.
+  /// For a layer of a chunk; where they are kept, the one before it stays as it is. Alternates, and
+  /// does not go by layer: the last layer of a chunk and the first of the next follow each other,
+  /// too.
   LayerOutputs next_chunk(std::size_t tokens);
   LayerOutputs step(std::uint32_t layer) const;
   /// Of the last step: all layers, CaptureShape of a token for each row.
-  const std::byte* step_data() const { return step_.data(); }
+  const std::byte* step_data() const { return memory_->step; }
 
  private:
+  struct Parts {
+    Parts(cuda::Arena& arena, const CaptureShape& shape, Rows rows, bool keep);
+    std::byte *one = nullptr, *chunks = nullptr, *step = nullptr;
+  };
   LayerOutputs captured_at(std::byte* base, std::size_t tokens) const;
+  LayerOutputs passing() const;  ///< where they are not kept
 
   CaptureShape shape_;
   Rows rows_;
   bool keep_;
-  std::size_t half_ = 0;  // of chunks_, written last
-  cuda::DeviceBuffer qkv_, out_, chunks_, step_;
+  std::size_t half_ = 0;  // of the chunks, written last
+  cuda::Placed<Parts> memory_;
 };
 
 }  // namespace kvlab

@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
-#include "engine/cuda/cuda_batch.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/host/transfer.hpp"
@@ -32,6 +31,26 @@ class DeviceLogits final : public LogitMemory {
 
  private:
   cuda::DeviceBuffer buffer_;
+};
+
+class CudaBatch final : public BatchDecoder {
+ public:
+  CudaBatch(const DeviceModel& model, CudaDecoderOptions options)
+      : decoder_(model, std::move(options)) {}
+
+  void prompt(int sequence, std::span<const std::int32_t> ids) override {
+    decoder_.prefill(sequence, ids);
+  }
+  void decode(int rows, std::span<const std::int32_t> ids, float* logits) override {
+    check_whole_steps(rows, ids.size());
+    decoder_.force(rows, ids, logits);
+    decoder_.synchronize();
+  }
+  /// It never holds less than before.
+  std::uint64_t kv_bytes_peak(int sequence) const override { return decoder_.live_bytes(sequence); }
+
+ private:
+  CudaDecoder decoder_;
 };
 
 class CudaBackend final : public Backend {

@@ -4,14 +4,15 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
-#include "engine/cuda/batch_state.hpp"
-#include "engine/cuda/capture_shape.hpp"
-#include "engine/cuda/model/device_model.hpp"
+#include "engine/cuda/cache/cache_watch.hpp"
+#include "engine/cuda/decode_step.hpp"
+#include "engine/cuda/logit_ring.hpp"
+#include "engine/cuda/prompt_ids.hpp"
 #include "engine/decoder.hpp"
 
 namespace kvlab {
@@ -28,6 +29,14 @@ struct CudaDecoderOptions {
   std::uint32_t longest_prompt = 0;
   bool watched = false;         ///< observers may look at what the caches do: slow
   bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.hpp: slow, but on any device
+};
+
+/// The decoder's own work buffers.
+struct DecoderWork {
+  DecoderWork() = default;
+  DecoderWork(cuda::Arena& arena, const ModelConfig& config, int rows, int sequences);
+  float* x = nullptr;       // [row, hidden]
+  float* logits = nullptr;  // [sequence, vocab]
 };
 
 /// Everything is enqueued on one stream and returns at once, unless it says that it waits. Throws
@@ -62,13 +71,13 @@ class CudaDecoder {
                SegmentKind kind = SegmentKind::prompt);
   /// Feeds each of the first `rows` sequences its next token, computes its logits and samples the
   /// token after. Sequences that were given nothing yet are idle.
-  void step(int rows);
+  void step(int rows) { run_graph(rows, Next::sampled); }
   /// The same, enqueued launch by launch instead of as a graph.
   void step_plain(int rows);
   /// Samples the next token of each of the first `rows` sequences from its logits.
   void choose(int rows);
   /// Feeds as step() does, but leaves the next tokens as they are.
-  void feed_next(int rows);
+  void feed_next(int rows) { run_graph(rows, Next::given); }
 
   /// Feeds the first `rows` sequences ids [step, row], whatever was sampled. `logits`: device
   /// memory where those of every step and row go [step, row, vocab], or null. Throws as prefill()
@@ -79,48 +88,93 @@ class CudaDecoder {
   /// was not made to be watched.
   void watch(int sequence, DecoderObserver* observer);
 
-  void set_sampling(int sequence, const SamplingOptions& options, std::uint64_t counter = 0);
+  void set_sampling(int sequence, const SamplingOptions& options, std::uint64_t counter = 0) {
+    batch_.set_sampling(sequence, options, counter);
+  }
   /// The token that the next step feeds.
   void set_next(int sequence, std::int32_t id);
   /// Whether tokens leave: then nothing that was fed can be forgotten.
-  bool evicts() const;
+  bool evicts() const { return !options_.caches.empty(); }
   /// Forgets all but the first `tokens`. Throws std::logic_error where tokens leave.
   void rewind(int sequence, std::uint32_t tokens);
   /// Benchmarks: random keys and values instead of a prompt of so many tokens.
   void pretend(int sequence, std::uint32_t tokens);
 
   /// How many times choose() or step() has sampled.
-  std::uint64_t published() const;
+  std::uint64_t published() const { return batch_.published(); }
   /// Waits for the ids that the index-th of them sampled, [rows]; the last kRing can be asked for.
-  std::span<const std::int32_t> ids(std::uint64_t index) const;
+  std::span<const std::int32_t> ids(std::uint64_t index) const { return batch_.ids(index); }
   static constexpr int kRing = BatchState::kRing;
   /// Waits; the logits of a sequence's last token [vocab].
   std::vector<float> logits(int sequence) const;
-  std::uint32_t tokens(int sequence) const;  ///< fed so far
+  std::uint32_t tokens(int sequence) const {  ///< fed so far
+    return fed_.at(static_cast<std::size_t>(sequence));
+  }
 
-  const DeviceModel& model() const;
-  /// Keys and values of so many live tokens of one sequence, in all layers and heads.
-  std::uint64_t cache_bytes(std::uint64_t tokens) const;
-  std::uint64_t live_bytes(int sequence) const;  ///< keys and values that it holds
-  std::uint64_t evictions(int sequence) const;   ///< over all layers and KV heads
-  cudaStream_t stream() const;
-  void synchronize() const;
+  const DeviceModel& model() const { return model_; }
+  std::uint64_t live_bytes(int sequence) const {  ///< keys and values that it holds
+    return cache_->live_bytes(sequence, tokens(sequence));
+  }
+  std::uint64_t evictions(int sequence) const {  ///< over all layers and KV heads
+    return cache_->evictions(sequence, admitted_behind_.at(static_cast<std::size_t>(sequence)));
+  }
+  cudaStream_t stream() const { return stream_.get(); }
+  void synchronize() const { stream_.synchronize("decoding"); }
 
-  CaptureShape capture_shape() const;
   /// Of the last step's token: all layers, CaptureShape of one token.
-  const std::byte* step_capture() const;
+  const std::byte* step_capture() const { return outputs_.step_data(); }
 
-  /// One kind of launch of a step, over all layers: for benchmarks.
-  struct Part {
-    std::string name;
-    std::uint64_t bytes;  ///< that it has to move
-    std::function<void()> enqueue;
-  };
-  std::vector<Part> parts(int rows);
+  /// A step of the first `rows`, for benchmarks; must not outlive the decoder.
+  DecodeStep decode_step(int rows) { return decode_step(rows, Next::sampled); }
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  using Next = DecodeStep::Next;
+  struct Piece;
+
+  void make_cache();
+  DecodeStep decode_step(int rows, Next next);
+  void set_row(int row) { batch_.set_row(row, cache_->row(tokens(row))); }
+  void check_ids(std::span<const std::int32_t> ids) const;
+  void check_rows(int rows) const;
+  void check_room(std::uint64_t tokens) const;
+
+  void admit(const Piece& piece, float* logits, const OnChunk& on_chunk);
+  void feed_alone(const Piece& piece, float* logits);
+  std::size_t tokens_at_once(int sequence, SegmentKind kind, std::size_t count) const;
+  float* admission_states(std::size_t count);
+  void copy_logits(const float* x, std::size_t count, float* to);
+  void keep_logits(std::size_t rows);
+  void restore_logits(std::size_t rows);
+
+  void before_step(int rows) const;
+  void after_step(int rows, Next next);
+  void run_graph(int rows, Next next);
+  const cuda::Graph& graph(int rows, Next next);
+  std::vector<CacheWatch::Fed> watched_rows(int rows) const;
+  void note_fed(int row);
+
+  float* logits_row(int row) const {
+    return work_->logits + static_cast<std::size_t>(row) * config_.vocab;
+  }
+
+  const DeviceModel& model_;
+  const ModelConfig& config_;
+  CudaDecoderOptions options_;
+  cuda::Stream stream_;
+  BatchState batch_;
+  LayerOutputMemory outputs_;
+  std::unique_ptr<DeviceCache> cache_;
+  std::unique_ptr<CacheWatch> watch_;  // or null
+  DeviceLayers layers_;
+  PromptIds prompt_;
+  LogitRing logit_ring_;
+  // [sequence]: tokens, and how many of them were there before the last admission.
+  std::vector<std::uint32_t> fed_, admitted_behind_;
+  cuda::Placed<DecoderWork> work_;
+  cuda::Placed<DecoderWork> admission_;  // hidden states of an admission that is longer
+  cuda::DeviceBuffer kept_logits_;       // of other sequences, while one is fed
+  cuda::DeviceBuffer logit_rows_;        // [kLogitRows, vocab], made when asked for
+  std::map<std::pair<int, Next>, cuda::Graph> graphs_;
 };
 
 }  // namespace kvlab

@@ -57,7 +57,8 @@ CudaSequence::CudaSequence(const DeviceModel& model, Options options)
                 .watched = options.observer != nullptr}) {
   if (options.observer) decoder_.watch(0, options.observer);
   if (options.writer)
-    capture_ = std::make_unique<AsyncCapture>(*options.writer, decoder_.capture_shape(),
+    capture_ = std::make_unique<AsyncCapture>(*options.writer,
+                                              capture_shape(model.config(), model.dtype()),
                                               prefill_tokens(options), std::move(options.progress));
 }
 
@@ -69,7 +70,6 @@ std::span<const float> CudaSequence::feed(std::span<const std::int32_t> ids, Seg
       capture_->chunk(chunk, kind, decoder_.stream());
     };
   decoder_.prefill(0, ids, all_logits, on_chunk, kind);
-  kv_bytes_peak_ = std::max(kv_bytes_peak_, decoder_.live_bytes(0));
   logits_ = decoder_.logits(0);
   return logits_;
 }
@@ -105,7 +105,6 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   for (const int copy : copies) capture_->drop(copy);
   // Steps were under way when it was over; what they fed is forgotten, their draws too.
   decoder_.rewind(0, before + seen - 1);
-  kv_bytes_peak_ = std::max(kv_bytes_peak_, decoder_.live_bytes(0));
   sampler.skip(seen);
 }
 

@@ -35,14 +35,14 @@ class CudaSequence final : public SequenceDecoder {
               const std::function<bool(std::int32_t)>& on_id) override;
   void flush() override;
   std::uint32_t tokens() const override { return decoder_.tokens(0); }
-  std::uint64_t kv_bytes_peak() const override { return kv_bytes_peak_; }
+  /// It never holds less than before.
+  std::uint64_t kv_bytes_peak() const override { return decoder_.live_bytes(0); }
   std::uint64_t evictions() const override { return decoder_.evictions(0); }
 
  private:
   CudaDecoder decoder_;
   std::unique_ptr<AsyncCapture> capture_;  // or null
   std::vector<float> logits_;
-  std::uint64_t kv_bytes_peak_ = 0;
 };
 
 }  // namespace kvlab

@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/cuda/model/device_layers.hpp"
-#include "engine/cuda/cache/full_cache.hpp"
-
 namespace kvlab {
 namespace {
 
@@ -28,34 +25,26 @@ void check_options(const CudaDecoderOptions& options) {
                                             options.caches.size(), options.sequences));
 }
 
-/// Bytes of everything that is allocated.
-struct Memory {
-  std::uint64_t cache, work;
-};
-Memory memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
+CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   const int rows = most_rows(options);
-  const WorkSizes own = work_sizes(config, options);
-  Memory memory{.cache = 0,
-                .work = own.x + own.logits + BatchState::bytes(options.sequences, config.vocab) +
-                        LayerOutputMemory::bytes(capture_shape(config, model.dtype()),
-                                                 output_rows(options), keeps_outputs(options)) +
-                        DeviceLayers::bytes(model, static_cast<unsigned>(rows))};
+  CacheBytes bytes = options.caches.empty()
+                         ? FullCache::bytes(model, full_options(options))
+                         : EvictingCache::bytes(model, evicting_options(options));
+  bytes.work += cuda::Placed<DecoderWork>::bytes(config, rows, options.sequences) +
+                BatchState::bytes(options.sequences, config.vocab) +
+                LayerOutputMemory::bytes(capture_shape(config, model.dtype()), output_rows(options),
+                                         keeps_outputs(options)) +
+                DeviceLayers::bytes(model, rows);
+  // Hidden states of a prompt that is longer than the rows at once.
   if (options.longest_prompt > static_cast<unsigned>(rows))
-    memory.work += std::uint64_t{options.longest_prompt} * config.hidden * sizeof(float);
-  if (options.caches.empty()) {
-    memory.cache = static_cast<std::uint64_t>(options.sequences) *
-                   FullCache::bytes(model, FullCache::capacity(options.slots));
-    memory.work += FullCache::work_bytes(model, options.sequences, options.slots, rows);
-  } else {
-    memory.cache = EvictingCache::bytes(model, evicting_options(options));
-    memory.work += EvictingCache::work_bytes(model, evicting_options(options));
-  }
-  return memory;
+    bytes.work +=
+        cuda::Placed<DecoderWork>::bytes(config, static_cast<int>(options.longest_prompt), 0);
+  return bytes;
 }
 
-bool fits(const Memory& memory, std::uint64_t free) {
-  return memory.cache + memory.work + kReserve <= free;
+bool fits(const CacheBytes& bytes, std::uint64_t free) {
+  return bytes.storage + bytes.work + kReserve <= free;
 }
 
 /// The most slots a sequence that fit; work buffers grow with them, too.
@@ -75,19 +64,17 @@ int most_rows(const CudaDecoderOptions& options) {
   return std::max(static_cast<int>(options.prefill_tokens), options.sequences);
 }
 
-WorkSizes work_sizes(const ModelConfig& config, const CudaDecoderOptions& options) {
-  const auto rows = static_cast<std::size_t>(most_rows(options));
-  return {.x = rows * config.hidden * sizeof(float),
-          .logits = static_cast<std::size_t>(options.sequences) * config.vocab * sizeof(float)};
-}
-
 LayerOutputMemory::Rows output_rows(const CudaDecoderOptions& options) {
   return {options.prefill_tokens, static_cast<std::size_t>(options.sequences)};
 }
 
 bool keeps_outputs(const CudaDecoderOptions& options) { return options.capture || options.watched; }
 
-EvictingCache::Options evicting_options(const CudaDecoderOptions& options) {
+FullCache::Options full_options(const CudaDecoderOptions& options) {
+  return {.sequences = options.sequences, .slots = options.slots, .rows = most_rows(options)};
+}
+
+EvictingOptions evicting_options(const CudaDecoderOptions& options) {
   return {.caches = options.caches,
           .most_tokens = options.slots,
           .part_tokens = static_cast<int>(options.prefill_tokens),
@@ -102,7 +89,7 @@ bool fits_free_memory(const DeviceModel& model, const CudaDecoderOptions& option
 
 CudaDecoderOptions checked_options(const DeviceModel& model, const CudaDecoderOptions& options) {
   check_options(options);
-  const Memory needed = memory_for(model, options);
+  const CacheBytes needed = memory_for(model, options);
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (fits(needed, memory.free)) return options;
   if (!options.caches.empty())
@@ -110,14 +97,15 @@ CudaDecoderOptions checked_options(const DeviceModel& model, const CudaDecoderOp
         "device memory: the caches of {} sequence{} of {} need {}, and their work buffers {}; {} "
         "of {} are free; smaller budgets or fewer sequences would fit",
         options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
-        cuda::bytes_text(needed.cache), cuda::bytes_text(needed.work),
+        cuda::bytes_text(needed.storage), cuda::bytes_text(needed.work),
         cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
-  throw std::runtime_error(fmt::format(
-      "device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and "
-      "its work buffers {}; {} of {} are free: {} tokens a sequence would fit",
-      options.slots, options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
-      cuda::bytes_text(needed.cache), cuda::bytes_text(needed.work), cuda::bytes_text(memory.free),
-      cuda::bytes_text(memory.total), slots_that_fit(model, options, memory.free)));
+  throw std::runtime_error(
+      fmt::format("device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and "
+                  "its work buffers {}; {} of {} are free: {} tokens a sequence would fit",
+                  options.slots, options.sequences, options.sequences == 1 ? "" : "s",
+                  model.config().name, cuda::bytes_text(needed.storage),
+                  cuda::bytes_text(needed.work), cuda::bytes_text(memory.free),
+                  cuda::bytes_text(memory.total), slots_that_fit(model, options, memory.free)));
 }
 
 }  // namespace kvlab

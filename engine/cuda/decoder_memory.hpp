@@ -3,22 +3,18 @@
 
 #include <cstddef>
 
-#include "engine/cuda/cuda_decoder.hpp"
 #include "engine/cuda/cache/evicting_cache.hpp"
+#include "engine/cuda/cache/full_cache.hpp"
+#include "engine/cuda/cuda_decoder.hpp"
 
 namespace kvlab {
 
-/// Most tokens that go through a layer at once.
-int most_rows(const CudaDecoderOptions& options);
+// What a decoder with these options is made of.
+int most_rows(const CudaDecoderOptions& options);  ///< that go through a layer at once
 LayerOutputMemory::Rows output_rows(const CudaDecoderOptions& options);
 bool keeps_outputs(const CudaDecoderOptions& options);
-EvictingCache::Options evicting_options(const CudaDecoderOptions& options);
-
-/// Bytes of the work buffers that belong to the decoder itself.
-struct WorkSizes {
-  std::size_t x, logits;
-};
-WorkSizes work_sizes(const ModelConfig& config, const CudaDecoderOptions& options);
+FullCache::Options full_options(const CudaDecoderOptions& options);
+EvictingOptions evicting_options(const CudaDecoderOptions& options);
 
 /// Whether all of it fits the memory that is free now.
 bool fits_free_memory(const DeviceModel& model, const CudaDecoderOptions& options);

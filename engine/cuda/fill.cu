@@ -1,9 +1,8 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "engine/cuda/fill.hpp"
 
 #include <algorithm>
 
-#include "engine/cuda/fill.hpp"
+#include "kernels/device/type_dispatch.cuh"
 
 namespace kvlab::cuda {
 namespace {
@@ -15,13 +14,6 @@ unsigned blocks_for(std::size_t count) {
   return static_cast<unsigned>(
       std::clamp<std::size_t>((count + kThreads - 1) / kThreads, 1, kMostBlocks));
 }
-
-__device__ void store(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
-__device__ void store(__half* to, float value) { *to = __float2half_rn(value); }
-__device__ void store(float* to, float value) { *to = value; }
-__device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
-__device__ float load(const __half* from) { return __half2float(*from); }
-__device__ float load(const float* from) { return *from; }
 
 /// SplitMix64's finaliser.
 __device__ std::uint64_t hash(std::uint64_t x) {
@@ -42,14 +34,14 @@ template <class T>
 __global__ void fill_normal_kernel(T* to, std::size_t count, float deviation, std::uint64_t seed) {
   for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
        i += gridDim.x * blockDim.x)
-    store(to + i, deviation * normal(hash(hash(seed) + i)));
+    to[i] = kernels::from_float<T>(deviation * normal(hash(hash(seed) + i)));
 }
 
 template <class T>
 __global__ void fill_value_kernel(T* to, std::size_t count, float value) {
   for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
        i += gridDim.x * blockDim.x)
-    store(to + i, value);
+    to[i] = kernels::from_float<T>(value);
 }
 
 __global__ void fill_iota_kernel(std::int32_t* to, int count) {
@@ -62,17 +54,7 @@ template <class T>
 __global__ void find_not_finite_kernel(const T* from, std::size_t count, std::int32_t* found) {
   for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
        i += gridDim.x * blockDim.x)
-    if (!isfinite(load(from + i))) *found = 1;
-}
-
-__global__ void rope_table_kernel(const float* inv_freq, int half, std::size_t count, float factor,
-                                  float2* table) {
-  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += gridDim.x * blockDim.x) {
-    const double angle = static_cast<double>(i / static_cast<std::size_t>(half)) *
-                         static_cast<double>(inv_freq[i % static_cast<std::size_t>(half)]);
-    table[i] = {static_cast<float>(cos(angle)) * factor, static_cast<float>(sin(angle)) * factor};
-  }
+    if (!isfinite(kernels::to_float(from[i]))) *found = 1;
 }
 
 __global__ void rope_rows_kernel(const float* inv_freq, int half, const std::int32_t* positions,
@@ -131,29 +113,22 @@ __global__ void finish_step_kernel(FinishStepArgs args) {
   if (threadIdx.x == 0) *args.step = step + 1;
 }
 
-/// Calls body with a null pointer of the element type.
-template <class Body>
-cudaError_t with_type(Type type, Body body) {
-  if (type == Type::bf16) body(static_cast<__nv_bfloat16*>(nullptr));
-  if (type == Type::f16) body(static_cast<__half*>(nullptr));
-  if (type == Type::f32) body(static_cast<float*>(nullptr));
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream) {
-  return with_type(type, [&](auto* none) {
-    fill_normal_kernel<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<decltype(none)>(to),
-                                                                   count, deviation, seed);
+  return kernels::with_type(type, [&](auto element) {
+    fill_normal_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
+        static_cast<decltype(element)*>(to), count, deviation, seed);
+    return cudaGetLastError();
   });
 }
 
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream) {
-  return with_type(type, [&](auto* none) {
-    fill_value_kernel<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<decltype(none)>(to),
-                                                                  count, value);
+  return kernels::with_type(type, [&](auto element) {
+    fill_value_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
+        static_cast<decltype(element)*>(to), count, value);
+    return cudaGetLastError();
   });
 }
 
@@ -164,19 +139,11 @@ cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream) {
 
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream) {
-  return with_type(type, [&](auto* none) {
-    using Element = std::remove_pointer_t<decltype(none)>;
+  return kernels::with_type(type, [&](auto element) {
     find_not_finite_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
-        static_cast<const Element*>(from), count, found);
+        static_cast<const decltype(element)*>(from), count, found);
+    return cudaGetLastError();
   });
-}
-
-cudaError_t fill_rope_table(const float* inv_freq, int half, int positions, float factor,
-                            float2* table, cudaStream_t stream) {
-  const std::size_t count = static_cast<std::size_t>(positions) * static_cast<std::size_t>(half);
-  rope_table_kernel<<<blocks_for(count), kThreads, 0, stream>>>(inv_freq, half, count, factor,
-                                                                table);
-  return cudaGetLastError();
 }
 
 cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,

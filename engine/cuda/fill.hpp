@@ -1,4 +1,4 @@
-// Small kernels of the engine: random fills, RoPE's table, and the end of a decode step.
+// Small kernels of the engine: random fills, RoPE's tables, and the end of a decode step.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,11 +18,8 @@ cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream);
 /// *found = 1 if an element is not finite, else as it was.
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream);
-/// table[position, i] = (cos, sin) of position * inv_freq[i], angles in float64, times `factor`.
-cudaError_t fill_rope_table(const float* inv_freq, int half, int positions, float factor,
-                            float2* table, cudaStream_t stream);
-/// table[row, i] = the same of positions[row], or of first + row where those are null; of 0 for a
-/// position below 0 (an idle row).
+/// table[row, i] = (cos, sin) of positions[row] * inv_freq[i], angles in float64, times `factor`;
+/// of first + row where positions are null, of 0 for a position below 0 (an idle row).
 cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
                            std::uint32_t first, int rows, float factor, float2* table,
                            cudaStream_t stream);
@@ -36,7 +33,6 @@ struct StepState {
   std::int32_t* slots;      ///< where its key and value go
   std::int32_t* lengths;    ///< slots its query sees, its own included; 0: the row is idle
 };
-/// Moves the rows that are not idle on by one token.
 /// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], and ++*step. An id of -1
 /// (the logits were not finite) is published, and 0 is fed.
 struct FinishStepArgs {

@@ -5,7 +5,7 @@
 namespace kvlab {
 
 void LogitRing::take(const float* logits, float* to, std::size_t floats) {
-  if (filled_ > 0 && filled_ + floats > kHalfFloats) turn();
+  if (filled_ > 0 && filled_ + floats > kHalfFloats) switch_halves();
   if (staged_[half_].bytes() < floats * sizeof(float))  // it is empty
     staged_[half_] = cuda::PinnedBuffer(std::max(floats, kHalfFloats) * sizeof(float));
   cuda::check(cudaMemcpyAsync(staged_[half_].as<float>() + filled_, logits, floats * sizeof(float),
@@ -16,7 +16,7 @@ void LogitRing::take(const float* logits, float* to, std::size_t floats) {
 }
 
 /// The full half travels while the other one is emptied and filled.
-void LogitRing::turn() {
+void LogitRing::switch_halves() {
   copied_[half_].record(stream_);
   half_ = 1 - half_;
   filled_ = 0;
@@ -24,7 +24,7 @@ void LogitRing::turn() {
 }
 
 void LogitRing::flush() {
-  turn();
+  switch_halves();
   settle(1 - half_);
 }
 

@@ -27,7 +27,7 @@ class LogitRing {
     std::size_t at, floats;
     float* to;
   };
-  void turn();
+  void switch_halves();
   void settle(std::size_t half);
 
   cudaStream_t stream_;

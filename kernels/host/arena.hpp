@@ -18,15 +18,20 @@ class Arena {
   /// Places, from `memory` on.
   explicit Arena(std::byte* memory) : memory_(memory) {}
 
-  /// `count` elements of T, uninitialised.
+  /// `count` elements of T, uninitialised; null where there are none.
   template <class T>
   T* take(std::size_t count) {
-    T* const part = memory_ ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
-    bytes_ += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    T* const part = memory_ && count > 0 ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
+    bytes_ += aligned(count * sizeof(T));
     return part;
   }
   /// Of all parts so far.
   std::size_t bytes() const { return bytes_; }
+
+  /// What a part of so many bytes takes.
+  static constexpr std::size_t aligned(std::size_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
 
  private:
   static constexpr std::size_t kAlignment = 256;
@@ -50,5 +55,37 @@ DeviceBuffer placed(Layout&& layout, std::string_view what) {
   layout(arena);
   return memory;
 }
+
+/// The parts of an owner's memory, and the memory. `Parts` lays itself out in its constructor, from
+/// an Arena& and the same `args`.
+template <class Parts>
+class Placed {
+ public:
+  Placed() = default;
+  /// Throws as DeviceBuffer does.
+  template <class... Args>
+  explicit Placed(std::string_view what, const Args&... args)
+      : memory_(bytes(args...), what), parts_(at(memory_.data(), args...)) {}
+
+  /// What Placed(what, args...) allocates.
+  template <class... Args>
+  static std::size_t bytes(const Args&... args) {
+    return measured([&](Arena& arena) { [[maybe_unused]] const Parts parts(arena, args...); });
+  }
+
+  const Parts* operator->() const { return &parts_; }
+  const Parts& operator*() const { return parts_; }
+  const DeviceBuffer& memory() const { return memory_; }
+
+ private:
+  template <class... Args>
+  static Parts at(std::byte* memory, const Args&... args) {
+    Arena arena(memory);
+    return Parts(arena, args...);
+  }
+
+  DeviceBuffer memory_;
+  Parts parts_{};
+};
 
 }  // namespace kvlab::cuda

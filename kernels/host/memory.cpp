@@ -57,7 +57,9 @@ Event::~Event() {
   if (event_) cudaEventDestroy(event_);
 }
 
-void Event::record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "an event"); }
+void Event::record(cudaStream_t stream) const {
+  check(cudaEventRecord(event_, stream), "an event");
+}
 
 void Event::hold(cudaStream_t stream, std::string_view what) const {
   check(cudaStreamWaitEvent(stream, event_), what);

@@ -80,7 +80,7 @@ class Event {
   Event& operator=(const Event&) = delete;
   ~Event();
   cudaEvent_t get() const { return event_; }
-  void record(cudaStream_t stream);
+  void record(cudaStream_t stream) const;
   /// `stream` goes on behind what was recorded.
   void hold(cudaStream_t stream, std::string_view what = "waiting for an event") const;
   void wait(std::string_view what) const;  ///< on the host

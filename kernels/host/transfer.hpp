@@ -12,17 +12,34 @@ namespace kvlab::cuda {
 /// There when it returns: the copy of pageable memory may else still be under way, and streams of
 /// the engine do not wait for the default one.
 template <class T>
+void write(T* to, std::span<const T> values, std::string_view what) {
+  if (values.empty()) return;
+  check(cudaMemcpy(to, values.data(), values.size_bytes(), cudaMemcpyHostToDevice), what);
+  check(cudaStreamSynchronize(nullptr), what);
+}
+
+template <class T>
+void write(T* to, const std::vector<T>& values, std::string_view what) {
+  write(to, std::span(values), what);
+}
+
+template <class T>
 DeviceBuffer upload(std::span<const T> values, std::string_view what) {
   DeviceBuffer buffer(values.size_bytes(), what);
-  if (values.empty()) return buffer;
-  check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), what);
-  check(cudaStreamSynchronize(nullptr), what);
+  write(buffer.as<T>(), values, what);
   return buffer;
 }
 
 template <class T>
 DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
   return upload(std::span(values), what);
+}
+
+/// Enqueues a copy within the device's memory.
+template <class T>
+void copy(T* to, const T* from, std::size_t count, cudaStream_t stream) {
+  check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream),
+        "copying on the device");
 }
 
 /// Zero when it returns, for the same reason.

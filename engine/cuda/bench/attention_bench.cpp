@@ -6,12 +6,12 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
-#include "engine/cuda/fill.hpp"
 #include "engine/cuda/bench/limits.hpp"
 #include "engine/cuda/cache/observed_attention.hpp"
-#include "kernels/host/transfer.hpp"
+#include "engine/cuda/fill.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/host/transfer.hpp"
 #include "policies/catalogue.hpp"
 #include "policies/observation.hpp"
 
@@ -188,23 +188,27 @@ EvictingTime time_evicting(const Layers& layers, const PolicySpec& spec, const A
       upload(std::vector<std::uint32_t>(shape.batch, request_threshold16(0.01)));
   const DeviceBuffer seeds = zeroes(shape.batch * sizeof(std::uint64_t)),
                      ids = zeroes(shape.batch * sizeof(std::uint32_t));
-  const auto first = layers.evicting(0, time.positions);
-  ObservedAttention attention(kernels, first.cache, layers.layers(), stream.get());
+  std::vector<kernels::EvictingAttentionArgs> args;
+  for (std::size_t layer = 0; layer < count; ++layer) {
+    args.push_back(layers.evicting(static_cast<int>(layer), time.positions));
+    args.back().two_frames = time.positions == Positions::cache && kernels.oldest_first;
+    args.back().policy = {.states = states.data() + layer * slots * kernels.slot_bytes,
+                          .rules = rules.as<kernels::PairRule>(),
+                          .params = device_params.data(),
+                          .threshold16 = thresholds.as<std::uint32_t>(),
+                          .seeds = seeds.as<std::uint64_t>(),
+                          .sequence_ids = ids.as<std::uint32_t>(),
+                          .layer = static_cast<std::uint32_t>(layer),
+                          .seen = nullptr};
+  }
+  const kernels::SlotCache cache = args.front().cache;
+  const DeviceBuffer workspaces(ObserverBranch::bytes(kernels, cache, layers.layers()), kWhat);
+  const ObserverBranch branch(kernels, cache, layers.layers(), workspaces.data(), stream.get());
+  const ObservedAttention attention(kernels, std::move(args), branch, stream.get());
   time.microseconds = microseconds(stream, layers.layers(), [&] {
-    for (int layer = 0; layer < layers.layers(); ++layer) {
-      kernels::EvictingAttentionArgs args = layers.evicting(layer, time.positions);
-      args.two_frames = time.positions == Positions::cache && kernels.oldest_first;
-      args.policy = {
-          .states = states.data() + static_cast<std::size_t>(layer) * slots * kernels.slot_bytes,
-          .rules = rules.as<kernels::PairRule>(),
-          .params = device_params.data(),
-          .threshold16 = thresholds.as<std::uint32_t>(),
-          .seeds = seeds.as<std::uint64_t>(),
-          .sequence_ids = ids.as<std::uint32_t>(),
-          .layer = static_cast<std::uint32_t>(layer),
-          .seen = nullptr};
-      attention.attend(args);
-      attention.observe();
+    for (std::size_t layer = 0; layer < count; ++layer) {
+      attention.attend(layer);
+      attention.observe(layer);
     }
     attention.join();
   });

@@ -5,8 +5,8 @@
 #include "engine/backend.hpp"
 #include "engine/bench.hpp"
 #include "engine/cuda/bench/bench_tools.hpp"
-#include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/bench/limits.hpp"
+#include "engine/cuda/cuda_sequence.hpp"
 #include "traces/base/files.hpp"
 
 namespace kvlab {
@@ -24,8 +24,12 @@ std::string hash_of_logits(const CudaDecoder& decoder, int rows) {
 }
 
 std::vector<PartTime> time_parts(CudaDecoder& decoder, int rows) {
+  std::uint64_t live_bytes = 0;
+  for (int row = 0; row < rows; ++row)
+    live_bytes += decoder.model().cache_bytes(decoder.tokens(row) + 1);
+  const DecodeStep step = decoder.decode_step(rows);
   std::vector<PartTime> times;
-  for (const CudaDecoder::Part& part : decoder.parts(rows)) {
+  for (const DecodeStep::Part& part : step.parts(live_bytes)) {
     const cuda::Graph graph(decoder.stream(), part.enqueue);
     times.push_back({.name = part.name,
                      .bytes = part.bytes,
@@ -88,7 +92,7 @@ DecodeBench bench_decode(const DecodeBenchOptions& options) {
                              options.steps;
   result.tokens_per_second = options.batch / (result.step_milliseconds * 1e-3);
   result.step_bytes = model.step_bytes() + static_cast<std::uint64_t>(options.batch) *
-                                               decoder.cache_bytes((first + last) / 2);
+                                               model.cache_bytes((first + last) / 2);
   result.logits_xxh3 = hash_of_logits(decoder, options.batch);
   result.parts = time_parts(decoder, options.batch);
   return result;

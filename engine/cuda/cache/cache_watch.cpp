@@ -80,7 +80,7 @@ void CacheWatch::begin(int sequence, std::span<const std::int32_t> ids, std::uin
   observers_.at(sequence)->admission(ids, first, kind, new_segment);
 }
 
-void CacheWatch::part(const PromptPart& part, const LayerOutputs& outputs) {
+void CacheWatch::part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& outputs) {
   const auto tokens = static_cast<std::size_t>(part.rows);
   const auto data = to_host<std::byte>(outputs.qkv, shape_.offsets(tokens).end, stream_);
   CapturedLayer more;
@@ -90,14 +90,14 @@ void CacheWatch::part(const PromptPart& part, const LayerOutputs& outputs) {
   append(captured_.v, more.v);
   append(captured_.out, more.out);
   append(captured_.lse, more.lse);
+  if (part.first + tokens == admitted_) show_admission(layer);
 }
 
-void CacheWatch::end_layer(std::uint32_t layer) {
+void CacheWatch::show_admission(std::uint32_t layer) {
   const AdmissionMemory& memory = cache_.admission();
-  const kernels::SlotCache cache = memory.cache();
-  const auto slots = static_cast<std::size_t>(cache.most_slots);
-  const auto older = to_host<std::int32_t>(memory.older(), config_.kv_heads, stream_);
-  const Slots all = read(cache, memory.states(), memory.seen(), slots * config_.kv_heads);
+  const auto slots = static_cast<std::size_t>(memory.cache.most_slots);
+  const auto older = to_host<std::int32_t>(memory.cache.lengths, config_.kv_heads, stream_);
+  const Slots all = read(memory.cache, memory.states, memory.seen, slots * config_.kv_heads);
   std::vector<Head> heads;
   for (std::size_t h = 0; h < config_.kv_heads; ++h)
     heads.push_back(
@@ -111,8 +111,8 @@ void CacheWatch::end() { observers_.at(sequence_)->admitted(); }
 void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
   const auto data = to_host<std::byte>(outputs, config_.layers * layer_bytes, stream_);
-  const kernels::SlotCache cache = cache_.layer_cache(0, static_cast<int>(sequences_));
-  const kernels::PolicyState policy = cache_.layer_policy(0);
+  const kernels::SlotCache cache = cache_.storage().cache(0, static_cast<int>(sequences_));
+  const kernels::PolicyState policy = cache_.storage().policy(0);
   const PairSlots& slots = cache_.slots();
   const Slots all =
       read(cache, policy.states, policy.seen, static_cast<std::size_t>(slots.total()));

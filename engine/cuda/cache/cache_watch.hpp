@@ -22,8 +22,8 @@ class CacheWatch {
   // An admission of many tokens of a watched sequence.
   void begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
              bool new_segment);
-  void part(const PromptPart& part, const LayerOutputs& outputs);
-  void end_layer(std::uint32_t layer);
+  /// Behind its attention.
+  void part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& outputs);
   void end();
 
   /// A step that fed one token to each of these. `outputs`: LayerOutputMemory::step_data.
@@ -53,6 +53,7 @@ class CacheWatch {
 
   Slots read(const kernels::SlotCache& cache, const std::byte* states, const Observation* seen,
              std::size_t count) const;
+  void show_admission(std::uint32_t layer);
   void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t admitted,
                   const std::vector<Head>& heads, const CapturedLayer& captured);
 

@@ -1,8 +1,9 @@
-// Where keys and values live, and attention over them: what differs between the whole cache and one
-// that evicts. The decoder drives it, for a prompt layer by layer, for a step from within a graph.
+// Where keys and values live, and attention over them: what the whole cache and one that evicts
+// have in common. Everything is enqueued on the decoder's stream.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "engine/cuda/batch_state.hpp"
 #include "engine/cuda/capture_shape.hpp"
@@ -10,49 +11,74 @@
 
 namespace kvlab {
 
-/// Some tokens of one sequence's admission that go through a layer together.
+/// Tokens of one admission that go through a layer together.
 struct PromptPart {
-  int sequence;
-  std::uint32_t position;  ///< of the first of them
+  std::uint32_t first;  ///< of the admission's tokens
   int rows;
-  std::uint32_t first = 0;  ///< of the admission's tokens
+};
+
+/// Many tokens on their way into the cache of one sequence: through each layer in order, in parts;
+/// of each part first write(), then attend(). Throws std::logic_error for any other order.
+class Admission {
+ public:
+  Admission(std::uint32_t layers, std::uint32_t tokens) : layers_(layers), tokens_(tokens) {}
+  virtual ~Admission() = default;
+
+  /// Where the part's q, k and v are written, and how they are rotated; the rest of the arguments
+  /// (qkv, norms, capture) is the caller's.
+  kernels::RopeWriteArgs write(std::uint32_t layer, const PromptPart& part);
+  /// Behind that write. With the layer's last part the layer's cache has admitted the tokens.
+  void attend(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to);
+  /// Behind the last layer.
+  void finish() const;
+
+ protected:
+  std::uint32_t tokens() const { return tokens_; }
+
+ private:
+  virtual kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) = 0;
+  virtual void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) = 0;
+  void expect(std::uint32_t layer, std::uint32_t first, bool written) const;
+
+  std::uint32_t layers_, tokens_;
+  std::uint32_t layer_ = 0, next_ = 0;  // the token that comes next
+  bool written_ = false;
+};
+
+/// The cache's share of a decode step, one token for each of so many sequences. Nothing of it
+/// changes from launch to launch, so that a graph can hold what it enqueues: begin(); of each layer
+/// write(), attend(), observe(); end().
+class CacheStep {
+ public:
+  virtual ~CacheStep() = default;
+  virtual void begin() const {}
+  /// As Admission::write().
+  virtual kernels::RopeWriteArgs write(std::uint32_t layer) const = 0;
+  virtual void attend(std::uint32_t layer) const = 0;
+  /// What nobody waits for before the end, beside the launches that follow: so behind the first
+  /// that most needs to come soon.
+  virtual void observe(std::uint32_t /*layer*/) const {}
+  /// Waits for all that, before anything that the next step changes.
+  virtual void end() const {}
 };
 
 class DeviceCache {
  public:
   virtual ~DeviceCache() = default;
 
-  // All of it is enqueued on the decoder's stream.
-
   /// What a row that has been fed so many tokens carries from step to step; 0: it is idle.
   virtual BatchState::Row row(std::uint32_t fed) const = 0;
-  /// Throws std::invalid_argument where a sequence cannot hold `more` tokens beside those fed.
-  virtual void refuse_beyond(std::uint32_t fed, std::uint64_t more) const = 0;
-
   /// A prompt is admitted so many tokens at a time; 0: as many as it has.
-  virtual std::uint32_t admission_tokens(int sequence) const = 0;
+  virtual std::uint32_t prefill_chunk(int sequence) const = 0;
 
-  // An admission of many tokens: begin_admission; for each layer begin_layer, its parts (write,
-  // attend), end_layer.
-  virtual void begin_admission(int /*sequence*/, std::uint32_t /*fed*/, std::uint32_t /*tokens*/) {}
-  virtual void begin_layer(std::uint32_t /*layer*/) {}
-  /// Where a layer writes q, k and v, and how they are rotated; the rest of the arguments (qkv,
-  /// norms, capture) is the caller's.
-  virtual kernels::RopeWriteArgs prompt_write(std::uint32_t layer, const PromptPart& part) = 0;
-  /// Behind the write of the same layer and tokens.
-  virtual void attend_prompt(std::uint32_t layer, const PromptPart& part,
-                             const LayerOutputs& to) = 0;
-  virtual void end_layer(std::uint32_t /*layer*/) {}
-
-  // A step of one token a sequence.
-  virtual void begin_step(int /*rows*/) {}
-  virtual kernels::RopeWriteArgs step_write(std::uint32_t layer, int rows) = 0;
-  virtual void attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) = 0;
-  /// Behind the attention of a layer: what nobody waits for before the step's end, beside whatever
-  /// comes next.
-  virtual void observe_step() {}
-  /// Behind all layers, and before anything that the next step changes: ends all of that.
-  virtual void end_step() {}
+  /// Begins to admit `tokens` behind those fed. One admission at a time; it must not outlive the
+  /// cache.
+  virtual std::unique_ptr<Admission> admit(int sequence, std::uint32_t fed,
+                                           std::uint32_t tokens) = 0;
+  /// A step of the first `rows` sequences; attention puts out to `outputs`. Neither may outlive the
+  /// cache.
+  virtual std::unique_ptr<const CacheStep> step(int rows,
+                                                const LayerOutputMemory& outputs) const = 0;
 
   /// Keys and values of a sequence that has been fed so many tokens.
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;
@@ -61,6 +87,11 @@ class DeviceCache {
   virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*behind*/) const { return 0; }
   /// Benchmarks: random keys and values instead of a prompt of so many tokens.
   virtual void pretend(int sequence, std::uint32_t tokens) = 0;
+};
+
+/// Device memory, in bytes: of tokens and what is kept of each, and of work.
+struct CacheBytes {
+  std::uint64_t storage, work;
 };
 
 }  // namespace kvlab

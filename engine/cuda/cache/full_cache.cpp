@@ -1,176 +1,183 @@
 #include "engine/cuda/cache/full_cache.hpp"
 
-#include <fmt/format.h>
-
-#include <stdexcept>
-
 #include "engine/cuda/fill.hpp"
 #include "kernels/host/transfer.hpp"
 
 namespace kvlab {
-namespace {
 
 using cuda::check;
-using cuda::DeviceBuffer;
+using cuda::Placed;
 
-struct WorkSizes {
-  std::size_t q, rope, iota, zeros, attention;
-  std::size_t sum() const { return q + rope + iota + zeros + attention; }
-};
-
-WorkSizes work_sizes(const DeviceModel& model, int sequences, std::uint32_t capacity, int rows) {
+FullCache::Storage::Storage(cuda::Arena& arena, const DeviceModel& model, const Options& options) {
   const ModelConfig& config = model.config();
-  return {.q = static_cast<std::size_t>(rows) * config.query_heads * config.head_size *
-               bytes_of(model.dtype()),
-          .rope = capacity * config.rope.inv_freq.size() * sizeof(float2),
-          .iota = capacity * sizeof(std::int32_t),
-          .zeros = static_cast<std::size_t>(rows) * sizeof(std::int32_t),
-          .attention =
-              kernels::decode_attention_workspace(model.attention_shape(static_cast<int>(capacity)),
-                                                  sequences, static_cast<int>(capacity))};
+  const std::size_t half = static_cast<std::size_t>(options.sequences) * options.capacity() *
+                           config.layers * config.kv_heads * model.key_bytes();
+  keys = arena.take<std::byte>(half);
+  values = arena.take<std::byte>(half);
 }
 
-}  // namespace
+FullCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Options& options) {
+  const ModelConfig& config = model.config();
+  const std::size_t capacity = options.capacity(), rows = static_cast<std::size_t>(options.rows);
+  const auto slots = static_cast<int>(capacity);
+  q = arena.take<std::byte>(rows * config.query_heads * model.key_bytes());
+  rope = arena.take<float2>(capacity * config.rope.inv_freq.size());
+  iota = arena.take<std::int32_t>(capacity);
+  zeros = arena.take<std::int32_t>(rows);
+  workspace = arena.take<std::byte>(
+      kernels::decode_attention_workspace(model.attention_shape(slots), options.sequences, slots));
+}
 
-FullCache::FullCache(const DeviceModel& model, const BatchState& batch, int sequences,
-                     std::uint32_t slots, int rows, cudaStream_t stream)
+FullCache::FullCache(const DeviceModel& model, const BatchState& batch, Options options,
+                     cudaStream_t stream)
     : model_(model),
       config_(model.config()),
       batch_(batch),
-      sequences_(sequences),
-      slots_(slots),
-      rows_(rows),
+      options_(options),
       stream_(stream),
-      shape_(model.attention_shape(static_cast<int>(capacity(slots)))) {
-  const WorkSizes size = work_sizes(model, sequences, capacity(slots), rows);
-  const std::size_t half = static_cast<std::size_t>(sequences) * bytes(model, capacity(slots)) / 2;
-  keys_ = DeviceBuffer(half, "the cache's keys");
-  values_ = DeviceBuffer(half, "the cache's values");
-  q_ = DeviceBuffer(size.q, "queries");
-  rope_ = DeviceBuffer(size.rope, "RoPE's table");
-  iota_ = DeviceBuffer(size.iota, "positions");
-  zeros_ = DeviceBuffer(size.zeros, "a prompt's sequence");
-  workspace_ = DeviceBuffer(size.attention, "attention");
-  check(cudaMemsetAsync(workspace_.data(), 0, kernels::kSignalBytes, stream), "attention");
+      shape_(model.attention_shape(static_cast<int>(options.capacity()))),
+      storage_("the cache's keys and values", model, options),
+      work_("attention", model, options) {
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
-
+  check(cudaMemsetAsync(work_->workspace, 0, kernels::kSignalBytes, stream), "attention");
+  const auto capacity = static_cast<int>(options.capacity());
   const auto& inv_freq = config_.rope.inv_freq;
-  const DeviceBuffer frequencies = cuda::upload(inv_freq, "RoPE's frequencies");
-  check(cuda::fill_rope_table(frequencies.as<float>(), static_cast<int>(inv_freq.size()),
-                              static_cast<int>(capacity(slots)), config_.rope.factor,
-                              rope_.as<float2>(), stream),
+  const cuda::DeviceBuffer frequencies = cuda::upload(inv_freq, "RoPE's frequencies");
+  check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(inv_freq.size()), nullptr, 0,
+                             capacity, config_.rope.factor, work_->rope, stream),
         "RoPE's table");
-  check(cuda::fill_iota(iota_.as<std::int32_t>(), static_cast<int>(capacity(slots)), stream),
-        "positions");
-  check(cudaMemsetAsync(zeros_.data(), 0, zeros_.bytes(), stream), "a table");
+  check(cuda::fill_iota(work_->iota, capacity, stream), "positions");
+  check(cudaMemsetAsync(work_->zeros, 0,
+                        static_cast<std::size_t>(options.rows) * sizeof(std::int32_t), stream),
+        "a table");
   check(cudaStreamSynchronize(stream), "RoPE's table");
 }
 
-std::uint64_t FullCache::bytes(const DeviceModel& model, std::uint64_t tokens) {
-  const ModelConfig& config = model.config();
-  return tokens * 2 * config.layers * config.kv_heads * config.head_size * bytes_of(model.dtype());
-}
-
-std::uint64_t FullCache::work_bytes(const DeviceModel& model, int sequences, std::uint32_t slots,
-                                    int rows) {
-  return work_sizes(model, sequences, capacity(slots), rows).sum();
+CacheBytes FullCache::bytes(const DeviceModel& model, const Options& options) {
+  return {Placed<Storage>::bytes(model, options), Placed<Work>::bytes(model, options)};
 }
 
 BatchState::Row FullCache::row(std::uint32_t fed) const {
   const bool idle = fed == 0;
   return {.position = static_cast<std::int32_t>(fed),
-          .slot = static_cast<std::int32_t>(idle ? slots_ : fed),
+          .slot = static_cast<std::int32_t>(idle ? options_.slots : fed),
           .length = static_cast<std::int32_t>(idle ? 0 : fed + 1)};
 }
 
-void FullCache::refuse_beyond(std::uint32_t fed, std::uint64_t more) const {
-  if (fed + more > slots_)
-    throw std::invalid_argument(
-        fmt::format("CUDA decoder: {} tokens of a sequence need as many slots; it was made with {}",
-                    fed + more, slots_));
-}
-
 /// Chunks make no difference where nothing leaves: as many as fit the buffers.
-std::uint32_t FullCache::admission_tokens(int /*sequence*/) const {
-  return static_cast<std::uint32_t>(rows_);
+std::uint32_t FullCache::prefill_chunk(int /*sequence*/) const {
+  return static_cast<std::uint32_t>(options_.rows);
 }
 
 std::uint64_t FullCache::live_bytes(int /*sequence*/, std::uint32_t fed) const {
-  return bytes(model_, fed);
+  return model_.cache_bytes(fed);
 }
 
 /// Bytes from the cache's begin to a layer's sequence.
 std::size_t FullCache::offset(std::uint32_t layer, int sequence) const {
-  const std::size_t at = std::size_t{layer} * static_cast<std::size_t>(sequences_) +
+  const std::size_t at = std::size_t{layer} * static_cast<std::size_t>(options_.sequences) +
                          static_cast<std::size_t>(sequence);
   return at * static_cast<std::size_t>(shape_.sequence_stride) * bytes_of(model_.dtype());
 }
 
-kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) {
+kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const {
   kernels::RopeWriteArgs args{};
   args.rotated = static_cast<int>(config_.rope.rotated());
-  args.rope = rope_.as<float2>();
-  args.keys = keys_.data() + offset(layer, sequence);
-  args.values = values_.data() + offset(layer, sequence);
+  args.rope = work_->rope;
+  args.keys = storage_->keys + offset(layer, sequence);
+  args.values = storage_->values + offset(layer, sequence);
   args.sequence_stride = shape_.sequence_stride;
   args.head_stride = shape_.head_stride;
-  args.q = q_.data();
+  args.q = work_->q;
   return args;
 }
 
-kernels::RopeWriteArgs FullCache::prompt_write(std::uint32_t layer, const PromptPart& part) {
-  kernels::RopeWriteArgs args = write(layer, part.sequence);
-  args.positions = args.slots = iota_.as<std::int32_t>() + part.position;
-  args.sequences = zeros_.as<std::int32_t>();
-  return args;
+class FullCache::Prompt final : public Admission {
+ public:
+  Prompt(const FullCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens)
+      : Admission(cache.config_.layers, tokens), cache_(cache), sequence_(sequence), fed_(fed) {}
+
+ private:
+  kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
+    kernels::RopeWriteArgs args = cache_.write(layer, sequence_);
+    args.positions = args.slots = cache_.work_->iota + fed_ + part.first;
+    args.sequences = cache_.work_->zeros;
+    return args;
+  }
+
+  void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override {
+    const std::size_t at = cache_.offset(layer, sequence_);
+    check(kernels::prefill_attention({.shape = cache_.shape_,
+                                      .first = static_cast<int>(fed_ + part.first),
+                                      .queries = part.rows,
+                                      .q = cache_.work_->q,
+                                      .keys = cache_.storage_->keys + at,
+                                      .values = cache_.storage_->values + at,
+                                      .out = to.out,
+                                      .lse = to.lse},
+                                     cache_.stream_),
+          "prefill attention");
+  }
+
+  const FullCache& cache_;
+  int sequence_;
+  std::uint32_t fed_;
+};
+
+class FullCache::Step final : public CacheStep {
+ public:
+  Step(const FullCache& cache, int rows, const LayerOutputMemory& outputs)
+      : cache_(cache), rows_(rows), outputs_(outputs) {}
+
+  kernels::RopeWriteArgs write(std::uint32_t layer) const override {
+    kernels::RopeWriteArgs args = cache_.write(layer, 0);
+    args.positions = cache_.batch_.state().positions;
+    args.slots = cache_.batch_.state().slots;
+    args.sequences = cache_.batch_.rows();
+    return args;
+  }
+
+  void attend(std::uint32_t layer) const override {
+    const LayerOutputs to = outputs_.step(layer);
+    const std::size_t at = cache_.offset(layer, 0);
+    check(kernels::decode_attention({.shape = cache_.shape_,
+                                     .sequences = rows_,
+                                     .slots = static_cast<int>(cache_.options_.capacity()),
+                                     .q = cache_.work_->q,
+                                     .keys = cache_.storage_->keys + at,
+                                     .values = cache_.storage_->values + at,
+                                     .lengths = cache_.batch_.state().lengths,
+                                     .out = to.out,
+                                     .lse = to.lse,
+                                     .workspace = cache_.work_->workspace,
+                                     .settled = true},
+                                    cache_.stream_),
+          "decode attention");
+  }
+
+ private:
+  const FullCache& cache_;
+  int rows_;
+  const LayerOutputMemory& outputs_;
+};
+
+std::unique_ptr<Admission> FullCache::admit(int sequence, std::uint32_t fed, std::uint32_t tokens) {
+  return std::make_unique<Prompt>(*this, sequence, fed, tokens);
 }
 
-kernels::RopeWriteArgs FullCache::step_write(std::uint32_t layer, int /*rows*/) {
-  kernels::RopeWriteArgs args = write(layer, 0);
-  args.positions = batch_.state().positions;
-  args.slots = batch_.state().slots;
-  args.sequences = batch_.rows();
-  return args;
-}
-
-void FullCache::attend_prompt(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) {
-  check(kernels::prefill_attention({.shape = shape_,
-                                    .first = static_cast<int>(part.position),
-                                    .queries = part.rows,
-                                    .q = q_.data(),
-                                    .keys = keys_.data() + offset(layer, part.sequence),
-                                    .values = values_.data() + offset(layer, part.sequence),
-                                    .out = to.out,
-                                    .lse = to.lse},
-                                   stream_),
-        "prefill attention");
-}
-
-void FullCache::attend_step(std::uint32_t layer, int rows, const LayerOutputs& to) {
-  check(kernels::decode_attention({.shape = shape_,
-                                   .sequences = rows,
-                                   .slots = static_cast<int>(capacity(slots_)),
-                                   .q = q_.data(),
-                                   .keys = keys_.data() + offset(layer, 0),
-                                   .values = values_.data() + offset(layer, 0),
-                                   .lengths = batch_.state().lengths,
-                                   .out = to.out,
-                                   .lse = to.lse,
-                                   .workspace = workspace_.data(),
-                                   .settled = true},
-                                  stream_),
-        "decode attention");
+std::unique_ptr<const CacheStep> FullCache::step(int rows, const LayerOutputMemory& outputs) const {
+  return std::make_unique<const Step>(*this, rows, outputs);
 }
 
 void FullCache::pretend(int sequence, std::uint32_t tokens) {
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
-      for (const DeviceBuffer* cache : {&keys_, &values_}) {
-        std::byte* const to =
-            cache->data() + offset(layer, sequence) +
+      for (const bool key : {true, false}) {
+        const std::size_t at =
+            offset(layer, sequence) +
             head * static_cast<std::size_t>(shape_.head_stride) * bytes_of(model_.dtype());
-        check(cuda::fill_normal(model_.type(), to, std::size_t{tokens} * config_.head_size, 1.0f,
-                                static_cast<std::uint64_t>(to - cache->data()) + (cache == &keys_),
+        check(cuda::fill_normal(model_.type(), (key ? storage_->keys : storage_->values) + at,
+                                std::size_t{tokens} * config_.head_size, 1.0f, at + (key ? 1 : 0),
                                 stream_),
               "drawing a cache");
       }

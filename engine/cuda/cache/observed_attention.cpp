@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/host/arena.hpp"
 #include "kernels/linear/linear.hpp"
 
 namespace kvlab {
@@ -9,75 +10,84 @@ namespace {
 
 using cuda::check;
 
-std::size_t workspace_bytes(const kernels::EvictionKernels& kernels,
-                            const kernels::SlotCache& cache) {
-  constexpr std::size_t kAlignment = 256;
-  return (kernels.attention_workspace(cache) + kAlignment - 1) / kAlignment * kAlignment;
+constexpr std::size_t kHalf = ObserverBranch::kHalf;
+
+std::size_t aligned_workspace(const kernels::EvictionKernels& kernels,
+                              const kernels::SlotCache& cache) {
+  return cuda::Arena::aligned(kernels.attention_workspace(cache));
 }
 
 /// Layers with few slots are observed several at once: a branch takes a microsecond.
-std::size_t layers_at_once(const kernels::SlotCache& cache, std::size_t most) {
+std::size_t layers_at_once(const kernels::SlotCache& cache) {
   constexpr std::int64_t kSlots = 1 << 17;
   const std::int64_t slots = std::int64_t{cache.sequences} * cache.kv_heads * cache.most_slots;
-  std::size_t layers = most;
+  std::size_t layers = kHalf;
   while (layers > 1 && static_cast<std::int64_t>(layers) * slots > kSlots) layers /= 2;
   return layers;
 }
 
 /// Products of many rows leave no room on a multiprocessor. The next layer's attention does; but by
 /// then the logits have left the L2 cache, so that there must be few of them.
-bool beside_attention(const kernels::SlotCache& cache) {
+bool goes_beside_attention(const kernels::SlotCache& cache) {
   return cache.sequences > kernels::kMostLinearRows && cache.query_heads <= 2 * cache.kv_heads;
 }
 
 }  // namespace
 
-ObservedAttention::ObservedAttention(const kernels::EvictionKernels& kernels,
-                                     const kernels::SlotCache& cache, int layers,
-                                     cudaStream_t stream)
-    : kernels_(kernels),
-      stream_(stream),
-      workspace_bytes_(workspace_bytes(kernels, cache)),
-      workspaces_(bytes(kernels, cache, layers), "attention") {
-  for (std::size_t at = 0; at < workspaces_.bytes(); at += workspace_bytes_)
-    check(cudaMemsetAsync(workspaces_.data() + at, 0,
-                          std::min(workspace_bytes_, kernels::kSignalBytes), stream),
+std::size_t ObserverBranch::bytes(const kernels::EvictionKernels& kernels,
+                                  const kernels::SlotCache& cache, int layers) {
+  return aligned_workspace(kernels, cache) * static_cast<std::size_t>(std::min(layers, 2 * kHalf));
+}
+
+ObserverBranch::ObserverBranch(const kernels::EvictionKernels& kernels,
+                               const kernels::SlotCache& cache, int layers, std::byte* memory,
+                               cudaStream_t cleared_on)
+    : workspaces(memory), workspace_bytes(aligned_workspace(kernels, cache)) {
+  const std::size_t end = bytes(kernels, cache, layers);
+  for (std::size_t at = 0; at < end; at += workspace_bytes)
+    check(cudaMemsetAsync(workspaces + at, 0, std::min(workspace_bytes, kernels::kSignalBytes),
+                          cleared_on),
           "attention");
 }
 
-std::size_t ObservedAttention::bytes(const kernels::EvictionKernels& kernels,
-                                     const kernels::SlotCache& cache, int layers) {
-  return workspace_bytes(kernels, cache) * static_cast<std::size_t>(std::min(layers, 2 * kHalf));
+ObservedAttention::ObservedAttention(const kernels::EvictionKernels& kernels,
+                                     std::vector<kernels::EvictingAttentionArgs> layers,
+                                     const ObserverBranch& branch, cudaStream_t stream)
+    : kernels_(kernels),
+      layers_(std::move(layers)),
+      branch_(branch),
+      stream_(stream),
+      together_(layers_at_once(layers_.front().cache)),
+      beside_attention_(goes_beside_attention(layers_.front().cache)) {
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer)
+    layers_[layer].workspace = branch.workspaces + layer % (2 * kHalf) * branch.workspace_bytes;
 }
 
-void ObservedAttention::attend(kernels::EvictingAttentionArgs args) {
-  const std::uint32_t layer = args.policy.layer;
-  if (layer == 0) waiting_.clear();  // of a step that failed
-  if (!waiting_.empty() && beside_attention(args.cache)) branch_off();
-  if (layer >= 2 * kHalf && layer % kHalf == 0) observed_[layer / kHalf % 2].hold(stream_);
-  args.workspace = workspaces_.data() + layer % (2 * kHalf) * workspace_bytes_;
-  check(kernels_.attend(kernels_, args, stream_), "evicting attention");
-  waiting_.push_back(args);
+void ObservedAttention::attend(std::size_t layer) const {
+  if (beside_attention_ && layer > 0) branch_off(layer - 1, layer);
+  if (layer >= 2 * kHalf && layer % kHalf == 0) branch_.observed[layer / kHalf % 2].hold(stream_);
+  check(kernels_.attend(kernels_, layers_[layer], stream_), "evicting attention");
 }
 
-void ObservedAttention::observe() {
-  const kernels::SlotCache& cache = waiting_.back().cache;
-  if (!beside_attention(cache) && waiting_.size() == layers_at_once(cache, kHalf)) branch_off();
+void ObservedAttention::observe(std::size_t layer) const {
+  if (!beside_attention_ && (layer + 1) % together_ == 0)
+    branch_off(layer + 1 - together_, layer + 1);
 }
 
-void ObservedAttention::branch_off() {
-  attended_.record(stream_);
-  attended_.hold(branch_.get());
-  check(kernels_.observe(kernels_, waiting_, false, branch_.get()), "observing attention");
-  const std::uint32_t layer = waiting_.back().policy.layer;
-  if (layer % kHalf == kHalf - 1) observed_[layer / kHalf % 2].record(branch_.get());
-  waiting_.clear();
+void ObservedAttention::branch_off(std::size_t first, std::size_t end) const {
+  branch_.attended.record(stream_);
+  branch_.attended.hold(branch_.stream.get());
+  check(kernels_.observe(kernels_, std::span(layers_).subspan(first, end - first), false,
+                         branch_.stream.get()),
+        "observing attention");
+  if (end % kHalf == 0) branch_.observed[(end - 1) / kHalf % 2].record(branch_.stream.get());
 }
 
-void ObservedAttention::join() {
-  if (!waiting_.empty()) branch_off();
-  attended_.record(branch_.get());
-  attended_.hold(stream_);
+void ObservedAttention::join() const {
+  const std::size_t left = beside_attention_ ? 1 : layers_.size() % together_;
+  if (left > 0) branch_off(layers_.size() - left, layers_.size());
+  branch_.attended.record(branch_.stream.get());
+  branch_.attended.hold(stream_);
 }
 
 }  // namespace kvlab

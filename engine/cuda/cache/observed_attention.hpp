@@ -5,43 +5,56 @@
 #include <array>
 #include <vector>
 
-#include "kernels/host/memory.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/host/memory.hpp"
 
 namespace kvlab {
 
-class ObservedAttention {
- public:
-  /// `cache`: the shape of every layer, with the most sequences. `kernels` must outlive it.
-  ObservedAttention(const kernels::EvictionKernels& kernels, const kernels::SlotCache& cache,
-                    int layers, cudaStream_t stream);
-  /// Device memory that it takes.
-  static std::size_t bytes(const kernels::EvictionKernels& kernels, const kernels::SlotCache& cache,
-                           int layers);
-
-  /// The layers of a step in their order. Gives each a workspace.
-  void attend(kernels::EvictingAttentionArgs args);
-  /// Behind the first launch after that attention, which most needs to come soon: may branch off
-  /// here what is to be observed.
-  void observe();
-  /// Ends the step: the stream goes on when all layers have been observed.
-  void join();
-
- private:
-  /// Layers take workspaces by turns. Before one half of them is used again the stream waits for
-  /// what was observed there a whole half ago: seldom, since each wait takes about a microsecond.
+/// What the steps of a cache share, one at a time: the branch, and workspaces.
+struct ObserverBranch {
+  /// Layers alternate between two halves of the workspaces. Before one is used again the stream
+  /// waits for what was observed there a whole half ago: seldom, since each wait takes about a
+  /// microsecond.
   static constexpr int kHalf = 4;
 
-  void branch_off();
+  /// Bytes of the workspaces. `cache`: the shape of every layer, with the most sequences.
+  static std::size_t bytes(const kernels::EvictionKernels& kernels, const kernels::SlotCache& cache,
+                           int layers);
+  /// `workspaces`: so many bytes of device memory, cleared on `stream` where they must be.
+  ObserverBranch(const kernels::EvictionKernels& kernels, const kernels::SlotCache& cache,
+                 int layers, std::byte* workspaces, cudaStream_t stream);
+
+  std::byte* workspaces;
+  std::size_t workspace_bytes;  ///< of each
+  cuda::Stream stream;
+  cuda::Event attended;
+  std::array<cuda::Event, 2> observed;  ///< of each half
+};
+
+class ObservedAttention {
+ public:
+  /// `layers`: of a step, in order; each is given a workspace. `kernels` and `branch` must outlive
+  /// it.
+  ObservedAttention(const kernels::EvictionKernels& kernels,
+                    std::vector<kernels::EvictingAttentionArgs> layers,
+                    const ObserverBranch& branch, cudaStream_t stream);
+
+  void attend(std::size_t layer) const;
+  /// Behind the first launch after that attention, which most needs to come soon: may branch off
+  /// here what is to be observed.
+  void observe(std::size_t layer) const;
+  /// Ends the step: the stream goes on when all layers have been observed.
+  void join() const;
+
+ private:
+  void branch_off(std::size_t first, std::size_t end) const;
 
   const kernels::EvictionKernels& kernels_;
+  std::vector<kernels::EvictingAttentionArgs> layers_;
+  const ObserverBranch& branch_;
   cudaStream_t stream_;
-  std::size_t workspace_bytes_;
-  cuda::DeviceBuffer workspaces_;  // [2 * kHalf], or one for each layer
-  cuda::Stream branch_;
-  cuda::Event attended_;
-  std::array<cuda::Event, 2> observed_;                  ///< of each half
-  std::vector<kernels::EvictingAttentionArgs> waiting_;  ///< attended, not yet observed
+  std::size_t together_;   ///< layers that are observed at once
+  bool beside_attention_;  ///< of the next layer
 };
 
 }  // namespace kvlab

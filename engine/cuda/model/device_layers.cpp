@@ -1,62 +1,166 @@
 #include "engine/cuda/model/device_layers.hpp"
 
-#include "kernels/pointwise.hpp"
-
 namespace kvlab {
 namespace {
 
-std::size_t inner_bytes(const DeviceModel& model, std::size_t rows) {
-  return rows * model.config().mlp * bytes_of(model.dtype());
-}
+using cuda::check;
+using Output = cuda::MatmulArgs::Output;
+
+/// One weight read serves so few rows that the matrix units have nothing to do.
+bool is_few(int rows) { return rows <= kernels::kMostLinearRows; }
 
 }  // namespace
 
-DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream)
-    : model_(model),
-      config_(model.config()),
-      stream_(stream),
-      products_(model, rows, stream),
-      inner_(inner_bytes(model, static_cast<std::size_t>(rows)), "the MLP") {}
-
-std::size_t DeviceLayers::bytes(const DeviceModel& model, std::size_t rows) {
-  return LayerProducts::bytes(model, rows) + inner_bytes(model, rows);
+DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows) {
+  const std::size_t row = static_cast<std::size_t>(rows) * bytes_of(model.dtype());
+  normed = arena.take<std::byte>(row * model.config().hidden);
+  gate_up = arena.take<std::byte>(row * 2 * model.config().mlp);
+  inner = arena.take<std::byte>(row * model.config().mlp);
 }
 
+DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream)
+    : model_(model), config_(model.config()), stream_(stream), work_("the layers", model, rows) {}
+
 void DeviceLayers::embed(const std::int32_t* ids, int rows, float* x) {
-  cuda::check(kernels::embed(model_.type(), model_.weights().embedding,
-                             static_cast<int>(config_.hidden), ids, rows, x, stream_),
-              "embedding");
+  check(kernels::embed(model_.type(), model_.weights().embedding, static_cast<int>(config_.hidden),
+                       ids, rows, x, stream_),
+        "embedding");
 }
 
 void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
                        kernels::RopeWriteArgs write) {
+  const DeviceLayer& w = weights(layer);
   write.type = model_.type();
   write.tokens = rows;
   write.query_heads = static_cast<int>(config_.query_heads);
   write.kv_heads = static_cast<int>(config_.kv_heads);
   write.head_size = static_cast<int>(config_.head_size);
-  write.q_gamma = weights(layer).q_norm;
-  write.k_gamma = weights(layer).k_norm;
+  write.qkv = to.qkv;
+  write.q_gamma = w.q_norm;
+  write.k_gamma = w.k_norm;
   write.norm_epsilon = config_.norm_epsilon;
   write.plain_q = to.plain_q;
   write.plain_k = to.plain_k;
-  products_.qkv(weights(layer), x, to.qkv, write);
+  if (is_few(rows)) {
+    kernels::LinearArgs args = few_normed(w.qkv, w.input_norm, x, rows);
+    args.y = to.qkv;
+    check(kernels::linear_rope_write(args, write, stream_), "queries, keys and values");
+    return;
+  }
+  norm(w.input_norm, x, rows);
+  matmul(w.qkv, work_->normed, rows, Output::type, to.qkv);
+  check(kernels::rope_write(write, stream_), "RoPE");
 }
 
 void DeviceLayers::output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
-  products_.added(weights(layer).output, to.out, rows, x);
+  add(weights(layer).output, to.out, rows, x);
 }
 
 void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
-  products_.gated(weights(layer), rows, x, inner_.data());
+  const DeviceLayer& w = weights(layer);
+  const DeviceMatrix& matrix = w.gate_up;
+  const auto mlp = static_cast<int>(config_.mlp);
+  if (is_few(rows) && !matrix.bias) {
+    const auto* const gate = static_cast<const std::byte*>(matrix.weight);
+    check(kernels::gated_linear(
+              {.type = model_.type(),
+               .rows = rows,
+               .n = mlp,
+               .k = matrix.k,
+               .gate = gate,
+               .up = gate + std::size_t{config_.mlp} * config_.hidden * bytes_of(model_.dtype()),
+               .x = x,
+               .gamma = w.mlp_norm,
+               .norm_epsilon = config_.norm_epsilon,
+               .y = work_->inner},
+              stream_),
+          "a gated product");
+    return;
+  }
+  if (is_few(rows)) {
+    kernels::LinearArgs args = few_normed(matrix, w.mlp_norm, x, rows);
+    args.y = work_->gate_up;
+    check(kernels::linear(args, stream_), "a product");
+  } else {
+    norm(w.mlp_norm, x, rows);
+    matmul(matrix, work_->normed, rows, Output::type, work_->gate_up);
+  }
+  check(kernels::silu_gate(model_.type(), work_->gate_up, rows, mlp, work_->inner, stream_),
+        "a gate");
 }
 
 void DeviceLayers::down(std::uint32_t layer, int rows, float* x) {
-  products_.added(weights(layer).down, inner_.data(), rows, x);
+  add(weights(layer).down, work_->inner, rows, x);
 }
 
 void DeviceLayers::head(const float* x, int rows, float* logits) {
-  products_.head(x, rows, logits);
+  const DeviceWeights& w = model_.weights();
+  if (is_few(rows)) {
+    kernels::LinearArgs args = few_normed(w.head, w.norm, x, rows);
+    args.y_float = logits;
+    check(kernels::linear(args, stream_), "the head");
+  } else {
+    norm(w.norm, x, rows);
+    matmul(w.head, work_->normed, rows, Output::float32, logits);
+  }
+}
+
+void DeviceLayers::add(const DeviceMatrix& matrix, const void* input, int rows, float* x) {
+  if (is_few(rows)) {
+    kernels::LinearArgs args = few(matrix, input, rows);
+    args.residual = x;
+    check(kernels::linear(args, stream_), "a product");
+  } else if (!matrix.bias) {
+    matmul(matrix, input, rows, Output::add_float32, x);
+  } else {
+    matmul(matrix, input, rows, Output::type, work_->normed);
+    check(kernels::add_residual(model_.type(), work_->normed,
+                                static_cast<std::size_t>(rows) * config_.hidden, x, stream_),
+          "a sum");
+  }
+}
+
+kernels::LinearArgs DeviceLayers::few(const DeviceMatrix& matrix, const void* x, int rows) const {
+  return {.type = model_.type(),
+          .rows = rows,
+          .n = matrix.n,
+          .k = matrix.k,
+          .weight = matrix.weight,
+          .x = x,
+          .gamma = nullptr,
+          .norm_epsilon = 0,
+          .bias = matrix.bias,
+          .y = nullptr,
+          .y_float = nullptr,
+          .residual = nullptr};
+}
+
+kernels::LinearArgs DeviceLayers::few_normed(const DeviceMatrix& matrix, const void* gamma,
+                                             const float* x, int rows) const {
+  kernels::LinearArgs args = few(matrix, x, rows);
+  args.gamma = gamma;
+  args.norm_epsilon = config_.norm_epsilon;
+  return args;
+}
+
+void DeviceLayers::norm(const void* gamma, const float* x, int rows) {
+  check(kernels::rms_norm(model_.type(), x, gamma, config_.norm_epsilon, rows,
+                          static_cast<int>(config_.hidden), work_->normed, stream_),
+        "a norm");
+}
+
+void DeviceLayers::matmul(const DeviceMatrix& matrix, const void* input, int rows, Output output,
+                          void* y) {
+  matmul_({.type = model_.type(),
+           .rows = rows,
+           .n = matrix.n,
+           .k = matrix.k,
+           .weight = matrix.weight,
+           .bias = matrix.bias,
+           .x = input,
+           .output = output,
+           .y = y},
+          stream_);
 }
 
 std::uint64_t DeviceLayers::weight_bytes(DeviceMatrix DeviceLayer::*matrix) const {

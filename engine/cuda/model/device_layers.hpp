@@ -1,19 +1,25 @@
-// A decoder's layers but for the attention: what prompts and steps compute alike.
+// A decoder's layers but for the attention: what prompts and steps compute alike. Own kernels for
+// products of a few rows, cuBLASLt for more.
 #pragma once
 
 #include "engine/cuda/capture_shape.hpp"
-#include "engine/cuda/model/layer_products.hpp"
+#include "engine/cuda/model/device_model.hpp"
+#include "engine/cuda/model/matmul.hpp"
+#include "kernels/linear/linear.hpp"
+#include "kernels/pointwise.hpp"
 
 namespace kvlab {
 
-/// Hidden states x [row, hidden] are float32 in device memory. Everything is enqueued on the
-/// stream.
+/// Hidden states x [row, hidden], the residual stream, are float32 in device memory; all between is
+/// of the model's type. Everything is enqueued on the stream.
 class DeviceLayers {
  public:
   /// `model` must outlive it; `rows`: most at once.
   DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream);
   /// Device memory that it needs.
-  static std::size_t bytes(const DeviceModel& model, std::size_t rows);
+  static std::size_t bytes(const DeviceModel& model, int rows) {
+    return cuda::Placed<Work>::bytes(model, rows);
+  }
 
   void embed(const std::int32_t* ids, int rows, float* x);
   /// Queries, keys and values of norm(x), rotated: to the cache as `write` says, which comes from
@@ -22,10 +28,10 @@ class DeviceLayers {
            kernels::RopeWriteArgs write);
   /// x += of what the attention put out.
   void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to);
-  /// The MLP, in halves.
+  /// The MLP, in halves: inner = silu(gate * norm(x)) * (up * norm(x)); x += down * inner.
   void gated(std::uint32_t layer, int rows, const float* x);
   void down(std::uint32_t layer, int rows, float* x);
-  /// logits [row, vocab].
+  /// logits [row, vocab] float32 of the final norm of x.
   void head(const float* x, int rows, float* logits);
 
   /// Of one kind of matrix, all layers.
@@ -33,13 +39,29 @@ class DeviceLayers {
   std::uint64_t head_bytes() const;
 
  private:
+  struct Work {
+    Work(cuda::Arena& arena, const DeviceModel& model, int rows);
+    std::byte* normed;   // [row, hidden]
+    std::byte* gate_up;  // [row, 2 * mlp]
+    std::byte* inner;    // [row, mlp]
+  };
+
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
+  /// x += matrix * input + bias; input [row, k].
+  void add(const DeviceMatrix& matrix, const void* input, int rows, float* x);
+  /// Arguments of products of few rows.
+  kernels::LinearArgs few(const DeviceMatrix& matrix, const void* x, int rows) const;
+  kernels::LinearArgs few_normed(const DeviceMatrix& matrix, const void* gamma, const float* x,
+                                 int rows) const;
+  void norm(const void* gamma, const float* x, int rows);
+  void matmul(const DeviceMatrix& matrix, const void* input, int rows,
+              cuda::MatmulArgs::Output output, void* y);
 
   const DeviceModel& model_;
   const ModelConfig& config_;
   cudaStream_t stream_;
-  LayerProducts products_;
-  cuda::DeviceBuffer inner_;  // [row, mlp]
+  cuda::Placed<Work> work_;
+  cuda::Matmul matmul_;
 };
 
 }  // namespace kvlab

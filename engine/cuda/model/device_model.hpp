@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/host/memory.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/evict/eviction.hpp"
+#include "kernels/host/memory.hpp"
 
 namespace kvlab {
 
@@ -52,6 +52,12 @@ class DeviceModel {
   const ModelConfig& config() const { return config_; }
   Dtype dtype() const { return dtype_; }
   kernels::Type type() const { return kernel_type(dtype_); }
+  /// Bytes of one token's key in one head, or of its value.
+  std::size_t key_bytes() const { return config_.head_size * bytes_of(dtype_); }
+  /// Bytes of keys and values of so many tokens, all layers and KV heads.
+  std::uint64_t cache_bytes(std::uint64_t tokens) const {
+    return tokens * 2 * config_.layers * config_.kv_heads * key_bytes();
+  }
   /// Attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
   kernels::AttentionShape attention_shape(int slots) const;
   /// One layer's cache, but for where its memory is.

@@ -1,0 +1,107 @@
+#include "engine/cuda/cache/slot_storage.hpp"
+
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab {
+
+using cuda::check;
+
+SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
+                         const EvictingOptions& options)
+    : shape_(model.slot_cache(options.sequences(), slots.most())),
+      pairs_(slots.pairs()),
+      params_bytes_(options.entry()->params_bytes) {
+  const auto total = static_cast<std::size_t>(slots.total());
+  const std::size_t sequences = options.caches.size(), pairs = slots.first_slots().size();
+  keys = arena.take<std::byte>(total * model.key_bytes());
+  values = arena.take<std::byte>(total * model.key_bytes());
+  positions = arena.take<std::uint32_t>(total);
+  ages = arena.take<std::uint32_t>(options.rotation() == KeyRotation::by_age ? total : 0);
+  states = arena.take<std::byte>(total * options.entry()->slot_bytes);
+  seen = arena.take<Observation>(options.watched && options.observes() ? total : 0);
+  first_slots = arena.take<std::int64_t>(pairs);
+  lengths = arena.take<std::int32_t>(pairs);
+  next_slots = arena.take<std::int32_t>(pairs);
+  rules = arena.take<kernels::PairRule>(pairs);
+  params = arena.take<std::byte>(sequences * params_bytes_);
+  thresholds = arena.take<std::uint32_t>(sequences);
+  sequence_ids = arena.take<std::uint32_t>(sequences);
+  seeds = arena.take<std::uint64_t>(sequences);
+}
+
+void SlotStorage::clear(const PairSlots& slots, const EvictingOptions& options) const {
+  constexpr const char* kWhat = "the cache's tables";
+  const std::size_t pairs = slots.first_slots().size();
+  std::vector<kernels::PairRule> all_rules;
+  for (std::size_t layer = 0; layer < pairs / pairs_; ++layer)
+    for (std::size_t pair = 0; pair < pairs_; ++pair) {
+      const Guards guards = slots.guards(static_cast<std::uint32_t>(layer), pair);
+      all_rules.push_back({.budget = slots.budget(static_cast<std::uint32_t>(layer), pair),
+                           .sinks = guards.sinks,
+                           .recent = guards.recent});
+    }
+  std::vector<std::byte> all_params(options.caches.size() * params_bytes_);
+  std::vector<std::uint32_t> all_thresholds, ids;
+  std::vector<std::uint64_t> all_seeds;
+  for (std::size_t s = 0; s < options.caches.size(); ++s) {
+    const CacheOptions& cache = options.caches[s];
+    options.entry()->write_params(cache.policy.params, all_params.data() + s * params_bytes_);
+    all_thresholds.push_back(cache.threshold16);
+    all_seeds.push_back(cache.seed);
+    ids.push_back(cache.sequence);
+  }
+  cuda::write(first_slots, slots.first_slots(), kWhat);
+  cuda::write(lengths, std::vector<std::int32_t>(pairs), kWhat);
+  cuda::write(next_slots, std::vector<std::int32_t>(pairs), kWhat);
+  cuda::write(rules, all_rules, kWhat);
+  cuda::write(params, all_params, kWhat);
+  cuda::write(thresholds, all_thresholds, kWhat);
+  cuda::write(sequence_ids, ids, kWhat);
+  cuda::write(seeds, all_seeds, kWhat);
+}
+
+kernels::SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const {
+  const std::size_t at = layer * pairs_;
+  kernels::SlotCache cache = shape_;
+  cache.sequences = sequences;
+  cache.first_slot = first_slots + at;
+  cache.keys = keys;
+  cache.values = values;
+  cache.positions = positions;
+  cache.lengths = lengths + at;
+  cache.next_slots = next_slots + at;
+  cache.ages = ages;
+  return cache;
+}
+
+kernels::PolicyState SlotStorage::policy(std::uint32_t layer) const {
+  return {.states = states,
+          .rules = rules + layer * pairs_,
+          .params = params,
+          .threshold16 = thresholds,
+          .seeds = seeds,
+          .sequence_ids = sequence_ids,
+          .layer = layer,
+          .seen = seen};
+}
+
+kernels::SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
+  kernels::SlotCache one = cache(layer, 1);
+  const std::ptrdiff_t pair = std::ptrdiff_t{sequence} * shape_.kv_heads;
+  one.first_slot += pair;
+  one.lengths += pair;
+  one.next_slots += pair;
+  return one;
+}
+
+kernels::PolicyState SlotStorage::policy_of(std::uint32_t layer, int sequence) const {
+  kernels::PolicyState one = policy(layer);
+  one.rules += std::ptrdiff_t{sequence} * shape_.kv_heads;
+  one.params += static_cast<std::size_t>(sequence) * params_bytes_;
+  one.threshold16 += sequence;
+  one.seeds += sequence;
+  one.sequence_ids += sequence;
+  return one;
+}
+
+}  // namespace kvlab
