@@ -125,6 +125,7 @@ __device__ void prefetch_newest(const PairAttention& args, const PairSlots& slot
 template <class Warp>
 __global__ void __launch_bounds__(kThreads)
     attend_in_clusters(const __grid_constant__ PairPlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // not compiled where nothing launches it
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kDim = Warp::kHeadSize;
   const PairAttention& args = plan.args;
@@ -160,6 +161,7 @@ __global__ void __launch_bounds__(kThreads)
   cluster_arrive();
   cluster_wait();
   if (slots.live > 0) merge_columns<Warp>(plan, parts, slots.pair, rank);
+#endif
 }
 
 template <class Warp>

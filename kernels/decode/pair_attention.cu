@@ -7,14 +7,19 @@
 // cut each CTA leaves a part in the workspace, and the last to arrive merges them in their order.
 // So the grid depends on capacity and device alone, and lengths are read where the kernel runs.
 // A few pairs with few slots have a kernel of their own (clustered_attention.cuh).
+//
+// Instantiated: 3 types x 3 head sizes x 3 ways to number positions, each with tiles sent for one by
+// one (27 kernels); where keys are rotated already also with all at once, and in clusters on sm_90
+// (9 + 9). Type and head size shape the registers, and the numbering the inner loop. The group, the
+// stages of the ring and what is left for whoever observes are read where the kernel runs.
 #include <algorithm>
 
 #include "kernels/decode/clustered_attention.cuh"
+#include "kernels/decode/pair_tiles.cuh"
 #include "kernels/device/even_share.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/signal.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/decode/pair_tiles.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -255,6 +260,26 @@ class SinkTurn {
   float2 turn_;  ///< cosine and sine, of dimensions threadIdx.x % kHalf and kHalf more
 };
 
+/// What is to be known of a pair's tiles before the first. By the whole CTA.
+template <class Warp, class Sinks>
+__device__ __forceinline__ TileUse pair_use(const PairAttention& args, const PairSlots& slots,
+                                            const Ring<Warp>& ring,
+                                            const typename Warp::Element* query,
+                                            const Sinks& sink_turn) {
+  TileUse use{};
+  if constexpr (Warp::kTurning == Turning::query) {
+    sink_turn.turn(query, args.group, ring.turned_query());
+    use.turned_query = &ring.turned_query();
+  }
+  if constexpr (Warp::kTurning == Turning::keys) {
+    use.turns.frequencies = ring.frequencies();
+    use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
+    use.turns.gone = gone_age<Warp>(args, slots);
+  }
+  use.logits_stride = logits_stride(args.group);
+  return use;
+}
+
 /// `Tiles`: TilesAhead or AllTilesAhead.
 template <class Warp, class Tiles>
 __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ PairPlan plan) {
@@ -295,17 +320,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * Warp::kHeadSize;
     state.start(query, args.group);
-    TileUse use{};
-    if constexpr (Warp::kTurning == Turning::query) {
-      sink_turn.turn(query, args.group, ring.turned_query());
-      use.turned_query = &ring.turned_query();
-    }
-    if constexpr (Warp::kTurning == Turning::keys) {
-      use.turns.frequencies = ring.frequencies();
-      use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
-      use.turns.gone = gone_age<Warp>(args, slots);
-    }
-    use.logits_stride = logits_stride(args.group);
+    TileUse use = pair_use(args, slots, ring, query, sink_turn);
     for (int i = 0; i < count; ++i) {
       const auto& tile = tiles.next();
       const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
