@@ -9,10 +9,10 @@
 
 #include <algorithm>
 
+#include "kernels/decode/pair_tiles.cuh"
 #include "kernels/device/cluster.cuh"
 #include "kernels/device/even_share.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/decode/pair_tiles.cuh"
 
 namespace kvlab::kernels {
 

@@ -5,11 +5,11 @@
 // Where keys are turned by age they are not rotated yet, and their ages lie beside them.
 #pragma once
 
+#include "kernels/decode/pair_attention.hpp"
 #include "kernels/device/element.cuh"
 #include "kernels/device/key_turns.cuh"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
-#include "kernels/decode/pair_attention.hpp"
 
 namespace kvlab::kernels {
 

@@ -8,10 +8,11 @@
 // So the grid depends on capacity and device alone, and lengths are read where the kernel runs.
 // A few pairs with few slots have a kernel of their own (clustered_attention.cuh).
 //
-// Instantiated: 3 types x 3 head sizes x 3 ways to number positions, each with tiles sent for one by
-// one (27 kernels); where keys are rotated already also with all at once, and in clusters on sm_90
-// (9 + 9). Type and head size shape the registers, and the numbering the inner loop. The group, the
-// stages of the ring and what is left for whoever observes are read where the kernel runs.
+// Instantiated: 3 types x 3 head sizes x 3 ways to number positions, each with tiles sent for one
+// by one (27 kernels); where keys are rotated already also with all at once, and in clusters on
+// sm_90 (9 + 9). Type and head size shape the registers, and the numbering the inner loop. The
+// group, the stages of the ring and what is left for whoever observes are read where the kernel
+// runs.
 #include <algorithm>
 
 #include "kernels/decode/clustered_attention.cuh"

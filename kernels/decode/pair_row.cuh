@@ -1,8 +1,8 @@
 // All tiles of all pairs in one row, so that any number of CTAs can share them evenly.
 #pragma once
 
-#include "kernels/evict/eviction.hpp"
 #include "kernels/decode/pair_attention.hpp"
+#include "kernels/evict/eviction.hpp"
 
 namespace kvlab::kernels {
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "kernels/decode/decode_tile.cuh"
-#include "kernels/device/grid_dependency.cuh"
 #include "kernels/decode/pair_row.cuh"
+#include "kernels/device/grid_dependency.cuh"
 
 namespace kvlab::kernels {
 

@@ -1,8 +1,8 @@
 // What the kernels of the second pass share: see prefill_observe.cu.
 #pragma once
 
-#include "kernels/evict/admission.hpp"
 #include "kernels/device/mass_sum.hpp"
+#include "kernels/evict/admission.hpp"
 #include "kernels/prefill/prefill_rows.cuh"
 
 namespace kvlab::kernels::observe {
