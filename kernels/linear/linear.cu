@@ -8,6 +8,8 @@
 // left one has 16 rows, eight for the rows of x rounded to T and eight for what the rounding left:
 // so a normed x counts to about 16 bits, and eight rows cost what one does. Sums have one order
 // whatever the rows, tiles and card: equal inputs give equal bits, alone or in a batch.
+//
+// Instantiated: 2 types x 4 forms (8 kernels); rows, n and k are read where the kernel runs.
 #include <algorithm>
 #include <cstddef>
 

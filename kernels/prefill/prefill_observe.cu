@@ -8,6 +8,10 @@
 // Work: 2 * head_size operations for each (query, query head, visible key), half of attention's;
 // beside them an exponential and, for masses, six more instructions each. Bytes: little: queries
 // once, keys once for each kRange queries, 8 for each row, 24 for each key.
+//
+// Instantiated: 3 head sizes x 3 kinds of count, by tensor cores for 2 types (18 kernels) and
+// plainly for float32 (9); what is counted decides which registers a key needs. On sm_90 itself the
+// 2-byte types have kernels of their own; those here are for other devices.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"

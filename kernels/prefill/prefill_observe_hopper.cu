@@ -1,6 +1,8 @@
 // The second pass by warpgroup products (sm_90a): as prefill_observe.cu has it, but the tensor
 // cores work on the next tile of queries while this one is counted, and the copy engine fetches
 // tiles: copies by the counting threads took a third of their instructions.
+//
+// Instantiated: 2 types x 3 head sizes x 3 kinds of count (18 kernels), for sm_90a alone.
 #include <cuda.h>
 
 #include <algorithm>
