@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/checkpoint/model.hpp"
+#include "engine/cuda/decoder_options.hpp"
 #include "kernels/host/arena.hpp"
 
 namespace kvlab {
@@ -75,5 +76,9 @@ class LayerOutputMemory {
   std::size_t half_ = 0;  // of the chunks, written last
   cuda::Placed<Parts> memory_;
 };
+
+inline LayerOutputMemory::Rows output_rows(const CudaDecoderOptions& options) {
+  return {options.prefill_tokens, static_cast<std::size_t>(options.sequences)};
+}
 
 }  // namespace kvlab

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/cuda/decoder_memory.hpp"
+#include "engine/cuda/cache/full_cache.hpp"
 #include "kernels/host/transfer.hpp"
 
 namespace kvlab {
@@ -27,16 +27,16 @@ DecoderWork::DecoderWork(cuda::Arena& arena, const ModelConfig& config, int rows
 CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
     : model_(model),
       config_(model.config()),
-      options_(checked_options(model, options)),
+      options_(checked(model, options)),
       batch_(options_.sequences, config_.vocab, stream_.get()),
       outputs_(capture_shape(config_, model.dtype()), output_rows(options_),
-               keeps_outputs(options_), stream_.get()),
-      layers_(model, most_rows(options_), stream_.get()),
+               options_.keeps_outputs(), stream_.get()),
+      layers_(model, options_.rows(), stream_.get()),
       prompt_(stream_.get()),
       logit_ring_(stream_.get()),
       fed_(static_cast<std::size_t>(options_.sequences)),
       admitted_behind_(fed_.size()),
-      work_("hidden states and logits", config_, most_rows(options_), options_.sequences) {
+      work_("hidden states and logits", config_, options_.rows(), options_.sequences) {
   make_cache();
   // A sequence that was given nothing is sampled, too, with the rest of its batch.
   check(
@@ -50,19 +50,14 @@ CudaDecoder::~CudaDecoder() { cudaStreamSynchronize(stream_.get()); }
 
 void CudaDecoder::make_cache() {
   if (!evicts()) {
-    cache_ = std::make_unique<FullCache>(model_, batch_, full_options(options_), stream_.get());
+    cache_ = std::make_unique<FullCache>(model_, batch_, options_, stream_.get());
     return;
   }
-  auto cache =
-      std::make_unique<EvictingCache>(model_, batch_, evicting_options(options_), stream_.get());
+  auto cache = std::make_unique<EvictingCache>(model_, batch_, options_, stream_.get());
   if (options_.watched)
     watch_ = std::make_unique<CacheWatch>(*cache, config_, capture_shape(config_, model_.dtype()),
                                           options_.sequences, stream_.get());
   cache_ = std::move(cache);
-}
-
-bool CudaDecoder::fits(const DeviceModel& model, const CudaDecoderOptions& options) {
-  return fits_free_memory(model, options);
 }
 
 // --- What is asked -------------------------------------------------------------------------------
@@ -225,7 +220,7 @@ void CudaDecoder::admit(const Piece& piece, float* logits, const OnChunk& on_chu
 
 /// Room for the hidden states of an admission: those of a step, or more.
 float* CudaDecoder::admission_states(std::size_t count) {
-  if (count <= static_cast<std::size_t>(most_rows(options_))) return work_->x;
+  if (count <= static_cast<std::size_t>(options_.rows())) return work_->x;
   if (count * config_.hidden * sizeof(float) > admission_.memory().bytes()) {
     synchronize();
     admission_ = {};  // first give back, then take

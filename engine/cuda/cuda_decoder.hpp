@@ -11,25 +11,10 @@
 
 #include "engine/cuda/cache/cache_watch.hpp"
 #include "engine/cuda/decode_step.hpp"
-#include "engine/cuda/logit_ring.hpp"
-#include "engine/cuda/prompt_ids.hpp"
+#include "engine/cuda/host_copies.hpp"
 #include "engine/decoder.hpp"
 
 namespace kvlab {
-
-struct CudaDecoderOptions {
-  int sequences = 1;
-  std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
-  std::uint32_t prefill_tokens = 2048;  ///< of a prompt at once
-  bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
-  /// [sequence], of one policy and one kind of positions; empty: the whole cache of each.
-  std::vector<CacheOptions> caches;
-  /// Of the longest prompt, where it is known, so that fits() counts it; 0: its memory is taken
-  /// when it comes.
-  std::uint32_t longest_prompt = 0;
-  bool watched = false;         ///< observers may look at what the caches do: slow
-  bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.hpp: slow, but on any device
-};
 
 /// The decoder's own work buffers.
 struct DecoderWork {
@@ -94,7 +79,7 @@ class CudaDecoder {
   /// The token that the next step feeds.
   void set_next(int sequence, std::int32_t id);
   /// Whether tokens leave: then nothing that was fed can be forgotten.
-  bool evicts() const { return !options_.caches.empty(); }
+  bool evicts() const { return options_.evicts(); }
   /// Forgets all but the first `tokens`. Throws std::logic_error where tokens leave.
   void rewind(int sequence, std::uint32_t tokens);
   /// Benchmarks: random keys and values instead of a prompt of so many tokens.
@@ -131,6 +116,10 @@ class CudaDecoder {
   using Next = DecodeStep::Next;
   struct Piece;
 
+  /// The options, so that it can be asked before anything is allocated. Throws
+  /// std::invalid_argument for options that make no sense, std::runtime_error that says what is
+  /// needed and what would fit.
+  static CudaDecoderOptions checked(const DeviceModel& model, const CudaDecoderOptions& options);
   void make_cache();
   DecodeStep decode_step(int rows, Next next);
   void set_row(int row) { batch_.set_row(row, cache_->row(tokens(row))); }

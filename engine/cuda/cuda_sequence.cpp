@@ -20,12 +20,6 @@ std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
   return options.tokens == 0 ? asked : std::max<std::uint32_t>(1, std::min(asked, options.tokens));
 }
 
-std::string device_name() {
-  cudaDeviceProp properties{};
-  cuda::check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
-  return properties.name;
-}
-
 }  // namespace
 
 TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options) {
@@ -42,7 +36,7 @@ TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options) 
   header.tokenizer_xxh3 = model.tokenizer_xxh3();
   header.capture = {{"engine", "kvlab"},
                     {"version", KVLAB_VERSION},
-                    {"device", device_name()},
+                    {"device", cuda::device_name()},
                     {"options", std::move(options)}};
   return header;
 }

@@ -1,9 +1,11 @@
-#include "engine/cuda/decoder_memory.hpp"
-
+// What a CUDA decoder takes of the device's memory: checked before anything is allocated.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <stdexcept>
+
+#include "engine/cuda/cache/evicting_cache.hpp"
+#include "engine/cuda/cache/full_cache.hpp"
+#include "engine/cuda/cuda_decoder.hpp"
 
 namespace kvlab {
 namespace {
@@ -17,24 +19,22 @@ void check_options(const CudaDecoderOptions& options) {
     throw std::invalid_argument("CUDA decoder: a prompt's chunk needs at least one token");
   if (options.capture && options.sequences != 1)
     throw std::invalid_argument("CUDA decoder: a trace is of one sequence");
-  if (options.slots == 0 && options.caches.empty())
+  if (options.slots == 0 && !options.evicts())
     throw std::invalid_argument("CUDA decoder: no slots; give at least one");
-  if (!options.caches.empty() &&
-      options.caches.size() != static_cast<std::size_t>(options.sequences))
+  if (options.evicts() && options.caches.size() != static_cast<std::size_t>(options.sequences))
     throw std::invalid_argument(fmt::format("CUDA decoder: {} caches for {} sequences",
                                             options.caches.size(), options.sequences));
 }
 
 CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
-  const int rows = most_rows(options);
-  CacheBytes bytes = options.caches.empty()
-                         ? FullCache::bytes(model, full_options(options))
-                         : EvictingCache::bytes(model, evicting_options(options));
+  const int rows = options.rows();
+  CacheBytes bytes =
+      options.evicts() ? EvictingCache::bytes(model, options) : FullCache::bytes(model, options);
   bytes.work += cuda::Placed<DecoderWork>::bytes(config, rows, options.sequences) +
                 BatchState::bytes(options.sequences, config.vocab) +
                 LayerOutputMemory::bytes(capture_shape(config, model.dtype()), output_rows(options),
-                                         keeps_outputs(options)) +
+                                         options.keeps_outputs()) +
                 DeviceLayers::bytes(model, rows);
   // Hidden states of a prompt that is longer than the rows at once.
   if (options.longest_prompt > static_cast<unsigned>(rows))
@@ -60,39 +60,17 @@ std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions option
 
 }  // namespace
 
-int most_rows(const CudaDecoderOptions& options) {
-  return std::max(static_cast<int>(options.prefill_tokens), options.sequences);
+bool CudaDecoder::fits(const DeviceModel& model, const CudaDecoderOptions& options) {
+  return kvlab::fits(memory_for(model, options), cuda::memory_info().free);
 }
 
-LayerOutputMemory::Rows output_rows(const CudaDecoderOptions& options) {
-  return {options.prefill_tokens, static_cast<std::size_t>(options.sequences)};
-}
-
-bool keeps_outputs(const CudaDecoderOptions& options) { return options.capture || options.watched; }
-
-FullCache::Options full_options(const CudaDecoderOptions& options) {
-  return {.sequences = options.sequences, .slots = options.slots, .rows = most_rows(options)};
-}
-
-EvictingOptions evicting_options(const CudaDecoderOptions& options) {
-  return {.caches = options.caches,
-          .most_tokens = options.slots,
-          .part_tokens = static_cast<int>(options.prefill_tokens),
-          .longest_admission = options.longest_prompt,
-          .watched = options.watched,
-          .plain = options.plain_eviction};
-}
-
-bool fits_free_memory(const DeviceModel& model, const CudaDecoderOptions& options) {
-  return fits(memory_for(model, options), cuda::memory_info().free);
-}
-
-CudaDecoderOptions checked_options(const DeviceModel& model, const CudaDecoderOptions& options) {
+CudaDecoderOptions CudaDecoder::checked(const DeviceModel& model,
+                                        const CudaDecoderOptions& options) {
   check_options(options);
   const CacheBytes needed = memory_for(model, options);
   const cuda::MemoryInfo memory = cuda::memory_info();
-  if (fits(needed, memory.free)) return options;
-  if (!options.caches.empty())
+  if (kvlab::fits(needed, memory.free)) return options;
+  if (options.evicts())
     throw std::runtime_error(fmt::format(
         "device memory: the caches of {} sequence{} of {} need {}, and their work buffers {}; {} "
         "of {} are free; smaller budgets or fewer sequences would fit",

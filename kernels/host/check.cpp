@@ -73,4 +73,10 @@ bool has_device() {
   return false;
 }
 
+std::string device_name() {
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
+  return properties.name;
+}
+
 }  // namespace kvlab::cuda

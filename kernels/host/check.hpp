@@ -25,5 +25,6 @@ MemoryInfo memory_info();
 
 /// Whether this machine has a device and a driver for it.
 bool has_device();
+std::string device_name();
 
 }  // namespace kvlab::cuda

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "engine/cuda/bench/bench_tools.hpp"
 #include "engine/cuda/bench/limits.hpp"
 #include "engine/cuda/cache/observed_attention.hpp"
 #include "engine/cuda/fill.hpp"
@@ -140,17 +141,9 @@ class Layers {
 /// Median microseconds of one of so many layers, which `enqueue` enqueues in a row.
 double microseconds(const cuda::Stream& stream, int layers, const std::function<void()>& enqueue) {
   const cuda::Graph graph(stream.get(), enqueue);
-  std::vector<double> times;
-  for (int i = 0; i < kRepeats + 2; ++i) {  // two to warm up
-    cuda::Event start(cuda::Event::Kind::timed), end(cuda::Event::Kind::timed);
-    start.record(stream.get());
-    graph.launch(stream.get());
-    end.record(stream.get());
-    end.wait(kWhat);
-    if (i >= 2) times.push_back(static_cast<double>(end.since(start)) * 1e3 / layers);
-  }
-  std::ranges::nth_element(times, times.begin() + kRepeats / 2);
-  return times[kRepeats / 2];
+  return median_milliseconds(
+             stream.get(), [&] { graph.launch(stream.get()); }, kRepeats) *
+         1e3 / layers;
 }
 
 double time_plain(const Layers& layers, const cuda::Stream& stream) {
@@ -223,9 +216,7 @@ AttentionBench bench_attention(const AttentionBenchOptions& options) {
   std::vector<PolicySpec> specs;
   for (const std::string& policy : options.policies) specs.push_back(parse_policy(policy));
   AttentionBench bench;
-  cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, 0), kWhat);
-  bench.device = properties.name;
+  bench.device = cuda::device_name();
   bench.read_bytes_per_second = cuda::read_bytes_per_second();
   const cuda::Stream stream;
   for (const std::uint32_t head_size : options.head_sizes)

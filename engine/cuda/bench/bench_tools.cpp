@@ -13,12 +13,6 @@ DeviceModel bench_model(const BenchModel& model) {
                                       : DeviceModel::random(model.random_weights);
 }
 
-std::string bench_device() {
-  cudaDeviceProp properties{};
-  cuda::check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
-  return properties.name;
-}
-
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab) {
   std::vector<std::int32_t> ids(count);
   for (std::size_t i = 0; i < count; ++i)

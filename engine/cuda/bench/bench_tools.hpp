@@ -12,7 +12,6 @@ namespace kvlab {
 
 /// Throws std::runtime_error without a device.
 DeviceModel bench_model(const BenchModel& model);
-std::string bench_device();
 /// Any ids: a model's speed does not depend on them.
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 
@@ -26,10 +25,9 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
   return static_cast<double>(end.since(start));
 }
 
-/// Of five, or of one that is long; warmed up.
+/// Of so many, or of one that is long; warmed up.
 template <class Enqueue>
-double median_milliseconds(cudaStream_t stream, Enqueue enqueue) {
-  constexpr int repeats = 5;
+double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
   constexpr double is_long = 1000;
   const bool once = milliseconds_of(stream, enqueue) > is_long;
   std::vector<double> times;

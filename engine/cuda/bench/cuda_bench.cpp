@@ -70,7 +70,7 @@ DecodeBench bench_decode(const DecodeBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   DecodeBench result{.model = model.config().name,
                      .dtype = std::string(torch_name(model.dtype())),
-                     .device = bench_device()};
+                     .device = cuda::device_name()};
   result.read_bytes_per_second = cuda::read_bytes_per_second();
   if (!options.capture.empty()) time_capture(model, options, result);
 
@@ -103,7 +103,7 @@ PrefillBench bench_prefill(const PrefillBenchOptions& options) {
   const ModelConfig& config = model.config();
   PrefillBench result{.model = config.name,
                       .dtype = std::string(torch_name(model.dtype())),
-                      .device = bench_device()};
+                      .device = cuda::device_name()};
   result.matrix_flops_per_second = cuda::matrix_flops_per_second(model.type());
   CudaDecoder decoder(model, {.sequences = 1,
                               .slots = options.tokens,

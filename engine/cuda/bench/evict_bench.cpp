@@ -75,7 +75,7 @@ StreamBench bench_stream(const StreamBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   StreamBench result{.model = model.config().name,
                      .dtype = std::string(torch_name(model.dtype())),
-                     .device = bench_device(),
+                     .device = cuda::device_name(),
                      .weight_bytes = device_bytes(before),
                      .points = {}};
   for (const std::uint32_t budget : options.budgets) {
@@ -105,7 +105,7 @@ EvictBench bench_evict(const EvictBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   EvictBench result{.model = model.config().name,
                     .dtype = std::string(torch_name(model.dtype())),
-                    .device = bench_device()};
+                    .device = cuda::device_name()};
   result.full = run(model, options, options.batch, false);
   result.evicting = run(model, options, options.batch, true);
   result.largest_full = run(model, options, largest_batch(model, options, false), false);

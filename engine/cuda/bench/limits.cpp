@@ -1,9 +1,8 @@
 #include "engine/cuda/bench/limits.hpp"
 
 #include <algorithm>
-#include <functional>
-#include <vector>
 
+#include "engine/cuda/bench/bench_tools.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/matmul.hpp"
 #include "kernels/host/memory.hpp"
@@ -12,21 +11,6 @@ namespace kvlab::cuda {
 namespace {
 
 constexpr int kRepeats = 9;
-
-/// Median seconds of what `enqueue` enqueues.
-double median_seconds(const Stream& stream, const std::function<void()>& enqueue) {
-  std::vector<float> milliseconds;
-  for (int i = 0; i < kRepeats + 2; ++i) {  // two to warm up
-    Event start(Event::Kind::timed), end(Event::Kind::timed);
-    start.record(stream.get());
-    enqueue();
-    end.record(stream.get());
-    end.wait("measuring the card");
-    if (i >= 2) milliseconds.push_back(end.since(start));
-  }
-  std::ranges::nth_element(milliseconds, milliseconds.begin() + kRepeats / 2);
-  return static_cast<double>(milliseconds[kRepeats / 2]) * 1e-3;
-}
 
 }  // namespace
 
@@ -38,11 +22,11 @@ double read_bytes_per_second() {
   check(
       fill_normal(kernels::Type::f32, memory.data(), bytes / sizeof(float), 1.0f, 1, stream.get()),
       "measuring the read bandwidth");
-  const double seconds = median_seconds(stream, [&] {
+  const auto enqueue = [&] {
     check(read_all(memory.data(), bytes, sink.as<std::uint32_t>(), stream.get()),
           "measuring the read bandwidth");
-  });
-  return static_cast<double>(bytes) / seconds;
+  };
+  return static_cast<double>(bytes) / median_milliseconds(stream.get(), enqueue, kRepeats) * 1e3;
 }
 
 double matrix_flops_per_second(kernels::Type type) {
@@ -53,7 +37,7 @@ double matrix_flops_per_second(kernels::Type type) {
   check(fill_normal(type, a.data(), count, 1.0f, 1, stream.get()), "measuring a product");
   check(fill_normal(type, b.data(), count, 1.0f, 2, stream.get()), "measuring a product");
   Matmul matmul;
-  const double seconds = median_seconds(stream, [&] {
+  const auto enqueue = [&] {
     matmul({.type = type,
             .rows = size,
             .n = size,
@@ -64,8 +48,8 @@ double matrix_flops_per_second(kernels::Type type) {
             .output = MatmulArgs::Output::type,
             .y = c.data()},
            stream.get());
-  });
-  return 2.0 * size * size * size / seconds;
+  };
+  return 2.0 * size * size * size / median_milliseconds(stream.get(), enqueue, kRepeats) * 1e3;
 }
 
 }  // namespace kvlab::cuda

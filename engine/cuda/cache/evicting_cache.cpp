@@ -36,23 +36,24 @@ const std::vector<CacheOptions>& checked(const std::vector<CacheOptions>& caches
   return caches;
 }
 
-PairSlots pair_slots(const DeviceModel& model, const EvictingOptions& options) {
-  return {model.config(), checked(options.caches), options.most_tokens};
+PairSlots pair_slots(const DeviceModel& model, const CudaDecoderOptions& options) {
+  return {model.config(), checked(options.caches), options.slots};
 }
 
 /// The fast kernels rotate whole heads, or none.
-bool needs_plain(const DeviceModel& model, const EvictingOptions& options) {
-  return options.plain || (options.rotation() != KeyRotation::by_position &&
-                           model.config().rope.rotated() != model.config().head_size);
+bool needs_plain(const DeviceModel& model, const CudaDecoderOptions& options) {
+  return options.plain_eviction || (options.rotation() != KeyRotation::by_position &&
+                                    model.config().rope.rotated() != model.config().head_size);
 }
 
 /// Null for a policy of the registry.
-std::unique_ptr<kernels::PolicyKernels> compiled(const EvictingOptions& options) {
+std::unique_ptr<kernels::PolicyKernels> compiled(const CudaDecoderOptions& options) {
   if (!options.entry()->source) return nullptr;
   return std::make_unique<kernels::PolicyKernels>(options.entry());
 }
 
-kernels::EvictionKernels eviction_kernels(const DeviceModel& model, const EvictingOptions& options,
+kernels::EvictionKernels eviction_kernels(const DeviceModel& model,
+                                          const CudaDecoderOptions& options,
                                           const kernels::PolicyKernels* compiled) {
   const bool plain = needs_plain(model, options);
   if (compiled) return plain ? compiled->plain() : compiled->observing();
@@ -60,7 +61,7 @@ kernels::EvictionKernels eviction_kernels(const DeviceModel& model, const Evicti
                options.policy().name);
 }
 
-kernels::AdmissionPolicy admission_policy(const EvictingOptions& options,
+kernels::AdmissionPolicy admission_policy(const CudaDecoderOptions& options,
                                           const kernels::PolicyKernels* compiled) {
   if (compiled) return compiled->admission();
   return named(kernels::admission_policies(), options.policy().name);
@@ -69,7 +70,7 @@ kernels::AdmissionPolicy admission_policy(const EvictingOptions& options,
 }  // namespace
 
 EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
-                          const EvictingOptions& options) {
+                          const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   const auto row_count = static_cast<std::size_t>(options.rows());
   q = arena.take<std::byte>(row_count * config.query_heads * model.key_bytes());
@@ -83,11 +84,11 @@ EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Pa
   const auto any =
       needs_plain(model, options) ? kernels::plain_kernels({}) : kernels::observing_kernels({});
   workspaces = arena.take<std::byte>(ObserverBranch::bytes(
-      any, model.slot_cache(options.sequences(), slots.most()), static_cast<int>(config.layers)));
+      any, model.slot_cache(options.sequences, slots.most()), static_cast<int>(config.layers)));
 }
 
 EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
-                             EvictingOptions options, cudaStream_t stream)
+                             CudaDecoderOptions options, cudaStream_t stream)
     : model_(model),
       config_(model.config()),
       batch_(batch),
@@ -100,7 +101,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       admission_kernels_(admission_policy(options_, compiled_.get())),
       storage_("the cache's slots", model, slots_, options_),
       work_("attention", model, slots_, options_),
-      branch_(kernels_, storage_->cache(0, options_.sequences()), static_cast<int>(config_.layers),
+      branch_(kernels_, storage_->cache(0, options_.sequences), static_cast<int>(config_.layers),
               work_->workspaces, stream) {
   storage_->clear(slots_, options_);
   cuda::write(work_->inv_freq, config_.rope.inv_freq, "RoPE's frequencies");
@@ -110,14 +111,13 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
         "a prompt");
 }
 
-CacheBytes EvictingCache::bytes(const DeviceModel& model, const EvictingOptions& options) {
+CacheBytes EvictingCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
   const PairSlots slots = pair_slots(model, options);
   CacheBytes bytes{.storage = Placed<SlotStorage>::bytes(model, slots, options),
                    .work = Placed<Work>::bytes(model, slots, options)};
-  if (options.longest_admission > 0)
+  if (options.longest_prompt > 0)
     bytes.work += Placed<AdmissionMemory>::bytes(
-        model, options,
-        std::max(options.longest_admission, static_cast<std::uint32_t>(slots.most())));
+        model, options, std::max(options.longest_prompt, static_cast<std::uint32_t>(slots.most())));
   return bytes;
 }
 

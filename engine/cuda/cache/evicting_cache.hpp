@@ -18,7 +18,7 @@ namespace kvlab {
 struct AdmissionMemory {
   AdmissionMemory() = default;
   /// `slots`: for live and new tokens together.
-  AdmissionMemory(cuda::Arena& arena, const DeviceModel& model, const EvictingOptions& options,
+  AdmissionMemory(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options,
                   std::uint32_t slots);
 
   /// [kv_head, slot]; lengths are those of the tokens that were live already.
@@ -35,10 +35,10 @@ struct AdmissionMemory {
 class EvictingCache final : public DeviceCache {
  public:
   /// `batch` must outlive it. Throws std::invalid_argument for caches that do not go together.
-  EvictingCache(const DeviceModel& model, const BatchState& batch, EvictingOptions options,
+  EvictingCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
                 cudaStream_t stream);
   /// What it allocates; where the longest admission is known, with what that adds.
-  static CacheBytes bytes(const DeviceModel& model, const EvictingOptions& options);
+  static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   BatchState::Row row(std::uint32_t fed) const override;
   std::uint32_t prefill_chunk(int sequence) const override;
@@ -64,7 +64,7 @@ class EvictingCache final : public DeviceCache {
   };
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
-         const EvictingOptions& options);
+         const CudaDecoderOptions& options);
     std::byte* q;                  // [row, query_head, dim]
     float* inv_freq;               // [rotated / 2]
     float2* rope;                  // [row, rotated / 2]
@@ -86,7 +86,7 @@ class EvictingCache final : public DeviceCache {
   const DeviceModel& model_;
   const ModelConfig& config_;
   const BatchState& batch_;
-  EvictingOptions options_;
+  CudaDecoderOptions options_;
   cudaStream_t stream_;
   PairSlots slots_;
   KeyRotation rotation_;

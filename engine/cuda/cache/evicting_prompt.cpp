@@ -12,7 +12,7 @@ namespace kvlab {
 using cuda::check;
 
 AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const DeviceModel& model,
-                                 const EvictingOptions& options, std::uint32_t slots)
+                                 const CudaDecoderOptions& options, std::uint32_t slots)
     : cache(model.slot_cache(1, static_cast<int>(slots))) {
   const ModelConfig& config = model.config();
   const std::size_t heads = config.kv_heads, all = heads * slots;
@@ -29,10 +29,10 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const DeviceModel& model,
   if (options.policy().weighted) weights = arena.take<float>(slots);
   if (observes) {
     seen = arena.take<Observation>(all);
-    rows = arena.take<kernels::RowSoftmax>(static_cast<std::size_t>(options.part_tokens) *
-                                           config.query_heads);
+    rows =
+        arena.take<kernels::RowSoftmax>(std::size_t{options.prefill_tokens} * config.query_heads);
     observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
-        model.attention_shape(static_cast<int>(slots)), options.part_tokens));
+        model.attention_shape(static_cast<int>(slots)), static_cast<int>(options.prefill_tokens)));
   }
   shrink_workspace = arena.take<std::byte>(kernels::shrink_workspace(cache));
 }

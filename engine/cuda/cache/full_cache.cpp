@@ -8,52 +8,61 @@ namespace kvlab {
 using cuda::check;
 using cuda::Placed;
 
-FullCache::Storage::Storage(cuda::Arena& arena, const DeviceModel& model, const Options& options) {
+namespace {
+
+/// Slots of a sequence: one more than it has tokens, which no token has.
+std::uint32_t capacity(const CudaDecoderOptions& options) { return options.slots + 1; }
+
+}  // namespace
+
+FullCache::Storage::Storage(cuda::Arena& arena, const DeviceModel& model,
+                            const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
-  const std::size_t half = static_cast<std::size_t>(options.sequences) * options.capacity() *
+  const std::size_t half = static_cast<std::size_t>(options.sequences) * capacity(options) *
                            config.layers * config.kv_heads * model.key_bytes();
   keys = arena.take<std::byte>(half);
   values = arena.take<std::byte>(half);
 }
 
-FullCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Options& options) {
+FullCache::Work::Work(cuda::Arena& arena, const DeviceModel& model,
+                      const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
-  const std::size_t capacity = options.capacity(), rows = static_cast<std::size_t>(options.rows);
-  const auto slots = static_cast<int>(capacity);
+  const std::size_t all = capacity(options), rows = static_cast<std::size_t>(options.rows());
+  const auto slots = static_cast<int>(all);
   q = arena.take<std::byte>(rows * config.query_heads * model.key_bytes());
-  rope = arena.take<float2>(capacity * config.rope.inv_freq.size());
-  iota = arena.take<std::int32_t>(capacity);
+  rope = arena.take<float2>(all * config.rope.inv_freq.size());
+  iota = arena.take<std::int32_t>(all);
   zeros = arena.take<std::int32_t>(rows);
   workspace = arena.take<std::byte>(
       kernels::decode_attention_workspace(model.attention_shape(slots), options.sequences, slots));
 }
 
-FullCache::FullCache(const DeviceModel& model, const BatchState& batch, Options options,
+FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
                      cudaStream_t stream)
     : model_(model),
       config_(model.config()),
       batch_(batch),
       options_(options),
       stream_(stream),
-      shape_(model.attention_shape(static_cast<int>(options.capacity()))),
+      shape_(model.attention_shape(static_cast<int>(capacity(options)))),
       storage_("the cache's keys and values", model, options),
       work_("attention", model, options) {
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
   check(cudaMemsetAsync(work_->workspace, 0, kernels::kSignalBytes, stream), "attention");
-  const auto capacity = static_cast<int>(options.capacity());
+  const auto slots = static_cast<int>(capacity(options));
   const auto& inv_freq = config_.rope.inv_freq;
   const cuda::DeviceBuffer frequencies = cuda::upload(inv_freq, "RoPE's frequencies");
   check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(inv_freq.size()), nullptr, 0,
-                             capacity, config_.rope.factor, work_->rope, stream),
+                             slots, config_.rope.factor, work_->rope, stream),
         "RoPE's table");
-  check(cuda::fill_iota(work_->iota, capacity, stream), "positions");
+  check(cuda::fill_iota(work_->iota, slots, stream), "positions");
   check(cudaMemsetAsync(work_->zeros, 0,
-                        static_cast<std::size_t>(options.rows) * sizeof(std::int32_t), stream),
+                        static_cast<std::size_t>(options.rows()) * sizeof(std::int32_t), stream),
         "a table");
   check(cudaStreamSynchronize(stream), "RoPE's table");
 }
 
-CacheBytes FullCache::bytes(const DeviceModel& model, const Options& options) {
+CacheBytes FullCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
   return {Placed<Storage>::bytes(model, options), Placed<Work>::bytes(model, options)};
 }
 
@@ -66,7 +75,7 @@ BatchState::Row FullCache::row(std::uint32_t fed) const {
 
 /// Chunks make no difference where nothing leaves: as many as fit the buffers.
 std::uint32_t FullCache::prefill_chunk(int /*sequence*/) const {
-  return static_cast<std::uint32_t>(options_.rows);
+  return static_cast<std::uint32_t>(options_.rows());
 }
 
 std::uint64_t FullCache::live_bytes(int /*sequence*/, std::uint32_t fed) const {
@@ -142,7 +151,7 @@ class FullCache::Step final : public CacheStep {
     const std::size_t at = cache_.offset(layer, 0);
     check(kernels::decode_attention({.shape = cache_.shape_,
                                      .sequences = rows_,
-                                     .slots = static_cast<int>(cache_.options_.capacity()),
+                                     .slots = static_cast<int>(capacity(cache_.options_)),
                                      .q = cache_.work_->q,
                                      .keys = cache_.storage_->keys + at,
                                      .values = cache_.storage_->values + at,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
+#include "engine/cuda/decoder_options.hpp"
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/attention.hpp"
 
@@ -9,19 +10,11 @@ namespace kvlab {
 
 class FullCache final : public DeviceCache {
  public:
-  struct Options {
-    int sequences;
-    std::uint32_t slots;  ///< tokens that each sequence may hold
-    int rows;             ///< most that go through a layer together
-
-    /// A slot that no token has: one more than there are tokens.
-    std::uint32_t capacity() const { return slots + 1; }
-  };
   /// `batch` must outlive it.
-  FullCache(const DeviceModel& model, const BatchState& batch, Options options,
+  FullCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
             cudaStream_t stream);
   /// What it allocates.
-  static CacheBytes bytes(const DeviceModel& model, const Options& options);
+  static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   BatchState::Row row(std::uint32_t fed) const override;
   std::uint32_t prefill_chunk(int sequence) const override;
@@ -34,11 +27,11 @@ class FullCache final : public DeviceCache {
   class Prompt;
   class Step;
   struct Storage {
-    Storage(cuda::Arena& arena, const DeviceModel& model, const Options& options);
+    Storage(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
     std::byte *keys, *values;  // [layer, sequence, kv_head, slot, dim], keys rotated
   };
   struct Work {
-    Work(cuda::Arena& arena, const DeviceModel& model, const Options& options);
+    Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
     std::byte* q;         // [row, query_head, dim], rotated
     float2* rope;         // [position, rotated / 2]
     std::int32_t* iota;   // [slot]
@@ -51,7 +44,7 @@ class FullCache final : public DeviceCache {
   const DeviceModel& model_;
   const ModelConfig& config_;
   const BatchState& batch_;
-  Options options_;
+  CudaDecoderOptions options_;
   cudaStream_t stream_;
   kernels::AttentionShape shape_;
   cuda::Placed<Storage> storage_;

@@ -7,8 +7,8 @@ namespace kvlab {
 using cuda::check;
 
 SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
-                         const EvictingOptions& options)
-    : shape_(model.slot_cache(options.sequences(), slots.most())),
+                         const CudaDecoderOptions& options)
+    : shape_(model.slot_cache(options.sequences, slots.most())),
       pairs_(slots.pairs()),
       params_bytes_(options.entry()->params_bytes) {
   const auto total = static_cast<std::size_t>(slots.total());
@@ -29,7 +29,7 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const Pai
   seeds = arena.take<std::uint64_t>(sequences);
 }
 
-void SlotStorage::clear(const PairSlots& slots, const EvictingOptions& options) const {
+void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& options) const {
   constexpr const char* kWhat = "the cache's tables";
   const std::size_t pairs = slots.first_slots().size();
   std::vector<kernels::PairRule> all_rules;

@@ -2,51 +2,21 @@
 // as its budget.
 #pragma once
 
-#include <vector>
-
 #include "engine/cuda/cache/pair_slots.hpp"
+#include "engine/cuda/decoder_options.hpp"
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/evict/eviction.hpp"
 #include "kernels/host/arena.hpp"
 
 namespace kvlab {
 
-/// How keys are cached, and rotated when attention reads them.
-enum class KeyRotation {
-  by_position,  ///< cached rotated at their original positions, and left so
-  by_age,       ///< cached before RoPE, beside their ages; rotated by age
-  two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
-};
-
-struct EvictingOptions {
-  /// [sequence]: all of one policy and one numbering of positions; the rest may differ.
-  std::vector<CacheOptions> caches;
-  std::uint32_t most_tokens = 0;  ///< of any sequence; 0: no limit
-  int part_tokens = 1;            ///< of a prompt that go through a layer together
-  /// Live and new tokens of the longest admission, where it is known: for bytes(). 0: it grows.
-  std::uint32_t longest_admission = 0;
-  bool watched = false;  ///< keep what each live token received
-  bool plain = false;    ///< by the plain kernels, where the fast ones would do
-
-  const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
-  const PolicyInfo& policy() const { return entry()->info; }
-  bool observes() const { return policy().needs != Needs::nothing; }
-  int sequences() const { return static_cast<int>(caches.size()); }
-  /// Most rows that go through a layer together.
-  int rows() const { return std::max(part_tokens, sequences()); }
-  KeyRotation rotation() const {
-    if (caches.front().positions == Positions::original) return KeyRotation::by_position;
-    return policy().oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;
-  }
-};
-
 /// Everything that lives from step to step, laid out in device memory. Copies are views.
 class SlotStorage {
  public:
   SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
-              const EvictingOptions& options);
+              const CudaDecoderOptions& options);
   /// Nothing is live, and the tables are what slots and options say. Waits.
-  void clear(const PairSlots& slots, const EvictingOptions& options) const;
+  void clear(const PairSlots& slots, const CudaDecoderOptions& options) const;
 
   /// One layer of the first `sequences`.
   kernels::SlotCache cache(std::uint32_t layer, int sequences) const;

@@ -1,15 +1,35 @@
-// Logits on their way to the host: copied behind the steps that compute them, so that the device
-// does not wait for the host to read each.
+// Copies between host and device that nobody waits for.
 #pragma once
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/host/memory.hpp"
 
 namespace kvlab {
 
+/// A prompt's ids on their way to the device.
+class PromptIds {
+ public:
+  explicit PromptIds(cudaStream_t stream) : stream_(stream) {}
+
+  /// Copies behind what is on the stream; the ids may go when it returns. Grows where it must, and
+  /// then waits. Returns where they are in device memory, until the next call.
+  const std::int32_t* upload(std::span<const std::int32_t> ids);
+
+ private:
+  cudaStream_t stream_;
+  cuda::DeviceBuffer device_;
+  cuda::PinnedBuffer staged_;
+  cuda::Event copied_;
+  bool pending_ = false;
+};
+
+/// Logits on their way to the host: copied behind the steps that compute them, so that the device
+/// does not wait for the host to read each.
 class LogitRing {
  public:
   explicit LogitRing(cudaStream_t stream) : stream_(stream) {}

@@ -1,0 +1,48 @@
+// What a CUDA decoder and its cache are made for.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/decoder.hpp"
+
+namespace kvlab {
+
+/// How keys are cached, and rotated when attention reads them.
+enum class KeyRotation {
+  by_position,  ///< cached rotated at their original positions, and left so
+  by_age,       ///< cached before RoPE, beside their ages; rotated by age
+  two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
+};
+
+struct CudaDecoderOptions {
+  int sequences = 1;
+  std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
+  std::uint32_t prefill_tokens = 2048;  ///< of a prompt that go through a layer together
+  bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
+  /// [sequence], of one policy and one kind of positions; empty: the whole cache of each.
+  std::vector<CacheOptions> caches;
+  /// Of the longest prompt, where it is known, so that fits() counts it; 0: its memory is taken
+  /// when it comes.
+  std::uint32_t longest_prompt = 0;
+  bool watched = false;         ///< observers may look at what the caches do: slow
+  bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.hpp: slow, but on any device
+
+  bool evicts() const { return !caches.empty(); }
+  bool keeps_outputs() const { return capture || watched; }
+  /// Most rows that go through a layer together.
+  int rows() const { return std::max(static_cast<int>(prefill_tokens), sequences); }
+
+  // Where it evicts:
+  const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
+  const PolicyInfo& policy() const { return entry()->info; }
+  bool observes() const { return policy().needs != Needs::nothing; }
+  KeyRotation rotation() const {
+    if (caches.front().positions == Positions::original) return KeyRotation::by_position;
+    return policy().oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;
+  }
+};
+
+}  // namespace kvlab
