@@ -132,6 +132,57 @@ Ids generate(SequenceDecoder& decoder, const Ids& prompt, std::uint32_t count,
 
 }  // namespace
 
+namespace {
+
+/// An admission that writes and attends to nothing.
+class Nothing final : public Admission {
+ public:
+  using Admission::Admission;
+
+ private:
+  kernels::RopeWriteArgs write_part(std::uint32_t, const PromptPart&) override { return {}; }
+  void attend_part(std::uint32_t, const PromptPart&, const LayerOutputs&) override {}
+};
+
+}  // namespace
+
+TEST_CASE("An admission goes layer by layer, part by part; any other order is refused") {
+  const PromptPart first{.first = 0, .rows = 4}, last{.first = 4, .rows = 1};
+  Nothing admission(2, 5);
+  CHECK_THROWS_AS(admission.attend(0, first, {}), std::logic_error);
+  CHECK_THROWS_AS(admission.write(0, last), std::logic_error);
+  for (const std::uint32_t layer : {0u, 1u})
+    for (const PromptPart& part : {first, last}) {
+      CHECK_THROWS_AS(admission.finish(), std::logic_error);
+      CHECK_THROWS_AS(admission.write(1 - layer, part), std::logic_error);
+      CHECK_NOTHROW(admission.write(layer, part));
+      CHECK_THROWS_AS(admission.write(layer, part), std::logic_error);
+      CHECK_NOTHROW(admission.attend(layer, part, {}));
+    }
+  CHECK_NOTHROW(admission.finish());
+  CHECK_THROWS_AS(admission.write(2, first), std::logic_error);
+}
+
+TEST_CASE("What is measured of a layout is what it takes when it is placed") {
+  struct Parts {
+    Parts(cuda::Arena& arena, std::size_t count)
+        : bytes(arena.take<std::byte>(count)),
+          none(arena.take<double>(0)),
+          doubles(arena.take<double>(count)) {}
+    std::byte* bytes;
+    double *none, *doubles;
+  };
+  CHECK(cuda::Placed<Parts>::bytes(std::size_t{3}) == 512);
+  CHECK(cuda::Placed<Parts>::bytes(std::size_t{257}) == 512 + 2304);
+  alignas(256) std::byte memory[512];
+  cuda::Arena arena(memory);
+  const Parts parts(arena, 3);
+  CHECK(parts.bytes == memory);
+  CHECK(parts.none == nullptr);
+  CHECK(static_cast<void*>(parts.doubles) == memory + 256);
+  CHECK(arena.bytes() == sizeof memory);
+}
+
 TEST_CASE("Logits of a prompt are the CPU decoder's, in every dtype and chunk", "[gpu]") {
   if (no_device()) return;
   const Ids ids = some_ids(300);

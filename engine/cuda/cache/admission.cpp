@@ -23,10 +23,10 @@ void Admission::attend(std::uint32_t layer, const PromptPart& part, const LayerO
   written_ = false;
   next_ += static_cast<std::uint32_t>(part.rows);
   if (next_ < tokens_) return;
-  next_ = 0;
   ++layer_;
+  if (layer_ < layers_) next_ = 0;
 }
 
-void Admission::finish() const { expect(layers_, 0, false); }
+void Admission::finish() const { expect(layers_, tokens_, false); }
 
 }  // namespace kvlab
