@@ -7,9 +7,9 @@
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
+#include "engine/loop/verify.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/cuda_fixture.hpp"
-#include "engine/loop/verify.hpp"
 
 using namespace kvlab;
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "engine/backend.hpp"
-#include "engine/cuda/model/device_model.hpp"
 #include "engine/checkpoint/model.hpp"
+#include "engine/cuda/model/device_model.hpp"
 #include "tests/skip.hpp"
 
 namespace kvlab {
