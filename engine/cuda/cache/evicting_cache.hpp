@@ -14,7 +14,7 @@
 namespace kvlab {
 
 /// One layer of one sequence while many tokens are admitted at once: the live tokens, the new ones
-/// behind them, and what is counted of them. Used by every layer in turn.
+/// behind them, and what is counted of them. Used by one layer after the other.
 struct AdmissionMemory {
   AdmissionMemory() = default;
   /// `slots`: for live and new tokens together.

@@ -61,8 +61,9 @@ class EvictingCache::Prompt final : public Admission {
         squeezes_(cache.rotation_ == KeyRotation::by_age ||
                   (cache.rotation_ == KeyRotation::two_frames && fed > 0)),
         memory_(cache.reserve(most_slots())) {
-    copy(cache.work_->nothing, Admitted{fed, 0});
-    copy(cache.work_->admitted, Admitted{fed, tokens});
+    const Admitted nothing{fed, 0}, all{fed, tokens};
+    copy(cache.work_->nothing, &nothing, 1);
+    copy(cache.work_->admitted, &all, 1);
     if (cache.options_.policy().weighted) copy_weights();
   }
 
@@ -241,15 +242,11 @@ class EvictingCache::Prompt final : public Admission {
     std::vector<float> weights;
     for (std::uint32_t age = 0; age < tokens(); ++age)
       weights.push_back(age < tail_ ? states->weight(age) : 0.0f);
-    copy_all(memory_.weights, weights.data(), weights.size());
+    copy(memory_.weights, weights.data(), weights.size());
   }
 
   template <class T>
-  void copy(T* to, const T& value) {
-    copy_all(to, &value, 1);
-  }
-  template <class T>
-  void copy_all(T* to, const T* from, std::size_t count) {
+  void copy(T* to, const T* from, std::size_t count) {
     check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, cache_.stream_),
           "an admission");
   }

@@ -71,18 +71,15 @@ class Planner {
     return matrix;
   }
 
-  void* tensor(const std::string& name, std::vector<std::size_t> shape) {
+  void* tensor(const std::string& name, std::vector<std::size_t> shape,
+               Initial initial = Initial::normal) {
     align();
     void* const at = here();
-    add(name, std::move(shape), Initial::normal);
+    add(name, std::move(shape), initial);
     return at;
   }
-
   void* norm(const std::string& name, std::size_t size) {
-    align();
-    void* const at = here();
-    add(name, {size}, Initial::ones);
-    return at;
+    return tensor(name, {size}, Initial::ones);
   }
 
   void add(std::string name, std::vector<std::size_t> shape, Initial initial) {
