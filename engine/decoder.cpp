@@ -156,8 +156,8 @@ class Decoder::Impl {
   void show(std::uint32_t layer, std::uint32_t head, std::span<const Observation> seen) {
     const LiveSet& live = cache(layer, head).live();
     std::vector<std::byte> states;
-    for (const std::uint32_t slot : live.slots()) {
-      const auto bytes = live.states().bytes(slot);
+    for (std::size_t age = 0; age < live.size(); ++age) {
+      const auto bytes = live.state(age);
       states.insert(states.end(), bytes.begin(), bytes.end());
     }
     observer_->observed(layer, head, {live.positions(), states}, seen);

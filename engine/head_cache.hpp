@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "policies/live_set.hpp"
 #include "policies/tally.hpp"
 #include "traces/base/numeric/panels.hpp"
 #include "traces/base/numeric/rope.hpp"

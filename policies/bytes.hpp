@@ -1,11 +1,10 @@
 // A policy's state and parameters as bytes, for code that does not know their types.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <span>
 
-#include "policies/policy.hpp"
+#include "policies/policy_checks.hpp"
 
 namespace kvlab {
 
@@ -20,12 +19,22 @@ inline constexpr std::size_t kParamsBytes = std::is_empty_v<typename P::Params>
                                                 ? 0
                                                 : sizeof(typename P::Params);
 
+/// P's parameters from one value for each line of kParams.
+template <class P>
+constexpr typename P::Params params_from(const double* values) {
+  typename P::Params params{};
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    for (const auto& param : P::kParams) params.*(param.member) = *values++;
+  return params;
+}
+
 /// Writes P's Params, kParamsBytes, from one value for each line of kParams.
 template <class P>
 void write_params(std::span<const double> values, std::byte* to) {
   if constexpr (!std::is_empty_v<typename P::Params>) {
     const typename P::Params params = params_from<P>(values.data());
-    std::ranges::copy(std::as_bytes(std::span(&params, 1)), to);  // aligned as the caller likes
+    const auto* const from = reinterpret_cast<const std::byte*>(&params);
+    for (std::size_t i = 0; i < sizeof params; ++i) to[i] = from[i];  // aligned as the caller likes
   }
 }
 

@@ -9,8 +9,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "policies/registry.hpp"
-
 namespace kvlab {
 namespace {
 
@@ -85,7 +83,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   std::vector<std::string> known;
   for (std::size_t i = 0; i < spec.entry->params.size(); ++i) {
     const ParamInfo& param = spec.entry->params[i];
-    known.push_back(param.name);
+    known.emplace_back(param.name);
     if (key != param.name) continue;
     const double number = parse_number(
         value, what, fmt::format("a number from {:g} to {:g}", param.least, param.most));
@@ -117,15 +115,23 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 }  // namespace
 
 const std::vector<PolicyEntry>& policy_catalogue() {
-  static const std::vector<PolicyEntry> catalogue = []<class... P>(PolicyList<P...>) {
-    return std::vector<PolicyEntry>{make_entry<P>()...};
-  }(Registry{});
+  static const std::vector<PolicyEntry> catalogue = [] {
+    std::vector<PolicyEntry> entries;
+    for (const PolicyOps& ops : registry_ops()) entries.push_back({ops});
+    return entries;
+  }();
   return catalogue;
 }
 
 std::string text_of(Extent extent) {
   if (!extent.is_share) return fmt::format("{}", extent.tokens);
   return fmt::format("{:g}%", extent.share_ppm / 1e4);
+}
+
+std::vector<std::byte> PolicySpec::packed_params() const {
+  std::vector<std::byte> packed(entry->params_bytes);
+  entry->write_params(params, packed.data());
+  return packed;
 }
 
 std::string PolicySpec::params_text() const {
@@ -144,7 +150,7 @@ std::string PolicySpec::text() const {
 }
 
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references,
-                        const std::shared_ptr<const PolicyEntry>& compiled) {
+                        const CompiledPolicies& compiled) {
   const auto parts = split(text, ':');
   PolicySpec spec;
   spec.name = parts[0];
@@ -155,10 +161,8 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
     if (spec.name == entry.info.name)
       spec.entry = std::shared_ptr<const PolicyEntry>(std::shared_ptr<void>(), &entry);
   }
-  if (compiled) {
-    known.emplace_back(compiled->info.name);
-    if (spec.name == compiled->info.name) spec.entry = compiled;
-  }
+  for (const auto& entry : compiled.entries) known.emplace_back(entry->info.name);
+  if (auto own = compiled.find(spec.name)) spec.entry = std::move(own);
   known.insert(known.end(), references.begin(), references.end());
   if (!spec.entry) {
     if (std::find(references.begin(), references.end(), spec.name) == references.end())

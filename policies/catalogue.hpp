@@ -1,6 +1,7 @@
 // The registry at run time, and how a policy is written on the command line.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <span>
@@ -26,17 +27,20 @@ struct PolicySpec {
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
 
+  /// The parameters as the entry's hooks take them.
+  std::vector<std::byte> packed_params() const;
+
   /// Every parameter and guard, defaults too, as asked: `decay=0.9:sinks=0:recent=50%`.
   std::string params_text() const;
   /// `name:` and params_text(): parses back to the same spec.
   std::string text() const;
 };
 
-/// Parses one policy. `references` are further names that take no parameters; `compiled` is a
-/// policy beside the registry's, or null. Throws std::invalid_argument that names the mistake and,
+/// Parses one policy. `references` are further names that take no parameters; `compiled` are
+/// policies beside the registry's. Throws std::invalid_argument that names the mistake and,
 /// for a near miss, the nearest name.
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references = {},
-                        const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
+                        const CompiledPolicies& compiled = {});
 
 /// A budget as asked for: `128`, `20%` or `all`.
 struct Budget {

@@ -1,22 +1,17 @@
-// A policy as data: what it says of itself, and how to make its states. One line of the registry,
-// or a header that was compiled at run time.
+// A policy that a command line can name: one line of the registry, or a header that was compiled at
+// run time.
 #pragma once
 
 #include <cstddef>
 #include <memory>
-#include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "policies/bytes.hpp"
-#include "policies/states.hpp"
+#include "policies/ops/ops.hpp"
 
 namespace kvlab {
-
-struct ParamInfo {
-  std::string name, help;
-  double standard, least, most;
-};
 
 /// The header of a policy that was compiled at run time.
 struct PolicySource {
@@ -36,35 +31,26 @@ inline std::string c_literal(const std::string& text) {
   return literal + '"';
 }
 
-struct PolicyEntry {
-  PolicyInfo info;
-  std::vector<ParamInfo> params;
-  std::size_t slot_bytes;    ///< of policy state
-  std::size_t params_bytes;  ///< of Params
-  /// Writes params_bytes: one value for each parameter.
-  void (*write_params)(std::span<const double> values, std::byte* to);
-  std::unique_ptr<PolicyStates> (*make_states)(std::span<const double> params);
-  std::shared_ptr<const PolicySource> source;  ///< null: compiled with kvlab
+/// One policy that a command line can name. Copies share all but the struct itself: what the table
+/// points to lives as long as the process.
+struct PolicyEntry : PolicyOps {
+  std::shared_ptr<const PolicySource> source = nullptr;  ///< null: compiled with kvlab
 };
 
-template <Policy P>
-std::unique_ptr<PolicyStates> make_states_of(std::span<const double> values) {
-  return std::make_unique<PolicyStatesOf<P>>(params_from<P>(values.data()));
-}
+/// Policies beside the registry's: those of --policy-source, in its order. No two have one name.
+struct CompiledPolicies {
+  CompiledPolicies() = default;
+  CompiledPolicies(std::nullptr_t) {}
+  CompiledPolicies(std::shared_ptr<const PolicyEntry> only) : entries{std::move(only)} {}
 
-template <Policy P>
-PolicyEntry make_entry() {
-  PolicyEntry entry{.info = P::kInfo,
-                    .params = {},
-                    .slot_bytes = kSlotBytes<P>,
-                    .params_bytes = kParamsBytes<P>,
-                    .write_params = write_params<P>,
-                    .make_states = make_states_of<P>,
-                    .source = nullptr};
-  if constexpr (!std::is_empty_v<typename P::Params>)
-    for (const auto& param : P::kParams)
-      entry.params.push_back({param.name, param.help, param.standard, param.least, param.most});
-  return entry;
-}
+  /// Null where none has that name.
+  std::shared_ptr<const PolicyEntry> find(std::string_view name) const {
+    for (const auto& entry : entries)
+      if (entry->info.name == name) return entry;
+    return nullptr;
+  }
+
+  std::vector<std::shared_ptr<const PolicyEntry>> entries;
+};
 
 }  // namespace kvlab

@@ -5,14 +5,28 @@
 // for both sides (--expt-relaxed-constexpr). Policy code is built without FMA contraction, so that
 // host and device agree bit for bit.
 //
+// A policy is a struct with
+//
+//   static constexpr PolicyInfo kInfo{...};
+//   struct Params {...};   // doubles, each with a line in `static constexpr Param<Params>
+//   kParams[]` struct Slot {...};     // one token's state; both trivially copyable, both may be
+//   empty static constexpr void admit(Slot&, Token, const Params&, const Step&);
+//       once, as the token comes in; sets every member, because slots are reused
+//   static constexpr void observe(Slot&, const Observation&, const Params&, const Step&);
+//       after each admission, for every live token; where kInfo.needs asks for something
+//   static constexpr std::uint64_t rank(const Slot&, Token, const Params&, const Step&);
+//       when room has to be made: the lowest leaves first, at equal rank the older
+//   static constexpr float weight(std::uint32_t age, const Params&);
+//   static constexpr std::uint32_t tail(const Params&);
+//       where kInfo.weighted: what the probabilities of a query with `age` younger ones in its
+//       admission are scaled by; 0 from `tail` on
+//
+// and policy_checks.hpp says, while compiling, which of them is missing or misspelt.
+//
 // Included by CUDA code: nothing here may allocate, throw or use the host's library.
 #pragma once
 
-#include <concepts>
 #include <cstdint>
-#include <iterator>
-#include <string_view>
-#include <type_traits>
 
 namespace kvlab {
 
@@ -51,7 +65,8 @@ struct PolicyInfo {
   const char* citation;  ///< paper, section, equation
   Needs needs = Needs::nothing;
   Order order = Order::feedback;
-  bool oldest_first = false;  ///< rank() is the position: sinks stay, and a run of the newest
+  bool oldest_first = false;  ///< rank() is the position, which is checked: all who need to know
+                              ///< ask here
   bool weighted = false;      ///< has weight() and tail()
   bool evicts = true;         ///< false: takes no budget
   Extent sinks = {};          ///< default guards
@@ -94,189 +109,5 @@ struct Observation {
 };
 
 inline constexpr std::uint32_t kNoTail = 0xffff'ffffu;
-
-namespace hooks {
-template <class P>
-concept HasInfo = requires {
-  requires std::same_as<std::remove_cvref_t<decltype(P::kInfo)>, PolicyInfo>;
-};
-template <class P>
-concept HasTypes = requires {
-  requires std::is_trivially_copyable_v<typename P::Params>;
-  requires std::is_trivially_copyable_v<typename P::Slot>;
-};
-template <class P>
-concept HasAdmit = requires(typename P::Slot& slot, Token t, const typename P::Params& p,
-                            const Step& s) {
-  { P::admit(slot, t, p, s) } -> std::same_as<void>;
-};
-template <class P>
-concept HasObserve = requires(typename P::Slot& slot, const Observation& o,
-                              const typename P::Params& p, const Step& s) {
-  { P::observe(slot, o, p, s) } -> std::same_as<void>;
-};
-template <class P>
-concept HasRank = requires(const typename P::Slot& slot, Token t, const typename P::Params& p,
-                           const Step& s) {
-  { P::rank(slot, t, p, s) } -> std::same_as<std::uint64_t>;
-};
-template <class P>
-concept HasWeight = requires(std::uint32_t age, const typename P::Params& p) {
-  { P::weight(age, p) } -> std::same_as<float>;
-};
-template <class P>
-concept HasTail = requires(const typename P::Params& p) {
-  { P::tail(p) } -> std::same_as<std::uint32_t>;
-};
-template <class P>
-concept HasParamList = std::is_empty_v<typename P::Params> || requires {
-  { P::kParams[0] } -> std::convertible_to<Param<typename P::Params>>;
-};
-}  // namespace hooks
-
-/// A complete policy. Hooks and declarations must match both ways: a hook that is declared must be
-/// there, and one that is not declared must not.
-template <class P>
-concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> &&
-                 hooks::HasAdmit<P> && hooks::HasRank<P> &&
-                 (hooks::HasObserve<P> == (P::kInfo.needs != Needs::nothing)) &&
-                 (hooks::HasWeight<P> == P::kInfo.weighted) &&
-                 (hooks::HasTail<P> == P::kInfo.weighted);
-
-/// P's parameters from one value for each line of kParams.
-template <class P>
-constexpr typename P::Params params_from(const double* values) {
-  typename P::Params params{};
-  if constexpr (!std::is_empty_v<typename P::Params>)
-    for (const auto& param : P::kParams) params.*(param.member) = *values++;
-  return params;
-}
-
-/// P's parameters at their standard values.
-template <class P>
-constexpr typename P::Params standard_params() {
-  typename P::Params params{};
-  if constexpr (!std::is_empty_v<typename P::Params>)
-    for (const auto& param : P::kParams) params.*(param.member) = param.standard;
-  return params;
-}
-
-namespace hooks {
-/// Runs every hook once. Slots are reused, so admit() has to set all that the others read: a slot
-/// that starts without a value shows whether it does.
-template <class P>
-constexpr bool run_once(typename P::Slot& slot) {
-  const typename P::Params params = standard_params<P>();
-  const Step step{.now = 1, .budget = 2, .live = 1, .queries = 1};
-  P::admit(slot, Token{}, params, step);
-  if constexpr (P::kInfo.needs != Needs::nothing)
-    P::observe(slot, Observation{.queries = 1}, params, step);
-  if constexpr (P::kInfo.weighted) static_cast<void>(P::weight(P::tail(params), params));
-  static_cast<void>(P::rank(slot, Token{}, params, step));
-  return true;
-}
-template <class P>
-constexpr bool run_on_zeros() {
-  typename P::Slot slot{};
-  return run_once<P>(slot);
-}
-template <class P>
-constexpr bool run_on_nothing() {
-  typename P::Slot slot;
-  return run_once<P>(slot);
-}
-/// Whether rank() is the token's position, whatever the token received.
-template <class P>
-constexpr bool ranks_by_position() {
-  const typename P::Params params = standard_params<P>();
-  const Step step{.now = 9, .budget = 4, .live = 3, .queries = 1};
-  for (const std::uint32_t position : {0u, 1u, 8u}) {
-    typename P::Slot slot{};
-    P::admit(slot, Token{position}, params, step);
-    if constexpr (P::kInfo.needs != Needs::nothing)
-      P::observe(slot, Observation{.mass = 5, .requests = 1, .last_request = 9, .queries = 1},
-                 params, step);
-    if (P::rank(slot, Token{position}, params, step) != position) return false;
-  }
-  return true;
-}
-template <class P>
-concept AreConstexpr = requires {
-  typename std::bool_constant<run_on_zeros<P>()>;
-};
-template <class P>
-concept AdmitSetsSlot = requires {
-  typename std::bool_constant<run_on_nothing<P>()>;
-};
-}  // namespace hooks
-
-/// What check_policy() asks of a type that has kInfo, Params and Slot.
-template <class P>
-consteval void check_hooks() {
-  static_assert(hooks::HasParamList<P>,
-                "policy: a Params with members needs `static constexpr Param<Params> kParams[]`");
-  static_assert(
-      hooks::HasAdmit<P>,
-      "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`");
-  static_assert(
-      hooks::HasRank<P>,
-      "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, const Params&, "
-      "const Step&)`");
-  static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
-                "policy: kInfo.needs asks for observations, so it needs `static constexpr void "
-                "observe(Slot&, const Observation&, const Params&, const Step&)`");
-  static_assert(
-      P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
-      "policy: has observe(), but kInfo.needs says nothing: say Needs::mass or Needs::requests");
-  static_assert(
-      !P::kInfo.weighted || (hooks::HasWeight<P> && hooks::HasTail<P>),
-      "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, const "
-      "Params&)` and `static constexpr std::uint32_t tail(const Params&)`");
-  static_assert(P::kInfo.weighted || (!hooks::HasWeight<P> && !hooks::HasTail<P>),
-                "policy: has weight() or tail(), but kInfo.weighted is false");
-  if constexpr (Policy<P>) {
-    static_assert(
-        hooks::AreConstexpr<P>,
-        "policy: every hook must be constexpr, so that one text compiles for host and device");
-    static_assert(
-        !hooks::AreConstexpr<P> || hooks::AdmitSetsSlot<P>,
-        "policy: admit() must set every member of Slot that observe() and rank() read, because "
-        "slots are reused");
-    if constexpr (P::kInfo.oldest_first && hooks::AreConstexpr<P>)
-      static_assert(hooks::ranks_by_position<P>(),
-                    "policy: kInfo.oldest_first says that rank() is the token's position");
-  }
-}
-
-/// Explains, hook by hook, why P is not a Policy. The registry calls it for each of its lines.
-template <class P>
-consteval bool check_policy() {
-  static_assert(hooks::HasInfo<P>, "policy: needs `static constexpr PolicyInfo kInfo{...}`");
-  static_assert(hooks::HasTypes<P>, "policy: needs trivially copyable types Params and Slot");
-  if constexpr (hooks::HasInfo<P> && hooks::HasTypes<P>) check_hooks<P>();
-  return true;
-}
-
-/// The registry's type.
-template <class... P>
-struct PolicyList {};
-
-template <class... P>
-consteval bool names_differ() {
-  const std::string_view names[]{P::kInfo.name...};
-  for (const auto& name : names)
-    for (const auto* other = &name + 1; other != std::end(names); ++other)
-      if (name == *other) return false;
-  return true;
-}
-
-/// Checks every line of the registry, and that their names differ.
-template <class... P>
-consteval bool check_registry(PolicyList<P...>) {
-  static_assert((check_policy<P>() && ...));
-  if constexpr ((Policy<P> && ...))
-    static_assert(names_differ<P...>(), "registry: two policies have the same name");
-  return true;
-}
 
 }  // namespace kvlab

@@ -6,16 +6,16 @@
 
 namespace kvlab {
 
-Tally::Tally(const LiveSet& live, std::uint32_t threshold16, std::uint32_t tokens)
+Tally::Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t tokens)
     : needs_(live.needs()),
-      states_(&live.states()),
+      live_(&live),
       threshold16_(threshold16),
       seen_(needs_ == Needs::nothing ? 0 : tokens),
       asked_(needs_ == Needs::requests ? tokens : 0) {}
 
 void Tally::add_row(std::span<const float> p, std::uint32_t age) {
-  if (needs_ == Needs::mass && age < states_->tail()) {
-    const float weight = states_->weight(age);
+  if (needs_ == Needs::mass && age < live_->tail()) {
+    const float weight = live_->weight(age);
     for (std::size_t i = 0; i < p.size(); ++i) seen_[i].mass += fixed_mass(weight, p[i]);
   }
   if (needs_ == Needs::requests) {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 
 namespace kvlab {
 
@@ -16,7 +16,7 @@ class Tally {
  public:
   Tally() = default;
   /// Of the first `tokens` live tokens by age. `live` must outlive the tally.
-  Tally(const LiveSet& live, std::uint32_t threshold16, std::uint32_t tokens);
+  Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t tokens);
 
   /// One query head's row of probabilities, by age, no longer than the tally; `age` counts the
   /// younger queries of the admission.
@@ -34,7 +34,7 @@ class Tally {
 
  private:
   Needs needs_ = Needs::nothing;
-  const PolicyStates* states_ = nullptr;
+  const AgedSet* live_ = nullptr;
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
   std::vector<std::uint8_t> asked_;  // requested by some head of this query

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "policies/live_set.hpp"
 #include "policies/tally.hpp"
 #include "sim/head_view.hpp"
 #include "sim/metrics.hpp"

@@ -6,6 +6,51 @@
 #include "policies/observation.hpp"
 
 namespace kvlab {
+namespace {
+
+const std::uint64_t* masses_of(const void* params) {
+  return *static_cast<const std::uint64_t* const*>(params);
+}
+
+void admit_nothing(void*, const std::uint32_t*, std::size_t, const void*, const Step&) {}
+
+void rank_by_mass(const void*, const std::uint32_t* positions, std::size_t count,
+                  const void* params, const Step&, std::uint64_t* ranks) {
+  for (std::size_t i = 0; i < count; ++i) ranks[i] = masses_of(params)[positions[i]];
+}
+
+std::size_t least_mass(const void*, const std::uint32_t* positions, std::size_t begin,
+                       std::size_t end, const void* params, const Step&) {
+  const auto* const least =
+      std::min_element(positions + begin, positions + end, [&](std::uint32_t a, std::uint32_t b) {
+        return masses_of(params)[a] < masses_of(params)[b];
+      });
+  return static_cast<std::size_t>(least - positions);
+}
+
+}  // namespace
+
+PolicyOps future_mass_ops() {
+  return {.info = {.name = "oracle_mass", .summary = "", .citation = ""},
+          .params = {},
+          .slot_bytes = 0,
+          .params_bytes = sizeof(const std::uint64_t*),
+          .write_params = nullptr,
+          .admit = admit_nothing,
+          .observe = nullptr,
+          .observe_each = nullptr,
+          .rank = rank_by_mass,
+          .first_least = least_mass,
+          .weight = [](std::uint32_t, const void*) { return 1.0f; },
+          .tail = [](const void*) { return kNoTail; },
+          .clear_padding = nullptr};
+}
+
+std::vector<std::byte> future_mass_params(const std::vector<std::uint64_t>& masses) {
+  const std::uint64_t* const from = masses.data();
+  const auto bytes = std::as_bytes(std::span(&from, 1));
+  return {bytes.begin(), bytes.end()};
+}
 
 std::vector<std::uint64_t> total_masses(std::uint32_t tokens, std::uint32_t group,
                                         SharedRows& rows) {

@@ -1,38 +1,21 @@
 // The replay's own references: not policies, and never deployed.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
-#include "policies/states.hpp"
+#include "policies/ops/ops.hpp"
 #include "sim/metrics.hpp"
 #include "sim/shared_rows.hpp"
 
 namespace kvlab {
 
-/// `oracle_mass`: ranks a token by the probability mass that the full cache will yet give it.
-class FutureMassStates final : public PolicyStates {
- public:
-  using Masses = std::shared_ptr<const std::vector<std::uint64_t>>;  // [token], Q32.32
-  explicit FutureMassStates(Masses masses) : masses_(std::move(masses)) {}
-
-  void reserve(std::size_t) override {}
-  void admit(std::uint32_t, Token, const Step&) override {}
-  void observe(std::span<const std::uint32_t>, std::span<const Observation>, const Step&) override {
-  }
-  void rank(std::span<const std::uint32_t>, std::span<const std::uint32_t> positions, const Step&,
-            std::span<std::uint64_t> ranks) const override {
-    for (std::size_t i = 0; i < positions.size(); ++i) ranks[i] = (*masses_)[positions[i]];
-  }
-  float weight(std::uint32_t) const override { return 1; }
-  std::uint32_t tail() const override { return kNoTail; }
-  std::span<const std::byte> bytes(std::uint32_t) const override { return {}; }
-
- private:
-  Masses masses_;
-};
+/// `oracle_mass`: ranks a token by the probability mass that the full cache will yet give it. Its
+/// parameters are where those masses are: [token], Q32.32; they must outlive the live set.
+PolicyOps future_mass_ops();
+std::vector<std::byte> future_mass_params(const std::vector<std::uint64_t>& masses);
 
 /// The mass each token gets from all queries of the full cache, group summed: one more exact pass.
 std::vector<std::uint64_t> total_masses(std::uint32_t tokens, std::uint32_t group,

@@ -14,8 +14,8 @@
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/oracle.hpp"
-#include "sim/run_heads.hpp"
 #include "sim/run/tabulate.hpp"
+#include "sim/run_heads.hpp"
 #include "traces/base/numeric/aligned.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -128,10 +128,10 @@ class Replay {
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
     const HeadTensors tensors = read_head(trace_, layer, kv_head);
-    std::vector<std::size_t> shared, alone;
-    for (const std::size_t c : which) (takes_lane(c) ? shared : alone).push_back(c);
-    if (!shared.empty()) run_lanes(shared, layer, kv_head, tensors.view, outcomes);
-    if (!alone.empty()) run_plainly(alone, layer, kv_head, tensors.view, outcomes);
+    if (options_.plain)
+      run_plainly(which, layer, kv_head, tensors.view, outcomes);
+    else
+      run_lanes(which, layer, kv_head, tensors.view, outcomes);
   }
 
   ResolvedConfig resolved(std::size_t c) const {
@@ -142,9 +142,6 @@ class Replay {
             entry && evicts ? resolve_guards(config.policy, budgets_[c]) : Guards{},
             &admissions_[c]};
   }
-
-  /// Whether the lanes take a configuration; the plain replay takes the rest, one by one.
-  bool takes_lane(std::size_t c) const { return !options_.plain && fits_lanes(configs_[c]); }
 
   HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
                        std::uint32_t kv_head, const HeadView& view, const QuerySpan* span) const {
@@ -170,8 +167,8 @@ class Replay {
     if (config.policy.name != kOracleMass)
       return run(LiveSet(config.policy, budgets_[c], identity));
     const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
-    auto oracle = run(LiveSet(std::make_unique<FutureMassStates>(masses), Needs::nothing,
-                              budgets_[c], Guards{}, identity));
+    auto oracle = run(
+        LiveSet(future_mass_ops(), future_mass_params(*masses), budgets_[c], Guards{}, identity));
     oracle->follow_oracle(masses);
     return oracle;
   }
@@ -371,7 +368,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
       kept.push_back({query, {live.begin(), live.end()}});
   };
   const std::size_t only[] = {0};
-  if (job.takes_lane(0)) {
+  if (!options.plain) {
     HeadLanes lanes = job.make_lanes(only, layer, kv_head, tensors.view, nullptr);
     lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
     lanes.run();

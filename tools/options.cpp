@@ -43,7 +43,7 @@ struct Axes {
 
 /// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references,
-                       const std::shared_ptr<const PolicyEntry>& compiled) {
+                       const CompiledPolicies& compiled) {
   const auto known = replay_references();
   if (references.empty() && std::find(known.begin(), known.end(), text) != known.end())
     throw std::invalid_argument(fmt::format(
@@ -62,16 +62,23 @@ void refuse_lone_budget(const po::variables_map& options) {
 
 namespace {
 
-Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references,
-               const std::shared_ptr<const PolicyEntry>& compiled) {
-  Axes axes;
-  std::string policies = compiled ? compiled->info.name : "full";
-  if (options.count("policy"))
-    policies = options["policy"].as<std::string>();
-  else if (!compiled)
+/// `--policy`, or else the policies of `--policy-source`, or else `full`.
+std::string policies_asked(const po::variables_map& options, const CompiledPolicies& compiled) {
+  if (options.count("policy")) return options["policy"].as<std::string>();
+  if (compiled.entries.empty()) {
     refuse_lone_budget(options);
-  axes.policies =
-      parse_list(policies, [&](const auto& t) { return policy_from(t, references, compiled); });
+    return "full";
+  }
+  std::vector<std::string_view> names;
+  for (const auto& entry : compiled.entries) names.push_back(entry->info.name);
+  return fmt::format("{}", fmt::join(names, ","));
+}
+
+Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references,
+               const CompiledPolicies& compiled) {
+  Axes axes;
+  axes.policies = parse_list(policies_asked(options, compiled),
+                             [&](const auto& t) { return policy_from(t, references, compiled); });
   if (options.count("budget"))
     axes.budgets = parse_list(options["budget"].as<std::string>(),
                               [](const auto& t) { return parse_budget(t); });
@@ -168,8 +175,9 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
 }
 
 void add_source_option(po::options_description& options) {
-  options.add_options()("policy-source", po::value<std::string>()->value_name("FILE.hpp"),
-                        "a policy of your own, compiled now: one header like those of policies/");
+  options.add_options()(
+      "policy-source", po::value<std::vector<std::string>>()->composing()->value_name("FILE.hpp"),
+      "a policy of your own, compiled now: one header like those of policies/; may be given again");
 }
 
 void add_threshold_option(po::options_description& options) {
@@ -214,19 +222,19 @@ std::uint64_t seed_from(const po::variables_map& options) {
       number_from(options, "seed", 0, std::numeric_limits<std::int64_t>::max()));
 }
 
-std::shared_ptr<const PolicyEntry> policy_source_from(const po::variables_map& options) {
-  if (!options.count("policy-source")) return nullptr;
-  return compile_policy_source(options["policy-source"].as<std::string>());
+CompiledPolicies policy_sources_from(const po::variables_map& options) {
+  if (!options.count("policy-source")) return {};
+  return compile_policy_sources(options["policy-source"].as<std::vector<std::string>>());
 }
 
 std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references) {
-  return grid_from(options, references, policy_source_from(options));
+  return grid_from(options, references, policy_sources_from(options));
 }
 
 std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references,
-                                    const std::shared_ptr<const PolicyEntry>& compiled) {
+                                    const CompiledPolicies& compiled) {
   const Axes axes = axes_from(options, references, compiled);
   std::vector<ReplayConfig> grid;
   for (const PolicySpec& policy : axes.policies)

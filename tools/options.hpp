@@ -34,22 +34,21 @@ std::int64_t number_from(const po::variables_map& options, const char* name, std
 /// `--seed`.
 std::uint64_t seed_from(const po::variables_map& options);
 
-/// `--policy-source` alone, for commands that take no grid.
+/// `--policy-source` alone, any number of times, for commands that take no grid.
 void add_source_option(po::options_description& options);
-/// The policy of `--policy-source`, compiled; null where it was not given. Throws as
-/// compile_policy_source does.
-std::shared_ptr<const PolicyEntry> policy_source_from(const po::variables_map& options);
+/// The policies of `--policy-source`, compiled. Throws as compile_policy_sources does.
+CompiledPolicies policy_sources_from(const po::variables_map& options);
 
 /// The grid that `--policy`, `--budget`, … ask for: every policy x budget (x prefill x positions),
-/// each once. `compiled` is what policy_source_from() gave. Without `--policy`: that, or else
+/// each once. `compiled` is what policy_sources_from() gave. Without `--policy`: those, or else
 /// `full`. Positions default to each policy's own; `full` is one row
 /// with budget `all`, and a reference comes with original positions only. Throws
 /// std::invalid_argument: an unknown name, a policy that evicts without a budget, guards that do
 /// not fit a budget in tokens.
 std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references,
-                                    const std::shared_ptr<const PolicyEntry>& compiled);
-/// With the policy of `--policy-source`, if any.
+                                    const CompiledPolicies& compiled);
+/// With the policies of `--policy-source`, if any.
 std::vector<ReplayConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references = {});
 /// The same where there can be only one: throws std::invalid_argument if a list was given.

@@ -98,15 +98,16 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
 }
 
 ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
-                       std::size_t standing, const std::shared_ptr<const PolicyEntry>& compiled) {
+                       std::size_t standing, const CompiledPolicies& compiled) {
   const Series& series = figures.series()[ballot.standings[standing].series];
   const std::string text =
       series.params.empty() ? series.policy : series.policy + ":" + series.params;
-  const auto& source = run.info.source;
-  const bool from_source = source && source->policy == series.policy;
+  CompiledPolicies own;
   try {
-    if (from_source) check_source(compiled, source->policy, source->path, source->xxh3, "run.json");
-    return {.policy = parse_policy(text, {}, from_source ? compiled : nullptr),
+    for (const RunSource& source : run.info.sources)
+      if (source.policy == series.policy)
+        own = require_source(compiled, source.policy, source.path, source.xxh3, "run.json");
+    return {.policy = parse_policy(text, {}, own),
             .budget = {.extent = tokens(ballot.budget.least_tokens)},
             .prefill = parse_prefill(series.prefill),
             .positions = parse_positions(series.positions),
@@ -117,7 +118,7 @@ ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figu
 }
 
 PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
-                          const std::shared_ptr<const PolicyEntry>& compiled) {
+                          const CompiledPolicies& compiled) {
   const ReplayConfig config = config_of(run, ballot, figures, ballot.winner, compiled);
   json ranking = json::array(), traces = json::array(), ties = json::array();
   for (std::size_t i = 0; i < ballot.standings.size(); ++i) {

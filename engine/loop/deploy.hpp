@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/loop/policy_file.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
-#include "engine/loop/policy_file.hpp"
 
 namespace kvlab {
 
@@ -27,14 +27,14 @@ struct Ballot {
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
                            const std::string& metric);
 
-/// The cache that a standing of the run stands for; `compiled` is the policy of --policy-source, or
-/// null. Throws std::runtime_error if this build lacks the policy or it came from another text.
+/// The cache that a standing of the run stands for; `compiled` are the policies of
+/// --policy-source. Throws std::runtime_error if this build lacks the policy or it came from
+/// another text.
 ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
-                       std::size_t standing,
-                       const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
+                       std::size_t standing, const CompiledPolicies& compiled = {});
 
 /// The policy file of the ballot's winner, with the evidence.
 PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
-                          const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
+                          const CompiledPolicies& compiled = {});
 
 }  // namespace kvlab

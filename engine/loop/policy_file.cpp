@@ -53,8 +53,7 @@ std::string setting_text(const JsonFields& fields, const std::string& key) {
 
 /// Puts the policy together as `name:param=value:sinks=…:recent=…`, so that one parser checks it
 /// all.
-PolicySpec policy_from(const JsonFields& fields,
-                       const std::shared_ptr<const PolicyEntry>& compiled) {
+PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compiled) {
   const std::string name = fields.text("policy");
   const PolicySpec plain = parse_policy(name, {}, compiled);
   if (name.find(':') != std::string::npos || !plain.entry->info.evicts)
@@ -62,7 +61,7 @@ PolicySpec policy_from(const JsonFields& fields,
   const JsonFields params = fields.object("params"), guards = fields.object("guards");
   std::string text = name;
   for (const ParamInfo& param : plain.entry->params)
-    text += fmt::format(":{}={}", param.name, setting_text(params, param.name));
+    text += fmt::format(":{}={}", param.name, setting_text(params, std::string(param.name)));
   if (fields.any("params").size() != plain.entry->params.size())
     fail(params,
          fmt::format("holds more than the {} parameters of {}", plain.entry->params.size(), name));
@@ -74,13 +73,11 @@ PolicySpec policy_from(const JsonFields& fields,
 }
 
 /// The policy that the file was made with, if that is not kvlab's own.
-std::shared_ptr<const PolicyEntry> source_of(const JsonFields& fields,
-                                             const std::shared_ptr<const PolicyEntry>& compiled) {
-  if (!fields.has("source")) return nullptr;
+CompiledPolicies source_of(const JsonFields& fields, const CompiledPolicies& compiled) {
+  if (!fields.has("source")) return {};
   const JsonFields source = fields.object("source");
-  check_source(compiled, fields.text("policy"), source.text("path"), source.text("xxh3"),
-               fields.where());
-  return compiled;
+  return require_source(compiled, fields.text("policy"), source.text("path"), source.text("xxh3"),
+                        fields.where());
 }
 
 std::uint32_t budget_tokens(const json& value, const std::string& where) {
@@ -112,8 +109,7 @@ void read_budgets(const JsonFields& fields, PolicyFile& file) {
     for (const std::uint32_t tokens : heads) resolve_guards(file.policy, tokens);
 }
 
-PolicyFile file_from(const JsonFields& fields, const json& top,
-                     const std::shared_ptr<const PolicyEntry>& compiled) {
+PolicyFile file_from(const JsonFields& fields, const json& top, const CompiledPolicies& compiled) {
   PolicyFile file;
   file.policy = policy_from(fields, source_of(fields, compiled));
   read_budgets(fields, file);
@@ -137,8 +133,7 @@ json guard_json(Extent extent) {
 
 }  // namespace
 
-PolicyFile read_policy_file(const std::filesystem::path& path,
-                            const std::shared_ptr<const PolicyEntry>& compiled) {
+PolicyFile read_policy_file(const std::filesystem::path& path, const CompiledPolicies& compiled) {
   const json top = parse_json_object(read_text_file(path, kMaxBytes), path.string());
   const JsonFields fields(top, path.string());
   fields.check_format(kPolicyFormat);
@@ -153,7 +148,7 @@ PolicyFile read_policy_file(const std::filesystem::path& path,
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file) {
   json params = json::object();
   for (std::size_t i = 0; i < file.policy.params.size(); ++i)
-    params[file.policy.entry->params[i].name] = file.policy.params[i];
+    params[std::string(file.policy.entry->params[i].name)] = file.policy.params[i];
   json budget = file.budget;
   if (!file.budgets.empty()) budget = file.budgets;
   nlohmann::ordered_json top{

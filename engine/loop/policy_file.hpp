@@ -26,11 +26,11 @@ struct PolicyFile {
   nlohmann::json run;  ///< where it came from, for people: hash, metric, evidence, ties
 };
 
-/// `compiled` is the policy of --policy-source, or null. Throws std::runtime_error that names the
+/// `compiled` are the policies of --policy-source. Throws std::runtime_error that names the
 /// file and key: not valid, a later format, an unknown key or policy, guards that do not fit a
 /// budget, a reserved word, a reference or `full`, a policy that was compiled from another text.
 PolicyFile read_policy_file(const std::filesystem::path& path,
-                            const std::shared_ptr<const PolicyEntry>& compiled = nullptr);
+                            const CompiledPolicies& compiled = {});
 
 /// Written to a temporary file and renamed. Throws std::runtime_error.
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file);

@@ -8,9 +8,9 @@
 #include <map>
 #include <memory>
 
+#include "engine/loop/reference_attention.hpp"
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
-#include "engine/loop/reference_attention.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -139,7 +139,7 @@ class Verifier::Watch final : public DecoderObserver {
     const std::size_t slot_bytes = live.states.size() / std::max(1u, live.size());
     for (std::uint32_t i = 0; i < live.size(); ++i) {
       const auto state = live.states.subspan(i * slot_bytes, slot_bytes);
-      if (!shadow.states().same(shadow.slots()[i], state))
+      if (!shadow.has_state(i, state))
         return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
                       now, live.positions[i]);
     }
@@ -235,8 +235,8 @@ class Verifier::Watch final : public DecoderObserver {
                          std::vector<Expected>& expected) {
     const double threshold = options_.threshold16 / 65536.0;
     const auto place = static_cast<std::uint32_t>(keys.size() - 1);
-    const PolicyStates& states = head.shadow->states();
-    const double weight = age < states.tail() ? static_cast<double>(states.weight(age)) : 0.0;
+    const LiveSet& live = *head.shadow;
+    const double weight = age < live.tail() ? static_cast<double>(live.weight(age)) : 0.0;
     std::vector<std::uint8_t> sure(keys.size()), unclear(keys.size());
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;

@@ -9,6 +9,7 @@
 // cache.
 #pragma once
 
+#include "kernels/decode/pair_row.cuh"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
 #include "kernels/device/mass_sum.hpp"
@@ -16,8 +17,8 @@
 #include "kernels/device/signal.cuh"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/evict/observing_attention.hpp"
-#include "kernels/decode/pair_row.cuh"
 #include "policies/observation.hpp"
+#include "policies/policy_checks.hpp"
 
 namespace kvlab::kernels {
 

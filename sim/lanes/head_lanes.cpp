@@ -7,7 +7,6 @@
 
 #include "sim/lanes/feedback/feedback_lane.hpp"
 #include "sim/lanes/nested/nested_lane.hpp"
-#include "sim/lanes/loops/policy_loops.hpp"
 #include "sim/lanes/nested/topk_lane.hpp"
 
 namespace kvlab {
@@ -44,10 +43,6 @@ std::string chain_order(const LaneConfig& c) {
 }
 
 }  // namespace
-
-bool fits_lanes(const ReplayConfig& config) {
-  return !config.policy.entry || policy_loops(*config.policy.entry);
-}
 
 HeadLanes::HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity,
                      const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,

@@ -7,10 +7,7 @@
 
 namespace kvlab {
 
-/// Whether the lanes take a configuration: all but those of a policy that was compiled at run time.
-bool fits_lanes(const ReplayConfig& config);
-
-/// Takes one KV head through `configs`, all of which fit.
+/// Takes one KV head through `configs`.
 class HeadLanes {
  public:
   /// All must outlive this. `span` may be null: nothing is measured.

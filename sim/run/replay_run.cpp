@@ -55,8 +55,11 @@ RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& t
                          config.prefill.text(), std::string(name_of(config.positions)),
                          config.seed});
   for (const ReplayConfig& config : request.grid)
-    if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source)
-      info.source = RunSource{config.policy.name, entry->source->path, entry->source->xxh3};
+    if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source) {
+      const RunSource source{config.policy.name, entry->source->path, entry->source->xxh3};
+      if (std::ranges::find(info.sources, source) == info.sources.end())
+        info.sources.push_back(source);
+    }
   std::ranges::for_each(info.traces, refuse_unwritable);
   refuse_same_names(info.traces);
   return info;

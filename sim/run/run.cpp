@@ -112,7 +112,12 @@ json to_json(const RunInfo& info) {
            {"request_threshold", info.threshold},
            {"output_error", info.every_output_error ? "all" : "sample"},
            {"layers", layers}};
-  if (info.source) top["policy_source"] = to_json(*info.source);
+  if (info.sources.size() == 1) top["policy_source"] = to_json(info.sources.front());
+  if (info.sources.size() > 1) {
+    json sources = json::array();
+    for (const RunSource& source : info.sources) sources.push_back(to_json(source));
+    top["policy_source"] = std::move(sources);
+  }
   return top;
 }
 
@@ -138,7 +143,10 @@ RunInfo info_from(const JsonFields& fields) {
     throw std::runtime_error(fields.where() + ": key 'output_error' should be sample or all");
   info.every_output_error = error == "all";
   if (fields.any("layers") != json("all")) info.layers = whole_numbers(fields, "layers");
-  if (fields.has("policy_source")) info.source = source_from(fields.object("policy_source"));
+  if (fields.has("policy_source") && fields.any("policy_source").is_array())
+    info.sources = list_of(fields, "policy_source", source_from);
+  else if (fields.has("policy_source"))
+    info.sources = {source_from(fields.object("policy_source"))};
   if (info.traces.empty()) throw std::runtime_error(fields.where() + ": key 'traces' is empty");
   return info;
 }

@@ -56,7 +56,7 @@ struct RunInfo {
   double threshold = 0.01;
   bool every_output_error = false;
   std::vector<std::uint32_t> layers;  ///< empty: all
-  std::optional<RunSource> source;    ///< of --policy-source
+  std::vector<RunSource> sources;     ///< of --policy-source
 
   bool operator==(const RunInfo&) const = default;
 };

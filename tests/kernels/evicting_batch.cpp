@@ -89,7 +89,7 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
                  random_);
     for (std::size_t i = 0; i < slots.size(); ++i) {
       put(pair, pair.live->positions()[i], slots[i]);
-      const auto state = pair.live->states().bytes(pair.live->slots()[i]);
+      const auto state = pair.live->state(i);
       std::ranges::copy(
           state, states_.begin() +
                      static_cast<std::ptrdiff_t>((static_cast<std::size_t>(pair.first) + slots[i]) *
@@ -352,7 +352,7 @@ void EvictingBatch::check_pair(int index) {
   pair.live->observe(seen);
   int different = 0;
   for (std::size_t i = 0; i < pair.live->size(); ++i) {
-    const auto expected = pair.live->states().bytes(pair.live->slots()[i]);
+    const auto expected = pair.live->state(i);
     const std::size_t slot =
         static_cast<std::size_t>(pair.first) + pair.slot_of[pair.live->positions()[i]];
     different += std::ranges::equal(expected, std::span(states_).subspan(slot * kernels_.slot_bytes,

@@ -366,21 +366,19 @@ class Run {
       const int pair = static_cast<int>(i);
       if (host.lengths[i] != static_cast<int>(live.size()) || host.next_slots[i] != host.lengths[i])
         ++bad_lengths;
-      std::map<std::uint32_t, std::uint32_t> slot_on_host;
-      for (std::uint32_t t = 0; t < live.size(); ++t)
-        slot_on_host[live.positions()[t]] = live.slots()[t];
+      std::map<std::uint32_t, std::uint32_t> age_on_host;
+      for (std::uint32_t t = 0; t < live.size(); ++t) age_on_host[live.positions()[t]] = t;
       for (std::size_t slot = resident_->begin(pair); slot < resident_->end(pair); ++slot) {
         const std::uint32_t position = host.positions[slot];
-        const auto found = slot_on_host.extract(position);
+        const auto found = age_on_host.extract(position);
         if (found.empty()) {
           ++bad_positions;
           continue;
         }
         if (!resident_->has_rows(pair, slot, position)) ++bad_rows;
-        if (!std::ranges::equal(resident_->state(slot), live.states().bytes(found.mapped())))
-          ++bad_states;
+        if (!std::ranges::equal(resident_->state(slot), live.state(found.mapped()))) ++bad_states;
       }
-      bad_positions += static_cast<int>(slot_on_host.size());
+      bad_positions += static_cast<int>(age_on_host.size());
     }
     CHECK(bad_lengths == 0);
     CHECK(bad_positions == 0);

@@ -55,8 +55,8 @@ Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chun
     result.kept.emplace_back(live.positions().begin(), live.positions().end());
     live.observe(draw_all(live, admission));
   }
-  for (const std::uint32_t slot : live.slots()) {
-    const auto bytes = live.states().bytes(slot);
+  for (std::size_t age = 0; age < live.size(); ++age) {
+    const auto bytes = live.state(age);
     result.states.emplace_back(bytes.begin(), bytes.end());
   }
   return result;
@@ -172,11 +172,11 @@ TEST_CASE("every policy describes itself") {
         CHECK(param.standard <= param.most);
         CHECK_FALSE(param.help.empty());
       }
-      const auto states = entry.make_states(parse_policy(name).params);
-      const std::uint32_t tail = states->tail();
+      const auto params = parse_policy(name).packed_params();
+      const std::uint32_t tail = entry.tail(params.data());
       CHECK(tail > 0);
       for (const std::uint32_t age : {0u, 1u, 2u, 100u, 100'000u}) {
-        const float weight = states->weight(age);
+        const float weight = entry.weight(age, params.data());
         CHECK(std::isfinite(weight));
         CHECK(weight >= 0.0f);
         CHECK((age < tail || weight == 0.0f));

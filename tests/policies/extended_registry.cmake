@@ -18,8 +18,8 @@ configure_file(leaky.hpp ${extended}/policies/leaky.hpp COPYONLY)
 kvlab_generate_registry(${extended}/registry.txt ${extended}/policies/registry.hpp)
 
 # The catalogue's own sources, built with that registry.
-add_library(kvlab_extended_policies STATIC ${PROJECT_SOURCE_DIR}/policies/catalogue.cpp
-                                           ${PROJECT_SOURCE_DIR}/policies/live_set.cpp)
+list(TRANSFORM KVLAB_POLICY_SOURCES PREPEND ${PROJECT_SOURCE_DIR}/policies/ OUTPUT_VARIABLE sources)
+add_library(kvlab_extended_policies STATIC ${sources})
 target_include_directories(kvlab_extended_policies PUBLIC ${extended} ${PROJECT_SOURCE_DIR})
 target_link_libraries(kvlab_extended_policies PUBLIC kvlab_options PRIVATE fmt::fmt)
 

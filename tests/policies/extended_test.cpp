@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "policies/live_set.hpp"
+#include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 
@@ -32,10 +33,10 @@ TEST_CASE("the documentation's tova is in the catalogue, from one header and one
 }
 
 TEST_CASE("the documentation's tova weighs the last query alone") {
-  const auto states = parse_policy("tova").entry->make_states({});
-  CHECK(states->weight(0) == 1.0f);
-  CHECK(states->weight(1) == 0.0f);
-  CHECK(states->tail() == 1);
+  const PolicyEntry& tova = *parse_policy("tova").entry;
+  CHECK(tova.weight(0, nullptr) == 1.0f);
+  CHECK(tova.weight(1, nullptr) == 0.0f);
+  CHECK(tova.tail(nullptr) == 1);
 }
 
 TEST_CASE("the documentation's tova evicts what the last query attends to least") {
@@ -76,11 +77,11 @@ TEST_CASE("parameters have defaults, a range, and a text that parses back") {
 
 TEST_CASE("parameters reach the hooks") {
   const PolicyEntry& entry = *parse_policy("leaky").entry;
-  const auto states = entry.make_states(parse_policy("leaky:slope=1:span=3").params);
-  CHECK(states->tail() == 3);
-  CHECK(states->weight(0) == 1.0f);
-  CHECK(states->weight(1) == 0.5f);
-  CHECK(states->weight(3) == 0.0f);
+  const auto params = parse_policy("leaky:slope=1:span=3").packed_params();
+  CHECK(entry.tail(params.data()) == 3);
+  CHECK(entry.weight(0, params.data()) == 1.0f);
+  CHECK(entry.weight(1, params.data()) == 0.5f);
+  CHECK(entry.weight(3, params.data()) == 0.0f);
 }
 
 namespace {
@@ -112,16 +113,15 @@ struct Padded {
 }  // namespace
 
 TEST_CASE("states are told apart by what they hold, not by their padding") {
-  PolicyStatesOf<Padded> states({});
-  states.reserve(1);
-  states.admit(0, Token{0}, {});
-  const auto bytes = states.bytes(0);
+  LiveSet live(make_ops<Padded>(), {}, 4, {}, {});
+  live.admit(0, 1);
+  const auto bytes = live.state(0);
   std::vector<std::byte> other(bytes.begin(), bytes.end());
   REQUIRE(other.size() == 16);
   other[13] = std::byte{0xA5};
-  CHECK(states.same(0, other));
+  CHECK(live.has_state(0, other));
   other[8] = std::byte{1};
-  CHECK_FALSE(states.same(0, other));
+  CHECK_FALSE(live.has_state(0, other));
   other.pop_back();
-  CHECK_FALSE(states.same(0, other));
+  CHECK_FALSE(live.has_state(0, other));
 }

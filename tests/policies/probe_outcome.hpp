@@ -63,26 +63,24 @@ inline void place(std::span<const std::uint64_t> ranks, std::uint32_t now,
 
 inline Outcome run_on_host(const PolicySpec& spec, std::span<const Step> steps,
                            std::span<const Observation> seen) {
-  const auto states = spec.entry->make_states(spec.params);
+  const PolicyEntry& entry = *spec.entry;
+  const auto params = spec.packed_params();
   std::vector<std::uint32_t> indices(kTokens);
   std::iota(indices.begin(), indices.end(), 0u);
-  states->reserve(kTokens);
   Outcome out{.ranks = std::vector<std::uint64_t>(kSteps * kTokens),
               .leave_after = std::vector<std::uint32_t>(kSteps * kTokens),
-              .slots = {},
+              .slots = std::vector<std::byte>(kTokens * entry.slot_bytes),
               .weights = {}};
-  for (const std::uint32_t i : indices) states->admit(i, Token{i}, steps[0]);
+  entry.admit(out.slots.data(), indices.data(), kTokens, params.data(), steps[0]);
   for (std::uint32_t s = 0; s < kSteps; ++s) {
     const std::span ranks = std::span(out.ranks).subspan(s * kTokens, kTokens);
-    states->observe(indices, seen.subspan(s * kTokens, kTokens), steps[s]);
-    states->rank(indices, indices, steps[s], ranks);
+    entry.observe_each(out.slots.data(), &seen[s * kTokens], kTokens, params.data(), steps[s]);
+    entry.rank(out.slots.data(), indices.data(), kTokens, params.data(), steps[s], ranks.data());
     place(ranks, steps[s].now, std::span(out.leave_after).subspan(s * kTokens, kTokens));
   }
-  for (const std::uint32_t i : indices) {
-    const auto bytes = states->bytes(i);
-    out.slots.insert(out.slots.end(), bytes.begin(), bytes.end());
-    out.weights.push_back(i < states->tail() ? states->weight(i) : 0.0f);
-  }
+  const std::uint32_t tail = entry.tail(params.data());
+  for (const std::uint32_t i : indices)
+    out.weights.push_back(i < tail ? entry.weight(i, params.data()) : 0.0f);
   return out;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "policies/live_set.hpp"
+#include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
 
 using namespace kvlab;
@@ -71,7 +72,7 @@ class Recorded {
 
  private:
   static PolicySpec spec() {
-    return {.entry = std::make_shared<PolicyEntry>(make_entry<Recorder>()),
+    return {.entry = std::make_shared<PolicyEntry>(PolicyEntry{make_ops<Recorder>()}),
             .name = "recorder",
             .params = {},
             .sinks = {},

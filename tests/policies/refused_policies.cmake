@@ -45,7 +45,7 @@ function(policy_case name old new message)
   string(MAKE_C_IDENTIFIER "${name}" file)
   set(source ${CMAKE_CURRENT_BINARY_DIR}/refused/${file}.cpp)
   file(CONFIGURE OUTPUT ${source} @ONLY CONTENT "// expect: ${message}
-#include \"policies/policy.hpp\"
+#include \"policies/policy_checks.hpp\"
 
 ${policy}
 static_assert(kvlab::check_registry(Registry{}));

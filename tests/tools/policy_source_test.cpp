@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <random>
 
+#include "engine/loop/deploy.hpp"
+#include "engine/loop/policy_file.hpp"
 #include "policies/live_set.hpp"
+#include "sim/source/policy_struct.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "engine/loop/deploy.hpp"
-#include "engine/loop/policy_file.hpp"
-#include "sim/source/policy_struct.hpp"
 #include "tools/run_command.hpp"
 #include "traces/base/files.hpp"
 
@@ -250,10 +250,10 @@ TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, 
   CHECK(call("replay", with({"--trace", KVLAB_SOURCE_DIR "/traces/samples/tiny-story", "--budget",
                              "32", "--layers", "0", "--out", run})) == 0);
   const Run loaded = load_run(run);
-  REQUIRE(loaded.info.source);
-  CHECK(loaded.info.source->policy == "tova");
+  REQUIRE(loaded.info.sources.size() == 1);
+  CHECK(loaded.info.sources[0].policy == "tova");
   const std::string text = tova_text();
-  CHECK(loaded.info.source->xxh3 == xxh3_hex(std::as_bytes(std::span(text))));
+  CHECK(loaded.info.sources[0].xxh3 == xxh3_hex(std::as_bytes(std::span(text))));
 
   const std::vector<std::string> deploy{run, "--budget", "32", "--out", policy};
   CHECK_THAT(error_of([&] { call("deploy", deploy); }), ContainsSubstring("--policy-source"));

@@ -33,6 +33,7 @@ function(kvlab_generate_registry registry output)
 // Generated from the registry. Do not edit.
 #pragma once
 
+#include "policies/policy_checks.hpp"
 @includes@
 
 namespace kvlab {

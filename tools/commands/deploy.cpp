@@ -5,10 +5,10 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "engine/tokenizer/tokenizer.hpp"
-#include "sim/report/html.hpp"
 #include "engine/loop/deploy.hpp"
 #include "engine/loop/eval.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
+#include "sim/report/html.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -45,7 +45,7 @@ struct Confirmed {
 
 std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
                                const Figures& figures, const Ballot& ballot,
-                               const std::shared_ptr<const PolicyEntry>& compiled) {
+                               const CompiledPolicies& compiled) {
   std::vector<Confirmed> confirmed;
   const auto most = static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
   if (most == 0) return confirmed;
@@ -122,7 +122,7 @@ int run(const po::variables_map& options) {
   const Run loaded = load_run(directory);
   const Figures figures(loaded.rows);
   Ballot ballot = rank_for_deployment(loaded, figures, budget, options["metric"].as<std::string>());
-  const auto compiled = policy_source_from(options);
+  const auto compiled = policy_sources_from(options);
   const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
   if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);

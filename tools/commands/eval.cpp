@@ -4,12 +4,12 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "engine/tokenizer/tokenizer.hpp"
 #include "engine/loop/batch_loop.hpp"
 #include "engine/loop/decoder_loop.hpp"
 #include "engine/loop/eval.hpp"
-#include "tools/options.hpp"
 #include "engine/loop/policy_file.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -47,7 +47,7 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-LoopConfig deployed(const std::string& path, const std::shared_ptr<const PolicyEntry>& compiled,
+LoopConfig deployed(const std::string& path, const CompiledPolicies& compiled,
                     const ModelConfig& config, const std::string& weights_xxh3) {
   const PolicyFile file = read_policy_file(path, compiled);
   if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
@@ -185,8 +185,8 @@ int run(const po::variables_map& options) {
   const EvalOptions how = eval_options(options);
   const double threshold = threshold_from(options);
   std::vector<LoopConfig> configs;
-  const auto compiled = policy_source_from(options);
-  if (options.count("policy") || (compiled && !options.count("policy-file")))
+  const auto compiled = policy_sources_from(options);
+  if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file")))
     for (ReplayConfig& config : grid_from(options, {}, compiled))
       configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
   else

@@ -6,10 +6,10 @@
 #include <optional>
 #include <stdexcept>
 
+#include "engine/loop/policy_file.hpp"
 #include "tools/context.hpp"
 #include "tools/conversation.hpp"
 #include "tools/options.hpp"
-#include "engine/loop/policy_file.hpp"
 #include "tools/prompt.hpp"
 #include "traces/base/json.hpp"
 
@@ -59,7 +59,7 @@ CacheChoice cache_from(const po::variables_map& options) {
   if (!options.count("policy-file")) return {.file = {}, .config = only_config(options)};
   refuse_beside_policy_file(options);
   return {.file = read_policy_file(options["policy-file"].as<std::string>(),
-                                   policy_source_from(options)),
+                                   policy_sources_from(options)),
           .config = {}};
 }
 

@@ -51,10 +51,10 @@ std::string describe(const ParamInfo& param) {
 
 std::string or_none(const std::string& text) { return text.empty() ? "none" : text; }
 
-/// The registry, and the policy of --policy-source behind it.
-std::vector<PolicyEntry> all_entries(const std::shared_ptr<const PolicyEntry>& compiled) {
+/// The registry, and the policies of --policy-source behind it.
+std::vector<PolicyEntry> all_entries(const CompiledPolicies& compiled) {
   std::vector<PolicyEntry> entries = policy_catalogue();
-  if (compiled) entries.push_back(*compiled);
+  for (const auto& entry : compiled.entries) entries.push_back(*entry);
   return entries;
 }
 
@@ -108,8 +108,8 @@ ordered_json to_json(const PolicyEntry& entry) {
   const PolicyInfo& info = entry.info;
   ordered_json params = ordered_json::array();
   for (const ParamInfo& param : entry.params)
-    params.push_back({{"name", param.name},
-                      {"help", param.help},
+    params.push_back({{"name", std::string(param.name)},
+                      {"help", std::string(param.help)},
                       {"default", param.standard},
                       {"least", param.least},
                       {"most", param.most}});
@@ -147,7 +147,7 @@ int run(const po::variables_map& options) {
   const bool json = options["json"].as<bool>(), markdown = options["markdown"].as<bool>();
   if (json && markdown)
     throw std::invalid_argument("--json and --markdown exclude each other; give one");
-  const auto entries = all_entries(policy_source_from(options));
+  const auto entries = all_entries(policy_sources_from(options));
   if (json)
     print_json(entries);
   else if (markdown)
@@ -162,7 +162,7 @@ int run(const po::variables_map& options) {
 Command policies_command() {
   return {.name = "policies",
           .summary = "every policy: parameters, guards, bytes per slot, source",
-          .usage = "[--json | --markdown] [--policy-source FILE.hpp]",
+          .usage = "[--json | --markdown] [--policy-source FILE.hpp]...",
           .example = "kvlab policies",
           .add_options = add_options,
           .positional = "",

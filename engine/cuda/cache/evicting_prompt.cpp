@@ -237,11 +237,12 @@ class EvictingCache::Prompt final : public Admission {
   }
 
   void copy_weights() {
-    const auto states = options_.policy.entry->make_states(options_.policy.params);
-    tail_ = states->tail();
+    const PolicyEntry& entry = *options_.policy.entry;
+    const auto params = options_.policy.packed_params();
+    tail_ = entry.tail(params.data());
     std::vector<float> weights;
     for (std::uint32_t age = 0; age < tokens(); ++age)
-      weights.push_back(age < tail_ ? states->weight(age) : 0.0f);
+      weights.push_back(age < tail_ ? entry.weight(age, params.data()) : 0.0f);
     copy(memory_.weights, weights.data(), weights.size());
   }
 

@@ -86,13 +86,12 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
 /// Tokens older than a victim have lost a younger one from now on.
 void FeedbackRun::make_room(std::uint32_t now) {
   const std::size_t before = old_keys_.size();
-  const std::uint32_t left = cache_.make_room(now);
-  if (!squeezed_ || left == 0) return;
+  const auto victims = cache_.make_room(now);
+  if (!squeezed_ || victims.empty()) return;
   const auto live = cache_.positions();
-  const std::size_t victim = cache_.last_victim();
-  if (left == 1 && victim < before) return old_keys_.erase(victim);
-  std::size_t old = victim;
-  if (left > 1) {
+  if (victims.size() == 1 && victims[0] < before) return old_keys_.erase(victims[0]);
+  std::size_t old = victims[0];
+  if (victims.size() > 1) {
     old_keys_.clear();
     for (old = live.size(); old > 0 && live[old - 1] + 1 == now - (live.size() - old);) --old;
   }

@@ -3,10 +3,10 @@
 
 #include "sim/lanes/feedback/aged_cache.hpp"
 #include "sim/lanes/feedback/aged_keys.hpp"
+#include "sim/lanes/feedback/whole_admission.hpp"
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/recall_tally.hpp"
 #include "sim/lanes/request_levels.hpp"
-#include "sim/lanes/feedback/whole_admission.hpp"
 
 namespace kvlab {
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "sim/lanes/lane.hpp"
-#include "sim/lanes/loops/policy_loops.hpp"
 
 namespace kvlab {
 

@@ -1,5 +1,4 @@
 // Compiled for the build's own instruction set: what every machine has.
-#include "sim/lanes/loops/policy_loops_body.hpp"
 #include "sim/lanes/loops/row_loops_body.hpp"
 
 namespace kvlab {
@@ -16,13 +15,9 @@ const RowLoops& row_loops() {
   return best;
 }
 
-const PolicyLoops* policy_loops_base() { return loops_of(Registry{}); }
-
 #if !defined(KVLAB_X86)
 const RowLoops* row_loops_avx2() { return nullptr; }
 const RowLoops* row_loops_avx512() { return nullptr; }
-const PolicyLoops* policy_loops_avx2() { return nullptr; }
-const PolicyLoops* policy_loops_avx512() { return nullptr; }
 #endif
 
 }  // namespace kvlab

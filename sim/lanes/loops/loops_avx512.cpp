@@ -1,23 +1,12 @@
-// Compiled with -mavx512f -mavx512dq -mfma -mpopcnt -mbmi2.
-#include "sim/lanes/loops/policy_loops_body.hpp"
+// Compiled with the options of tools/cmake/instruction_sets.cmake.
+#include "policies/ops/instruction_set.hpp"
 #include "sim/lanes/loops/row_loops_body.hpp"
 
 namespace kvlab {
-namespace {
-
-bool here() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt") &&
-         __builtin_cpu_supports("bmi2");
-}
-
-}  // namespace
 
 const RowLoops* row_loops_avx512() {
   static constexpr RowLoops loops = row_loops_named("avx512");
-  return here() ? &loops : nullptr;
+  return instruction_set() >= InstructionSet::avx512 ? &loops : nullptr;
 }
-
-const PolicyLoops* policy_loops_avx512() { return here() ? loops_of(Registry{}) : nullptr; }
 
 }  // namespace kvlab

@@ -3,12 +3,14 @@
 // token is kept at the level of the smallest budget that still has it, a victim of one level drops
 // to the next, and running sums over levels give every budget's figures at once (Mattson et al.
 // 1970).
+//
+// The one place beside policies/aged_set.hpp that holds the rule of eviction: what one set decides
+// by itself, the stack decides for all budgets at once. Tests hold it to the plain replay.
 #pragma once
 
 #include <map>
 
 #include "sim/lanes/lane.hpp"
-#include "sim/lanes/loops/policy_loops.hpp"
 #include "sim/lanes/recall_tally.hpp"
 
 namespace kvlab {

@@ -9,32 +9,26 @@ namespace {
 class PolicyOrder final : public NestedOrder {
  public:
   PolicyOrder(const LaneConfig& config, LiveSet::Identity identity, std::uint32_t tokens)
-      : loops_(*policy_loops(*config.config->policy.entry)),
+      : ops_(*config.config->policy.entry),
         step_{.budget = config.budget,
               .seed = config.config->seed,
               .sequence = identity.sequence,
               .layer = identity.layer,
               .kv_head = identity.kv_head},
-        stateless_(config.config->policy.entry->slot_bytes == 0),
-        oldest_first_(config.config->policy.entry->info.oldest_first),
-        params_(loops_.params_bytes),
-        states_(tokens * loops_.slot_bytes) {
-    loops_.read_params(config.config->policy.params.data(), params_.data());
-  }
+        params_(config.config->policy.packed_params()),
+        states_(tokens * ops_.slot_bytes) {}
 
   void rank(std::span<const std::uint32_t> positions, std::uint32_t now,
             std::span<std::uint64_t> ranks) const override {
     Step step = step_;
     step.now = now;
     step.live = static_cast<std::uint32_t>(positions.size());
-    if (!stateless_) {
-      gathered_.resize(positions.size() * loops_.slot_bytes);
-      for (std::size_t i = 0; i < positions.size(); ++i)
-        std::memcpy(gathered_.data() + i * loops_.slot_bytes,
-                    states_.data() + positions[i] * loops_.slot_bytes, loops_.slot_bytes);
-    }
-    loops_.rank(stateless_ ? states_.data() : gathered_.data(), positions.data(), positions.size(),
-                params_.data(), step, ranks.data());
+    gathered_.resize(positions.size() * ops_.slot_bytes);
+    for (std::size_t i = 0; i < positions.size() && ops_.slot_bytes > 0; ++i)
+      std::memcpy(gathered_.data() + i * ops_.slot_bytes,
+                  states_.data() + positions[i] * ops_.slot_bytes, ops_.slot_bytes);
+    ops_.rank(gathered_.data(), positions.data(), positions.size(), params_.data(), step,
+              ranks.data());
   }
 
   void admit(std::uint32_t first, std::uint32_t count) override {
@@ -42,18 +36,16 @@ class PolicyOrder final : public NestedOrder {
     step.now = first;
     step.queries = count;
     for (std::uint32_t position = first; position < first + count; ++position)
-      loops_.admit(states_.data() + position * loops_.slot_bytes, &position, 1, params_.data(),
-                   step);
+      ops_.admit(states_.data() + position * ops_.slot_bytes, &position, 1, params_.data(), step);
   }
 
   void spend(std::uint32_t, GroupRows&) override {}
   bool wants_rows() const override { return false; }
-  bool oldest_first() const override { return oldest_first_; }
+  bool oldest_first() const override { return ops_.info.oldest_first; }
 
  private:
-  const PolicyLoops& loops_;
+  const PolicyOps& ops_;
   Step step_;
-  bool stateless_, oldest_first_;
   std::vector<std::byte> params_, states_;  // states_: [token]
   mutable std::vector<std::byte> gathered_;
 };

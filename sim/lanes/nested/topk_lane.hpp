@@ -3,8 +3,8 @@
 #pragma once
 
 #include "sim/lanes/lane.hpp"
-#include "sim/lanes/recall_tally.hpp"
 #include "sim/lanes/nested/top_sums.hpp"
+#include "sim/lanes/recall_tally.hpp"
 
 namespace kvlab {
 

@@ -1,0 +1,141 @@
+#include "policies/aged_set.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace kvlab {
+
+AgedSet::AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity)
+    : AgedSet(*spec.entry, spec.packed_params(), spec.entry->info.evicts ? budget : kNoBudget,
+              guards, identity) {}
+
+AgedSet::AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget,
+                 Guards guards, Identity identity)
+    : ops_(ops),
+      params_(std::move(params)),
+      budget_(budget),
+      guards_(guards),
+      identity_(identity) {}
+
+Step AgedSet::step(std::uint32_t now, std::uint32_t queries) const {
+  return {.now = now,
+          .budget = budget_,
+          .live = size_,
+          .queries = queries,
+          .seed = identity_.seed,
+          .sequence = identity_.sequence,
+          .layer = identity_.layer,
+          .kv_head = identity_.kv_head};
+}
+
+bool AgedSet::has_state(std::size_t age, std::span<const std::byte> other) const {
+  if (other.size() != ops_.slot_bytes) return false;
+  if (other.empty()) return true;
+  const auto own = state(age);
+  std::vector<std::byte> one(own.begin(), own.end()), two(other.begin(), other.end());
+  ops_.clear_padding(one.data());
+  ops_.clear_padding(two.data());
+  return one == two;
+}
+
+void AgedSet::fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const {
+  std::vector<std::uint64_t> ranks(size_);
+  ops_.rank(states_.data(), positions_.data(), size_, params_.data(), step(now, 0), ranks.data());
+  keys.resize(size_);
+  for (std::uint32_t i = 0; i < size_; ++i)
+    keys[i] = {guards_.guard(positions_[i], now), ranks[i], positions_[i]};
+}
+
+std::vector<LeavingKey> AgedSet::leaving_keys(std::uint32_t now) const {
+  std::vector<LeavingKey> keys;
+  fill_keys(now, keys);
+  return keys;
+}
+
+/// By age, the sinks come first and the recent last: where the tokens begin that are neither, and
+/// where they end.
+std::pair<std::size_t, std::size_t> AgedSet::unguarded(std::uint32_t now) const {
+  const auto guard_at = [&](std::size_t i) { return guards_.guard(positions_[i], now); };
+  std::size_t first = std::min(guards_.sinks, size_);
+  while (first > 0 && guard_at(first - 1) != 2) --first;  // where some sinks are not there
+  // The recent tokens are there, less those that come next, unless a guard had to give way.
+  std::size_t last = std::max<std::size_t>(first, size_ - std::min(guards_.recent, size_));
+  while (last < size_ && guard_at(last) == 0) ++last;
+  while (last > first && guard_at(last - 1) != 0) --last;
+  return {first, last};
+}
+
+/// The first of equal ranks is the oldest.
+std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
+  auto [first, last] = unguarded(now);
+  if (first == last && last < size_)
+    last = size_;  // a guard gives way: the recent first
+  else if (first == last)
+    first = 0;
+  victims_.assign(
+      1, static_cast<std::uint32_t>(ops_.first_least(states_.data(), positions_.data(), first, last,
+                                                     params_.data(), step(now, 0))));
+  return victims_;
+}
+
+std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
+  const std::uint32_t leaving = surplus();
+  victims_.clear();
+  if (leaving == 0) return victims_;
+  fill_keys(now, keys_);
+  victims_.resize(size_);
+  std::iota(victims_.begin(), victims_.end(), 0u);
+  const auto first = [&](std::uint32_t a, std::uint32_t b) { return keys_[a] < keys_[b]; };
+  if (leaving == 1)
+    victims_[0] = *std::min_element(victims_.begin(), victims_.end(), first);
+  else
+    std::nth_element(victims_.begin(), victims_.begin() + (leaving - 1), victims_.end(), first);
+  victims_.resize(leaving);
+  std::sort(victims_.begin(), victims_.end());
+  return victims_;
+}
+
+void AgedSet::evict(std::span<const std::uint32_t> ages) {
+  if (ages.empty()) return;
+  std::size_t kept = ages.front();
+  for (std::size_t v = 0; v < ages.size(); ++v) {  // what lies between two victims moves up
+    const std::size_t from = std::size_t{ages[v]} + 1,
+                      count = (v + 1 < ages.size() ? ages[v + 1] : size_) - from;
+    std::memmove(positions_.data() + kept, positions_.data() + from, count * sizeof(std::uint32_t));
+    if (ops_.slot_bytes > 0) std::memmove(slot(kept), slot(from), count * ops_.slot_bytes);
+    kept += count;
+  }
+  size_ = static_cast<std::uint32_t>(kept);
+  evictions_ += ages.size();
+}
+
+void AgedSet::reserve(std::size_t count) {
+  if (count <= positions_.size()) return;
+  positions_.resize(count + count / 4);
+  states_.resize(positions_.size() * ops_.slot_bytes);
+}
+
+void AgedSet::admit(std::uint32_t first, std::uint32_t count) {
+  reserve(std::size_t{size_} + count);
+  const std::uint32_t old = size_;
+  size_ += count;
+  std::iota(positions_.begin() + old, positions_.begin() + size_, first);
+  ops_.admit(slot(old), positions_.data() + old, count, params_.data(), step(first, count));
+  live_max_ = std::max(live_max_, size_);
+  admitted_first_ = first;
+  admitted_count_ = count;
+}
+
+void AgedSet::observe(const Seen& seen) {
+  if (needs() == Needs::nothing) return;
+  ops_.observe(states_.data(), seen, size_, params_.data(), step(admitted_first_, admitted_count_));
+}
+
+void AgedSet::observe(std::span<const Observation> seen) {
+  if (needs() == Needs::nothing) return;
+  ops_.observe_each(states_.data(), seen.data(), size_, params_.data(),
+                    step(admitted_first_, admitted_count_));
+}
+
+}  // namespace kvlab

@@ -1,0 +1,96 @@
+// The live tokens of one cache by age, under the one rule of eviction: positions and states lie one
+// after another, so that a policy's hooks run as vector loops.
+//
+// The base of whoever keeps something beside them: LiveSet a slot for each, AgedCache the bits that
+// the lanes look at.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "policies/catalogue.hpp"
+
+namespace kvlab {
+
+inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
+
+class AgedSet {
+ public:
+  /// Which cache this is: enters Step, hence `random`.
+  struct Identity {
+    std::uint64_t seed = 0;
+    std::uint32_t sequence = 0, layer = 0, kv_head = 0;
+  };
+
+  /// Live tokens from the oldest to the youngest.
+  std::span<const std::uint32_t> positions() const { return {positions_.data(), size_}; }
+  std::uint32_t size() const { return size_; }
+  std::uint64_t evictions() const { return evictions_; }
+  std::uint32_t live_max() const { return live_max_; }
+
+  Needs needs() const { return ops_.info.needs; }
+  /// The weight of the query that has `age` younger ones in its admission.
+  float weight(std::uint32_t age) const { return ops_.weight(age, params_.data()); }
+  /// Weights are 0 from this age on; kNoTail: never.
+  std::uint32_t tail() const { return ops_.tail(params_.data()); }
+
+  /// The state of the token at an age; padding may be anything.
+  std::span<const std::byte> state(std::size_t age) const {
+    return std::span(states_).subspan(age * ops_.slot_bytes, ops_.slot_bytes);
+  }
+  /// Whether that is the state that `other` are the bytes of, but for padding.
+  bool has_state(std::size_t age, std::span<const std::byte> other) const;
+
+  /// How many tokens have to leave before the next admission.
+  std::uint32_t surplus() const {
+    return budget_ == kNoBudget || size_ < budget_ ? 0 : size_ - (budget_ - 1);
+  }
+  /// The place of each live token, by age, in the order of leaving, were `now` admitted next.
+  std::vector<LeavingKey> leaving_keys(std::uint32_t now) const;
+
+  /// Step 4: what the live tokens received from the last admission, as columns or one by one, by
+  /// age.
+  void observe(const Seen& seen);
+  void observe(std::span<const Observation> seen);
+
+ protected:
+  /// `budget` in tokens. `guards` of a policy that never evicts are not looked at.
+  AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity);
+  /// The same rule over other hooks: for references, which are not in the registry.
+  AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget, Guards guards,
+          Identity identity);
+
+  /// Step 1: who leaves, were `now` admitted next, so that at most budget - 1 are live: ages,
+  /// ascending. Until the next call. The rule as it is written: the first by leaving_keys().
+  std::span<const std::uint32_t> find_victims(std::uint32_t now);
+  /// The same where one leaves, in one vector loop over the tokens that no guard holds.
+  std::span<const std::uint32_t> find_victim(std::uint32_t now);
+  /// Takes the tokens of these ages out, ascending.
+  void evict(std::span<const std::uint32_t> ages);
+  /// Step 2: admits `count` tokens from position `first` on.
+  void admit(std::uint32_t first, std::uint32_t count);
+
+ private:
+  Step step(std::uint32_t now, std::uint32_t queries) const;
+  std::byte* slot(std::size_t age) { return states_.data() + age * ops_.slot_bytes; }
+  void reserve(std::size_t count);
+  std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
+  void fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const;
+
+  PolicyOps ops_;
+  std::vector<std::byte> params_;
+  std::uint32_t budget_;
+  Guards guards_;
+  Identity identity_;
+  std::vector<std::uint32_t> positions_;  // [age], with room to spare
+  std::vector<std::byte> states_;         // [age, slot_bytes], likewise
+  std::vector<std::uint32_t> victims_;
+  std::vector<LeavingKey> keys_;
+  std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
+  std::uint64_t evictions_ = 0;
+};
+
+}  // namespace kvlab

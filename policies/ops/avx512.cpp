@@ -1,0 +1,13 @@
+// Compiled with the options of tools/cmake/instruction_sets.cmake.
+#include "policies/ops/instruction_set.hpp"
+#include "policies/ops/make_ops.hpp"
+#include "policies/registry.hpp"
+
+namespace kvlab {
+
+std::span<const PolicyOps> registry_ops_avx512() {
+  if (instruction_set() < InstructionSet::avx512) return {};
+  return ops_of(Registry{});
+}
+
+}  // namespace kvlab

@@ -1,0 +1,198 @@
+// Makes a policy's table from its type. Included by one source file for each instruction set: all
+// is local to that file, and `flatten` inlines the hooks, so that no copy of a hook leaves it for
+// the linker to choose.
+#pragma once
+
+#include "policies/bytes.hpp"
+#include "policies/ops/ops.hpp"
+
+namespace kvlab {
+namespace {
+
+/// The states that `slots` points to, or, of a policy that keeps none, nothing.
+template <class Slot, bool kEmpty = std::is_empty_v<Slot>>
+struct SlotArray {
+  Slot* slots;
+  Slot& operator[](std::size_t i) const { return slots[i]; }
+};
+template <class Slot>
+struct SlotArray<Slot, true> {
+  Slot* slots;
+  std::remove_const_t<Slot> operator[](std::size_t) const { return {}; }
+};
+
+template <class P>
+struct OpsOf {
+  using Slot = typename P::Slot;
+  using Params = typename P::Params;
+  using Slots = SlotArray<Slot>;
+  using ConstSlots = SlotArray<const Slot>;
+
+  [[gnu::flatten]] static void write(std::span<const double> values, std::byte* to) {
+    write_params<P>(values, to);
+  }
+
+  [[gnu::flatten]] static void admit(void* slots, const std::uint32_t* positions, std::size_t count,
+                                     const void* params, const Step& step) {
+    const Slots slot{static_cast<Slot*>(slots)};
+    const Params own = params_of(params);
+    for (std::size_t i = 0; i < count; ++i) {
+      auto&& one = slot[i];
+      P::admit(one, Token{positions[i]}, own, step);
+    }
+  }
+
+  [[gnu::flatten]] static void observe(void* slots, const Seen& seen, std::size_t count,
+                                       const void* params, const Step& step) {
+    if constexpr (P::kInfo.needs != Needs::nothing) {
+      const std::size_t older = count > seen.queries ? count - seen.queries : 0;
+      observe_part(slots, seen, 0, older, count, params, step);
+      observe_part(slots, seen, older, count, count, params, step);
+    }
+  }
+
+  [[gnu::flatten]] static void observe_each(void* slots, const Observation* seen, std::size_t count,
+                                            const void* params, const Step& step) {
+    if constexpr (P::kInfo.needs != Needs::nothing) {
+      const Slots slot{static_cast<Slot*>(slots)};
+      for (std::size_t i = 0; i < count; ++i) {
+        auto&& one = slot[i];
+        P::observe(one, seen[i], params_of(params), step);
+      }
+    }
+  }
+
+  [[gnu::flatten]] static void rank(const void* slots, const std::uint32_t* positions,
+                                    std::size_t count, const void* params, const Step& step,
+                                    std::uint64_t* ranks) {
+    const ConstSlots slot{static_cast<const Slot*>(slots)};
+    const Params own = params_of(params);
+    const Step now = step;
+    for (std::size_t i = 0; i < count; ++i)
+      ranks[i] = P::rank(slot[i], Token{positions[i]}, own, now);
+  }
+
+  [[gnu::flatten]] static std::size_t first_least(const void* slots, const std::uint32_t* positions,
+                                                  std::size_t begin, std::size_t end,
+                                                  const void* params, const Step& step) {
+    const ConstSlots slot{static_cast<const Slot*>(slots)};
+    const Params own = params_of(params);
+    const Step now = step;
+    const auto rank_of = [&](std::size_t i) {
+      return P::rank(slot[i], Token{positions[i]}, own, now);
+    };
+    std::uint64_t least = ~std::uint64_t{0};
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint64_t rank = rank_of(i);
+      least = rank < least ? rank : least;
+    }
+    constexpr std::size_t kAtOnce = 64;
+    std::size_t i = begin;
+    for (; i + kAtOnce <= end; i += kAtOnce) {
+      std::uint64_t found = 0;
+      for (std::size_t j = i; j < i + kAtOnce; ++j) found |= rank_of(j) == least;
+      if (found) break;
+    }
+    while (rank_of(i) != least) ++i;
+    return i;
+  }
+
+  [[gnu::flatten]] static float weight(std::uint32_t age, const void* params) {
+    if constexpr (P::kInfo.weighted) return P::weight(age, params_of(params));
+    return 1.0f;
+  }
+  [[gnu::flatten]] static std::uint32_t tail(const void* params) {
+    if constexpr (P::kInfo.weighted) return P::tail(params_of(params));
+    return kNoTail;
+  }
+
+  static void clear_padding([[maybe_unused]] void* slot) {
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_clear_padding)
+    if constexpr (!std::is_empty_v<Slot>) __builtin_clear_padding(static_cast<Slot*>(slot));
+#endif
+#endif
+  }
+
+ private:
+  [[gnu::always_inline]] static Params params_of(const void* params) {
+    if constexpr (std::is_empty_v<Params>)
+      return {};
+    else
+      return *static_cast<const Params*>(params);
+  }
+
+  /// Tokens [begin, end) of `count`: those before the admission, or its own.
+  [[gnu::always_inline]] static void observe_part(void* slots, const Seen& seen, std::size_t begin,
+                                                  std::size_t end, std::size_t count,
+                                                  const void* params, const Step& step) {
+    const Slots slot{static_cast<Slot*>(slots)};
+    const Params own = params_of(params);
+    const Step now = step;
+    const Seen all = seen;
+    for (std::size_t i = begin; i < end; ++i) {
+      Observation one;
+      if constexpr (P::kInfo.needs == Needs::mass) one.mass = all.mass[i];
+      if constexpr (P::kInfo.needs == Needs::requests) {
+        one.requests = all.requests[i];
+        one.last_request = all.last_request ? all.last_request[i] : one.requests ? all.query : 0;
+      }
+      const auto younger = static_cast<std::uint32_t>(count - i);
+      one.queries = younger < all.queries ? younger : all.queries;
+      auto&& place = slot[i];
+      Slot next = place;
+      P::observe(next, one, own, now);
+      place = next;  // whatever the hook does: a store on condition would become a branch
+    }
+  }
+};
+
+/// P's parameters as the command line shows them.
+template <class P>
+struct ParamInfos {
+  static constexpr std::size_t kCount = [] {
+    if constexpr (std::is_empty_v<typename P::Params>)
+      return std::size_t{0};
+    else
+      return std::size(P::kParams);
+  }();
+  struct List {
+    ParamInfo items[kCount + 1];  // an array of none is none
+  };
+  static constexpr List kList = [] {
+    List list{};
+    if constexpr (kCount > 0)
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const auto& param = P::kParams[i];
+        list.items[i] = {param.name, param.help, param.standard, param.least, param.most};
+      }
+    return list;
+  }();
+};
+
+template <Policy P>
+constexpr PolicyOps make_ops() {
+  using Ops = OpsOf<P>;
+  return {.info = P::kInfo,
+          .params = {ParamInfos<P>::kList.items, ParamInfos<P>::kCount},
+          .slot_bytes = kSlotBytes<P>,
+          .params_bytes = kParamsBytes<P>,
+          .write_params = Ops::write,
+          .admit = Ops::admit,
+          .observe = Ops::observe,
+          .observe_each = Ops::observe_each,
+          .rank = Ops::rank,
+          .first_least = Ops::first_least,
+          .weight = Ops::weight,
+          .tail = Ops::tail,
+          .clear_padding = Ops::clear_padding};
+}
+
+template <class... P>
+std::span<const PolicyOps> ops_of(PolicyList<P...>) {
+  static constexpr PolicyOps ops[]{make_ops<P>()...};
+  return ops;
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,166 @@
+// From logits to the exponentials of a row.
+#pragma once
+
+#include "sim/lanes/loops/rows/masses.hpp"
+#include "traces/base/numeric/exponential.hpp"
+
+namespace kvlab {
+namespace {
+
+/// The shift of a row: round(max / ln 2), as shared_exponentials() takes it.
+inline std::int32_t shift_of(const float* logits, std::size_t count, float scale) {
+  float most = -__builtin_inff();
+  std::size_t i = 0;
+  if (count >= kWidth) {
+    Floats best = load(logits) * scale;
+    for (i = kWidth; i + kWidth <= count; i += kWidth)
+      best = greater(load(logits + i) * scale, best);
+    most = largest_of(best);
+  }
+  for (; i < count; ++i) most = logits[i] * scale > most ? logits[i] * scale : most;
+  const float rounded = most * kLog2E + kRounder;
+  return static_cast<std::int32_t>(rounded - kRounder);
+}
+
+/// kWidth logits of the first H heads, rows[h] + first, to their exponentials [token][4].
+template <int H>
+inline __attribute__((always_inline)) void take_exponentials(const float* const* rows,
+                                                             std::size_t first, float scale,
+                                                             const std::int32_t* shift, Floats* r) {
+  Floats logits[H], e[H];
+  for (int h = 0; h < H; ++h) logits[h] = load(rows[h] + first) * scale;
+  exponentials_of<H>(logits, shift, e);
+  for (int h = 0; h < kHeads; ++h) r[h] = h < H ? out_of_order(e[h]) : Floats{};
+  transpose(r);
+}
+
+/// Whole blocks of logits to e [count][4] and into their sums.
+template <int H>
+void write_blocks(const float* const* rows, std::size_t count, float scale,
+                  const std::int32_t* shift, float* e, QuadSums& sums) {
+  QuadSums all = sums;
+  std::int32_t shifts[H];
+  for (int h = 0; h < H; ++h) shifts[h] = shift[h];
+  for (std::size_t i = 0; i < count; i += kBlockTokens)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      Floats r[kHeads];
+      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+      take_exponentials<H>(rows, at, scale, shifts, r);
+      for (int j = 0; j < kHeads; ++j) {
+        store(e + at * kQuad + j * kWidth, r[j]);
+        all.add(piece * kHeads + j, r[j]);
+      }
+    }
+  sums = all;
+}
+
+void write_blocks(const float* const* rows, std::size_t count, float scale,
+                  const std::int32_t* shift, float* e, QuadSums& sums) {
+  constexpr decltype(&write_blocks<1>) kByHeads[] = {write_blocks<1>, write_blocks<2>,
+                                                     write_blocks<3>, write_blocks<4>};
+  int heads = 1;
+  while (heads < kHeads && rows[heads]) ++heads;
+  kByHeads[heads - 1](rows, count, scale, shift, e, sums);
+}
+
+/// Exponentials of fewer tokens than a block, padded.
+inline void write_rest(const float* const* rows, std::size_t count, float scale,
+                       const std::int32_t* shift, float* e) {
+  float rest[kQuad][kTokens] = {}, last[kBlockFloats];
+  const float* parts[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h) {
+    if (!rows[h]) continue;
+    std::memcpy(rest[h], rows[h], count * sizeof(float));
+    parts[h] = rest[h];
+  }
+  QuadSums unused;
+  write_blocks(parts, kBlockTokens, scale, shift, last, unused);
+  std::memcpy(e, last, count * kQuad * sizeof(float));
+  pad(e, count);
+}
+
+/// `count` logits of each head to e [count][4], padded to whole blocks, and into their sums.
+inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
+                               const std::int32_t* shift, float* e, QuadSums& sums) {
+  const std::size_t whole = count / kBlockTokens * kBlockTokens;
+  write_blocks(rows, whole, scale, shift, e, sums);
+  if (whole == count) return;
+  const float* rest[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
+  write_rest(rest, count - whole, scale, shift, e + whole * kQuad);
+  sums.add_block(e + whole * kQuad);
+}
+
+constexpr float kMostExponential = 0x1p30f;
+
+/// Takes a head's exponentials down by a power of two; what falls below 2^-126 becomes 0.
+void lower(QuadRow& row, int head, std::int32_t by) {
+  const float factor = by > 126 ? 0.0f
+                                : 1.0f / static_cast<float>(std::uint64_t{1} << by / 2) /
+                                      static_cast<float>(std::uint64_t{1} << (by - by / 2));
+  const auto lowered = [factor](float x) { return x * factor < 0x1p-126f ? 0.0f : x * factor; };
+  float* const e = row.e + head;
+  for (std::size_t i = 0; i < row.tokens; ++i) e[i * kQuad] = lowered(e[i * kQuad]);
+  for (std::size_t i = 0; i < kBlockTokens; ++i) {
+    row.lanes[i * kQuad + static_cast<std::size_t>(head)] *= factor;
+    row.largest[i * kQuad + static_cast<std::size_t>(head)] *= factor;
+  }
+}
+
+/// Takes the shift of what comes wherever it is above the row's.
+void raise_shifts(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
+  for (int h = 0; h < kHeads; ++h) {
+    if (!logits[h]) continue;
+    const std::int32_t shift = shift_of(logits[h], count, scale);
+    if (row.tokens > 0 && shift <= row.shift[h]) continue;
+    if (row.tokens > 0) lower(row, h, shift - row.shift[h]);
+    row.shift[h] = shift;
+  }
+}
+
+void extend(QuadRow& row, const float* const* logits, std::size_t count, float scale) {
+  if (row.tokens == 0) raise_shifts(row, logits, count, scale);
+  for (bool again = false;; again = true) {
+    QuadSums sums(row.lanes, row.largest);
+    write_exponentials(logits, count, scale, row.shift, row.e + row.tokens * kQuad, sums);
+    if (again || !sums.any_at_least(kMostExponential)) {
+      sums.store_to(row.lanes, row.largest);
+      break;
+    }
+    raise_shifts(row, logits, count, scale);
+  }
+  row.tokens += count;
+}
+
+void finish(const QuadRow& row, float* sum, float* most) {
+  QuadSums(row.lanes, row.largest).finish(sum, most);
+}
+
+/// How far above a shift the own logits of a joined row may lie, in powers of two.
+constexpr std::int32_t kMostAbove = 60;
+
+void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
+          const float* e, std::size_t shared, float* kept, float* sum, float* most) {
+  bool large[kQuad] = {};
+  for (int h = 0; h < kHeads; ++h)
+    large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMostAbove;
+  QuadSums sums;
+  const std::size_t whole = old / kBlockTokens * kBlockTokens, mixed = old - whole;
+  write_exponentials(rows, whole, scale, shift, kept, sums);
+  std::size_t done = 0;  // of the shared ones
+  if (mixed > 0) {
+    const float* rest[kQuad] = {};
+    for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
+    write_rest(rest, mixed, scale, shift, kept + whole * kQuad);
+    done = shared < kBlockTokens - mixed ? shared : kBlockTokens - mixed;
+    if (done > 0) std::memcpy(kept + old * kQuad, e, done * kQuad * sizeof(float));
+    sums.add_block(kept + whole * kQuad);
+  }
+  copy_blocks(e + done * kQuad, shared - done, kept + (old + done) * kQuad, sums);
+  sums.finish(sum, most);
+  for (int h = 0; h < kHeads; ++h)
+    if (large[h]) sum[h] = 0;
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,16 @@
+// What a compiler said of a policy's header, for its author.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "policies/entry.hpp"
+
+namespace kvlab {
+
+/// The faults of the text itself; if there are none, what check_policy says of it, at `line`, where
+/// the struct begins. `folder`: where the text was compiled; it is taken out.
+std::string complaint(std::string log, const std::filesystem::path& folder,
+                      const PolicySource& source, unsigned line);
+
+}  // namespace kvlab
