@@ -13,8 +13,7 @@ using namespace kvlab;
 using namespace kvlab::kernels;
 
 struct kvlab_policy {
-  const EvictionKernels* eviction;
-  const AdmissionPolicy* admission;
+  EvictionKernels kernels;
 };
 
 namespace {
@@ -24,12 +23,10 @@ static_assert(sizeof(kvlab_rule) == sizeof(PairRule));
 static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 
-/// Both lists are in the registry's order.
 const std::vector<kvlab_policy>& policies() {
   static const std::vector<kvlab_policy> list = [] {
     std::vector<kvlab_policy> all;
-    for (const EvictionKernels& eviction : observing_eviction())
-      all.push_back({&eviction, &admission_policies()[all.size()]});
+    for (const DevicePolicy& policy : device_policies()) all.push_back({observing_kernels(policy)});
     return all;
   }();
   return list;
@@ -91,36 +88,36 @@ int kvlab_version(void) { return KVLAB_VERSION; }
 const kvlab_policy* kvlab_find_policy(const char* name) {
   if (name == nullptr) return nullptr;
   for (const kvlab_policy& policy : policies())
-    if (policy.eviction->name == name) return &policy;
+    if (policy.kernels.name == name) return &policy;
   return nullptr;
 }
 
 const char* kvlab_policy_name(int index) {
   if (index < 0 || static_cast<std::size_t>(index) >= policies().size()) return nullptr;
-  return policies()[static_cast<std::size_t>(index)].eviction->name.data();  // from a literal
+  return policies()[static_cast<std::size_t>(index)].kernels.name.data();  // from a literal
 }
 
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
   if (policy == nullptr) return KVLAB_NOTHING;
-  return static_cast<kvlab_needs>(policy->eviction->needs);
+  return static_cast<kvlab_needs>(policy->kernels.needs);
 }
 
 size_t kvlab_policy_slot_bytes(const kvlab_policy* policy) {
-  return policy == nullptr ? 0 : policy->eviction->slot_bytes;
+  return policy == nullptr ? 0 : policy->kernels.slot_bytes;
 }
 
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy) {
-  return policy == nullptr ? 0 : policy->eviction->params_bytes;
+  return policy == nullptr ? 0 : policy->kernels.params_bytes;
 }
 
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to) {
   if (policy == nullptr) return cudaErrorInvalidValue;
   // Params are doubles, one for each parameter.
-  const std::size_t wanted = policy->eviction->params_bytes / sizeof(double);
+  const std::size_t wanted = policy->kernels.params_bytes / sizeof(double);
   if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
   if (wanted > 0 && (values == nullptr || to == nullptr)) return cudaErrorInvalidValue;
-  policy->eviction->params(std::span(values, wanted), static_cast<std::byte*>(to));
+  policy->kernels.params(std::span(values, wanted), static_cast<std::byte*>(to));
   return cudaSuccess;
 }
 
@@ -131,7 +128,7 @@ cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
   if (policy == nullptr || cache == nullptr || !known(cache->type)) return 0;
-  return policy->eviction->attention_workspace(cache_of(*cache));
+  return policy->kernels.attention_workspace(cache_of(*cache));
 }
 
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
@@ -153,7 +150,7 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
   converted.lse = args->lse;
   converted.workspace = args->workspace;
   converted.settled = args->settled != 0;
-  return policy->eviction->attention(converted, stream);
+  return policy->kernels.attention(converted, stream);
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
@@ -209,16 +206,17 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
   if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
   if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
   // kvlab_observe knows no policy, hence no weights: what it counted would be wrong.
-  if (policy->admission->weighted && args->seen != nullptr) return cudaErrorNotSupported;
-  return policy->admission->shrink({.from = cache_of(args->from),
-                                    .to = cache_of(args->to),
-                                    .policy = state_of(args->policy),
-                                    .to_states = static_cast<std::byte*>(args->to_states),
-                                    .now = args->now,
-                                    .admitted = args->admitted,
-                                    .seen = reinterpret_cast<Observation*>(args->seen),
-                                    .workspace = args->workspace},
-                                   stream);
+  if (policy->kernels.weighted && args->seen != nullptr) return cudaErrorNotSupported;
+  return shrink(policy->kernels,
+                {.from = cache_of(args->from),
+                 .to = cache_of(args->to),
+                 .policy = state_of(args->policy),
+                 .to_states = static_cast<std::byte*>(args->to_states),
+                 .now = args->now,
+                 .admitted = args->admitted,
+                 .seen = reinterpret_cast<Observation*>(args->seen),
+                 .workspace = args->workspace},
+                stream);
 }
 
 }  // extern "C"

@@ -1,8 +1,8 @@
 // What observing costs a dense prefill, one layer of the 8B shape (32/8 heads of 128, hidden 4096,
 // feed-forward 14336): the second pass and the shrink, beside attention and the least time that the
 // layer's products can take at the matrix rate of the same run.
-#include "kernels/evict/admission.hpp"
 #include "kernels/bench/limits.cuh"
+#include "kernels/evict/admission.hpp"
 
 namespace {
 
@@ -137,25 +137,26 @@ double shrink_ms(const Memory& memory, std::string_view name, int tokens, std::u
   to.values = memory.kept_values.data();
   to.positions = kept_positions.data();
   to.lengths = kept_lengths.data();
-  for (const AdmissionPolicy& policy : admission_policies())
+  for (const DevicePolicy& policy : device_policies())
     if (policy.name == name)
       return median_ms([&](cudaStream_t stream) {
-        check(policy.shrink({.from = from,
-                             .to = to,
-                             .policy = {.states = states.data(),
-                                        .rules = rules.data(),
-                                        .params = nullptr,
-                                        .threshold16 = nullptr,
-                                        .seeds = seeds.data(),
-                                        .sequence_ids = ids.data(),
-                                        .layer = 0,
-                                        .seen = nullptr},
-                             .to_states = kept_states.data(),
-                             .now = now.data(),
-                             .admitted = admitted.data(),
-                             .seen = memory.seen.data(),
-                             .workspace = memory.workspace.data()},
-                            stream));
+        check(shrink(policy,
+                     {.from = from,
+                      .to = to,
+                      .policy = {.states = states.data(),
+                                 .rules = rules.data(),
+                                 .params = nullptr,
+                                 .threshold16 = nullptr,
+                                 .seeds = seeds.data(),
+                                 .sequence_ids = ids.data(),
+                                 .layer = 0,
+                                 .seen = nullptr},
+                      .to_states = kept_states.data(),
+                      .now = now.data(),
+                      .admitted = admitted.data(),
+                      .seen = memory.seen.data(),
+                      .workspace = memory.workspace.data()},
+                     stream));
       });
   return 0;
 }

@@ -3,14 +3,12 @@
 // For each layer of a sequence: write the tokens' keys and values behind the older ones, then
 //   prefill_attention(…, rows)    attends and keeps each row's softmax (attention.hpp)
 //   observe_queries               what the queries give to each key; only if the policy needs it
-//   AdmissionPolicy::shrink       admits, shows the policy, and keeps the budget's tokens
+//   shrink                        admits, shows the policy, and keeps the budget's tokens
 // A long admission may go through the first two in parts.
 #pragma once
 
-#include <string_view>
-#include <vector>
-
 #include "kernels/attention.hpp"
+#include "kernels/evict/device_policy.hpp"
 #include "kernels/evict/eviction.hpp"
 
 namespace kvlab::kernels {
@@ -66,17 +64,6 @@ struct ShrinkArgs {
 };
 std::size_t shrink_workspace(const SlotCache& from);
 
-/// One policy, as compiled for the device.
-struct AdmissionPolicy {
-  std::string_view name;
-  std::size_t slot_bytes;    ///< of a state; 0: the policy keeps none
-  std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
-  bool weighted;             ///< observe_queries takes its weights and tail
-  /// settle_tokens<P> (shrink.cuh): a function's address, or a cudaKernel_t of loaded code.
-  const void* kernel;
-  cudaError_t shrink(const ShrinkArgs& args, cudaStream_t stream) const;
-};
-/// Every registered policy, in the registry's order.
-const std::vector<AdmissionPolicy>& admission_policies();
+cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -1,3 +1,5 @@
+#include <vector>
+
 #include "kernels/evict/policy_probe.hpp"
 #include "policies/observation.hpp"
 
@@ -27,16 +29,17 @@ __global__ void place_tokens(ProbeRun run) {
 
 }  // namespace
 
-cudaError_t DeviceProbe::launch(const ProbeRun& run, std::span<const double> values,
-                                cudaStream_t stream) const {
+cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeRun& run,
+                      std::span<const double> values, cudaStream_t stream) {
   if (run.tokens == 0 || run.steps == 0) return cudaErrorInvalidValue;
-  std::vector<double> to(params_bytes / sizeof(double) + 1);  // an empty Params has a byte, too
-  params(values, reinterpret_cast<std::byte*>(to.data()));
+  std::vector<double> to(policy.params_bytes / sizeof(double) +
+                         1);  // an empty Params has a byte, too
+  policy.params(values, reinterpret_cast<std::byte*>(to.data()));
   ProbeRun first = run;
   void* parameters[] = {&first, to.data()};
   const unsigned blocks = (run.tokens + kProbeThreads - 1) / kProbeThreads;
-  if (const cudaError_t error =
-          cudaLaunchKernel(kernel, dim3(blocks), dim3(kProbeThreads), parameters, 0, stream);
+  if (const cudaError_t error = cudaLaunchKernel(policy.run_states, dim3(blocks),
+                                                 dim3(kProbeThreads), parameters, 0, stream);
       error != cudaSuccess)
     return error;
   place_tokens<<<dim3(blocks, run.steps), kProbeThreads, 0, stream>>>(run);

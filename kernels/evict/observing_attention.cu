@@ -1,10 +1,10 @@
 #include "kernels/evict/observing_attention.hpp"
 
+#include "kernels/decode/pair_row.cuh"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/launch.cuh"
-#include "kernels/decode/pair_row.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -167,7 +167,7 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   if (const cudaError_t error =
-          cudaFuncSetAttribute(policy.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+          cudaFuncSetAttribute(policy.observe_pairs, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared))
     return error;  // a multiprocessor set up for the attention takes no other blocks
   const ObservePlan& first = plans.layers[0];
@@ -175,7 +175,7 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
                     static_cast<unsigned>(layers.size()));
   void* parameters[] = {&plans};
   if (!next) limits.early_start = false;  // there is nothing of its own to do ahead
-  return launch(limits, policy.kernel, {blocks, kObserveThreads, 0, stream}, parameters);
+  return launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
 }
 
 std::size_t observing_workspace(const SlotCache& cache) {
@@ -197,11 +197,8 @@ cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
   return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
 }
 
-EvictionKernels observing_kernels(EvictionKernels policy) {
-  policy.attention_workspace = observing_workspace;
-  policy.attend = attend;
-  policy.observe = observe;
-  return policy;
+EvictionKernels observing_kernels(const DevicePolicy& policy) {
+  return {policy, observing_workspace, attend, observe};
 }
 
 }  // namespace kvlab::kernels

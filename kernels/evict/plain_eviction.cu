@@ -187,8 +187,7 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
     const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
     PlainRows rows = plain_rows(args.cache, args.workspace);
     void* parameters[] = {&args, &rows};
-    error =
-        cudaLaunchKernel(policy.kernel, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
+    error = cudaLaunchKernel(policy.evict, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
     if (error != cudaSuccess) return error;
   }
   return error;
@@ -196,11 +195,8 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
 
 }  // namespace
 
-EvictionKernels plain_kernels(EvictionKernels policy) {
-  policy.attention_workspace = plain_workspace;
-  policy.attend = attend;
-  policy.observe = evict;
-  return policy;
+EvictionKernels plain_kernels(const DevicePolicy& policy) {
+  return {policy, plain_workspace, attend, evict};
 }
 
 }  // namespace kvlab::kernels

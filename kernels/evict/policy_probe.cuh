@@ -28,13 +28,4 @@ __global__ void run_states(ProbeRun run, typename P::Params params) {
     run.weights[i] = 1.0f;
 }
 
-template <Policy P>
-DeviceProbe probe_of() {
-  return {.name = P::kInfo.name,
-          .slot_bytes = kSlotBytes<P>,
-          .params_bytes = kParamsBytes<P>,
-          .params = write_params<P>,
-          .kernel = reinterpret_cast<const void*>(run_states<P>)};
-}
-
 }  // namespace kvlab

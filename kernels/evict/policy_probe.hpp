@@ -7,30 +7,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
-#include <vector>
 
+#include "kernels/evict/device_policy.hpp"
 #include "kernels/evict/probe_run.hpp"
 
 namespace kvlab {
 
-/// One policy, as compiled for the device.
-struct DeviceProbe {
-  std::string_view name;
-  std::size_t slot_bytes;    ///< 0: the policy keeps no state
-  std::size_t params_bytes;  ///< 0: it takes no parameters
-  /// Writes P::Params: one value for each parameter, as in the catalogue.
-  void (*params)(std::span<const double> values, std::byte* to);
-  /// run_states<P> (policy_probe.cuh): a function's address, or a cudaKernel_t of loaded code.
-  const void* kernel;
-
-  /// Enqueues the run on `stream`; may be captured in a graph. `values` as in the catalogue.
-  cudaError_t launch(const ProbeRun& run, std::span<const double> values,
-                     cudaStream_t stream) const;
-};
-
-/// Every registered policy, in the registry's order.
-const std::vector<DeviceProbe>& device_probes();
+/// Enqueues the run on `stream`; may be captured in a graph. `values` as in the catalogue.
+cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeRun& run,
+                      std::span<const double> values, cudaStream_t stream);
 
 /// Probabilities to integers on the device. All pointers are device memory, [count].
 struct ObservationRun {

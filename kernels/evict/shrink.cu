@@ -3,8 +3,8 @@
 // Bytes: choosing reads 12 a live token some times over (from the L2 cache); the move reads and
 // writes what stays: 4 * head_size * bytes_of(type) and a state for each token, the floor.
 #include "kernels/device/select_leaving.cuh"
-#include "kernels/launch.cuh"
 #include "kernels/evict/shrink.cuh"
+#include "kernels/launch.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -137,17 +137,17 @@ cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
 
 }  // namespace
 
-cudaError_t AdmissionPolicy::shrink(const ShrinkArgs& args, cudaStream_t stream) const {
-  if (!can_shrink(args, slot_bytes, params_bytes)) return cudaErrorInvalidValue;
+cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream) {
+  if (!can_shrink(args, policy.slot_bytes, policy.params_bytes)) return cudaErrorInvalidValue;
   const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
                   args.from.sequences * args.from.kv_heads);
   ShrinkArgs first = args;
   void* parameters[] = {&first};
   if (const cudaError_t error =
-          cudaLaunchKernel(kernel, grid, dim3(kShrinkThreads), parameters, 0, stream);
+          cudaLaunchKernel(policy.settle_tokens, grid, dim3(kShrinkThreads), parameters, 0, stream);
       error != cudaSuccess)
     return error;
-  return keep_last_to_leave(args, slot_bytes, stream);
+  return keep_last_to_leave(args, policy.slot_bytes, stream);
 }
 
 }  // namespace kvlab::kernels

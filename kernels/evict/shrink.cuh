@@ -84,13 +84,4 @@ __global__ void __launch_bounds__(kShrinkThreads)
       P::rank(state, token, params, step);
 }
 
-template <Policy P>
-AdmissionPolicy admission_policy_of() {
-  return {.name = P::kInfo.name,
-          .slot_bytes = kSlotBytes<P>,
-          .params_bytes = kParamsBytes<P>,
-          .weighted = P::kInfo.weighted,
-          .kernel = reinterpret_cast<const void*>(settle_tokens<P>)};
-}
-
 }  // namespace kvlab::kernels

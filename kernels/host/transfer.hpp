@@ -51,12 +51,19 @@ inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
   return buffer;
 }
 
+/// Of device memory.
 template <class T>
-std::vector<T> download(const DeviceBuffer& buffer) {
-  std::vector<T> values(buffer.bytes() / sizeof(T));
-  check(cudaMemcpy(values.data(), buffer.data(), buffer.bytes(), cudaMemcpyDeviceToHost),
+std::vector<T> download(std::span<const T> part) {
+  std::vector<T> values(part.size());
+  if (part.empty()) return values;
+  check(cudaMemcpy(values.data(), part.data(), part.size_bytes(), cudaMemcpyDeviceToHost),
         "fetching figures");
   return values;
+}
+
+template <class T>
+std::vector<T> download(const DeviceBuffer& buffer) {
+  return download(std::span<const T>(buffer.as<T>(), buffer.bytes() / sizeof(T)));
 }
 
 }  // namespace kvlab::cuda

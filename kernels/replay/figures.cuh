@@ -1,6 +1,8 @@
 // A cache's figures over a block of queries: sums, and what it leaves for its outputs.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/device/load.cuh"
 #include "kernels/replay/own.cuh"
 
@@ -97,6 +99,10 @@ struct OwnValues {
   std::int64_t unit;
   const float4* own;  // [quad, slot], unit_slots apart
 };
+
+/// Four elements of a value as they lie in memory.
+template <class T>
+using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
 /// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole block,
 /// apart from its caller, whose registers it would take. Bits: what four elements of a value take.

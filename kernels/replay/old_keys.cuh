@@ -302,26 +302,15 @@ class OldKeys {
   int fine_stride_, lane_, granules_;
 };
 
-template <int kQuads, class T>
-__device__ __noinline__ void take_old_keys_of(const ReplayArgs& args, int unit,
-                                              std::int64_t first_slot, const OldKeyStage& stage,
-                                              const ListedSlots& old) {
-  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).run();
-}
-
 /// The exponentials of the listed items for the stage's run of queries: by the whole block, between
 /// barriers. Writes for each item what it is for and nothing else, so that items of a slot may
-/// share out its queries. Fastest where items of like distance follow one another.
-template <int kQuads>
-__device__ void take_old_keys(const ReplayArgs& args, int unit, std::int64_t first_slot,
-                              const OldKeyStage& stage, const ListedSlots& old) {
-  // Apart from their caller, whose registers they would take.
-  if (args.tensors.type == Type::bf16)
-    take_old_keys_of<kQuads, __nv_bfloat16>(args, unit, first_slot, stage, old);
-  else if (args.tensors.type == Type::f16)
-    take_old_keys_of<kQuads, __half>(args, unit, first_slot, stage, old);
-  else
-    take_old_keys_of<kQuads, float>(args, unit, first_slot, stage, old);
+/// share out its queries. Fastest where items of like distance follow one another. Apart from its
+/// caller, whose registers it would take. T: of keys.
+template <int kQuads, class T>
+__device__ __noinline__ void take_old_keys(const ReplayArgs& args, int unit,
+                                           std::int64_t first_slot, const OldKeyStage& stage,
+                                           const ListedSlots& old) {
+  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).run();
 }
 
 }  // namespace kvlab::kernels

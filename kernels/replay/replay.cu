@@ -2,21 +2,21 @@
 #include <algorithm>
 
 #include "kernels/launch.cuh"
-#include "kernels/replay/walk.cuh"
+#include "kernels/replay/old_keys.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
 /// How a walk is launched.
 struct Plan {
-  const void* kernel;
+  WalkVariant variant;
   dim3 grid;
   unsigned threads;
-  std::size_t shared_bytes;
+  std::size_t shared_bytes, most_shared_bytes;
   int multiprocessors;
 };
 
-cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& plan) {
+cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
   const ReplayShape& shape = args.shape;
   if (shape.group < 1 || shape.group > kMostReplayGroup || shape.head_size < 8 ||
       shape.head_size > kMostReplayHeadSize || shape.head_size % 8 != 0 || shape.rotated % 4 != 0 ||
@@ -33,7 +33,7 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
   const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved;
   plan.shared_bytes = bytes_of_words(args);
   const std::size_t room =
-      replay_room(whole_strips(args.room_slots, args.squeezed), policy.slot_bytes, args.squeezed);
+      replay_room(whole_strips(args.room_slots, args.squeezed), args.slot_bytes, args.squeezed);
   const auto take = [&](std::size_t bytes) {
     const bool fits = plan.shared_bytes + bytes <= static_cast<std::size_t>(most);
     if (fits) plan.shared_bytes += bytes;
@@ -41,27 +41,42 @@ cudaError_t plan_walk(const ReplayPolicy& policy, const ReplayArgs& args, Plan& 
   };
   const bool fits = take(room_of_old_keys(args)), in_room = take(room);
   if (!fits || plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
-  plan.kernel = policy.kernels[shape.quads() - 1][args.squeezed][in_room];
-  return cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  plan.most_shared_bytes = static_cast<std::size_t>(most);
+  plan.variant = {shape.quads(), args.squeezed, in_room, args.tensors.type};
+  return cudaSuccess;
+}
+
+/// The plan, with a kernel that may have its shared memory.
+cudaError_t plan_walk(const void* kernel, const ReplayArgs& args, Plan& plan) {
+  if (const cudaError_t error = plan_walk(args, plan); error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(plan.most_shared_bytes));
 }
 
 }  // namespace
 
-cudaError_t ReplayPolicy::walk(const ReplayArgs& args, cudaStream_t stream) const {
+cudaError_t walk_variant(const ReplayArgs& args, WalkVariant& variant) {
   Plan plan{};
-  if (const cudaError_t error = plan_walk(*this, args, plan); error != cudaSuccess) return error;
+  const cudaError_t error = plan_walk(args, plan);
+  variant = plan.variant;
+  return error;
+}
+
+cudaError_t replay_walk(const void* kernel, const ReplayArgs& args, cudaStream_t stream) {
+  Plan plan{};
+  if (const cudaError_t error = plan_walk(kernel, args, plan); error != cudaSuccess) return error;
   void* parameters[] = {const_cast<ReplayArgs*>(&args)};
-  return cudaLaunchKernel(plan.kernel, plan.grid, dim3(plan.threads), parameters, plan.shared_bytes,
+  return cudaLaunchKernel(kernel, plan.grid, dim3(plan.threads), parameters, plan.shared_bytes,
                           stream);
 }
 
-cudaError_t ReplayPolicy::waves(const ReplayArgs& args, int& waves) const {
+cudaError_t replay_waves(const void* kernel, const ReplayArgs& args, int& waves) {
   Plan plan{};
-  cudaError_t error = plan_walk(*this, args, plan);
+  cudaError_t error = plan_walk(kernel, args, plan);
   int resident = 0;
   if (error == cudaSuccess)
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &resident, plan.kernel, static_cast<int>(plan.threads), plan.shared_bytes);
+        &resident, kernel, static_cast<int>(plan.threads), plan.shared_bytes);
   if (error != cudaSuccess) return error;
   const int at_once = resident * plan.multiprocessors,
             blocks = static_cast<int>(plan.grid.x * plan.grid.y);

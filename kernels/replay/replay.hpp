@@ -1,17 +1,13 @@
 // Replay on the device: many caches, each one KV head under one configuration, over the same
 // queries and keys. Queries come in blocks, in order: replay_rows() makes the full cache's
-// exponentials of a block, a policy's `walk` takes every cache through its queries and leaves what
-// it kept for the sampled ones, and replay_outputs() takes their outputs, all caches' together.
+// exponentials of a block, a policy's walk takes every cache through its queries and leaves what it
+// kept for the sampled ones, and replay_outputs() takes their outputs, all caches' together.
 //
 // A unit is one KV head with its group of query heads; a quad is four query heads side by side, the
 // last padded. All rows are float32.
 #pragma once
 
 #include <cuda_runtime.h>
-
-#include <span>
-#include <string_view>
-#include <vector>
 
 #include "kernels/evict/eviction.hpp"
 
@@ -211,6 +207,7 @@ struct ReplayArgs {
   const std::byte* params;
   const std::int32_t* members;  ///< configurations of this policy
   int member_count;
+  std::size_t slot_bytes;    ///< of its state
   bool squeezed;             ///< all members are, or none
   std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
   float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
@@ -218,23 +215,22 @@ struct ReplayArgs {
   const std::uint32_t *layers, *kv_heads;  // [unit]
 };
 
-/// One policy of the registry.
-struct ReplayPolicy {
-  std::string_view name;
-  std::size_t slot_bytes, params_bytes;
-  bool oldest_first;  ///< replay_windows() takes it
-  void (*params)(std::span<const double> values, std::byte* to);
-  /// For one quad and for two; with original and with squeezed positions; with slots in global and
-  /// in shared memory. Null for a policy that replay_windows() takes.
-  const void* kernels[2][2][2];
-
-  /// Takes the members' caches through the block of queries.
-  cudaError_t walk(const ReplayArgs& args, cudaStream_t stream) const;
-  /// Rounds that its thread blocks go in on the current device, if alone there.
-  cudaError_t waves(const ReplayArgs& args, int& waves) const;
+/// Which of a policy's walks: what it is compiled for.
+struct WalkVariant {
+  int quads;
+  bool squeezed, in_room;  ///< in_room: slots lie in shared memory
+  Type type;               ///< of keys and values
 };
+/// The walk that the members' caches need on the current device.
+cudaError_t walk_variant(const ReplayArgs& args, WalkVariant& variant);
 
-/// What walk() does, at once for all members, whose policies evict the oldest first: a query
+/// Takes the members' caches through the block of queries, by walk_caches() (walk.cuh) of their
+/// policy and variant: `kernel`.
+cudaError_t replay_walk(const void* kernel, const ReplayArgs& args, cudaStream_t stream);
+/// Rounds that its thread blocks go in on the current device, if alone there.
+cudaError_t replay_waves(const void* kernel, const ReplayArgs& args, int& waves);
+
+/// What walks do, at once for all members, whose policies evict the oldest first: a query
 /// attends its admission's sinks and a window, so that no cache has to be walked. Uses no slots.
 /// Bytes: rows read once for all members.
 cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
@@ -242,8 +238,5 @@ cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 /// The outputs of the block's sampled queries in every cache, beside the full cache's, to
 /// args.figures. Bytes: values once a sampled query and 8 tiles of configurations.
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
-
-/// Every registered policy, in the registry's order.
-const std::vector<ReplayPolicy>& replay_policies();
 
 }  // namespace kvlab::kernels

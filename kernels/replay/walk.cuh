@@ -13,7 +13,8 @@
 
 namespace kvlab::kernels {
 
-template <class P, int kQuads, bool kSqueezed, bool kInRoom>
+/// T: of keys and values.
+template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T>
 class ReplayWalk {
   using Cache = ReplayCache<P, kSqueezed, kInRoom>;
   using Exponentials = Quads<kQuads>;
@@ -129,7 +130,7 @@ class ReplayWalk {
     const ListedSlots old =
         cache_.list(range, static_cast<std::uint32_t>(at_.args.rows.first + i),
                     static_cast<std::uint32_t>(i - first), static_cast<std::uint32_t>(end - first));
-    take_old_keys<kQuads>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
+    take_old_keys<kQuads, T>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
     __syncthreads();
     if (at_.thread == 0) shared_.listed = 0;
   }
@@ -321,10 +322,7 @@ class ReplayWalk {
     const ReplayShape& shape = at_.args.shape;
     const OwnValues of{cache_.positions(), visible_, own, at_.unit, at_.own(i)};
     float* const to = at_.args.samples.own + sample * shape.group * shape.head_size;
-    if (at_.args.tensors.type == Type::f32)
-      sum_own_values<kQuads, uint4>(at_.args, of, shared_.scratch, to);
-    else
-      sum_own_values<kQuads, uint2>(at_.args, of, shared_.scratch, to);
+    sum_own_values<kQuads, FourBits<T>>(at_.args, of, shared_.scratch, to);
   }
 
   const ReplayPlace& at_;
@@ -339,59 +337,16 @@ class ReplayWalk {
 };
 
 /// A block for each member (x) and unit (y).
-template <class P, int kQuads, bool kSqueezed, bool kInRoom>
+template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T>
 __global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
-    replay_walk(const __grid_constant__ ReplayArgs args) {
+    walk_caches(const __grid_constant__ ReplayArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
   const ReplayPlace at(args);
   std::byte* const room = dynamic + bytes_of_words(args);
-  ReplayWalk<P, kQuads, kSqueezed, kInRoom>(at, shared, reinterpret_cast<std::uint32_t*>(dynamic),
-                                            room)
+  ReplayWalk<P, kQuads, kSqueezed, kInRoom, T>(at, shared,
+                                               reinterpret_cast<std::uint32_t*>(dynamic), room)
       .run();
-}
-
-template <class P, int kQuads, bool kSqueezed>
-const void* replay_kernel_of(bool in_room) {
-  return in_room ? reinterpret_cast<const void*>(replay_walk<P, kQuads, kSqueezed, true>)
-                 : reinterpret_cast<const void*>(replay_walk<P, kQuads, kSqueezed, false>);
-}
-
-/// Whether the rank is the position: asked of some tokens and steps; a nested order depends on
-/// little else.
-template <class P>
-constexpr bool leaves_by_age() {
-  if constexpr (P::kInfo.order != Order::nested || P::kInfo.needs != Needs::nothing ||
-                !std::is_empty_v<typename P::Slot> || !std::is_empty_v<typename P::Params>) {
-    return false;
-  } else {
-    for (std::uint32_t bit = 0; bit < 32; ++bit)
-      for (const std::uint32_t position : {(1u << bit) - 1, 1u << bit, 3u << bit}) {
-        const Step step{
-            .now = position + bit, .budget = 2 + bit, .live = 1, .queries = 0, .seed = bit};
-        if (P::rank({}, Token{position}, {}, step) != position) return false;
-      }
-    return true;
-  }
-}
-
-template <Policy P>
-ReplayPolicy replay_policy_of() {
-  ReplayPolicy policy{.name = P::kInfo.name,
-                      .slot_bytes = kSlotBytes<P>,
-                      .params_bytes = kParamsBytes<P>,
-                      .oldest_first = leaves_by_age<P>(),
-                      .params = write_params<P>,
-                      .kernels = {}};
-  if constexpr (!leaves_by_age<P>()) {
-    for (const bool in_room : {false, true}) {
-      policy.kernels[0][0][in_room] = replay_kernel_of<P, 1, false>(in_room);
-      policy.kernels[0][1][in_room] = replay_kernel_of<P, 1, true>(in_room);
-      policy.kernels[1][0][in_room] = replay_kernel_of<P, 2, false>(in_room);
-      policy.kernels[1][1][in_room] = replay_kernel_of<P, 2, true>(in_room);
-    }
-  }
-  return policy;
 }
 
 }  // namespace kvlab::kernels

@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 #include <nvrtc.h>
 #include <stdlib.h>
+#include <xxhash.h>
 
+#include <array>
 #include <stdexcept>
 
 namespace kvlab::kernels {
@@ -24,6 +26,7 @@ class Nvrtc {
     find(cubin_size, "nvrtcGetCUBINSize");
     find(cubin, "nvrtcGetCUBIN");
     find(error_text, "nvrtcGetErrorString");
+    find(version, "nvrtcVersion");
   }
 
   void check(nvrtcResult result, const char* what) const {
@@ -41,6 +44,7 @@ class Nvrtc {
   decltype(&nvrtcGetCUBINSize) cubin_size;
   decltype(&nvrtcGetCUBIN) cubin;
   decltype(&nvrtcGetErrorString) error_text;
+  decltype(&nvrtcVersion) version;
 
  private:
   /// On the loader's path, in $CUDA_HOME, or where the toolkit was that built kvlab.
@@ -53,8 +57,8 @@ class Nvrtc {
     for (const std::string& place : places)
       if (void* const handle = dlopen(place.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     throw std::runtime_error(fmt::format(
-        "a policy source needs NVRTC on a CUDA device, and there is no {}; install CUDA's toolkit, "
-        "name it in CUDA_HOME, or use --device cpu",
+        "a policy is compiled for a CUDA device by NVRTC, and there is no {}; install CUDA's "
+        "toolkit, name it in CUDA_HOME, or use --device cpu",
         name));
   }
   template <class Function>
@@ -69,15 +73,14 @@ class Nvrtc {
 /// One program, destroyed with this object.
 class Program {
  public:
-  Program(const Nvrtc& nvrtc, const std::string& text, std::span<const DeviceHeader> headers)
-      : nvrtc_(nvrtc) {
+  Program(const Nvrtc& nvrtc, const DeviceProgram& program) : nvrtc_(nvrtc) {
     std::vector<const char*> names, texts;
-    for (const DeviceHeader& header : headers) {
+    for (const DeviceHeader& header : program.headers) {
       names.push_back(header.name.c_str());
       texts.push_back(header.text.c_str());
     }
-    nvrtc.check(nvrtc.create(&program_, text.c_str(), "policy.cu", static_cast<int>(names.size()),
-                             texts.data(), names.data()),
+    nvrtc.check(nvrtc.create(&program_, program.text.c_str(), "policy.cu",
+                             static_cast<int>(names.size()), texts.data(), names.data()),
                 "create");
   }
   ~Program() { nvrtc_.destroy(&program_); }
@@ -100,20 +103,52 @@ class Program {
   nvrtcProgram program_ = nullptr;
 };
 
+/// The hooks are constexpr functions, which belong to the device here.
+constexpr std::array kFlags{"--std=c++20", "--fmad=false", "--device-as-default-execution-space"};
+
+/// Of texts, each apart from the next.
+class Hash {
+ public:
+  Hash() { XXH3_128bits_reset(&state_); }
+  void add(std::string_view text) {
+    const std::size_t size = text.size();
+    XXH3_128bits_update(&state_, &size, sizeof size);
+    XXH3_128bits_update(&state_, text.data(), size);
+  }
+  std::string digest() const {
+    const XXH128_hash_t hash = XXH3_128bits_digest(&state_);
+    return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
+  }
+
+ private:
+  XXH3_state_t state_;
+};
+
 }  // namespace
 
-DeviceCode compile_device_code(const std::string& text, std::span<const DeviceHeader> headers,
-                               std::span<const std::string> kernels, int architecture) {
+std::string DeviceProgram::key() const {
   const Nvrtc nvrtc;
-  const Program program(nvrtc, text, headers);
-  for (const std::string& kernel : kernels)
+  int major = 0, minor = 0;
+  nvrtc.check(nvrtc.version(&major, &minor), "version");
+  Hash hash;
+  hash.add(fmt::format("NVRTC {}.{} sm_{}", major, minor, architecture));
+  for (const char* flag : kFlags) hash.add(flag);
+  hash.add(text);
+  for (const DeviceHeader& header : headers) hash.add(header.name), hash.add(header.text);
+  for (const std::string& kernel : kernels) hash.add(kernel);
+  return hash.digest();
+}
+
+DeviceCode compile(const DeviceProgram& source) {
+  const Nvrtc nvrtc;
+  const Program program(nvrtc, source);
+  for (const std::string& kernel : source.kernels)
     nvrtc.check(nvrtc.add_name(program.get(), kernel.c_str()), kernel.c_str());
-  const std::string target = fmt::format("--gpu-architecture=sm_{}", architecture);
-  // The hooks are constexpr functions, which belong to the device here.
-  const std::vector<const char*> options{"--std=c++20", target.c_str(), "--fmad=false",
-                                         "--device-as-default-execution-space"};
+  const std::string target = fmt::format("--gpu-architecture=sm_{}", source.architecture);
+  std::vector<const char*> flags{target.c_str()};
+  flags.insert(flags.end(), kFlags.begin(), kFlags.end());
   if (const nvrtcResult result =
-          nvrtc.compile(program.get(), static_cast<int>(options.size()), options.data());
+          nvrtc.compile(program.get(), static_cast<int>(flags.size()), flags.data());
       result == NVRTC_ERROR_COMPILATION)
     throw std::invalid_argument("does not compile for the device\n" + program.log());
   else
@@ -124,12 +159,24 @@ DeviceCode compile_device_code(const std::string& text, std::span<const DeviceHe
   nvrtc.check(nvrtc.cubin_size(program.get(), &size), "cubin");
   code.cubin.resize(size);
   nvrtc.check(nvrtc.cubin(program.get(), code.cubin.data()), "cubin");
-  for (const std::string& kernel : kernels) {
+  for (const std::string& kernel : source.kernels) {
     const char* symbol = nullptr;
     nvrtc.check(nvrtc.lowered_name(program.get(), kernel.c_str(), &symbol), kernel.c_str());
     code.symbols[kernel] = symbol;
   }
   return code;
+}
+
+int current_architecture() {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess)
+    throw std::runtime_error(fmt::format("CUDA: no device: {}", cudaGetErrorString(error)));
+  return major * 10 + minor;
 }
 
 LoadedCode::LoadedCode(const DeviceCode& code) : symbols_(code.symbols) {

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -16,18 +15,31 @@ struct DeviceHeader {
   std::string name, text;
 };
 
+/// What is to be compiled. `kernels`: template instances such as kvlab::run_states<kvlab::Lru>.
+struct DeviceProgram {
+  std::string text;
+  std::vector<DeviceHeader> headers;
+  std::vector<std::string> kernels;
+  int architecture;  ///< sm_90: 90
+
+  /// 32 hex digits, of all of this, the flags and NVRTC's version. Throws as compile() does where
+  /// NVRTC is missing.
+  std::string key() const;
+};
+
 /// Compiled code for one architecture.
 struct DeviceCode {
   std::vector<char> cubin;
   std::unordered_map<std::string, std::string> symbols;  ///< kernel as written -> its symbol
 };
 
-/// Compiles `text`, which includes `headers`, for sm_`architecture` (90, say) with the flags that
-/// kvlab's own device code has. `kernels`: template instances such as
-/// kvlab::run_states<kvlab::Lru>. Needs no device. Throws std::invalid_argument with the compiler's
-/// log if it does not compile, std::runtime_error if NVRTC is not there.
-DeviceCode compile_device_code(const std::string& text, std::span<const DeviceHeader> headers,
-                               std::span<const std::string> kernels, int architecture);
+/// Compiles with the flags that kvlab's own device code has. Needs no device; may be called from
+/// several threads at once. Throws std::invalid_argument with the compiler's log if the program
+/// does not compile, std::runtime_error if NVRTC is not there.
+DeviceCode compile(const DeviceProgram& program);
+
+/// The architecture of the current device. Throws std::runtime_error if there is none.
+int current_architecture();
 
 /// Code on the current device; unloaded with this object.
 class LoadedCode {

@@ -2,9 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
+#include "kernels/runtime/code_cache.hpp"
 #include "policies/embedded.hpp"
 
 namespace kvlab {
@@ -16,17 +18,20 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr const char* kSource = "policy_source.hpp";
-constexpr const char *kProbe = "kvlab::run_states", *kEvict = "kvlab::kernels::evict_kernel",
-                     *kObserve = "kvlab::kernels::observe_pairs",
-                     *kSettle = "kvlab::kernels::settle_tokens";
-constexpr std::array kKernels{kProbe, kEvict, kObserve, kSettle};
+constexpr const char *kProbe = "kvlab::run_states<kvlab::ThePolicy>",
+                     *kEvict = "kvlab::kernels::evict_kernel<kvlab::ThePolicy>",
+                     *kObserve = "kvlab::kernels::observe_pairs<kvlab::ThePolicy>",
+                     *kSettle = "kvlab::kernels::settle_tokens<kvlab::ThePolicy>";
 
-std::string instance(const char* kernel, const PolicyEntry& entry) {
-  return fmt::format("{}<{}>", kernel, entry.source->type);
+/// Null where the registry has no such policy.
+const DevicePolicy* registered(const PolicyEntry& entry) {
+  const auto& all = device_policies();
+  const auto found = std::ranges::find(all, std::string_view(entry.info.name), &DevicePolicy::name);
+  return found == all.end() ? nullptr : &*found;
 }
 
 /// By the names that they are included by.
-std::vector<DeviceHeader> all_headers(const PolicySource& source) {
+std::vector<DeviceHeader> all_headers(const PolicySource* source) {
   constexpr std::string_view kStandard = "kernels/runtime/std/";
   std::vector<DeviceHeader> headers;
   for (const auto& texts : {policy_headers(), device_headers()})
@@ -36,79 +41,75 @@ std::vector<DeviceHeader> all_headers(const PolicySource& source) {
       headers.push_back({std::string(name), std::string(header.text)});
     }
   // Its lines count as those of the file that was asked for.
-  headers.push_back({kSource, fmt::format("#line 1 {}\n{}", c_literal(source.path), source.text)});
+  if (source)
+    headers.push_back(
+        {kSource, fmt::format("#line 1 {}\n{}", c_literal(source->path), source->text)});
   return headers;
 }
 
-int current_architecture() {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (error != cudaSuccess)
-    throw std::runtime_error(fmt::format("CUDA: no device: {}", cudaGetErrorString(error)));
-  return major * 10 + minor;
+/// What includes `own`, and has the policy as kvlab::ThePolicy.
+DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> own,
+                         std::vector<std::string> kernels, int architecture) {
+  const PolicySource* const source = entry.source.get();
+  const DevicePolicy* const known = source ? nullptr : registered(entry);
+  if (!source && !known)
+    throw std::invalid_argument(
+        fmt::format("policy {}: has no text for the device", entry.info.name));
+  std::string text;
+  for (const char* header : own) text += fmt::format("#include \"{}\"\n", header);
+  text += source ? fmt::format("#include \"{}\"\n", kSource)
+                 : fmt::format("#include \"policies/{}\"\n", known->header);
+  text += fmt::format("namespace kvlab {{\nusing ThePolicy = {};\n}}\n",
+                      source ? source->type : known->type);
+  return {text, all_headers(source), std::move(kernels), architecture};
+}
+
+std::string walk_name(const WalkVariant& variant) {
+  constexpr const char* kTypes[] = {"__nv_bfloat16", "__half", "float"};  // by Type
+  return fmt::format("kvlab::kernels::walk_caches<kvlab::ThePolicy, {}, {}, {}, {}>", variant.quads,
+                     variant.squeezed, variant.in_room, kTypes[static_cast<int>(variant.type)]);
 }
 
 }  // namespace
 
-DeviceCode compile_policy_code(const PolicyEntry& entry, int architecture) {
-  std::vector<std::string> instances;
-  for (const char* kernel : kKernels) instances.push_back(instance(kernel, entry));
-  const std::string text = fmt::format(
-      "#include \"kernels/evict/policy_probe.cuh\"\n"
-      "#include \"kernels/evict/plain_eviction.cuh\"\n"
-      "#include \"kernels/evict/observing_attention.cuh\"\n"
-      "#include \"kernels/evict/shrink.cuh\"\n"
-      "#include \"{}\"\n",
-      kSource);
+bool has_text(const PolicyEntry& entry) { return entry.source || registered(entry); }
+
+DeviceProgram eviction_program(const PolicyEntry& entry, int architecture) {
+  return program_of(entry,
+                    std::array{"kernels/evict/policy_probe.cuh", "kernels/evict/plain_eviction.cuh",
+                               "kernels/evict/observing_attention.cuh", "kernels/evict/shrink.cuh"},
+                    {kProbe, kEvict, kObserve, kSettle}, architecture);
+}
+
+DeviceProgram walk_program(const PolicyEntry& entry, const WalkVariant& variant, int architecture) {
+  return program_of(entry, std::array{"kernels/replay/walk.cuh"}, {walk_name(variant)},
+                    architecture);
+}
+
+DeviceCode code_of(const DeviceProgram& program, const PolicyEntry& entry) {
   try {
-    return compile_device_code(text, all_headers(*entry.source), instances, architecture);
+    return CodeCache().code_of(program);
   } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument(fmt::format("{}: {}", entry.source->path, error.what()));
+    throw std::invalid_argument(
+        fmt::format("{}: {}", entry.source ? entry.source->path : entry.info.name, error.what()));
   }
 }
 
 PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
-    : entry_(std::move(entry)), code_(compile_policy_code(*entry_, current_architecture())) {}
-
-const void* PolicyKernels::kernel(const char* name) const {
-  return code_.kernel(instance(name, *entry_));
-}
-
-EvictionKernels PolicyKernels::described(const char* name) const {
-  return {.name = entry_->info.name,
-          .needs = entry_->info.needs,
-          .oldest_first = entry_->info.oldest_first,
-          .slot_bytes = entry_->slot_bytes,
-          .params_bytes = entry_->params_bytes,
-          .params = entry_->write_params,
-          .kernel = kernel(name),
-          .attention_workspace = nullptr,
-          .attend = nullptr,
-          .observe = nullptr};
-}
-
-EvictionKernels PolicyKernels::observing() const { return observing_kernels(described(kObserve)); }
-
-EvictionKernels PolicyKernels::plain() const { return plain_kernels(described(kEvict)); }
-
-AdmissionPolicy PolicyKernels::admission() const {
-  return {.name = entry_->info.name,
-          .slot_bytes = entry_->slot_bytes,
-          .params_bytes = entry_->params_bytes,
-          .weighted = entry_->info.weighted,
-          .kernel = kernel(kSettle)};
-}
-
-DeviceProbe PolicyKernels::probe() const {
-  return {.name = entry_->info.name,
-          .slot_bytes = entry_->slot_bytes,
-          .params_bytes = entry_->params_bytes,
-          .params = entry_->write_params,
-          .kernel = kernel(kProbe)};
-}
+    : entry_(std::move(entry)),
+      code_(code_of(eviction_program(*entry_, current_architecture()), *entry_)),
+      policy_{.name = entry_->info.name,
+              .needs = entry_->info.needs,
+              .oldest_first = entry_->info.oldest_first,
+              .weighted = entry_->info.weighted,
+              .slot_bytes = entry_->slot_bytes,
+              .params_bytes = entry_->params_bytes,
+              .params = entry_->write_params,
+              .header = {},
+              .type = {},
+              .observe_pairs = code_.kernel(kObserve),
+              .evict = code_.kernel(kEvict),
+              .settle_tokens = code_.kernel(kSettle),
+              .run_states = code_.kernel(kProbe)} {}
 
 }  // namespace kvlab::kernels

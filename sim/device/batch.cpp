@@ -15,80 +15,50 @@ using kernels::ReplaySum;
 using kernels::Type;
 
 void Batch::allocate() {
-  const UnitSizes& s = sizes_;
   std::vector<std::uint32_t> layers, kv_heads;
   for (const ReplayUnit& unit : units_) {
     layers.push_back(unit.layer);
     kv_heads.push_back(unit.kv_head);
   }
-  buffers_.reserve(40);
-  args_.layers = buffers_.emplace_back(cuda::upload(layers, "the replay")).as<std::uint32_t>();
-  args_.kv_heads = buffers_.emplace_back(cuda::upload(kv_heads, "the replay")).as<std::uint32_t>();
+  layers_ = cuda::upload(layers, "the replay");
+  kv_heads_ = cuda::upload(kv_heads, "the replay");
+  args_.layers = layers_.as<std::uint32_t>();
+  args_.kv_heads = kv_heads_.as<std::uint32_t>();
+  memory_ = cuda::placed(
+      [&](cuda::Arena& arena) { lay_out(arena, sizes_, units_.size(), parts_, args_); },
+      "the replay");
+  const auto clear = [&](auto part) {
+    check(cudaMemsetAsync(part.data(), 0, part.size_bytes(), stream_), "clearing");
+  };
+  clear(parts_.progress);
+  clear(parts_.sums);
+  clear(parts_.errors);
+  clear(parts_.zero_outputs);
+}
 
-  queries_ = take<float>(s.tokens * s.group * s.dim * 4);
-  keys_ = take<std::byte>(s.tokens * s.dim * s.element_bytes);
-  values_ = take<std::byte>(s.tokens * s.dim * s.element_bytes);
-  rounded_queries_ = take<std::byte>(s.tokens * s.group * s.dim * s.product_bytes);
-  rounded_keys_ = take<std::byte>(s.tokens * s.dim * s.product_bytes);
-  if (s.unrounded()) key_parts_ = take<float>(s.tokens * 3 * s.dim * 4);
-  if (s.unrounded()) query_parts_ = take<float>(s.query_parts());
-  if (s.squeezed) plain_queries_ = take<float>(s.tokens * s.group * s.dim * 4);
-  if (s.squeezed) paired_keys_ = take<std::byte>(s.tokens * 2 * s.pairs * s.element_bytes);
-  if (s.squeezed) key_scales_ = take<float>(s.tokens * 4);
-  args_.tensors.queries = queries_;
-  args_.tensors.keys = keys_;
-  args_.tensors.values = values_;
-  args_.tensors.plain_queries = plain_queries_;
-  args_.tensors.paired_keys = paired_keys_;
-  args_.tensors.key_scales = key_scales_;
+/// The arguments of the members' walk.
+kernels::ReplayArgs Batch::args_of(const Members& members) const {
+  kernels::ReplayArgs args = args_;
+  args.members = members.on_device.as<std::int32_t>();
+  args.member_count = static_cast<int>(members.configs.size());
+  args.slot_bytes = members.policy->slot_bytes;
+  args.squeezed = members.squeezed;
+  args.room_slots = members.most_slots;
+  return args;
+}
 
-  products_ = take<float>(s.products());
-  if (s.unrounded()) unrounded_products_ = take<float>(s.products());
-  args_.rows.block = static_cast<int>(s.block);
-  args_.rows.e = take<float4>(s.row());
-  if (s.squeezed) {
-    args_.rows.squeezed = s.unrounded() ? take<float4>(s.row()) : args_.rows.e;
-    args_.rows.most = take<float4>(s.block * s.quads * 16);
-    args_.rows.fragments = take<uint4>(s.fragments());
-    args_.rows.scales = take<float4>(s.block * s.quads * 16);
-  }
-  args_.rows.sums = take<float4>(s.block * s.quads * 16);
-  args_.rows.least = take<float4>(s.block * s.quads * 16);
-  args_.rows.wanted = take<uint4>(s.block * s.quads * 16);
-  args_.rows.outputs = take<float>(s.block * s.group * s.dim * 4);
+Walk Batch::walk_of(const Members& members) const {
+  kernels::ReplayArgs args = args_of(members);
+  args.rows.count = 1;  // any
+  Walk walk{members.policy, {}};
+  check(kernels::walk_variant(args, walk.variant), "asking for the device's limits");
+  return walk;
+}
 
-  kernels::ReplayCaches& caches = args_.caches;
-  caches.unit_slots = grid_.unit_slots;
-  caches.slot_stride = grid_.slot_stride;
-  caches.states = take<std::byte>(s.slots * s.slot_stride);
-  caches.positions = take<std::uint32_t>(s.slots * 4);
-  caches.places = take<std::uint32_t>(s.slots * 4);
-  caches.holes = take<std::uint32_t>(s.slots * 4);
-  caches.fillers = take<std::uint32_t>(s.slots * 4);
-  caches.ranks = take<std::uint64_t>(s.slots * 8);
-  caches.seen = take<Observation>(s.slots * sizeof(Observation));
-  caches.planes = static_cast<int>(s.planes());
-  caches.own = take<float4>(s.slots * 16 * s.quads * s.planes());
-  caches.progress =
-      take<kernels::ReplayProgress>(s.configs * sizeof(kernels::ReplayProgress), true);
-
-  kernels::ReplaySamples& samples = args_.samples;
-  samples.capacity = static_cast<int>(s.block_samples);
-  samples.words = static_cast<int>(s.words());
-  const std::size_t kept = s.configs * s.block_samples;
-  samples.shared = take<std::uint32_t>(kept * s.words() * 4);
-  samples.samples = take<kernels::ReplaySample>(kept * sizeof(kernels::ReplaySample));
-  samples.own = take<float>(kept * s.group * s.dim * 4);
-  samples.errors = take<double2>(kept * kernels::kMostReplayGroup * sizeof(double2));
-
-  kernels::ReplayFigures& figures = args_.figures;
-  figures.configs = static_cast<int>(s.configs);
-  figures.samples = static_cast<int>(s.samples);
-  figures.sums = take<double>(
-      s.configs * kernels::kReplaySums * 4 * s.quads * kernels::kReplaySpanBlocks * 8, true);
-  figures.errors = take<double>(s.configs * s.samples * 16, true);
-  args_.windows = take<float4>(s.window_figures());
-  figures.zero_outputs = take<std::uint32_t>(s.configs * 4 * s.quads * 4, true);
+std::vector<Walk> Batch::walks() const {
+  std::vector<Walk> all;
+  for (const Members& members : grid_.members) all.push_back(walk_of(members));
+  return all;
 }
 
 /// Some units at a time: the threads read, the device turns.
@@ -142,31 +112,32 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
     kernels::ReplayTurnArgs copy = args;
     copy.rotated = 0;
     copy.rounding = args_.tensors.type;
-    copy.rounded = (part == Part::k ? keys_ : values_) + of_unit * s.element_bytes;
+    copy.rounded = (part == Part::k ? parts_.keys : parts_.values) + of_unit * s.element_bytes;
     check(kernels::replay_turn(copy, stream_), "reading a trace");
   }
   if (part == Part::v) return;
-  if (part == Part::k && paired_keys_)
-    check(kernels::replay_pair_keys(args_.shape, args.tokens, from, args_.tensors.type,
-                                    paired_keys_ + unit * s.tokens * 2 * s.pairs * s.element_bytes,
-                                    key_scales_ + unit * s.tokens, stream_),
+  if (part == Part::k && parts_.paired_keys)
+    check(kernels::replay_pair_keys(
+              args_.shape, args.tokens, from, args_.tensors.type,
+              parts_.paired_keys + unit * s.tokens * 2 * s.pairs * s.element_bytes,
+              parts_.key_scales + unit * s.tokens, stream_),
           "reading a trace");
-  if (part == Part::q && plain_queries_) {
+  if (part == Part::q && parts_.plain_queries) {
     kernels::ReplayTurnArgs copy = args;
     copy.rotated = 0;
     copy.group = static_cast<int>(s.group);
     copy.group_head = static_cast<int>(head);
-    copy.plain = plain_queries_ + of_unit * s.group;
+    copy.plain = parts_.plain_queries + of_unit * s.group;
     check(kernels::replay_turn(copy, stream_), "reading a trace");
   }
   if (part == Part::k) {
-    args.parts = key_parts_ ? key_parts_ + 3 * of_unit : nullptr;
-    args.rounded = rounded_keys_ + of_unit * s.product_bytes;
+    args.parts = parts_.key_parts ? parts_.key_parts + 3 * of_unit : nullptr;
+    args.rounded = parts_.rounded_keys + of_unit * s.product_bytes;
   } else {
     args.group = static_cast<int>(s.group);
     args.group_head = static_cast<int>(head);
-    args.plain = queries_ + of_unit * s.group;
-    args.rounded = rounded_queries_ + of_unit * s.group * s.product_bytes;
+    args.plain = parts_.queries + of_unit * s.group;
+    args.rounded = parts_.rounded_queries + of_unit * s.group * s.product_bytes;
   }
   check(kernels::replay_turn(args, stream_), "turning queries and keys");
 }
@@ -199,7 +170,7 @@ void Batch::multiply(Type type, const void* queries, const void* keys, float* to
 /// Of queries and keys that were not rounded, in float32, by three products in TF32.
 void Batch::multiply_parts(std::uint32_t first, std::uint32_t count) {
   check(kernels::replay_query_parts(args_.shape, static_cast<int>(first), static_cast<int>(count),
-                                    args_.rows.block, queries_, query_parts_, stream_),
+                                    args_.rows.block, parts_.queries, parts_.query_parts, stream_),
         "computing rows");
   const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
              rows = static_cast<std::int64_t>(sizes_.block * sizes_.group),
@@ -209,14 +180,14 @@ void Batch::multiply_parts(std::uint32_t first, std::uint32_t count) {
             .rows = static_cast<int>(count * sizes_.group),
             .n = static_cast<int>(first + count),
             .k = static_cast<int>(parts),
-            .x = query_parts_,
+            .x = parts_.query_parts,
             .x_row = parts,
             .x_batch = rows * parts,
-            .w = key_parts_,
+            .w = parts_.key_parts,
             .w_row = parts,
             .w_batch = tokens * parts,
             .w_by_k = false,
-            .y = unrounded_products_,
+            .y = parts_.unrounded_products,
             .y_row = tokens,
             .y_batch = rows * tokens,
             .tf32 = true},
@@ -226,19 +197,20 @@ void Batch::multiply_parts(std::uint32_t first, std::uint32_t count) {
 void Batch::make_rows(std::uint32_t first, std::uint32_t count) {
   args_.rows.first = static_cast<int>(first);
   args_.rows.count = static_cast<int>(count);
-  multiply(args_.shape.rounding, rounded_queries_, rounded_keys_, products_, first, count);
-  if (key_parts_) multiply_parts(first, count);
+  multiply(args_.shape.rounding, parts_.rounded_queries, parts_.rounded_keys, parts_.products,
+           first, count);
+  if (parts_.key_parts) multiply_parts(first, count);
   check(kernels::replay_rows({.shape = args_.shape,
                               .span = args_.span,
                               .rows = args_.rows,
-                              .products = products_,
-                              .unrounded = unrounded_products_,
+                              .products = parts_.products,
+                              .unrounded = parts_.unrounded_products,
                               .tensors = args_.tensors},
                              stream_),
         "computing rows");
 }
 
-void Batch::replay() {
+void Batch::replay(const Walks& walks) {
   const std::uint32_t tokens = plan_.trace.tokens(),
                       block = static_cast<std::uint32_t>(sizes_.block);
   for (std::uint32_t first = 0; first < tokens; first += block) {
@@ -246,17 +218,15 @@ void Batch::replay() {
     streams_.fork();
     for (std::size_t m = 0; m < grid_.members.size(); ++m) {
       const Members& members = grid_.members[m];
-      args_.members = members.on_device.as<std::int32_t>();
-      args_.member_count = static_cast<int>(members.configs.size());
-      args_.squeezed = members.squeezed;
-      args_.room_slots = members.most_slots;
-      check(members.policy->walk(args_, streams_.branch(m)),
-            fmt::format("replaying {}", members.policy->name));
+      check(kernels::replay_walk(walks.kernel(walk_of(members)), args_of(members),
+                                 streams_.branch(m)),
+            fmt::format("replaying {}", members.policy->info.name));
     }
     if (!grid_.windows.empty()) {
-      args_.members = grid_.windows_on_device.as<std::int32_t>();
-      args_.member_count = static_cast<int>(grid_.windows.size());
-      check(kernels::replay_windows(args_, streams_.branch(grid_.members.size())),
+      kernels::ReplayArgs args = args_;
+      args.members = grid_.windows_on_device.as<std::int32_t>();
+      args.member_count = static_cast<int>(grid_.windows.size());
+      check(kernels::replay_windows(args, streams_.branch(grid_.members.size())),
             "replaying windows");
     }
     streams_.join();
@@ -266,15 +236,12 @@ void Batch::replay() {
 }
 
 std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
-  const auto buffer_of = [&](const void* data) -> const DeviceBuffer& {
-    return *std::find_if(buffers_.begin(), buffers_.end(), [&](const DeviceBuffer& buffer) {
-      return static_cast<const void*>(buffer.data()) == data;
-    });
+  const auto fetch = [](auto part) {
+    return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const auto sums = cuda::download<double>(buffer_of(args_.figures.sums));
-  const auto errors = cuda::download<double>(buffer_of(args_.figures.errors));
-  const auto zeros = cuda::download<std::uint32_t>(buffer_of(args_.figures.zero_outputs));
-  const auto progress = cuda::download<kernels::ReplayProgress>(buffer_of(args_.caches.progress));
+  const auto sums = fetch(parts_.sums), errors = fetch(parts_.errors);
+  const auto zeros = fetch(parts_.zero_outputs);
+  const auto progress = fetch(parts_.progress);
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
     for (std::size_t c = 0; c < sizes_.configs; ++c)
@@ -325,15 +292,14 @@ HeadOutcome Batch::outcome(std::size_t figure, const std::vector<double>& sums,
   return outcome;
 }
 
-int Batch::waves() {
+int Batch::waves(const Walks& walks) const {
   int all = 0;
-  args_.rows.count = 1;
   for (const Members& members : grid_.members) {
-    args_.member_count = static_cast<int>(members.configs.size());
-    args_.squeezed = members.squeezed;
-    args_.room_slots = members.most_slots;
+    kernels::ReplayArgs args = args_of(members);
+    args.rows.count = 1;
     int own = 0;
-    check(members.policy->waves(args_, own), "asking for the device's limits");
+    check(kernels::replay_waves(walks.kernel(walk_of(members)), args, own),
+          "asking for the device's limits");
     all += own;
   }
   return all;
@@ -347,12 +313,13 @@ double Batch::attend() {
   double flops = 0;
   for (std::uint32_t first = 0; first < plan_.trace.tokens(); first += block) {
     const std::uint32_t count = std::min(block, plan_.trace.tokens() - first);
-    multiply(args_.shape.rounding, rounded_queries_, rounded_keys_, products_, first, count);
+    multiply(args_.shape.rounding, parts_.rounded_queries, parts_.rounded_keys, parts_.products,
+             first, count);
     check(kernels::replay_softmax({.shape = args_.shape,
                                    .first = static_cast<int>(first),
                                    .count = static_cast<int>(count),
                                    .block = static_cast<int>(block),
-                                   .products = products_,
+                                   .products = parts_.products,
                                    .type = args_.tensors.type,
                                    .to = args_.rows.e},
                                   stream_),
@@ -367,7 +334,7 @@ double Batch::attend() {
               .x = args_.rows.e,
               .x_row = tokens,
               .x_batch = rows * tokens,
-              .w = values_,
+              .w = parts_.values,
               .w_row = dim,
               .w_batch = tokens * dim,
               .w_by_k = true,
@@ -384,11 +351,12 @@ double Batch::attend() {
 void Batch::keep_sets() {
   args_.figures.words = static_cast<int>((sizes_.tokens + 31) / 32);
   const std::size_t words = static_cast<std::size_t>(args_.figures.words);
-  args_.figures.kept = take<std::uint32_t>(sizes_.configs * sizes_.tokens * words * 4, true);
+  kept_ = cuda::zeroes(units_.size() * sizes_.configs * sizes_.tokens * words * 4, "kept sets");
+  args_.figures.kept = kept_.as<std::uint32_t>();
 }
 
 void Batch::show_sets(std::size_t first_unit, const KeptWatcher& watcher) const {
-  const auto bits = cuda::download<std::uint32_t>(buffers_.back());
+  const auto bits = cuda::download<std::uint32_t>(kept_);
   const auto words = static_cast<std::size_t>(args_.figures.words);
   std::vector<std::uint32_t> live;
   for (std::size_t figure = 0; figure < units_.size() * sizes_.configs; ++figure)

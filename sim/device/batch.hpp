@@ -4,9 +4,11 @@
 #include <span>
 #include <vector>
 
+#include "sim/device/batch_memory.hpp"
 #include "sim/device/batched_product.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/device/grid.hpp"
+#include "sim/device/walks.hpp"
 
 namespace kvlab {
 
@@ -75,11 +77,13 @@ class Batch {
     allocate();
   }
 
+  /// The walks that its members need.
+  std::vector<Walk> walks() const;
   void read();
-  void replay();
+  void replay(const Walks& walks);
   std::vector<std::vector<HeadOutcome>> outcomes() const;
   /// Of one query, over the policies.
-  int waves();
+  int waves(const Walks& walks) const;
   /// Attention of every query. Returns its flops.
   double attend();
   /// Keeps what every query attended, from before replay() on.
@@ -87,14 +91,9 @@ class Batch {
   void show_sets(std::size_t first_unit, const KeptWatcher& watcher) const;
 
  private:
-  template <class T>
-  T* take(std::size_t bytes_of_unit, bool zero = false) {
-    cuda::DeviceBuffer& buffer = buffers_.emplace_back(bytes_of_unit * units_.size(), "the replay");
-    if (zero && buffer.bytes() > 0)
-      cuda::check(cudaMemsetAsync(buffer.data(), 0, buffer.bytes(), stream_), "clearing");
-    return buffer.as<T>();
-  }
   void allocate();
+  kernels::ReplayArgs args_of(const Members& members) const;
+  Walk walk_of(const Members& members) const;
   void turn(const float* from, std::size_t unit, Part part, std::uint32_t head);
   void make_rows(std::uint32_t first, std::uint32_t count);
   void multiply_parts(std::uint32_t first, std::uint32_t count);
@@ -112,14 +111,8 @@ class Batch {
   Streams& streams_;
   cudaStream_t stream_;
   kernels::ReplayArgs args_{};
-  std::vector<cuda::DeviceBuffer> buffers_;
-  float *queries_ = nullptr, *plain_queries_ = nullptr;
-  float *query_parts_ = nullptr, *key_parts_ = nullptr;
-  std::byte* paired_keys_ = nullptr;
-  float* key_scales_ = nullptr;
-  std::byte *keys_ = nullptr, *values_ = nullptr;
-  std::byte *rounded_queries_ = nullptr, *rounded_keys_ = nullptr;
-  float *products_ = nullptr, *unrounded_products_ = nullptr;
+  BatchParts parts_{};
+  cuda::DeviceBuffer memory_, layers_, kv_heads_, kept_;
 };
 
 }  // namespace kvlab

@@ -26,8 +26,7 @@ class Replayer final : public CudaReplayer {
   bool takes(const TraceHeader& header, const ReplayConfig& config) const override {
     const ModelShape& shape = header.shape;
     const PolicyEntry* const entry = config.policy.entry.get();
-    return entry && !entry->source && find_policy(config.policy.name) &&
-           shape.group() <= kernels::kMostReplayGroup &&
+    return entry && kernels::has_text(*entry) && shape.group() <= kernels::kMostReplayGroup &&
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
            header.rope.rotated() % 4 == 0;
   }
@@ -39,9 +38,9 @@ class Replayer final : public CudaReplayer {
     std::vector<std::vector<HeadOutcome>> all;
     in_batches(plan, units, [&](Batch& batch, std::size_t first) {
       if (watcher_) batch.keep_sets();
-      batch.replay();
+      batch.replay(walks_);
       if (watcher_) batch.show_sets(first, watcher_);
-      waves_ = batch.waves();
+      waves_ = batch.waves(walks_);
       for (auto& outcomes : batch.outcomes()) all.push_back(std::move(outcomes));
     });
     return all;
@@ -86,6 +85,7 @@ class Replayer final : public CudaReplayer {
     for (std::size_t first = 0; first < units.size(); first += at_once) {
       Batch batch(plan, grid, sizes, units.subspan(first, std::min(at_once, units.size() - first)),
                   tables, product_, streams_);
+      walks_.load(batch.walks(), plan.threads);
       reading_ += timed([&] { batch.read(); }).seconds;
       work(batch, first);
     }
@@ -159,12 +159,13 @@ class Replayer final : public CudaReplayer {
     const cuda::MemoryInfo memory = cuda::memory_info();
     const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
     const std::size_t landing = sizes.land_at_once(units, threads) * sizes.landing();
-    const std::size_t fit = (usable - std::min(usable, landing)) / sizes.bytes();
+    const std::size_t of_unit = bytes_of(sizes, 1),
+                      fit = (usable - std::min(usable, landing)) / of_unit;
     if (fit == 0)
       throw std::runtime_error(
           fmt::format("device memory: one KV head of this replay needs {}, {} of {} are free; "
                       "fewer budgets at once need less, or use --device cpu",
-                      cuda::bytes_text(sizes.bytes() + landing), cuda::bytes_text(memory.free),
+                      cuda::bytes_text(of_unit + landing), cuda::bytes_text(memory.free),
                       cuda::bytes_text(memory.total)));
     return std::min({fit, units, kMostUnits});
   }
@@ -172,6 +173,7 @@ class Replayer final : public CudaReplayer {
   KeptWatcher watcher_;
   double reading_ = 0;
   int waves_ = 0;
+  Walks walks_;
   Streams streams_;
   cuda::BatchedProduct product_;
 };

@@ -9,7 +9,6 @@
 namespace kvlab {
 
 using kernels::ReplayArgs;
-using kernels::ReplayPolicy;
 using kernels::ReplayRule;
 using kernels::Type;
 
@@ -52,22 +51,15 @@ Type type_of(const std::optional<Dtype>& rounding) {
   return *rounding == Dtype::bf16 ? Type::bf16 : Type::f16;
 }
 
-const ReplayPolicy* find_policy(std::string_view name) {
-  const auto& all = kernels::replay_policies();
-  const auto found = std::find_if(all.begin(), all.end(),
-                                  [&](const ReplayPolicy& policy) { return policy.name == name; });
-  return found == all.end() ? nullptr : &*found;
-}
-
 Grid::Grid(const ReplayPlan& plan) {
   std::vector<ReplayRule> rules;
   std::vector<kernels::ReplayAdmission> admissions;
   std::vector<std::byte> params;
   for (const ResolvedConfig& resolved : plan.configs) {
     const ReplayConfig& config = *resolved.config;
-    const ReplayPolicy& policy = *find_policy(config.policy.name);
+    const PolicyEntry& policy = *config.policy.entry;
     const Counts counts = counts_of(*resolved.admissions, resolved.budget);
-    const std::uint32_t slots = policy.oldest_first ? 0 : counts.most_live;
+    const std::uint32_t slots = is_window(policy) ? 0 : counts.most_live;
     rules.push_back({.rule = {resolved.budget, resolved.guards.sinks, resolved.guards.recent},
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
@@ -80,16 +72,17 @@ Grid::Grid(const ReplayPlan& plan) {
     unit_slots += slots;
     slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
     params.resize(params.size() + (policy.params_bytes + 15) / 16 * 16);
-    if (policy.params_bytes) policy.params(config.policy.params, &params[rules.back().params]);
+    if (policy.params_bytes)
+      policy.write_params(config.policy.params, &params[rules.back().params]);
     for (const Admission& admission : *resolved.admissions)
       admissions.push_back({admission.first, admission.tokens});
     admissions.push_back({plan.trace.tokens(), 0});
     const auto index = static_cast<std::int32_t>(rules.size() - 1);
-    if (policy.oldest_first) {
+    if (is_window(policy)) {
       windows.push_back(index);
       window_counts[index] = counts;
     } else {
-      add_member(policy, rules.back().squeezed, index, slots);
+      add_member(config.policy.entry, rules.back().squeezed, index, slots);
     }
   }
   const std::vector<std::int32_t> sets = sets_of(rules);
@@ -113,14 +106,14 @@ void Grid::describe(ReplayArgs& args) const {
   args.samples.tiles = tiles_;
 }
 
-void Grid::add_member(const ReplayPolicy& policy, bool is_squeezed, std::int32_t config,
-                      std::uint32_t slots) {
+void Grid::add_member(const std::shared_ptr<const PolicyEntry>& policy, bool is_squeezed,
+                      std::int32_t config, std::uint32_t slots) {
   const int size_class = size_class_of(slots);
   auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
-    return m.policy == &policy && m.squeezed == is_squeezed && m.size_class == size_class;
+    return m.policy == policy && m.squeezed == is_squeezed && m.size_class == size_class;
   });
   if (found == members.end())
-    found = members.insert(found, Members{&policy, is_squeezed, size_class, {}, 0, {}});
+    found = members.insert(found, Members{policy, is_squeezed, size_class, {}});
   found->configs.push_back(config);
   found->most_slots = std::max(found->most_slots, slots);
 }

@@ -78,7 +78,7 @@ class EvictingBatch {
     std::vector<std::uint32_t> ages;
   };
 
-  const EvictionKernels& kernels_;
+  const EvictionKernels kernels_;
   EvictingSize size_;
   PolicySpec spec_;
   std::mt19937 random_{11};

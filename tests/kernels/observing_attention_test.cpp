@@ -12,12 +12,12 @@ using namespace kvlab::kernels;
 
 namespace {
 
-const EvictionKernels& kernels_of(const std::string& policy,
-                                  const std::vector<EvictionKernels>& all = observing_eviction()) {
-  const std::string name = policy.substr(0, policy.find(':'));
-  for (const EvictionKernels& kernels : all)
-    if (kernels.name == name) return kernels;
-  throw std::invalid_argument("no kernels of " + policy);
+EvictionKernels kernels_of(const std::string& spec,
+                           EvictionKernels (*launched)(const DevicePolicy&) = observing_kernels) {
+  const std::string name = spec.substr(0, spec.find(':'));
+  for (const DevicePolicy& policy : device_policies())
+    if (policy.name == name) return launched(policy);
+  throw std::invalid_argument("no kernels of " + spec);
 }
 
 void run_steps(EvictingBatch& batch, int steps) {
@@ -42,8 +42,8 @@ void run(EvictingSize size, int steps) {
 void run_in_two_frames(EvictingSize size, int steps) {
   size.numbering = Positions::cache;
   INFO(size.name());
-  for (const auto* all : {&observing_eviction(), &plain_eviction()}) {
-    const EvictionKernels& kernels = kernels_of(size.policy, *all);
+  for (const auto launched : {observing_kernels, plain_kernels}) {
+    const EvictionKernels kernels = kernels_of(size.policy, launched);
     REQUIRE(kernels.oldest_first);
     EvictingBatch batch(kernels, size);
     run_steps(batch, steps);
@@ -54,9 +54,9 @@ void run_in_two_frames(EvictingSize size, int steps) {
 
 TEST_CASE("every policy evicts on the device as on the host, step by step", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const EvictionKernels& kernels : observing_eviction())
+  for (const DevicePolicy& policy : device_policies())
     for (const Positions numbering : {Positions::original, Positions::cache})
-      run({.policy = std::string(kernels.name),
+      run({.policy = std::string(policy.name),
            .sequences = 3,
            .budgets = {17, 33, 64, 65, 8},
            .prompt = 7,
@@ -259,7 +259,8 @@ TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {
 }
 
 TEST_CASE("observing attention refuses what it does not support before any launch") {
-  for (const EvictionKernels& kernels : observing_eviction()) {
+  for (const DevicePolicy& policy : device_policies()) {
+    const EvictionKernels kernels = observing_kernels(policy);
     CHECK(kernels.attention({}, nullptr) == cudaErrorInvalidValue);
     CHECK(kernels.attention_workspace({}) == 0);
   }

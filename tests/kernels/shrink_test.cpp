@@ -164,7 +164,7 @@ class Run {
  public:
   /// In place: `most` tokens may be admitted at a time behind the budget's; else they go through a
   /// cache of their own, of `most` slots a pair.
-  Run(const AdmissionPolicy& policy, std::vector<Pair> pairs, std::uint32_t most, bool in_place,
+  Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t most, bool in_place,
       Draw draw = draw_observation)
       : policy_(policy), pairs_(std::move(pairs)), in_place_(in_place), draw_(draw) {
     std::vector<std::uint32_t> capacities;
@@ -201,7 +201,7 @@ class Run {
     if (graph != nullptr)
       graph->launch();
     else
-      check_cuda(policy_.shrink(args(), nullptr));
+      check_cuda(shrink(policy_, args(), nullptr));
     check_cuda(cudaDeviceSynchronize());
     resident_->download();
     if (!in_place_) scratch_->download();
@@ -230,7 +230,7 @@ class Run {
   Cache::Host once_more(const std::vector<std::uint32_t>& counts) {
     const Cache::Host start = resident_->host;
     prepare(counts);
-    check_cuda(policy_.shrink(args(), nullptr));
+    check_cuda(shrink(policy_, args(), nullptr));
     resident_->download();
     Cache::Host left = resident_->host;
     resident_->host = start;
@@ -337,7 +337,7 @@ class Run {
     copy.policy.rules = unlimited_->data();
     const DeviceArray<std::byte> workspace(shrink_workspace(copy.from));
     copy.workspace = workspace.data();
-    check_cuda(policy_.shrink(copy, nullptr));
+    check_cuda(shrink(policy_, copy, nullptr));
     check_cuda(cudaDeviceSynchronize());
     scratch_->download();
   }
@@ -386,7 +386,7 @@ class Run {
     CHECK(bad_states == 0);
   }
 
-  const AdmissionPolicy& policy_;
+  const DevicePolicy& policy_;
   std::vector<Pair> pairs_;
   bool in_place_;
   Draw draw_;
@@ -411,23 +411,23 @@ std::vector<Pair> all_kinds() {
 }  // namespace
 
 TEST_CASE("every policy of the catalogue has a shrink") {
-  REQUIRE(admission_policies().size() == policy_catalogue().size());
-  for (std::size_t i = 0; i < admission_policies().size(); ++i) {
-    CHECK(admission_policies()[i].name == policy_catalogue()[i].info.name);
-    CHECK(admission_policies()[i].slot_bytes == policy_catalogue()[i].slot_bytes);
+  REQUIRE(device_policies().size() == policy_catalogue().size());
+  for (std::size_t i = 0; i < device_policies().size(); ++i) {
+    CHECK(device_policies()[i].name == policy_catalogue()[i].info.name);
+    CHECK(device_policies()[i].slot_bytes == policy_catalogue()[i].slot_bytes);
   }
 }
 
 TEST_CASE("a shrink refuses what cannot be one before any launch") {
-  for (const AdmissionPolicy& policy : admission_policies())
-    CHECK(policy.shrink(ShrinkArgs{}, nullptr) == cudaErrorInvalidValue);
+  for (const DevicePolicy& policy : device_policies())
+    CHECK(shrink(policy, ShrinkArgs{}, nullptr) == cudaErrorInvalidValue);
 }
 
 TEST_CASE("prompts and later turns leave what the rule leaves, in place and from elsewhere",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool in_place : {true, false})
-    for (const AdmissionPolicy& policy : admission_policies()) {
+    for (const DevicePolicy& policy : device_policies()) {
       INFO(policy.name << (in_place ? " in place" : " from elsewhere"));
       Run run(policy, all_kinds(), 5800, in_place);
       std::mt19937 random(8);
@@ -440,10 +440,10 @@ TEST_CASE("prompts and later turns leave what the rule leaves, in place and from
 
 TEST_CASE("token by token is the decode rule", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const AdmissionPolicy& policy : admission_policies()) {
+  for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
     Run run(policy, {{3, 0, 0}, {8, 2, 4}, {5, 0, 5}, {1, 0, 0}}, 30, true);
-    CapturedGraph graph([&](cudaStream_t stream) { return policy.shrink(run.args(), stream); });
+    CapturedGraph graph([&](cudaStream_t stream) { return shrink(policy, run.args(), stream); });
     run.admit({30, 7});
     for (int step = 0; step < 40; ++step) run.admit({1, step % 3 == 0 ? 0u : 1u}, &graph);
   }
@@ -451,7 +451,7 @@ TEST_CASE("token by token is the decode rule", "[gpu]") {
 
 TEST_CASE("equal scores leave by age", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const AdmissionPolicy& policy : admission_policies()) {
+  for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
     Run run(policy, {{100, 0, 0}, {1000, 4, 100}}, 3500, false, draw_equal);
     run.admit({2049});
@@ -461,8 +461,8 @@ TEST_CASE("equal scores leave by age", "[gpu]") {
 
 TEST_CASE("a shrink works at every length around its blocks", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  const auto named = [](const AdmissionPolicy& policy) { return policy.name == "h2o"; };
-  const AdmissionPolicy& h2o = *std::ranges::find_if(admission_policies(), named);
+  const auto named = [](const DevicePolicy& policy) { return policy.name == "h2o"; };
+  const DevicePolicy& h2o = *std::ranges::find_if(device_policies(), named);
   for (const std::uint32_t length : {1u, 2u, 31u, 32u, 33u, 1023u, 1024u, 1025u, 2048u, 5000u})
     for (const std::uint32_t budget : {length / 2 + 1, length, length + 1, length + 2}) {
       INFO("length " << length << " budget " << budget);
@@ -473,7 +473,7 @@ TEST_CASE("a shrink works at every length around its blocks", "[gpu]") {
 
 TEST_CASE("a shrink gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const AdmissionPolicy& policy : admission_policies()) {
+  for (const DevicePolicy& policy : device_policies()) {
     Run run(policy, {{200, 4, 100}, {90, 0, 0}}, 1200, true);
     run.admit({700});
     const auto first = run.once_more({300});

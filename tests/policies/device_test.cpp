@@ -10,15 +10,15 @@
 using namespace kvlab;
 
 TEST_CASE("every policy of the catalogue is compiled for the device") {
-  REQUIRE(device_probes().size() == policy_catalogue().size());
-  for (std::size_t i = 0; i < device_probes().size(); ++i) {
-    CHECK(device_probes()[i].name == policy_catalogue()[i].info.name);
-    CHECK(device_probes()[i].slot_bytes == policy_catalogue()[i].slot_bytes);
+  REQUIRE(kernels::device_policies().size() == policy_catalogue().size());
+  for (std::size_t i = 0; i < kernels::device_policies().size(); ++i) {
+    CHECK(kernels::device_policies()[i].name == policy_catalogue()[i].info.name);
+    CHECK(kernels::device_policies()[i].slot_bytes == policy_catalogue()[i].slot_bytes);
   }
 }
 
 TEST_CASE("a probe refuses an empty run before launching") {
-  CHECK(device_probes()[0].launch(ProbeRun{}, {}, nullptr) == cudaErrorInvalidValue);
+  CHECK(run_probe(kernels::device_policies()[0], ProbeRun{}, {}, nullptr) == cudaErrorInvalidValue);
   CHECK(launch_observations(ObservationRun{}, nullptr) == cudaErrorInvalidValue);
 }
 
@@ -27,10 +27,11 @@ TEST_CASE("every policy does on the device what it does on the host, to the bit"
   const std::vector<Step> steps = make_steps();
   const std::vector<Observation> seen = make_observations(steps);
   const Stream stream;
-  for (const DeviceProbe& probe : device_probes()) DYNAMIC_SECTION(probe.name) {
-      const PolicySpec spec = parse_policy(probe.name);
+  for (const kernels::DevicePolicy& policy : kernels::device_policies())
+    DYNAMIC_SECTION(policy.name) {
+      const PolicySpec spec = parse_policy(policy.name);
       const Outcome host = run_on_host(spec, steps, seen);
-      DeviceRun run(probe, spec, steps, seen);
+      DeviceRun run(policy, spec, steps, seen);
       check_cuda(run.enqueue(stream.get()));
       check_equal(run.take(), host);
     }
@@ -40,10 +41,11 @@ TEST_CASE("every policy's device code runs in a captured graph, again and again"
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Step> steps = make_steps();
   const std::vector<Observation> seen = make_observations(steps);
-  for (const DeviceProbe& probe : device_probes()) DYNAMIC_SECTION(probe.name) {
-      const PolicySpec spec = parse_policy(probe.name);
+  for (const kernels::DevicePolicy& policy : kernels::device_policies())
+    DYNAMIC_SECTION(policy.name) {
+      const PolicySpec spec = parse_policy(policy.name);
       const Outcome host = run_on_host(spec, steps, seen);
-      DeviceRun run(probe, spec, steps, seen);
+      DeviceRun run(policy, spec, steps, seen);
       CapturedGraph graph([&](cudaStream_t stream) { return run.enqueue(stream); });
       for (int again = 0; again < 3; ++again) {
         graph.launch();

@@ -25,14 +25,9 @@ target_link_libraries(kvlab_extended_policies PUBLIC kvlab_options PRIVATE fmt::
 
 # And its device code.
 if(KVLAB_CUDA)
-  kvlab_generate_probes(${extended}/registry.txt ${extended}/kernels/policy_probes.cu)
-  add_library(kvlab_extended_probes STATIC ${extended}/kernels/policy_probes.cu
-                                           ${PROJECT_SOURCE_DIR}/kernels/evict/observation_probe.cu)
-  target_include_directories(kvlab_extended_probes PUBLIC ${extended} ${PROJECT_SOURCE_DIR})
-  target_link_libraries(kvlab_extended_probes PUBLIC kvlab_options CUDA::cudart_static)
-  kvlab_generate_kernels(${extended}/registry.txt ${extended}/kernels/admission.cu
-                         kernels/evict/shrink.cuh admission_policy_of AdmissionPolicy admission_policies)
-  add_library(kvlab_extended_admission STATIC ${extended}/kernels/admission.cu)
-  target_include_directories(kvlab_extended_admission PUBLIC ${extended} ${PROJECT_SOURCE_DIR})
-  target_link_libraries(kvlab_extended_admission PUBLIC kvlab_kernels kvlab_options)
+  kvlab_generate_device_policies(${extended}/registry.txt ${extended}/kernels/device_policies.cu)
+  add_library(kvlab_extended_eviction STATIC ${extended}/kernels/device_policies.cu
+                                             ${PROJECT_SOURCE_DIR}/kernels/evict/observation_probe.cu)
+  target_include_directories(kvlab_extended_eviction PUBLIC ${extended} ${PROJECT_SOURCE_DIR})
+  target_link_libraries(kvlab_extended_eviction PUBLIC kvlab_kernels kvlab_options)
 endif()

@@ -87,13 +87,13 @@ inline Outcome run_on_host(const PolicySpec& spec, std::span<const Step> steps,
 /// A policy's device code with its inputs and outputs in device memory.
 class DeviceRun {
  public:
-  DeviceRun(const DeviceProbe& probe, const PolicySpec& spec, std::span<const Step> steps,
-            std::span<const Observation> seen)
-      : probe_(probe),
+  DeviceRun(const kernels::DevicePolicy& policy, const PolicySpec& spec,
+            std::span<const Step> steps, std::span<const Observation> seen)
+      : policy_(policy),
         params_(spec.params),
         steps_(steps),
         seen_(seen),
-        slots_(kTokens * probe.slot_bytes) {}
+        slots_(kTokens * policy.slot_bytes) {}
 
   cudaError_t enqueue(cudaStream_t stream) const {
     const ProbeRun run{.tokens = kTokens,
@@ -105,7 +105,7 @@ class DeviceRun {
                        .leave_after = leave_after_.data(),
                        .slots = slots_.data(),
                        .weights = weights_.data()};
-    return probe_.launch(run, params_, stream);
+    return run_probe(policy_, run, params_, stream);
   }
   Outcome take() {
     Outcome out{.ranks = ranks_.to_host(),
@@ -121,7 +121,7 @@ class DeviceRun {
   }
 
  private:
-  const DeviceProbe& probe_;
+  const kernels::DevicePolicy& policy_;
   std::vector<double> params_;
   DeviceArray<Step> steps_;
   DeviceArray<Observation> seen_;

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "engine/backend.hpp"
+#include "sim/source/policy_source.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
@@ -144,6 +145,34 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
       grid.push_back(config);
     }
   const auto device = cuda_replayer();
+  ReplayOptions options{.span = Span::all, .threads = 4};
+  const ReplayResult here = replay(trace, 0, grid, options);
+  options.elsewhere = device.get();
+  check_equal(replay(trace, 0, grid, options), here,
+              [&](std::size_t c) { return grid[c].policy.text() + " " + grid[c].budget.text(); });
+}
+
+TEST_CASE("a device replays policies from sources as the CPU does, beside the registry's",
+          "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const std::string root = KVLAB_SOURCE_DIR;
+  const auto trace = TraceReader::open(root + "/traces/samples/tiny-story");
+  const test::TemporaryFolder folder;
+  std::string own = test::read_bytes(root + "/policies/mass/h2o.hpp");
+  own.replace(own.find("\"h2o\""), 5, "\"own_h2o\"");
+  test::write_bytes(folder / "own_h2o.hpp", own);
+  std::vector<ReplayConfig> grid;
+  const auto add = [&](const PolicySpec& policy) {
+    for (const char* budget : {"5%", "40%"})
+      for (const Positions positions : {Positions::original, Positions::cache})
+        grid.push_back({.policy = policy, .budget = parse_budget(budget), .positions = positions});
+  };
+  const auto leaky = compile_policy_source(root + "/tests/policies/leaky.hpp");
+  add(parse_policy("h2o"));
+  add(parse_policy("own_h2o", {}, compile_policy_source(folder / "own_h2o.hpp")));
+  add(parse_policy(leaky->info.name, {}, leaky));
+  const auto device = cuda_replayer();
+  for (const ReplayConfig& config : grid) CHECK(device->takes(trace.header(), config));
   ReplayOptions options{.span = Span::all, .threads = 4};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();

@@ -2,12 +2,13 @@
 // compiled one gives.
 #include <fmt/format.h>
 
+#include "kernels/evict/admission.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
+#include "sim/source/policy_source.hpp"
 #include "tests/kernels/evicting_batch.hpp"
 #include "tests/policies/probe_outcome.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "sim/source/policy_source.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -32,7 +33,7 @@ const std::pair<const char*, const char*> kHeaders[] = {{"policies/mass/h2o.hpp"
 
 bool has_nvrtc() {
   try {
-    kernels::compile_device_code("", {}, {}, 90);
+    kernels::compile({.text = "", .headers = {}, .kernels = {}, .architecture = 90});
   } catch (const std::runtime_error&) {
     return false;
   }
@@ -48,7 +49,7 @@ struct Shrunk {
   bool operator==(const Shrunk&) const = default;
 };
 
-Shrunk shrunk(const kernels::AdmissionPolicy& policy) {
+Shrunk shrunk(const kernels::DevicePolicy& policy) {
   constexpr int kPrompt = 200, kBudget = 32, kHeadSize = 64;
   const std::vector<kernels::PairRule> two_rules(2, {kBudget, 2, 8});
   std::vector<Observation> seen(2 * kPrompt);
@@ -96,22 +97,23 @@ Shrunk shrunk(const kernels::AdmissionPolicy& policy) {
   to.lengths = to_lengths.data();
   to.next_slots = to_next.data();
   const DeviceArray<std::byte> workspace(kernels::shrink_workspace(from));
-  check_cuda(policy.shrink({.from = from,
-                            .to = to,
-                            .policy = {.states = states.data(),
-                                       .rules = rules.data(),
-                                       .params = nullptr,
-                                       .threshold16 = nullptr,
-                                       .seeds = seeds.data(),
-                                       .sequence_ids = ids.data(),
-                                       .layer = 0,
-                                       .seen = nullptr},
-                            .to_states = to_states.data(),
-                            .now = now.data(),
-                            .admitted = admitted.data(),
-                            .seen = device_seen.data(),
-                            .workspace = workspace.data()},
-                           nullptr));
+  check_cuda(kernels::shrink(policy,
+                             {.from = from,
+                              .to = to,
+                              .policy = {.states = states.data(),
+                                         .rules = rules.data(),
+                                         .params = nullptr,
+                                         .threshold16 = nullptr,
+                                         .seeds = seeds.data(),
+                                         .sequence_ids = ids.data(),
+                                         .layer = 0,
+                                         .seen = nullptr},
+                              .to_states = to_states.data(),
+                              .now = now.data(),
+                              .admitted = admitted.data(),
+                              .seen = device_seen.data(),
+                              .workspace = workspace.data()},
+                             nullptr));
   return {to_lengths.to_host(), to_next.to_host(), to_positions.to_host(), to_states.to_host()};
 }
 
@@ -121,10 +123,28 @@ TEST_CASE("NVRTC compiles a policy source for every architecture of kvlab, witho
   if (!has_nvrtc()) return skip("no NVRTC");
   for (const auto& [header, policy] : kHeaders)
     for (const int architecture : {80, 90}) {
-      const auto code = kernels::compile_policy_code(*source_of(header, policy), architecture);
+      const auto code =
+          kernels::compile(kernels::eviction_program(*source_of(header, policy), architecture));
       CHECK(code.cubin.size() > 1000);
       CHECK(code.symbols.size() == 4);
     }
+}
+
+TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, without a device") {
+  if (!has_nvrtc()) return skip("no NVRTC");
+  const auto h2o = parse_policy("h2o").entry,
+             leaky = source_of("tests/policies/leaky.hpp", "leaky");
+  const auto compiles = [](const PolicyEntry& entry, const kernels::WalkVariant& variant,
+                           int architecture) {
+    const auto code = kernels::compile(kernels::walk_program(entry, variant, architecture));
+    return code.cubin.size() > 1000 && code.symbols.size() == 1;
+  };
+  CHECK(kernels::has_text(*h2o));
+  CHECK(kernels::has_text(*leaky));
+  CHECK(compiles(*h2o, {1, true, true, kernels::Type::bf16}, 90));
+  CHECK(compiles(*h2o, {2, false, true, kernels::Type::f16}, 80));
+  CHECK(compiles(*leaky, {2, true, false, kernels::Type::f32}, 80));
+  CHECK(compiles(*leaky, {1, false, false, kernels::Type::bf16}, 90));
 }
 
 TEST_CASE("what the device cannot compile is shown at the source's own line") {
@@ -137,7 +157,7 @@ TEST_CASE("what the device cannot compile is shown at the source's own line") {
   entry.source = std::make_shared<const PolicySource>(broken);
   std::string message;
   try {
-    kernels::compile_policy_code(entry, 90);
+    kernels::code_of(kernels::eviction_program(entry, 90), entry);
   } catch (const std::invalid_argument& error) {
     message = error.what();
   }
@@ -155,8 +175,7 @@ TEST_CASE("a policy source does on the device what it does on the host, to the b
       const kernels::PolicyKernels compiled(entry);
       const PolicySpec spec = parse_policy(entry->info.name, {}, entry);
       const Outcome host = run_on_host(spec, steps, seen);
-      const DeviceProbe probe = compiled.probe();
-      DeviceRun run(probe, spec, steps, seen);
+      DeviceRun run(compiled.policy(), spec, steps, seen);
       check_cuda(run.enqueue(stream.get()));
       check_equal(run.take(), host);
     }
@@ -164,9 +183,10 @@ TEST_CASE("a policy source does on the device what it does on the host, to the b
 
 TEST_CASE("a policy source evicts on the device as on the host, fast and plainly", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const std::string policy : {"h2o", "lru", "random"}) DYNAMIC_SECTION(policy) {
-      const kernels::PolicyKernels compiled(source_of("policies/" + policy + ".hpp", policy));
-      for (const auto& device : {compiled.observing(), compiled.plain()}) {
+  for (const auto& [header, policy] : std::span(kHeaders).first(3)) DYNAMIC_SECTION(policy) {
+      const kernels::PolicyKernels compiled(source_of(header, policy));
+      for (const auto& device : {kernels::observing_kernels(compiled.policy()),
+                                 kernels::plain_kernels(compiled.policy())}) {
         // The batch's host side is the registry's policy of that name.
         kernels::EvictingBatch batch(device,
                                      {.policy = policy, .sequences = 2, .prompt = 20, .steps = 60});
@@ -183,11 +203,11 @@ TEST_CASE("a policy source evicts on the device as on the host, fast and plainly
 
 TEST_CASE("a policy source shrinks a prompt as the compiled one does, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const std::string policy : {"h2o", "lru", "random"}) DYNAMIC_SECTION(policy) {
-      const kernels::PolicyKernels compiled(source_of("policies/" + policy + ".hpp", policy));
-      const Shrunk own = shrunk(compiled.admission());
+  for (const auto& [header, policy] : std::span(kHeaders).first(3)) DYNAMIC_SECTION(policy) {
+      const kernels::PolicyKernels compiled(source_of(header, policy));
+      const Shrunk own = shrunk(compiled.policy());
       CHECK(own.lengths == std::vector<std::int32_t>{31, 31});
-      for (const kernels::AdmissionPolicy& other : kernels::admission_policies())
+      for (const kernels::DevicePolicy& other : kernels::device_policies())
         if (other.name == policy) CHECK((own == shrunk(other)));
     }
 }

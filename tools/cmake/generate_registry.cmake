@@ -45,94 +45,27 @@ static_assert(check_registry(Registry{}));
 ]])
 endfunction()
 
-# kvlab_generate_probes(<registry.txt> <probes.cu>): every policy's device code.
-function(kvlab_generate_probes registry output)
+# kvlab_generate_device_policies(<registry.txt> <device_policies.cu>): kvlab::kernels::device_policies(), every policy's
+# kernels (kernels/evict/device_policy.hpp).
+function(kvlab_generate_device_policies registry output)
   kvlab_read_registry(${registry} headers types)
-  list(TRANSFORM types REPLACE "(.+)" "      probe_of<\\1>(),")
-  list(JOIN types "\n" probes)
-  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
-// Generated from the registry. Do not edit.
-#include "kernels/evict/policy_probe.cuh"
-#include "policies/registry.hpp"
-
-namespace kvlab {
-
-const std::vector<DeviceProbe>& device_probes() {
-  static const std::vector<DeviceProbe> probes{
-@probes@
-  };
-  return probes;
-}
-
-}  // namespace kvlab
-]])
-endfunction()
-
-# kvlab_generate_kernels(<registry.txt> <list.cu> <header> <maker> <type> <function>): a list of what every policy has on
-# the device: `const std::vector<type>& function()`, each made by `maker<Policy>()` of <header>.
-function(kvlab_generate_kernels registry output header maker type function)
-  kvlab_read_registry(${registry} headers types)
-  list(TRANSFORM types REPLACE "(.+)" "      ${maker}<\\1>(),")
-  list(JOIN types "\n" kernels)
-  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
-// Generated from the registry. Do not edit.
-#include "@header@"
-#include "policies/registry.hpp"
-
-namespace kvlab::kernels {
-
-const std::vector<@type@>& @function@() {
-  static const std::vector<@type@> list{
-@kernels@
-  };
-  return list;
-}
-
-}  // namespace kvlab::kernels
-]])
-endfunction()
-
-# kvlab_generate_kernel_units(<registry.txt> <stem> <type's header> <header> <maker> <type> <function> <sources>): the same list,
-# of what takes long to compile: in a unit for each policy, `stem`_Struct.cu, and one that joins them. Sets <sources> in the caller.
-function(kvlab_generate_kernel_units registry stem declared_in header maker type function sources)
-  kvlab_read_registry(${registry} headers types)
-  set(units ${stem}.cpp)
-  foreach(file name IN ZIP_LISTS headers types)
-    file(CONFIGURE OUTPUT ${stem}_${name}.cu @ONLY CONTENT [[
-// Generated from the registry. Do not edit.
-#include "@header@"
-#include "policies/@file@"
-
-namespace kvlab::kernels {
-
-@type@ @function@_@name@() { return @maker@<@name@>(); }
-
-}  // namespace kvlab::kernels
-]])
-    list(APPEND units ${stem}_${name}.cu)
+  set(entries "")
+  foreach(header type IN ZIP_LISTS headers types)
+    string(APPEND entries "      device_policy_of<${type}>(\"${header}\", \"${type}\"),\n")
   endforeach()
-  list(TRANSFORM types PREPEND "${type} ${function}_" OUTPUT_VARIABLE declarations)
-  list(JOIN declarations "();\n" declarations)
-  list(TRANSFORM types REPLACE "(.+)" "      ${function}_\\1()," OUTPUT_VARIABLE calls)
-  list(JOIN calls "\n" calls)
-  file(CONFIGURE OUTPUT ${stem}.cpp @ONLY CONTENT [[
+  file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
 // Generated from the registry. Do not edit.
-#include <vector>
-
-#include "@declared_in@"
+#include "kernels/evict/device_policy.cuh"
+#include "policies/registry.hpp"
 
 namespace kvlab::kernels {
 
-@declarations@();
-
-const std::vector<@type@>& @function@() {
-  static const std::vector<@type@> list{
-@calls@
-  };
+const std::vector<DevicePolicy>& device_policies() {
+  static const std::vector<DevicePolicy> list{
+@entries@  };
   return list;
 }
 
 }  // namespace kvlab::kernels
 ]])
-  set(${sources} ${units} PARENT_SCOPE)
 endfunction()

@@ -156,16 +156,16 @@ double time_plain(const Layers& layers, const cuda::Stream& stream) {
   });
 }
 
-const kernels::EvictionKernels& kernels_of(std::string_view name) {
-  for (const kernels::EvictionKernels& kernels : kernels::observing_eviction())
-    if (kernels.name == name) return kernels;
+kernels::EvictionKernels kernels_of(std::string_view name) {
+  for (const kernels::DevicePolicy& policy : kernels::device_policies())
+    if (policy.name == name) return kernels::observing_kernels(policy);
   throw std::invalid_argument("no policy of that name is compiled for the device: " +
                               std::string(name));
 }
 
 EvictingTime time_evicting(const Layers& layers, const PolicySpec& spec, const AttentionTime& shape,
                            const cuda::Stream& stream) {
-  const kernels::EvictionKernels& kernels = kernels_of(spec.entry->info.name);
+  const kernels::EvictionKernels kernels = kernels_of(spec.entry->info.name);
   EvictingTime time{.policy = spec.text(), .positions = spec.entry->info.positions};
   const Guards guards = resolve_guards(spec, shape.slots);
   const std::size_t slots = layers.pairs() * shape.slots;  // of a layer

@@ -55,16 +55,10 @@ std::unique_ptr<kernels::PolicyKernels> compiled(const CudaDecoderOptions& optio
 kernels::EvictionKernels eviction_kernels(const DeviceModel& model,
                                           const CudaDecoderOptions& options,
                                           const kernels::PolicyKernels* compiled) {
-  const bool plain = needs_plain(model, options);
-  if (compiled) return plain ? compiled->plain() : compiled->observing();
-  return named(plain ? kernels::plain_eviction() : kernels::observing_eviction(),
-               options.policy().name);
-}
-
-kernels::AdmissionPolicy admission_policy(const CudaDecoderOptions& options,
-                                          const kernels::PolicyKernels* compiled) {
-  if (compiled) return compiled->admission();
-  return named(kernels::admission_policies(), options.policy().name);
+  const kernels::DevicePolicy& policy =
+      compiled ? compiled->policy() : named(kernels::device_policies(), options.policy().name);
+  return needs_plain(model, options) ? kernels::plain_kernels(policy)
+                                     : kernels::observing_kernels(policy);
 }
 
 }  // namespace
@@ -98,7 +92,6 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       rotation_(options_.rotation()),
       compiled_(compiled(options_)),
       kernels_(eviction_kernels(model, options_, compiled_.get())),
-      admission_kernels_(admission_policy(options_, compiled_.get())),
       storage_("the cache's slots", model, slots_, options_),
       work_("attention", model, slots_, options_),
       branch_(kernels_, storage_->cache(0, options_.sequences), static_cast<int>(config_.layers),

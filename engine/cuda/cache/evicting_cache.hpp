@@ -92,7 +92,6 @@ class EvictingCache final : public DeviceCache {
   KeyRotation rotation_;
   std::unique_ptr<kernels::PolicyKernels> compiled_;  // or null: the policy is in the registry
   kernels::EvictionKernels kernels_;
-  kernels::AdmissionPolicy admission_kernels_;
   cuda::Placed<SlotStorage> storage_;
   cuda::Placed<Work> work_;
   cuda::Placed<AdmissionMemory> admission_;

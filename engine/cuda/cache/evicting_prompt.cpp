@@ -188,7 +188,7 @@ class EvictingCache::Prompt final : public Admission {
   }
 
   void shrink(const kernels::ShrinkArgs& args) {
-    check(cache_.admission_kernels_.shrink(args, cache_.stream_), "a shrink");
+    check(kernels::shrink(cache_.kernels_, args, cache_.stream_), "a shrink");
   }
 
   /// The older keys, or a part's new ones.

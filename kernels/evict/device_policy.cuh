@@ -1,0 +1,31 @@
+// What one policy of the registry instantiates: four small kernels. (The replay's walk is compiled
+// when it is wanted.)
+#pragma once
+
+#include "kernels/evict/device_policy.hpp"
+#include "kernels/evict/observing_attention.cuh"
+#include "kernels/evict/plain_eviction.cuh"
+#include "kernels/evict/policy_probe.cuh"
+#include "kernels/evict/shrink.cuh"
+#include "policies/bytes.hpp"
+
+namespace kvlab::kernels {
+
+template <Policy P>
+DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
+  return {.name = P::kInfo.name,
+          .needs = P::kInfo.needs,
+          .oldest_first = P::kInfo.oldest_first,
+          .weighted = P::kInfo.weighted,
+          .slot_bytes = kSlotBytes<P>,
+          .params_bytes = kParamsBytes<P>,
+          .params = write_params<P>,
+          .header = header,
+          .type = type,
+          .observe_pairs = reinterpret_cast<const void*>(observe_pairs<P>),
+          .evict = reinterpret_cast<const void*>(evict_kernel<P>),
+          .settle_tokens = reinterpret_cast<const void*>(settle_tokens<P>),
+          .run_states = reinterpret_cast<const void*>(run_states<P>)};
+}
+
+}  // namespace kvlab::kernels

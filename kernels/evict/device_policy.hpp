@@ -1,0 +1,37 @@
+// A policy on the device: its kernels, and what their launchers need to know of it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "policies/policy.hpp"
+
+namespace kvlab::kernels {
+
+/// One policy. Of the registry, or compiled while the program runs (kernels/runtime).
+struct DevicePolicy {
+  std::string_view name;
+  Needs needs;
+  bool oldest_first;         ///< may be squeezed in two frames
+  bool weighted;             ///< observe_queries takes its weights and tail
+  std::size_t slot_bytes;    ///< of a state, PolicyState::states; 0: none
+  std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
+  /// Writes params_bytes: one value for each parameter, as in the catalogue.
+  void (*params)(std::span<const double> values, std::byte* to);
+  /// Its text, for what is compiled when it is wanted: below policies/, and the struct there.
+  std::string_view header, type;
+
+  // Kernels: a function's address, or a cudaKernel_t of code that was loaded.
+  const void* observe_pairs;  ///< observing_attention.cuh
+  const void* evict;          ///< plain_eviction.cuh
+  const void* settle_tokens;  ///< shrink.cuh
+  const void* run_states;     ///< policy_probe.cuh
+};
+
+/// Every registered policy, in the registry's order.
+const std::vector<DevicePolicy>& device_policies();
+
+}  // namespace kvlab::kernels

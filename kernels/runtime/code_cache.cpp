@@ -1,0 +1,145 @@
+#include "kernels/runtime/code_cache.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <charconv>
+#include <filesystem>
+#include <string_view>
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr std::string_view kMark = "kvlab device code 1";
+
+std::string default_folder() {
+  const char* const caches = getenv("XDG_CACHE_HOME");
+  if (caches && *caches) return fmt::format("{}/kvlab/device", caches);
+  const char* const home = getenv("HOME");
+  return home && *home ? fmt::format("{}/.cache/kvlab/device", home) : "";
+}
+
+/// Whether nobody but this user can have written it.
+bool is_own(const struct stat& file) {
+  return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
+/// An open file, closed with this object.
+class File {
+ public:
+  explicit File(int descriptor) : descriptor_(descriptor) {}
+  ~File() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  bool is_open() const { return descriptor_ >= 0; }
+  /// Nothing, if somebody else could have written it or it cannot be read whole.
+  std::string read_own() const {
+    struct stat about;
+    if (fstat(descriptor_, &about) != 0 || !S_ISREG(about.st_mode) || !is_own(about)) return "";
+    std::string bytes(static_cast<std::size_t>(about.st_size), '\0');
+    for (std::size_t at = 0; at < bytes.size();) {
+      const ssize_t got = ::read(descriptor_, bytes.data() + at, bytes.size() - at);
+      if (got <= 0) return "";
+      at += static_cast<std::size_t>(got);
+    }
+    return bytes;
+  }
+  bool write(std::string_view bytes) const {
+    while (!bytes.empty()) {
+      const ssize_t put = ::write(descriptor_, bytes.data(), bytes.size());
+      if (put <= 0) return false;
+      bytes.remove_prefix(static_cast<std::size_t>(put));
+    }
+    return true;
+  }
+
+ private:
+  int descriptor_;
+};
+
+std::string hash_of(std::string_view bytes) {
+  return fmt::format("{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
+}
+
+/// Lines: the mark, the key, a hash of all that follows; the number of symbols, then a kernel and
+/// its symbol each; the cubin's bytes.
+std::string packed(const std::string& key, const DeviceCode& code) {
+  std::string body = fmt::format("{}\n", code.symbols.size());
+  for (const auto& [kernel, symbol] : code.symbols) body += fmt::format("{}\n{}\n", kernel, symbol);
+  body.append(code.cubin.data(), code.cubin.size());
+  return fmt::format("{}\n{}\n{}\n", kMark, key, hash_of(body)) + body;
+}
+
+std::string_view take_line(std::string_view& bytes) {
+  const std::size_t end = std::min(bytes.find('\n'), bytes.size());
+  const std::string_view line = bytes.substr(0, end);
+  bytes.remove_prefix(std::min(end + 1, bytes.size()));
+  return line;
+}
+
+std::optional<DeviceCode> unpacked(std::string_view bytes, const std::string& key) {
+  if (take_line(bytes) != kMark || take_line(bytes) != key) return {};
+  const std::string_view hash = take_line(bytes);
+  if (hash != hash_of(bytes)) return {};
+  const std::string_view number = take_line(bytes);
+  std::size_t symbols = 0;
+  std::from_chars(number.data(), number.data() + number.size(), symbols);
+  DeviceCode code;
+  for (std::size_t i = 0; i < symbols; ++i) {
+    const std::string kernel(take_line(bytes));
+    code.symbols[kernel] = take_line(bytes);
+  }
+  code.cubin.assign(bytes.begin(), bytes.end());
+  return code;
+}
+
+}  // namespace
+
+CodeCache::CodeCache() : CodeCache(default_folder()) {}
+
+CodeCache::CodeCache(std::string folder) : folder_(std::move(folder)) {}
+
+std::string CodeCache::path_of(const std::string& key) const {
+  return fmt::format("{}/{}.cubin", folder_, key);
+}
+
+DeviceCode CodeCache::code_of(const DeviceProgram& program) const {
+  const std::string key = program.key();
+  if (std::optional<DeviceCode> kept = find(key)) return *std::move(kept);
+  DeviceCode code = compile(program);
+  keep(key, code);
+  return code;
+}
+
+std::optional<DeviceCode> CodeCache::find(const std::string& key) const {
+  struct stat folder;
+  if (folder_.empty() || stat(folder_.c_str(), &folder) != 0 || !is_own(folder)) return {};
+  const File file(open(path_of(key).c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+  return file.is_open() ? unpacked(file.read_own(), key) : std::nullopt;
+}
+
+void CodeCache::keep(const std::string& key, const DeviceCode& code) const {
+  if (folder_.empty()) return;
+  std::error_code ignored;
+  std::filesystem::create_directories(std::filesystem::path(folder_).parent_path(), ignored);
+  mkdir(folder_.c_str(), 0700);
+  struct stat folder;
+  if (stat(folder_.c_str(), &folder) != 0 || !S_ISDIR(folder.st_mode) || !is_own(folder)) return;
+  std::string temporary = fmt::format("{}/.XXXXXX", folder_);
+  bool whole = false;
+  {
+    const File file(mkostemp(temporary.data(), O_CLOEXEC));
+    if (!file.is_open()) return;
+    whole = file.write(packed(key, code));
+  }
+  if (!whole || rename(temporary.c_str(), path_of(key).c_str()) != 0) unlink(temporary.c_str());
+}
+
+}  // namespace kvlab::kernels

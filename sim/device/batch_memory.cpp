@@ -1,0 +1,118 @@
+#include "sim/device/batch_memory.hpp"
+
+namespace kvlab {
+
+using cuda::Arena;
+using kernels::ReplayArgs;
+
+namespace {
+
+template <class T>
+std::span<T> take_span(Arena& arena, std::size_t count) {
+  return {arena.take<T>(count), count};
+}
+
+void lay_out_tensors(Arena& arena, const UnitSizes& s, std::size_t units, BatchParts& parts,
+                     ReplayArgs& args) {
+  const std::size_t rows = units * s.tokens, vectors = rows * s.dim;
+  parts.queries = arena.take<float>(vectors * s.group);
+  parts.keys = arena.take<std::byte>(vectors * s.element_bytes);
+  parts.values = arena.take<std::byte>(vectors * s.element_bytes);
+  parts.rounded_queries = arena.take<std::byte>(vectors * s.group * s.product_bytes);
+  parts.rounded_keys = arena.take<std::byte>(vectors * s.product_bytes);
+  if (s.unrounded()) {
+    parts.key_parts = arena.take<float>(vectors * 3);
+    parts.query_parts = arena.take<float>(units * s.block * s.group * 3 * s.dim);
+  }
+  if (s.squeezed) {
+    parts.plain_queries = arena.take<float>(vectors * s.group);
+    parts.paired_keys = arena.take<std::byte>(rows * 2 * s.pairs * s.element_bytes);
+    parts.key_scales = arena.take<float>(rows);
+  }
+  args.tensors.queries = parts.queries;
+  args.tensors.keys = parts.keys;
+  args.tensors.values = parts.values;
+  args.tensors.plain_queries = parts.plain_queries;
+  args.tensors.paired_keys = parts.paired_keys;
+  args.tensors.key_scales = parts.key_scales;
+}
+
+void lay_out_rows(Arena& arena, const UnitSizes& s, std::size_t units, BatchParts& parts,
+                  ReplayArgs& args) {
+  const std::size_t queries = units * s.block, quads = queries * s.quads;
+  parts.products = arena.take<float>(queries * s.group * s.tokens);
+  if (s.unrounded()) parts.unrounded_products = arena.take<float>(queries * s.group * s.tokens);
+  kernels::ReplayRows& rows = args.rows;
+  rows.block = static_cast<int>(s.block);
+  rows.e = arena.take<float4>(quads * s.tokens);
+  if (s.squeezed) {
+    rows.squeezed = s.unrounded() ? arena.take<float4>(quads * s.tokens) : rows.e;
+    rows.most = arena.take<float4>(quads);
+    rows.fragments = arena.take<uint4>(quads * s.pairs * 2);
+    rows.scales = arena.take<float4>(quads);
+  }
+  rows.sums = arena.take<float4>(quads);
+  rows.least = arena.take<float4>(quads);
+  rows.wanted = arena.take<uint4>(quads);
+  rows.outputs = arena.take<float>(queries * s.group * s.dim);
+  args.windows = arena.take<float4>(s.windows * quads);
+}
+
+void lay_out_caches(Arena& arena, const UnitSizes& s, std::size_t units, ReplayArgs& args) {
+  const std::size_t slots = units * s.slots;
+  kernels::ReplayCaches& caches = args.caches;
+  caches.unit_slots = static_cast<std::int64_t>(s.slots);
+  caches.slot_stride = static_cast<int>(s.slot_stride);
+  caches.planes = s.squeezed ? kernels::kReplayAhead : 1;
+  caches.states = arena.take<std::byte>(slots * s.slot_stride);
+  caches.positions = arena.take<std::uint32_t>(slots);
+  caches.places = arena.take<std::uint32_t>(slots);
+  caches.holes = arena.take<std::uint32_t>(slots);
+  caches.fillers = arena.take<std::uint32_t>(slots);
+  caches.ranks = arena.take<std::uint64_t>(slots);
+  caches.seen = arena.take<Observation>(slots);
+  caches.own = arena.take<float4>(slots * s.quads * static_cast<std::size_t>(caches.planes));
+}
+
+void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchParts& parts,
+                     ReplayArgs& args) {
+  const std::size_t caches = units * s.configs, kept = caches * s.block_samples,
+                    heads = caches * 4 * s.quads;
+  kernels::ReplaySamples& samples = args.samples;
+  samples.capacity = static_cast<int>(s.block_samples);
+  samples.words = static_cast<int>(s.words());
+  samples.shared = arena.take<std::uint32_t>(kept * s.words());
+  samples.samples = arena.take<kernels::ReplaySample>(kept);
+  samples.own = arena.take<float>(kept * s.group * s.dim);
+  samples.errors = arena.take<double2>(kept * kernels::kMostReplayGroup);
+
+  parts.progress = take_span<kernels::ReplayProgress>(arena, caches);
+  parts.sums = take_span<double>(arena, heads * kernels::kReplaySums * kernels::kReplaySpanBlocks);
+  parts.errors = take_span<double>(arena, caches * s.samples * 2);
+  parts.zero_outputs = take_span<std::uint32_t>(arena, heads);
+  kernels::ReplayFigures& figures = args.figures;
+  figures.configs = static_cast<int>(s.configs);
+  figures.samples = static_cast<int>(s.samples);
+  figures.sums = parts.sums.data();
+  figures.errors = parts.errors.data();
+  figures.zero_outputs = parts.zero_outputs.data();
+  args.caches.progress = parts.progress.data();
+}
+
+}  // namespace
+
+void lay_out(Arena& arena, const UnitSizes& sizes, std::size_t units, BatchParts& parts,
+             ReplayArgs& args) {
+  lay_out_tensors(arena, sizes, units, parts, args);
+  lay_out_rows(arena, sizes, units, parts, args);
+  lay_out_caches(arena, sizes, units, args);
+  lay_out_figures(arena, sizes, units, parts, args);
+}
+
+std::size_t bytes_of(const UnitSizes& sizes, std::size_t units) {
+  BatchParts parts{};
+  ReplayArgs args{};
+  return cuda::measured([&](Arena& arena) { lay_out(arena, sizes, units, parts, args); });
+}
+
+}  // namespace kvlab

@@ -1,0 +1,49 @@
+// What the units of a batch take of device memory.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+
+#include "kernels/host/arena.hpp"
+#include "kernels/replay/replay.hpp"
+
+namespace kvlab {
+
+/// The sizes of one unit, in elements where it does not say bytes.
+struct UnitSizes {
+  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
+      block_samples;
+  std::size_t slot_stride, product_bytes, element_bytes;
+  bool squeezed, rounds;
+
+  bool unrounded() const { return squeezed && rounds; }
+  std::size_t words() const { return (tokens + 31) / 32; }
+  /// A unit's part of the trace in float32, where it lands, in bytes; so many units land at a time.
+  std::size_t landing() const { return (group + 2) * tokens * dim * sizeof(float); }
+  std::size_t land_at_once(std::size_t units, std::size_t threads) const {
+    constexpr std::size_t kBytes = std::size_t{256} << 20;
+    return std::clamp<std::size_t>(kBytes / landing(), 1, std::min(units, threads));
+  }
+};
+
+/// The parts of a batch that the kernels' arguments do not name, or not with their length. Null
+/// where the replay has no use for them.
+struct BatchParts {
+  float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
+  std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
+  float *products, *unrounded_products;
+  // Zero before a replay.
+  std::span<kernels::ReplayProgress> progress;
+  std::span<double> sums, errors;
+  std::span<std::uint32_t> zero_outputs;
+};
+
+/// Lays out `units` units: to `parts`, and to what the kernels read and write.
+void lay_out(cuda::Arena& arena, const UnitSizes& sizes, std::size_t units, BatchParts& parts,
+             kernels::ReplayArgs& args);
+
+/// What that takes.
+std::size_t bytes_of(const UnitSizes& sizes, std::size_t units);
+
+}  // namespace kvlab
