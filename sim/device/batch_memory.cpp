@@ -55,7 +55,7 @@ void lay_out_rows(Arena& arena, const UnitSizes& s, std::size_t units, BatchPart
   rows.least = arena.take<float4>(quads);
   rows.wanted = arena.take<uint4>(quads);
   rows.outputs = arena.take<float>(queries * s.group * s.dim);
-  args.windows = arena.take<float4>(s.windows * quads);
+  args.windows = arena.take<float4>(s.windows * quads * 4);  // by query head
 }
 
 void lay_out_caches(Arena& arena, const UnitSizes& s, std::size_t units, ReplayArgs& args) {
