@@ -28,6 +28,7 @@ void Batch::allocate() {
       [&](cuda::Arena& arena) { lay_out(arena, sizes_, units_.size(), parts_, args_); },
       "the replay");
   const auto clear = [&](auto part) {
+    if (part.empty()) return;
     check(cudaMemsetAsync(part.data(), 0, part.size_bytes(), stream_), "clearing");
   };
   clear(parts_.progress);
