@@ -1,6 +1,7 @@
 // What holds for every line of the registry.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <set>
 
 #include "policies/live_set.hpp"
@@ -181,5 +182,39 @@ TEST_CASE("every policy describes itself") {
         CHECK(weight >= 0.0f);
         CHECK((age < tail || weight == 0.0f));
       }
+    }
+}
+
+TEST_CASE("a policy's loops give the same bits for every instruction set") {
+  constexpr std::uint32_t kTokens = 203;
+  std::vector<std::uint32_t> positions(kTokens);
+  std::iota(positions.begin(), positions.end(), 0u);
+  std::vector<std::uint64_t> mass;
+  std::vector<std::uint32_t> requests, last;
+  for (const std::uint32_t position : positions) {
+    const Observation seen = draw_observation(position, 300, 3);
+    mass.push_back(seen.mass);
+    requests.push_back(seen.requests);
+    last.push_back(seen.last_request);
+  }
+  const Seen seen{mass.data(), requests.data(), last.data(), 302, 3};
+  const Step step{.now = 300, .budget = 64, .live = kTokens, .queries = 3, .seed = 5, .layer = 1};
+  const std::span base = registry_ops_base();
+  for (const std::span other : {registry_ops_avx2(), registry_ops_avx512()})
+    for (std::size_t p = 0; p < other.size(); ++p) {
+      INFO(base[p].info.name);
+      const auto run = [&](const PolicyOps& ops) {
+        const auto params = parse_policy(ops.info.name).packed_params();
+        std::vector<std::byte> states(kTokens * ops.slot_bytes);
+        ops.admit(states.data(), positions.data(), kTokens, params.data(), step);
+        ops.observe(states.data(), seen, kTokens, params.data(), step);
+        std::vector<std::uint64_t> ranks(kTokens);
+        ops.rank(states.data(), positions.data(), kTokens, params.data(), step, ranks.data());
+        ranks.push_back(
+            ops.first_least(states.data(), positions.data(), 3, 200, params.data(), step));
+        CHECK(ranks[ranks.back()] == *std::min_element(ranks.begin() + 3, ranks.begin() + 200));
+        return std::pair(states, ranks);
+      };
+      CHECK(run(base[p]) == run(other[p]));
     }
 }
