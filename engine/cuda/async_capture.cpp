@@ -46,10 +46,7 @@ AsyncCapture::~AsyncCapture() {
 
 void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream) {
   if (chunk.first)
-    push({.what = Item::Kind::begin,
-          .ids = {chunk.ids.begin(), chunk.ids.end()},
-          .segment = kind,
-          .new_segment = kind == SegmentKind::prompt && chunk.opens});
+    begin({chunk.ids.begin(), chunk.ids.end()}, kind, kind == SegmentKind::prompt && chunk.opens);
   computed_.record(stream);
   computed_.hold(copies_.get(), "ordering a copy");
   const int before = last_chunk_;
@@ -57,14 +54,8 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
   // The next chunk of a layer goes where the one before this was; that buffer's event is its copy,
   // or a later one.
   if (before >= 0) chunks_.copied[static_cast<std::size_t>(before)].hold(stream, "ordering a copy");
-  push({.what = Item::Kind::layers,
-        .ids = {},
-        .pool = &chunks_,
-        .buffer = last_chunk_,
-        .first_layer = chunk.layer,
-        .layers = 1,
-        .tokens = chunk.ids.size()});
-  if (chunk.last) push({.what = Item::Kind::end, .ids = {}});
+  write_layers(chunks_, last_chunk_, chunk.layer, 1, chunk.ids.size());
+  if (chunk.last) end();
 }
 
 int AsyncCapture::copy_step(const std::byte* device, cudaStream_t stream) {
@@ -72,22 +63,35 @@ int AsyncCapture::copy_step(const std::byte* device, cudaStream_t stream) {
 }
 
 void AsyncCapture::keep(int buffer, std::int32_t id) {
-  push({.what = Item::Kind::begin, .ids = {id}, .segment = SegmentKind::decode});
-  push({.what = Item::Kind::layers,
-        .ids = {},
-        .pool = &steps_,
-        .buffer = buffer,
-        .layers = shape_.layers,
-        .tokens = 1});
-  push({.what = Item::Kind::end, .ids = {}});
+  begin({id}, SegmentKind::decode, false);
+  write_layers(steps_, buffer, 0, shape_.layers, 1);
+  end();
 }
 
-void AsyncCapture::drop(int buffer) {
-  {
-    const std::lock_guard lock(mutex_);
-    steps_.free.push_back(buffer);
-  }
-  changed_.notify_all();
+void AsyncCapture::drop(int buffer) { release(steps_, buffer); }
+
+void AsyncCapture::begin(std::vector<std::int32_t> ids, SegmentKind kind, bool new_segment) {
+  push([this, ids = std::move(ids), kind, new_segment] { writer_.begin(ids, kind, new_segment); });
+}
+
+void AsyncCapture::write_layers(Pool& pool, int buffer, std::uint32_t first, std::uint32_t layers,
+                                std::size_t tokens) {
+  push([=, this, &pool] {
+    pool.copied[static_cast<std::size_t>(buffer)].wait("capturing");
+    const std::size_t layer_bytes = shape_.offsets(tokens).end;
+    for (std::uint32_t i = 0; i < layers; ++i) {
+      layer_.read(shape_, pool.at(buffer) + i * layer_bytes, tokens);
+      writer_.layer(first + i, layer_.q, layer_.k, layer_.v, layer_.out, layer_.lse);
+    }
+    release(pool, buffer);
+  });
+}
+
+void AsyncCapture::end() {
+  push([this] {
+    writer_.end();
+    if (progress_) progress_(writer_.tokens());
+  });
 }
 
 void AsyncCapture::flush() {
@@ -105,10 +109,18 @@ int AsyncCapture::acquire(Pool& pool) {
   return buffer;
 }
 
-void AsyncCapture::push(Item item) {
+void AsyncCapture::release(Pool& pool, int buffer) {
   {
     const std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(item));
+    pool.free.push_back(buffer);
+  }
+  changed_.notify_all();
+}
+
+void AsyncCapture::push(std::function<void()> job) {
+  {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(job));
   }
   changed_.notify_all();
 }
@@ -129,43 +141,20 @@ void AsyncCapture::run() {
   for (;;) {
     changed_.wait(lock, [&] { return stopping_ || (!queue_.empty() && !failure_); });
     if (stopping_) return;
-    const Item item = std::move(queue_.front());
+    const std::function<void()> job = std::move(queue_.front());
     queue_.pop_front();
     writing_ = true;
     lock.unlock();
     std::exception_ptr failure;
     try {
-      write(item);
+      job();
     } catch (...) {
       failure = std::current_exception();
     }
     lock.lock();
     writing_ = false;
-    if (item.pool) item.pool->free.push_back(item.buffer);
     if (failure) failure_ = failure;
     changed_.notify_all();
-  }
-}
-
-void AsyncCapture::write(const Item& item) {
-  switch (item.what) {
-    case Item::Kind::begin:
-      writer_.begin(item.ids, item.segment, item.new_segment);
-      break;
-    case Item::Kind::layers: {
-      item.pool->copied[static_cast<std::size_t>(item.buffer)].wait("capturing");
-      const std::byte* const data = item.pool->at(item.buffer);
-      const std::size_t layer_bytes = shape_.offsets(item.tokens).end;
-      for (std::uint32_t i = 0; i < item.layers; ++i) {
-        layer_.read(shape_, data + i * layer_bytes, item.tokens);
-        writer_.layer(item.first_layer + i, layer_.q, layer_.k, layer_.v, layer_.out, layer_.lse);
-      }
-      break;
-    }
-    case Item::Kind::end:
-      writer_.end();
-      if (progress_) progress_(writer_.tokens());
-      break;
   }
 }
 

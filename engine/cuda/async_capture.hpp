@@ -53,22 +53,17 @@ class AsyncCapture {
     }
   };
 
-  struct Item {
-    enum class Kind { begin, layers, end } what;
-    std::vector<std::int32_t> ids;  // begin
-    SegmentKind segment = SegmentKind::prompt;
-    bool new_segment = false;
-    Pool* pool = nullptr;  // layers
-    int buffer = -1;
-    std::uint32_t first_layer = 0, layers = 0;
-    std::size_t tokens = 0;
-  };
-
   int acquire(Pool& pool);
-  void push(Item item);
+  void release(Pool& pool, int buffer);
+  // What the writer is told, in order: each is a job of the thread.
+  void begin(std::vector<std::int32_t> ids, SegmentKind kind, bool new_segment);
+  /// So many layers of a buffer, which is free again afterwards.
+  void write_layers(Pool& pool, int buffer, std::uint32_t first, std::uint32_t layers,
+                    std::size_t tokens);
+  void end();
+  void push(std::function<void()> job);
   int copy(Pool& pool, const std::byte* device, std::size_t bytes, cudaStream_t stream);
   void run();
-  void write(const Item& item);
 
   TraceWriter& writer_;
   CaptureShape shape_;
@@ -82,7 +77,7 @@ class AsyncCapture {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Item> queue_;
+  std::deque<std::function<void()>> queue_;  // jobs of the thread
   bool writing_ = false, stopping_ = false;
   std::exception_ptr failure_;
   std::thread thread_;  // last: it uses the others
