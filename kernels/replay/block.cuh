@@ -109,7 +109,7 @@ struct ReplayRange {
   }
 };
 
-/// Old keys to be turned, and where their slots' tokens are.
+/// Old keys to be rotated, and where their slots' tokens are.
 struct ListedSlots {
   const OldItem* items;
   std::uint32_t count;

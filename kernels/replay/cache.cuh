@@ -69,8 +69,8 @@ class ReplayCache {
   /// its run: by the whole block, in no order.
   __device__ ListedSlots list(const ReplayRange& range, std::uint32_t query,
                               std::uint32_t first_of_run, std::uint32_t end) {
-    for (std::uint32_t first = at_.first_slot_of_thread<kStrip>(); first - at_.lane < progress_.live;
-         first += kStrip * at_.threads) {
+    for (std::uint32_t first = at_.first_slot_of_thread<kStrip>();
+         first - at_.lane < progress_.live; first += kStrip * at_.threads) {
       std::uint32_t masks[kStrip], count = 0;
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {

@@ -155,13 +155,13 @@ __device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of
       }
     }
     // Some sums side by side, each of its warps in order.
-    for (std::uint32_t turn = 0; turn * kSums < warps; ++turn) {
-      if (warp / kSums == turn)
+    for (std::uint32_t round = 0; round * kSums < warps; ++round) {
+      if (warp / kSums == round)
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
           float4& sum =
               *reinterpret_cast<float4*>(&scratch[warp % kSums * kHeads + head][4 * lane]);
-          if (turn > 0) add(sums[head], sum);
+          if (round > 0) add(sums[head], sum);
           sum = sums[head];
         }
       __syncthreads();

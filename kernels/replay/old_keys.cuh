@@ -1,14 +1,14 @@
 // Squeezed positions: exponentials of tokens that have lost a younger one, whose distance to the
 // query is the cache's own.
 //
-// Only that distance counts: the query stays as it was before RoPE and the key turns back by it. As
-// long as only younger tokens leave, the distance stays the same from query to query: so a key is
-// turned once for a run of queries, and again only when an older token has left. What is to be
-// turned is listed, and shared out evenly among the warps of a block.
+// Only that distance counts: the query stays as it was before RoPE and the key rotates back by it.
+// As long as only younger tokens leave, the distance stays the same from query to query: so a key
+// is rotated once for a run of queries, and again only when an older token has left. What is to be
+// rotated is listed, and shared out evenly among the warps of a block.
 //
 // Products are float16 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at
 // a time. Bytes for 16 keys: themselves from the L2 cache, 2 elements a pair, and half of their
-// turns' tables; the other half and 4 bytes an element of all queries from shared memory.
+// rope tables; the other half and 4 bytes an element of all queries from shared memory.
 #pragma once
 
 #include "kernels/device/half_parts.cuh"
@@ -17,18 +17,19 @@
 namespace kvlab::kernels {
 
 /// The parts of what the old keys of a cache are multiplied with, in shared memory: [pairs / 8,
-/// tile, lane] of ReplayRows::fragments for a run, a float2 for each of its columns, turns.
+/// tile, lane] of ReplayRows::fragments for a run, a float2 for each of its columns, the rope table
+/// of 0 to 63 places.
 struct OldKeyRoom {
-  int fragments, columns, turns, turn_stride;  ///< in 16 bytes
+  int fragments, columns, rope, rope_stride;  ///< in 16 bytes
 
-  /// Turns of 0 to 63 places lie apart such that neighbours' do not share banks.
+  /// Angles of 0 to 63 places lie apart such that neighbours' do not share banks.
   constexpr explicit OldKeyRoom(const ReplayShape& shape)
       : fragments(shape.pairs() / 8 * (kReplayAhead * shape.quads() / 2) * kWarpSize),
         columns(kReplayAhead * shape.quads() * 2),
-        turns(64 * (shape.pairs() / 2 + 4)),
-        turn_stride(shape.pairs() / 2 + 4) {}
+        rope(64 * (shape.pairs() / 2 + 4)),
+        rope_stride(shape.pairs() / 2 + 4) {}
   constexpr std::size_t bytes() const {
-    return 16 * static_cast<std::size_t>(fragments + columns + turns);
+    return 16 * static_cast<std::size_t>(fragments + columns + rope);
   }
 };
 /// Bytes that an OldKeyStage has in a walk.
@@ -50,7 +51,7 @@ class OldKeyStage {
     // A row is two couples of pairs for each of four lanes, granule by granule: by couple here.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * quads; n += static_cast<int>(blockDim.x)) {
       const int place = n / quads, at = n % quads;
-      to[place * parts.turn_stride + at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = from[n];
+      to[place * parts.rope_stride + at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = from[n];
     }
   }
 
@@ -129,7 +130,7 @@ class OldKeys {
     fragments_ = stage.room() + lane_;
     columns_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments) + t;
     fine_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments + parts.columns) + t;
-    fine_stride_ = parts.turn_stride;
+    fine_stride_ = parts.rope_stride;
     keys_ = static_cast<const uint4*>(args.tensors.paired_keys) +
             std::int64_t{unit} * args.shape.tokens * key_stride() + kOfLane * t;
     scales_ = args.tensors.key_scales + std::int64_t{unit} * args.shape.tokens;
@@ -176,7 +177,7 @@ class OldKeys {
     const uint4* key[2];
     float scale[2];
   };
-  /// Where a granule of two keys' turns and of the queries lies, and the next granule of the keys.
+  /// Where a granule of two keys' angles and of the queries lies, and the next granule of the keys.
   struct Place {
     const uint4 *key[2], *queries;
     const float4 *coarse[2], *fine[2];
@@ -188,7 +189,7 @@ class OldKeys {
     }
   };
   /// Rows of two keys: their pairs' first elements, then the second ones; two pairs each.
-  struct Turned {
+  struct Rotated {
     std::uint32_t kept[4], left[4];
   };
 
@@ -227,21 +228,21 @@ class OldKeys {
     Sums own{};
 #pragma unroll
     for (int couple = 0; couple < 2; ++couple) {
-      Turned turned;
+      Rotated rotated;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        turn(turned, raw[n], __ldg(at.coarse[n] + couple), at.fine[n][4 * couple], n, couple);
+        rotate(rotated, raw[n], __ldg(at.coarse[n] + couple), at.fine[n][4 * couple], n, couple);
       const uint4* const queries = at.queries + couple * kTiles * kWarpSize;
 #pragma unroll
       for (int first = 0; first < kTiles; first += kAtOnce)
-        multiply(&own.of[first], turned, queries + first * kWarpSize);
+        multiply(&own.of[first], rotated, queries + first * kWarpSize);
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.of[n][i] += own.of[n][i];
   }
-  __device__ static void multiply(float (*sums)[4], const Turned& keys, const uint4* queries) {
+  __device__ static void multiply(float (*sums)[4], const Rotated& keys, const uint4* queries) {
     uint4 of[kAtOnce];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) of[n] = queries[n * kWarpSize];
@@ -253,9 +254,9 @@ class OldKeys {
     for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
   }
 
-  /// Two of the pairs turned back: `a` and `b` are the turns of parts of the distance.
-  __device__ static void turn(Turned& turned, const FourPairs<T>& raw, const float4& a,
-                              const float4& b, int key, int couple) {
+  /// Two of the pairs rotated back: `a` and `b` are the angles of parts of the distance.
+  __device__ static void rotate(Rotated& rotated, const FourPairs<T>& raw, const float4& a,
+                                const float4& b, int key, int couple) {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
                 sines[2] = {fmaf(a.x, b.y, a.y * b.x), fmaf(a.z, b.w, a.w * b.z)};
     const float2 x = raw.low(couple), y = raw.high(couple);
@@ -263,8 +264,8 @@ class OldKeys {
                                         fmaf(x.y, cosines[1], y.y * sines[1])),
                     high = HalfParts::of(fmaf(y.x, cosines[0], -(x.x * sines[0])),
                                          fmaf(y.y, cosines[1], -(x.y * sines[1])));
-    turned.kept[key] = low.kept, turned.left[key] = low.left;
-    turned.kept[key + 2] = high.kept, turned.left[key + 2] = high.left;
+    rotated.kept[key] = low.kept, rotated.left[key] = low.left;
+    rotated.kept[key + 2] = high.kept, rotated.left[key + 2] = high.left;
   }
 
   /// Lane l has columns 2 (l % 4) and the next of each tile: two heads of one query.

@@ -42,9 +42,9 @@ struct OwnToken {
 
 /// cos and sin of pair d: exact where keys are rounded, else of the place's multiple of 64 and of
 /// the rest.
-__device__ inline float2 turn_of(const ReplayArgs& args, const OwnToken& token, int d) {
+__device__ inline float2 angle_of(const ReplayArgs& args, const OwnToken& token, int d) {
   const int half = args.shape.rotated / 2, pairs = args.shape.pairs();
-  if (!token.squeezed) return args.tensors.turns[std::int64_t{token.position} * half + d];
+  if (!token.squeezed) return args.tensors.rope[std::int64_t{token.position} * half + d];
   const std::uint32_t place = token.place;
   const float2 a = args.tensors.coarse[std::int64_t{place >> 6} * pairs + d],
                b = args.tensors.fine[(place & 63) * pairs + d];
@@ -66,10 +66,11 @@ __device__ inline float own_product(const ReplayArgs& args, const OwnToken& toke
   };
   float sum = 0;
   for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < half; d += kWarpSize) {
-    const float2 turn = turn_of(args, token, d);
+    const float2 angle = angle_of(args, token, d);
     const float x = element(d), y = element(d + half);
-    sum = fmaf(rounded(query[d], rounding), rounded(x * turn.x - y * turn.y, rounding), sum);
-    sum = fmaf(rounded(query[d + half], rounding), rounded(y * turn.x + x * turn.y, rounding), sum);
+    sum = fmaf(rounded(query[d], rounding), rounded(x * angle.x - y * angle.y, rounding), sum);
+    sum =
+        fmaf(rounded(query[d + half], rounding), rounded(y * angle.x + x * angle.y, rounding), sum);
   }
   for (int d = shape.rotated + static_cast<int>(threadIdx.x) % kWarpSize; d < shape.head_size;
        d += kWarpSize)

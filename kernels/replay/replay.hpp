@@ -29,30 +29,30 @@ struct ReplayShape {
   std::uint32_t threshold16;  ///< of requests
   constexpr int quads() const { return (group + 3) / 4; }
   /// Pairs of dimensions, padded. Pair p < rotated / 2 is dimensions p and p + rotated / 2, which
-  /// turn together; later ones are neighbours of the rest, which do not turn.
+  /// rotate together; later ones are neighbours of the rest, which do not rotate.
   constexpr int pairs() const {
     return (head_size / 2 + kReplayGranule - 1) / kReplayGranule * kReplayGranule;
   }
 };
 
-/// What all queries need. Angles are data: `turns` holds cos and sin.
+/// What all queries need. Angles are data: `rope` holds cos and sin.
 struct ReplayTensors {
   const float* queries;        // [unit, token, group, dim], rotated, not rounded
   Type type;                   // of keys and values
   const void* keys;            // [unit, token, dim], before RoPE
   const void* values;          // [unit, token, dim]
-  const float2* turns;         // [position, rotated / 2]
+  const float2* rope;          // [position, rotated / 2]
   const float* plain_queries;  // [unit, token, group, dim], before RoPE; null: nobody is squeezed
   const void* paired_keys;     // [unit, token, 2 pairs] of `type`: see replay_pair_keys(); or null
   const float* key_scales;     // [unit, token]: what paired keys are to be multiplied with
-  const float2* coarse;        // [position / 64, pairs]: turns of multiples of 64
+  const float2* coarse;        // [position / 64, pairs]: the rope table of multiples of 64
   const float2* fine;          // [64, pairs]: of positions 0 to 63, without RoPE's factor
 };
 
-/// Turns vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
-struct ReplayTurnArgs {
+/// Rotates vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
+struct ReplayRotateArgs {
   const float* from;
-  const float2* turns;
+  const float2* rope;
   int rows, tokens, head_size, rotated;
   int group, group_head;  ///< row t goes to [t, group_head] of [tokens, group, dim]
   float* plain;           // not rounded, or null
@@ -60,7 +60,7 @@ struct ReplayTurnArgs {
   void* rounded;          // of `rounding`, or null
   Type rounding;
 };
-cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream);
+cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream);
 
 /// A block's queries [unit, token, group, dim] in TF32, for products of float32 by tensor cores:
 /// what it keeps of them, that again, and what it leaves, to [unit, query of the block, group, 3,

@@ -1,4 +1,4 @@
-// What all caches of a unit share: turned vectors, a block's exponentials, the full cache's
+// What all caches of a unit share: rotated vectors, a block's exponentials, the full cache's
 // outputs.
 #include <algorithm>
 
@@ -24,7 +24,7 @@ __device__ inline float tf32_part(float x, bool left) {
 
 /// A warp for each vector.
 template <class T>
-__global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
+__global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
   if (row >= args.rows) return;
   const int half = args.rotated / 2, token = row % args.tokens,
@@ -41,10 +41,10 @@ __global__ void turn_kernel(const ReplayTurnArgs args, T* rounded) {
     if (rounded) rounded[to + d] = from_float<T>(value);
   };
   for (int d = lane; d < half; d += kWarpSize) {
-    const float2 turn = args.turns[std::int64_t{token} * half + d];
+    const float2 angle = args.rope[std::int64_t{token} * half + d];
     const float low = from[d], high = from[d + half];
-    put(d, low * turn.x - high * turn.y);
-    put(d + half, high * turn.x + low * turn.y);
+    put(d, low * angle.x - high * angle.y);
+    put(d + half, high * angle.x + low * angle.y);
   }
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from[d]);
 }
@@ -204,8 +204,8 @@ __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high
   return d < shape.head_size ? d : -1;
 }
 
-/// The power of two that brings `largest` to [2^10, 2^11), so that float16 holds it, its turns and
-/// most of what it leaves of smaller ones; or the nearest whose inverse is normal too.
+/// The power of two that brings `largest` to [2^10, 2^11), so that float16 holds it, its rotations
+/// and most of what it leaves of smaller ones; or the nearest whose inverse is normal too.
 __device__ inline float scale_to_half(float largest) {
   const auto exponent = static_cast<int>(__float_as_uint(largest) >> 23);
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
@@ -220,7 +220,7 @@ struct QueryColumn {
   __device__ QueryColumn(const ReplayRowsArgs& args, int run, int column, int unit)
       : shape(args.shape),
         from(nullptr),
-        factor(args.shape.rotated > 0 ? args.tensors.turns[0].x : 1.0f) {
+        factor(args.shape.rotated > 0 ? args.tensors.rope[0].x : 1.0f) {
     const int heads = 4 * shape.quads(), i = run * kReplayAhead + column / heads,
               head = column % heads;
     if (i >= args.rows.count || head >= shape.group) return;
@@ -381,11 +381,11 @@ cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream) {
   });
 }
 
-cudaError_t replay_turn(const ReplayTurnArgs& args, cudaStream_t stream) {
+cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream) {
   if (args.rows < 1 || args.tokens < 1 || args.rotated > args.head_size)
     return cudaErrorInvalidValue;
   return with_type(args.rounding, [&](auto zero) {
-    turn_kernel<<<(args.rows + kWarps - 1) / kWarps, kThreads, 0, stream>>>(
+    rotate_kernel<<<(args.rows + kWarps - 1) / kWarps, kThreads, 0, stream>>>(
         args, static_cast<decltype(zero)*>(args.rounded));
     return cudaGetLastError();
   });

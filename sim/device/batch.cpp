@@ -62,7 +62,7 @@ std::vector<Walk> Batch::walks() const {
   return all;
 }
 
-/// Some units at a time: the threads read, the device turns.
+/// Some units at a time: the threads read, the device rotates.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
@@ -84,37 +84,37 @@ void Batch::read() {
           "sending a trace");
     for (std::size_t i = 0; i < count * heads; ++i) {
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
-      turn(landing.as<float>() + i * head, first + i / heads,
-           h < group    ? Part::q
-           : h == group ? Part::k
-                        : Part::v,
-           h);
+      rotate(landing.as<float>() + i * head, first + i / heads,
+             h < group    ? Part::q
+             : h == group ? Part::k
+                          : Part::v,
+             h);
     }
     check(cudaStreamSynchronize(stream_), "reading a trace");
   }
 }
 
-void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t head) {
+void Batch::rotate(const float* from, std::size_t unit, Part part, std::uint32_t head) {
   const UnitSizes& s = sizes_;
   const std::size_t of_unit = unit * s.tokens * s.dim;
-  kernels::ReplayTurnArgs args{.from = from,
-                               .turns = args_.tensors.turns,
-                               .rows = static_cast<int>(plan_.trace.tokens()),
-                               .tokens = static_cast<int>(plan_.trace.tokens()),
-                               .head_size = args_.shape.head_size,
-                               .rotated = args_.shape.rotated,
-                               .group = 1,
-                               .group_head = 0,
-                               .plain = nullptr,
-                               .parts = nullptr,
-                               .rounded = nullptr,
-                               .rounding = args_.shape.rounding};
+  kernels::ReplayRotateArgs args{.from = from,
+                                 .rope = args_.tensors.rope,
+                                 .rows = static_cast<int>(plan_.trace.tokens()),
+                                 .tokens = static_cast<int>(plan_.trace.tokens()),
+                                 .head_size = args_.shape.head_size,
+                                 .rotated = args_.shape.rotated,
+                                 .group = 1,
+                                 .group_head = 0,
+                                 .plain = nullptr,
+                                 .parts = nullptr,
+                                 .rounded = nullptr,
+                                 .rounding = args_.shape.rounding};
   if (part != Part::q) {  // as in the trace
-    kernels::ReplayTurnArgs copy = args;
+    kernels::ReplayRotateArgs copy = args;
     copy.rotated = 0;
     copy.rounding = args_.tensors.type;
     copy.rounded = (part == Part::k ? parts_.keys : parts_.values) + of_unit * s.element_bytes;
-    check(kernels::replay_turn(copy, stream_), "reading a trace");
+    check(kernels::replay_rotate(copy, stream_), "reading a trace");
   }
   if (part == Part::v) return;
   if (part == Part::k && parts_.paired_keys)
@@ -124,12 +124,12 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
               parts_.key_scales + unit * s.tokens, stream_),
           "reading a trace");
   if (part == Part::q && parts_.plain_queries) {
-    kernels::ReplayTurnArgs copy = args;
+    kernels::ReplayRotateArgs copy = args;
     copy.rotated = 0;
     copy.group = static_cast<int>(s.group);
     copy.group_head = static_cast<int>(head);
     copy.plain = parts_.plain_queries + of_unit * s.group;
-    check(kernels::replay_turn(copy, stream_), "reading a trace");
+    check(kernels::replay_rotate(copy, stream_), "reading a trace");
   }
   if (part == Part::k) {
     args.parts = parts_.key_parts ? parts_.key_parts + 3 * of_unit : nullptr;
@@ -140,7 +140,7 @@ void Batch::turn(const float* from, std::size_t unit, Part part, std::uint32_t h
     args.plain = parts_.queries + of_unit * s.group;
     args.rounded = parts_.rounded_queries + of_unit * s.group * s.product_bytes;
   }
-  check(kernels::replay_turn(args, stream_), "turning queries and keys");
+  check(kernels::replay_rotate(args, stream_), "rotating queries and keys");
 }
 
 void Batch::multiply(Type type, const void* queries, const void* keys, float* to,

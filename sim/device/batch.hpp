@@ -41,7 +41,7 @@ class Streams {
 
 /// What all units read.
 struct Tables {
-  cuda::DeviceBuffer turns, coarse, fine, span;
+  cuda::DeviceBuffer rope, coarse, fine, span;
 };
 
 /// Units that are on the device together, from their tensors to their figures.
@@ -67,7 +67,7 @@ class Batch {
                    .rounding = type_of(plan.arithmetic.rounding),
                    .threshold16 = plan.arithmetic.threshold16};
     args_.tensors.type = type_of(shape.dtype);
-    args_.tensors.turns = tables.turns.as<float2>();
+    args_.tensors.rope = tables.rope.as<float2>();
     args_.tensors.coarse = tables.coarse.as<float2>();
     args_.tensors.fine = tables.fine.as<float2>();
     args_.span = {tables.span.as<std::int32_t>(), static_cast<int>(plan.span.size()),
@@ -94,7 +94,7 @@ class Batch {
   void allocate();
   kernels::ReplayArgs args_of(const Members& members) const;
   Walk walk_of(const Members& members) const;
-  void turn(const float* from, std::size_t unit, Part part, std::uint32_t head);
+  void rotate(const float* from, std::size_t unit, Part part, std::uint32_t head);
   void make_rows(std::uint32_t first, std::uint32_t count);
   void multiply_parts(std::uint32_t first, std::uint32_t count);
   void multiply(kernels::Type type, const void* queries, const void* keys, float* to,

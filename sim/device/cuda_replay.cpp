@@ -15,7 +15,7 @@ namespace {
 using kernels::Type;
 
 constexpr int kTokenMultiple = 16;         // rows of products begin aligned
-constexpr std::uint32_t kFine = 64;        // turns are composed of a multiple of it and the rest
+constexpr std::uint32_t kFine = 64;        // angles are composed of a multiple of it and the rest
 constexpr double kUsableMemory = 0.9;      // of what is free
 constexpr std::size_t kMostUnits = 65535;  // of a grid
 
@@ -76,9 +76,9 @@ class Replayer final : public CudaReplayer {
   void in_batches(const ReplayPlan& plan, std::span<const ReplayUnit> units, Work work) {
     const Grid grid(plan);
     const int pairs = pairs_of(plan.trace.shape());
-    const Tables tables{cuda::upload(turns_of(plan.rope), "the angles"),
-                        cuda::upload(coarse_turns_of(plan.rope, pairs), "the angles"),
-                        cuda::upload(fine_turns_of(plan.trace.header().rope, pairs), "the angles"),
+    const Tables tables{cuda::upload(rope_of(plan.rope), "the angles"),
+                        cuda::upload(coarse_rope_of(plan.rope, pairs), "the angles"),
+                        cuda::upload(fine_rope_of(plan.trace.header().rope, pairs), "the angles"),
                         cuda::upload(span_of(plan), "the span")};
     const UnitSizes sizes = sizes_of(plan, grid);
     const std::size_t at_once = units_at_once(sizes, units.size(), plan.threads);
@@ -91,38 +91,39 @@ class Replayer final : public CudaReplayer {
     }
   }
 
-  static std::vector<float2> turns_of(const RopeTable& rope) {
-    std::vector<float2> turns;
+  static std::vector<float2> rope_of(const RopeTable& rope) {
+    std::vector<float2> angles;
     for (std::uint32_t position = 0; position < rope.positions(); ++position)
       for (std::size_t d = 0; d < rope.cosines(position).size(); ++d)
-        turns.push_back({rope.cosines(position)[d], rope.sines(position)[d]});
-    return turns;
+        angles.push_back({rope.cosines(position)[d], rope.sines(position)[d]});
+    return angles;
   }
 
   static int pairs_of(const ModelShape& shape) {
     return kernels::ReplayShape{.head_size = static_cast<int>(shape.head_size)}.pairs();
   }
 
-  /// Of multiples of kFine, by pairs; what does not turn, by nothing.
-  static std::vector<float2> coarse_turns_of(const RopeTable& rope, int pairs) {
-    std::vector<float2> turns;
+  /// Of multiples of kFine, by pairs; what does not rotate, by nothing.
+  static std::vector<float2> coarse_rope_of(const RopeTable& rope, int pairs) {
+    std::vector<float2> angles;
     for (std::uint32_t position = 0; position < rope.positions(); position += kFine) {
       const auto cosines = rope.cosines(position), sines = rope.sines(position);
       for (std::size_t d = 0; d < static_cast<std::size_t>(pairs); ++d)
-        turns.push_back(d < cosines.size() ? float2{cosines[d], sines[d]} : float2{1, 0});
+        angles.push_back(d < cosines.size() ? float2{cosines[d], sines[d]} : float2{1, 0});
     }
-    return turns;
+    return angles;
   }
 
-  static std::vector<float2> fine_turns_of(const Rope& rope, int pairs) {
-    std::vector<float2> turns;
+  static std::vector<float2> fine_rope_of(const Rope& rope, int pairs) {
+    std::vector<float2> angles;
     for (std::uint32_t position = 0; position < kFine; ++position)
       for (std::size_t d = 0; d < static_cast<std::size_t>(pairs); ++d) {
         const double frequency = d < rope.inv_freq.size() ? rope.inv_freq[d] : 0.0,
                      angle = position * frequency;
-        turns.push_back({static_cast<float>(std::cos(angle)), static_cast<float>(std::sin(angle))});
+        angles.push_back(
+            {static_cast<float>(std::cos(angle)), static_cast<float>(std::sin(angle))});
       }
-    return turns;
+    return angles;
   }
 
   static std::vector<std::int32_t> span_of(const ReplayPlan& plan) {

@@ -15,7 +15,7 @@ using KeptWatcher = std::function<void(std::size_t unit, std::size_t config, std
                                        std::span<const std::uint32_t> live)>;
 
 /// Takes registered policies at any positions, for groups of at most 8 query heads of a size up to
-/// 256 that is a multiple of 8 (of which a multiple of 4 turns).
+/// 256 that is a multiple of 8 (of which a multiple of 4 rotates).
 class CudaReplayer : public HeadReplayer {
  public:
   /// One exact pass of attention over the trace by cuBLASLt, by blocks of queries: products,
