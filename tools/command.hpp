@@ -3,8 +3,15 @@
 #pragma once
 
 #include <boost/program_options.hpp>
+#include <cstdint>
 #include <string>
 #include <vector>
+
+// Most kinds of option, compiled once, in options.cpp.
+extern template class boost::program_options::typed_value<bool>;
+extern template class boost::program_options::typed_value<double>;
+extern template class boost::program_options::typed_value<std::int64_t>;
+extern template class boost::program_options::typed_value<std::string>;
 
 namespace kvlab {
 

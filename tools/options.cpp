@@ -15,6 +15,11 @@
 #include "sim/source/policy_source.hpp"
 #include "traces/base/parallel.hpp"
 
+template class boost::program_options::typed_value<bool>;
+template class boost::program_options::typed_value<double>;
+template class boost::program_options::typed_value<std::int64_t>;
+template class boost::program_options::typed_value<std::string>;
+
 namespace kvlab {
 namespace {
 
