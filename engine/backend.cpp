@@ -11,7 +11,7 @@ namespace {
 /// A decoder and what watches it.
 class CapturedDecoder final : public SequenceDecoder {
  public:
-  CapturedDecoder(const Model& model, const CacheOptions& cache, unsigned threads,
+  CapturedDecoder(const Model& model, const ResolvedConfig& cache, unsigned threads,
                   TraceWriter& writer, std::function<void(std::uint32_t)> progress)
       : capture_(writer, std::move(progress)), decoder_(model, cache, threads) {
     decoder_.watch(&capture_);
@@ -77,10 +77,10 @@ class CpuBackend final : public Backend {
   const ModelConfig& config() const override { return model_.config(); }
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
   std::optional<Dtype> rounding() const override { return std::nullopt; }
-  std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache, std::uint32_t) override {
+  std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache, std::uint32_t) override {
     return std::make_unique<Decoder>(model_, cache, threads_);
   }
-  std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache, std::uint32_t,
+  std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache, std::uint32_t,
                                                    DecoderObserver& observer) override {
     auto decoder = std::make_unique<Decoder>(model_, cache, threads_);
     decoder->watch(&observer);
@@ -104,7 +104,7 @@ class CpuBackend final : public Backend {
     return kvlab::trace_header(model_, std::move(options));
   }
   std::unique_ptr<SequenceDecoder> capturing_decoder(
-      const CacheOptions& cache, std::uint32_t, TraceWriter& writer,
+      const ResolvedConfig& cache, std::uint32_t, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) override {
     return std::make_unique<CapturedDecoder>(model_, cache, threads_, writer, std::move(progress));
   }
@@ -116,10 +116,10 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<BatchDecoder> Backend::batch_decoder(std::span<const CacheOptions> caches,
+std::unique_ptr<BatchDecoder> Backend::batch_decoder(std::span<const ResolvedConfig> caches,
                                                      std::uint32_t tokens) {
   std::vector<std::unique_ptr<SequenceDecoder>> decoders;
-  for (const CacheOptions& cache : caches) decoders.push_back(decoder(cache, tokens));
+  for (const ResolvedConfig& cache : caches) decoders.push_back(decoder(cache, tokens));
   return std::make_unique<SideBySide>(std::move(decoders), config().vocab);
 }
 

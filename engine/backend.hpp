@@ -29,17 +29,17 @@ class Backend {
   virtual std::optional<Dtype> rounding() const = 0;
   /// For a sequence of at most `tokens`. Throws std::invalid_argument for a cache that this device
   /// does not have, std::runtime_error if its memory is too small.
-  virtual std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
+  virtual std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                                    std::uint32_t tokens) = 0;
   /// The same, with an observer that must outlive it; slow.
-  virtual std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache,
+  virtual std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache,
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
 
   /// For a sequence of at most `tokens` for each cache, side by side. Null if the memory is too
   /// small; throws std::invalid_argument for caches that cannot be side by side on this device:
   /// ones of two policies, or of two kinds of positions.
-  virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const CacheOptions> caches,
+  virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                                       std::uint32_t tokens);
 
   /// Throws std::runtime_error if the memory is too small.
@@ -53,7 +53,7 @@ class Backend {
   /// must outlive it, and is there after flush(). `progress` gets the tokens written, from any
   /// thread.
   virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
-      const CacheOptions& cache, std::uint32_t tokens, TraceWriter& writer,
+      const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) = 0;
 };
 

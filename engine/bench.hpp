@@ -70,7 +70,7 @@ PrefillBench bench_prefill(const PrefillBenchOptions& options);
 /// token: what StreamingLLM (Xiao et al. 2023, section 4.5) was measured against.
 struct StreamBenchOptions {
   BenchModel model;
-  CacheOptions cache;  ///< the budget is not looked at
+  CacheConfig cache;  ///< the budget is not looked at
   std::vector<std::uint32_t> budgets;
   std::uint32_t steps = 64;
 };
@@ -95,7 +95,7 @@ StreamBench bench_stream(const StreamBenchOptions& options);
 /// the largest that fits (Zhang et al. 2023, H2O, section 5.3).
 struct EvictBenchOptions {
   BenchModel model;
-  CacheOptions cache;  ///< with its budget in tokens
+  ResolvedConfig cache;  ///< with its budget in tokens
   int batch = 24;
   std::uint32_t prompt = 2048, decoded = 2048;  ///< tokens of each sequence
 };

@@ -4,8 +4,8 @@
 
 namespace kvlab {
 
-TraceHeader trace_header(const Model& model, nlohmann::json options) {
-  const ModelConfig& config = model.config();
+TraceHeader trace_header(const ModelConfig& config, const std::string& device,
+                         nlohmann::json options) {
   TraceHeader header;
   header.model = config.name;
   header.shape = config.shape();
@@ -13,12 +13,17 @@ TraceHeader trace_header(const Model& model, nlohmann::json options) {
   header.rope_config = config.rope_config;
   header.softmax_scale = config.softmax_scale();
   header.rounding = Rounding::none;
-  header.weights_xxh3 = model.weights_xxh3();
-  header.tokenizer_xxh3 = model.tokenizer_xxh3();
   header.capture = {{"engine", "kvlab"},
                     {"version", KVLAB_VERSION},
-                    {"device", "cpu"},
+                    {"device", device},
                     {"options", std::move(options)}};
+  return header;
+}
+
+TraceHeader trace_header(const Model& model, nlohmann::json options) {
+  TraceHeader header = trace_header(model.config(), "cpu", std::move(options));
+  header.weights_xxh3 = model.weights_xxh3();
+  header.tokenizer_xxh3 = model.tokenizer_xxh3();
   return header;
 }
 

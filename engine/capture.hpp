@@ -9,8 +9,11 @@
 
 namespace kvlab {
 
-/// The header of a trace that this decoder writes: float32, nothing rounded after RoPE. `options`:
-/// how it was run, for the record.
+/// The header of a trace of a model that runs on `device` in float32, nothing rounded after RoPE;
+/// without the hashes. `options`: how it is run, for the record.
+TraceHeader trace_header(const ModelConfig& config, const std::string& device,
+                         nlohmann::json options);
+/// The header of a trace that the CPU decoder writes.
 TraceHeader trace_header(const Model& model, nlohmann::json options);
 
 /// Feeds a TraceWriter, which must outlive it. Watch a decoder whose policy is `full`: a trace is

@@ -18,36 +18,21 @@ constexpr std::uint32_t kQueryBlock = 32;      // queries that share one pass ov
 constexpr double kThreadedProducts = 1e6;      // fewer multiplications: threads cost more
 constexpr std::uint32_t kLongestSequence = 1u << 31;  // tokens
 
-void check_options(const ModelConfig& config, const CacheOptions& options) {
-  if (!options.policy.entry)
-    throw std::invalid_argument(fmt::format(
-        "policy {} is a reference of the replay; a decoder needs a policy", options.policy.name));
-  const std::size_t heads = std::size_t{config.layers} * config.kv_heads;
-  if (!options.budgets.empty() && options.budgets.size() != heads)
-    throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
-                                            options.budgets.size(), config.layers, config.kv_heads,
-                                            heads));
-}
-
 }  // namespace
 
 class Decoder::Impl {
  public:
-  Impl(const Model& model, CacheOptions options, unsigned threads)
-      : model_(model), config_(model.config()), options_(std::move(options)), threads_(threads) {
-    check_options(config_, options_);
+  Impl(const Model& model, ResolvedConfig cache, unsigned threads)
+      : model_(model), config_(model.config()), asked_(std::move(cache)), threads_(threads) {
+    check_for_decoder(asked_, config_.layers, config_.kv_heads);
     const HeadShape shape{.head_size = config_.head_size,
                           .group = config_.query_heads / config_.kv_heads,
-                          .positions = options_.positions,
+                          .positions = asked_.positions,
                           .softmax_scale = config_.softmax_scale(),
-                          .threshold16 = options_.threshold16};
+                          .threshold16 = asked_.threshold16()};
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-      for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
-        const std::uint32_t budget =
-            options_.budgets.empty() ? options_.budget : options_.budgets[heads_.size()];
-        heads_.emplace_back(shape, options_.policy, budget,
-                            LiveSet::Identity{options_.seed, options_.sequence, layer, head});
-      }
+      for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
+        heads_.emplace_back(shape, asked_.live_set(layer, head));
   }
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
@@ -98,9 +83,8 @@ class Decoder::Impl {
 
  private:
   std::size_t admission_tokens(SegmentKind kind, std::size_t count) const {
-    const bool any_chunk =
-        !options_.policy.entry->info.evicts && options_.policy.entry->info.needs == Needs::nothing;
-    const std::uint32_t asked = kind == SegmentKind::decode ? 1 : options_.prefill.chunk;
+    const bool any_chunk = !asked_.evicts() && asked_.policy.entry->info.needs == Needs::nothing;
+    const std::uint32_t asked = kind == SegmentKind::decode ? 1 : asked_.prefill.chunk;
     if (any_chunk && (asked == 0 || kind == SegmentKind::decode)) return kFullAdmission;
     return asked == 0 ? count : asked;
   }
@@ -201,7 +185,7 @@ class Decoder::Impl {
 
   const Model& model_;
   const ModelConfig& config_;
-  CacheOptions options_;
+  ResolvedConfig asked_;
   unsigned threads_;
   std::deque<HeadCache> heads_;  // [layer, kv_head]
   std::optional<RopeTable> rope_;
@@ -211,8 +195,8 @@ class Decoder::Impl {
   std::vector<float> x_, q_, k_, v_, out_, lse_, logits_;
 };
 
-Decoder::Decoder(const Model& model, CacheOptions options, unsigned threads)
-    : impl_(std::make_unique<Impl>(model, std::move(options), threads)) {}
+Decoder::Decoder(const Model& model, ResolvedConfig cache, unsigned threads)
+    : impl_(std::make_unique<Impl>(model, std::move(cache), threads)) {}
 Decoder::~Decoder() = default;
 
 void Decoder::watch(DecoderObserver* observer) { impl_->watch(observer); }

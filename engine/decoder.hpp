@@ -8,22 +8,9 @@
 
 #include "engine/checkpoint/model.hpp"
 #include "engine/sequence_decoder.hpp"
-#include "policies/live_set.hpp"
-#include "policies/observation.hpp"
+#include "policies/cache_config.hpp"
 
 namespace kvlab {
-
-struct CacheOptions {
-  PolicySpec policy = parse_policy("full");
-  std::uint32_t budget = kNoBudget;  ///< tokens
-  /// Tokens by layer and KV head [layers * kv_heads]; empty: `budget` for all.
-  std::vector<std::uint32_t> budgets;
-  Positions positions = Positions::original;
-  Prefill prefill;
-  std::uint64_t seed = 0;
-  std::uint32_t sequence = 0;
-  std::uint32_t threshold16 = request_threshold16(0.01);
-};
 
 /// The live tokens of one KV head, by age.
 struct LiveTokens {
@@ -60,12 +47,12 @@ class Decoder final : public SequenceDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a
   /// budget.
-  Decoder(const Model& model, CacheOptions options, unsigned threads);
+  Decoder(const Model& model, ResolvedConfig cache, unsigned threads);
   ~Decoder() override;
 
   void watch(DecoderObserver* observer);  ///< null: nobody
 
-  /// Feeds tokens: a prompt is admitted by options.prefill, decoded tokens one by one (by `full`,
+  /// Feeds tokens: a prompt is admitted by its prefill, decoded tokens one by one (by `full`,
   /// which makes no difference between them, hundreds at once). Returns the logits [vocab] of the
   /// last one, valid until the next call. `all_logits`: where to put those of every token [n,
   /// vocab]. Throws std::invalid_argument for no tokens, std::out_of_range for an id outside the

@@ -12,9 +12,8 @@ constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 
 }  // namespace
 
-HeadCache::HeadCache(const HeadShape& shape, const PolicySpec& spec, std::uint32_t budget,
-                     LiveSet::Identity identity)
-    : shape_(shape), live_(spec, budget, identity), keys_(0, shape.head_size) {}
+HeadCache::HeadCache(const HeadShape& shape, LiveSet live)
+    : shape_(shape), live_(std::move(live)), keys_(0, shape.head_size) {}
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());

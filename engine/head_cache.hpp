@@ -41,9 +41,8 @@ struct HeadAdmission {
 
 class HeadCache {
  public:
-  /// `budget` in tokens. Throws std::invalid_argument where the guards do not fit it.
-  HeadCache(const HeadShape& shape, const PolicySpec& spec, std::uint32_t budget,
-            LiveSet::Identity identity);
+  /// `live`: nobody yet.
+  HeadCache(const HeadShape& shape, LiveSet live);
 
   /// Step 1. Returns the positions of those who left, ascending.
   std::span<const std::uint32_t> make_room(std::uint32_t now);

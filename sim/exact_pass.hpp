@@ -2,6 +2,7 @@
 #pragma once
 
 #include "traces/base/work_time.hpp"
+#include "traces/trace.hpp"
 
 namespace kvlab {
 
@@ -9,5 +10,10 @@ struct ExactPass {
   WorkTime time;
   double flops = 0;  ///< of its products
 };
+
+/// Attention of every query of every head over the whole trace, by OpenBLAS: RoPE, then by blocks
+/// of queries Q K^T (sgemm), causal softmax, P V (sgemm); the heads over `threads` threads. Throws
+/// std::runtime_error in a build without OpenBLAS.
+ExactPass exact_pass(const TraceReader& trace, unsigned threads);
 
 }  // namespace kvlab

@@ -11,14 +11,6 @@
 
 namespace kvlab {
 
-/// One configuration, resolved for a trace.
-struct ResolvedConfig {
-  const ReplayConfig* config;
-  std::uint32_t budget;  ///< in tokens; kNoBudget: never evicts
-  Guards guards;
-  const std::vector<Admission>* admissions;
-};
-
 /// What the units of a replay have in common.
 struct ReplayPlan {
   const TraceReader& trace;
@@ -27,7 +19,7 @@ struct ReplayPlan {
   const HeadArithmetic& arithmetic;
   const QuerySpan& span;
   unsigned threads;
-  std::vector<ResolvedConfig> configs;
+  std::vector<const ResolvedConfig*> configs;
 };
 
 /// Takes many KV heads through many configurations together: a device.
@@ -35,7 +27,7 @@ class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
   /// Whether it can; what it cannot the CPU does.
-  virtual bool takes(const TraceHeader& header, const ReplayConfig& config) const = 0;
+  virtual bool takes(const TraceHeader& header, const CacheConfig& config) const = 0;
   /// The outcomes by unit, then by configuration of the plan. Throws std::runtime_error: the device
   /// fails, or is too small for one unit.
   virtual std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,

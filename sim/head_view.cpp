@@ -11,16 +11,20 @@ void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, co
     for (std::uint32_t d = 0; d < head_size; ++d) y[d] = round_to(*arithmetic.rounding, y[d]);
 }
 
-std::vector<Admission> admissions_of(const std::vector<Segment>& segments, Prefill prefill) {
-  std::vector<Admission> admissions;
+ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
+                       std::uint32_t sequence) {
+  const std::uint32_t length =
+      segments.empty() ? 0 : segments.back().start + segments.back().tokens;
+  ResolvedConfig resolved = resolve(config, length, sequence);
   for (const Segment& segment : segments) {
-    std::uint32_t chunk = 1;
-    if (segment.kind == SegmentKind::prompt)
-      chunk = prefill.chunk == 0 ? segment.tokens : prefill.chunk;
+    const bool is_prompt = segment.kind == SegmentKind::prompt;
+    const bool dense = is_prompt && config.prefill.chunk == 0;
+    const std::uint32_t chunk = dense ? segment.tokens : is_prompt ? config.prefill.chunk : 1;
     for (std::uint32_t done = 0; done < segment.tokens; done += chunk)
-      admissions.push_back({segment.start + done, std::min(chunk, segment.tokens - done)});
+      resolved.admissions.push_back({segment.start + done, std::min(chunk, segment.tokens - done)});
+    resolved.in_dense_prompt.resize(segment.start + segment.tokens, dense);
   }
-  return admissions;
+  return resolved;
 }
 
 }  // namespace kvlab

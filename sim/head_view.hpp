@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "policies/catalogue.hpp"
+#include "policies/cache_config.hpp"
 #include "traces/base/numeric/dtype.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/trace.hpp"
@@ -43,12 +43,9 @@ struct HeadArithmetic {
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y);
 
-/// Tokens that enter the cache together.
-struct Admission {
-  std::uint32_t first, tokens;
-};
-
-/// The admissions of a sequence: prompts by `prefill`, decoded tokens one by one.
-std::vector<Admission> admissions_of(const std::vector<Segment>& segments, Prefill prefill);
+/// `config` for a sequence of these segments, whose admissions are known: prompts by the prefill,
+/// decoded tokens one by one. Throws as resolve() by length does.
+ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
+                       std::uint32_t sequence);
 
 }  // namespace kvlab

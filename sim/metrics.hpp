@@ -90,4 +90,10 @@ struct HeadStats {
   void add_error(QuerySpan::Place place, std::uint32_t head, double error, double size);
 };
 
+/// What a configuration leaves behind on one KV head.
+struct HeadOutcome {
+  HeadStats stats;
+  std::uint64_t evictions = 0, live_max = 0, live_end = 0;
+};
+
 }  // namespace kvlab

@@ -55,36 +55,49 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
   return tensors;
 }
 
-std::vector<bool> dense_prompt(const std::vector<Segment>& segments, Prefill prefill) {
-  std::vector<bool> uncut;
-  for (const Segment& s : segments)
-    uncut.resize(s.start + s.tokens, s.kind == SegmentKind::prompt && prefill.chunk == 0);
-  return uncut;
+/// Requests are counted once for all configurations.
+double threshold_of(std::span<const CacheConfig> configs) {
+  const double threshold = configs.empty() ? CacheConfig{}.threshold : configs.front().threshold;
+  for (const CacheConfig& config : configs)
+    if (config.threshold != threshold)
+      throw std::invalid_argument(
+          fmt::format("request threshold {}: another configuration has {}; a replay has one",
+                      config.threshold, threshold));
+  if (!(threshold >= 0 && threshold <= 1))
+    throw std::invalid_argument(
+        fmt::format("request threshold {}: should be between 0 and 1", threshold));
+  return threshold;
 }
 
 /// One trace through the grid: what all units share.
 class Replay {
  public:
-  Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const ReplayConfig> configs,
+  Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
          const ReplayOptions& options)
       : trace_(trace),
         sequence_(sequence),
-        configs_(configs),
         options_(options),
         rope_(trace.header().rope, trace.tokens()),
         arithmetic_{.softmax_scale = trace.header().softmax_scale,
                     .rounding = trace.header().rounding == Rounding::model_dtype
                                     ? std::optional(trace.shape().dtype)
                                     : std::nullopt,
-                    .threshold16 = request_threshold16(options.threshold)},
+                    .threshold16 = request_threshold16(threshold_of(configs))},
         span_(trace.segments(), options.span == Span::decode,
               options.every_output_error ? 1 : kSampleEvery) {
     check();
+    for (const CacheConfig& config : configs) add(config);
   }
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
-  const std::vector<std::uint32_t>& budgets() const { return budgets_; }
+  /// In tokens, by configuration; the trace's length where nobody leaves.
+  std::vector<std::uint32_t> budgets() const {
+    std::vector<std::uint32_t> tokens;
+    for (const ResolvedConfig& config : configs_)
+      tokens.push_back(config.evicts() ? config.budget_tokens : trace_.tokens());
+    return tokens;
+  }
 
   /// One unit of work: all configurations on one KV head.
   std::vector<HeadOutcome> run_unit(ReplayUnit unit) const {
@@ -119,7 +132,7 @@ class Replay {
 
   ReplayPlan plan_for(std::span<const std::size_t> which) const {
     ReplayPlan plan{trace_, sequence_, rope_, arithmetic_, span_, options_.threads, {}};
-    for (const std::size_t c : which) plan.configs.push_back(resolved(c));
+    for (const std::size_t c : which) plan.configs.push_back(&configs_[c]);
     return plan;
   }
 
@@ -134,41 +147,28 @@ class Replay {
       run_lanes(which, layer, kv_head, tensors.view, outcomes);
   }
 
-  ResolvedConfig resolved(std::size_t c) const {
-    const ReplayConfig& config = configs_[c];
-    const PolicyEntry* const entry = config.policy.entry.get();
-    const bool evicts = !entry || entry->info.evicts;
-    return {&config, evicts ? budgets_[c] : kNoBudget,
-            entry && evicts ? resolve_guards(config.policy, budgets_[c]) : Guards{},
-            &admissions_[c]};
-  }
 
   HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
                        std::uint32_t kv_head, const HeadView& view, const QuerySpan* span) const {
-    std::vector<LaneConfig> lanes;
-    for (const std::size_t c : which) {
-      const ResolvedConfig r = resolved(c);
-      lanes.push_back({r.config, r.budget, r.guards, r.admissions,
-                       dense_prompt(trace_.segments(), r.config->prefill)});
-    }
+    LaneConfigs lanes;
+    for (const std::size_t c : which) lanes.push_back(&configs_[c]);
     return {std::move(lanes), {0, sequence_, layer, kv_head}, view, rope_, arithmetic_, span};
   }
 
   std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
                                     const HeadView& view,
                                     const std::vector<std::uint64_t>& future) const {
-    const ReplayConfig& config = configs_[c];
-    if (config.policy.name == kOracleTopk) return nullptr;
-    const LiveSet::Identity identity{config.seed, sequence_, layer, kv_head};
+    const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
-      return std::make_unique<HeadRun>(std::move(live), config.positions, admissions_[c], view,
+      return std::make_unique<HeadRun>(std::move(live), config.positions, config.admissions, view,
                                        rope_, arithmetic_);
     };
-    if (config.policy.name != kOracleMass)
-      return run(LiveSet(config.policy, budgets_[c], identity));
+    if (config.policy.name == kOracleTopk) return nullptr;
+    if (config.policy.name != kOracleMass) return run(config.live_set(layer, kv_head));
     const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
     auto oracle = run(
-        LiveSet(future_mass_ops(), future_mass_params(*masses), budgets_[c], Guards{}, identity));
+        LiveSet(future_mass_ops(), future_mass_params(*masses), config.budget_tokens, Guards{},
+                config.identity(layer, kv_head)));
     oracle->follow_oracle(masses);
     return oracle;
   }
@@ -189,10 +189,8 @@ class Replay {
                  const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
     HeadLanes lanes = make_lanes(which, layer, kv_head, view, &span_);
     lanes.run();
-    std::vector<LaneOutcome> own = lanes.outcomes();
-    for (std::size_t i = 0; i < which.size(); ++i)
-      outcomes[which[i]] = {std::move(own[i].stats), own[i].evictions, own[i].live_max,
-                            own[i].live_end};
+    std::vector<HeadOutcome> own = lanes.outcomes();
+    for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
   }
 
   void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
@@ -206,7 +204,7 @@ class Replay {
       if (runs.back())
         runs.back()->measure(&span_);
       else
-        topk.add(budgets_[c], dense_prompt(trace_.segments(), configs_[c].prefill));
+        topk.add(configs_[c].budget_tokens, configs_[c].in_dense_prompt);
     }
     run_head(trace_.tokens(), rows, runs, &topk);
     auto next_topk = topk.configurations().begin();
@@ -236,32 +234,26 @@ class Replay {
         throw std::invalid_argument(fmt::format("layer {}: the trace {} has layers 0 to {}", layer,
                                                 trace_.directory().string(),
                                                 trace_.shape().layers - 1));
-    if (!(options_.threshold >= 0 && options_.threshold <= 1))
-      throw std::invalid_argument(
-          fmt::format("request threshold {}: should be between 0 and 1", options_.threshold));
-    for (const ReplayConfig& config : configs_) add(config);
   }
 
-  void add(const ReplayConfig& config) {
-    const bool reference = config.policy.entry == nullptr;
-    if (reference && config.positions == Positions::cache)
+  void add(const CacheConfig& config) {
+    if (!config.policy.entry && config.positions == Positions::cache)
       throw std::invalid_argument(
           fmt::format("policy {}: a reference keeps original positions", config.policy.name));
-    const bool evicts = reference || config.policy.entry->info.evicts;
-    budgets_.push_back(evicts ? config.budget.resolve(trace_.tokens()) : trace_.tokens());
-    if (!reference && evicts) resolve_guards(config.policy, budgets_.back());
-    admissions_.push_back(admissions_of(trace_.segments(), config.prefill));
+    if (!config.head_budgets.empty())
+      throw std::invalid_argument(
+          fmt::format("policy {}: budgets by head are not replayed", config.policy.name));
+    configs_.push_back(resolve(config, trace_.segments(), sequence_));
   }
 
   const TraceReader& trace_;
   std::uint32_t sequence_;
-  std::span<const ReplayConfig> configs_;
+  std::vector<ResolvedConfig> configs_;
   const ReplayOptions& options_;
   RopeTable rope_;
   HeadArithmetic arithmetic_;
   QuerySpan span_;
-  std::vector<std::uint32_t> layers_, budgets_;
-  std::vector<std::vector<Admission>> admissions_;  // by configuration
+  std::vector<std::uint32_t> layers_;
 };
 
 }  // namespace
@@ -275,11 +267,11 @@ struct ReplayJob::Impl {
   Replay replay;
   std::size_t heads, configs;
   const ModelShape& shape;
-  std::span<const ReplayConfig> grid;
+  std::span<const CacheConfig> grid;
 };
 
 ReplayJob::ReplayJob(const TraceReader& trace, std::uint32_t sequence,
-                     std::span<const ReplayConfig> configs, const ReplayOptions& options)
+                     std::span<const CacheConfig> configs, const ReplayOptions& options)
     : impl_(new Impl{Replay(trace, sequence, configs, options), trace.shape().kv_heads,
                      configs.size(), trace.shape(), configs}) {}
 
@@ -328,7 +320,7 @@ ReplayResult ReplayGathering::result() const {
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
-                    std::span<const ReplayConfig> configs, const ReplayOptions& options) {
+                    std::span<const CacheConfig> configs, const ReplayOptions& options) {
   const ReplayJob job(trace, sequence, configs, options);
   ReplayGathering gathering(job);
   if (options.elsewhere) {
@@ -351,7 +343,7 @@ ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
 }
 
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
-                               const ReplayConfig& config, const ReplayOptions& options,
+                               const CacheConfig& config, const ReplayOptions& options,
                                std::uint32_t layer, std::uint32_t kv_head,
                                std::span<const std::uint32_t> queries) {
   if (config.policy.name == kOracleTopk)

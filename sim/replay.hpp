@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "policies/live_set.hpp"
+#include "policies/cache_config.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -19,22 +19,12 @@ inline constexpr std::string_view kOracleTopk = "oracle_topk";
 /// The references of the replay, as parse_policy wants them.
 std::span<const std::string_view> replay_references();
 
-/// One configuration of the grid.
-struct ReplayConfig {
-  PolicySpec policy;
-  Budget budget;
-  Prefill prefill;
-  Positions positions = Positions::original;
-  std::uint64_t seed = 0;
-};
-
 enum class Span { decode, all };
 
 class HeadReplayer;  // sim/head_replayer.hpp
 
 struct ReplayOptions {
   Span span = Span::decode;
-  double threshold = 0.01;          ///< tau
   bool every_output_error = false;  ///< false: every eighth query of the span
   bool plain = false;  ///< one configuration at a time, without lanes: what tests compare with
   HeadReplayer* elsewhere = nullptr;  ///< takes what it can off the CPU; null: nothing
@@ -64,7 +54,7 @@ struct ReplayResult {
   std::vector<Measurement> measurements;     ///< ordered: configuration, layer, head, metric
 };
 
-struct HeadOutcome;   // sim/run/tabulate.hpp
+struct HeadOutcome;   // sim/metrics.hpp
 struct LayerOutcome;  // sim/run/tabulate.hpp
 
 /// Which KV head a unit of work is about.
@@ -78,8 +68,8 @@ class ReplayJob {
  public:
   /// `trace`, `configs` and `options` must outlive the job. Throws std::invalid_argument: a span
   /// without queries, guards that do not fit, a reference asked for with squeezed positions, a
-  /// layer that is not there, …
-  ReplayJob(const TraceReader& trace, std::uint32_t sequence, std::span<const ReplayConfig> configs,
+  /// layer that is not there, request thresholds that differ, …
+  ReplayJob(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
             const ReplayOptions& options);
   ReplayJob(ReplayJob&&) noexcept;
   ~ReplayJob();
@@ -120,12 +110,12 @@ class ReplayGathering {
 /// Runs every unit of the job, in memory. Results do not depend on the number of threads. Throws as
 /// ReplayJob does.
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
-                    std::span<const ReplayConfig> configs, const ReplayOptions& options);
+                    std::span<const CacheConfig> configs, const ReplayOptions& options);
 
 /// The kept set of one configuration and head at each query. `queries`: which (ascending
 /// positions).
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
-                               const ReplayConfig& config, const ReplayOptions& options,
+                               const CacheConfig& config, const ReplayOptions& options,
                                std::uint32_t layer, std::uint32_t kv_head,
                                std::span<const std::uint32_t> queries);
 

@@ -25,9 +25,9 @@ namespace {
 
 constexpr std::int64_t kMostThreads = 1024;
 
-bool same(const ReplayConfig& a, const ReplayConfig& b) {
+bool same(const CacheConfig& a, const CacheConfig& b) {
   return a.policy.text() == b.policy.text() && a.budget.text() == b.budget.text() &&
-         a.prefill.chunk == b.prefill.chunk && a.positions == b.positions && a.seed == b.seed;
+         a.prefill.chunk == b.prefill.chunk && a.positions == b.positions;
 }
 
 template <class Parse>
@@ -44,6 +44,7 @@ struct Axes {
   std::vector<Prefill> prefills;
   std::vector<Positions> positions;  ///< empty: each policy's own
   std::uint64_t seed;
+  double threshold;
 };
 
 /// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
@@ -93,17 +94,18 @@ Axes axes_from(const po::variables_map& options, std::span<const std::string_vie
     axes.positions = parse_list(options["positions"].as<std::string>(),
                                 [](const auto& t) { return parse_positions(t); });
   axes.seed = seed_from(options);
+  axes.threshold =
+      options.count("request-threshold") ? threshold_from(options) : CacheConfig{}.threshold;
   return axes;
 }
 
 /// Every configuration of one policy, in the order of the lists.
-std::vector<ReplayConfig> configs_of(const PolicySpec& policy, const Axes& axes) {
-  if (policy.entry && !policy.entry->info.evicts)  // nothing that could make a difference
-    return {{policy,
-             {.extent = {}, .all = true},
-             axes.prefills.front(),
-             Positions::original,
-             axes.seed}};
+std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) {
+  CacheConfig config{.policy = policy,
+                     .prefill = axes.prefills.front(),
+                     .seed = axes.seed,
+                     .threshold = axes.threshold};
+  if (!config.evicts()) return {config};  // nothing else could make a difference
   if (axes.budgets.empty())
     throw std::invalid_argument(fmt::format(
         "--budget: policy {} needs one; give tokens or a share: --budget 128,20%", policy.name));
@@ -111,12 +113,16 @@ std::vector<ReplayConfig> configs_of(const PolicySpec& policy, const Axes& axes)
   if (!policy.entry) positions = {Positions::original};
   if (positions.empty()) positions = {policy.entry->info.positions};
 
-  std::vector<ReplayConfig> configs;
+  std::vector<CacheConfig> configs;
   for (const Budget& budget : axes.budgets) {
     if (policy.entry && !budget.extent.is_share) resolve_guards(policy, budget.extent.tokens);
+    config.budget = budget;
     for (const Prefill& prefill : axes.prefills)
-      for (const Positions position : positions)
-        configs.push_back({policy, budget, prefill, position, axes.seed});
+      for (const Positions position : positions) {
+        config.prefill = prefill;
+        config.positions = position;
+        configs.push_back(config);
+      }
   }
   return configs;
 }
@@ -232,24 +238,24 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
   return compile_policy_sources(options["policy-source"].as<std::vector<std::string>>());
 }
 
-std::vector<ReplayConfig> grid_from(const po::variables_map& options,
+std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references) {
   return grid_from(options, references, policy_sources_from(options));
 }
 
-std::vector<ReplayConfig> grid_from(const po::variables_map& options,
+std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references,
                                     const CompiledPolicies& compiled) {
   const Axes axes = axes_from(options, references, compiled);
-  std::vector<ReplayConfig> grid;
+  std::vector<CacheConfig> grid;
   for (const PolicySpec& policy : axes.policies)
-    for (const ReplayConfig& config : configs_of(policy, axes))
+    for (const CacheConfig& config : configs_of(policy, axes))
       if (std::none_of(grid.begin(), grid.end(), [&](const auto& c) { return same(c, config); }))
         grid.push_back(config);
   return grid;
 }
 
-ReplayConfig only_config(const po::variables_map& options) {
+CacheConfig only_config(const po::variables_map& options) {
   const auto grid = grid_from(options);
   if (grid.size() != 1)
     throw std::invalid_argument(fmt::format(

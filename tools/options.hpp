@@ -45,14 +45,14 @@ CompiledPolicies policy_sources_from(const po::variables_map& options);
 /// with budget `all`, and a reference comes with original positions only. Throws
 /// std::invalid_argument: an unknown name, a policy that evicts without a budget, guards that do
 /// not fit a budget in tokens.
-std::vector<ReplayConfig> grid_from(const po::variables_map& options,
+std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references,
                                     const CompiledPolicies& compiled);
 /// With the policies of `--policy-source`, if any.
-std::vector<ReplayConfig> grid_from(const po::variables_map& options,
+std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                     std::span<const std::string_view> references = {});
 /// The same where there can be only one: throws std::invalid_argument if a list was given.
-ReplayConfig only_config(const po::variables_map& options);
+CacheConfig only_config(const po::variables_map& options);
 
 /// Throws std::invalid_argument for a `--budget` that no policy would heed: without any, the cache
 /// is `full`.

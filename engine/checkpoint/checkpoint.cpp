@@ -104,19 +104,45 @@ const TensorView& Checkpoint::at(std::string_view name, std::span<const std::siz
   return view;
 }
 
-void Checkpoint::refuse_unless(const std::function<bool(std::string_view name)>& used) const {
-  for (const auto& [name, file] : file_of_)
-    if (!used(name))
-      throw std::runtime_error(
-          fmt::format("{}: tensor {} is not part of the model that config.json describes",
-                      files_[file].path().string(), json_quoted(name)));
-}
-
 std::string Checkpoint::xxh3() const {
   if (files_.size() == 1) return xxh3_hex(files_[0].bytes());
   std::string hashes;  // files are in the order of their names
   for (const SafetensorsFile& file : files_) hashes += xxh3_hex(file.bytes());
   return xxh3_hex(std::as_bytes(std::span(hashes)));
+}
+
+std::string tokenizer_xxh3(const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / "tokenizer.json";
+  return std::filesystem::exists(path) ? xxh3_hex(MappedFile(path).bytes()) : "";
+}
+
+const TensorView& TensorReader::take(const std::string& name, std::span<const std::size_t> shape) {
+  taken_.insert(name);
+  return checkpoint_.at(name, shape);
+}
+
+void TensorReader::take_copy(const std::string& name, const std::string& of,
+                             std::span<const std::size_t> shape) {
+  if (!checkpoint_.contains(name)) return;
+  const TensorView &copy = take(name, shape), &original = take(of, shape);
+  if (copy.dtype != original.dtype || !std::ranges::equal(copy.data, original.data))
+    throw std::runtime_error(
+        fmt::format("{}: tensor {} differs from {}, to which tie_word_embeddings of config.json "
+                    "ties it",
+                    checkpoint_.file_of(name).string(), name, of));
+}
+
+void TensorReader::refuse_not_finite(const std::string& name, std::string_view in) const {
+  throw std::runtime_error(fmt::format("{}: tensor {} holds values that are not finite{}",
+                                       checkpoint_.file_of(name).string(), name, in));
+}
+
+void TensorReader::refuse_rest() const {
+  for (const auto& [name, file] : checkpoint_.file_of_)
+    if (!taken_.contains(name) && !name.ends_with(".rotary_emb.inv_freq"))
+      throw std::runtime_error(
+          fmt::format("{}: tensor {} is not part of the model that config.json describes",
+                      checkpoint_.files_[file].path().string(), json_quoted(name)));
 }
 
 }  // namespace kvlab

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
 #include <map>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,10 +27,6 @@ class Checkpoint {
   const TensorView& at(std::string_view name, std::span<const std::size_t> shape) const;
   /// The file that holds a tensor.
   const std::filesystem::path& file_of(std::string_view name) const;
-  /// Throws std::runtime_error that names a tensor for which `used` is false: a part of the model
-  /// that nothing reads.
-  void refuse_unless(const std::function<bool(std::string_view name)>& used) const;
-
   /// XXH3-64 of the file; of several files, that of their own hashes (hex digits, by file name).
   std::string xxh3() const;
 
@@ -38,6 +34,33 @@ class Checkpoint {
   std::string where_;  ///< what an error about a missing tensor names
   std::vector<SafetensorsFile> files_;
   std::map<std::string, std::size_t, std::less<>> file_of_;  ///< tensor name to index in files_
+  friend class TensorReader;
+};
+
+/// XXH3-64 of a model's tokenizer.json; empty if there is none.
+std::string tokenizer_xxh3(const std::filesystem::path& directory);
+
+/// Takes a model's tensors out of a checkpoint, and notes which it took.
+class TensorReader {
+ public:
+  /// `checkpoint` must outlive the reader.
+  explicit TensorReader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+
+  /// As Checkpoint::at().
+  const TensorView& take(const std::string& name, std::span<const std::size_t> shape);
+  /// Takes a head that is tied to the tensor `of`, if it is stored once more. Throws
+  /// std::runtime_error unless it is the same then.
+  void take_copy(const std::string& name, const std::string& of,
+                 std::span<const std::size_t> shape);
+  /// Throws std::runtime_error that names the file and the tensor: a value is not finite.
+  [[noreturn]] void refuse_not_finite(const std::string& name, std::string_view in = "") const;
+  /// Throws std::runtime_error that names a tensor that nobody took, but for what older files store
+  /// of RoPE.
+  void refuse_rest() const;
+
+ private:
+  const Checkpoint& checkpoint_;
+  std::set<std::string, std::less<>> taken_;
 };
 
 }  // namespace kvlab

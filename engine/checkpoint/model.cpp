@@ -3,13 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <set>
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/linear.hpp"
-#include "traces/base/files.hpp"
 #include "traces/base/numeric/elementwise.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -18,16 +17,13 @@ namespace {
 
 constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
 
-using Shape = std::vector<std::size_t>;
-
-/// Takes tensors out of a checkpoint and notes which it took.
+/// Makes vectors and panels of a checkpoint's tensors.
 class Loader {
  public:
-  Loader(const Checkpoint& checkpoint, unsigned threads)
-      : checkpoint_(checkpoint), threads_(threads) {}
+  Loader(TensorReader& tensors, unsigned threads) : tensors_(tensors), threads_(threads) {}
 
   std::vector<float> vector(const std::string& name, std::size_t size) {
-    const TensorView& tensor = take(name, {size});
+    const TensorView& tensor = tensors_.take(name, std::array{size});
     std::vector<float> values(size);
     to_float(tensor.dtype, tensor.data.data(), size, values.data());
     check_finite(name, values);
@@ -35,7 +31,7 @@ class Loader {
   }
 
   Panels matrix(const std::string& name, std::size_t rows, std::size_t columns) {
-    const TensorView& tensor = take(name, {rows, columns});
+    const TensorView& tensor = tensors_.take(name, std::array{rows, columns});
     Panels panels(rows, columns, tensor.dtype);
     const std::size_t row_bytes = columns * bytes_of(tensor.dtype);
     parallel_for(panels.panel_count(), threads_, [&](std::size_t panel) {
@@ -56,40 +52,14 @@ class Loader {
     return layer;
   }
 
-  /// A head tied to the embedding may be stored once more; then it must be the same.
-  void skip_copy(const std::string& name, const std::string& of, std::size_t rows,
-                 std::size_t columns) {
-    if (!checkpoint_.contains(name)) return;
-    const TensorView &copy = take(name, {rows, columns}), &original = take(of, {rows, columns});
-    if (copy.dtype != original.dtype || !std::ranges::equal(copy.data, original.data))
-      throw std::runtime_error(
-          fmt::format("{}: tensor {} differs from {}, to which tie_word_embeddings of config.json "
-                      "ties it",
-                      checkpoint_.file_of(name).string(), name, of));
-  }
-
-  /// Everything was read but what older files store of RoPE.
-  void refuse_rest() const {
-    checkpoint_.refuse_unless([&](std::string_view name) {
-      return taken_.contains(name) || name.ends_with(".rotary_emb.inv_freq");
-    });
-  }
-
  private:
-  const TensorView& take(const std::string& name, const Shape& shape) {
-    taken_.insert(name);
-    return checkpoint_.at(name, shape);
-  }
-
   void check_finite(const std::string& name, std::span<const float> values) const {
-    if (std::ranges::all_of(values, [](float v) { return std::isfinite(v); })) return;
-    throw std::runtime_error(fmt::format("{}: tensor {} holds values that are not finite",
-                                         checkpoint_.file_of(name).string(), name));
+    if (!std::ranges::all_of(values, [](float v) { return std::isfinite(v); }))
+      tensors_.refuse_not_finite(name);
   }
 
-  const Checkpoint& checkpoint_;
+  TensorReader& tensors_;
   unsigned threads_;
-  std::set<std::string, std::less<>> taken_;
 };
 
 struct Layer {
@@ -135,22 +105,22 @@ class Model::Impl {
   Impl(const std::filesystem::path& directory, unsigned threads)
       : config_(load_model_config(directory)) {
     const Checkpoint checkpoint = Checkpoint::open(directory);
-    Loader loader(checkpoint, threads);
+    TensorReader tensors(checkpoint);
+    Loader loader(tensors, threads);
     const std::string embedding = "model.embed_tokens.weight", head = "lm_head";
     embedding_.weight = loader.matrix(embedding, config_.vocab, config_.hidden);
     if (config_.tied_head)
-      loader.skip_copy(head + ".weight", embedding, config_.vocab, config_.hidden);
+      tensors.take_copy(head + ".weight", embedding,
+                        std::array<std::size_t, 2>{config_.vocab, config_.hidden});
     else
       head_ = loader.linear(head, config_.vocab, config_.hidden, false);
     norm_ = loader.vector("model.norm.weight", config_.hidden);
     for (std::uint32_t i = 0; i < config_.layers; ++i)
       layers_.push_back(load_layer(loader, config_, i));
-    loader.refuse_rest();
+    tensors.refuse_rest();
 
     weights_xxh3_ = checkpoint.xxh3();
-    const std::filesystem::path tokenizer = directory / "tokenizer.json";
-    if (std::filesystem::exists(tokenizer))
-      tokenizer_xxh3_ = xxh3_hex(MappedFile(tokenizer).bytes());
+    tokenizer_xxh3_ = kvlab::tokenizer_xxh3(directory);
   }
 
   const ModelConfig& config() const { return config_; }

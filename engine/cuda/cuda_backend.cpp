@@ -14,12 +14,8 @@ namespace {
 
 constexpr std::uint32_t kBatchPromptTokens = 2048;  // at once
 
-bool evicts(const CacheOptions& cache) {
-  return !cache.policy.entry || cache.policy.entry->info.evicts;
-}
-
-void refuse_eviction(const CacheOptions& cache) {
-  if (evicts(cache))
+void refuse_eviction(const ResolvedConfig& cache) {
+  if (cache.evicts())
     throw std::invalid_argument("a trace is captured from the full cache: leave out --policy");
 }
 
@@ -62,24 +58,25 @@ class CudaBackend final : public Backend {
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
   std::optional<Dtype> rounding() const override { return model_.dtype(); }
 
-  std::unique_ptr<SequenceDecoder> decoder(const CacheOptions& cache,
+  std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                            std::uint32_t tokens) override {
-    if (!evicts(cache)) return sequence({.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
+    if (!cache.evicts()) return sequence({.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
     return sequence({.tokens = tokens, .cache = cache});
   }
 
-  std::unique_ptr<SequenceDecoder> watched_decoder(const CacheOptions& cache, std::uint32_t tokens,
+  std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache,
+                                                   std::uint32_t tokens,
                                                    DecoderObserver& observer) override {
     return sequence({.tokens = tokens, .cache = cache, .observer = &observer});
   }
 
-  std::unique_ptr<BatchDecoder> batch_decoder(std::span<const CacheOptions> caches,
+  std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                               std::uint32_t tokens) override {
     CudaDecoderOptions options{.sequences = static_cast<int>(caches.size()),
                                .slots = tokens,
                                .prefill_tokens = std::min(tokens, kBatchPromptTokens),
                                .longest_prompt = tokens};
-    if (!caches.empty() && evicts(caches.front()))
+    if (!caches.empty() && caches.front().evicts())
       options.caches.assign(caches.begin(), caches.end());
     if (!CudaDecoder::fits(model_, options)) return nullptr;
     return std::make_unique<CudaBatch>(model_, std::move(options));
@@ -115,7 +112,7 @@ class CudaBackend final : public Backend {
   }
 
   std::unique_ptr<SequenceDecoder> capturing_decoder(
-      const CacheOptions& cache, std::uint32_t tokens, TraceWriter& writer,
+      const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) override {
     refuse_eviction(cache);
     return sequence({.tokens = tokens,

@@ -4,6 +4,8 @@
 #include <deque>
 #include <stdexcept>
 
+#include "engine/capture.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -23,32 +25,22 @@ std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
 }  // namespace
 
 TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options) {
-  const ModelConfig& config = model.config();
-  TraceHeader header;
-  header.model = config.name;
-  header.shape = config.shape();
+  TraceHeader header = trace_header(model.config(), cuda::device_name(), std::move(options));
   header.shape.dtype = model.dtype();
-  header.rope = config.rope;
-  header.rope_config = config.rope_config;
-  header.softmax_scale = config.softmax_scale();
   header.rounding = Rounding::model_dtype;
   header.weights_xxh3 = model.weights_xxh3();
   header.tokenizer_xxh3 = model.tokenizer_xxh3();
-  header.capture = {{"engine", "kvlab"},
-                    {"version", KVLAB_VERSION},
-                    {"device", cuda::device_name()},
-                    {"options", std::move(options)}};
   return header;
 }
 
 CudaSequence::CudaSequence(const DeviceModel& model, Options options)
-    : decoder_(model,
-               {.sequences = 1,
-                .slots = options.tokens,
-                .prefill_tokens = prefill_tokens(options),
-                .capture = options.writer != nullptr,
-                .caches = options.cache ? std::vector{*options.cache} : std::vector<CacheOptions>{},
-                .watched = options.observer != nullptr}) {
+    : decoder_(model, {.sequences = 1,
+                       .slots = options.tokens,
+                       .prefill_tokens = prefill_tokens(options),
+                       .capture = options.writer != nullptr,
+                       .caches = options.cache ? std::vector{*options.cache}
+                                               : std::vector<ResolvedConfig>{},
+                       .watched = options.observer != nullptr}) {
   if (options.observer) decoder_.watch(0, options.observer);
   if (options.writer)
     capture_ = std::make_unique<AsyncCapture>(*options.writer,

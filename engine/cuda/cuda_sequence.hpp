@@ -21,7 +21,7 @@ class CudaSequence final : public SequenceDecoder {
   /// as is good. With a writer, everything goes into that trace.
   struct Options {
     std::uint32_t tokens = 0, prefill_chunk = 0;
-    std::optional<CacheOptions> cache;    ///< none: the whole cache
+    std::optional<ResolvedConfig> cache;  ///< none: the whole cache
     DecoderObserver* observer = nullptr;  ///< of a cache that is given; or null
     TraceWriter* writer = nullptr;
     AsyncCapture::Progress progress;

@@ -23,7 +23,7 @@ struct CudaDecoderOptions {
   std::uint32_t prefill_tokens = 2048;  ///< of a prompt that go through a layer together
   bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
   /// [sequence], of one policy and one kind of positions; empty: the whole cache of each.
-  std::vector<CacheOptions> caches;
+  std::vector<ResolvedConfig> caches;
   /// Of the longest prompt, where it is known, so that fits() counts it; 0: its memory is taken
   /// when it comes.
   std::uint32_t longest_prompt = 0;

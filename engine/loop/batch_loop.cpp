@@ -4,8 +4,6 @@
 #include <functional>
 #include <stdexcept>
 
-#include "engine/loop/decoder_loop.hpp"
-
 namespace kvlab {
 namespace {
 
@@ -15,10 +13,10 @@ constexpr std::size_t kMostRows = 128;                      // of a batch
 constexpr std::size_t kLogitFloats = std::size_t{1} << 24;  // of a batch that are held at once
 
 /// Configurations that can be side by side: of one policy, one kind of positions and one prefill.
-std::vector<std::vector<std::size_t>> batches_of(std::span<const LoopConfig> configs) {
+std::vector<std::vector<std::size_t>> batches_of(std::span<const CacheConfig> configs) {
   std::vector<std::vector<std::size_t>> batches;
   const auto alike = [&](std::size_t a, std::size_t b) {
-    const ReplayConfig &x = configs[a].cache, &y = configs[b].cache;
+    const CacheConfig &x = configs[a], &y = configs[b];
     return x.policy.entry == y.policy.entry && x.positions == y.positions &&
            x.prefill.chunk == y.prefill.chunk;
   };
@@ -87,7 +85,7 @@ class BatchRun {
 class BatchLoop {
  public:
   BatchLoop(Backend& backend, const std::vector<Ids>& sequences,
-            std::span<const LoopConfig> configs, const BatchLoopOptions& options)
+            std::span<const CacheConfig> configs, const BatchLoopOptions& options)
       : backend_(backend),
         vocab_(backend.config().vocab),
         sequences_(sequences),
@@ -137,16 +135,15 @@ class BatchLoop {
   std::vector<BatchRun> decoders(std::span<const Window> windows) {
     std::vector<BatchRun> runs;
     for (const auto& batch : batches_) {
-      std::vector<CacheOptions> caches;
+      std::vector<ResolvedConfig> caches;
       for (const Window& window : windows)
         for (const std::size_t c : batch)
-          caches.push_back(loop_cache(configs_[c], window.tokens(),
-                                      static_cast<std::uint32_t>(window.sequence)));
+          caches.push_back(
+              resolve(configs_[c], window.tokens(), static_cast<std::uint32_t>(window.sequence)));
       auto decoder = backend_.batch_decoder(caches, windows.front().tokens());
       if (!decoder) return {};
-      const ReplayConfig& cache = configs_[batch.front()].cache;
-      runs.emplace_back(std::move(decoder), batch,
-                        cache.policy.entry->info.evicts && cache.prefill.chunk == 1);
+      const CacheConfig& cache = configs_[batch.front()];
+      runs.emplace_back(std::move(decoder), batch, cache.evicts() && cache.prefill.chunk == 1);
     }
     return runs;
   }
@@ -228,7 +225,7 @@ class BatchLoop {
   Backend& backend_;
   std::size_t vocab_;
   const std::vector<Ids>& sequences_;
-  std::span<const LoopConfig> configs_;
+  std::span<const CacheConfig> configs_;
   const BatchLoopOptions& options_;
   std::vector<std::vector<std::size_t>> batches_;
   std::vector<Window> windows_;
@@ -242,7 +239,7 @@ class BatchLoop {
 
 std::vector<std::vector<LoopScores>> run_batch_loop(Backend& backend,
                                                     const std::vector<Ids>& sequences,
-                                                    std::span<const LoopConfig> configs,
+                                                    std::span<const CacheConfig> configs,
                                                     const BatchLoopOptions& options) {
   return BatchLoop(backend, sequences, configs, options).run();
 }

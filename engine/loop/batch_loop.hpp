@@ -18,6 +18,6 @@ struct BatchLoopOptions {
 /// device's memory.
 std::vector<std::vector<LoopScores>> run_batch_loop(
     Backend& backend, const std::vector<std::vector<std::int32_t>>& sequences,
-    std::span<const LoopConfig> configs, const BatchLoopOptions& options);
+    std::span<const CacheConfig> configs, const BatchLoopOptions& options);
 
 }  // namespace kvlab

@@ -7,8 +7,8 @@
 
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
-#include "traces/base/parallel.hpp"
 #include "traces/base/numeric/softmax.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {
@@ -42,11 +42,10 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
 class ClosedLoop {
  public:
   ClosedLoop(const Model& model, std::span<const std::int32_t> ids,
-             std::span<const LoopConfig> configs, const LoopOptions& options)
+             std::span<const CacheConfig> configs, const LoopOptions& options)
       : model_(model),
         shape_(model.config().shape()),
         ids_(ids),
-        configs_(configs),
         options_(options),
         tokens_(static_cast<std::uint32_t>(ids.size())),
         rope_(model.config().rope, tokens_),
@@ -56,11 +55,12 @@ class ClosedLoop {
         hidden_(configs.size()),
         scores_(configs.size()) {
     const auto [prompt, first_scored] = loop_span(tokens_, options);
-    if (prompt > 0) segments_.push_back({0, prompt, SegmentKind::prompt});
-    if (prompt < tokens_) segments_.push_back({prompt, tokens_ - prompt, SegmentKind::decode});
+    std::vector<Segment> segments;
+    if (prompt > 0) segments.push_back({0, prompt, SegmentKind::prompt});
+    if (prompt < tokens_) segments.push_back({prompt, tokens_ - prompt, SegmentKind::decode});
     first_scored_ = first_scored;
-    for (const LoopConfig& config : configs)
-      admissions_.push_back(admissions_of(segments_, config.cache.prefill));
+    for (const CacheConfig& config : configs)
+      configs_.push_back(resolve(config, segments, options.sequence));
   }
 
   std::vector<LoopScores> run() {
@@ -132,16 +132,11 @@ class ClosedLoop {
 
   std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
                                     const HeadView& view) {
-    const LoopConfig& config = configs_[c];
-    const std::uint32_t budget = config.budgets.empty()
-                                     ? config.cache.budget.resolve(tokens_)
-                                     : config.budgets[layer * shape_.kv_heads + kv_head];
+    const ResolvedConfig& config = configs_[c];
     HeadArithmetic arithmetic = arithmetic_;
-    arithmetic.threshold16 = request_threshold16(config.threshold);
-    return std::make_unique<HeadRun>(
-        LiveSet(config.cache.policy, budget,
-                {config.cache.seed, options_.sequence, layer, kv_head}),
-        config.cache.positions, admissions_[c], view, rope_, arithmetic);
+    arithmetic.threshold16 = config.threshold16();
+    return std::make_unique<HeadRun>(config.live_set(layer, kv_head), config.positions,
+                                     config.admissions, view, rope_, arithmetic);
   }
 
   void score() {
@@ -184,14 +179,12 @@ class ClosedLoop {
   const Model& model_;
   const ModelShape shape_;
   std::span<const std::int32_t> ids_;
-  std::span<const LoopConfig> configs_;
+  std::vector<ResolvedConfig> configs_;
   const LoopOptions& options_;
   std::uint32_t tokens_, first_scored_ = 0;
   RopeTable rope_;
   HeadArithmetic arithmetic_;
-  std::vector<Segment> segments_;
-  std::vector<std::vector<Admission>> admissions_;  // by configuration
-  std::vector<std::vector<float>> hidden_;          // by configuration: [token, hidden]
+  std::vector<std::vector<float>> hidden_;  // by configuration: [token, hidden]
   std::vector<LoopScores> scores_;
 };
 
@@ -209,7 +202,7 @@ LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options) {
 }
 
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,
-                                        std::span<const LoopConfig> configs,
+                                        std::span<const CacheConfig> configs,
                                         const LoopOptions& options) {
   return ClosedLoop(model, ids, configs, options).run();
 }

@@ -13,14 +13,6 @@
 
 namespace kvlab {
 
-/// One configuration of the closed loop.
-struct LoopConfig {
-  ReplayConfig cache;
-  std::vector<std::uint32_t>
-      budgets;              ///< by layer and KV head [layers * kv_heads]; empty: cache.budget
-  double threshold = 0.01;  ///< of requests
-};
-
 /// What one configuration did on one sequence, by scored token.
 struct LoopScores {
   std::vector<double> nll;               ///< -ln p(next token)
@@ -51,7 +43,7 @@ LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options);
 /// Runs `ids` under every configuration. Configurations share layer 0. Throws
 /// std::invalid_argument: no token to score, guards that do not fit.
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,
-                                        std::span<const LoopConfig> configs,
+                                        std::span<const CacheConfig> configs,
                                         const LoopOptions& options);
 
 }  // namespace kvlab

@@ -14,12 +14,12 @@ constexpr std::uint32_t kMostBlock = 8192;  // where a prompt's chunks make them
 
 /// How many tokens of a prompt to feed at once, so that every configuration admits it as if fed
 /// whole; 0: all.
-std::uint32_t prompt_block(std::span<const LoopConfig> configs) {
+std::uint32_t prompt_block(std::span<const CacheConfig> configs) {
   std::uint64_t block = 1;
-  for (const LoopConfig& config : configs) {
-    if (!config.cache.policy.entry->info.evicts) continue;
-    if (config.cache.prefill.chunk == 0) return 0;
-    block = std::lcm(block, std::uint64_t{config.cache.prefill.chunk});
+  for (const CacheConfig& config : configs) {
+    if (!config.evicts()) continue;
+    if (config.prefill.chunk == 0) return 0;
+    block = std::lcm(block, std::uint64_t{config.prefill.chunk});
     if (block > kMostBlock) return 0;
   }
   return static_cast<std::uint32_t>((kBlock + block - 1) / block * block);
@@ -28,7 +28,7 @@ std::uint32_t prompt_block(std::span<const LoopConfig> configs) {
 class DecoderLoop {
  public:
   DecoderLoop(Backend& backend, std::span<const std::int32_t> ids,
-              std::span<const LoopConfig> configs, const LoopOptions& options)
+              std::span<const CacheConfig> configs, const LoopOptions& options)
       : vocab_(backend.config().vocab),
         ids_(ids),
         options_(options),
@@ -38,8 +38,8 @@ class DecoderLoop {
         logits_(configs.size()),
         seconds_(configs.size()),
         scores_(configs.size()) {
-    for (const LoopConfig& config : configs)
-      decoders_.push_back(backend.decoder(loop_cache(config, tokens_, options.sequence), tokens_));
+    for (const CacheConfig& config : configs)
+      decoders_.push_back(backend.decoder(resolve(config, tokens_, options.sequence), tokens_));
   }
 
   std::vector<LoopScores> run() {
@@ -104,20 +104,8 @@ class DecoderLoop {
 
 }  // namespace
 
-CacheOptions loop_cache(const LoopConfig& config, std::uint32_t tokens, std::uint32_t sequence) {
-  const bool evicts = config.cache.policy.entry->info.evicts;
-  return {.policy = config.cache.policy,
-          .budget = evicts ? config.cache.budget.resolve(tokens) : kNoBudget,
-          .budgets = config.budgets,
-          .positions = config.cache.positions,
-          .prefill = config.cache.prefill,
-          .seed = config.cache.seed,
-          .sequence = sequence,
-          .threshold16 = request_threshold16(config.threshold)};
-}
-
 std::vector<LoopScores> run_decoder_loop(Backend& backend, std::span<const std::int32_t> ids,
-                                         std::span<const LoopConfig> configs,
+                                         std::span<const CacheConfig> configs,
                                          const LoopOptions& options) {
   return DecoderLoop(backend, ids, configs, options).run();
 }

@@ -97,7 +97,7 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
   return ballot;
 }
 
-ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
+CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
                        std::size_t standing, const CompiledPolicies& compiled) {
   const Series& series = figures.series()[ballot.standings[standing].series];
   const std::string text =
@@ -111,7 +111,8 @@ ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figu
             .budget = {.extent = tokens(ballot.budget.least_tokens)},
             .prefill = parse_prefill(series.prefill),
             .positions = parse_positions(series.positions),
-            .seed = series.seed};
+            .seed = series.seed,
+            .threshold = run.info.threshold};
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(fmt::format("the run's {}: {}", series.label, error.what()));
   }
@@ -119,7 +120,7 @@ ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figu
 
 PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
                           const CompiledPolicies& compiled) {
-  const ReplayConfig config = config_of(run, ballot, figures, ballot.winner, compiled);
+  CacheConfig config = config_of(run, ballot, figures, ballot.winner, compiled);
   json ranking = json::array(), traces = json::array(), ties = json::array();
   for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
     const Standing& standing = ballot.standings[i];
@@ -129,13 +130,7 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
   }
   for (const RunTrace& trace : run.info.traces)
     traces.push_back({{"name", trace.name}, {"hash", trace.hash}});
-  return {.policy = config.policy,
-          .budget = ballot.budget.least_tokens,
-          .budgets = {},
-          .positions = config.positions,
-          .prefill = config.prefill,
-          .threshold = run.info.threshold,
-          .seed = config.seed,
+  return {.cache = std::move(config),
           .model = run.info.traces.front().model,
           .weights_xxh3 = run.info.traces.front().weights_xxh3,
           .run = {{"hash", run.hash},

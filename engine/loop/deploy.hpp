@@ -30,7 +30,7 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
 /// The cache that a standing of the run stands for; `compiled` are the policies of
 /// --policy-source. Throws std::runtime_error if this build lacks the policy or it came from
 /// another text.
-ReplayConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
+CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
                        std::size_t standing, const CompiledPolicies& compiled = {});
 
 /// The policy file of the ballot's winner, with the evidence.

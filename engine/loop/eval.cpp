@@ -87,7 +87,7 @@ std::vector<EvalBlock> blocks_of(std::size_t c, const std::vector<std::vector<Lo
 }
 
 /// One configuration's scores over all sequences, as sums by block.
-EvalScore summarise(const LoopConfig& config, std::uint32_t budget_tokens, std::size_t c,
+EvalScore summarise(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
                     const std::vector<std::vector<LoopScores>>& scores) {
   const bool split = scores.size() < kLeastSequences;
   const std::uint32_t parts = split ? kParts : 1;
@@ -132,7 +132,7 @@ struct Threads {
 
 /// Sequence by sequence.
 SweepRunner sweep_of(const LoopRunner& run, Threads threads) {
-  return [&run, threads](const std::vector<Ids>& sequences, std::span<const LoopConfig> configs,
+  return [&run, threads](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                          const EvalOptions& options) {
     std::vector<std::vector<LoopScores>> scores(sequences.size());
     std::size_t done = 0;
@@ -155,17 +155,15 @@ SweepRunner sweep_of(const LoopRunner& run, Threads threads) {
 }
 
 std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids>& sequences,
-                                   std::vector<LoopConfig> configs, const EvalOptions& options) {
-  const auto is_full = [](const LoopConfig& c) {
-    return !c.cache.policy.entry->info.evicts && c.cache.positions == Positions::original;
+                                   std::vector<CacheConfig> configs, const EvalOptions& options) {
+  const auto is_full = [](const CacheConfig& c) {
+    return !c.evicts() && c.positions == Positions::original;
   };
   const auto full = std::find_if(configs.begin(), configs.end(), is_full);
   if (full != configs.end())
     std::rotate(configs.begin(), full, full + 1);
   else if (options.against_full)
-    configs.insert(
-        configs.begin(),
-        {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}, .budgets = {}});
+    configs.insert(configs.begin(), CacheConfig{});
   if (configs.empty())
     throw std::invalid_argument("nothing to score: no policy, and not the full cache either");
 
@@ -175,10 +173,9 @@ std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids
   const std::vector<std::vector<LoopScores>> scores = run(sequences, configs, options);
   std::vector<EvalScore> result;
   for (std::size_t c = 0; c < configs.size(); ++c) {
-    const bool evicts = configs[c].cache.policy.entry->info.evicts;
     const auto length = static_cast<std::uint32_t>(longest);
-    EvalScore score =
-        summarise(configs[c], evicts ? configs[c].cache.budget.resolve(length) : length, c, scores);
+    EvalScore score = summarise(
+        configs[c], configs[c].evicts() ? configs[c].budget.resolve(length) : length, c, scores);
     if (!options.against_full)
       score.kl = score.kl_error = score.same_first = std::numeric_limits<double>::quiet_NaN();
     score.blocks = blocks_of(c, scores, options.block_tokens);
@@ -190,8 +187,8 @@ std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids
 }  // namespace
 
 std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& texts,
-                                std::vector<LoopConfig> configs, const EvalOptions& options) {
-  const LoopRunner run = [&](std::span<const std::int32_t> ids, std::span<const LoopConfig> grid,
+                                std::vector<CacheConfig> configs, const EvalOptions& options) {
+  const LoopRunner run = [&](std::span<const std::int32_t> ids, std::span<const CacheConfig> grid,
                              const LoopOptions& how) {
     return run_closed_loop(model, ids, grid, how);
   };
@@ -203,13 +200,13 @@ std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& text
 }
 
 std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
-                                const std::vector<Ids>& texts, std::vector<LoopConfig> configs,
+                                const std::vector<Ids>& texts, std::vector<CacheConfig> configs,
                                 const EvalOptions& options) {
   return evaluate_by(run, sequences_of(config, texts, options), std::move(configs), options);
 }
 
 std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
-                                const std::vector<Ids>& texts, std::vector<LoopConfig> configs,
+                                const std::vector<Ids>& texts, std::vector<CacheConfig> configs,
                                 const EvalOptions& options) {
   return evaluate(config, sweep_of(run, {1, options.threads}), texts, std::move(configs), options);
 }

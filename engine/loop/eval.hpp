@@ -31,7 +31,7 @@ struct EvalBlock {
 
 /// One configuration's figures over all scored tokens.
 struct EvalScore {
-  LoopConfig config;
+  CacheConfig config;
   std::uint32_t budget_tokens;
   double nll, nll_error;                ///< mean nats per token, standard error
   double perplexity, perplexity_error;  ///< exp(nll), by the delta method
@@ -44,26 +44,26 @@ struct EvalScore {
 
 /// What runs a sequence, such as run_decoder_loop.
 using LoopRunner = std::function<std::vector<LoopScores>(
-    std::span<const std::int32_t> ids, std::span<const LoopConfig> configs, const LoopOptions&)>;
+    std::span<const std::int32_t> ids, std::span<const CacheConfig> configs, const LoopOptions&)>;
 
 /// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
 /// token ids without special tokens. Standard errors take sequences as blocks, or sixteenths of
 /// them where there are fewer than eight. Throws std::invalid_argument.
 std::vector<EvalScore> evaluate(const Model& model,
                                 const std::vector<std::vector<std::int32_t>>& texts,
-                                std::vector<LoopConfig> configs, const EvalOptions& options);
+                                std::vector<CacheConfig> configs, const EvalOptions& options);
 /// What runs all sequences: [sequence][configuration].
 using SweepRunner = std::function<std::vector<std::vector<LoopScores>>(
-    const std::vector<std::vector<std::int32_t>>& sequences, std::span<const LoopConfig> configs,
+    const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
     const EvalOptions& options)>;
 
 /// The same by another runner.
 std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
                                 const std::vector<std::vector<std::int32_t>>& texts,
-                                std::vector<LoopConfig> configs, const EvalOptions& options);
+                                std::vector<CacheConfig> configs, const EvalOptions& options);
 /// The same, one sequence at a time.
 std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
                                 const std::vector<std::vector<std::int32_t>>& texts,
-                                std::vector<LoopConfig> configs, const EvalOptions& options);
+                                std::vector<CacheConfig> configs, const EvalOptions& options);
 
 }  // namespace kvlab

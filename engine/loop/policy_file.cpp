@@ -87,37 +87,41 @@ std::uint32_t budget_tokens(const json& value, const std::string& where) {
   return tokens;
 }
 
-void read_budgets(const JsonFields& fields, PolicyFile& file) {
+void read_budgets(const JsonFields& fields, CacheConfig& cache) {
   const json& budget = fields.any("budget");
   const std::string where = fields.where() + ": budget";
+  std::uint32_t most = 0;
   if (!budget.is_array()) {
-    file.budget = budget_tokens(budget, where);
+    most = budget_tokens(budget, where);
+    resolve_guards(cache.policy, most);
   } else {
     for (const json& layer : budget) {
-      const std::size_t l = file.budgets.size();
+      const std::size_t l = cache.head_budgets.size();
       if (!layer.is_array() || layer.empty() || layer.size() != budget.front().size())
         fail(fields, fmt::format("budget[{}] should be a list of tokens, one for each KV head", l));
-      auto& heads = file.budgets.emplace_back();
+      auto& heads = cache.head_budgets.emplace_back();
       for (const json& head : layer)
         heads.push_back(budget_tokens(head, fmt::format("{}[{}][{}]", where, l, heads.size())));
-      file.budget = std::max(file.budget, *std::max_element(heads.begin(), heads.end()));
+      most = std::max(most, *std::max_element(heads.begin(), heads.end()));
     }
-    if (file.budgets.empty()) fail(fields, "budget holds no layers");
+    if (cache.head_budgets.empty()) fail(fields, "budget holds no layers");
   }
-  if (file.budgets.empty()) resolve_guards(file.policy, file.budget);
-  for (const auto& heads : file.budgets)
-    for (const std::uint32_t tokens : heads) resolve_guards(file.policy, tokens);
+  for (const auto& heads : cache.head_budgets)
+    for (const std::uint32_t own : heads) resolve_guards(cache.policy, own);
+  cache.budget = {.extent = tokens(most)};
 }
 
 PolicyFile file_from(const JsonFields& fields, const json& top, const CompiledPolicies& compiled) {
   PolicyFile file;
-  file.policy = policy_from(fields, source_of(fields, compiled));
-  read_budgets(fields, file);
-  file.positions = parse_positions(fields.text("positions"));
-  file.prefill = parse_prefill(fields.text("prefill"));
-  file.threshold = fields.number("threshold");
-  if (file.threshold < 0 || file.threshold > 1) fail(fields, "threshold should be between 0 and 1");
-  if (fields.has("seed")) file.seed = fields.whole("seed");
+  CacheConfig& cache = file.cache;
+  cache.policy = policy_from(fields, source_of(fields, compiled));
+  read_budgets(fields, cache);
+  cache.positions = parse_positions(fields.text("positions"));
+  cache.prefill = parse_prefill(fields.text("prefill"));
+  cache.threshold = fields.number("threshold");
+  if (cache.threshold < 0 || cache.threshold > 1)
+    fail(fields, "threshold should be between 0 and 1");
+  if (fields.has("seed")) cache.seed = fields.whole("seed");
   const JsonFields model = fields.object("model");
   file.model = model.text("name");
   file.weights_xxh3 = model.text("weights_xxh3");
@@ -146,44 +150,37 @@ PolicyFile read_policy_file(const std::filesystem::path& path, const CompiledPol
 }
 
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file) {
+  const CacheConfig& cache = file.cache;
   json params = json::object();
-  for (std::size_t i = 0; i < file.policy.params.size(); ++i)
-    params[std::string(file.policy.entry->params[i].name)] = file.policy.params[i];
-  json budget = file.budget;
-  if (!file.budgets.empty()) budget = file.budgets;
+  for (std::size_t i = 0; i < cache.policy.params.size(); ++i)
+    params[std::string(cache.policy.entry->params[i].name)] = cache.policy.params[i];
+  json budget = cache.budget.extent.tokens;
+  if (!cache.head_budgets.empty()) budget = cache.head_budgets;
   nlohmann::ordered_json top{
       {"format", kPolicyFormat},
-      {"policy", file.policy.name},
+      {"policy", cache.policy.name},
       {"params", params},
       {"guards",
-       {{"sinks", guard_json(file.policy.sinks)}, {"recent", guard_json(file.policy.recent)}}},
+       {{"sinks", guard_json(cache.policy.sinks)}, {"recent", guard_json(cache.policy.recent)}}},
       {"budget", budget},
-      {"positions", name_of(file.positions)},
-      {"prefill", file.prefill.text()},
-      {"threshold", file.threshold},
-      {"seed", file.seed},
+      {"positions", name_of(cache.positions)},
+      {"prefill", cache.prefill.text()},
+      {"threshold", cache.threshold},
+      {"seed", cache.seed},
       {"model", {{"name", file.model}, {"weights_xxh3", file.weights_xxh3}}},
       {"run", file.run}};
-  if (const auto& source = file.policy.entry->source)
+  if (const auto& source = cache.policy.entry->source)
     top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
   write_file_atomically(path, json_text(top) + "\n");
 }
 
-CacheOptions cache_options(const PolicyFile& file, const ModelShape& shape) {
-  CacheOptions options{.policy = file.policy,
-                       .budget = file.budget,
-                       .positions = file.positions,
-                       .prefill = file.prefill,
-                       .seed = file.seed,
-                       .threshold16 = request_threshold16(file.threshold)};
-  if (file.budgets.empty()) return options;
-  if (file.budgets.size() != shape.layers || file.budgets.front().size() != shape.kv_heads)
-    throw std::runtime_error(fmt::format(
-        "policy file: budgets for {} layers x {} KV heads; the model has {} x {}",
-        file.budgets.size(), file.budgets.front().size(), shape.layers, shape.kv_heads));
-  for (const auto& heads : file.budgets)
-    options.budgets.insert(options.budgets.end(), heads.begin(), heads.end());
-  return options;
+void check_shape(const PolicyFile& file, const ModelShape& shape) {
+  const auto& budgets = file.cache.head_budgets;
+  if (!budgets.empty() &&
+      (budgets.size() != shape.layers || budgets.front().size() != shape.kv_heads))
+    throw std::runtime_error(
+        fmt::format("policy file: budgets for {} layers x {} KV heads; the model has {} x {}",
+                    budgets.size(), budgets.front().size(), shape.layers, shape.kv_heads));
 }
 
 std::string model_mismatch(const PolicyFile& file, const std::string& model,

@@ -14,14 +14,7 @@ namespace kvlab {
 inline constexpr int kPolicyFormat = 1;
 
 struct PolicyFile {
-  PolicySpec policy;
-  std::uint32_t budget = 0;  ///< tokens; the largest where `budgets` is not empty
-  std::vector<std::vector<std::uint32_t>>
-      budgets;  ///< tokens [layer][kv_head]; empty: `budget` for all
-  Positions positions = Positions::original;
-  Prefill prefill;
-  double threshold = 0.01;
-  std::uint64_t seed = 0;
+  CacheConfig cache;                ///< its budget in tokens
   std::string model, weights_xxh3;  ///< the model it was chosen on
   nlohmann::json run;  ///< where it came from, for people: hash, metric, evidence, ties
 };
@@ -35,9 +28,8 @@ PolicyFile read_policy_file(const std::filesystem::path& path,
 /// Written to a temporary file and renamed. Throws std::runtime_error.
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file);
 
-/// The cache that `file` asks for, on a model of this shape. Throws std::runtime_error if budgets
-/// by head are not of that shape.
-CacheOptions cache_options(const PolicyFile& file, const ModelShape& shape);
+/// Throws std::runtime_error if budgets by head are not of this shape.
+void check_shape(const PolicyFile& file, const ModelShape& shape);
 
 /// One line for standard error if `file` was chosen on other weights than these; else empty.
 std::string model_mismatch(const PolicyFile& file, const std::string& model,

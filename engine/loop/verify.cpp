@@ -43,26 +43,18 @@ struct Row {
 
 class Verifier::Watch final : public DecoderObserver {
  public:
-  Watch(const ModelConfig& config, const CacheOptions& options, std::optional<Dtype> rounding,
+  Watch(const ModelConfig& config, const ResolvedConfig& cache, std::optional<Dtype> rounding,
         VerifyOptions how)
       : config_(config),
         shape_(config.shape()),
-        options_(options),
+        asked_(cache),
         rounding_(rounding),
         how_(std::move(how)),
         reference_(config.rope, shape_.head_size, config.softmax_scale()),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
-      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
-        const std::size_t i = std::size_t{layer} * shape_.kv_heads + h;
-        heads_[i].shadow = std::make_unique<LiveSet>(live_set(layer, h));
-      }
-  }
-
-  LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
-    const std::size_t i = std::size_t{layer} * shape_.kv_heads + kv_head;
-    const std::uint32_t budget = options_.budgets.empty() ? options_.budget : options_.budgets[i];
-    return LiveSet(options_.policy, budget, {options_.seed, options_.sequence, layer, kv_head});
+      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h)
+        at(layer, h).shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
   }
 
   void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind,
@@ -218,7 +210,7 @@ class Verifier::Watch final : public DecoderObserver {
     std::vector<std::vector<double>> keys;
     for (std::uint32_t i = 0; i < live.size(); ++i)
       keys.push_back(
-          options_.positions == Positions::original
+          asked_.positions == Positions::original
               ? head.rotated[live[i]]
               : reference_.rotate(head.k.data() + std::size_t{live[i]} * shape_.head_size, i));
     std::vector<Expected> expected(live.size());
@@ -233,7 +225,7 @@ class Verifier::Watch final : public DecoderObserver {
   void expect_from_query(const WatchedHead& head, std::uint32_t query,
                          std::span<const std::vector<double>> keys, std::uint32_t age,
                          std::vector<Expected>& expected) {
-    const double threshold = options_.threshold16 / 65536.0;
+    const double threshold = asked_.threshold16() / 65536.0;
     const auto place = static_cast<std::uint32_t>(keys.size() - 1);
     const LiveSet& live = *head.shadow;
     const double weight = age < live.tail() ? static_cast<double>(live.weight(age)) : 0.0;
@@ -241,7 +233,7 @@ class Verifier::Watch final : public DecoderObserver {
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
       const Row row = row_of(
-          reference_.rotate(q, options_.positions == Positions::original ? query : place), keys);
+          reference_.rotate(q, asked_.positions == Positions::original ? query : place), keys);
       const std::vector<double>& p = row.exact;
       const double largest = *std::max_element(p.begin(), p.end());
       const double relative = relative_error(row, threshold * largest);
@@ -265,7 +257,7 @@ class Verifier::Watch final : public DecoderObserver {
 
   ModelConfig config_;
   ModelShape shape_;
-  CacheOptions options_;
+  ResolvedConfig asked_;
   std::optional<Dtype> rounding_;
   VerifyOptions how_;
   ReferenceAttention reference_;
@@ -329,10 +321,10 @@ std::optional<Parting> Verifier::Watch::run_free(const RopeTable& rope, std::uin
                       .k = head.k.data(),
                       .v = head.v.data(),
                       .kv_token_stride = dim};
-  const HeadArithmetic arithmetic{config_.softmax_scale(), rounding_, options_.threshold16};
+  const HeadArithmetic arithmetic{config_.softmax_scale(), rounding_, asked_.threshold16()};
   FreeRun free(head, layer, kv_head);
   std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(std::make_unique<HeadRun>(live_set(layer, kv_head), options_.positions,
+  runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
                                            admissions_, view, rope, arithmetic));
   runs[0]->watch_room([&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
   SharedRows rows(view, rope, arithmetic);
@@ -356,14 +348,14 @@ VerifyReport Verifier::Watch::finish() {
   return report;
 }
 
-Verifier::Verifier(const ModelConfig& config, const CacheOptions& cache,
+Verifier::Verifier(const ModelConfig& config, const ResolvedConfig& cache,
                    std::optional<Dtype> rounding, VerifyOptions options)
     : watch_(std::make_unique<Watch>(config, cache, rounding, std::move(options))) {}
 Verifier::~Verifier() = default;
 DecoderObserver& Verifier::observer() { return *watch_; }
 VerifyReport Verifier::report() { return watch_->finish(); }
 
-VerifyReport verify_decoder(Backend& backend, const CacheOptions& cache,
+VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options) {
   Verifier verifier(backend.config(), cache, backend.rounding(), options);

@@ -58,7 +58,7 @@ struct VerifyOptions {
 class Verifier {
  public:
   /// `rounding`: what the decoder rounds q and k to after RoPE.
-  Verifier(const ModelConfig& config, const CacheOptions& cache, std::optional<Dtype> rounding,
+  Verifier(const ModelConfig& config, const ResolvedConfig& cache, std::optional<Dtype> rounding,
            VerifyOptions options);
   ~Verifier();
 
@@ -71,7 +71,7 @@ class Verifier {
 };
 
 /// Decodes the turns under `cache`, asking (a) and (b) on the way and (c) at the end.
-VerifyReport verify_decoder(Backend& backend, const CacheOptions& cache,
+VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options);
 

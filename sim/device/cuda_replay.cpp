@@ -23,7 +23,7 @@ class Replayer final : public CudaReplayer {
  public:
   explicit Replayer(KeptWatcher watcher) : watcher_(std::move(watcher)) {}
 
-  bool takes(const TraceHeader& header, const ReplayConfig& config) const override {
+  bool takes(const TraceHeader& header, const CacheConfig& config) const override {
     const ModelShape& shape = header.shape;
     const PolicyEntry* const entry = config.policy.entry.get();
     return entry && kernels::has_text(*entry) && shape.group() <= kernels::kMostReplayGroup &&

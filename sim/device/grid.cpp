@@ -55,26 +55,26 @@ Grid::Grid(const ReplayPlan& plan) {
   std::vector<ReplayRule> rules;
   std::vector<kernels::ReplayAdmission> admissions;
   std::vector<std::byte> params;
-  for (const ResolvedConfig& resolved : plan.configs) {
-    const ReplayConfig& config = *resolved.config;
+  for (const ResolvedConfig* resolved : plan.configs) {
+    const ResolvedConfig& config = *resolved;
     const PolicyEntry& policy = *config.policy.entry;
-    const Counts counts = counts_of(*resolved.admissions, resolved.budget);
+    const Counts counts = counts_of(config.admissions, config.budget_tokens);
     const std::uint32_t slots = is_window(policy) ? 0 : counts.most_live;
-    rules.push_back({.rule = {resolved.budget, resolved.guards.sinks, resolved.guards.recent},
+    rules.push_back({.rule = {config.budget_tokens, config.guards.sinks, config.guards.recent},
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
                      .first_slot = unit_slots,
                      .slots = slots,
                      .params = static_cast<std::uint32_t>(params.size()),
                      .admissions = static_cast<std::uint32_t>(admissions.size()),
-                     .admission_count = static_cast<std::uint32_t>(resolved.admissions->size())});
+                     .admission_count = static_cast<std::uint32_t>(config.admissions.size())});
     squeezed |= rules.back().squeezed;
     unit_slots += slots;
     slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
     params.resize(params.size() + (policy.params_bytes + 15) / 16 * 16);
     if (policy.params_bytes)
       policy.write_params(config.policy.params, &params[rules.back().params]);
-    for (const Admission& admission : *resolved.admissions)
+    for (const Admission& admission : config.admissions)
       admissions.push_back({admission.first, admission.tokens});
     admissions.push_back({plan.trace.tokens(), 0});
     const auto index = static_cast<std::int32_t>(rules.size() - 1);

@@ -17,7 +17,7 @@ constexpr std::size_t kSamplesAtOnce = 8;
 
 enum class Kind { nested, feedback, squeezed, topk };
 
-Kind kind_of(const ReplayConfig& config) {
+Kind kind_of(const CacheConfig& config) {
   if (config.policy.name == kOracleTopk) return Kind::topk;
   if (config.policy.name == kOracleMass) return Kind::nested;
   if (config.positions == Positions::cache) return Kind::squeezed;
@@ -31,22 +31,20 @@ Kind kind_of(const ReplayConfig& config) {
 using Family =
     std::tuple<Kind, std::string, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 
-Family family_of(const LaneConfig& c) {
-  const Kind kind = kind_of(*c.config);
+Family family_of(const ResolvedConfig& c) {
+  const Kind kind = kind_of(c);
   if (kind != Kind::nested) return {kind, "", 0, 0, 0, 0};
-  return {kind,           c.config->policy.text(), c.config->seed, c.config->prefill.chunk,
-          c.guards.sinks, c.guards.recent};
+  return {kind, c.policy.text(), c.seed, c.prefill.chunk, c.guards.sinks, c.guards.recent};
 }
 
-std::string chain_order(const LaneConfig& c) {
-  return c.config->prefill.text() + " " + c.config->policy.text();
+std::string chain_order(const ResolvedConfig& c) {
+  return c.prefill.text() + " " + c.policy.text();
 }
 
 }  // namespace
 
-HeadLanes::HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity,
-                     const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
-                     const QuerySpan* span)
+HeadLanes::HeadLanes(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
+                     const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span)
     : count_(configs.size()),
       view_(view),
       span_(span),
@@ -55,26 +53,24 @@ HeadLanes::HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity
   plan(configs, identity, rope, arithmetic, span);
 }
 
-void HeadLanes::plan(const std::vector<LaneConfig>& configs, LiveSet::Identity identity,
-                     const RopeTable& rope, const HeadArithmetic& arithmetic,
-                     const QuerySpan* span) {
+void HeadLanes::plan(const LaneConfigs& configs, LiveSet::Identity identity, const RopeTable& rope,
+                     const HeadArithmetic& arithmetic, const QuerySpan* span) {
   std::map<Family, std::vector<std::size_t>> families;
-  for (std::size_t c = 0; c < configs.size(); ++c) families[family_of(configs[c])].push_back(c);
+  for (std::size_t c = 0; c < configs.size(); ++c) families[family_of(*configs[c])].push_back(c);
   for (auto& [family, indices] : families) {
     std::stable_sort(indices.begin(), indices.end(), [&](std::size_t a, std::size_t b) {
-      return std::pair(chain_order(configs[a]), configs[a].budget) <
-             std::pair(chain_order(configs[b]), configs[b].budget);
+      return std::pair(chain_order(*configs[a]), configs[a]->budget_tokens) <
+             std::pair(chain_order(*configs[b]), configs[b]->budget_tokens);
     });
-    std::vector<LaneConfig> own;
+    LaneConfigs own;
     for (const std::size_t c : indices) own.push_back(configs[c]);
     switch (std::get<Kind>(family)) {
       case Kind::topk:
         if (span) add(std::make_unique<TopkLane>(std::move(own), view_.group, *span), indices);
         break;
       case Kind::nested: {
-        auto order = own.front().config->policy.entry
-                         ? nested_order(own.back(), identity, view_.tokens)
-                         : future_order(future_masses());
+        auto order = own.front()->policy.entry ? nested_order(*own.back(), identity, view_.tokens)
+                                               : future_order(future_masses());
         add(std::make_unique<NestedLane>(std::move(own), std::move(order), view_, span), indices);
         break;
       }
@@ -154,10 +150,10 @@ void HeadLanes::take_outputs() {
   samples_.clear();
 }
 
-std::vector<LaneOutcome> HeadLanes::outcomes() {
-  std::vector<LaneOutcome> all(count_);
+std::vector<HeadOutcome> HeadLanes::outcomes() {
+  std::vector<HeadOutcome> all(count_);
   for (std::size_t l = 0; l < lanes_.size(); ++l) {
-    std::vector<LaneOutcome> own = lanes_[l]->outcomes();
+    std::vector<HeadOutcome> own = lanes_[l]->outcomes();
     for (std::size_t i = 0; i < own.size(); ++i) all[indices_[l][i]] = std::move(own[i]);
   }
   return all;

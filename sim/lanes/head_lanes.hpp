@@ -11,18 +11,18 @@ namespace kvlab {
 class HeadLanes {
  public:
   /// All must outlive this. `span` may be null: nothing is measured.
-  HeadLanes(std::vector<LaneConfig> configs, LiveSet::Identity identity, const HeadView& view,
+  HeadLanes(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
             const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span);
 
   /// Called with a configuration's index; not for oracle_topk.
   void watch(LaneWatcher watcher);
   void run();
   /// By configuration; once, after run().
-  std::vector<LaneOutcome> outcomes();
+  std::vector<HeadOutcome> outcomes();
 
  private:
-  void plan(const std::vector<LaneConfig>& configs, LiveSet::Identity identity,
-            const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span);
+  void plan(const LaneConfigs& configs, LiveSet::Identity identity, const RopeTable& rope,
+            const HeadArithmetic& arithmetic, const QuerySpan* span);
   void add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices);
   std::vector<std::uint64_t> future_masses();
   void keep_samples(std::uint32_t first, std::uint32_t count);

@@ -13,20 +13,8 @@
 
 namespace kvlab {
 
-/// One configuration on one KV head, resolved.
-struct LaneConfig {
-  const ReplayConfig* config;
-  std::uint32_t budget;  ///< in tokens; kNoBudget: never evicts
-  Guards guards;
-  const std::vector<Admission>* admissions;
-  std::vector<bool> uncut;  ///< [token]: queries of a dense prefill; for oracle_topk
-};
-
-/// What a configuration leaves behind; see HeadOutcome.
-struct LaneOutcome {
-  HeadStats stats;
-  std::uint64_t evictions = 0, live_max = 0, live_end = 0;
-};
+/// A lane's configurations, which outlive it.
+using LaneConfigs = std::vector<const ResolvedConfig*>;
 
 /// Called with the lane's configuration, a query and the live positions it attended, ascending.
 using LaneWatcher = std::function<void(std::size_t, std::uint32_t, std::span<const std::uint32_t>)>;
@@ -47,7 +35,7 @@ class Lane {
   /// After the jobs: `rows` holds the full cache's outputs too.
   virtual void finish_outputs(const SampledRows&) {}
   /// By configuration of the lane; takes the figures out.
-  virtual std::vector<LaneOutcome> outcomes() = 0;
+  virtual std::vector<HeadOutcome> outcomes() = 0;
   /// May be null.
   virtual void watch(LaneWatcher watcher) = 0;
 };

@@ -15,12 +15,11 @@ constexpr std::size_t kMostSeries = 6;
 
 /// The configurations to show: those at `budget` with the first one's prefill, each policy and
 /// parameters once, and the oracle last.
-std::vector<const ReplayConfig*> shown(std::span<const ReplayConfig> grid,
-                                       std::string_view budget) {
-  std::vector<const ReplayConfig*> configs;
-  const ReplayConfig* oracle = nullptr;
-  const ReplayConfig* first = nullptr;
-  for (const ReplayConfig& config : grid) {
+std::vector<const CacheConfig*> shown(std::span<const CacheConfig> grid, std::string_view budget) {
+  std::vector<const CacheConfig*> configs;
+  const CacheConfig* oracle = nullptr;
+  const CacheConfig* first = nullptr;
+  for (const CacheConfig& config : grid) {
     if (config.budget.text() != budget || config.policy.name == kOracleTopk) continue;
     if (!first) first = &config;
     if (config.prefill.chunk != first->prefill.chunk) continue;
@@ -28,7 +27,7 @@ std::vector<const ReplayConfig*> shown(std::span<const ReplayConfig> grid,
       oracle = &config;
       continue;
     }
-    const bool known = std::any_of(configs.begin(), configs.end(), [&](const ReplayConfig* other) {
+    const bool known = std::any_of(configs.begin(), configs.end(), [&](const CacheConfig* other) {
       return other->policy.text() == config.policy.text();
     });
     if (!known && configs.size() < kMostSeries) configs.push_back(&config);
@@ -72,7 +71,7 @@ std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Span span) {
 }  // namespace
 
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
-                                   std::string_view trace_name, std::span<const ReplayConfig> grid,
+                                   std::string_view trace_name, std::span<const CacheConfig> grid,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
   const Figures figures(rows);
   if (figures.budgets().empty()) return std::nullopt;
@@ -90,7 +89,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
             .queries = shown_queries(trace, options.span),
             .series = std::vector<KeptSeries>(configs.size())};
   parallel_for(configs.size(), options.threads, [&](std::size_t i) {
-    const ReplayConfig& config = *configs[i];
+    const CacheConfig& config = *configs[i];
     const auto sets =
         kept_sets(trace, sequence, config, options, kept.layer, kept.head, kept.queries);
     kept.series[i] = {config.policy.name, config.policy.params_text(),

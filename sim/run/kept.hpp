@@ -10,7 +10,7 @@ namespace kvlab {
 /// run's middle budget, on the head whose recall differs most between policies (from `rows`, the
 /// trace's own). Nothing where there is no budget or no policy.
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
-                                   std::string_view trace_name, std::span<const ReplayConfig> grid,
+                                   std::string_view trace_name, std::span<const CacheConfig> grid,
                                    const ReplayOptions& options, std::span<const ResultRow> rows);
 
 }  // namespace kvlab

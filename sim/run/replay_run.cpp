@@ -45,16 +45,16 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
 RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& traces) {
   RunInfo info{.version = KVLAB_VERSION,
                .span = request.options.span,
-               .threshold = request.options.threshold,
                .every_output_error = request.options.every_output_error,
                .layers = request.options.layers};
   for (std::size_t i = 0; i < traces.size(); ++i)
     info.traces.push_back(describe(traces[i], request.traces[i]));
-  for (const ReplayConfig& config : request.grid)
+  for (const CacheConfig& config : request.grid)
     info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
                          config.prefill.text(), std::string(name_of(config.positions)),
                          config.seed});
-  for (const ReplayConfig& config : request.grid)
+  if (!request.grid.empty()) info.threshold = request.grid.front().threshold;
+  for (const CacheConfig& config : request.grid)
     if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source) {
       const RunSource source{config.policy.name, entry->source->path, entry->source->xxh3};
       if (std::ranges::find(info.sources, source) == info.sources.end())
@@ -261,31 +261,26 @@ void check_alike(ProcessGroup& group, const std::string& fingerprint) {
 
 }  // namespace
 
-std::vector<ReplayConfig> with_references(std::vector<ReplayConfig> grid) {
+std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid) {
   std::set<std::tuple<std::string, std::string, std::uint32_t>> known;
-  for (const ReplayConfig& config : grid)
+  for (const CacheConfig& config : grid)
     known.insert({config.policy.name, config.budget.text(), config.prefill.chunk});
-  const auto has_full = [&] {
-    return std::any_of(grid.begin(), grid.end(),
-                       [](const ReplayConfig& c) { return c.policy.name == "full"; });
+  const std::vector<CacheConfig> asked = grid;
+  const auto add = [&](const CacheConfig& beside, std::string_view name, Budget budget) {
+    CacheConfig config = beside;
+    config.policy = parse_policy(name, replay_references());
+    config.budget = budget;
+    config.positions = Positions::original;
+    grid.push_back(std::move(config));
   };
-  const std::vector<ReplayConfig> asked = grid;
   for (const std::string_view name : replay_references())
-    for (const ReplayConfig& config : asked) {
-      if (config.budget.all) continue;
-      if (!known.insert({std::string(name), config.budget.text(), config.prefill.chunk}).second)
-        continue;
-      grid.push_back({.policy = parse_policy(name, replay_references()),
-                      .budget = config.budget,
-                      .prefill = config.prefill,
-                      .positions = Positions::original,
-                      .seed = config.seed});
-    }
-  if (!has_full()) {
-    ReplayConfig full{.policy = parse_policy("full"), .budget = {.all = true}};
-    if (!grid.empty()) full.prefill = grid.front().prefill, full.seed = grid.front().seed;
-    grid.push_back(std::move(full));
-  }
+    for (const CacheConfig& config : asked)
+      if (!config.budget.all &&
+          known.insert({std::string(name), config.budget.text(), config.prefill.chunk}).second)
+        add(config, name, config.budget);
+  const auto is_full = [](const CacheConfig& config) { return config.policy.name == "full"; };
+  if (std::ranges::none_of(asked, is_full))
+    add(asked.empty() ? CacheConfig{} : asked.front(), "full", {.extent = {}, .all = true});
   return grid;
 }
 

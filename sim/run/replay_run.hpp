@@ -9,14 +9,14 @@
 #include <vector>
 
 #include "sim/head_replayer.hpp"
-#include "sim/run/run.hpp"
 #include "sim/run/process_group.hpp"
+#include "sim/run/run.hpp"
 
 namespace kvlab {
 
 struct ReplayRequest {
   std::vector<std::string> traces;  ///< directories
-  std::vector<ReplayConfig> grid;
+  std::vector<CacheConfig> grid;
   ReplayOptions options;
   std::shared_ptr<HeadReplayer> device;  ///< what options.elsewhere points to
   bool fresh = false;                    ///< throw away what an unfinished replay left
@@ -24,7 +24,7 @@ struct ReplayRequest {
 };
 
 /// `grid` and the references beside it: `full`, and both oracles at every budget and prefill in it.
-std::vector<ReplayConfig> with_references(std::vector<ReplayConfig> grid);
+std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid);
 
 /// Verifies every trace, then replays them all into `out`, which must not exist and appears only
 /// when it is whole. Finished units of work wait in `out`.part, and a replay of the same goes on

@@ -158,13 +158,13 @@ const MetricInfo* find_metric(std::string_view name) {
   return found == kMetrics.end() ? nullptr : &*found;
 }
 
-std::vector<ResultRow> result_rows(std::string_view trace, std::span<const ReplayConfig> grid,
+std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,
                                    const ReplayOptions& options, const ReplayResult& result) {
   std::vector<ResultRow> rows;
   rows.reserve(result.measurements.size());
   for (const Measurement& measurement : result.measurements) {
     if (std::isnan(measurement.value)) continue;
-    const ReplayConfig& config = grid[measurement.config];
+    const CacheConfig& config = grid[measurement.config];
     rows.push_back({.trace = std::string(trace),
                     .policy = config.policy.name,
                     .params = config.policy.params_text(),
@@ -173,7 +173,7 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Repla
                     .prefill = config.prefill.text(),
                     .positions = std::string(name_of(config.positions)),
                     .span = std::string(name_of(options.span)),
-                    .threshold = options.threshold,
+                    .threshold = config.threshold,
                     .seed = config.seed,
                     .layer = measurement.layer,
                     .head = measurement.head,

@@ -40,7 +40,7 @@ struct ResultRow {
 
 /// The rows of one trace's replay, in the order of the measurements. A value that is not a number
 /// (a head without requests has no miss rate) has no row.
-std::vector<ResultRow> result_rows(std::string_view trace, std::span<const ReplayConfig> grid,
+std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,
                                    const ReplayOptions& options, const ReplayResult& result);
 
 /// RFC 4180, "\n" between records; numbers in the shortest form that reads back to the same value.

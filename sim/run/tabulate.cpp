@@ -14,7 +14,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 /// Turns outcomes into rows.
 class Tabulator {
  public:
-  Tabulator(const ModelShape& shape, const QuerySpan& span, const ReplayConfig& config,
+  Tabulator(const ModelShape& shape, const QuerySpan& span, const CacheConfig& config,
             std::size_t c, std::vector<Measurement>& rows)
       : shape_(shape), span_(span), config_(config), c_(c), rows_(rows) {}
 
@@ -95,7 +95,7 @@ class Tabulator {
 
   const ModelShape& shape_;
   const QuerySpan& span_;
-  const ReplayConfig& config_;
+  const CacheConfig& config_;
   std::size_t c_;
   std::vector<Measurement>& rows_;
   std::int32_t layer_ = 0, head_ = 0;
@@ -124,7 +124,7 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
 }
 
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
-                                  std::span<const ReplayConfig> configs,
+                                  std::span<const CacheConfig> configs,
                                   std::span<const std::uint32_t> layer_indices,
                                   const std::vector<LayerOutcome>& layers) {
   std::vector<Measurement> rows;

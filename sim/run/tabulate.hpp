@@ -10,12 +10,6 @@
 
 namespace kvlab {
 
-/// What a configuration left behind on one KV head.
-struct HeadOutcome {
-  HeadStats stats;
-  std::uint64_t evictions = 0, live_max = 0, live_end = 0;
-};
-
 /// One layer's outcomes, and its errors over concatenated heads.
 struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
@@ -27,7 +21,7 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
 
 /// One row a figure, ordered by configuration, layer, head (the aggregate last) and metric.
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
-                                  std::span<const ReplayConfig> configs,
+                                  std::span<const CacheConfig> configs,
                                   std::span<const std::uint32_t> layer_indices,
                                   const std::vector<LayerOutcome>& layers);
 

@@ -65,7 +65,8 @@ TEST_CASE("A step launches a graph and records an event: no allocation, no waiti
     CudaDecoderOptions options{.sequences = kSequences, .slots = 256, .prefill_tokens = 32};
     const PolicySpec spec = parse_policy(policy);
     for (std::uint32_t s = 0; s < kSequences && spec.entry->info.evicts; ++s)
-      options.caches.push_back({.policy = spec, .budget = 24 + 8 * s, .sequence = s});
+      options.caches.push_back(
+          resolve({.policy = spec, .budget = {.extent = tokens(24 + 8 * s)}}, 256, s));
     CudaDecoder decoder(model, options);
     for (int s = 0; s < kSequences; ++s) {
       std::vector<std::int32_t> ids(static_cast<std::size_t>(20 + 10 * s), 300 + s);

@@ -40,7 +40,7 @@ TraceReader capture(const std::filesystem::path& path, Prefill prefill) {
   TraceWriter writer(path, trace_header(tiny(), {{"teacher_forced", true}}));
   std::uint32_t seen = 0;
   Capture capture(writer, [&](std::uint32_t tokens) { seen = tokens; });
-  CacheOptions options;
+  ResolvedConfig options;
   options.prefill = prefill;
   Decoder decoder(tiny(), options, 2);
   decoder.watch(&capture);

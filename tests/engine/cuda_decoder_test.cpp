@@ -135,9 +135,9 @@ Ids generate(SequenceDecoder& decoder, const Ids& prompt, std::uint32_t count,
 namespace {
 
 /// An admission that writes and attends to nothing.
-class Nothing final : public Admission {
+class Nothing final : public DeviceAdmission {
  public:
-  using Admission::Admission;
+  using DeviceAdmission::DeviceAdmission;
 
  private:
   kernels::RopeWriteArgs write_part(std::uint32_t, const PromptPart&) override { return {}; }
@@ -336,9 +336,9 @@ TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and
       CAPTURE(json.dump(), chunk);
       CHECK(relative_error(logits, std::span(expected).subspan(60 * 301)) < kFloatTolerance);
     }
-    CacheOptions squeezed;
+    ResolvedConfig squeezed;
     squeezed.policy = parse_policy("sink");
-    squeezed.budget = 30;
+    squeezed.budget_tokens = 30;
     squeezed.positions = Positions::cache;
     const auto squeezed_logits = [&](SequenceDecoder&& decoder) {
       std::vector<float> logits, of_turn;
@@ -405,7 +405,7 @@ TEST_CASE("A trace captured from the device verifies and holds what the CPU comp
       CHECK(relative_error(a, b) < kBf16Tolerance);
     }
 
-  const ReplayConfig config{.policy = parse_policy("h2o"), .budget = parse_budget("64")};
+  const CacheConfig config{.policy = parse_policy("h2o"), .budget = parse_budget("64")};
   const ReplayResult a = replay(trace, 0, {&config, 1}, {}), b = replay(other, 0, {&config, 1}, {});
   REQUIRE(a.measurements.size() == b.measurements.size());
   for (std::size_t i = 0; i < a.measurements.size(); ++i)

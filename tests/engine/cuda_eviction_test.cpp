@@ -15,14 +15,14 @@ using namespace kvlab;
 
 namespace {
 
-CacheOptions cache(const std::string& policy, std::uint32_t budget, Prefill prefill,
-                   Positions positions) {
-  return {.policy = parse_policy(policy),
-          .budget = budget,
-          .budgets = {},
-          .positions = positions,
-          .prefill = prefill,
-          .seed = 11};
+ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill,
+                     Positions positions) {
+  return resolve({.policy = parse_policy(policy),
+                  .budget = {.extent = tokens(budget)},
+                  .prefill = prefill,
+                  .positions = positions,
+                  .seed = 11},
+                 budget);
 }
 
 /// A prompt, decoded tokens, and a second turn: logits of every token.
@@ -59,7 +59,7 @@ TEST_CASE("In float32 every policy's logits are the CPU decoder's, in every mode
   for (const char* policy : kPolicies)
     for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}})
       for (const Positions positions : {Positions::original, Positions::cache}) {
-        const CacheOptions options = cache(policy, 48, prefill, positions);
+        const ResolvedConfig options = cache(policy, 48, prefill, positions);
         CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
         Decoder cpu(cpu_tiny(), options, 2);
         CAPTURE(policy, prefill.text(), name_of(positions));
@@ -74,7 +74,7 @@ TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "
   if (no_device()) return;
   for (const char* policy : {"window", "sink"}) {
     const auto error = [&](Positions positions) {
-      const CacheOptions options = cache(policy, 48, Prefill{0}, positions);
+      const ResolvedConfig options = cache(policy, 48, Prefill{0}, positions);
       CudaSequence cuda(tiny(Dtype::bf16), {.tokens = 220, .cache = options});
       Decoder cpu(cpu_tiny(), options, 2);
       return relative_error(conversation(cuda), conversation(cpu));
@@ -96,9 +96,9 @@ struct ParityShape {
 
 /// Four unequal sequences: budgets by layer and head, with guards, of one token; all three kinds of
 /// prefill.
-std::vector<CacheOptions> parity_caches(const std::string& policy, Positions positions,
-                                        const ModelConfig& model, std::uint32_t scale) {
-  std::vector<CacheOptions> caches{
+std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions positions,
+                                          const ModelConfig& model, std::uint32_t scale) {
+  std::vector<ResolvedConfig> caches{
       cache(policy + ":recent=8", 24 * scale, Prefill{0}, positions),
       cache(policy + ":sinks=2:recent=25%", 64 * scale, Prefill{16}, positions),
       cache(policy, 40 * scale, Prefill{1}, positions),
@@ -107,8 +107,10 @@ std::vector<CacheOptions> parity_caches(const std::string& policy, Positions pos
     caches[s].sequence = s;
     caches[s].seed = 3 + s;
   }
-  for (std::uint32_t i = 0; i < model.layers * model.kv_heads; ++i)
-    caches[0].budgets.push_back((16 + 4 * (i % 8)) * scale);
+  for (std::uint32_t i = 0; i < model.layers * model.kv_heads; ++i) {
+    if (i % model.kv_heads == 0) caches[0].head_budgets.emplace_back();
+    caches[0].head_budgets.back().push_back((16 + 4 * (i % 8)) * scale);
+  }
   return caches;
 }
 
@@ -183,13 +185,11 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
   if (no_device()) return;
   const auto cuda = load_backend(Device::cuda, kTiny, 2);
   for (const char* policy : {"full", "h2o", "sink"}) {
-    std::vector<CacheOptions> caches;
+    std::vector<ResolvedConfig> caches;
     for (std::uint32_t s = 0; s < 12; ++s) {  // more than the products of a few rows take
       caches.push_back(cache(policy, 16 + 4 * s, Prefill{0}, Positions::original));
       caches.back().sequence = s;
     }
-    if (!caches[0].policy.entry->info.evicts)
-      for (CacheOptions& one : caches) one.budget = kNoBudget;
     const auto batch = cuda->batch_decoder(caches, 120);
     REQUIRE(batch != nullptr);
     const std::size_t vocab = cuda->config().vocab;

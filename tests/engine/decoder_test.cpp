@@ -31,17 +31,17 @@ std::vector<std::int32_t> some_ids(std::size_t count) {
   return ids;
 }
 
-CacheOptions cache(const std::string& policy, std::uint32_t budget, Prefill prefill = {}) {
-  CacheOptions options;
+ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill = {}) {
+  ResolvedConfig options;
   options.policy = parse_policy(policy);
-  options.budget = budget;
+  options.budget_tokens = budget;
   options.positions = options.policy.entry->info.positions;
   options.prefill = prefill;
   return options;
 }
 
 /// The logits of every token of a conversation: two prompts, each followed by decoded tokens.
-std::vector<float> conversation_logits(const CacheOptions& options, unsigned threads = 1) {
+std::vector<float> conversation_logits(const ResolvedConfig& options, unsigned threads = 1) {
   const auto ids = some_ids(120);
   Decoder decoder(tiny(), options, threads);
   std::vector<float> all;
@@ -139,12 +139,12 @@ TEST_CASE("A decoded query spans its budget, and a dense prompt all of itself") 
 }
 
 TEST_CASE("Budgets may differ by layer and KV head") {
-  CacheOptions options = cache("window", kNoBudget, {1});
-  options.budgets = {8, 9, 10, 11, 12, 13, 14, 15};
+  ResolvedConfig options = cache("window", kNoBudget, {1});
+  options.head_budgets = {{8, 9}, {10, 11}, {12, 13}, {14, 15}};
   Decoder decoder(tiny(), options, 1);
   decoder.feed(some_ids(30), SegmentKind::prompt);
   for (std::uint32_t i = 0; i < 8; ++i) CHECK(decoder.live(i / 2, i % 2).size() == 8 + i);
-  options.budgets.pop_back();
+  options.head_budgets.back().pop_back();
   CHECK_THROWS_AS(Decoder(tiny(), options, 1), std::invalid_argument);
 }
 
@@ -179,7 +179,7 @@ TEST_CASE("An observer hears of every step in order") {
 TEST_CASE("A decoder refuses what it cannot run") {
   CHECK_THROWS_AS(Decoder(tiny(), cache("sink", 4), 1), std::invalid_argument);
   const std::string_view references[] = {"oracle_mass"};
-  CacheOptions reference;
+  ResolvedConfig reference;
   reference.policy = parse_policy("oracle_mass", references);
   CHECK_THROWS_AS(Decoder(tiny(), reference, 1), std::invalid_argument);
   Decoder decoder(tiny(), {}, 1);

@@ -117,7 +117,7 @@ class Runner {
                 .positions = positions,
                 .softmax_scale = 0.25f,
                 .threshold16 = request_threshold16(0.01)},
-               spec_, budget, {}),
+               LiveSet(spec_, budget, {})),
         rope_(test_rope(), static_cast<std::uint32_t>(all.k.size() / kDim)),
         outputs_{std::vector<float>(all.q.size()), std::vector<float>(all.q.size() / kDim)} {}
 
@@ -233,5 +233,5 @@ TEST_CASE("After a long prompt a head's cache gives its memory back") {
 
 TEST_CASE("A head's cache refuses guards that do not fit its budget") {
   const HeadShape shape{.head_size = kDim, .group = kGroup};
-  CHECK_THROWS_AS(HeadCache(shape, parse_policy("sink"), 4, {}), std::invalid_argument);
+  CHECK_THROWS_AS(HeadCache(shape, LiveSet(parse_policy("sink"), 4, {})), std::invalid_argument);
 }

@@ -130,15 +130,15 @@ std::vector<Case> whole_grid(std::uint32_t tokens) {
   return cases;
 }
 
-std::vector<ReplayConfig> replay_configs(const std::vector<Case>& cases) {
-  std::vector<ReplayConfig> configs;
+std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases) {
+  std::vector<CacheConfig> configs;
   for (const Case& c : cases) configs.push_back(c.replay);
   return configs;
 }
 
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      const ReplayOptions& options, double tolerance) {
-  const brute::Simulator exact(brute::load(trace), options.threshold);
+  const brute::Simulator exact(brute::load(trace), cases.front().replay.threshold);
   const ReplayResult result = replay(trace, kSequence, replay_configs(cases), options);
   const auto span = options.span == Span::decode ? brute::Queries::decode : brute::Queries::all;
   const std::uint32_t stride = options.every_output_error ? 1 : 8;

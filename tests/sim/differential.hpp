@@ -15,7 +15,7 @@ inline constexpr std::uint32_t kSequence = 3;  ///< every test replays the run's
 /// One configuration as both simulators take it.
 struct Case {
   std::string text;  ///< for messages
-  ReplayConfig replay;
+  CacheConfig replay;
   brute::Config brute;
 };
 
@@ -27,7 +27,7 @@ Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t ch
 /// small one and one above `tokens`.
 std::vector<Case> whole_grid(std::uint32_t tokens);
 
-std::vector<ReplayConfig> replay_configs(const std::vector<Case>& cases);
+std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 
 /// Fails, naming the case, unless all figures agree to `tolerance` (relative above 1; counts, bytes
 /// and tokens exactly) and the kept sets are identical at every query.

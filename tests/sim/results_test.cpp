@@ -87,7 +87,7 @@ TEST_CASE("results have the columns that are promised") {
 }
 
 TEST_CASE("a value that is no number has no row") {
-  const std::vector<ReplayConfig> grid{{.policy = parse_policy("full"), .budget = {.all = true}}};
+  const std::vector<CacheConfig> grid{{.policy = parse_policy("full"), .budget = {.all = true}}};
   ReplayResult result{.budget_tokens = {100}};
   result.measurements.push_back({0, 0, 0, "recall", 1, NAN, 5});
   result.measurements.push_back({0, 0, 0, "miss_rate", NAN, NAN, 0});

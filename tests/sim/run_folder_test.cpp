@@ -18,14 +18,14 @@ const nlohmann::json kJob{{"grid", "a"}, {"span", "decode"}};
 
 Run small_run() { return made_up_run({{"window", "", 0.8, 0.01}, {"full", "", 0, 0}}); }
 
-std::vector<ReplayConfig> grid() {
+std::vector<CacheConfig> grid() {
   return {
       {.policy = parse_policy("h2o"), .budget = parse_budget("16")},
       {.policy = parse_policy("oracle_topk", replay_references()), .budget = parse_budget("16")}};
 }
 
 /// Everything but the rows' order is in the text.
-std::string text_of(const ReplayResult& result, const std::vector<ReplayConfig>& configs,
+std::string text_of(const ReplayResult& result, const std::vector<CacheConfig>& configs,
                     const ReplayOptions& options) {
   return results_csv(result_rows("trace", configs, options, result));
 }

@@ -23,27 +23,19 @@ std::vector<std::int32_t> some_tokens(std::size_t count) {
   return ids;
 }
 
-LoopConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
-                     Positions positions) {
-  return {.cache = {.policy = parse_policy(policy),
-                    .budget = {.extent = tokens(budget)},
-                    .prefill = prefill,
-                    .positions = positions,
-                    .seed = 3},
-          .budgets = {}};
+CacheConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
+                      Positions positions) {
+  return {.policy = parse_policy(policy),
+          .budget = {.extent = tokens(budget)},
+          .prefill = prefill,
+          .positions = positions,
+          .seed = 3};
 }
 
 /// -ln p(next) of every decoded token but the last, by the decoder.
 std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,
-                           std::uint32_t prompt, const LoopConfig& config) {
-  const bool evicts = config.cache.policy.entry->info.evicts;
-  CacheOptions options{.policy = config.cache.policy,
-                       .budget = evicts ? config.cache.budget.extent.tokens : kNoBudget,
-                       .budgets = config.budgets,
-                       .positions = config.cache.positions,
-                       .prefill = config.cache.prefill,
-                       .seed = config.cache.seed};
-  Decoder decoder(model, options, 1);
+                           std::uint32_t prompt, const CacheConfig& config) {
+  Decoder decoder(model, resolve(config, static_cast<std::uint32_t>(ids.size())), 1);
   decoder.feed(std::span(ids).first(prompt), SegmentKind::prompt);
   std::vector<double> nll;
   for (std::size_t i = prompt; i + 1 < ids.size(); ++i) {
@@ -63,14 +55,14 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
   const std::uint32_t prompt = 60;
   for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
     for (const Positions positions : {Positions::original, Positions::cache}) {
-      std::vector<LoopConfig> configs{config_of("full", 1, prefill, Positions::original)};
+      std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
       for (const PolicyEntry& entry : policy_catalogue())
         if (entry.info.evicts)
           configs.push_back(config_of(entry.info.name, 40, prefill, positions));
       const auto scores =
           run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});
       for (std::size_t c = 0; c < configs.size(); ++c) {
-        INFO(configs[c].cache.policy.text()
+        INFO(configs[c].policy.text()
              << " prefill " << prefill.text() << " positions " << name_of(positions));
         const std::vector<double> expected = decode(model, ids, prompt, configs[c]);
         REQUIRE(scores[c].nll.size() == expected.size());
@@ -85,10 +77,10 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
 TEST_CASE("The closed loop takes budgets by layer and KV head") {
   const Model model = Model::load(kModel, 2);
   const std::vector<std::int32_t> ids = some_tokens(120);
-  LoopConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);
-  for (std::uint32_t i = 0; i < 8; ++i) config.budgets.push_back(20 + 5 * i);
-  const std::vector<LoopConfig> configs{config_of("full", 1, Prefill{1}, Positions::original),
-                                        config};
+  CacheConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);
+  for (std::uint32_t i = 0; i < 4; ++i) config.head_budgets.push_back({20 + 10 * i, 25 + 10 * i});
+  const std::vector<CacheConfig> configs{config_of("full", 1, Prefill{1}, Positions::original),
+                                         config};
   const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = 20, .threads = 1});
   const std::vector<double> expected = decode(model, ids, 20, config);
   for (std::size_t i = 0; i < expected.size(); ++i)
@@ -99,7 +91,7 @@ TEST_CASE("The closed loop takes budgets by layer and KV head") {
 TEST_CASE("A sequence with nothing to score is refused") {
   const Model model = Model::load(kModel, 1);
   const std::vector<std::int32_t> ids{0, 5, 6};
-  const std::vector<LoopConfig> configs{config_of("full", 1, Prefill{1}, Positions::original)};
+  const std::vector<CacheConfig> configs{config_of("full", 1, Prefill{1}, Positions::original)};
   CHECK_THROWS_AS(run_closed_loop(model, ids, configs, {.prompt_tokens = 3}),
                   std::invalid_argument);
 }

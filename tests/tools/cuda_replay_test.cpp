@@ -136,11 +136,11 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto trace =
       TraceReader::open(std::string(KVLAB_SOURCE_DIR) + "/traces/samples/tiny-story");
-  std::vector<ReplayConfig> grid;
+  std::vector<CacheConfig> grid;
   for (const char* policy : {"lru", "window", "h2o", "sink", "streaming_h2o", "random", "full",
                              "lru:sinks=4:recent=50%"})
     for (const char* budget : {"5%", "20%", "60%"}) {
-      ReplayConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
+      CacheConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
       config.positions = config.policy.entry->info.positions;
       grid.push_back(config);
     }
@@ -161,7 +161,7 @@ TEST_CASE("a device replays policies from sources as the CPU does, beside the re
   std::string own = test::read_bytes(root + "/policies/mass/h2o.hpp");
   own.replace(own.find("\"h2o\""), 5, "\"own_h2o\"");
   test::write_bytes(folder / "own_h2o.hpp", own);
-  std::vector<ReplayConfig> grid;
+  std::vector<CacheConfig> grid;
   const auto add = [&](const PolicySpec& policy) {
     for (const char* budget : {"5%", "40%"})
       for (const Positions positions : {Positions::original, Positions::cache})
@@ -172,7 +172,7 @@ TEST_CASE("a device replays policies from sources as the CPU does, beside the re
   add(parse_policy("own_h2o", {}, compile_policy_source(folder / "own_h2o.hpp")));
   add(parse_policy(leaky->info.name, {}, leaky));
   const auto device = cuda_replayer();
-  for (const ReplayConfig& config : grid) CHECK(device->takes(trace.header(), config));
+  for (const CacheConfig& config : grid) CHECK(device->takes(trace.header(), config));
   ReplayOptions options{.span = Span::all, .threads = 4};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();

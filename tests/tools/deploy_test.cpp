@@ -27,11 +27,11 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
   for (ResultRow& row : run.rows)
     if (row.policy == "h2o") row.positions = "cache", row.seed = 5;
   const PolicyFile file = deployed(run);
-  CHECK(file.policy.text() == "h2o:sinks=2:recent=25%");
-  CHECK(file.budget == 64);
-  CHECK(file.positions == Positions::cache);
-  CHECK(file.prefill.text() == "dense");
-  CHECK(file.seed == 5);
+  CHECK(file.cache.policy.text() == "h2o:sinks=2:recent=25%");
+  CHECK(file.cache.budget.text() == "64");
+  CHECK(file.cache.positions == Positions::cache);
+  CHECK(file.cache.prefill.text() == "dense");
+  CHECK(file.cache.seed == 5);
   CHECK(file.model == "tiny");
   CHECK(file.weights_xxh3 == "fedcba9876543210");
   CHECK(file.run["hash"] == "00112233445566aa");
@@ -47,21 +47,21 @@ TEST_CASE("the higher recall wins, and the lower error") {
   // recall and -ln recall of the fixture agree, so swap the figures to tell the two apart.
   Run run = made_up_run(
       {{"window", "sinks=0:recent=0", 0.8, 0.01}, {"lru", "sinks=0:recent=0", 0.3, 0.01}});
-  CHECK(deployed(run, "64", "recall").policy.name == "lru");
-  CHECK(deployed(run, "64", "output_error").policy.name == "lru");
+  CHECK(deployed(run, "64", "recall").cache.policy.name == "lru");
+  CHECK(deployed(run, "64", "output_error").cache.policy.name == "lru");
   for (ResultRow& row : run.rows)
     if (row.metric == "recall") row.value = row.policy == "window" ? 0.9 : 0.2;
-  CHECK(deployed(run, "64", "recall").policy.name == "window");
-  CHECK(deployed(run, "64", "nll_recall").policy.name == "lru");
+  CHECK(deployed(run, "64", "recall").cache.policy.name == "window");
+  CHECK(deployed(run, "64", "nll_recall").cache.policy.name == "lru");
 }
 
 TEST_CASE("random is deployed only where nothing ties with it") {
   CHECK(deployed(made_up_run({{"random", "sinks=0:recent=0", 0.3, 0.01},
                               {"window", "sinks=0:recent=0", 0.31, 0.01}}))
-            .policy.name == "window");
+            .cache.policy.name == "window");
   CHECK(deployed(made_up_run({{"random", "sinks=0:recent=0", 0.3, 0.01},
                               {"window", "sinks=0:recent=0", 0.9, 0.01}}))
-            .policy.name == "random");
+            .cache.policy.name == "random");
 }
 
 TEST_CASE("what cannot be deployed is refused by name") {

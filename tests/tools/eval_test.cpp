@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "tests/catch.hpp"
 #include "engine/loop/batch_loop.hpp"
 #include "engine/loop/decoder_loop.hpp"
+#include "tests/catch.hpp"
 
 namespace kvlab {
 namespace {
@@ -46,21 +46,20 @@ TEST_CASE("Side by side, windows and budgets score what they score one by one") 
   std::vector<std::vector<std::int32_t>> texts(2);
   for (std::int32_t i = 0; i < 150; ++i) texts[0].push_back(300 + i * 37 % 211);
   for (std::int32_t i = 0; i < 90; ++i) texts[1].push_back(500 + i * 53 % 307);
-  std::vector<LoopConfig> configs;
+  std::vector<CacheConfig> configs;
   for (const char* policy : {"h2o", "window", "random"})
     for (const std::uint32_t budget : {8u, 16u})
       for (const Prefill prefill : {Prefill{0}, Prefill{1}, Prefill{5}})
-        configs.push_back({.cache = {.policy = parse_policy(policy),
-                                     .budget = {.extent = tokens(budget)},
-                                     .prefill = prefill,
-                                     .seed = 7},
-                           .budgets = {}});
+        configs.push_back({.policy = parse_policy(policy),
+                           .budget = {.extent = tokens(budget)},
+                           .prefill = prefill,
+                           .seed = 7});
   const EvalOptions options{.window = 64, .threads = 2};
   const LoopRunner one_by_one = [&](std::span<const std::int32_t> ids,
-                                    std::span<const LoopConfig> grid, const LoopOptions& how) {
+                                    std::span<const CacheConfig> grid, const LoopOptions& how) {
     return run_decoder_loop(*backend, ids, grid, how);
   };
-  const SweepRunner side_by_side = [&](const auto& sequences, std::span<const LoopConfig> grid,
+  const SweepRunner side_by_side = [&](const auto& sequences, std::span<const CacheConfig> grid,
                                        const EvalOptions& how) {
     return run_batch_loop(*backend, sequences, grid, {.prompt_tokens = how.prompt_tokens});
   };
@@ -85,10 +84,8 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   std::vector<std::int32_t> ids;
   for (std::int32_t i = 0; i < 300; ++i) ids.push_back(300 + i * 37 % 211);
-  const LoopConfig window{.cache = {.policy = parse_policy("window"),
-                                    .budget = {.extent = tokens(32)},
-                                    .prefill = Prefill{8}},
-                          .budgets = {}};
+  const CacheConfig window{
+      .policy = parse_policy("window"), .budget = {.extent = tokens(32)}, .prefill = Prefill{8}};
   EvalOptions options{.stream = true,
                       .prompt_tokens = 120,
                       .span = Span::all,
@@ -109,7 +106,7 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   // By tokens, where the prompt is fed in parts: the same.
   const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   const LoopRunner run = [&](std::span<const std::int32_t> sequence,
-                             std::span<const LoopConfig> grid, const LoopOptions& how) {
+                             std::span<const CacheConfig> grid, const LoopOptions& how) {
     return run_decoder_loop(*backend, sequence, grid, how);
   };
   const auto by_tokens = evaluate(model.config(), run, {ids}, {window}, options);

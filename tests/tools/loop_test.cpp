@@ -4,12 +4,12 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 
+#include "engine/loop/policy_file.hpp"
 #include "sim/run/run.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "engine/loop/policy_file.hpp"
 #include "tools/run_command.hpp"
 
 using namespace kvlab;
@@ -133,7 +133,7 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   CHECK(load_run(run).info.traces.size() == 2);
   REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--out", policy}) == 0);
   const PolicyFile open = read_policy_file(policy);
-  CHECK(open.budget == 16);
+  CHECK(open.cache.budget.text() == "16");
   CHECK(open.run["hash"] == load_run(run).hash);
   CHECK(open.run["traces"].size() == 2);
   CHECK_FALSE(open.run.contains("confirmed"));
@@ -146,7 +146,7 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   const auto& confirmed = closed.run["confirmed"];
   REQUIRE(confirmed.size() == 2);
   CHECK(confirmed[0]["perplexity"] <= confirmed[1]["perplexity"]);
-  CHECK(confirmed[0]["policy"] == closed.policy.name);
+  CHECK(confirmed[0]["policy"] == closed.cache.policy.name);
 
   CHECK(run_command(generate_command(), {"--model", kModel, "--prompt", "It was",
                                          "--max-new-tokens", "30", "--policy-file", policy}) == 0);

@@ -30,7 +30,7 @@ po::variables_map parse(const std::vector<std::string>& words) {
 std::string grid(const std::vector<std::string>& words,
                  std::span<const std::string_view> references = {}) {
   std::string text;
-  for (const ReplayConfig& c : grid_from(parse(words), references))
+  for (const CacheConfig& c : grid_from(parse(words), references))
     text += fmt::format("{} {} {} {}\n", c.policy.text(), c.budget.text(), c.prefill.text(),
                         name_of(c.positions));
   return text;

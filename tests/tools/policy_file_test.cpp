@@ -1,6 +1,8 @@
 // policy.json: reads back, and refuses what would not run.
 #include "engine/loop/policy_file.hpp"
 
+#include <array>
+
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -13,13 +15,12 @@ using nlohmann::json;
 namespace {
 
 PolicyFile h2o_file() {
-  return {.policy = parse_policy("h2o:sinks=4:recent=37.5%"),
-          .budget = 128,
-          .budgets = {},
-          .positions = Positions::cache,
-          .prefill = parse_prefill("chunk:32"),
-          .threshold = 0.02,
-          .seed = 9,
+  return {.cache = {.policy = parse_policy("h2o:sinks=4:recent=37.5%"),
+                    .budget = {.extent = tokens(128)},
+                    .prefill = parse_prefill("chunk:32"),
+                    .positions = Positions::cache,
+                    .seed = 9,
+                    .threshold = 0.02},
           .model = "tiny",
           .weights_xxh3 = "fedcba9876543210",
           .run = {{"hash", "0123456789abcdef"}, {"ties", json::array({"sink"})}}};
@@ -50,13 +51,13 @@ TEST_CASE("a policy file reads back as it was written") {
   const auto path = folder / "policy.json";
   write_policy_file(path, h2o_file());
   const PolicyFile read = read_policy_file(path);
-  CHECK(read.policy.text() == h2o_file().policy.text());
-  CHECK(read.budget == 128);
-  CHECK(read.budgets.empty());
-  CHECK(read.positions == Positions::cache);
-  CHECK(read.prefill.text() == "chunk:32");
-  CHECK(read.threshold == 0.02);
-  CHECK(read.seed == 9);
+  CHECK(read.cache.policy.text() == h2o_file().cache.policy.text());
+  CHECK(read.cache.budget.text() == "128");
+  CHECK(read.cache.head_budgets.empty());
+  CHECK(read.cache.positions == Positions::cache);
+  CHECK(read.cache.prefill.text() == "chunk:32");
+  CHECK(read.cache.threshold == 0.02);
+  CHECK(read.cache.seed == 9);
   CHECK(read.model == "tiny");
   CHECK(read.weights_xxh3 == "fedcba9876543210");
   CHECK(read.run == h2o_file().run);
@@ -70,36 +71,40 @@ TEST_CASE("every policy that evicts can be deployed with its defaults") {
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (!entry.info.evicts) continue;
     PolicyFile file = h2o_file();
-    file.policy = parse_policy(entry.info.name);
+    file.cache.policy = parse_policy(entry.info.name);
     write_policy_file(folder / "policy.json", file);
-    CHECK(read_policy_file(folder / "policy.json").policy.text() == file.policy.text());
+    CHECK(read_policy_file(folder / "policy.json").cache.policy.text() == file.cache.policy.text());
   }
 }
 
-TEST_CASE("a policy file becomes the options of a cache") {
+TEST_CASE("a policy file becomes the configuration of a cache") {
   PolicyFile file = h2o_file();
-  const CacheOptions one = cache_options(file, kShape);
-  CHECK(one.policy.text() == file.policy.text());
-  CHECK(one.budget == 128);
-  CHECK(one.budgets.empty());
+  check_shape(file, kShape);
+  const ResolvedConfig one = resolve(file.cache, 1000);
+  CHECK(one.policy.text() == file.cache.policy.text());
+  CHECK(one.budget_tokens == 128);
+  CHECK(one.budget_of(1, 1) == 128);
   CHECK(one.positions == Positions::cache);
   CHECK(one.prefill.chunk == 32);
   CHECK(one.seed == 9);
-  CHECK(one.threshold16 == request_threshold16(0.02));
+  CHECK(one.threshold16() == request_threshold16(0.02));
 }
 
 TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
-  file.budgets = {{100, 200}, {300, 50}};
+  file.cache.head_budgets = {{100, 200}, {300, 50}};
   write_policy_file(folder / "policy.json", file);
   const PolicyFile read = read_policy_file(folder / "policy.json");
-  CHECK(read.budgets == file.budgets);
-  CHECK(read.budget == 300);
-  CHECK(cache_options(read, kShape).budgets == std::vector<std::uint32_t>{100, 200, 300, 50});
+  CHECK(read.cache.head_budgets == file.cache.head_budgets);
+  CHECK(read.cache.budget.text() == "300");
+  check_shape(read, kShape);
+  const ResolvedConfig resolved = resolve(read.cache, 1000);
+  for (std::uint32_t i = 0; i < 4; ++i)
+    CHECK(resolved.budget_of(i / 2, i % 2) == std::array{100u, 200u, 300u, 50u}[i]);
   ModelShape other = kShape;
   other.layers = 3;
-  CHECK_THROWS_WITH(cache_options(read, other),
+  CHECK_THROWS_WITH(check_shape(read, other),
                     ContainsSubstring("2 layers x 2 KV heads") && ContainsSubstring("3 x 2"));
 }
 

@@ -216,11 +216,12 @@ TEST_CASE("a policy file names the source, and runs from that text alone") {
   const auto entry = compiled(tova_text());
   const auto other = compiled(tova_text() + "// another text\n");
   const auto renamed = compiled(replaced(tova_text(), "\"tova\"", "\"nova\""));
-  PolicyFile file{.policy = parse_policy("tova:sinks=1", {}, entry), .budget = 64};
+  PolicyFile file{.cache = {.policy = parse_policy("tova:sinks=1", {}, entry),
+                            .budget = {.extent = tokens(64)}}};
   file.model = "tiny";
   write_policy_file(path, file);
-  CHECK(read_policy_file(path, entry).policy.text() == "tova:sinks=1:recent=0");
-  CHECK(read_policy_file(path, entry).policy.entry == entry);
+  CHECK(read_policy_file(path, entry).cache.policy.text() == "tova:sinks=1:recent=0");
+  CHECK(read_policy_file(path, entry).cache.policy.entry == entry);
 
   const auto refused = [&](const auto& given) {
     return error_of([&] { read_policy_file(path, given); });

@@ -21,17 +21,17 @@ std::vector<VerifyTurn> two_turns(std::uint32_t decode_tokens) {
   return {{first, decode_tokens}, {second, decode_tokens / 2}};
 }
 
-CacheOptions cache(const PolicyEntry& entry, std::uint32_t budget, Prefill prefill,
-                   Positions positions) {
-  return {.policy = parse_policy(entry.info.name),
-          .budget = entry.info.evicts ? budget : kNoBudget,
-          .budgets = {},
-          .positions = positions,
-          .prefill = prefill,
-          .seed = 11};
+ResolvedConfig cache(const PolicyEntry& entry, std::uint32_t budget, Prefill prefill,
+                     Positions positions) {
+  return resolve({.policy = parse_policy(entry.info.name),
+                  .budget = {.extent = tokens(budget)},
+                  .prefill = prefill,
+                  .positions = positions,
+                  .seed = 11},
+                 budget);
 }
 
-void check(Backend& backend, const CacheOptions& options, const std::vector<VerifyTurn>& turns) {
+void check(Backend& backend, const ResolvedConfig& options, const std::vector<VerifyTurn>& turns) {
   INFO(options.policy.text() << " prefill " << options.prefill.text() << " positions "
                              << name_of(options.positions));
   const VerifyReport report =
@@ -57,8 +57,8 @@ TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in 
 
 TEST_CASE("Budgets by layer and KV head are verified head by head") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
-  CacheOptions options = cache(*parse_policy("h2o").entry, 32, Prefill{0}, Positions::original);
-  for (std::uint32_t i = 0; i < 8; ++i) options.budgets.push_back(16 + 4 * i);
+  ResolvedConfig options = cache(*parse_policy("h2o").entry, 32, Prefill{0}, Positions::original);
+  for (std::uint32_t i = 0; i < 4; ++i) options.head_budgets.push_back({16 + 8 * i, 20 + 8 * i});
   check(*backend, options, two_turns(40));
 }
 

@@ -5,8 +5,7 @@
 #include <stdexcept>
 
 #include "engine/bench.hpp"
-#include "tools/bench/bench_attention.hpp"
-#include "tools/bench/bench_replay.hpp"
+#include "tools/commands/benches.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -168,32 +167,22 @@ void run_prefill(const po::variables_map& options) {
       100 * of_matrix, bench.matrix_flops_per_second * 1e-12, bench.logits_xxh3);
 }
 
-/// The cache of a configuration, its budget resolved against `length`.
-CacheOptions cache_of(const ReplayConfig& config, std::uint32_t length) {
-  return {.policy = config.policy,
-          .budget = config.budget.resolve(length),
-          .budgets = {},
-          .positions = config.positions,
-          .prefill = config.prefill,
-          .seed = config.seed};
-}
-
 /// `--policy` and `--budget`: one policy that evicts, at one budget or more.
-std::vector<ReplayConfig> evicting_from(const po::variables_map& options) {
-  std::vector<ReplayConfig> grid = grid_from(options);
-  for (const ReplayConfig& config : grid)
-    if (!config.policy.entry->info.evicts || config.policy.text() != grid.front().policy.text())
+std::vector<CacheConfig> evicting_from(const po::variables_map& options) {
+  std::vector<CacheConfig> grid = grid_from(options);
+  for (const CacheConfig& config : grid)
+    if (!config.evicts() || config.policy.text() != grid.front().policy.text())
       throw std::invalid_argument("--policy: give one policy that evicts, and its --budget");
   return grid;
 }
 
 void run_stream(const po::variables_map& options) {
-  const std::vector<ReplayConfig> grid = evicting_from(options);
+  const std::vector<CacheConfig> grid = evicting_from(options);
   StreamBenchOptions how{.model = model_from(options),
-                         .cache = cache_of(grid.front(), 1),
+                         .cache = grid.front(),
                          .budgets = {},
                          .steps = count_from(options, "steps", kMostTokens)};
-  for (const ReplayConfig& config : grid) {
+  for (const CacheConfig& config : grid) {
     if (config.budget.extent.is_share)
       throw std::invalid_argument(
           "--budget: a stream has no length to take a share of; give tokens");
@@ -229,14 +218,14 @@ void run_stream(const po::variables_map& options) {
 }
 
 void run_evict(const po::variables_map& options) {
-  const std::vector<ReplayConfig> grid = evicting_from(options);
+  const std::vector<CacheConfig> grid = evicting_from(options);
   if (grid.size() != 1) throw std::invalid_argument("--budget: give one");
   EvictBenchOptions how{.model = model_from(options),
                         .cache = {},
                         .batch = static_cast<int>(count_from(options, "batch", kMostRows)),
                         .prompt = count_from(options, "prompt-tokens", kMostTokens),
                         .decoded = count_from(options, "max-new-tokens", kMostTokens)};
-  how.cache = cache_of(grid.front(), how.prompt + how.decoded);
+  how.cache = resolve(grid.front(), how.prompt + how.decoded);
   const EvictBench bench = bench_evict(how);
   const double time = share(bench.full.decode_seconds, bench.evicting.decode_seconds);
   const double rate =
@@ -253,7 +242,7 @@ void run_evict(const po::variables_map& options) {
                                               {"dtype", bench.dtype},
                                               {"device", bench.device},
                                               {"policy", how.cache.policy.text()},
-                                              {"budget_tokens", how.cache.budget},
+                                              {"budget_tokens", how.cache.budget_tokens},
                                               {"prompt_tokens", how.prompt},
                                               {"decoded_tokens", how.decoded},
                                               {"full", to_json(bench.full)},
@@ -265,7 +254,8 @@ void run_evict(const po::variables_map& options) {
     return;
   }
   fmt::print("{} in {} on {}: {} new tokens behind {}, {} at {} tokens\n", bench.model, bench.dtype,
-             bench.device, how.decoded, how.prompt, how.cache.policy.text(), how.cache.budget);
+             bench.device, how.decoded, how.prompt, how.cache.policy.text(),
+             how.cache.budget_tokens);
   fmt::print("  {:<24}{:>8}{:>14}{:>14}{:>14}\n", "", "batch", "decoding, s", "tokens/s",
              "cache, GiB");
   const auto line = [](std::string_view name, const EvictRun& run) {

@@ -5,10 +5,10 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
-#include "tools/context.hpp"
-#include "tools/conversation.hpp"
+#include "engine/loop/context.hpp"
+#include "engine/loop/conversation.hpp"
 #include "tools/options.hpp"
-#include "tools/prompt.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/json.hpp"
 #include "traces/manifest.hpp"
 
@@ -131,7 +131,7 @@ int run(const po::variables_map& options) {
   refuse_existing(out, "--out");
   const unsigned threads = threads_from(options);
   const SamplingOptions sampling = sampling_from(options);
-  CacheOptions cache;  // the whole one
+  ResolvedConfig cache;  // the whole one: `full`
   cache.prefill = parse_prefill(options["prefill"].as<std::string>());
   const std::string prompt = prompt_from(options);
 
@@ -141,7 +141,7 @@ int run(const po::variables_map& options) {
   const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
 
   const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
-  refuse_beyond_context(options, config, prompt_tokens(plan));
+  if (!options["beyond-context"].as<bool>()) refuse_beyond_context(config, prompt_tokens(plan));
 
   if (const std::string warning = context_warning(config, most); !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);

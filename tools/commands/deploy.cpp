@@ -57,13 +57,10 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
                                             directory, run.info.traces.front().model));
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  std::vector<LoopConfig> configs{
-      {.cache = {.policy = parse_policy("full"), .budget = {.all = true}}}};
+  std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
   const std::size_t count = std::min(most, ballot.standings.size());
   for (std::size_t i = 0; i < count; ++i)
-    configs.push_back({.cache = config_of(run, ballot, figures, i, compiled),
-                       .budgets = {},
-                       .threshold = run.info.threshold});
+    configs.push_back(config_of(run, ballot, figures, i, compiled));
   const auto scores = evaluate(
       model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
       {.max_tokens = static_cast<std::uint32_t>(number_from(options, "max-tokens", 0, 1 << 30)),
@@ -131,10 +128,10 @@ int run(const po::variables_map& options) {
 
   if (options["json"].as<bool>()) {
     const ordered_json top{{"policy_file", out},
-                           {"policy", file.policy.name},
-                           {"params", file.policy.params_text()},
-                           {"budget_tokens", file.budget},
-                           {"positions", name_of(file.positions)},
+                           {"policy", file.cache.policy.name},
+                           {"params", file.cache.policy.params_text()},
+                           {"budget_tokens", file.cache.budget.extent.tokens},
+                           {"positions", name_of(file.cache.positions)},
                            {"evidence", file.run}};
     fmt::print("{}\n", json_text(top));
     return 0;
@@ -143,7 +140,7 @@ int run(const po::variables_map& options) {
   print_confirmed(figures, ballot, confirmed);
   fmt::print(
       "\n{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n",
-      out, file.policy.text(), file.budget, out);
+      out, file.cache.policy.text(), file.cache.budget.extent.tokens, out);
   return 0;
 }
 

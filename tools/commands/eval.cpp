@@ -47,48 +47,41 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-LoopConfig deployed(const std::string& path, const CompiledPolicies& compiled,
+CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
                     const ModelConfig& config, const std::string& weights_xxh3) {
   const PolicyFile file = read_policy_file(path, compiled);
   if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
-  const CacheOptions cache = cache_options(file, config.shape());
-  return {.cache = {.policy = cache.policy,
-                    .budget = {.extent = tokens(file.budget)},
-                    .prefill = cache.prefill,
-                    .positions = cache.positions,
-                    .seed = cache.seed},
-          .budgets = cache.budgets,
-          .threshold = file.threshold};
+  check_shape(file, config.shape());
+  return file.cache;
 }
 
 nlohmann::ordered_json to_json(const EvalScore& score) {
   const auto number = [](double value) {
     return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
   };
-  const ReplayConfig& cache = score.config.cache;
+  const CacheConfig& cache = score.config;
   nlohmann::ordered_json blocks = nlohmann::ordered_json::array();
   for (const EvalBlock& block : score.blocks)
     blocks.push_back({{"first", block.first},
                       {"perplexity", number(std::exp(block.nll))},
                       {"ms_per_token", number(block.milliseconds_per_token)}});
-  nlohmann::ordered_json json = {
-      {"policy", cache.policy.name},
-      {"params", cache.policy.params_text()},
-      {"budget", cache.policy.entry->info.evicts ? cache.budget.text() : "all"},
-      {"budget_tokens", score.budget_tokens},
-      {"prefill", cache.prefill.text()},
-      {"positions", name_of(cache.positions)},
-      {"seed", cache.seed},
-      {"perplexity", number(score.perplexity)},
-      {"perplexity_stderr", number(score.perplexity_error)},
-      {"nll", number(score.nll)},
-      {"nll_stderr", number(score.nll_error)},
-      {"kl", number(score.kl)},
-      {"kl_stderr", number(score.kl_error)},
-      {"top1_agreement", number(score.same_first)},
-      {"tokens", score.tokens},
-      {"kv_bytes_peak", score.kv_bytes_peak}};
+  nlohmann::ordered_json json = {{"policy", cache.policy.name},
+                                 {"params", cache.policy.params_text()},
+                                 {"budget", cache.evicts() ? cache.budget.text() : "all"},
+                                 {"budget_tokens", score.budget_tokens},
+                                 {"prefill", cache.prefill.text()},
+                                 {"positions", name_of(cache.positions)},
+                                 {"seed", cache.seed},
+                                 {"perplexity", number(score.perplexity)},
+                                 {"perplexity_stderr", number(score.perplexity_error)},
+                                 {"nll", number(score.nll)},
+                                 {"nll_stderr", number(score.nll_error)},
+                                 {"kl", number(score.kl)},
+                                 {"kl_stderr", number(score.kl_error)},
+                                 {"top1_agreement", number(score.same_first)},
+                                 {"tokens", score.tokens},
+                                 {"kv_bytes_peak", score.kv_bytes_peak}};
   if (!score.blocks.empty()) json["blocks"] = std::move(blocks);
   return json;
 }
@@ -100,9 +93,8 @@ void print_table(const std::vector<EvalScore>& scores) {
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
     const bool against_full = !std::isnan(score.kl);
-    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>8.1f} KiB\n",
-               score.config.cache.policy.text(), score.budget_tokens,
-               name_of(score.config.cache.positions),
+    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>8.1f} KiB\n", score.config.policy.text(),
+               score.budget_tokens, name_of(score.config.positions),
                fmt::format("{:.3f}{}", score.perplexity, error),
                against_full ? fmt::format("{:.4f}", score.kl) : "-",
                against_full ? fmt::format("{:.1f}%", 100 * score.same_first) : "-",
@@ -143,7 +135,7 @@ struct Loaded {
   ModelConfig config;
   std::string weights_xxh3;
   std::function<std::vector<EvalScore>(const std::vector<std::vector<std::int32_t>>& texts,
-                                       std::vector<LoopConfig> configs, const EvalOptions& how)>
+                                       std::vector<CacheConfig> configs, const EvalOptions& how)>
       evaluate;
 };
 
@@ -153,17 +145,17 @@ Loaded load(Device device, const std::string& directory, unsigned threads, bool 
   if (device == Device::cpu) {
     const Model model = Model::load(directory, threads);
     return {model.config(), model.weights_xxh3(),
-            [model](const auto& texts, std::vector<LoopConfig> configs, const EvalOptions& how) {
+            [model](const auto& texts, std::vector<CacheConfig> configs, const EvalOptions& how) {
               return evaluate(model, texts, std::move(configs), how);
             }};
   }
   const std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
   const LoopRunner run = [backend](std::span<const std::int32_t> ids,
-                                   std::span<const LoopConfig> configs, const LoopOptions& how) {
+                                   std::span<const CacheConfig> configs, const LoopOptions& how) {
     return run_decoder_loop(*backend, ids, configs, how);
   };
   const SweepRunner run_batches = [backend](const auto& sequences,
-                                            std::span<const LoopConfig> configs,
+                                            std::span<const CacheConfig> configs,
                                             const EvalOptions& how) {
     return run_batch_loop(*backend, sequences, configs,
                           {.prompt_tokens = how.prompt_tokens,
@@ -171,7 +163,7 @@ Loaded load(Device device, const std::string& directory, unsigned threads, bool 
                            .progress = how.progress});
   };
   return {backend->config(), backend->weights_xxh3(),
-          [backend, run, run_batches, batched](const auto& texts, std::vector<LoopConfig> configs,
+          [backend, run, run_batches, batched](const auto& texts, std::vector<CacheConfig> configs,
                                                const EvalOptions& how) {
             return batched
                        ? evaluate(backend->config(), run_batches, texts, std::move(configs), how)
@@ -183,12 +175,11 @@ int run(const po::variables_map& options) {
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
   const EvalOptions how = eval_options(options);
-  const double threshold = threshold_from(options);
-  std::vector<LoopConfig> configs;
+  threshold_from(options);  // refuses what is out of range, whatever uses it
+  std::vector<CacheConfig> configs;
   const auto compiled = policy_sources_from(options);
   if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file")))
-    for (ReplayConfig& config : grid_from(options, {}, compiled))
-      configs.push_back({.cache = std::move(config), .budgets = {}, .threshold = threshold});
+    configs = grid_from(options, {}, compiled);
   else
     refuse_lone_budget(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");

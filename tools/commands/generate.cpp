@@ -6,11 +6,11 @@
 #include <optional>
 #include <stdexcept>
 
+#include "engine/loop/context.hpp"
+#include "engine/loop/conversation.hpp"
 #include "engine/loop/policy_file.hpp"
-#include "tools/context.hpp"
-#include "tools/conversation.hpp"
 #include "tools/options.hpp"
-#include "tools/prompt.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -38,36 +38,25 @@ void refuse_beside_policy_file(const po::variables_map& options) {
           fmt::format("--policy-file: says the {} itself; leave out --{}", name, name));
 }
 
-/// The cache as asked for, before the length is known.
-struct CacheChoice {
+/// The cache that `--policy-file` or the other options ask for; with the file, if it was one.
+struct Asked {
+  CacheConfig cache;
   std::optional<PolicyFile> file;
-  std::optional<ReplayConfig> config;
-
-  CacheOptions resolve(const ModelShape& shape, std::uint32_t length) const {
-    if (file) return cache_options(*file, shape);
-    const bool evicts = config->policy.entry->info.evicts;
-    return {.policy = config->policy,
-            .budget = evicts ? config->budget.resolve(length) : kNoBudget,
-            .budgets = {},
-            .positions = config->positions,
-            .prefill = config->prefill,
-            .seed = config->seed};
-  }
 };
 
-CacheChoice cache_from(const po::variables_map& options) {
-  if (!options.count("policy-file")) return {.file = {}, .config = only_config(options)};
+Asked asked_from(const po::variables_map& options) {
+  if (!options.count("policy-file")) return {.cache = only_config(options), .file = {}};
   refuse_beside_policy_file(options);
-  return {.file = read_policy_file(options["policy-file"].as<std::string>(),
-                                   policy_sources_from(options)),
-          .config = {}};
+  const PolicyFile file =
+      read_policy_file(options["policy-file"].as<std::string>(), policy_sources_from(options));
+  return {.cache = file.cache, .file = file};
 }
 
 void warn(const std::string& message) {
   if (!message.empty()) fmt::print(stderr, "kvlab generate: {}\n", message);
 }
 
-ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cache,
+ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& cache,
                      const SequenceDecoder& decoder, const Conversation& conversation) {
   std::string text;
   std::vector<std::int32_t> ids;
@@ -79,20 +68,20 @@ ordered_json to_json(const std::vector<Answer>& answers, const CacheOptions& cac
                      {"ids", answer.ids},
                      {"stopped", answer.ended ? "end of text" : "length"}});
   }
-  const bool evicts = cache.policy.entry->info.evicts;
-  return {{"text", text},
-          {"ids", ids},
-          {"turns", turns},
-          {"policy", cache.policy.name},
-          {"params", cache.policy.params_text()},
-          {"budget_tokens", evicts ? ordered_json(cache.budget) : ordered_json("all")},
-          {"positions", name_of(cache.positions)},
-          {"prefill", cache.prefill.text()},
-          {"prompt_tokens", conversation.prompt_pace().tokens},
-          {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
-          {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
-          {"evictions", decoder.evictions()},
-          {"kv_bytes_peak", decoder.kv_bytes_peak()}};
+  return {
+      {"text", text},
+      {"ids", ids},
+      {"turns", turns},
+      {"policy", cache.policy.name},
+      {"params", cache.policy.params_text()},
+      {"budget_tokens", cache.evicts() ? ordered_json(cache.budget_tokens) : ordered_json("all")},
+      {"positions", name_of(cache.positions)},
+      {"prefill", cache.prefill.text()},
+      {"prompt_tokens", conversation.prompt_pace().tokens},
+      {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
+      {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
+      {"evictions", decoder.evictions()},
+      {"kv_bytes_peak", decoder.kv_bytes_peak()}};
 }
 
 int run(const po::variables_map& options) {
@@ -101,7 +90,7 @@ int run(const po::variables_map& options) {
   const SamplingOptions sampling = sampling_from(options);
   const std::uint32_t max_new_tokens = max_new_tokens_from(options);
   const std::string prompt = prompt_from(options);
-  const CacheChoice choice = cache_from(options);
+  const Asked asked = asked_from(options);
 
   const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
@@ -111,10 +100,12 @@ int run(const po::variables_map& options) {
   std::uint32_t longest_prompt = 0;
   for (const auto& turn : turns)
     longest_prompt = std::max(longest_prompt, static_cast<std::uint32_t>(turn.size()));
-  const CacheOptions cache = choice.resolve(config.shape(), length);
-  refuse_beyond_context(options, config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
-                        squeezed_cache(config));
-  if (choice.file) warn(model_mismatch(*choice.file, config.name, backend->weights_xxh3()));
+  if (asked.file) check_shape(*asked.file, config.shape());
+  const ResolvedConfig cache = resolve(asked.cache, length);
+  if (!options["beyond-context"].as<bool>())
+    refuse_beyond_context(config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
+                          squeezed_cache(config));
+  if (asked.file) warn(model_mismatch(*asked.file, config.name, backend->weights_xxh3()));
   warn(
       context_warning(config, longest_span(cache, longest_prompt, length), squeezed_cache(config)));
 

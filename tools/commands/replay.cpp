@@ -5,10 +5,10 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "sim/run/ranking.hpp"
 #include "sim/device/cuda_replay.hpp"
-#include "tools/options.hpp"
+#include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
+#include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -64,7 +64,6 @@ ReplayOptions replay_options(const po::variables_map& options, const ProcessGrou
   if (error != "sample" && error != "all")
     throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
   return {.span = parse_span(options["span"].as<std::string>()),
-          .threshold = threshold_from(options),
           .every_output_error = error == "all",
           .threads = threads_in(group, options),
           .layers = layers_from(options),

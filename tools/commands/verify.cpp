@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "engine/tokenizer/tokenizer.hpp"
-#include "tools/conversation.hpp"
-#include "tools/options.hpp"
-#include "tools/prompt.hpp"
+#include "engine/loop/conversation.hpp"
 #include "engine/loop/verify.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -26,22 +26,11 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-CacheOptions cache_of(const ReplayConfig& config, std::uint32_t length, double threshold) {
-  return {.policy = config.policy,
-          .budget = config.policy.entry->info.evicts ? config.budget.resolve(length) : kNoBudget,
-          .budgets = {},
-          .positions = config.positions,
-          .prefill = config.prefill,
-          .seed = config.seed,
-          .sequence = 0,
-          .threshold16 = request_threshold16(threshold)};
-}
-
 std::uint32_t check_every_from(const po::variables_map& options) {
   return static_cast<std::uint32_t>(number_from(options, "check-every", 1, 1 << 30));
 }
 
-void print_report(const ReplayConfig& config, const VerifyReport& report) {
+void print_report(const CacheConfig& config, const VerifyReport& report) {
   fmt::print("{} budget {} prefill {} positions {}\n", config.policy.text(), config.budget.text(),
              config.prefill.text(), name_of(config.positions));
   fmt::print("  (a) states and victims   {}: {} admissions, {} evictions\n",
@@ -62,7 +51,7 @@ void print_report(const ReplayConfig& config, const VerifyReport& report) {
                p.layer, p.kv_head, p.now, p.engine_victim, p.simulator_victim, p.margin);
 }
 
-nlohmann::ordered_json to_json(const ReplayConfig& config, const VerifyReport& report) {
+nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& report) {
   nlohmann::ordered_json partings = nlohmann::ordered_json::array();
   for (const Parting& p : report.partings)
     partings.push_back({{"layer", p.layer},
@@ -109,8 +98,7 @@ Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& conf
 
 int run(const po::variables_map& options) {
   const unsigned threads = threads_from(options);
-  const double threshold = threshold_from(options);
-  const std::vector<ReplayConfig> grid = grid_from(options);
+  const std::vector<CacheConfig> grid = grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
@@ -118,11 +106,10 @@ int run(const po::variables_map& options) {
 
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
-  for (const ReplayConfig& config : grid) {
-    const CacheOptions cache = cache_of(config, dialogue.length, threshold);
-    const VerifyReport report =
-        verify_decoder(*backend, cache, dialogue.turns, sampling_from(options),
-                       {.threads = threads, .check_every = check_every_from(options)});
+  for (const CacheConfig& config : grid) {
+    const VerifyReport report = verify_decoder(
+        *backend, resolve(config, dialogue.length), dialogue.turns, sampling_from(options),
+        {.threads = threads, .check_every = check_every_from(options)});
     ok = ok && report.ok();
     if (options["json"].as<bool>())
       results.push_back(to_json(config, report));

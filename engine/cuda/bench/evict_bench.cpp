@@ -80,8 +80,9 @@ StreamBench bench_stream(const StreamBenchOptions& options) {
                      .points = {}};
   for (const std::uint32_t budget : options.budgets) {
     StreamPoint point{.budget = budget};
-    CacheOptions cache = options.cache;
-    cache.budget = budget;
+    CacheConfig asked = options.cache;
+    asked.budget = {.extent = tokens(budget)};
+    const ResolvedConfig cache = resolve(asked, budget);
     {
       CudaDecoder decoder(model, {.sequences = 1, .prefill_tokens = 256, .caches = {cache}});
       point.step_milliseconds = step_milliseconds(decoder, 1, 2 * budget, options.steps);

@@ -4,20 +4,20 @@
 
 namespace kvlab {
 
-void Admission::expect(std::uint32_t layer, std::uint32_t first, bool written) const {
+void DeviceAdmission::expect(std::uint32_t layer, std::uint32_t first, bool written) const {
   if (layer != layer_ || first != next_ || written != written_)
     throw std::logic_error(
         "an admission goes layer by layer, part by part, and attends to what is written");
 }
 
-kernels::RopeWriteArgs Admission::write(std::uint32_t layer, const PromptPart& part) {
+kernels::RopeWriteArgs DeviceAdmission::write(std::uint32_t layer, const PromptPart& part) {
   expect(layer, part.first, false);
   const kernels::RopeWriteArgs args = write_part(layer, part);
   written_ = true;
   return args;
 }
 
-void Admission::attend(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) {
+void DeviceAdmission::attend(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) {
   expect(layer, part.first, true);
   attend_part(layer, part, to);
   written_ = false;
@@ -27,6 +27,6 @@ void Admission::attend(std::uint32_t layer, const PromptPart& part, const LayerO
   if (layer_ < layers_) next_ = 0;
 }
 
-void Admission::finish() const { expect(layers_, tokens_, false); }
+void DeviceAdmission::finish() const { expect(layers_, tokens_, false); }
 
 }  // namespace kvlab

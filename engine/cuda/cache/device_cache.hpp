@@ -19,10 +19,10 @@ struct PromptPart {
 
 /// Many tokens on their way into the cache of one sequence: through each layer in order, in parts;
 /// of each part first write(), then attend(). Throws std::logic_error for any other order.
-class Admission {
+class DeviceAdmission {
  public:
-  Admission(std::uint32_t layers, std::uint32_t tokens) : layers_(layers), tokens_(tokens) {}
-  virtual ~Admission() = default;
+  DeviceAdmission(std::uint32_t layers, std::uint32_t tokens) : layers_(layers), tokens_(tokens) {}
+  virtual ~DeviceAdmission() = default;
 
   /// Where the part's q, k and v are written, and how they are rotated; the rest of the arguments
   /// (qkv, norms, capture) is the caller's.
@@ -52,7 +52,7 @@ class CacheStep {
  public:
   virtual ~CacheStep() = default;
   virtual void begin() const {}
-  /// As Admission::write().
+  /// As DeviceAdmission::write().
   virtual kernels::RopeWriteArgs write(std::uint32_t layer) const = 0;
   virtual void attend(std::uint32_t layer) const = 0;
   /// What nobody waits for before the end, beside the launches that follow: so behind the first
@@ -73,8 +73,8 @@ class DeviceCache {
 
   /// Begins to admit `tokens` behind those fed. One admission at a time; it must not outlive the
   /// cache.
-  virtual std::unique_ptr<Admission> admit(int sequence, std::uint32_t fed,
-                                           std::uint32_t tokens) = 0;
+  virtual std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed,
+                                                 std::uint32_t tokens) = 0;
   /// A step of the first `rows` sequences; attention puts out to `outputs`. Neither may outlive the
   /// cache.
   virtual std::unique_ptr<const CacheStep> step(int rows,

@@ -23,12 +23,11 @@ const auto& named(const List& list, std::string_view policy) {
 }
 
 /// Refuses caches that one launch cannot serve.
-const std::vector<CacheOptions>& checked(const std::vector<CacheOptions>& caches) {
+const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
+                                           const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
-  for (const CacheOptions& cache : caches) {
-    if (!cache.policy.entry)
-      throw std::invalid_argument(fmt::format(
-          "policy {} is a reference of the replay; a decoder needs a policy", cache.policy.name));
+  for (const ResolvedConfig& cache : caches) {
+    check_for_decoder(cache, model.config().layers, model.config().kv_heads);
     if (cache.policy.entry != first.policy.entry || cache.positions != first.positions)
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy and one kind of positions");
@@ -37,7 +36,7 @@ const std::vector<CacheOptions>& checked(const std::vector<CacheOptions>& caches
 }
 
 PairSlots pair_slots(const DeviceModel& model, const CudaDecoderOptions& options) {
-  return {model.config(), checked(options.caches), options.slots};
+  return {model.config(), checked(model, options.caches), options.slots};
 }
 
 /// The fast kernels rotate whole heads, or none.

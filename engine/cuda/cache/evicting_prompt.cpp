@@ -49,10 +49,10 @@ const AdmissionMemory& EvictingCache::reserve(std::uint32_t slots) {
   return *admission_;
 }
 
-class EvictingCache::Prompt final : public Admission {
+class EvictingCache::Prompt final : public DeviceAdmission {
  public:
   Prompt(EvictingCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens)
-      : Admission(cache.config_.layers, tokens),
+      : DeviceAdmission(cache.config_.layers, tokens),
         cache_(cache),
         options_(cache.options_.caches[static_cast<std::size_t>(sequence)]),
         sequence_(sequence),
@@ -257,7 +257,7 @@ class EvictingCache::Prompt final : public Admission {
   }
 
   EvictingCache& cache_;
-  const CacheOptions& options_;
+  const ResolvedConfig& options_;
   int sequence_;
   std::uint32_t fed_;
   bool squeezes_;  ///< keys are read rotated by age
@@ -265,8 +265,8 @@ class EvictingCache::Prompt final : public Admission {
   std::uint32_t tail_ = kNoTail;
 };
 
-std::unique_ptr<Admission> EvictingCache::admit(int sequence, std::uint32_t fed,
-                                                std::uint32_t tokens) {
+std::unique_ptr<DeviceAdmission> EvictingCache::admit(int sequence, std::uint32_t fed,
+                                                      std::uint32_t tokens) {
   return std::make_unique<Prompt>(*this, sequence, fed, tokens);
 }
 

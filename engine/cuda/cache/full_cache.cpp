@@ -101,10 +101,13 @@ kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const
   return args;
 }
 
-class FullCache::Prompt final : public Admission {
+class FullCache::Prompt final : public DeviceAdmission {
  public:
   Prompt(const FullCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens)
-      : Admission(cache.config_.layers, tokens), cache_(cache), sequence_(sequence), fed_(fed) {}
+      : DeviceAdmission(cache.config_.layers, tokens),
+        cache_(cache),
+        sequence_(sequence),
+        fed_(fed) {}
 
  private:
   kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
@@ -170,7 +173,8 @@ class FullCache::Step final : public CacheStep {
   const LayerOutputMemory& outputs_;
 };
 
-std::unique_ptr<Admission> FullCache::admit(int sequence, std::uint32_t fed, std::uint32_t tokens) {
+std::unique_ptr<DeviceAdmission> FullCache::admit(int sequence, std::uint32_t fed,
+                                                  std::uint32_t tokens) {
   return std::make_unique<Prompt>(*this, sequence, fed, tokens);
 }
 

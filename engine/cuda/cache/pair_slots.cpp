@@ -1,21 +1,13 @@
 #include "engine/cuda/cache/pair_slots.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <stdexcept>
 
 namespace kvlab {
 
-PairSlots::PairSlots(const ModelConfig& config, std::span<const CacheOptions> caches,
+PairSlots::PairSlots(const ModelConfig& config, std::span<const ResolvedConfig> caches,
                      std::uint32_t most_tokens)
     : kv_heads_(config.kv_heads), caches_(caches.begin(), caches.end()) {
-  const std::size_t heads = std::size_t{config.layers} * kv_heads_;
-  for (const CacheOptions& cache : caches_)
-    if (!cache.budgets.empty() && cache.budgets.size() != heads)
-      throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
-                                              cache.budgets.size(), config.layers, kv_heads_,
-                                              heads));
   for (std::uint32_t layer = 0; layer < config.layers; ++layer)
     for (std::size_t pair = 0; pair < pairs(); ++pair) {
       guards(layer, pair);  // refuses what does not fit
@@ -30,10 +22,7 @@ PairSlots::PairSlots(const ModelConfig& config, std::span<const CacheOptions> ca
 }
 
 std::uint32_t PairSlots::budget(std::uint32_t layer, std::size_t pair) const {
-  const CacheOptions& cache = caches_[pair / kv_heads_];
-  if (!cache.policy.entry->info.evicts) return kNoBudget;
-  if (cache.budgets.empty()) return cache.budget;
-  return cache.budgets[layer * kv_heads_ + pair % kv_heads_];
+  return caches_[pair / kv_heads_].budget_of(layer, static_cast<std::uint32_t>(pair % kv_heads_));
 }
 
 Guards PairSlots::guards(std::uint32_t layer, std::size_t pair) const {

@@ -14,7 +14,7 @@ class PairSlots {
  public:
   /// `caches` [sequence] decide the budgets; nobody has more than `most_tokens` (0: no limit).
   /// Throws std::invalid_argument where guards do not fit, or a cache has no bound at all.
-  PairSlots(const ModelConfig& config, std::span<const CacheOptions> caches,
+  PairSlots(const ModelConfig& config, std::span<const ResolvedConfig> caches,
             std::uint32_t most_tokens);
 
   std::size_t pairs() const { return caches_.size() * kv_heads_; }  ///< of a layer
@@ -29,7 +29,7 @@ class PairSlots {
 
  private:
   std::size_t kv_heads_;
-  std::vector<CacheOptions> caches_;
+  std::vector<ResolvedConfig> caches_;
   std::vector<std::int64_t> first_slots_;
   std::int64_t total_ = 0;
   int most_ = 0;

@@ -44,9 +44,9 @@ void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& option
   std::vector<std::uint32_t> all_thresholds, ids;
   std::vector<std::uint64_t> all_seeds;
   for (std::size_t s = 0; s < options.caches.size(); ++s) {
-    const CacheOptions& cache = options.caches[s];
+    const ResolvedConfig& cache = options.caches[s];
     options.entry()->write_params(cache.policy.params, all_params.data() + s * params_bytes_);
-    all_thresholds.push_back(cache.threshold16);
+    all_thresholds.push_back(cache.threshold16());
     all_seeds.push_back(cache.seed);
     ids.push_back(cache.sequence);
   }

@@ -4,13 +4,11 @@
 
 #include <algorithm>
 #include <array>
-#include <set>
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/weight_plan.hpp"
-#include "traces/base/files.hpp"
 
 namespace kvlab {
 namespace {
@@ -40,11 +38,10 @@ void refuse_unsupported(const ModelConfig& config) {
 /// Takes the tensors of a checkpoint to the device.
 class Upload {
  public:
-  Upload(const Checkpoint& checkpoint, Dtype dtype) : checkpoint_(checkpoint), dtype_(dtype) {}
+  Upload(TensorReader& tensors, Dtype dtype) : tensors_(tensors), dtype_(dtype) {}
 
   void copy(const WeightPart& part, std::byte* to) {
-    taken_.insert(part.name);
-    const TensorView& tensor = checkpoint_.at(part.name, part.shape);
+    const TensorView& tensor = tensors_.take(part.name, part.shape);
     if (tensor.dtype == dtype_) {
       cuda::check(cudaMemcpy(to, tensor.data.data(), tensor.data.size(), cudaMemcpyHostToDevice),
                   "copying " + part.name);
@@ -53,26 +50,6 @@ class Upload {
     const std::size_t count = part.elements();
     for (std::size_t first = 0; first < count; first += kConvertedAtOnce)
       copy_converted(tensor, first, std::min(kConvertedAtOnce, count - first), to);
-  }
-
-  /// A head tied to the embedding may be stored once more; then it must be the same.
-  void skip_copy(const std::string& name, const WeightPart& original) {
-    if (!checkpoint_.contains(name)) return;
-    taken_.insert(name);
-    const TensorView& copy = checkpoint_.at(name, original.shape);
-    const TensorView& source = checkpoint_.at(original.name, original.shape);
-    if (copy.dtype != source.dtype || !std::ranges::equal(copy.data, source.data))
-      throw std::runtime_error(
-          fmt::format("{}: tensor {} differs from {}, to which tie_word_embeddings of config.json "
-                      "ties it",
-                      checkpoint_.file_of(name).string(), name, original.name));
-  }
-
-  /// Everything was read but what older files store of RoPE.
-  void refuse_rest() const {
-    checkpoint_.refuse_unless([&](std::string_view name) {
-      return taken_.contains(name) || name.ends_with(".rotary_emb.inv_freq");
-    });
   }
 
  private:
@@ -88,15 +65,14 @@ class Upload {
                 "copying weights");
   }
 
-  const Checkpoint& checkpoint_;
+  TensorReader& tensors_;
   Dtype dtype_;
-  std::set<std::string, std::less<>> taken_;
   std::vector<float> wide_;
   std::vector<std::byte> narrow_;
 };
 
 /// Names the first tensor with a value that is not finite.
-void check_finite(const Checkpoint& checkpoint, const WeightPlan& plan, Dtype dtype,
+void check_finite(const TensorReader& tensors, const WeightPlan& plan, Dtype dtype,
                   const std::byte* base) {
   const std::size_t count = plan.parts.size();
   const cuda::DeviceBuffer found(count * sizeof(std::int32_t), "a check of the weights");
@@ -111,9 +87,8 @@ void check_finite(const Checkpoint& checkpoint, const WeightPlan& plan, Dtype dt
               "checking the weights");
   const auto bad = std::ranges::find(flags, 1);
   if (bad == flags.end()) return;
-  const std::string& name = plan.parts[static_cast<std::size_t>(bad - flags.begin())].name;
-  throw std::runtime_error(fmt::format("{}: tensor {} holds values that are not finite in {}",
-                                       checkpoint.file_of(name).string(), name, torch_name(dtype)));
+  tensors.refuse_not_finite(plan.parts[static_cast<std::size_t>(bad - flags.begin())].name,
+                            fmt::format(" in {}", torch_name(dtype)));
 }
 
 /// Throws where the weights do not fit.
@@ -153,11 +128,13 @@ DeviceModel DeviceModel::load(const std::filesystem::path& directory, std::optio
   DeviceModel model(std::move(config), *dtype);
   model.directory_ = directory;
   const WeightPlan plan = plan_weights(model.config_, model.dtype_, model.block_.data());
-  Upload upload(checkpoint, model.dtype_);
+  TensorReader tensors(checkpoint);
+  Upload upload(tensors, model.dtype_);
   for (const WeightPart& part : plan.parts) upload.copy(part, model.block_.data() + part.offset);
-  if (model.config_.tied_head) upload.skip_copy("lm_head.weight", plan.parts.front());
-  upload.refuse_rest();
-  check_finite(checkpoint, plan, model.dtype_, model.block_.data());
+  if (model.config_.tied_head)
+    tensors.take_copy("lm_head.weight", plan.parts.front().name, plan.parts.front().shape);
+  tensors.refuse_rest();
+  check_finite(tensors, plan, model.dtype_, model.block_.data());
   return model;
 }
 
@@ -212,9 +189,7 @@ std::string DeviceModel::weights_xxh3() const {
 }
 
 std::string DeviceModel::tokenizer_xxh3() const {
-  const std::filesystem::path path = directory_ / "tokenizer.json";
-  if (directory_.empty() || !std::filesystem::exists(path)) return "";
-  return xxh3_hex(MappedFile(path).bytes());
+  return directory_.empty() ? "" : kvlab::tokenizer_xxh3(directory_);
 }
 
 }  // namespace kvlab

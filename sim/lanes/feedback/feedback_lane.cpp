@@ -12,18 +12,17 @@ std::uint32_t first_whole(std::uint32_t token) { return (token + kTailTokens - 1
 
 }  // namespace
 
-FeedbackLane::FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity,
-                           const HeadView& view, const QuerySpan* span,
-                           std::unique_ptr<PlaceTable> places, std::unique_ptr<GroupRows> unrounded)
-    : configs_(std::move(configs)),
-      span_(span),
+FeedbackLane::FeedbackLane(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
+                           const QuerySpan* span, std::unique_ptr<PlaceTable> places,
+                           std::unique_ptr<GroupRows> unrounded)
+    : span_(span),
       group_(view.group),
       unrounded_(std::move(unrounded)),
       places_(std::move(places)),
       unrounded_samples_(view) {
-  for (const LaneConfig& config : configs_) {
-    identity.seed = config.config->seed;
-    runs_.push_back(std::make_unique<FeedbackRun>(config, identity, view, span));
+  for (const ResolvedConfig* config : configs) {
+    identity.seed = config->seed;
+    runs_.push_back(std::make_unique<FeedbackRun>(*config, identity, view, span));
     observes_ |= runs_.back()->cache().needs() != Needs::nothing;
   }
 }
@@ -163,8 +162,8 @@ void FeedbackLane::measure_outputs(const SampledRows& rows, std::size_t i, Feedb
   }
 }
 
-std::vector<LaneOutcome> FeedbackLane::outcomes() {
-  std::vector<LaneOutcome> all;
+std::vector<HeadOutcome> FeedbackLane::outcomes() {
+  std::vector<HeadOutcome> all;
   for (const auto& run : runs_) {
     run->flush();
     all.push_back({std::move(run->stats()), run->cache().evictions(), run->cache().live_max(),

@@ -15,7 +15,7 @@ class FeedbackLane final : public Lane {
   /// similar sets. `span` may be null: nothing is measured. `places`: for squeezed positions, which
   /// need rows of unrounded logits too; else null. `unrounded`: these, for the lane to compute;
   /// null: the full cache's are not rounded either.
-  FeedbackLane(std::vector<LaneConfig> configs, LiveSet::Identity identity, const HeadView& view,
+  FeedbackLane(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
                const QuerySpan* span, std::unique_ptr<PlaceTable> places = nullptr,
                std::unique_ptr<GroupRows> unrounded = nullptr);
   ~FeedbackLane() override;
@@ -25,7 +25,7 @@ class FeedbackLane final : public Lane {
   bool takes_outputs() const override { return true; }
   void list_outputs(const SampledRows& rows, std::vector<ValueJob>& jobs) override;
   void finish_outputs(const SampledRows& rows) override;
-  std::vector<LaneOutcome> outcomes() override;
+  std::vector<HeadOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
  private:
@@ -35,7 +35,6 @@ class FeedbackLane final : public Lane {
   void measure_outputs(const SampledRows& rows, std::size_t i, FeedbackRun& run,
                        const float* shared);
 
-  std::vector<LaneConfig> configs_;
   const QuerySpan* span_;
   std::uint32_t group_;
   std::unique_ptr<GroupRows> unrounded_;

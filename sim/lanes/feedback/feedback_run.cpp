@@ -38,13 +38,13 @@ void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
   least.assign(heads, std::numeric_limits<float>::infinity());
 }
 
-FeedbackRun::FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, const HeadView& view,
-                         const QuerySpan* span)
-    : cache_(config.config->policy, config.budget, config.guards, identity, view.tokens),
-      squeezed_(config.config->positions == Positions::cache),
-      weighted_(config.config->policy.entry->info.weighted),
+FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
+                         const HeadView& view, const QuerySpan* span)
+    : cache_(config.policy, config.budget_tokens, config.guards, identity, view.tokens),
+      squeezed_(config.positions == Positions::cache),
+      weighted_(config.policy.entry->info.weighted),
       old_keys_(view),
-      cursor_(*config.admissions),
+      cursor_(config.admissions),
       view_(view),
       span_(span),
       tally_(1, view.group) {

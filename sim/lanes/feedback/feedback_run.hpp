@@ -27,7 +27,7 @@ struct GatherRoom {
 
 class FeedbackRun {
  public:
-  FeedbackRun(const LaneConfig& config, LiveSet::Identity identity, const HeadView& view,
+  FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view,
               const QuerySpan* span);
 
   /// `rows`: the full cache's. `unrounded`: the same at unrounded positions, and `places`, for

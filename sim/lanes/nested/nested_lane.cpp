@@ -7,18 +7,18 @@
 
 namespace kvlab {
 
-NestedLane::NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOrder> order,
+NestedLane::NestedLane(LaneConfigs configs, std::unique_ptr<NestedOrder> order,
                        const HeadView& view, const QuerySpan* span)
     : order_(std::move(order)),
       oldest_first_(order_->oldest_first()),
-      guards_(configs.front().guards),
+      guards_(configs.front()->guards),
       view_(view),
       span_(span),
-      cursor_(*configs.front().admissions),
+      cursor_(configs.front()->admissions),
       stats_(configs.size()),
       tally_(configs.size(), view.group),
       begins_(configs.size() + 1) {
-  for (const LaneConfig& config : configs) levels_.push_back({config.budget});
+  for (const ResolvedConfig* config : configs) levels_.push_back({config->budget_tokens});
   for (HeadStats& stats : stats_)
     if (span) stats.resize(*span, view.group);
 }
@@ -313,8 +313,8 @@ void NestedLane::show(std::uint32_t query) {
   for (std::size_t l = 0; l < levels_.size(); ++l) watcher_(l, query, live(l));
 }
 
-std::vector<LaneOutcome> NestedLane::outcomes() {
-  std::vector<LaneOutcome> all;
+std::vector<HeadOutcome> NestedLane::outcomes() {
+  std::vector<HeadOutcome> all;
   if (span_) tally_.flush(stats_);
   for (std::size_t l = 0; l < levels_.size(); ++l)
     all.push_back(

@@ -34,14 +34,14 @@ class NestedLane final : public Lane {
  public:
   /// `configs`: one order, one prefill and the same guards, by rising budget. `span` may be null:
   /// nothing is measured.
-  NestedLane(std::vector<LaneConfig> configs, std::unique_ptr<NestedOrder> order,
-             const HeadView& view, const QuerySpan* span);
+  NestedLane(LaneConfigs configs, std::unique_ptr<NestedOrder> order, const HeadView& view,
+             const QuerySpan* span);
 
   bool wants_row(std::uint32_t query) const override;
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
   bool takes_outputs() const override { return true; }
   void finish_outputs(const SampledRows& rows) override;
-  std::vector<LaneOutcome> outcomes() override;
+  std::vector<HeadOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
  private:
@@ -112,7 +112,7 @@ class NestedLane final : public Lane {
 };
 
 /// The order of a registered policy.
-std::unique_ptr<NestedOrder> nested_order(const LaneConfig& config, LiveSet::Identity identity,
+std::unique_ptr<NestedOrder> nested_order(const ResolvedConfig& config, LiveSet::Identity identity,
                                           std::uint32_t tokens);
 /// `oracle_mass`: least future mass of the full cache first. `masses` [token]: all that it gives.
 std::unique_ptr<NestedOrder> future_order(std::vector<std::uint64_t> masses);

@@ -8,14 +8,14 @@ namespace {
 
 class PolicyOrder final : public NestedOrder {
  public:
-  PolicyOrder(const LaneConfig& config, LiveSet::Identity identity, std::uint32_t tokens)
-      : ops_(*config.config->policy.entry),
-        step_{.budget = config.budget,
-              .seed = config.config->seed,
+  PolicyOrder(const ResolvedConfig& config, LiveSet::Identity identity, std::uint32_t tokens)
+      : ops_(*config.policy.entry),
+        step_{.budget = config.budget_tokens,
+              .seed = config.seed,
               .sequence = identity.sequence,
               .layer = identity.layer,
               .kv_head = identity.kv_head},
-        params_(config.config->policy.packed_params()),
+        params_(config.policy.packed_params()),
         states_(tokens * ops_.slot_bytes) {}
 
   void rank(std::span<const std::uint32_t> positions, std::uint32_t now,
@@ -72,7 +72,7 @@ class FutureOrder final : public NestedOrder {
 
 }  // namespace
 
-std::unique_ptr<NestedOrder> nested_order(const LaneConfig& config, LiveSet::Identity identity,
+std::unique_ptr<NestedOrder> nested_order(const ResolvedConfig& config, LiveSet::Identity identity,
                                           std::uint32_t tokens) {
   return std::make_unique<PolicyOrder>(config, identity, tokens);
 }

@@ -5,9 +5,9 @@
 namespace kvlab {
 namespace {
 
-std::vector<std::uint32_t> budgets_of(const std::vector<LaneConfig>& configs) {
+std::vector<std::uint32_t> budgets_of(const LaneConfigs& configs) {
   std::vector<std::uint32_t> budgets;
-  for (const LaneConfig& config : configs) budgets.push_back(config.budget);
+  for (const ResolvedConfig* config : configs) budgets.push_back(config->budget_tokens);
   std::sort(budgets.begin(), budgets.end());
   budgets.erase(std::unique(budgets.begin(), budgets.end()), budgets.end());
   return budgets;
@@ -15,7 +15,7 @@ std::vector<std::uint32_t> budgets_of(const std::vector<LaneConfig>& configs) {
 
 }  // namespace
 
-TopkLane::TopkLane(std::vector<LaneConfig> configs, std::uint32_t group, const QuerySpan& span)
+TopkLane::TopkLane(LaneConfigs configs, std::uint32_t group, const QuerySpan& span)
     : configs_(std::move(configs)),
       stats_(configs_.size()),
       tally_(configs_.size(), group),
@@ -23,9 +23,9 @@ TopkLane::TopkLane(std::vector<LaneConfig> configs, std::uint32_t group, const Q
       sums_(budgets_of(configs_)) {
   for (HeadStats& stats : stats_) stats.resize(span, group);
   const auto& budgets = sums_.budgets();
-  for (const LaneConfig& config : configs_)
+  for (const ResolvedConfig* config : configs_)
     level_.push_back(static_cast<std::size_t>(
-        std::lower_bound(budgets.begin(), budgets.end(), config.budget) - budgets.begin()));
+        std::lower_bound(budgets.begin(), budgets.end(), config->budget_tokens) - budgets.begin()));
 }
 
 void TopkLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
@@ -59,14 +59,15 @@ void TopkLane::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows)
       const TopSums::Level& level = sums_.level(level_[c]);
       recall = std::min(1.0, level.sum / full);
       const bool keeps_own = own_asks && own >= level.least;
-      missed = wanted.count[head] - (std::min(leading, configs_[c].budget) - (keeps_own ? 1 : 0));
+      missed = wanted.count[head] -
+               (std::min(leading, configs_[c]->budget_tokens) - (keeps_own ? 1 : 0));
     }
     tally_.add(c, head, recall, missed);
   }
 }
 
-std::vector<LaneOutcome> TopkLane::outcomes() {
-  std::vector<LaneOutcome> all;
+std::vector<HeadOutcome> TopkLane::outcomes() {
+  std::vector<HeadOutcome> all;
   tally_.flush(stats_);
   for (HeadStats& stats : stats_) all.push_back({std::move(stats)});
   return all;

@@ -10,21 +10,21 @@ namespace kvlab {
 
 class TopkLane final : public Lane {
  public:
-  TopkLane(std::vector<LaneConfig> configs, std::uint32_t group, const QuerySpan& span);
+  TopkLane(LaneConfigs configs, std::uint32_t group, const QuerySpan& span);
 
   bool wants_row(std::uint32_t query) const override { return span_.contains(query); }
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
-  std::vector<LaneOutcome> outcomes() override;
+  std::vector<HeadOutcome> outcomes() override;
   void watch(LaneWatcher) override {}  ///< it keeps a set for each query head, not for a KV head
 
  private:
   void attend_query(std::uint32_t query, GroupRows& rows);
   void measure(std::uint32_t query, std::uint32_t head, GroupRows& rows);
   bool keeps_all(std::size_t config, std::uint32_t query) const {
-    return configs_[config].budget > query || configs_[config].uncut[query];
+    return configs_[config]->budget_tokens > query || configs_[config]->in_dense_prompt[query];
   }
 
-  std::vector<LaneConfig> configs_;
+  LaneConfigs configs_;
   std::vector<std::size_t> level_;  // [config]: its budget's place in sums_
   std::vector<HeadStats> stats_;
   RecallTally tally_;

@@ -1,4 +1,4 @@
-#include "tools/context.hpp"
+#include "engine/loop/context.hpp"
 
 #include <fmt/format.h>
 
@@ -6,21 +6,14 @@
 #include <stdexcept>
 
 namespace kvlab {
-void add_context_option(po::options_description& options) {
-  options.add_options()("beyond-context", po::bool_switch(),
-                        "take a prompt that is longer than what the model was trained on");
-}
 
-std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prompt,
+std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                            std::uint32_t length) {
-  if (cache.positions == Positions::original || !cache.policy.entry->info.evicts) return length;
-  const std::uint32_t budget = cache.budgets.empty()
-                                   ? cache.budget
-                                   : *std::max_element(cache.budgets.begin(), cache.budgets.end());
+  if (cache.positions == Positions::original || !cache.evicts()) return length;
   const std::uint32_t admission =
       cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
   return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(length, std::uint64_t{budget} - 1 + admission));
+      std::min<std::uint64_t>(length, std::uint64_t{cache.budget_tokens} - 1 + admission));
 }
 
 std::string squeezed_cache(const ModelConfig& config) {
@@ -28,9 +21,9 @@ std::string squeezed_cache(const ModelConfig& config) {
                      config.trained_context / 2);
 }
 
-void refuse_beyond_context(const po::variables_map& options, const ModelConfig& config,
-                           std::uint32_t span, const std::string& advice) {
-  if (span <= config.trained_context || options["beyond-context"].as<bool>()) return;
+void refuse_beyond_context(const ModelConfig& config, std::uint32_t span,
+                           const std::string& advice) {
+  if (span <= config.trained_context) return;
   throw std::invalid_argument(
       fmt::format("--prompt: needs {} positions; {} was trained on {}, and so many tokens would "
                   "fit; --beyond-context takes the prompt all the same{}",

@@ -1,4 +1,4 @@
-#include "tools/bench/synthetic_trace.hpp"
+#include "sim/bench/synthetic_trace.hpp"
 
 #include <algorithm>
 #include <cmath>

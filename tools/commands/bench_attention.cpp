@@ -1,4 +1,4 @@
-#include "tools/bench/bench_attention.hpp"
+#include "tools/commands/benches.hpp"
 
 #include <fmt/format.h>
 

@@ -4,16 +4,16 @@
 #include <string>
 #include <vector>
 
-#include "sim/replay.hpp"
 #include "sim/device/cuda_replay.hpp"
-#include "tools/bench/exact_pass.hpp"
+#include "sim/exact_pass.hpp"
+#include "sim/replay.hpp"
 
 namespace kvlab {
 
 /// Configurations that are timed together.
 struct BenchGrid {
   std::string name;
-  std::vector<ReplayConfig> configs;
+  std::vector<CacheConfig> configs;
 };
 
 struct GridTime {
@@ -27,7 +27,7 @@ struct GridTime {
   double slot_steps_per_second() const { return slot_steps / time.seconds; }
 };
 
-struct ReplayBench {
+struct ReplayCost {
   ExactPass exact;  ///< the least time of all repeats
   std::vector<GridTime> grids;
   double bytes_read = 0;  ///< of the trace, by one replay
@@ -42,7 +42,7 @@ std::vector<std::string> bench_grid_names();
 
 /// Takes the exact pass and every grid `repeats` times, in turns, and keeps the least time of each.
 /// With a device both run there, and times are without reading the trace; else `device` is null.
-ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
-                         ReplayOptions options, unsigned repeats, CudaReplayer* device);
+ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
+                          ReplayOptions options, unsigned repeats, CudaReplayer* device);
 
 }  // namespace kvlab

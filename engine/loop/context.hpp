@@ -5,16 +5,12 @@
 #include <string>
 
 #include "engine/decoder.hpp"
-#include "tools/command.hpp"
 
 namespace kvlab {
 
-/// `--beyond-context`.
-void add_context_option(po::options_description& options);
-
 /// Positions that the model will meet in `length` tokens: of the whole sequence, or of the cache
 /// where they are squeezed.
-std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prompt,
+std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                            std::uint32_t length);
 
 /// The cache that stays within what the model was trained on, whatever the length: advice for the
@@ -22,9 +18,9 @@ std::uint32_t longest_span(const CacheOptions& cache, std::uint32_t longest_prom
 std::string squeezed_cache(const ModelConfig& config);
 
 /// Throws std::invalid_argument where prompts alone need more positions than the model was trained
-/// on, unless --beyond-context was given. The message says what would fit, and `advice`.
-void refuse_beyond_context(const po::variables_map& options, const ModelConfig& config,
-                           std::uint32_t span, const std::string& advice = "");
+/// on. The message says what would fit, and `advice`.
+void refuse_beyond_context(const ModelConfig& config, std::uint32_t span,
+                           const std::string& advice = "");
 
 /// What to warn of before decoding over so many positions; "": nothing.
 std::string context_warning(const ModelConfig& config, std::uint32_t span,

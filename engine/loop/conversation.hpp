@@ -6,26 +6,21 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/checkpoint/model.hpp"
 #include "engine/sampler.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
-#include "tools/command.hpp"
 
 namespace kvlab {
 
-/// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
-void add_turn_options(po::options_description& options);
-/// Throws std::invalid_argument for a number out of range; `--seed` is read too.
-SamplingOptions sampling_from(const po::variables_map& options);
-std::uint32_t max_new_tokens_from(const po::variables_map& options);
-/// The ids of each turn: `first`, then those of `--turn`, in order. Throws std::invalid_argument
-/// for a turn without tokens.
-std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
-                                                  const Tokenizer& tokenizer,
-                                                  std::vector<std::int32_t> first);
+/// Token ids of a sequence's first text, with the special tokens that the tokenizer adds. Where it
+/// does not put the model's BOS in front, this does, but for Qwen models, which were trained
+/// without.
+std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, const ModelConfig& config,
+                                        std::string_view text);
 
 /// The most tokens that `turns` and their answers come to. Throws std::invalid_argument if that is
 /// 2^31 or more: positions and budgets stay below.

@@ -1,4 +1,4 @@
-#include "tools/bench/bench_replay.hpp"
+#include "tools/commands/benches.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -7,9 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "sim/bench/replay_cost.hpp"
+#include "sim/bench/synthetic_trace.hpp"
 #include "tools/options.hpp"
-#include "tools/bench/replay_bench.hpp"
-#include "tools/bench/synthetic_trace.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -58,7 +58,7 @@ SyntheticShape shape_from(const po::variables_map& options) {
   return shape;
 }
 
-ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigned threads,
+ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned threads,
                      bool on_device) {
   const ModelShape& shape = trace.shape();
   ordered_json grids = ordered_json::array();
@@ -93,7 +93,7 @@ ordered_json to_json(const ReplayBench& bench, const TraceReader& trace, unsigne
   return json;
 }
 
-void print(const ReplayBench& bench, const TraceReader& trace, unsigned threads, bool on_device) {
+void print(const ReplayCost& bench, const TraceReader& trace, unsigned threads, bool on_device) {
   const ModelShape& shape = trace.shape();
   fmt::print("{} tokens, {} layers, {} query heads on {} KV heads of {}; {} threads; {:.0f} MB\n",
              trace.tokens(), shape.layers, shape.query_heads, shape.kv_heads, shape.head_size,
@@ -146,7 +146,7 @@ void run_bench_replay(const po::variables_map& options) {
   else
     synthetic.emplace(shape_from(options));
   const TraceReader& trace = given ? *given : synthetic->trace();
-  const ReplayBench bench = bench_replay(trace, grids, how, repeats, device.get());
+  const ReplayCost bench = measure_replay(trace, grids, how, repeats, device.get());
   if (options["json"].as<bool>())
     fmt::print("{}\n", json_text(to_json(bench, trace, how.threads, device != nullptr)));
   else

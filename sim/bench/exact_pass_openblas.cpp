@@ -4,10 +4,10 @@
 #include <atomic>
 #include <vector>
 
-#include "tools/bench/exact_pass.hpp"
+#include "sim/exact_pass.hpp"
 #include "traces/base/numeric/hot_loops.hpp"
-#include "traces/base/parallel.hpp"
 #include "traces/base/numeric/rope.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {

@@ -1,6 +1,6 @@
 #include <stdexcept>
 
-#include "tools/bench/exact_pass.hpp"
+#include "sim/exact_pass.hpp"
 
 namespace kvlab {
 

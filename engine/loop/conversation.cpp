@@ -1,4 +1,4 @@
-#include "tools/conversation.hpp"
+#include "engine/loop/conversation.hpp"
 
 #include <fmt/format.h>
 
@@ -6,13 +6,10 @@
 #include <chrono>
 #include <stdexcept>
 
-#include "tools/options.hpp"
 #include "engine/loop/text_stream.hpp"
 
 namespace kvlab {
 namespace {
-
-constexpr std::int64_t kMostTokens = 1 << 30;
 
 void add(Pace& pace, std::size_t tokens, std::chrono::steady_clock::time_point start) {
   pace.tokens += tokens;
@@ -21,45 +18,12 @@ void add(Pace& pace, std::size_t tokens, std::chrono::steady_clock::time_point s
 
 }  // namespace
 
-void add_turn_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(100),
-      "tokens to sample after each turn, at most");
-  add("turn", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
-      "a further turn, fed after the answer and answered too; repeatable");
-  add("temperature", po::value<double>()->value_name("T")->default_value(0, "0"),
-      "0: the most likely token always");
-  add("top-k", po::value<std::int64_t>()->value_name("K")->default_value(0),
-      "draw from the K most likely tokens; 0: from all");
-  add("top-p", po::value<double>()->value_name("P")->default_value(1, "1"),
-      "draw from the fewest tokens that together reach this probability");
-}
-
-SamplingOptions sampling_from(const po::variables_map& options) {
-  const SamplingOptions sampling{
-      .temperature = options["temperature"].as<double>(),
-      .top_k = static_cast<std::uint32_t>(number_from(options, "top-k", 0, kMostTokens)),
-      .top_p = options["top-p"].as<double>(),
-      .seed = seed_from(options)};
-  Sampler{sampling};  // refuses what is out of range, before a model is loaded
-  return sampling;
-}
-
-std::uint32_t max_new_tokens_from(const po::variables_map& options) {
-  return static_cast<std::uint32_t>(number_from(options, "max-new-tokens", 0, kMostTokens));
-}
-
-std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
-                                                  const Tokenizer& tokenizer,
-                                                  std::vector<std::int32_t> first) {
-  if (first.empty()) throw std::invalid_argument("--prompt: has no tokens; give some text");
-  std::vector<std::vector<std::int32_t>> turns{std::move(first)};
-  if (!options.count("turn")) return turns;
-  for (const std::string& text : options["turn"].as<std::vector<std::string>>()) {
-    turns.push_back(tokenizer.encode(text, false));
-    if (turns.back().empty()) throw std::invalid_argument("--turn: has no tokens; give some text");
-  }
-  return turns;
+std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, const ModelConfig& config,
+                                        std::string_view text) {
+  std::vector<std::int32_t> ids = tokenizer.encode(text);
+  const bool wants_bos = config.bos >= 0 && !config.architecture.starts_with("Qwen");
+  if (wants_bos && (ids.empty() || ids.front() != config.bos)) ids.insert(ids.begin(), config.bos);
+  return ids;
 }
 
 std::uint32_t most_tokens(std::span<const std::vector<std::int32_t>> turns,

@@ -1,4 +1,4 @@
-#include "tools/bench/replay_bench.hpp"
+#include "sim/bench/replay_cost.hpp"
 
 #include <fmt/format.h>
 
@@ -8,9 +8,9 @@
 namespace kvlab {
 namespace {
 
-ReplayConfig config_of(const std::string& policy, const std::string& budget,
-                       std::optional<Positions> positions) {
-  ReplayConfig config;
+CacheConfig config_of(const std::string& policy, const std::string& budget,
+                      std::optional<Positions> positions) {
+  CacheConfig config;
   config.policy = parse_policy(policy, replay_references());
   config.budget = parse_budget(budget);
   config.positions = positions             ? *positions
@@ -45,7 +45,7 @@ std::vector<BenchGrid> all_grids() {
 }
 
 /// Live tokens attended by one KV head's cache.
-double slot_steps(const TraceReader& trace, const ReplayConfig& config) {
+double slot_steps(const TraceReader& trace, const CacheConfig& config) {
   const std::uint32_t budget = config.budget.resolve(trace.tokens());
   double steps = 0;
   for (const Segment& segment : trace.segments())
@@ -81,17 +81,17 @@ std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names) {
   return wanted;
 }
 
-ReplayBench bench_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
-                         ReplayOptions options, unsigned repeats, CudaReplayer* device) {
+ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
+                          ReplayOptions options, unsigned repeats, CudaReplayer* device) {
   options.elsewhere = device;
   const ModelShape& shape = trace.shape();
-  ReplayBench bench;
+  ReplayCost bench;
   bench.bytes_read = static_cast<double>(trace.tokens()) * shape.layers *
                      (shape.query_heads + 2 * shape.kv_heads) * shape.head_size *
                      static_cast<double>(bytes_of(shape.dtype));
   for (const BenchGrid& grid : grids) {
     bench.grids.push_back({.name = grid.name, .configs = grid.configs.size()});
-    for (const ReplayConfig& config : grid.configs)
+    for (const CacheConfig& config : grid.configs)
       bench.grids.back().slot_steps += slot_steps(trace, config) * shape.layers * shape.kv_heads;
   }
   for (unsigned repeat = 0; repeat < repeats; ++repeat)

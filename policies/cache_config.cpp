@@ -1,0 +1,34 @@
+#include "policies/cache_config.hpp"
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+namespace kvlab {
+
+ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence) {
+  ResolvedConfig resolved{config};
+  resolved.sequence = sequence;
+  if (!config.evicts()) return resolved;
+  resolved.budget_tokens = config.budget.resolve(length);
+  if (config.policy.entry) resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
+  return resolved;
+}
+
+void check_for_decoder(const CacheConfig& config, std::uint32_t layers, std::uint32_t kv_heads) {
+  if (!config.policy.entry)
+    throw std::invalid_argument(fmt::format(
+        "policy {} is a reference of the replay; a decoder needs a policy", config.policy.name));
+  std::size_t given = 0;
+  bool fits = config.head_budgets.empty() || config.head_budgets.size() == layers;
+  for (const auto& heads : config.head_budgets) {
+    given += heads.size();
+    fits = fits && heads.size() == kv_heads;
+  }
+  if (!fits)
+    throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
+                                            given, layers, kv_heads,
+                                            std::size_t{layers} * kv_heads));
+}
+
+}  // namespace kvlab

@@ -1,0 +1,78 @@
+#include "tools/turns.hpp"
+
+#include <stdexcept>
+
+#include "tools/options.hpp"
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::int64_t kMostTokens = 1 << 30;
+constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
+
+}  // namespace
+
+void add_prompt_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("prompt", po::value<std::string>()->value_name("TEXT"), "the prompt");
+  add("prompt-file", po::value<std::string>()->value_name("FILE"), "a file that holds the prompt");
+}
+
+void add_context_option(po::options_description& options) {
+  options.add_options()("beyond-context", po::bool_switch(),
+                        "take a prompt that is longer than what the model was trained on");
+}
+
+std::string prompt_from(const po::variables_map& options) {
+  const bool text = options.count("prompt") > 0, file = options.count("prompt-file") > 0;
+  if (text == file)
+    throw std::invalid_argument(
+        text ? "--prompt and --prompt-file: give one of them, not both"
+             : "--prompt: missing; give --prompt TEXT or --prompt-file FILE");
+  if (text) return options["prompt"].as<std::string>();
+  return read_text_file(options["prompt-file"].as<std::string>(), kMaxPromptBytes);
+}
+
+void add_turn_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(100),
+      "tokens to sample after each turn, at most");
+  add("turn", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
+      "a further turn, fed after the answer and answered too; repeatable");
+  add("temperature", po::value<double>()->value_name("T")->default_value(0, "0"),
+      "0: the most likely token always");
+  add("top-k", po::value<std::int64_t>()->value_name("K")->default_value(0),
+      "draw from the K most likely tokens; 0: from all");
+  add("top-p", po::value<double>()->value_name("P")->default_value(1, "1"),
+      "draw from the fewest tokens that together reach this probability");
+}
+
+SamplingOptions sampling_from(const po::variables_map& options) {
+  const SamplingOptions sampling{
+      .temperature = options["temperature"].as<double>(),
+      .top_k = static_cast<std::uint32_t>(number_from(options, "top-k", 0, kMostTokens)),
+      .top_p = options["top-p"].as<double>(),
+      .seed = seed_from(options)};
+  Sampler{sampling};  // refuses what is out of range, before a model is loaded
+  return sampling;
+}
+
+std::uint32_t max_new_tokens_from(const po::variables_map& options) {
+  return static_cast<std::uint32_t>(number_from(options, "max-new-tokens", 0, kMostTokens));
+}
+
+std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
+                                                  const Tokenizer& tokenizer,
+                                                  std::vector<std::int32_t> first) {
+  if (first.empty()) throw std::invalid_argument("--prompt: has no tokens; give some text");
+  std::vector<std::vector<std::int32_t>> turns{std::move(first)};
+  if (!options.count("turn")) return turns;
+  for (const std::string& text : options["turn"].as<std::vector<std::string>>()) {
+    turns.push_back(tokenizer.encode(text, false));
+    if (turns.back().empty()) throw std::invalid_argument("--turn: has no tokens; give some text");
+  }
+  return turns;
+}
+
+}  // namespace kvlab
