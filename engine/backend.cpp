@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/capture.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {

@@ -1,6 +1,7 @@
 #include "engine/capture.hpp"
 
 #include <utility>
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 
@@ -13,10 +14,10 @@ TraceHeader trace_header(const ModelConfig& config, const std::string& device,
   header.rope_config = config.rope_config;
   header.softmax_scale = config.softmax_scale();
   header.rounding = Rounding::none;
-  header.capture = {{"engine", "kvlab"},
-                    {"version", KVLAB_VERSION},
-                    {"device", device},
-                    {"options", std::move(options)}};
+  header.capture = nlohmann::json{{"engine", "kvlab"},
+                                  {"version", KVLAB_VERSION},
+                                  {"device", device},
+                                  {"options", std::move(options)}};
   return header;
 }
 

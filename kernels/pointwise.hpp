@@ -23,8 +23,8 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
 cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
                       cudaStream_t stream);
 
-/// A cache by pairs (kernels/evict/eviction.hpp): where a token goes, and the position that is noted
-/// there. Null first_slot: the cache has strides instead.
+/// A cache by pairs (kernels/evict/eviction.hpp): where a token goes, and the position that is
+/// noted there. Null first_slot: the cache has strides instead.
 struct NextSlots {
   const std::int64_t* first_slot;  // [sequence, kv_head]
   const std::int32_t* next_slots;  // [sequence, kv_head], from first_slot

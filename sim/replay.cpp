@@ -147,7 +147,6 @@ class Replay {
       run_lanes(which, layer, kv_head, tensors.view, outcomes);
   }
 
-
   HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
                        std::uint32_t kv_head, const HeadView& view, const QuerySpan* span) const {
     LaneConfigs lanes;
@@ -166,9 +165,8 @@ class Replay {
     if (config.policy.name == kOracleTopk) return nullptr;
     if (config.policy.name != kOracleMass) return run(config.live_set(layer, kv_head));
     const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
-    auto oracle = run(
-        LiveSet(future_mass_ops(), future_mass_params(*masses), config.budget_tokens, Guards{},
-                config.identity(layer, kv_head)));
+    auto oracle = run(LiveSet(future_mass_ops(), future_mass_params(*masses), config.budget_tokens,
+                              Guards{}, config.identity(layer, kv_head)));
     oracle->follow_oracle(masses);
     return oracle;
   }

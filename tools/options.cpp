@@ -239,13 +239,13 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
 }
 
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                    std::span<const std::string_view> references) {
+                                   std::span<const std::string_view> references) {
   return grid_from(options, references, policy_sources_from(options));
 }
 
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                    std::span<const std::string_view> references,
-                                    const CompiledPolicies& compiled) {
+                                   std::span<const std::string_view> references,
+                                   const CompiledPolicies& compiled) {
   const Axes axes = axes_from(options, references, compiled);
   std::vector<CacheConfig> grid;
   for (const PolicySpec& policy : axes.policies)

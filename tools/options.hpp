@@ -46,11 +46,11 @@ CompiledPolicies policy_sources_from(const po::variables_map& options);
 /// std::invalid_argument: an unknown name, a policy that evicts without a budget, guards that do
 /// not fit a budget in tokens.
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                    std::span<const std::string_view> references,
-                                    const CompiledPolicies& compiled);
+                                   std::span<const std::string_view> references,
+                                   const CompiledPolicies& compiled);
 /// With the policies of `--policy-source`, if any.
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                    std::span<const std::string_view> references = {});
+                                   std::span<const std::string_view> references = {});
 /// The same where there can be only one: throws std::invalid_argument if a list was given.
 CacheConfig only_config(const po::variables_map& options);
 

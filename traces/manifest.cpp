@@ -58,7 +58,7 @@ json config_json(const TraceHeader& header) {
           {"kv_heads", shape.kv_heads},
           {"head_size", shape.head_size},
           {"dtype", torch_name(shape.dtype)},
-          {"rope", header.rope_config.is_null() ? plain_rope : header.rope_config}};
+          {"rope", header.rope_config->is_null() ? plain_rope : *header.rope_config}};
 }
 
 /// The types whose angles are position * inv_freq at any length of the sequence. The parameters are
@@ -94,7 +94,7 @@ void parse_config(const json& config, std::string_view what, TraceHeader& header
                             json_quoted(dtype_name)));
   shape.dtype = *dtype;
   header.rope_config = json_object(config, "rope", where);
-  check_rope(header.rope_config, what);
+  check_rope(*header.rope_config, what);
 }
 
 /// What the manifest and every shard say alike.
@@ -105,7 +105,7 @@ json description_json(const TraceHeader& header) {
           {"rounding", name_of(header.rounding)},
           {"weights_xxh3", header.weights_xxh3},
           {"tokenizer_xxh3", header.tokenizer_xxh3},
-          {"capture", header.capture.is_null() ? json::object() : header.capture}};
+          {"capture", header.capture->is_null() ? json::object() : *header.capture}};
 }
 
 TraceHeader parse_description(const json& object, std::string_view what) {

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "traces/base/json_value.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/base/safetensors.hpp"
 
@@ -41,12 +41,12 @@ struct Segment {
 struct TraceHeader {
   std::string model;  ///< name
   ModelShape shape;
-  Rope rope;                   ///< written as data: inv_freq, factor
-  nlohmann::json rope_config;  ///< type and parameters, for people
+  Rope rope;              ///< written as data: inv_freq, factor
+  JsonValue rope_config;  ///< type and parameters, for people
   float softmax_scale = 0;
   Rounding rounding = Rounding::none;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
-  nlohmann::json capture;                    ///< {"engine", "version", "device", "options"}
+  JsonValue capture;                         ///< {"engine", "version", "device", "options"}
 };
 
 struct ShardInfo {

@@ -26,7 +26,7 @@ struct ModelConfig {
   std::int32_t bos = -1;          ///< -1: none
   std::vector<std::int32_t> eos;  ///< may be empty
   Rope rope;  ///< inv_freq and factor after scaling (default, linear, llama3, yarn)
-  nlohmann::json rope_config;
+  JsonValue rope_config;
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }

@@ -116,9 +116,10 @@ void refuse_sliding(const ConfigReader& config, const Architecture& architecture
     config.refuse("sliding_window", "it must be null: without the key a window of 4096 is in use");
   if (!config.has("layer_types")) return;
   const nlohmann::json& types = config.value("layer_types");
-  const bool full = types.is_array() && std::all_of(types.begin(), types.end(), [](const auto& t) {
-                      return t == "full_attention";
-                    });
+  const auto is_full = [](const nlohmann::json& type) {
+    return type.is_string() && type.get_ref<const std::string&>() == "full_attention";
+  };
+  const bool full = types.is_array() && std::all_of(types.begin(), types.end(), is_full);
   if (!full) config.refuse("layer_types", "only full_attention is supported");
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <vector>
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

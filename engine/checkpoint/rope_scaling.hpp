@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
 
 #include "engine/checkpoint/config_reader.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {

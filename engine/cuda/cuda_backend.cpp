@@ -8,6 +8,7 @@
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/host/transfer.hpp"
 #include "kernels/row_score.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <stdexcept>
+#include "traces/base/json.hpp"
 
 #include "engine/capture.hpp"
 

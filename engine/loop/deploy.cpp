@@ -98,7 +98,7 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
 }
 
 CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
-                       std::size_t standing, const CompiledPolicies& compiled) {
+                      std::size_t standing, const CompiledPolicies& compiled) {
   const Series& series = figures.series()[ballot.standings[standing].series];
   const std::string text =
       series.params.empty() ? series.policy : series.policy + ":" + series.params;

@@ -31,7 +31,7 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
 /// --policy-source. Throws std::runtime_error if this build lacks the policy or it came from
 /// another text.
 CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
-                       std::size_t standing, const CompiledPolicies& compiled = {});
+                      std::size_t standing, const CompiledPolicies& compiled = {});
 
 /// The policy file of the ballot's winner, with the evidence.
 PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,

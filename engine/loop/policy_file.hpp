@@ -3,11 +3,11 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "engine/decoder.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 

@@ -11,6 +11,7 @@
 
 #include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab::tokenizer {
 namespace {

@@ -6,6 +6,7 @@
 
 #include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab::tokenizer {
 namespace {

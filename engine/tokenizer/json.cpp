@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "traces/base/json.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab::tokenizer {

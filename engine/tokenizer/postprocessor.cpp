@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <stdexcept>
+#include "traces/base/json.hpp"
 
 namespace kvlab::tokenizer {
 namespace {

@@ -15,6 +15,7 @@
 #include "engine/tokenizer/postprocessor.hpp"
 #include "engine/tokenizer/pretokenizer.hpp"
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

@@ -2,8 +2,8 @@
 // library.
 #pragma once
 
-#include "kernels/evict/eviction.hpp"
 #include "kernels/decode/pair_attention.hpp"
+#include "kernels/evict/eviction.hpp"
 
 namespace kvlab::kernels {
 

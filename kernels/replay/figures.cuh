@@ -104,6 +104,13 @@ struct OwnValues {
 template <class T>
 using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
+/// Some tokens' values, four elements each, and exponentials.
+template <class Bits, int kTokens, int kQuads>
+struct OwnTokens {
+  Bits value[kTokens];
+  float4 e[kTokens][kQuads];
+};
+
 /// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole block,
 /// apart from its caller, whose registers it would take. Bits: what four elements of a value take.
 template <int kQuads, class Bits>
@@ -115,10 +122,7 @@ __device__ __noinline__ void sum_own_values(const ReplayArgs& args, OwnValues of
                       warps = blockDim.x / kWarpSize;
   const Bits* const values =
       static_cast<const Bits*>(args.tensors.values) + of.unit * shape.tokens * shape.head_size / 4;
-  struct Tokens {
-    Bits value[kAtOnce];
-    float4 e[kAtOnce][kQuads];
-  };
+  using Tokens = OwnTokens<Bits, kAtOnce, kQuads>;
   for (int first = 0; first < shape.head_size; first += kReplayDims) {
     const int d = first + 4 * static_cast<int>(lane);
     float4 sums[kHeads] = {};

@@ -5,6 +5,7 @@
 #include <random>
 #include <thread>
 
+#include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -18,10 +19,10 @@ TraceHeader header_of(const SyntheticShape& shape) {
     header.rope.inv_freq.push_back(static_cast<float>(std::pow(5e5, -2.0 * i / shape.head_size)));
   header.softmax_scale = 1 / std::sqrt(static_cast<float>(shape.head_size));
   header.rounding = Rounding::model_dtype;
-  header.capture = {{"engine", "synthetic"},
-                    {"version", "1"},
-                    {"device", "cpu"},
-                    {"options", nlohmann::json::object()}};
+  header.capture = nlohmann::json{{"engine", "synthetic"},
+                                  {"version", "1"},
+                                  {"device", "cpu"},
+                                  {"options", nlohmann::json::object()}};
   return header;
 }
 

@@ -5,8 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "sim/run/ranking.hpp"
 #include "sim/report/palette.hpp"
+#include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
 
 namespace kvlab {

@@ -7,12 +7,12 @@
 #include <set>
 #include <stdexcept>
 
-#include "sim/run/ranking.hpp"
 #include "sim/report/answer.hpp"
 #include "sim/report/charts.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/report/style.hpp"
+#include "sim/run/ranking.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -319,7 +319,7 @@ class Page {
         "{}<br>captured by {}",
         escape(trace.name), trace.tokens, trace.prompt_tokens, code(trace.hash),
         escape(trace.model), trace.layers, trace.query_heads, trace.kv_heads, trace.head_size,
-        escape(trace.dtype), code(trace.weights_xxh3), code(json_text(trace.capture, -1)));
+        escape(trace.dtype), code(trace.weights_xxh3), code(json_text(*trace.capture, -1)));
   }
 
   std::string provenance() const {

@@ -36,7 +36,7 @@ json to_json(const RunTrace& trace) {
             {"head_size", trace.head_size},
             {"weights_xxh3", trace.weights_xxh3},
             {"tokenizer_xxh3", trace.tokenizer_xxh3}}},
-          {"capture", trace.capture}};
+          {"capture", *trace.capture}};
 }
 
 RunTrace trace_from(const JsonFields& fields) {

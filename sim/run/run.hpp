@@ -6,7 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
 #include <string>
@@ -26,7 +26,7 @@ struct RunTrace {
   std::string model, dtype;
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
-  nlohmann::json capture;                    ///< engine, version, device, options
+  JsonValue capture;                         ///< engine, version, device, options
 
   bool operator==(const RunTrace&) const = default;
 };

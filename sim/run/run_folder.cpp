@@ -13,6 +13,7 @@
 
 #include "sim/run/json_fields.hpp"
 #include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

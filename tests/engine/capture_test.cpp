@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "tests/catch.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 
@@ -66,7 +67,7 @@ TEST_CASE("A captured trace verifies, and holds what was fed") {
                                                  {1110, 40, SegmentKind::decode}});
   CHECK(trace.shards().size() == 2);
   CHECK(trace.shape() == tiny().config().shape());
-  CHECK(trace.header().capture.at("engine") == "kvlab");
+  CHECK(trace.header().capture->at("engine") == "kvlab");
   const TraceCheck check = verify_trace(trace, 1);
   CHECK(check.ok);
   CHECK(check.rows == 2 * 16 * 4 * 4);

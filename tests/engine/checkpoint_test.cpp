@@ -6,7 +6,6 @@
 #include <functional>
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 
 #include "engine/checkpoint/model.hpp"
 #include "tests/catch.hpp"

@@ -16,6 +16,7 @@
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;

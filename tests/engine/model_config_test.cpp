@@ -1,11 +1,11 @@
 #include <cmath>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include "engine/checkpoint/model.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -98,7 +98,7 @@ TEST_CASE("a config's numbers arrive") {
   CHECK(c.rope.inv_freq[0] == 1.0f);
   CHECK(c.rope.inv_freq[4] == static_cast<float>(std::pow(500000.0, -0.5)));
   CHECK(c.rope.factor == 1.0f);
-  CHECK(c.rope_config["rope_type"] == "default");
+  CHECK(c.rope_config->at("rope_type") == "default");
 }
 
 TEST_CASE("what may be left out takes the architecture's default") {

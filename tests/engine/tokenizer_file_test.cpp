@@ -6,6 +6,7 @@
 #include "tests/catch.hpp"
 #include "tests/engine/tokenizer_fixture.hpp"
 #include "tests/error_of.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

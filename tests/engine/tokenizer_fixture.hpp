@@ -2,11 +2,11 @@
 #pragma once
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <string>
 
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab::test {
 

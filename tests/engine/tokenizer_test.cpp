@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <random>
 #include <string>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "engine/tokenizer/text.hpp"
 #include "tests/catch.hpp"
 #include "tests/skip.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

@@ -6,6 +6,7 @@
 #include "tests/catch.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {

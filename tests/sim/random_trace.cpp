@@ -4,6 +4,7 @@
 #include <random>
 
 #include "tests/sim/brute_force.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,13 +19,13 @@ TraceHeader header_of(const RandomTrace& wanted) {
     header.rope.inv_freq.push_back(
         static_cast<float>(std::pow(10000.0, -static_cast<double>(i) / half)));
   header.rope.factor = wanted.rope_factor;
-  header.rope_config = {{"rope_type", "default"}, {"rope_theta", 10000.0}};
+  header.rope_config = nlohmann::json{{"rope_type", "default"}, {"rope_theta", 10000.0}};
   header.softmax_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(wanted.head_size)));
   header.rounding = wanted.rounding;
-  header.capture = {{"engine", "random"},
-                    {"version", "1"},
-                    {"device", "cpu"},
-                    {"options", nlohmann::json::object()}};
+  header.capture = nlohmann::json{{"engine", "random"},
+                                  {"version", "1"},
+                                  {"device", "cpu"},
+                                  {"options", nlohmann::json::object()}};
   return header;
 }
 

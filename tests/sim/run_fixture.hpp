@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "sim/run/run.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 
@@ -52,7 +53,7 @@ inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
                                .head_size = 64,
                                .weights_xxh3 = "fedcba9876543210",
                                .tokenizer_xxh3 = "",
-                               .capture = {{"engine", "kvlab"}}});
+                               .capture = nlohmann::json{{"engine", "kvlab"}}});
     for (const MadeUp& policy : policies)
       for (const char* budget : {"64", "128"}) {
         const bool full = policy.policy == "full";

@@ -6,6 +6,7 @@
 #include "tests/sim/random_trace.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;

@@ -3,6 +3,7 @@
 
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;

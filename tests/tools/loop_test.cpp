@@ -2,7 +2,6 @@
 // generate, and the demo that strings them together.
 #include <cstdio>
 #include <cstdlib>
-#include <nlohmann/json.hpp>
 
 #include "engine/loop/policy_file.hpp"
 #include "sim/run/run.hpp"
@@ -11,6 +10,7 @@
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "tools/run_command.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;

@@ -6,6 +6,7 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include "traces/base/json.hpp"
 
 namespace kvlab::test {
 namespace {
@@ -15,11 +16,11 @@ TraceHeader sample_header(Dtype dtype, Rounding rounding) {
   header.model = "sample";
   header.shape = {kLayers, kQueryHeads, kKvHeads, kSize, dtype};
   header.rope = {{1.0f, 0.1f, 0.01f}, 1.25f};
-  header.rope_config = {{"rope_type", "yarn"}, {"rope_theta", 1000.0}};
+  header.rope_config = nlohmann::json{{"rope_type", "yarn"}, {"rope_theta", 1000.0}};
   header.softmax_scale = 0.6f;
   header.rounding = rounding;
   header.weights_xxh3 = "0123456789abcdef";
-  header.capture = {{"engine", "test"}};
+  header.capture = nlohmann::json{{"engine", "test"}};
   return header;
 }
 

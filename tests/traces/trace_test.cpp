@@ -7,6 +7,7 @@
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
 #include "traces/shard.hpp"
 
 namespace kvlab {
@@ -212,7 +213,7 @@ TEST_CASE("A header that no reader would accept is refused before anything is wr
   refused([](TraceHeader& h) { h.rope.inv_freq.resize(5); });
   refused([](TraceHeader& h) { h.rope.inv_freq[0] = -1; });
   refused([](TraceHeader& h) { h.softmax_scale = 0; });
-  refused([](TraceHeader& h) { h.rope_config["rope_type"] = "longrope"; });
+  refused([](TraceHeader& h) { (*h.rope_config)["rope_type"] = "longrope"; });
   refused([](TraceHeader& h) { h.weights_xxh3 = "short"; });
   CHECK(std::filesystem::is_empty(folder.path()));
 }

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <map>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "engine/bench.hpp"

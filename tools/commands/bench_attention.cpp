@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <charconv>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "engine/attention_bench.hpp"

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 
 #include "engine/loop/batch_loop.hpp"
 #include "engine/loop/decoder_loop.hpp"
@@ -48,7 +47,7 @@ void add_options(po::options_description& options) {
 }
 
 CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
-                    const ModelConfig& config, const std::string& weights_xxh3) {
+                     const ModelConfig& config, const std::string& weights_xxh3) {
   const PolicyFile file = read_policy_file(path, compiled);
   if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);

@@ -1,7 +1,5 @@
 #include <fmt/format.h>
 
-#include <nlohmann/json.hpp>
-
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -56,7 +55,7 @@ Json info_json(const TraceReader& trace) {
           {"kv_heads", shape.kv_heads},
           {"head_size", shape.head_size},
           {"dtype", torch_name(shape.dtype)},
-          {"rope", Json(header.rope_config)},
+          {"rope", Json(*header.rope_config)},
           {"softmax_scale", header.softmax_scale},
           {"rounding", name_of(header.rounding)},
           {"tokens", trace.tokens()},
@@ -66,7 +65,7 @@ Json info_json(const TraceReader& trace) {
           {"bytes", file_bytes(trace)},
           {"weights_xxh3", header.weights_xxh3},
           {"tokenizer_xxh3", header.tokenizer_xxh3},
-          {"capture", Json(header.capture)}};
+          {"capture", Json(*header.capture)}};
 }
 
 std::string segments_text(const std::vector<Segment>& segments) {
@@ -89,12 +88,12 @@ void print_info(const TraceReader& trace) {
         fmt::format("{}, {} query and {} KV heads of {}, {}", shape.layers, shape.query_heads,
                     shape.kv_heads, shape.head_size, torch_name(shape.dtype)));
   print("rope", fmt::format("{}, {} of {} dimensions turn; q and k rounded after it: {}",
-                            header.rope_config.value("rope_type", ""), header.rope.rotated(),
+                            header.rope_config->value("rope_type", ""), header.rope.rotated(),
                             shape.head_size, name_of(header.rounding)));
   print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
   print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));
-  print("capture", json_text(header.capture, -1));
+  print("capture", json_text(*header.capture, -1));
 }
 
 /// Bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "engine/loop/conversation.hpp"
 #include "engine/loop/verify.hpp"

@@ -106,6 +106,13 @@ std::string json_quoted(std::string_view text) {
   return shown;
 }
 
+std::string json_text(const json& value, int indent) {
+  return value.dump(indent, ' ', false, json::error_handler_t::replace);
+}
+std::string json_text(const nlohmann::ordered_json& value, int indent) {
+  return value.dump(indent, ' ', false, json::error_handler_t::replace);
+}
+
 const json* json_find(const json& object, std::string_view key) {
   if (!object.is_object()) return nullptr;
   const auto found = object.find(key);

@@ -9,6 +9,10 @@
 #include <string_view>
 #include <type_traits>
 
+// Compiled once, in json_value.cpp.
+extern template class nlohmann::basic_json<>;
+extern template class nlohmann::basic_json<nlohmann::ordered_map>;
+
 namespace kvlab {
 
 /// Objects and arrays nested deeper than this are refused, so that nothing recursive can overflow.
@@ -23,10 +27,8 @@ std::string json_quoted(std::string_view text);
 
 /// `json` as text to print, by lines of `indent` spaces. Bytes that are not UTF-8, as file names
 /// may have, are replaced.
-template <class Json>
-std::string json_text(const Json& json, int indent = 2) {
-  return json.dump(indent, ' ', false, Json::error_handler_t::replace);
-}
+std::string json_text(const nlohmann::json& json, int indent = 2);
+std::string json_text(const nlohmann::ordered_json& json, int indent = 2);
 
 /// The member `key`, or null if `object` has none or holds a JSON null there.
 const nlohmann::json* json_find(const nlohmann::json& object, std::string_view key);

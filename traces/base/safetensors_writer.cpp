@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <stdexcept>
 
+#include "traces/base/json.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {

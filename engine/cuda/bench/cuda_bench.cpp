@@ -8,6 +8,7 @@
 #include "engine/cuda/bench/limits.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
