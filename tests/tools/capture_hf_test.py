@@ -26,15 +26,17 @@ except ImportError as missing:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "capture_hf.py"
-COMPARE = ROOT / "tools" / "compare_traces.py"
+COMPARE = ROOT / "tools" / "scripts" / "compare_traces.py"
 TINY = ROOT / "engine" / "models" / "tiny"
 KVLAB = sys.argv[1]
 TOKENS = 1100  # past a shard's end
 FORCED = ["--teacher-forced", "--prompt-tokens", "512", "--max-tokens", str(TOKENS)]
 
+sys.path.insert(0, str(SCRIPT.parent))
 spec = importlib.util.spec_from_file_location("capture_hf", SCRIPT)
 capture_hf = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(capture_hf)
+trace_writer = sys.modules["trace_writer"]
 torch.set_num_threads(1)
 
 
@@ -222,7 +224,7 @@ class CaptureTest(unittest.TestCase):
 
     def test_a_capture_that_fails_can_be_sealed(self):
         calls = []
-        write = capture_hf.write_tensors
+        write = trace_writer.write_tensors
 
         def write_until_the_disk_is_full(*arguments):
             calls.append(arguments)
@@ -230,8 +232,8 @@ class CaptureTest(unittest.TestCase):
                 raise OSError(28, "No space left on device")
             return write(*arguments)
 
-        capture_hf.write_tensors = write_until_the_disk_is_full
-        self.addCleanup(setattr, capture_hf, "write_tensors", write)
+        trace_writer.write_tensors = write_until_the_disk_is_full
+        self.addCleanup(setattr, trace_writer, "write_tensors", write)
         arguments = ["--model", TINY, "--prompt-file", self.text, *FORCED]
         self.check_refused("kvlab trace seal", "full", *arguments)
         self.assertFalse((self.at / "full" / "manifest.json").exists())

@@ -1,0 +1,187 @@
+"""Writes kvlab traces from PyTorch, as docs/trace.md says. The writing half of capture_hf.py."""
+
+import json
+import os
+import pathlib
+
+import safetensors.torch
+import torch
+import xxhash
+
+FORMAT = 1
+SHARD_TOKENS = 1024
+CHECK_ROWS = 16
+CHECK_GRID = [round(i * (SHARD_TOKENS - 1) / (CHECK_ROWS - 1)) for i in range(CHECK_ROWS)]
+LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard ends with
+
+
+class Refused(Exception):
+    """Bad input: one line that says what, where, and what would be right."""
+
+
+def one_line(error, most=300):
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[:most] + "..."
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def xxh3_of(path):
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path, flags):
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_by_rename(path, write):
+    """write(PATH.part), sync, rename, sync the folder. Returns the file's checksum."""
+    part = path.with_name(path.name + ".part")
+    try:
+        write(part)
+        sync(part, os.O_RDWR)
+        checksum = xxh3_of(part)
+        os.replace(part, path)
+        sync(path.parent, os.O_RDONLY)
+        return checksum
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_tensors(path, tensors, metadata=None):
+    return write_by_rename(path, lambda part: safetensors.torch.save_file(tensors, part, metadata))
+
+
+# ---------------------------------------------------------------------------------------------
+# The trace
+
+
+class Shard:
+    """The rows of one shard of up to 1024 tokens, on the devices that computed them.
+
+    The buffers are used again for the next shard.
+    """
+
+    def __init__(self, layers):
+        self.layers = [{} for _ in range(layers)]
+
+    def put(self, layer, part, row, values):
+        """values [n, heads, head_size] go to rows row … row + n of q, k or v."""
+        count, heads, size = values.shape
+        buffer = self.layers[layer].get(part)
+        if buffer is None:
+            buffer = values.new_empty(heads, SHARD_TOKENS, size)
+            self.layers[layer][part] = buffer
+        buffer[:, row : row + count] = values.transpose(0, 1)
+
+    def put_output(self, layer, row, values):
+        """Keeps those of the outputs [n, query_heads, head_size] that may become check rows."""
+        count, heads, size = values.shape
+        kept = self.layers[layer].get("out")
+        if kept is None:
+            kept = torch.zeros(heads, CHECK_ROWS + 1, size, device=values.device)
+            self.layers[layer]["out"] = kept
+        for slot, at in enumerate(CHECK_GRID):
+            if row <= at < row + count:
+                kept[:, slot] = values[at - row]
+        kept[:, LATEST] = values[count - 1]
+
+    def tensors(self, first, count):
+        """What the shard's file holds if it ends after `count` tokens."""
+        inside = [slot for slot in range(CHECK_ROWS) if CHECK_GRID[slot] < count]
+        slots = inside + [LATEST] * (CHECK_ROWS - len(inside))
+        rows = [first + (CHECK_GRID[slot] if slot != LATEST else count - 1) for slot in slots]
+        tensors = {"check_rows": torch.tensor(rows, dtype=torch.int32)}
+        for index, layer in enumerate(self.layers):
+            for part in ("q", "k", "v"):
+                tensors[f"layers.{index}.{part}"] = layer[part][:, :count].contiguous().cpu()
+            tensors[f"layers.{index}.check_out"] = layer["out"][:, slots].contiguous().cpu()
+        return tensors
+
+
+class TraceWriter:
+    """Writes a trace as docs/trace.md says; each shard as soon as it is full."""
+
+    def __init__(self, directory, description, rope):
+        self.directory = pathlib.Path(directory)
+        self.description = description  # what the manifest and every shard say alike
+        self.rope = rope
+        self.ids = []
+        self.segments = []
+        self.shards = []  # the sealed ones
+        self.tokens_xxh3 = ""
+        self.open = Shard(description["config"]["layers"])
+        try:
+            self.directory.mkdir()
+        except FileExistsError:
+            raise Refused(f"--out {directory}: exists already; a new folder is expected") from None
+
+    def first_open(self):
+        """Position of the first token that is in no sealed shard."""
+        return len(self.shards) * SHARD_TOKENS
+
+    def row(self):
+        """Row of the open shard that the next token takes."""
+        return len(self.ids) - self.first_open()
+
+    def room(self):
+        return SHARD_TOKENS - self.row()
+
+    def admit(self, ids, kind):
+        """The rows of these tokens have been put into the open shard."""
+        if not self.segments or self.segments[-1]["kind"] != kind:
+            self.segments.append({"start": len(self.ids), "tokens": 0, "kind": kind})
+        self.segments[-1]["tokens"] += len(ids)
+        self.ids += ids
+        if self.room() == 0:
+            self.seal()
+
+    def seal(self):
+        """The ids go first: whatever shards a kill leaves, their ids are there."""
+        first, count = self.first_open(), self.row()
+        tokens = {
+            "ids": torch.tensor(self.ids, dtype=torch.int32),
+            "inv_freq": self.rope.inv_freq,
+            "rope_factor": torch.tensor([self.rope.factor], dtype=torch.float32),
+            "softmax_scale": torch.tensor([self.rope.softmax_scale], dtype=torch.float32),
+        }
+        self.tokens_xxh3 = write_tensors(self.directory / "tokens.safetensors", tokens)
+        metadata = self.description | {"first": first, "tokens": count, "segments": self.segments}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()
+        }
+        name = f"shard-{len(self.shards):05}.safetensors"
+        checksum = write_tensors(self.directory / name, self.open.tensors(first, count), texts)
+        self.shards.append({"file": name, "first": first, "tokens": count, "xxh3": checksum})
+
+    def finish(self):
+        if self.row() > 0:
+            self.seal()
+        prompt = sum(segment["tokens"] for segment in self.segments if segment["kind"] == "prompt")
+        manifest = self.description | {
+            "tokens": len(self.ids),
+            "prompt_tokens": prompt,
+            "segments": self.segments,
+            "shards": self.shards,
+            "tokens_xxh3": self.tokens_xxh3,
+        }
+        text = json.dumps(manifest, indent=1) + "\n"
+        write_by_rename(self.directory / "manifest.json", lambda part: part.write_text(text))
+
+    def abandon(self):
+        """After an error: the sealed shards stay, or nothing at all. Returns what to say of them."""
+        if self.shards:
+            return f"; `kvlab trace seal {self.directory}` keeps its first {self.first_open()} tokens"
+        (self.directory / "tokens.safetensors").unlink(missing_ok=True)
+        self.directory.rmdir()
+        return ""
