@@ -1,5 +1,5 @@
 // The CUDA decoder in bfloat16 against transformers in float32: at most twice as far as
-// transformers' own bfloat16. See tools/fixtures/make_model_fixtures.py.
+// transformers' own bfloat16. See tests/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
 #include "engine/backend.hpp"

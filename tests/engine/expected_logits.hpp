@@ -1,4 +1,4 @@
-// What tools/fixtures/make_model_fixtures.py stored, and how far numbers are from it.
+// What tests/fixtures/make_model_fixtures.py stored, and how far numbers are from it.
 #pragma once
 
 #include <cmath>

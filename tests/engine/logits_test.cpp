@@ -1,5 +1,5 @@
 // Logits against those that transformers computed in float32; see
-// tools/fixtures/make_model_fixtures.py.
+// tests/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
 #include "engine/checkpoint/model.hpp"

@@ -1,4 +1,4 @@
-// Against the tokenizers library: tools/fixtures/make_tokenizer_fixtures.py made the cases.
+// Against the tokenizers library: tests/fixtures/make_tokenizer_fixtures.py made the cases.
 #include "engine/tokenizer/tokenizer.hpp"
 
 #include <cstdint>

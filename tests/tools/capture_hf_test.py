@@ -26,7 +26,7 @@ except ImportError as missing:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "capture_hf.py"
-COMPARE = ROOT / "tools" / "scripts" / "compare_traces.py"
+COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
 TINY = ROOT / "engine" / "models" / "tiny"
 KVLAB = sys.argv[1]
 TOKENS = 1100  # past a shard's end

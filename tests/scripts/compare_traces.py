@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares two traces of the same ids: q, k and v, and what replays of the two say.
 
-    python3 tools/scripts/compare_traces.py OURS THEIRS [--reference TRACE] [--replay build/kvlab] [--json]
+    python3 tests/scripts/compare_traces.py OURS THEIRS [--reference TRACE] [--replay build/kvlab] [--json]
 
 Differences are relative (norm of the difference by the norm of THEIRS), and in units of the last place, in the
 traces' dtype, of the largest element of a head's vector. --reference: a trace of the same ids in float32; each

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """kvlab's CUDA decoder against transformers, on the same card with the same weights.
 
-    python3 tools/scripts/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
-    python3 tools/scripts/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
+    python3 tests/scripts/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
+    python3 tests/scripts/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
 
 text: greedy texts of both, in the checkpoint's dtype and in float32. Where two part, the same tokens so far are
 given to transformers once more in a wider dtype: the margin between the two ids there, against the largest
@@ -25,6 +25,9 @@ import time
 
 import torch
 import transformers
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+
 from capture_hf import Refused, encode, load_config
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
