@@ -30,7 +30,7 @@ void HeadCache::compact() {
   row_of_slot_.assign(from.size(), kNoRow);
   Panels keys(live_.size(), dim);
   std::vector<float> values, plain_keys, key(dim);
-  std::vector<std::uint32_t> turns;
+  std::vector<std::uint32_t> rotated_to;
   row_count_ = 0;
   for (const std::uint32_t slot : live_.slots()) {
     const std::uint32_t row = from[slot];
@@ -39,14 +39,14 @@ void HeadCache::compact() {
     values.insert(values.end(), &values_[row * dim], &values_[row * dim] + dim);
     if (shape_.positions == Positions::cache) {
       plain_keys.insert(plain_keys.end(), &plain_keys_[row * dim], &plain_keys_[row * dim] + dim);
-      turns.push_back(turns_[row]);
+      rotated_to.push_back(rotated_to_[row]);
     }
     row_of_slot_[slot] = row_count_++;
   }
   keys_ = std::move(keys);
   values_ = std::move(values);
   plain_keys_ = std::move(plain_keys);
-  turns_ = std::move(turns);
+  rotated_to_ = std::move(rotated_to);
 }
 
 void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
@@ -71,7 +71,7 @@ void HeadCache::place_rows() {
   values_.resize(row_count_ * dim);
   if (shape_.positions == Positions::cache) {
     plain_keys_.resize(row_count_ * dim);
-    turns_.resize(row_count_);
+    rotated_to_.resize(row_count_);
   }
 }
 
@@ -87,13 +87,13 @@ void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
     std::copy_n(value, dim, &values_[rows[i] * dim]);
     if (shape_.positions == Positions::cache) {
       std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
-      turns_[rows[i]] = admission.first + i;
+      rotated_to_[rows[i]] = admission.first + i;
     }
   }
 }
 
 /// Only differences of positions count. Tokens that have lost no younger one stay where they are;
-/// the older ones are numbered by age, and turn again, from their plain selves, when one that is
+/// the older ones are numbered by age, and rotated again, from their plain selves, when one that is
 /// older yet has left.
 void HeadCache::squeeze(const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
@@ -101,14 +101,14 @@ void HeadCache::squeeze(const RopeTable& rope) {
   std::vector<float> rotated(dim);
   for (std::uint32_t age = 0; age < live_.size(); ++age) {
     const std::uint32_t row = rows_[age], place = age < old_ ? age : live_.positions()[age];
-    if (turns_[row] == place) continue;
-    turns_[row] = place;
+    if (rotated_to_[row] == place) continue;
+    rotated_to_[row] = place;
     rope.rotate(&plain_keys_[row * dim], dim, place, rotated.data());
     keys_.set_row(row, rotated.data());
   }
 }
 
-/// Products of the queries, turned to their positions or to their numbers, with the keys of all
+/// Products of the queries, rotated to their positions or to their numbers, with the keys of all
 /// rows: [query, head, row].
 void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
                             bool by_number, std::size_t panels, const RopeTable& rope,

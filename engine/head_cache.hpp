@@ -76,11 +76,11 @@ class HeadCache {
   std::vector<std::uint32_t> row_of_slot_;  // [slot]; kNoRow where a slot holds no token
   std::vector<std::uint32_t> rows_;         // by age
   std::uint32_t row_count_ = 0;
-  Panels keys_;                       // [row, dim], rotated
-  std::vector<float> values_;         // [row, dim]
-  std::vector<float> plain_keys_;     // [row, dim], before RoPE; only where positions are squeezed
-  std::vector<std::uint32_t> turns_;  // [row]: the position that a key is rotated to; likewise
-  std::uint32_t old_ = 0;             // live tokens that are placed by number, the oldest; likewise
+  Panels keys_;                    // [row, dim], rotated
+  std::vector<float> values_;      // [row, dim]
+  std::vector<float> plain_keys_;  // [row, dim], before RoPE; only where positions are squeezed
+  std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; likewise
+  std::uint32_t old_ = 0;  // live tokens that are placed by number, the oldest; likewise
 
   std::mutex seen_mutex_;
   Tally seen_;

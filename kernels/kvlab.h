@@ -125,7 +125,7 @@ typedef struct {
   const uint32_t* now;       /**< [sequence]: position of the token, or KVLAB_IDLE */
   const void* q;             /**< [sequence, query_head, head_size] */
   const float* inv_freq;     /**< [rotated / 2], where squeezed */
-  int rotated;               /**< dimensions that RoPE turns, where squeezed: all, head_size */
+  int rotated;               /**< dimensions that RoPE rotates, where squeezed: all, head_size */
   float rope_factor;         /**< on cos and sin, where squeezed; 1 but for YaRN */
   void* out;                 /**< [sequence, query_head, head_size] */
   float* lse;                /**< [sequence, query_head], natural logarithm; or NULL */

@@ -132,15 +132,15 @@ __device__ void load_head(const T* row, const T* gamma, float epsilon, int head_
 }
 
 template <class T>
-__device__ void store_rotated(const float* head, const float2* turns, int head_size, int rotated,
+__device__ void store_rotated(const float* head, const float2* cos_sin, int head_size, int rotated,
                               T* to) {
   const int half = rotated / 2;
   for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < head_size; d += kWarpSize) {
     float value = head[d];
     if (d < half)
-      value = rotate({value, head[d + half]}, turns[d]).x;
+      value = rotate({value, head[d + half]}, cos_sin[d]).x;
     else if (d < rotated)
-      value = rotate({head[d - half], value}, turns[d - half]).y;
+      value = rotate({head[d - half], value}, cos_sin[d - half]).y;
     to[d] = from_float<T>(value);
   }
 }
@@ -176,16 +176,16 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
                        (token * head_count + static_cast<std::size_t>(head_index)) * size
                  : nullptr;
   };
-  const float2* const turns = turns_of(args, static_cast<int>(token));
+  const float2* const cos_sin = rope_row(args, static_cast<int>(token));
   if (query) {
     load_head(from, static_cast<const T*>(args.q_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_q, index, args.query_heads));
-    store_rotated(head, turns, args.head_size, args.rotated,
+    store_rotated(head, cos_sin, args.head_size, args.rotated,
                   place(args.q, index, args.query_heads));
   } else {
     load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_k, kv_head, args.kv_heads));
-    store_rotated(head, turns, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
+    store_rotated(head, cos_sin, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
     if (lane == 0) place_of.note_position(args, cached);
   }
 }

@@ -6,13 +6,14 @@
 
 namespace kvlab::kernels {
 
-/// A turn by an angle; `turn`: its cos and sin.
-__device__ inline float2 rotate(float2 point, float2 turn) {
-  return {fmaf(-point.y, turn.y, point.x * turn.x), fmaf(point.x, turn.y, point.y * turn.x)};
+/// Rotates a point by the angle of this cosine and sine.
+__device__ inline float2 rotate(float2 point, float2 cos_sin) {
+  return {fmaf(-point.y, cos_sin.y, point.x * cos_sin.x),
+          fmaf(point.x, cos_sin.y, point.y * cos_sin.x)};
 }
 
-/// cos and sin of a token's position, [rotated / 2]; null where nothing is rotated.
-__device__ inline const float2* turns_of(const RopeWriteArgs& args, int token) {
+/// Cosines and sines of a token's position, [rotated / 2]; null where nothing is rotated.
+__device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
   if (args.rotated == 0) return nullptr;
   return args.rope + static_cast<std::int64_t>(args.positions[token]) * (args.rotated / 2);
 }

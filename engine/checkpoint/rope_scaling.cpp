@@ -51,7 +51,8 @@ void scale_llama3(const ConfigReader& config, const ConfigReader& parameters,
   if (high <= low) parameters.refuse("high_freq_factor", "it must exceed low_freq_factor");
   const double context = original_context(config, parameters);
   for (double& f : inv_freq) {
-    const double waves = context * f / (2 * std::numbers::pi);  // turns within the trained length
+    const double waves =
+        context * f / (2 * std::numbers::pi);  // rotations within the trained length
     const double keep = std::clamp((waves - low) / (high - low), 0.0, 1.0);
     f = (1 - keep) * f / factor + keep * f;
   }
@@ -72,9 +73,9 @@ double yarn_attention_factor(const ConfigReader& parameters, double factor) {
   return magnitude(1);
 }
 
-/// YaRN: dimensions that turn more than beta_fast times in the trained length stay, those that turn
-/// less than beta_slow times are stretched, with a linear ramp over the dimensions between. Returns
-/// the factor on cos and sin.
+/// YaRN: dimensions that rotate more than beta_fast times in the trained length stay, those that
+/// rotate less than beta_slow times are stretched, with a linear ramp over the dimensions between.
+/// Returns the factor on cos and sin.
 double scale_yarn(const ConfigReader& config, const ConfigReader& parameters, double theta,
                   std::uint32_t head_size, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
@@ -82,13 +83,13 @@ double scale_yarn(const ConfigReader& config, const ConfigReader& parameters, do
                          "beta_slow", "mscale", "mscale_all_dim", "truncate"});
   const double factor = parameters.number("factor", 1, kMaxFactor);
   const double context = original_context(config, parameters);
-  const auto turns = [&](std::string_view key, double if_absent) {
+  const auto rotations = [&](std::string_view key, double if_absent) {
     return parameters.has(key) ? parameters.number(key, kTiny, kMaxFactor) : if_absent;
   };
-  const double fast = turns("beta_fast", 32), slow = turns("beta_slow", 1);
+  const double fast = rotations("beta_fast", 32), slow = rotations("beta_slow", 1);
   if (fast < slow) parameters.refuse("beta_fast", "it must be at least beta_slow");
 
-  // The (fractional) dimension that turns `count` times within the trained length.
+  // The (fractional) dimension that rotates `count` times within the trained length.
   const auto dimension = [&](double count) {
     return head_size * std::log(context / (count * 2 * std::numbers::pi)) / (2 * std::log(theta));
   };

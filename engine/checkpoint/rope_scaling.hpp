@@ -1,4 +1,4 @@
-// RoPE as config.json describes it, turned into data: inverse frequencies and a factor.
+// RoPE as config.json describes it, made data: inverse frequencies and a factor.
 #pragma once
 
 #include <cstdint>

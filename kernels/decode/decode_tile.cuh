@@ -2,22 +2,22 @@
 // the tensor cores (2-byte types) or by plain float32. Both keep the running softmax in registers.
 //
 // A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
-// Where keys are turned by age they are not rotated yet, and their ages lie beside them.
+// Where keys are rotated by age they are not rotated yet, and their ages lie beside them.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/device/element.cuh"
-#include "kernels/device/key_turns.cuh"
+#include "kernels/device/key_angles.cuh"
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
 
 namespace kvlab::kernels {
 
 /// What is done about squeezed positions while a tile is read.
-enum class Turning {
+enum class Rotated {
   none,
-  query,  ///< the query turns for the sinks; see EvictingAttentionArgs::two_frames
-  keys,   ///< each key turns by its age
+  query,  ///< the query is rotated for the sinks; see EvictingAttentionArgs::two_frames
+  keys,   ///< each key is rotated by its age
 };
 
 /// What a warp has found out about its keys, for each head of the group.
@@ -26,10 +26,10 @@ struct WarpPart {
   float2* state;  // [head]: max, sum
 };
 
-template <int kKeys, Turning kTurning>
+template <int kKeys, Rotated kRotated>
 struct TileAges {};
 template <int kKeys>
-struct TileAges<kKeys, Turning::keys> {
+struct TileAges<kKeys, Rotated::keys> {
   std::uint32_t ages[kKeys];  // as SlotCache has them
 
   /// Starts copying the first `valid` slots'. By a whole warp.
@@ -44,14 +44,14 @@ struct TileUse {
   int valid;      ///< slots that count, from the first; at least 1
   float* logits;  ///< where to leave them, [slot, logits_stride], or null
   int logits_stride;
-  KeyTurns turns;  ///< squeezed positions; its newest counts from the tile's first slot
-  int sinks;       ///< Turning::query: slots, from the first, that the turned query is for
-  const void* turned_query;  // TurnedQuery, in shared memory
+  KeyAngles angles;  ///< squeezed positions; its newest counts from the tile's first slot
+  int sinks;         ///< Rotated::query: slots, from the first, that the rotated query is for
+  const void* rotated_query;  // RotatedQuery, in shared memory
 };
 
 /// The group's queries as they stand to the sinks: values rounded, and what that leaves of them.
 template <class T, int kDim>
-struct TurnedQuery {
+struct RotatedQuery {
   static constexpr int kStride = kDim + 16 / sizeof(T);  ///< so that rows lie in different banks
   T values[kMostGroup * kStride];
   T rests[kMostGroup * kStride];
@@ -64,8 +64,8 @@ struct TurnedQuery {
 };
 
 /// One tile in shared memory.
-template <class T, int kDim, int kKeys, Turning kTurning>
-struct alignas(16) CacheTile : TileAges<kKeys, kTurning> {
+template <class T, int kDim, int kKeys, Rotated kRotated>
+struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   using Layout = Swizzled<kDim * sizeof(T)>;
   alignas(16) T keys[kKeys * kDim];
   T values[kKeys * kDim];
@@ -95,10 +95,10 @@ struct alignas(16) CacheTile : TileAges<kKeys, kTurning> {
 /// a twentieth of the time to fetch that. The weights of the first product are transposed between
 /// the lanes to be B of the second.
 ///
-/// A key that turns here is two elements, its value rounded and what that leaves, so that a product
-/// has 16 bits of it (22 in fp16) and the query need not be rotated at all: it is as far from the
-/// key as the key from it. So is a query that turns.
-template <class T, int kDim, Turning kTurning_>
+/// A key that is rotated here is two elements, its value rounded and what that leaves, so that a
+/// product has 16 bits of it (22 in fp16) and the query need not be rotated at all: it is as far
+/// from the key as the key from it. So is a rotated query.
+template <class T, int kDim, Rotated kRotated_>
 class TensorCoreWarp {
  public:
   using Element = T;
@@ -106,8 +106,8 @@ class TensorCoreWarp {
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 256 / kDim;      ///< 16 KB of tiles a warp
   static constexpr int kMostStages = 384 / kDim;  ///< 24 KB, where a launch is long or very short
-  static constexpr Turning kTurning = kTurning_;
-  using Tile = CacheTile<T, kDim, kKeys, kTurning>;
+  static constexpr Rotated kRotated = kRotated_;
+  using Tile = CacheTile<T, kDim, kKeys, kRotated>;
 
   /// `query`: [head of the group, dim].
   __device__ void start(const T* query, int group) {
@@ -126,11 +126,11 @@ class TensorCoreWarp {
 
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
     float weight[4];
-    if constexpr (kTurning == Turning::keys)
-      score_rotated(tile, use.turns, weight);
+    if constexpr (kRotated == Rotated::keys)
+      score_rotated(tile, use.angles, weight);
     else
       score(tile, weight);
-    if constexpr (kTurning == Turning::query)
+    if constexpr (kRotated == Rotated::query)
       if (use.sinks > 0) score_sinks(tile, use, weight);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -186,8 +186,8 @@ class TensorCoreWarp {
 
   /// The sinks' logits once more, for the query where it stands among the live tokens.
   __device__ void score_sinks(const Tile& tile, const TileUse& use, float (&logit)[4]) const {
-    using Query = TurnedQuery<T, kDim>;
-    const auto& query = *static_cast<const Query*>(use.turned_query);
+    using Query = RotatedQuery<T, kDim>;
+    const auto& query = *static_cast<const Query*>(use.rotated_query);
     const auto words = [&](const T* rows, int k, int i) {
       const int at = row() * Query::kStride + k * 16 + i * 8 + column();
       return row() < group_ ? *reinterpret_cast<const std::uint32_t*>(rows + at) : 0;
@@ -209,11 +209,12 @@ class TensorCoreWarp {
 
   /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
   /// key lie in one lane.
-  __device__ void score_rotated(const Tile& tile, const KeyTurns& turns, float (&logit)[4]) const {
+  __device__ void score_rotated(const Tile& tile, const KeyAngles& angles,
+                                float (&logit)[4]) const {
     const int lane = threadIdx.x % 32;
     const std::uint32_t keys = shared_address(tile.keys);
-    const std::uint32_t behind[2] = {turns.behind(tile.ages, row()),
-                                     turns.behind(tile.ages, row() + 8)};
+    const std::uint32_t behind[2] = {angles.behind(tile.ages, row()),
+                                     angles.behind(tile.ages, row() + 8)};
     float sums[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kDim / 32; ++k) {
@@ -222,10 +223,10 @@ class TensorCoreWarp {
       load_matrices(high, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // key i % 2 * 8 + row(), dimensions from i / 2 * 8 + column()
-        const auto turn = [&](int next) {
-          return turns.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
+        const auto cos_sin = [&](int next) {
+          return angles.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
         };
-        rotate<T>(turn(0), turn(1), low[i], high[i], rest[i], rest_high[i]);
+        rotate<T>(cos_sin(0), cos_sin(1), low[i], high[i], rest[i], rest_high[i]);
       }
       const auto &query = query_[k], &query_high = query_[k + kDim / 32];
       multiply_add<T>(sums[0], low, query[0], query[1]);
@@ -290,7 +291,7 @@ class TensorCoreWarp {
 
 /// In float32: lane l takes key l % 16 for the logits of heads l / 16 * 4 and the next three, and
 /// dimensions l, l + 32, … for the values, of all heads.
-template <int kDim, Turning kTurning_>
+template <int kDim, Rotated kRotated_>
 class PlainWarp {
  public:
   using Element = float;
@@ -298,8 +299,8 @@ class PlainWarp {
   static constexpr int kHeadSize = kDim;
   static constexpr int kStages = 2;
   static constexpr int kMostStages = 2;
-  static constexpr Turning kTurning = kTurning_;
-  using Tile = CacheTile<float, kDim, kKeys, kTurning>;
+  static constexpr Rotated kRotated = kRotated_;
+  using Tile = CacheTile<float, kDim, kKeys, kRotated>;
 
   __device__ void start(const float* query, int group) {
     query_ = query;
@@ -342,12 +343,12 @@ class PlainWarp {
 
  private:
   __device__ float score_one(const Tile& tile, const TileUse& use, int slot, int head) const {
-    if constexpr (kTurning == Turning::keys) return score_rotated(tile, use.turns, slot, head);
+    if constexpr (kRotated == Rotated::keys) return score_rotated(tile, use.angles, slot, head);
     const float* query = query_ + head * kDim;
-    if constexpr (kTurning == Turning::query) {
-      using Query = TurnedQuery<float, kDim>;
+    if constexpr (kRotated == Rotated::query) {
+      using Query = RotatedQuery<float, kDim>;
       if (slot < use.sinks)
-        query = static_cast<const Query*>(use.turned_query)->values + head * Query::kStride;
+        query = static_cast<const Query*>(use.rotated_query)->values + head * Query::kStride;
     }
     return score(tile, slot, query);
   }
@@ -364,16 +365,16 @@ class PlainWarp {
     return dot;
   }
 
-  __device__ float score_rotated(const Tile& tile, const KeyTurns& turns, int slot,
+  __device__ float score_rotated(const Tile& tile, const KeyAngles& angles, int slot,
                                  int head) const {
     const float* query = query_ + head * kDim;
-    const std::uint32_t behind = turns.behind(tile.ages, slot);
+    const std::uint32_t behind = angles.behind(tile.ages, slot);
     float dot = 0;
     for (int i = 0; i < kDim / 2; ++i) {
-      const float2 turn = turns.cos_sin_precise(i, behind);
+      const float2 cos_sin = angles.cos_sin_precise(i, behind);
       const float low = element(tile.keys, slot, i), high = element(tile.keys, slot, i + kDim / 2);
-      dot = fmaf(query[i], fmaf(low, turn.x, -high * turn.y), dot);
-      dot = fmaf(query[i + kDim / 2], fmaf(high, turn.x, low * turn.y), dot);
+      dot = fmaf(query[i], fmaf(low, cos_sin.x, -high * cos_sin.y), dot);
+      dot = fmaf(query[i + kDim / 2], fmaf(high, cos_sin.x, low * cos_sin.y), dot);
     }
     return dot;
   }

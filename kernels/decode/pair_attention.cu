@@ -216,17 +216,17 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
 /// The age that the newest token's slot had: it has left.
 template <class Warp>
 __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& slots) {
-  if constexpr (Warp::kTurning == Turning::keys) {
+  if constexpr (Warp::kRotated == Rotated::keys) {
     if (slots.newest < args.table.lengths[slots.pair])
       return args.ages[slots.base / Warp::kHeadSize + slots.newest];
   }
   return PairRows::kNone;
 }
 
-/// How the query turns for a pair's sinks: it stands at the newest token's position, and that is
-/// further from them than there are live tokens between.
+/// How the query is rotated for a pair's sinks: it stands at the newest token's position, and that
+/// is further from them than there are live tokens between.
 template <class T, int kDim>
-class SinkTurn {
+class SinkRotation {
  public:
   /// What does not need the query.
   __device__ void start(const PairAttention& args, const Place& place) {
@@ -237,20 +237,20 @@ class SinkTurn {
                               static_cast<std::uint32_t>(slots.live - 1);
     if (gap == 0 || place.tile * kSlotsPerTile >= sinks) return;
     sinks_ = sinks;
-    turn_ = turn_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
+    cos_sin_ = rotation_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
   }
-  /// Slots, from the pair's first, for which it turns.
+  /// Slots, from the pair's first, for which the query is rotated.
   __device__ int sinks() const { return sinks_; }
   /// By the whole CTA, whose threads then see it. `query`: [head of the group, dim].
-  __device__ void turn(const T* query, int group, TurnedQuery<T, kDim>& to) const {
+  __device__ void rotate(const T* query, int group, RotatedQuery<T, kDim>& to) const {
     if (sinks_ == 0) return;
     const int low = threadIdx.x % kHalf, high = low + kHalf;
     const int rows = kThreads / kHalf, row = threadIdx.x / kHalf;
     for (int head = row; head < group && row < rows; head += rows) {
       const auto* const from = query + head * kDim;
       const float a = to_float(from[low]), b = to_float(from[high]);
-      to.set(head, low, fmaf(a, turn_.x, -b * turn_.y));
-      to.set(head, high, fmaf(b, turn_.x, a * turn_.y));
+      to.set(head, low, fmaf(a, cos_sin_.x, -b * cos_sin_.y));
+      to.set(head, high, fmaf(b, cos_sin_.x, a * cos_sin_.y));
     }
     __syncthreads();
   }
@@ -258,7 +258,7 @@ class SinkTurn {
  private:
   static constexpr int kHalf = kDim / 2;
   int sinks_ = 0;
-  float2 turn_;  ///< cosine and sine, of dimensions threadIdx.x % kHalf and kHalf more
+  float2 cos_sin_;  ///< of dimensions threadIdx.x % kHalf and kHalf more
 };
 
 /// What is to be known of a pair's tiles before the first. By the whole CTA.
@@ -266,16 +266,16 @@ template <class Warp, class Sinks>
 __device__ __forceinline__ TileUse pair_use(const PairAttention& args, const PairSlots& slots,
                                             const Ring<Warp>& ring,
                                             const typename Warp::Element* query,
-                                            const Sinks& sink_turn) {
+                                            const Sinks& sink_rotation) {
   TileUse use{};
-  if constexpr (Warp::kTurning == Turning::query) {
-    sink_turn.turn(query, args.group, ring.turned_query());
-    use.turned_query = &ring.turned_query();
+  if constexpr (Warp::kRotated == Rotated::query) {
+    sink_rotation.rotate(query, args.group, ring.rotated_query());
+    use.rotated_query = &ring.rotated_query();
   }
-  if constexpr (Warp::kTurning == Turning::keys) {
-    use.turns.frequencies = ring.frequencies();
-    use.turns.youngest = static_cast<std::uint32_t>(slots.live - 1);
-    use.turns.gone = gone_age<Warp>(args, slots);
+  if constexpr (Warp::kRotated == Rotated::keys) {
+    use.angles.frequencies = ring.frequencies();
+    use.angles.youngest = static_cast<std::uint32_t>(slots.live - 1);
+    use.angles.gone = gone_age<Warp>(args, slots);
   }
   use.logits_stride = logits_stride(args.group);
   return use;
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
-  if constexpr (Warp::kTurning == Turning::keys)
+  if constexpr (Warp::kRotated == Rotated::keys)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
       ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
   __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
@@ -307,27 +307,27 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   int at = share.begin(blockIdx.x);  // in the row
   Place place = row.at(at, Warp::kHeadSize);
   Tiles tiles(plan, ring.tiles(warp), place, left);
-  SinkTurn<typename Warp::Element, Warp::kHeadSize> sink_turn;
-  if constexpr (Warp::kTurning == Turning::query) sink_turn.start(args, place);
+  SinkRotation<typename Warp::Element, Warp::kHeadSize> sink_rotation;
+  if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, place);
   wait_for_predecessor();
   Warp state;
   for (bool first = true; left > 0; first = false) {
     if (!first) {
       place.next_pair(args.table, Warp::kHeadSize);
-      if constexpr (Warp::kTurning == Turning::query) sink_turn.start(args, place);
+      if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, place);
     }
     const PairSlots& slots = place.slots;
     const int count = min(left, slots.tiles() - place.tile);
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * Warp::kHeadSize;
     state.start(query, args.group);
-    TileUse use = pair_use(args, slots, ring, query, sink_turn);
+    TileUse use = pair_use(args, slots, ring, query, sink_rotation);
     for (int i = 0; i < count; ++i) {
       const auto& tile = tiles.next();
       const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
       use.valid = slots.live - slot;
-      use.turns.newest = slots.newest - slot;
-      if constexpr (Warp::kTurning == Turning::query) use.sinks = sink_turn.sinks() - slot;
+      use.angles.newest = slots.newest - slot;
+      if constexpr (Warp::kRotated == Rotated::query) use.sinks = sink_rotation.sinks() - slot;
       if (args.rows.logits != nullptr)
         use.logits = args.rows.logits +
                      (slots.pair * row_slots(args.table.most_slots) + slot) * use.logits_stride;
@@ -339,10 +339,10 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     const bool whole = count == slots.tiles();
     write_pair<Warp>(plan, exchange, slots.pair, whole, blockIdx.x * 2 + (first ? 0 : 1));
     if (whole) {
-      leave_gone(plan, slots.pair, use.turns.gone);
+      leave_gone(plan, slots.pair, use.angles.gone);
     } else {
       arrive_and_merge<Warp>(plan, PairParts(share, at - place.tile, slots.tiles()), exchange,
-                             slots.pair, use.turns.gone);
+                             slots.pair, use.angles.gone);
     }
     left -= count;
     at += count;
@@ -382,7 +382,7 @@ template <class Warp>
 Grid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
   Grid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
-  if (Warp::kTurning != Turning::none) return grid;
+  if (Warp::kRotated != Rotated::none) return grid;
   if (most_tiles(args) <= kShort * limits.multiprocessors) {
     // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
     // of a share, or most of it, has been sent for when the query comes.
@@ -436,7 +436,7 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
                       .arrived = signals->arrived,
                       .stages = grid.stages,
                       .read_once = true};
-  if constexpr (Warp::kTurning == Turning::none) {
+  if constexpr (Warp::kRotated == Rotated::none) {
     if (const int stages = clustered_stages<Warp>(limits, args))
       return launch_clusters<Warp>(limits, plan, stages, stream);
     if (grid.all_ahead) return launch_pairs<Warp, AllTilesAhead<Warp>>(limits, plan, stream);
@@ -447,21 +447,21 @@ cudaError_t launch_attention(const PairAttention& args, cudaStream_t stream) {
 /// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.
 template <class Visit>
 auto dispatch(const PairAttention& args, Visit visit) {
-  const auto by_type = [&]<int kDim, Turning kTurning>() {
+  const auto by_type = [&]<int kDim, Rotated kRotated>() {
     switch (args.type) {
       case Type::bf16:
-        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kTurning>>();
+        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated>>();
       case Type::f16:
-        return visit.template operator()<TensorCoreWarp<__half, kDim, kTurning>>();
+        return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated>>();
       case Type::f32:
         break;
     }
-    return visit.template operator()<PlainWarp<kDim, kTurning>>();
+    return visit.template operator()<PlainWarp<kDim, kRotated>>();
   };
   const auto by_size = [&]<int kDim>() {
-    if (args.ages != nullptr) return by_type.template operator()<kDim, Turning::keys>();
-    if (args.rules != nullptr) return by_type.template operator()<kDim, Turning::query>();
-    return by_type.template operator()<kDim, Turning::none>();
+    if (args.ages != nullptr) return by_type.template operator()<kDim, Rotated::keys>();
+    if (args.rules != nullptr) return by_type.template operator()<kDim, Rotated::query>();
+    return by_type.template operator()<kDim, Rotated::none>();
   };
   switch (args.head_size) {
     case 64:

@@ -56,7 +56,7 @@ struct PairAttention {
   const void* q;              // [pair, head of the group, dim]
   const void *keys, *values;  // [slot, dim]
   const std::uint32_t* ages;  // [slot]: keys are rotated here, by age; null: they are rotated
-  const PairRule* rules;      // [pair]: the query turns for its sinks, in two frames; or null
+  const PairRule* rules;      // [pair]: the query is rotated for its sinks, in two frames; or null
   const float* inv_freq;      // [head_size / 2], where there are ages or rules
   void* out;                  // [pair, head of the group, dim]
   float* lse;                 // [pair, head of the group], or null

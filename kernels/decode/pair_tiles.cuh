@@ -25,7 +25,7 @@ struct PairPlan {
   bool read_once;         ///< keys and values need not stay in the L2 cache
 };
 
-/// Begins shared memory: each warp's tiles, and what turning takes.
+/// Begins shared memory: each warp's tiles, and what rotating takes.
 template <class Warp>
 struct Ring {
   int stages;
@@ -35,16 +35,16 @@ struct Ring {
     return reinterpret_cast<typename Warp::Tile*>(memory) + warp * stages;
   }
   __device__ Frequency* frequencies() const { return reinterpret_cast<Frequency*>(tiles(kWarps)); }
-  using Query = TurnedQuery<typename Warp::Element, Warp::kHeadSize>;
-  __device__ Query& turned_query() const { return *reinterpret_cast<Query*>(tiles(kWarps)); }
+  using Query = RotatedQuery<typename Warp::Element, Warp::kHeadSize>;
+  __device__ Query& rotated_query() const { return *reinterpret_cast<Query*>(tiles(kWarps)); }
 
   __host__ __device__ static constexpr std::size_t bytes(int stages) {
-    constexpr std::size_t turning = Warp::kTurning == Turning::none ? 0
-                                    : Warp::kTurning == Turning::query
-                                        ? sizeof(Query)
-                                        : Warp::kHeadSize / 2 * sizeof(Frequency);
-    static_assert(sizeof(typename Warp::Tile) % 16 == 0 && turning % 16 == 0);
-    return kWarps * static_cast<std::size_t>(stages) * sizeof(typename Warp::Tile) + turning;
+    constexpr std::size_t rotating = Warp::kRotated == Rotated::none ? 0
+                                     : Warp::kRotated == Rotated::query
+                                         ? sizeof(Query)
+                                         : Warp::kHeadSize / 2 * sizeof(Frequency);
+    static_assert(sizeof(typename Warp::Tile) % 16 == 0 && rotating % 16 == 0);
+    return kWarps * static_cast<std::size_t>(stages) * sizeof(typename Warp::Tile) + rotating;
   }
 };
 
@@ -101,7 +101,7 @@ class TileSource {
           place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
       tile.load_slots(static_cast<const T*>(args_.keys) + from,
                       static_cast<const T*>(args_.values) + from, valid, policy_);
-      if constexpr (Warp::kTurning == Turning::keys)
+      if constexpr (Warp::kRotated == Rotated::keys)
         tile.load(args_.ages + from / Warp::kHeadSize, valid);
       ++place_.tile;
       --left_;

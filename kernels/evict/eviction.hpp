@@ -61,9 +61,9 @@ struct EvictingAttentionArgs {
   PolicyState policy;
   Positions numbering;  ///< original: keys are rotated; cache: rotated here, by age
   /// Squeezed in two frames: keys and q are rotated at their positions all the same, and no key is
-  /// turned. For a policy that is `oldest_first`: the live tokens are the sinks and a run of the
+  /// rotated. For a policy that is `oldest_first`: the live tokens are the sinks and a run of the
   /// newest. The run is as far from the query by number as by position; for the sinks the query
-  /// turns back by as many places as tokens have left. Token i < sinks must be in slot i.
+  /// is rotated back by as many places as tokens have left. Token i < sinks must be in slot i.
   bool two_frames = false;
   const std::uint32_t* now;  // [sequence]: position of the token; kIdle: the sequence sits out
   const void* q;             // [sequence, query_head, dim] of type; rotated or plain, as keys are

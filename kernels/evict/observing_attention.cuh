@@ -4,7 +4,7 @@
 // of the same layer, so that it may run beside whatever else the step does.
 //
 // Bytes beside keys and values, for each slot: the state read and written, the position read, and
-// where keys are turned by age the age read and written: 20 for 8-byte states, 3.9% of keys and
+// where keys are rotated by age the age read and written: 20 for 8-byte states, 3.9% of keys and
 // values at head size 128. The logits, 4 bytes for each query head, are written and read in the L2
 // cache.
 #pragma once

@@ -24,8 +24,8 @@ __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint
   return __reduce_add_sync(~0u, count);
 }
 
-/// q . k with k turned back by `turn` places: only differences of positions count.
-__device__ float turned_part(float q_low, float q_high, float k_low, float k_high, double angle) {
+/// q . k with k rotated back by an angle: only differences of positions count.
+__device__ float rotated_part(float q_low, float q_high, float k_low, float k_high, double angle) {
   double sine, cosine;
   sincos(angle, &sine, &cosine);
   const float c = static_cast<float>(cosine), s = static_cast<float>(sine);
@@ -55,17 +55,18 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
     // The query stands at the youngest place. Where both are rotated at their positions already,
     // the key lacks only the places of those that left between them.
-    int turn = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
-    if (args.two_frames) turn += static_cast<int>(args.now[pair.sequence] - positions[slot]);
+    int places = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
+    if (args.two_frames) places += static_cast<int>(args.now[pair.sequence] - positions[slot]);
     for (int head = 0; head < group; ++head) {
       const T* const query = q + head * dim;
       float plain = 0, rotated = 0;
       for (int d = lane; d < dim; d += kWarpSize) {
         if (squeezed && d < args.rotated) {
           if (d >= half) continue;
-          rotated += turned_part(to_float(query[d]), to_float(query[d + half]), to_float(key[d]),
-                                 to_float(key[d + half]),
-                                 static_cast<double>(turn) * static_cast<double>(args.inv_freq[d]));
+          rotated +=
+              rotated_part(to_float(query[d]), to_float(query[d + half]), to_float(key[d]),
+                           to_float(key[d + half]),
+                           static_cast<double>(places) * static_cast<double>(args.inv_freq[d]));
         } else {
           plain += to_float(query[d]) * to_float(key[d]);
         }

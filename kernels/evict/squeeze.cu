@@ -11,9 +11,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// A warp turns a vector to a place.
+/// A warp rotates a vector to a place.
 template <class T>
-__device__ void turn(const SqueezeArgs& args, const T* from, int place, T* to) {
+__device__ void rotate(const SqueezeArgs& args, const T* from, int place, T* to) {
   const int half = args.rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   for (int d = lane; d < half; d += kWarpSize) {
     double sine, cosine;
@@ -35,7 +35,7 @@ __global__ void queries_kernel(const SqueezeArgs args, const T* q, T* to) {
   const int token = row / args.query_heads;
   const int kv_head = row % args.query_heads / (args.query_heads / args.kv_heads);
   const std::int64_t at = std::int64_t{row} * args.head_size;
-  turn(args, q + at, args.older[kv_head] + args.first + token, to + at);
+  rotate(args, q + at, args.older[kv_head] + args.first + token, to + at);
 }
 
 /// A warp for each key of a head (blockIdx.y).
@@ -58,7 +58,7 @@ __global__ void keys_kernel(const SqueezeKeysArgs args, bool of_older) {
     place = 0;
   }
   const std::int64_t at = (std::int64_t{kv_head} * args.slots + slot) * shape.head_size;
-  turn(shape, static_cast<const T*>(args.keys) + at, place, static_cast<T*>(args.to) + at);
+  rotate(shape, static_cast<const T*>(args.keys) + at, place, static_cast<T*>(args.to) + at);
 }
 
 bool valid(const SqueezeArgs& args) {

@@ -1,5 +1,5 @@
-// Squeezed positions of an admission: queries and keys turned by age, into memory of their own. The
-// cache keeps its keys as they were before RoPE, or rotated at their positions.
+// Squeezed positions of an admission: queries and keys rotated by age, into memory of their own.
+// The cache keeps its keys as they were before RoPE, or rotated at their positions.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -18,13 +18,13 @@ struct SqueezeArgs {
   const std::int32_t* older;  // [kv_head], device
   int first, tokens;          ///< new tokens first … first + tokens - 1
 };
-/// to[token, query_head] = q turned to the token's place. In place is allowed.
+/// to[token, query_head] = q rotated to the token's place. In place is allowed.
 cudaError_t squeeze_queries(const SqueezeArgs& args, const void* q, void* to, cudaStream_t stream);
 
 /// Keys [kv_head, slot, dim], `slots` for each head.
 ///
 /// Where they are rotated already, and the queries stay at their positions, the new keys are copied
-/// and each older one turns on by as many places as younger tokens than it have left: so only
+/// and each older one is rotated on by as many places as younger tokens than it have left: so only
 /// differences of positions are those of ages.
 struct SqueezeKeysArgs {
   SqueezeArgs shape;

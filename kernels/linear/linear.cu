@@ -30,7 +30,7 @@ static_assert(kBarrierBytes % 16 == 0);
 constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
 /// Sums of each tile side by side: a product waits for the one before it of its own sum.
 constexpr int kChains = 2;
-/// Partial sums of all warps, for two units by turns.
+/// Partial sums of all warps, for two units in alternation.
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
@@ -132,7 +132,7 @@ class Finisher {
         row_(static_cast<int>(threadIdx.x) / finishers(kForm)),
         output_(static_cast<int>(threadIdx.x) % finishers(kForm)) {
     if (kForm != Form::rotated || row_ >= run.rows) return;
-    turns_ = turns_of(rope, token());
+    rope_row_ = rope_row(rope, token());
     place_ = TokenPlace(rope, token());
   }
 
@@ -147,7 +147,7 @@ class Finisher {
     const int first = first_of_pairs(unit, rope_.head_size);
     head_ = first / rope_.head_size;
     dim_ = first % rope_.head_size + output_;
-    if (!is_value()) turn_ = turns_[dim_];
+    if (!is_value()) cos_sin_ = rope_row_[dim_];
     if (!is_query()) cached_ = place_.of_head(rope_, (head_ - rope_.query_heads) % rope_.kv_heads);
   }
 
@@ -185,10 +185,10 @@ class Finisher {
     const T plain[] = {write_output(run_, row_, n, a, 0), write_output(run_, row_, n + half, b, 0)};
     if (!is_query() && place_.sits_out()) return;
     if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
-    const float2 turned = rotate({to_float(plain[0]), to_float(plain[1])}, turn_);
+    const float2 rotated = rotate({to_float(plain[0]), to_float(plain[1])}, cos_sin_);
     const std::int64_t query = std::int64_t{token()} * rope_.query_heads + head_;
     put(is_query() ? rope_.q : rope_.keys, is_query() ? query * size : cached_,
-        from_float<T>(turned.x), from_float<T>(turned.y));
+        from_float<T>(rotated.x), from_float<T>(rotated.y));
     if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
   }
   /// To a head that begins at `head`.
@@ -202,11 +202,11 @@ class Finisher {
   const RopeWriteArgs& rope_;
   int row_, output_;
   float residual_ = 0;
-  const float2* turns_ = nullptr;
+  const float2* rope_row_ = nullptr;
   TokenPlace place_;
   int head_ = 0, dim_ = 0;   ///< of the first of the pair
   std::int64_t cached_ = 0;  ///< of the head
-  float2 turn_{};
+  float2 cos_sin_{};
 };
 
 /// What eight warps do: the product, as its weights arrive. `behind` the ring.
@@ -228,7 +228,7 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
                           : copied        ? plain_row_bytes(run.k)
                                           : std::size_t(run.k) * sizeof(T),
                           run.rows, run.k);
-  int turn = 0;
+  int half = 0;
   for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
        unit += static_cast<int>(gridDim.x)) {
     finisher.start(unit);
@@ -254,7 +254,7 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
     }
 
     // A lane has row lane / 4 of the tiles, the rounded part and the rest, at two outputs.
-    float* const partial = partials + turn * kLinearWarps * kTiles * kPartial;
+    float* const partial = partials + half * kLinearWarps * kTiles * kPartial;
     if (lane / 4 < run.rows) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -267,7 +267,7 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
     }
     barrier_of_first<kLinearThreads>();
     finisher.finish(unit, partial);
-    turn ^= 1;
+    half ^= 1;
   }
 }
 

@@ -30,7 +30,7 @@ enum class Form {
   plain,    // sixteen rows below each other
   normed,   // the same, of norm(x)
   gated,    // eight of the gate and the same eight of up, of norm(x)
-  rotated,  // eight of a head's first half and those that RoPE turns them with, of norm(x)
+  rotated,  // eight of a head's first half and those that RoPE rotates them with, of norm(x)
 };
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
 __host__ __device__ constexpr int outputs_of_unit(Form form) {

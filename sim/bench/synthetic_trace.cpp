@@ -27,7 +27,7 @@ TraceHeader header_of(const SyntheticShape& shape) {
 }
 
 /// Tokens [count, heads, dim]: noise, a topic of their own that drifts over some hundred tokens,
-/// and along the dimension that turns slowest the queries' pull at the heavy keys.
+/// and along the dimension that rotates slowest the queries' pull at the heavy keys.
 class Source {
  public:
   Source(std::uint32_t heads, std::uint32_t dim, bool keys, std::uint64_t seed)

@@ -45,8 +45,8 @@ LtProduct& BatchedProduct::plan_for(const BatchedProductArgs& args) {
                                  args.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                                  CUDA_R_32F),
         "describing a product");
-  const cublasOperation_t turned = args.w_by_k ? CUBLAS_OP_N : CUBLAS_OP_T;
-  made->set(CUBLASLT_MATMUL_DESC_TRANSA, turned);
+  const cublasOperation_t transposed = args.w_by_k ? CUBLAS_OP_N : CUBLAS_OP_T;
+  made->set(CUBLASLT_MATMUL_DESC_TRANSA, transposed);
   made->w = layout(type, args.w_by_k ? args.n : args.k, args.w_by_k ? args.k : args.n, args.w_row,
                    args.batches, args.w_batch);
   made->x = layout(type, args.k, args.rows, args.x_row, args.batches, args.x_batch);

@@ -37,7 +37,7 @@ Rope test_rope() {
   return rope;
 }
 
-std::vector<double> turned(const float* x, std::uint32_t position) {
+std::vector<double> rotated(const float* x, std::uint32_t position) {
   const Rope rope = test_rope();
   std::vector<double> y(kDim);
   for (std::size_t i = 0; i < kDim / 2; ++i) {
@@ -60,11 +60,11 @@ Row brute_row(const Tensors& all, std::uint32_t query, std::uint32_t head,
   const auto place = [&](std::size_t age) {
     return positions == Positions::cache ? static_cast<std::uint32_t>(age) : live[age];
   };
-  const auto q = turned(&all.q[(query * kGroup + head) * kDim], place(live.size() - 1));
+  const auto q = rotated(&all.q[(query * kGroup + head) * kDim], place(live.size() - 1));
   Row row{.p = {}, .out = std::vector<double>(kDim), .lse = 0};
   double sum = 0;
   for (std::size_t age = 0; age < live.size(); ++age) {
-    const auto k = turned(&all.k[live[age] * kDim], place(age));
+    const auto k = rotated(&all.k[live[age] * kDim], place(age));
     row.p.push_back(
         std::exp(softmax_scale * std::inner_product(q.begin(), q.end(), k.begin(), 0.0)));
     sum += row.p.back();

@@ -262,7 +262,7 @@ class RopeTrial {
       out[i] = rounded(c_.type, float(double(out[i]) / rms * double(gamma[i])));
     return out;
   }
-  std::vector<double> turned(std::size_t token, std::span<const float> head) const {
+  std::vector<double> rotated(std::size_t token, std::span<const float> head) const {
     std::vector<double> out(head.begin(), head.end());
     const std::size_t half = c_.rotated / 2;
     for (std::size_t i = 0; i < half; ++i) {
@@ -286,7 +286,7 @@ class RopeTrial {
         check_close(c_.norm ? c_.type : Type::f32, head,
                     std::vector<double>(exact.begin(), exact.end()));
         check_close(c_.type, std::span(q).subspan((t * c_.query_heads + h) * size, size),
-                    turned(t, head));
+                    rotated(t, head));
       }
       for (std::size_t h = 0; h < c_.kv_heads; ++h) {
         const std::size_t slot =
@@ -295,7 +295,7 @@ class RopeTrial {
         const auto exact = plain(t, c_.query_heads + h, k_gamma_);
         check_close(c_.norm ? c_.type : Type::f32, head,
                     std::vector<double>(exact.begin(), exact.end()));
-        check_close(c_.type, std::span(keys).subspan(slot, size), turned(t, head));
+        check_close(c_.type, std::span(keys).subspan(slot, size), rotated(t, head));
         const auto value = plain(t, c_.query_heads + c_.kv_heads + h, {});
         CHECK(std::equal(value.begin(), value.end(), values.begin() + std::ptrdiff_t(slot)));
         written += size;

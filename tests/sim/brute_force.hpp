@@ -41,7 +41,7 @@ struct Turns {
 };
 /// In float64.
 Turns exact_turns(const Sequence& s);
-/// A token's vector turned to `position`: dimensions i and i + half go together.
+/// A token's vector rotated to `position`: dimensions i and i + half go together.
 Vector rotate(const Turns& turns, const Vector& x, std::uint32_t position);
 /// The same at original positions as the page has it where q and k are rounded: in float32, then
 /// rounded once to the dtype.

@@ -332,7 +332,7 @@ TEST_CASE("a key taken out of panels leaves the others in their order, on every 
       }
 }
 
-TEST_CASE("panels of keys: turned as a rotation turns, multiplied as fused chains, on every set") {
+TEST_CASE("panels of keys: rotated as a rotation does, multiplied as fused chains, on every set") {
   std::mt19937 draw(8);
   std::normal_distribution<float> normal;
   for (const std::size_t dim : {8u, 20u, 64u, 128u})
@@ -351,7 +351,7 @@ TEST_CASE("panels of keys: turned as a rotation turns, multiplied as fused chain
       };
       for (const RowLoops* loops : sets()) {
         INFO(loops->name << ", " << panels << " panels of " << dim);
-        std::vector<float> turned(keys.size(), NAN), out(kQuad * size, NAN), wanted(dim);
+        std::vector<float> rotated(keys.size(), NAN), out(kQuad * size, NAN), wanted(dim);
         for (std::size_t p = 0; p < panels; ++p) {
           for (std::size_t d = 0; d < half; ++d)
             for (std::size_t i = 0; i < kPanelTokens; ++i) {
@@ -360,16 +360,16 @@ TEST_CASE("panels of keys: turned as a rotation turns, multiplied as fused chain
               sin[d * kPanelTokens + i] = table.sines(place)[d];
             }
           const std::size_t at_panel = p * dim * kPanelTokens;
-          loops->turn_panel(keys.data() + at_panel, cos.data(), sin.data(), half, dim,
-                            turned.data() + at_panel);
+          loops->rotate_panel(keys.data() + at_panel, cos.data(), sin.data(), half, dim,
+                              rotated.data() + at_panel);
         }
         const float* some[kQuad] = {};
         for (std::size_t h = 0; h < 3; ++h) some[h] = queries.data() + h * dim;
-        loops->panel_products(turned.data(), panels, dim, some, out.data(), size);
+        loops->panel_products(rotated.data(), panels, dim, some, out.data(), size);
         for (std::size_t i = 0; i < size; ++i) {
           key_at(keys, i);
           table.rotate(key.data(), dim, static_cast<std::uint32_t>(i), wanted.data());
-          key_at(turned, i);
+          key_at(rotated, i);
           REQUIRE(key == wanted);
           for (std::size_t h = 0; h < 3; ++h)
             REQUIRE(out[h * size + i] == dot_fused(some[h], key.data(), dim));

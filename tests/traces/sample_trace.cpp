@@ -31,9 +31,9 @@ std::vector<float> random_rows(std::mt19937& random, std::size_t count, Dtype dt
   return values;
 }
 
-/// One head's vector turned to a position, in float64, then rounded if the model does.
-std::vector<double> turned(const float* x, std::uint32_t position, const TraceHeader& header,
-                           Mistake mistake) {
+/// One head's vector rotated to a position, in float64, then rounded if the model does.
+std::vector<double> rotated(const float* x, std::uint32_t position, const TraceHeader& header,
+                            Mistake mistake) {
   std::vector<double> y(x, x + kSize);
   if (mistake == Mistake::no_rope) return y;
   const std::size_t half = kTurned / 2;
@@ -58,13 +58,13 @@ class Attention {
     const std::uint32_t late = mistake == Mistake::later_positions ? 1 : 0;
     for (std::uint32_t t = 0; t < sample.tokens(); ++t)
       for (std::size_t h = 0; h < kKvHeads; ++h)
-        keys_.push_back(turned(sample.k[layer].data() + (t * kKvHeads + h) * kSize, t + late,
-                               sample.header, mistake));
+        keys_.push_back(rotated(sample.k[layer].data() + (t * kKvHeads + h) * kSize, t + late,
+                                sample.header, mistake));
   }
 
   void row(std::uint32_t t, std::size_t head) {
-    const auto query = turned(sample_.q[layer_].data() + (t * kQueryHeads + head) * kSize, t,
-                              sample_.header, mistake_);
+    const auto query = rotated(sample_.q[layer_].data() + (t * kQueryHeads + head) * kSize, t,
+                               sample_.header, mistake_);
     const std::size_t kv_head =
         mistake_ == Mistake::heads_in_turn ? head % kKvHeads : head / (kQueryHeads / kKvHeads);
     const double scale = sample_.header.softmax_scale * (mistake_ == Mistake::scale ? 1.1 : 1.0);

@@ -43,8 +43,8 @@ void AgedKeys::rotate(const PlaceTable& places) {
   rotated_panels_.resize(panels_.size());
   if (rotated_ == size_) return;
   for (std::size_t panel = rotated_ / kPanelTokens; panel * kPanelTokens < size_; ++panel)
-    row_loops().turn_panel(row(panel, 0), places.cos(panel), places.sin(panel), places.half(), dim,
-                           rotated_panels_.data() + panel * dim * kPanelTokens);
+    row_loops().rotate_panel(row(panel, 0), places.cos(panel), places.sin(panel), places.half(),
+                             dim, rotated_panels_.data() + panel * dim * kPanelTokens);
   rotated_ = size_;
 }
 

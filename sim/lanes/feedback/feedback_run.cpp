@@ -308,13 +308,13 @@ void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, float* sums) 
   }
 }
 
-/// A quad's queries, each turned to its number.
-void FeedbackRun::turn_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
-                               GatherRoom& room, const float** queries) const {
+/// A quad's queries, each rotated to its number.
+void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
+                                 GatherRoom& room, const float** queries) const {
   const std::size_t dim = view_.head_size;
-  room.turned.resize(kQuad * dim);
+  room.rotated.resize(kQuad * dim);
   for (std::uint32_t h = 0; h < kQuad && quad * kQuad + h < view_.group; ++h) {
-    float* const to = room.turned.data() + h * dim;
+    float* const to = room.rotated.data() + h * dim;
     places.rope().rotate(view_.query(quad * kQuad + h, query), dim, visible_ - 1, to);
     queries[h] = to;
   }
@@ -329,7 +329,7 @@ void FeedbackRun::take_squeezed(std::uint32_t query, GroupRows& unrounded, const
   room.lost.assign(unrounded.heads(), false);
   for (std::uint32_t quad = 0; quad < unrounded.quads(); ++quad) {
     const float *queries[kQuad] = {}, *products[kQuad] = {};
-    turn_queries(query, quad, places, room, queries);
+    rotate_queries(query, quad, places, room, queries);
     for (std::size_t h = 0; h < kQuad && queries[h]; ++h)
       products[h] = room.products.data() + h * stride;
     old_keys_.products(queries, places, room.products.data(), stride);

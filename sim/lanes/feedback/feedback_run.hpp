@@ -18,9 +18,9 @@ struct GatherRoom {
   std::vector<float> sum, most, least, shared;  // [heads]
   WholeAdmissions admissions;
   RequestLevels requests;
-  std::vector<bool> lost;                 // [heads]: squeezed, taken from its own maximum
-  std::vector<float> row;                 // one head's, by age
-  AlignedVector<float> products, turned;  // [4][age], [4][dim]: squeezed
+  std::vector<bool> lost;                  // [heads]: squeezed, taken from its own maximum
+  std::vector<float> row;                  // one head's, by age
+  AlignedVector<float> products, rotated;  // [4][age], [4][dim]: squeezed
 
   void resize(std::size_t tokens, std::uint32_t heads);
 };
@@ -81,8 +81,8 @@ class FeedbackRun {
                      GatherRoom& room);
   bool has_whole_row(std::uint32_t query) const;
   void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherRoom& room) const;
-  void turn_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
-                    GatherRoom& room, const float** queries) const;
+  void rotate_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,
+                      GatherRoom& room, const float** queries) const;
   void take_own_squeezed(std::uint32_t query, std::uint32_t head, const GroupRows& unrounded,
                          GatherRoom& room);
   void add_shared(std::uint32_t query, GroupRows& rows, float* sums) const;

@@ -114,10 +114,10 @@ struct RowLoops {
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
   /// panel (null: zeros) comes in. Reads one float behind the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);
-  /// Turns 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
+  /// Rotates 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
   /// ([half][32]), those from 2 half on stay.
-  void (*turn_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,
-                     std::size_t dim, float* turned);
+  void (*rotate_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,
+                       std::size_t dim, float* rotated);
   /// out[h][i] = queries[h] [dim] times key i, one chain of fused multiply-adds, i < 32 * panels;
   /// keys [panels][dim][32]. Up to four queries, the others null: not written.
   void (*panel_products)(const float* keys, std::size_t panels, std::size_t dim,

@@ -37,7 +37,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .distance2 = distance2,
           .quick_distances = quick_distances,
           .close_gap = close_gap,
-          .turn_panel = turn_panel,
+          .rotate_panel = rotate_panel,
           .panel_products = panel_products,
           .join = join};
 }

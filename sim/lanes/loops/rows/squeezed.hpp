@@ -1,4 +1,4 @@
-// Keys that are numbered by age: panels of 32, turned and multiplied.
+// Keys that are numbered by age: panels of 32, rotated and multiplied.
 #pragma once
 
 #include "sim/lanes/loops/rows/quads.hpp"
@@ -24,18 +24,18 @@ void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim
   }
 }
 
-void turn_panel(const float* panel, const float* cos, const float* sin, std::size_t half,
-                std::size_t dim, float* turned) {
+void rotate_panel(const float* panel, const float* cos, const float* sin, std::size_t half,
+                  std::size_t dim, float* rotated) {
   for (std::size_t d = 0; d < half; ++d)
     for (std::size_t i = 0; i < kPanelTokens; i += kWidth) {
       const Floats a = load(panel + d * kPanelTokens + i),
                    b = load(panel + (d + half) * kPanelTokens + i);
       const Floats c = load(cos + d * kPanelTokens + i), s = load(sin + d * kPanelTokens + i);
-      store(turned + d * kPanelTokens + i, a * c - b * s);
-      store(turned + (d + half) * kPanelTokens + i, b * c + a * s);
+      store(rotated + d * kPanelTokens + i, a * c - b * s);
+      store(rotated + (d + half) * kPanelTokens + i, b * c + a * s);
     }
   for (std::size_t d = 2 * half; d < dim; ++d)
-    std::memcpy(turned + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
+    std::memcpy(rotated + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
 }
 
 /// R queries by P panels, C registers of each.

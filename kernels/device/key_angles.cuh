@@ -1,8 +1,8 @@
 // RoPE of a key where it is read, by how far it lies behind the query; and of a query that stands
 // too far ahead.
 //
-// An angle is a fraction of a turn in fixed point: a position times a frequency of 64 bits, modulo
-// one turn, has lost nothing at any position.
+// An angle is a fraction of a circle in fixed point: a position times a frequency of 64 bits,
+// modulo one circle, has lost nothing at any position.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,13 +13,13 @@
 
 namespace kvlab::kernels {
 
-/// Turns for each position, as a fraction of 2^64: high and low word.
+/// Circles for each position, as a fraction of 2^64: high and low word.
 using Frequency = uint2;
 
 __device__ inline Frequency frequency_of(float inv_freq) {
   constexpr double kTwoPi = 6.283185307179586476925, kTwo64 = 18446744073709551616.0;
-  const double turns = inv_freq / kTwoPi;
-  const auto fixed = static_cast<std::uint64_t>((turns - floor(turns)) * kTwo64);
+  const double circles = inv_freq / kTwoPi;
+  const auto fixed = static_cast<std::uint64_t>((circles - floor(circles)) * kTwo64);
   return make_uint2(static_cast<std::uint32_t>(fixed >> 32), static_cast<std::uint32_t>(fixed));
 }
 
@@ -28,16 +28,17 @@ __device__ inline std::uint32_t angle_of(Frequency frequency, std::uint32_t posi
   return frequency.x * positions + __umulhi(frequency.y, positions);
 }
 
-/// Cosine and sine of a turn back by so many positions, to the last bits of a float, and slowly.
-__device__ inline float2 turn_back(Frequency frequency, std::uint32_t positions) {
+/// Cosine and sine of a rotation back by so many positions, to the last bits of a float, and
+/// slowly.
+__device__ inline float2 rotation_back(Frequency frequency, std::uint32_t positions) {
   const auto angle = static_cast<float>(static_cast<std::int32_t>(angle_of(frequency, positions)));
   float2 at;
   sincospif(angle * 0x1p-31f, &at.y, &at.x);
   return make_float2(at.x, -at.y);
 }
 
-/// The turns of one pair's keys.
-struct KeyTurns {
+/// The angles of one pair's keys.
+struct KeyAngles {
   const Frequency* frequencies;  // [head_size / 2], in shared memory
   std::uint32_t youngest;        ///< age of the newest token: live tokens less one
   std::uint32_t gone;            ///< the age that left since ages were written, or all ones
@@ -52,13 +53,13 @@ struct KeyTurns {
   __device__ float2 cos_sin(int i, std::uint32_t positions) const {
     // The fraction's upper 23 bits as a float from -1/2 to 1/2.
     const std::uint32_t angle = angle_of(frequencies[i], positions);
-    const float turns = __uint_as_float(angle >> 9 ^ 0x3fc00000u) - 1.5f;
+    const float circles = __uint_as_float(angle >> 9 ^ 0x3fc00000u) - 1.5f;
     constexpr float kTwoPi = 6.28318530717958647692f;
-    return make_float2(__cosf(turns * kTwoPi), -__sinf(turns * kTwoPi));
+    return make_float2(__cosf(circles * kTwoPi), -__sinf(circles * kTwoPi));
   }
   /// The same to the last bits of a float, and slowly.
   __device__ float2 cos_sin_precise(int i, std::uint32_t positions) const {
-    return turn_back(frequencies[i], positions);
+    return rotation_back(frequencies[i], positions);
   }
 };
 
