@@ -162,7 +162,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
 
   const bool query = index < args.query_heads;
   const int kv_head = (index - args.query_heads) % args.kv_heads;
-  const TokenPlace place_of(args, static_cast<int>(token));
+  const TokenSlot place_of(args, static_cast<int>(token));
   if (!query && place_of.sits_out()) return;
   const std::int64_t cached = query ? 0 : place_of.of_head(args, kv_head);
   if (index >= args.query_heads + args.kv_heads) {

@@ -19,10 +19,10 @@ __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
 }
 
 /// Where a token's keys and values go. What it reads of the token it reads when it is made.
-class TokenPlace {
+class TokenSlot {
  public:
-  TokenPlace() = default;
-  __device__ TokenPlace(const RopeWriteArgs& args, int token)
+  TokenSlot() = default;
+  __device__ TokenSlot(const RopeWriteArgs& args, int token)
       : sequence_(args.sequences[token]),
         slot_(args.slots ? args.slots[token] : 0),
         sits_out_(args.next.now && args.next.now[sequence_] == kIdle) {}

@@ -1,8 +1,8 @@
 // A few rows by a weight matrix that is read once: bound by memory, so built around the reading.
 //
 // Bytes that must move: n * k weights (twice that where gated); x, gamma and y are at most a few
-// percent. A block for each multiprocessor runs through units of kTiles * 8 weight rows. One warp
-// sends for the weights (linear_ring.cuh), across units and from before the predecessor's end, so
+// percent. A block for each multiprocessor runs through strips of kTiles * 8 weight rows. One warp
+// sends for the weights (linear_ring.cuh), across strips and from before the predecessor's end, so
 // that the memory waits neither for the arithmetic nor for x. Eight warps share k in runs of 128
 // and multiply by tensor cores: a tile of 8 weight rows is the right operand of m16n8k16, and the
 // left one has 16 rows, eight for the rows of x rounded to T and eight for what the rounding left:
@@ -18,8 +18,8 @@
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/linear/linear_f32.cuh"
+#include "kernels/linear/linear_product.cuh"
 #include "kernels/linear/linear_ring.cuh"
-#include "kernels/linear/linear_run.cuh"
 #include "kernels/rope.cuh"
 
 namespace kvlab::kernels {
@@ -30,11 +30,11 @@ static_assert(kBarrierBytes % 16 == 0);
 constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
 /// Sums of each tile side by side: a product waits for the one before it of its own sum.
 constexpr int kChains = 2;
-/// Partial sums of all warps, for two units in alternation.
+/// Partial sums of all warps, for two strips in alternation.
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
-/// Threads that share a row of a unit's outputs: one for each, or for each pair.
+/// Threads that share a row of a strip's outputs: one for each, or for each pair.
 __host__ __device__ constexpr int finishers(Form form) {
   return form == Form::gated || form == Form::rotated ? kTileRows : kTiles * kTileRows;
 }
@@ -71,8 +71,8 @@ struct SplitEight {
   }
 };
 
-/// A lane's part of x over a run: left operands.
-struct XRun {
+/// A lane's part of x: left operands.
+struct XPart {
   uint4 left[kSteps][kChains];
 };
 
@@ -82,9 +82,9 @@ class XRows {
  public:
   __device__ XRows(const std::byte* rows, std::size_t row_bytes, int count, int k)
       : row_(rows + lane() / 4 * row_bytes), k_(lane() / 4 < count ? k : 0) {}
-  /// The lane's part of a run; zeros beyond k and beyond the rows.
-  __device__ XRun read(int first) const {
-    XRun x{};
+  /// The lane's part of x from k on; zeros beyond k and beyond the rows.
+  __device__ XPart read(int first) const {
+    XPart x{};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int k = first + step * kStep + lane() % 4 * 8;
@@ -110,41 +110,41 @@ class XRows {
 
 /// Copies rows of x that are not normed.
 template <class T>
-__device__ void copy_rows(const LinearRun<T>& run, std::byte* to) {
-  const int chunks = run.k / 8;
-  for (int row = 0; row < run.rows; ++row)
+__device__ void copy_rows(const LinearProduct<T>& product, std::byte* to) {
+  const int chunks = product.k / 8;
+  for (int row = 0; row < product.rows; ++row)
 #pragma unroll 1
     for (int at = static_cast<int>(threadIdx.x); at < chunks; at += kLinearThreads)
-      copy_async(shared_address(to + row * plain_row_bytes(run.k) + at * 16),
-                 static_cast<const T*>(run.x) + std::size_t(row) * run.k + at * 8, true);
+      copy_async(shared_address(to + row * plain_row_bytes(product.k) + at * 16),
+                 static_cast<const T*>(product.x) + std::size_t(row) * product.k + at * 8, true);
   commit_copies();
   wait_copies<0>();
   barrier_of_first<kLinearThreads>();
 }
 
-/// A thread's share in the outputs of units: one of them, or two that belong together, of one row.
+/// A thread's share in the outputs of strips: one of them, or two that belong together, of one row.
 template <class T, Form kForm>
 class Finisher {
  public:
-  __device__ Finisher(const LinearRun<T>& run, const RopeWriteArgs& rope)
-      : run_(run),
+  __device__ Finisher(const LinearProduct<T>& product, const RopeWriteArgs& rope)
+      : product_(product),
         rope_(rope),
         row_(static_cast<int>(threadIdx.x) / finishers(kForm)),
         output_(static_cast<int>(threadIdx.x) % finishers(kForm)) {
-    if (kForm != Form::rotated || row_ >= run.rows) return;
+    if (kForm != Form::rotated || row_ >= product.rows) return;
     rope_row_ = rope_row(rope, token());
-    place_ = TokenPlace(rope, token());
+    place_ = TokenSlot(rope, token());
   }
 
-  /// Sends for what a unit's outputs need beside its product.
-  __device__ void start(int unit) {
-    if (row_ >= run_.rows) return;
+  /// Sends for what a strip's outputs need beside its product.
+  __device__ void start(int strip) {
+    if (row_ >= product_.rows) return;
     if constexpr (kForm != Form::rotated) {
-      const int n = unit * outputs_of_unit(kForm) + output_;
-      if (n < run_.n) residual_ = residual_of(run_, row_, n);
+      const int n = strip * outputs_of_strip(kForm) + output_;
+      if (n < product_.n) residual_ = residual_of(product_, row_, n);
       return;
     }
-    const int first = first_of_pairs(unit, rope_.head_size);
+    const int first = first_rotated_row(strip, rope_.head_size);
     head_ = first / rope_.head_size;
     dim_ = first % rope_.head_size + output_;
     if (!is_value()) cos_sin_ = rope_row_[dim_];
@@ -153,8 +153,8 @@ class Finisher {
 
   /// Adds the warps' shares of k in their order and writes. `partial`: [warp, tile, row of x,
   /// output].
-  __device__ void finish(int unit, const float* partial) const {
-    if (row_ >= run_.rows) return;
+  __device__ void finish(int strip, const float* partial) const {
+    if (row_ >= product_.rows) return;
     const auto total = [&](int tile, int column) {
       float sum = 0;
 #pragma unroll
@@ -163,11 +163,11 @@ class Finisher {
       return sum;
     };
     if constexpr (kForm == Form::rotated) {
-      write_pair(total(0, output_), total(1, output_));
+      write_rotated(total(0, output_), total(1, output_));
     } else {
-      const int n = unit * outputs_of_unit(kForm) + output_;
-      if (n >= run_.n) return;
-      write_output(run_, row_, n,
+      const int n = strip * outputs_of_strip(kForm) + output_;
+      if (n >= product_.n) return;
+      write_output(product_, row_, n,
                    kForm == Form::gated ? silu(total(0, output_)) * total(1, output_)
                                         : total(output_ / kTileRows, output_ % kTileRows),
                    residual_);
@@ -175,14 +175,15 @@ class Finisher {
   }
 
  private:
-  __device__ int token() const { return run_.first_row + row_; }
+  __device__ int token() const { return product_.first_row + row_; }
 
   __device__ bool is_query() const { return head_ < rope_.query_heads; }
   __device__ bool is_value() const { return head_ >= rope_.query_heads + rope_.kv_heads; }
 
-  __device__ void write_pair(float a, float b) const {
+  __device__ void write_rotated(float a, float b) const {
     const int size = rope_.head_size, half = size / 2, n = head_ * size + dim_;
-    const T plain[] = {write_output(run_, row_, n, a, 0), write_output(run_, row_, n + half, b, 0)};
+    const T plain[] = {write_output(product_, row_, n, a, 0),
+                       write_output(product_, row_, n + half, b, 0)};
     if (!is_query() && place_.sits_out()) return;
     if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
     const float2 rotated = rotate({to_float(plain[0]), to_float(plain[1])}, cos_sin_);
@@ -198,12 +199,12 @@ class Finisher {
     at[rope_.head_size / 2] = second;
   }
 
-  const LinearRun<T>& run_;
+  const LinearProduct<T>& product_;
   const RopeWriteArgs& rope_;
   int row_, output_;
   float residual_ = 0;
   const float2* rope_row_ = nullptr;
-  TokenPlace place_;
+  TokenSlot place_;
   int head_ = 0, dim_ = 0;   ///< of the first of the pair
   std::int64_t cached_ = 0;  ///< of the head
   float2 cos_sin_{};
@@ -211,31 +212,31 @@ class Finisher {
 
 /// What eight warps do: the product, as its weights arrive. `behind` the ring.
 template <class T, Form kForm>
-__device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, const Layout& layout,
-                         std::byte* behind, WeightReader reader) {
+__device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& rope,
+                         const Layout& layout, std::byte* behind, WeightReader reader) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float* const partials = reinterpret_cast<float*>(behind + kBarrierBytes);
   std::byte* const x_copy = behind + layout.x;
-  Finisher<T, kForm> finisher(run, rope);
+  Finisher<T, kForm> finisher(product, rope);
   const bool copied = has_norm(kForm) || layout.plain_x_is_shared;
   if constexpr (has_norm(kForm))
-    norm_rows(run, behind + layout.gamma, x_copy, partials, SplitEight<T>{});
+    norm_rows(product, behind + layout.gamma, x_copy, partials, SplitEight<T>{});
   else if (copied)
-    copy_rows(run, x_copy);
-  const XRows<kForm> rows(copied ? x_copy : static_cast<const std::byte*>(run.x),
-                          has_norm(kForm) ? normed_row_bytes(run.k)
-                          : copied        ? plain_row_bytes(run.k)
-                                          : std::size_t(run.k) * sizeof(T),
-                          run.rows, run.k);
+    copy_rows(product, x_copy);
+  const XRows<kForm> rows(copied ? x_copy : static_cast<const std::byte*>(product.x),
+                          has_norm(kForm) ? normed_row_bytes(product.k)
+                          : copied        ? plain_row_bytes(product.k)
+                                          : std::size_t(product.k) * sizeof(T),
+                          product.rows, product.k);
   int half = 0;
-  for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
-       unit += static_cast<int>(gridDim.x)) {
-    finisher.start(unit);
+  for (int strip = static_cast<int>(blockIdx.x); strip < strips_of(kForm, product.n);
+       strip += static_cast<int>(gridDim.x)) {
+    finisher.start(strip);
     float sums[kTiles][kChains][4] = {};
 #pragma unroll 1
-    for (int k = 0; k < run.k; k += kStageRun) {
-      const XRun x = rows.read(k + warp * kRun);
+    for (int k = 0; k < product.k; k += kStageK) {
+      const XPart x = rows.read(k + warp * kWarpK);
       uint4 weights[kTiles][kSteps];
 #pragma unroll
       for (auto& tile : weights) reader.read(tile);
@@ -255,7 +256,7 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
 
     // A lane has row lane / 4 of the tiles, the rounded part and the rest, at two outputs.
     float* const partial = partials + half * kLinearWarps * kTiles * kPartial;
-    if (lane / 4 < run.rows) {
+    if (lane / 4 < product.rows) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const auto& [first, second] = sums[tile];
@@ -266,14 +267,14 @@ __device__ void multiply(const LinearRun<T>& run, const RopeWriteArgs& rope, con
       }
     }
     barrier_of_first<kLinearThreads>();
-    finisher.finish(unit, partial);
+    finisher.finish(strip, partial);
     half ^= 1;
   }
 }
 
 template <class T, Form kForm>
 __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
-    linear_kernel(const __grid_constant__ LinearRun<T> run,
+    linear_kernel(const __grid_constant__ LinearProduct<T> product,
                   const __grid_constant__ RopeWriteArgs rope, const Layout layout) {
   extern __shared__ __align__(16) std::byte ring[];
   std::byte* const behind = ring + layout.stages * kStageBytes;
@@ -282,14 +283,14 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   __syncthreads();
   if (threadIdx.x >= kLinearThreads) {
     WeightSender<T> sender(ring, layout.stages, barriers);
-    sender.template send<kForm>(run, rope.head_size);
+    sender.template send<kForm>(product, rope.head_size);
     wait_copies<0>();
     return;
   }
-  if constexpr (has_norm(kForm)) fetch_gamma(run, behind + layout.gamma);
+  if constexpr (has_norm(kForm)) fetch_gamma(product, behind + layout.gamma);
   let_successor_start();
   wait_for_predecessor();
-  multiply<T, kForm>(run, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
+  multiply<T, kForm>(product, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
 }
 
 /// For so many rows: the ring is as long as there is room, but no longer than `most_stages`, which
@@ -318,19 +319,20 @@ bool lay_out(Form form, int rows, int k, int most_stages, const DeviceLimits& li
 
 /// As many rows at a time as there is room for.
 template <class T, Form kForm>
-cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream, const RopeWriteArgs& rope = {}) {
+cudaError_t launch_linear(LinearProduct<T> product, cudaStream_t stream,
+                          const RopeWriteArgs& rope = {}) {
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
-  const int units = units_of(kForm, run.n), blocks = std::min(units, limits.multiprocessors);
+  const int strips = strips_of(kForm, product.n), blocks = std::min(strips, limits.multiprocessors);
   const int most_stages =
-      (units + blocks - 1) / blocks * kTiles * ((run.k + kStageRun - 1) / kStageRun);
+      (strips + blocks - 1) / blocks * kTiles * ((product.k + kStageK - 1) / kStageK);
   Layout layout{};
-  int most = run.rows;
-  while (most > 0 && !lay_out<T>(kForm, most, run.k, most_stages, limits, layout)) --most;
+  int most = product.rows;
+  while (most > 0 && !lay_out<T>(kForm, most, product.k, most_stages, limits, layout)) --most;
   if (most == 0) return cudaErrorInvalidValue;
-  const int passes = (run.rows + most - 1) / most, each = (run.rows + passes - 1) / passes;
-  lay_out<T>(kForm, each, run.k, most_stages, limits, layout);
+  const int passes = (product.rows + most - 1) / most, each = (product.rows + passes - 1) / passes;
+  lay_out<T>(kForm, each, product.k, most_stages, limits, layout);
 
   const auto kernel = linear_kernel<T, kForm>;
   error = allow_shared_memory(kernel, limits);
@@ -342,17 +344,18 @@ cudaError_t launch_linear(LinearRun<T> run, cudaStream_t stream, const RopeWrite
                      .block = dim3(kLinearThreads + kWarpSize),
                      .shared_bytes = std::max(layout.bytes, alone),
                      .stream = stream};
-  for (const int rows = run.rows; run.first_row < rows && error == cudaSuccess;
-       run.first_row += each) {
-    run.rows = std::min(each, rows - run.first_row);
-    error = launch(limits, kernel, where, run, rope, layout);
+  for (const int rows = product.rows; product.first_row < rows && error == cudaSuccess;
+       product.first_row += each) {
+    product.rows = std::min(each, rows - product.first_row);
+    error = launch(limits, kernel, where, product, rope, layout);
     const std::size_t step = static_cast<std::size_t>(each);
-    const std::size_t n = static_cast<std::size_t>(run.n), k = static_cast<std::size_t>(run.k);
-    run.x = static_cast<const std::byte*>(run.x) +
-            step * k * (has_norm(kForm) ? sizeof(float) : sizeof(T));
-    if (run.y) run.y += step * n;
-    if (run.y_float) run.y_float += step * n;
-    if (run.residual) run.residual += step * n;
+    const std::size_t n = static_cast<std::size_t>(product.n),
+                      k = static_cast<std::size_t>(product.k);
+    product.x = static_cast<const std::byte*>(product.x) +
+                step * k * (has_norm(kForm) ? sizeof(float) : sizeof(T));
+    if (product.y) product.y += step * n;
+    if (product.y_float) product.y_float += step * n;
+    if (product.residual) product.residual += step * n;
   }
   return error;
 }
@@ -373,7 +376,7 @@ bool valid(const GatedLinearArgs& args) {
 }
 
 template <class T>
-LinearRun<T> run_of(const LinearArgs& args) {
+LinearProduct<T> product_of(const LinearArgs& args) {
   return {.first_row = 0,
           .rows = args.rows,
           .n = args.n,
@@ -390,7 +393,7 @@ LinearRun<T> run_of(const LinearArgs& args) {
 }
 
 template <class T>
-LinearRun<T> run_of(const GatedLinearArgs& args) {
+LinearProduct<T> product_of(const GatedLinearArgs& args) {
   return {.first_row = 0,
           .rows = args.rows,
           .n = args.n,
@@ -408,8 +411,8 @@ LinearRun<T> run_of(const GatedLinearArgs& args) {
 
 template <class T>
 cudaError_t linear_of(const LinearArgs& args, cudaStream_t stream) {
-  return args.gamma ? launch_linear<T, Form::normed>(run_of<T>(args), stream)
-                    : launch_linear<T, Form::plain>(run_of<T>(args), stream);
+  return args.gamma ? launch_linear<T, Form::normed>(product_of<T>(args), stream)
+                    : launch_linear<T, Form::plain>(product_of<T>(args), stream);
 }
 
 bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
@@ -420,9 +423,9 @@ bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
 
 /// Whether a product can end with this.
 bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
-  constexpr int kUnit = outputs_of_unit(Form::rotated);
+  constexpr int kStrip = outputs_of_strip(Form::rotated);
   return args.type != Type::f32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&
-         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kUnit == 0;
+         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kStrip == 0;
 }
 
 }  // namespace
@@ -435,7 +438,7 @@ cudaError_t linear(const LinearArgs& args, cudaStream_t stream) {
     case Type::f16:
       return linear_of<__half>(args, stream);
     case Type::f32:
-      return launch_linear_f32(run_of<float>(args), stream);
+      return launch_linear_f32(product_of<float>(args), stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -448,20 +451,20 @@ cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
     return error == cudaSuccess ? rope_write(rope, stream) : error;
   }
   return args.type == Type::bf16
-             ? launch_linear<__nv_bfloat16, Form::rotated>(run_of<__nv_bfloat16>(args), stream,
+             ? launch_linear<__nv_bfloat16, Form::rotated>(product_of<__nv_bfloat16>(args), stream,
                                                            rope)
-             : launch_linear<__half, Form::rotated>(run_of<__half>(args), stream, rope);
+             : launch_linear<__half, Form::rotated>(product_of<__half>(args), stream, rope);
 }
 
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream) {
   if (!valid(args)) return cudaErrorInvalidValue;
   switch (args.type) {
     case Type::bf16:
-      return launch_linear<__nv_bfloat16, Form::gated>(run_of<__nv_bfloat16>(args), stream);
+      return launch_linear<__nv_bfloat16, Form::gated>(product_of<__nv_bfloat16>(args), stream);
     case Type::f16:
-      return launch_linear<__half, Form::gated>(run_of<__half>(args), stream);
+      return launch_linear<__half, Form::gated>(product_of<__half>(args), stream);
     case Type::f32:
-      return launch_linear_f32(run_of<float>(args), stream);
+      return launch_linear_f32(product_of<float>(args), stream);
   }
   return cudaErrorInvalidValue;
 }

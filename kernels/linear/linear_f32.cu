@@ -37,65 +37,67 @@ struct StoreEight {
 };
 
 /// A warp for each output.
-__global__ void __launch_bounds__(kLinearThreads) linear_f32_kernel(const LinearRun<float> run) {
+__global__ void __launch_bounds__(kLinearThreads)
+    linear_f32_kernel(const LinearProduct<float> product) {
   extern __shared__ __align__(16) std::byte shared[];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  if (run.gamma) fetch_gamma(run, shared + kSumsBytes);
+  if (product.gamma) fetch_gamma(product, shared + kSumsBytes);
   let_successor_start();
   wait_for_predecessor();
-  const float* x = static_cast<const float*>(run.x);
-  std::size_t stride = static_cast<std::size_t>(run.k);
-  if (run.gamma) {
-    std::byte* const rows = shared + kSumsBytes + gamma_bytes<float>(run.k);
-    norm_rows(run, shared + kSumsBytes, rows, reinterpret_cast<float*>(shared), StoreEight{});
+  const float* x = static_cast<const float*>(product.x);
+  std::size_t stride = static_cast<std::size_t>(product.k);
+  if (product.gamma) {
+    std::byte* const rows = shared + kSumsBytes + gamma_bytes<float>(product.k);
+    norm_rows(product, shared + kSumsBytes, rows, reinterpret_cast<float*>(shared), StoreEight{});
     x = reinterpret_cast<const float*>(rows);
-    stride = normed_row_bytes(run.k) / sizeof(float);
+    stride = normed_row_bytes(product.k) / sizeof(float);
   }
-  for (int n = static_cast<int>(blockIdx.x) * kLinearWarps + warp; n < run.n;
+  for (int n = static_cast<int>(blockIdx.x) * kLinearWarps + warp; n < product.n;
        n += static_cast<int>(gridDim.x) * kLinearWarps) {
-    const std::size_t row_start = static_cast<std::size_t>(n) * run.k;
+    const std::size_t row_start = static_cast<std::size_t>(n) * product.k;
     float sums[kMostLinearRows], ups[kMostLinearRows];
-    multiply_row(run.weight + row_start, x, stride, run.rows, run.k, sums);
-    if (run.up) multiply_row(run.up + row_start, x, stride, run.rows, run.k, ups);
+    multiply_row(product.weight + row_start, x, stride, product.rows, product.k, sums);
+    if (product.up) multiply_row(product.up + row_start, x, stride, product.rows, product.k, ups);
 #pragma unroll
     for (int row = 0; row < kMostLinearRows; ++row)
-      if (row < run.rows && lane == row)
-        write_output(run, row, n, run.up ? silu(sums[row]) * ups[row] : sums[row],
-                     residual_of(run, row, n));
+      if (row < product.rows && lane == row)
+        write_output(product, row, n, product.up ? silu(sums[row]) * ups[row] : sums[row],
+                     residual_of(product, row, n));
   }
 }
 
 }  // namespace
 
-cudaError_t launch_linear_f32(const LinearRun<float>& run, cudaStream_t stream) {
+cudaError_t launch_linear_f32(const LinearProduct<float>& product, cudaStream_t stream) {
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
   // Rows at a time: as many as are normed into shared memory.
   const auto bytes_for = [&](int rows) {
-    return kSumsBytes + (run.gamma ? gamma_bytes<float>(run.k) +
-                                         static_cast<std::size_t>(rows) * normed_row_bytes(run.k)
-                                   : 0);
+    return kSumsBytes + (product.gamma
+                             ? gamma_bytes<float>(product.k) +
+                                   static_cast<std::size_t>(rows) * normed_row_bytes(product.k)
+                             : 0);
   };
-  int each = run.rows;
+  int each = product.rows;
   while (each > 0 && bytes_for(each) > static_cast<std::size_t>(limits.shared_bytes)) --each;
   if (each == 0) return cudaErrorInvalidValue;
   error = allow_shared_memory(linear_f32_kernel, limits);
   const int blocks =
-      std::min((run.n + kLinearWarps - 1) / kLinearWarps, 4 * limits.multiprocessors);
+      std::min((product.n + kLinearWarps - 1) / kLinearWarps, 4 * limits.multiprocessors);
   const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
                      .block = dim3(kLinearThreads),
                      .shared_bytes = bytes_for(each),
                      .stream = stream};
-  for (int done = 0; done < run.rows && error == cudaSuccess; done += each) {
-    LinearRun<float> part = run;
-    const std::size_t n = static_cast<std::size_t>(done) * static_cast<std::size_t>(run.n);
-    part.rows = std::min(each, run.rows - done);
-    part.x = static_cast<const float*>(run.x) + static_cast<std::size_t>(done) * run.k;
-    if (run.y) part.y = run.y + n;
-    if (run.y_float) part.y_float = run.y_float + n;
-    if (run.residual) part.residual = run.residual + n;
+  for (int done = 0; done < product.rows && error == cudaSuccess; done += each) {
+    LinearProduct<float> part = product;
+    const std::size_t n = static_cast<std::size_t>(done) * static_cast<std::size_t>(product.n);
+    part.rows = std::min(each, product.rows - done);
+    part.x = static_cast<const float*>(product.x) + static_cast<std::size_t>(done) * product.k;
+    if (product.y) part.y = product.y + n;
+    if (product.y_float) part.y_float = product.y_float + n;
+    if (product.residual) part.residual = product.residual + n;
     error = launch(limits, linear_f32_kernel, where, part);
   }
   return error;

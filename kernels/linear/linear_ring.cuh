@@ -1,8 +1,8 @@
 // The way of weights to shared memory: one warp of a block sends for them, eight read them.
 //
 // A stage of the ring is a tile of eight weight rows over 1024 of k, of which each of the eight
-// warps takes 128. So much is always on its way that the memory is busy (kWindow), and no more, or
-// what else the block reads (x, on which everything waits) would stand in a queue behind it; a
+// warps takes 128. So much is always on its way that the memory is busy (kInFlight), and no more,
+// or what else the block reads (x, on which everything waits) would stand in a queue behind it; a
 // little less until the ring has been sent for once, for so long x is awaited. What has arrived may
 // wait in the ring meanwhile.
 #pragma once
@@ -10,22 +10,22 @@
 #include <cstddef>
 
 #include "kernels/device/barrier.cuh"
-#include "kernels/linear/linear_run.cuh"
+#include "kernels/linear/linear_product.cuh"
 
 namespace kvlab::kernels {
 
 inline constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
-inline constexpr int kTiles = 2;     // of a unit
+inline constexpr int kTiles = 2;     // of a strip
 inline constexpr int kStep = 32;     // k of a 16-byte load by each of a row's four lanes
 inline constexpr int kSteps = 4;     // of a warp's share of a stage
-inline constexpr int kRun = kSteps * kStep;
-inline constexpr int kStageRun = kLinearWarps * kRun;  // k of a stage
+inline constexpr int kWarpK = kSteps * kStep;
+inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kSteps * kLoadBytes;
 inline constexpr int kLeastStages = 4, kMostStages = 12;
-inline constexpr int kWindow = 4, kFirstWindow = 3;  // stages on their way
+inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages on their way
 
-/// What a product computes, and which weight rows the two tiles of a unit are.
+/// What a product computes, and which weight rows the two tiles of a strip are.
 enum class Form {
   plain,    // sixteen rows below each other
   normed,   // the same, of norm(x)
@@ -33,22 +33,22 @@ enum class Form {
   rotated,  // eight of a head's first half and those that RoPE rotates them with, of norm(x)
 };
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
-__host__ __device__ constexpr int outputs_of_unit(Form form) {
+__host__ __device__ constexpr int outputs_of_strip(Form form) {
   return form == Form::gated ? kTileRows : kTiles * kTileRows;
 }
-__host__ __device__ constexpr int units_of(Form form, int n) {
-  return (n + outputs_of_unit(form) - 1) / outputs_of_unit(form);
+__host__ __device__ constexpr int strips_of(Form form, int n) {
+  return (n + outputs_of_strip(form) - 1) / outputs_of_strip(form);
 }
 
-/// The first weight row of a unit of pairs: the unit's eight rows of a head's first half.
-__device__ inline int first_of_pairs(int unit, int head_size) {
-  const int units = head_size / (kTiles * kTileRows);  // of a head
-  return unit / units * head_size + unit % units * kTileRows;
+/// The first weight row of a rotated strip: its eight rows of a head's first half.
+__device__ inline int first_rotated_row(int strip, int head_size) {
+  const int strips = head_size / (kTiles * kTileRows);  // of a head
+  return strip / strips * head_size + strip % strips * kTileRows;
 }
-__device__ inline int first_row_of_tile(Form form, int unit, int tile, int head_size) {
-  if (form == Form::gated) return unit * kTileRows;
-  if (form == Form::rotated) return first_of_pairs(unit, head_size) + tile * (head_size / 2);
-  return (unit * kTiles + tile) * kTileRows;
+__device__ inline int first_row_of_tile(Form form, int strip, int tile, int head_size) {
+  if (form == Form::gated) return strip * kTileRows;
+  if (form == Form::rotated) return first_rotated_row(strip, head_size) + tile * (head_size / 2);
+  return (strip * kTiles + tile) * kTileRows;
 }
 
 /// In shared memory.
@@ -64,8 +64,8 @@ struct RingBarriers {
   }
 };
 
-/// A place in the ring, and the parity of its phase.
-struct RingPlace {
+/// A slot of the ring, and the parity of its phase.
+struct RingCursor {
   int slot = 0;
   unsigned parity = 0;
   __device__ void advance(int stages) {
@@ -84,26 +84,26 @@ class WeightSender {
 
   /// Sends for the block's share of a product's weights, in the order in which they are read.
   template <Form kForm>
-  __device__ void send(const LinearRun<T>& run, int head_size) {
+  __device__ void send(const LinearProduct<T>& product, int head_size) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, lane_k = lane % 4 * 8;
-    for (int unit = static_cast<int>(blockIdx.x); unit < units_of(kForm, run.n);
-         unit += static_cast<int>(gridDim.x)) {
+    for (int strip = static_cast<int>(blockIdx.x); strip < strips_of(kForm, product.n);
+         strip += static_cast<int>(gridDim.x)) {
       const T* rows[kTiles];
       int wanted[kTiles];  // elements of the row, from rows[tile] on
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const int n = first_row_of_tile(kForm, unit, tile, head_size) + lane / 4;
-        const bool inside = n < run.n;
-        const T* const matrix = kForm == Form::gated && tile % 2 ? run.up : run.weight;
-        rows[tile] = matrix + (inside ? static_cast<std::size_t>(n) * run.k : 0) + lane_k;
-        wanted[tile] = inside ? run.k - lane_k : 0;
+        const int n = first_row_of_tile(kForm, strip, tile, head_size) + lane / 4;
+        const bool inside = n < product.n;
+        const T* const matrix = kForm == Form::gated && tile % 2 ? product.up : product.weight;
+        rows[tile] = matrix + (inside ? static_cast<std::size_t>(n) * product.k : 0) + lane_k;
+        wanted[tile] = inside ? product.k - lane_k : 0;
       }
 #pragma unroll 1
-      for (int k = 0; k < run.k; k += kStageRun)
+      for (int k = 0; k < product.k; k += kStageK)
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          make_room();
-          if (__all_sync(~0u, wanted[tile] - k > kStageRun - kStep))
+          claim_slot();
+          if (__all_sync(~0u, wanted[tile] - k > kStageK - kStep))
             copy_all(rows[tile] + k);
           else
             copy_some(rows[tile] + k, wanted[tile] - k);
@@ -115,9 +115,9 @@ class WeightSender {
   }
 
  private:
-  __device__ void make_room() {
+  __device__ void claim_slot() {
     barriers_.empty[next_.slot].wait(next_.parity ^ 1);
-    if (on_their_way_ < (sent_ < stages_ ? kFirstWindow : kWindow)) {
+    if (on_their_way_ < (sent_ < stages_ ? kFirstInFlight : kInFlight)) {
       ++on_their_way_;
       return;
     }
@@ -145,7 +145,7 @@ class WeightSender {
   std::uint32_t ring_;
   int stages_;
   RingBarriers& barriers_;
-  RingPlace next_, oldest_;
+  RingCursor next_, oldest_;
   int sent_ = 0, on_their_way_ = 0;
 };
 
@@ -174,7 +174,7 @@ class WeightReader {
   const std::byte* mine_;
   int stages_;
   RingBarriers& barriers_;
-  RingPlace next_;
+  RingCursor next_;
 };
 
 }  // namespace kvlab::kernels

@@ -11,7 +11,7 @@
 namespace kvlab::kernels {
 
 template <class T>
-struct LinearRun {
+struct LinearProduct {
   int first_row;  // of this launch's rows, among those of the product
   int rows, n, k;
   const T* weight;  // [n, k]; where gated: the gate
@@ -39,20 +39,21 @@ __host__ __device__ constexpr std::size_t gamma_bytes(int k) {
 }
 /// What an output is added to; 0 where it is not.
 template <class T>
-__device__ inline float residual_of(const LinearRun<T>& run, int row, int column) {
-  return run.residual ? run.residual[static_cast<std::size_t>(row) * run.n + column] : 0.0f;
+__device__ inline float residual_of(const LinearProduct<T>& product, int row, int column) {
+  return product.residual ? product.residual[static_cast<std::size_t>(row) * product.n + column]
+                          : 0.0f;
 }
 /// Writes bias, product and whatever is asked for one output. Returns what is, or would be, in y.
 template <class T>
-__device__ inline T write_output(const LinearRun<T>& run, int row, int column, float value,
+__device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {
-  const std::size_t at = static_cast<std::size_t>(row) * static_cast<std::size_t>(run.n) +
+  const std::size_t at = static_cast<std::size_t>(row) * static_cast<std::size_t>(product.n) +
                          static_cast<std::size_t>(column);
-  if (run.bias) value += to_float(run.bias[column]);
+  if (product.bias) value += to_float(product.bias[column]);
   const T rounded = from_float<T>(value);
-  if (run.y) run.y[at] = rounded;
-  if (run.y_float) run.y_float[at] = value;
-  if (run.residual) run.residual[at] = residual + value;
+  if (product.y) product.y[at] = rounded;
+  if (product.y_float) product.y_float[at] = value;
+  if (product.residual) product.residual[at] = residual + value;
   return rounded;
 }
 
@@ -76,11 +77,12 @@ struct NormShare {
 
 /// Sends for gamma, which does not depend on the predecessor.
 template <class T>
-__device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* to) {
+__device__ inline void fetch_gamma(const LinearProduct<T>& product, std::byte* to) {
 #pragma unroll 1
-  for (int at = static_cast<int>(threadIdx.x) * kVector<T>; at < run.k;
+  for (int at = static_cast<int>(threadIdx.x) * kVector<T>; at < product.k;
        at += kLinearThreads * kVector<T>)
-    copy_async(shared_address(to + static_cast<std::size_t>(at) * sizeof(T)), run.gamma + at, true);
+    copy_async(shared_address(to + static_cast<std::size_t>(at) * sizeof(T)), product.gamma + at,
+               true);
   commit_copies();
 }
 
@@ -88,17 +90,17 @@ __device__ inline void fetch_gamma(const LinearRun<T>& run, std::byte* to) {
 /// unrounded, eight at a time as `finish` leaves them. By the block's first kLinearThreads threads,
 /// whose copies (of gamma, to `gammas`) it waits for; ends with a barrier of them.
 template <class T, class Finish>
-__device__ inline void norm_rows(const LinearRun<T>& run, const std::byte* gammas, std::byte* rows,
-                                 float* sums, Finish finish) {
+__device__ inline void norm_rows(const LinearProduct<T>& product, const std::byte* gammas,
+                                 std::byte* rows, float* sums, Finish finish) {
   constexpr int kSlices = kLinearWarps;
   constexpr int kAtOnce = 8;  // chunks that a lane has on their way
-  const NormShare share(run.rows);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = run.k / 8;
+  const NormShare share(product.rows);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = product.k / 8;
   const std::size_t row = static_cast<std::size_t>(share.row);
   const T* const gamma_row = reinterpret_cast<const T*>(gammas);
-  const float* const x = static_cast<const float*>(run.x) + row * run.k;
-  float* const out = reinterpret_cast<float*>(rows + row * normed_row_bytes(run.k));
-  const int count = share.row < run.rows ? share.count : 0;
+  const float* const x = static_cast<const float*>(product.x) + row * product.k;
+  float* const out = reinterpret_cast<float*>(rows + row * normed_row_bytes(product.k));
+  const int count = share.row < product.rows ? share.count : 0;
   const auto each_chunk = [&](int slice, auto&& f) {
 #pragma unroll 1
     for (int chunk = slice * kWarpSize + lane; chunk < chunks; chunk += kSlices * kWarpSize)
@@ -116,13 +118,13 @@ __device__ inline void norm_rows(const LinearRun<T>& run, const std::byte* gamma
     };
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (const int at = place(i); at < run.k) {
+      if (const int at = place(i); at < product.k) {
         loaded[i][0] = *reinterpret_cast<const Vector<float>*>(x + at);
         loaded[i][1] = *reinterpret_cast<const Vector<float>*>(x + at + 4);
       }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (const int at = place(i); at < run.k) {
+      if (const int at = place(i); at < product.k) {
         *reinterpret_cast<Vector<float>*>(out + at) = loaded[i][0];
         *reinterpret_cast<Vector<float>*>(out + at + 4) = loaded[i][1];
       }
@@ -144,7 +146,7 @@ __device__ inline void norm_rows(const LinearRun<T>& run, const std::byte* gamma
 
   float sum = 0;
   for (int slice = 0; count && slice < kSlices; ++slice) sum += sums[share.row * kSlices + slice];
-  const float scale = 1.0f / sqrtf(sum / static_cast<float>(run.k) + run.norm_epsilon);
+  const float scale = 1.0f / sqrtf(sum / static_cast<float>(product.k) + product.norm_epsilon);
 #pragma unroll 1
   for (int i = 0; i < count; ++i)
     each_chunk(share.slice(i), [&](int at) {
