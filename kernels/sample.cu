@@ -87,7 +87,7 @@ __device__ inline u64 in(Measure measure, Sum sum) {
 }
 
 /// A key of the order, by its distance from the largest, and what comes before it.
-struct Place {
+struct Cutoff {
   u32 distance;
   Sum before;
 };
@@ -96,7 +96,7 @@ struct Shared {
   u32 counts[kBuckets];
   u32 limbs[kLimbs][kBuckets];
   Sum of_warp[kWarps];
-  Place found;
+  Cutoff found;
   int id;
 };
 
@@ -112,16 +112,16 @@ class Row {
 
   /// The key at which the sums of `measure` in order first exceed `target`; keys after `last` are
   /// left out.
-  __device__ Place find(Measure measure, u64 target, u32 last) {
-    Place place{.distance = 0, .before = {}};
+  __device__ Cutoff find(Measure measure, u64 target, u32 last) {
+    Cutoff cutoff{.distance = 0, .before = {}};
     int shift = 32;
     while (shift > 0) {
       const int bits = min(kBucketBits, shift);
-      fill(place.distance, shift, bits, last);
+      fill(cutoff.distance, shift, bits, last);
       shift -= bits;
-      place = cross(measure, target, place, shift);
+      cutoff = cross(measure, target, cutoff, shift);
     }
-    return place;
+    return cutoff;
   }
 
   /// The id at which the sums of value(id), by ids, first exceed `target`; -1 if none does.
@@ -185,7 +185,7 @@ class Row {
   }
 
   /// The bucket in which the sums exceed the target, two buckets a thread.
-  __device__ Place cross(Measure measure, u64 target, const Place& from, int shift) {
+  __device__ Cutoff cross(Measure measure, u64 target, const Cutoff& from, int shift) {
     static_assert(kBuckets == 2 * kThreads);
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int first = 2 * static_cast<int>(threadIdx.x);
@@ -221,9 +221,9 @@ struct Kept {
 };
 
 __device__ Kept keep_likeliest(Row& row, u32 count) {
-  const Place place = row.find(Measure::count, count - 1, 0xffffffffu);
-  const u32 ties = count - place.before.count;
-  return {place.distance, place.before.weight + ties * row.weight(place.distance)};
+  const Cutoff cutoff = row.find(Measure::count, count - 1, 0xffffffffu);
+  const u32 ties = count - cutoff.before.count;
+  return {cutoff.distance, cutoff.before.weight + ties * row.weight(cutoff.distance)};
 }
 
 /// The fewest of the likeliest that together reach the share.
@@ -231,10 +231,10 @@ __device__ Kept keep_share(Row& row, Kept all, double share) {
   const u64 enough =
       max(u64{1}, static_cast<u64>(ceil(fmin(share, 1.0) * static_cast<double>(all.weight))));
   const u64 target = min(enough, all.weight) - 1;
-  const Place place = row.find(Measure::weight, target, all.last);
-  const u64 each = row.weight(place.distance);
-  const u64 ties = (target - place.before.weight) / each + 1;
-  return {place.distance, place.before.weight + ties * each};
+  const Cutoff cutoff = row.find(Measure::weight, target, all.last);
+  const u64 each = row.weight(cutoff.distance);
+  const u64 ties = (target - cutoff.before.weight) / each + 1;
+  return {cutoff.distance, cutoff.before.weight + ties * each};
 }
 
 __device__ int sample_row(Row& row, int vocab, int top_k, double top_p, u64 bits, u64 all_weight) {
@@ -245,9 +245,9 @@ __device__ int sample_row(Row& row, int vocab, int top_k, double top_p, u64 bits
   if (cut) kept = keep_likeliest(row, static_cast<u32>(top_k));
   if (top_p < 1) kept = keep_share(row, kept, top_p);
   const u64 target = scaled(kept.weight, bits);
-  const Place place = row.find(Measure::weight, target, kept.last);
-  const u64 nth = (target - place.before.weight) / row.weight(place.distance);
-  return row.find_id(nth, [&](int id) { return u64{row.distance_of(id) == place.distance}; });
+  const Cutoff cutoff = row.find(Measure::weight, target, kept.last);
+  const u64 nth = (target - cutoff.before.weight) / row.weight(cutoff.distance);
+  return row.find_id(nth, [&](int id) { return u64{row.distance_of(id) == cutoff.distance}; });
 }
 
 /// The sum of all weights, in every thread.

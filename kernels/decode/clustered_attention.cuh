@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   const EvenShare share(slots.tiles(), kClusterCtas);
   const int first = share.begin(rank), count = share.begin(rank + 1) - first;
   prefetch_newest<Warp>(args, slots, first, count);
-  AllTilesAhead<Warp> tiles(plan, ring.tiles(warp), Place{slots, first}, count);
+  AllTilesAhead<Warp> tiles(plan, ring.tiles(warp), TileCursor{slots, first}, count);
   wait_for_predecessor();
   Warp state;
   state.start(static_cast<const typename Warp::Element*>(args.q) +

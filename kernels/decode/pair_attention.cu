@@ -229,13 +229,13 @@ template <class T, int kDim>
 class SinkRotation {
  public:
   /// What does not need the query.
-  __device__ void start(const PairAttention& args, const Place& place) {
+  __device__ void start(const PairAttention& args, const TileCursor& cursor) {
     sinks_ = 0;
-    const PairSlots& slots = place.slots;
+    const PairSlots& slots = cursor.slots;
     const auto sinks = static_cast<int>(args.rules[slots.pair].sinks);
     const std::uint32_t gap = args.table.now[slots.pair / args.table.kv_heads] -
                               static_cast<std::uint32_t>(slots.live - 1);
-    if (gap == 0 || place.tile * kSlotsPerTile >= sinks) return;
+    if (gap == 0 || cursor.tile * kSlotsPerTile >= sinks) return;
     sinks_ = sinks;
     cos_sin_ = rotation_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
   }
@@ -305,26 +305,26 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
 
   const int warp = threadIdx.x / 32;
   int at = share.begin(blockIdx.x);  // in the row
-  Place place = row.at(at, Warp::kHeadSize);
-  Tiles tiles(plan, ring.tiles(warp), place, left);
+  TileCursor cursor = row.at(at, Warp::kHeadSize);
+  Tiles tiles(plan, ring.tiles(warp), cursor, left);
   SinkRotation<typename Warp::Element, Warp::kHeadSize> sink_rotation;
-  if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, place);
+  if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, cursor);
   wait_for_predecessor();
   Warp state;
   for (bool first = true; left > 0; first = false) {
     if (!first) {
-      place.next_pair(args.table, Warp::kHeadSize);
-      if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, place);
+      cursor.next_pair(args.table, Warp::kHeadSize);
+      if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, cursor);
     }
-    const PairSlots& slots = place.slots;
-    const int count = min(left, slots.tiles() - place.tile);
+    const PairSlots& slots = cursor.slots;
+    const int count = min(left, slots.tiles() - cursor.tile);
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * Warp::kHeadSize;
     state.start(query, args.group);
     TileUse use = pair_use(args, slots, ring, query, sink_rotation);
     for (int i = 0; i < count; ++i) {
       const auto& tile = tiles.next();
-      const int slot = (place.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
+      const int slot = (cursor.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
       use.valid = slots.live - slot;
       use.angles.newest = slots.newest - slot;
       if constexpr (Warp::kRotated == Rotated::query) use.sinks = sink_rotation.sinks() - slot;
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     if (whole) {
       leave_gone(plan, slots.pair, use.angles.gone);
     } else {
-      arrive_and_merge<Warp>(plan, PairParts(share, at - place.tile, slots.tiles()), exchange,
+      arrive_and_merge<Warp>(plan, PairParts(share, at - cursor.tile, slots.tiles()), exchange,
                              slots.pair, use.angles.gone);
     }
     left -= count;

@@ -36,7 +36,7 @@ struct PairSlots {
 };
 
 /// A tile of the row; walks along it.
-struct Place {
+struct TileCursor {
   PairSlots slots;
   int tile;  ///< of the pair
 
@@ -62,7 +62,7 @@ class TileRow {
   __device__ int total() const { return __shfl_sync(~0u, up_to_, 31); }
 
   /// `tile` of the row, which must exist. By the whole warp.
-  __device__ Place at(int tile, int head_size) const {
+  __device__ TileCursor at(int tile, int head_size) const {
     const int block = __ffs(static_cast<int>(__ballot_sync(~0u, tile < up_to_))) - 1;
     tile -= __shfl_sync(~0u, up_to_ - tiles_, block);
     for (int first = block * block_;; first += 32) {

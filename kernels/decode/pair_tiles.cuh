@@ -86,24 +86,24 @@ template <class Warp>
 class TileSource {
  public:
   using T = typename Warp::Element;
-  __device__ TileSource(const PairPlan& plan, const Place& place, int count)
-      : args_(plan.args), place_(place), left_(count), policy_(cache_policy(plan.read_once)) {}
+  __device__ TileSource(const PairPlan& plan, const TileCursor& cursor, int count)
+      : args_(plan.args), cursor_(cursor), left_(count), policy_(cache_policy(plan.read_once)) {}
 
   /// Starts copying the next tile, if there is one. A group of copies in any case.
   __device__ void start_next(typename Warp::Tile& tile) {
     if (left_ > 0) {
-      if (place_.tile == place_.slots.tiles()) place_.next_pair(args_.table, Warp::kHeadSize);
+      if (cursor_.tile == cursor_.slots.tiles()) cursor_.next_pair(args_.table, Warp::kHeadSize);
       // The newest token comes from the kernel before; the rest has been there.
-      if (place_.slots.newest / kSlotsPerTile == place_.tile) wait_for_predecessor();
-      const int slot = place_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
-      const int valid = place_.slots.live - slot;
+      if (cursor_.slots.newest / kSlotsPerTile == cursor_.tile) wait_for_predecessor();
+      const int slot = cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
+      const int valid = cursor_.slots.live - slot;
       const std::int64_t from =
-          place_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
+          cursor_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
       tile.load_slots(static_cast<const T*>(args_.keys) + from,
                       static_cast<const T*>(args_.values) + from, valid, policy_);
       if constexpr (Warp::kRotated == Rotated::keys)
         tile.load(args_.ages + from / Warp::kHeadSize, valid);
-      ++place_.tile;
+      ++cursor_.tile;
       --left_;
     }
     commit_copies();
@@ -111,7 +111,7 @@ class TileSource {
 
  private:
   const PairAttention& args_;
-  Place place_;
+  TileCursor cursor_;
   int left_;
   CachePolicy policy_;
 };
@@ -123,9 +123,9 @@ class TilesAhead {
  public:
   static constexpr int kStages = Warp::kStages;
   __device__ static int stages(const PairPlan&) { return kStages; }
-  __device__ TilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
+  __device__ TilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const TileCursor& cursor,
                         int count)
-      : source_(plan, place, count), ring_(ring) {
+      : source_(plan, cursor, count), ring_(ring) {
     for (int i = 0; i < kStages - 1; ++i) fetch();
   }
   /// The next tile, once it is there; the one before it may be overwritten.
@@ -154,9 +154,9 @@ template <class Warp>
 class AllTilesAhead {
  public:
   __device__ static int stages(const PairPlan& plan) { return plan.stages; }
-  __device__ AllTilesAhead(const PairPlan& plan, typename Warp::Tile* ring, const Place& place,
-                           int count)
-      : source_(plan, place, count), ring_(ring), stages_(plan.stages) {
+  __device__ AllTilesAhead(const PairPlan& plan, typename Warp::Tile* ring,
+                           const TileCursor& cursor, int count)
+      : source_(plan, cursor, count), ring_(ring), stages_(plan.stages) {
     for (int i = 0; i < stages_; ++i) fetch();
   }
   /// The next tile, once it is there; the one before it is overwritten.

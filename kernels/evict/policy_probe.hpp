@@ -9,16 +9,16 @@
 #include <span>
 
 #include "kernels/evict/device_policy.hpp"
-#include "kernels/evict/probe_run.hpp"
+#include "kernels/evict/probe_args.hpp"
 
 namespace kvlab {
 
-/// Enqueues the run on `stream`; may be captured in a graph. `values` as in the catalogue.
-cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeRun& run,
+/// Enqueues the probe on `stream`; may be captured in a graph. `values` as in the catalogue.
+cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeArgs& args,
                       std::span<const double> values, cudaStream_t stream);
 
 /// Probabilities to integers on the device. All pointers are device memory, [count].
-struct ObservationRun {
+struct ObservationArgs {
   std::uint32_t count;
   const float* weights;
   const float* probabilities;
@@ -27,6 +27,6 @@ struct ObservationRun {
   std::uint64_t* masses;   ///< out: fixed_mass(weight, probability)
   std::uint8_t* requests;  ///< out: whether the unweighted entry is requested
 };
-cudaError_t launch_observations(const ObservationRun& run, cudaStream_t stream);
+cudaError_t launch_observations(const ObservationArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab

@@ -17,12 +17,12 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-constexpr int kGroups = 3;        ///< warpgroups of a CTA that count
-constexpr int kKeysOfGroup = 64;  ///< 16 of each warp
-constexpr int kKeys = kGroups * kKeysOfGroup;
-constexpr int kCounting = kGroups * 128;  ///< threads that count
-constexpr int kThreads = kCounting + 32;  ///< and the warp that fetches
-constexpr int kStages = 5;                ///< tiles in shared memory
+constexpr int kWarpgroups = 3;        ///< warpgroups of a CTA that count
+constexpr int kKeysOfWarpgroup = 64;  ///< 16 of each warp
+constexpr int kKeys = kWarpgroups * kKeysOfWarpgroup;
+constexpr int kCounting = kWarpgroups * 128;  ///< threads that count
+constexpr int kThreads = kCounting + 32;      ///< and the warp that fetches
+constexpr int kStages = 5;                    ///< tiles in shared memory
 
 template <class T, int kDim>
 struct Shared {
@@ -189,7 +189,8 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
 
 template <class T, int kDim, Count kCount>
 __global__ void __launch_bounds__(kThreads, 1)
-    observe_groups(const __grid_constant__ Plan plan, const __grid_constant__ CUtensorMap queries) {
+    observe_warpgroups(const __grid_constant__ Plan plan,
+                       const __grid_constant__ CUtensorMap queries) {
   extern __shared__ unsigned char memory[];
   const std::uint32_t unaligned = shared_address(memory) % kAlignment;
   auto& shared =
@@ -256,12 +257,13 @@ template <class T, int kDim, Count kCount>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<T, kDim>) + kAlignment;
   const cudaError_t allowed = cudaFuncSetAttribute(
-      observe_groups<T, kDim, kCount>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      observe_warpgroups<T, kDim, kCount>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
   CUtensorMap queries;
   if (const cudaError_t error = describe_queries(plan.args, queries); error != cudaSuccess)
     return error;
-  observe_groups<T, kDim, kCount><<<grid(plan, kKeys), kThreads, kBytes, stream>>>(plan, queries);
+  observe_warpgroups<T, kDim, kCount>
+      <<<grid(plan, kKeys), kThreads, kBytes, stream>>>(plan, queries);
   return cudaGetLastError();
 }
 

@@ -12,7 +12,7 @@ namespace kvlab {
 inline constexpr unsigned kProbeThreads = 128;
 
 /// A fixed set of tokens through some steps. All pointers are device memory.
-struct ProbeRun {
+struct ProbeArgs {
   std::uint32_t tokens;        ///< token i is at position i, slot i; all are admitted in step 0
   std::uint32_t steps;         ///< each observes, then ranks
   const Step* step;            ///< [step]
