@@ -26,7 +26,7 @@ bool HeadRun::wants_row(std::uint32_t query) const {
   if (measures(query) || future_mass_) return true;
   if (squeezed_) return false;
   // The tail of an admission to come is not known yet: asking for a row too many is harmless.
-  return sink_.out || live_.needs() != Needs::nothing;
+  return target_.out || live_.needs() != Needs::nothing;
 }
 
 void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
@@ -34,7 +34,7 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
   visible_ = live_.size() - age_of(query);
   sees_all_ = visible_ == query + 1;
 
-  if (observes(query) || measures(query) || sink_.out) {
+  if (observes(query) || measures(query) || target_.out) {
     if (squeezed_) squeezed_->compute(query, live_, visible_);
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
     seen_.end_query(query);
@@ -46,7 +46,7 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
 }
 
 void HeadRun::begin_admission() {
-  if (room_watcher_) room_watcher_(admission().first, live_);
+  if (admission_watcher_) admission_watcher_(admission().first, live_);
   live_.make_room(admission().first);
   live_.admit(admission().first, admission().tokens);
   if (squeezed_) squeezed_->place(live_);
@@ -63,10 +63,10 @@ void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
   take_probabilities(query, head, rows);
   seen_.add_row(p_, age_of(query));
   if (measures(query)) measure_head(query, head, rows);
-  if (sink_.out) {
+  if (target_.out) {
     const auto out = output();
     std::copy(out.begin(), out.end(),
-              sink_.out + query * sink_.token_stride + head * sink_.head_stride);
+              target_.out + query * target_.token_stride + head * target_.head_stride);
   }
 }
 

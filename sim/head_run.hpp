@@ -18,7 +18,7 @@
 namespace kvlab {
 
 /// Where a run's attention outputs go: [token, group, dim] by strides in floats. Null: nowhere.
-struct OutputSink {
+struct OutputTarget {
   float* out = nullptr;
   std::size_t token_stride = 0, head_stride = 0;
 };
@@ -38,15 +38,15 @@ class HeadRun {
     span_ = span;
     stats_.resize(*span, view_.group);
   }
-  void write_outputs(OutputSink sink) { sink_ = sink; }
+  void write_outputs(OutputTarget target) { target_ = target; }
   /// Called after each query with the live positions it attended, ascending.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
     watcher_ = std::move(watcher);
   }
 
   /// Called before each admission, before room is made, with the position to be admitted next.
-  void watch_room(std::function<void(std::uint32_t, const LiveSet&)> watcher) {
-    room_watcher_ = std::move(watcher);
+  void watch_admissions(std::function<void(std::uint32_t, const LiveSet&)> watcher) {
+    admission_watcher_ = std::move(watcher);
   }
 
   /// Whether attend(query) will look at the shared row of `query`.
@@ -82,10 +82,10 @@ class HeadRun {
   std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
   const QuerySpan* span_ = nullptr;
   HeadStats stats_;
-  OutputSink sink_;
+  OutputTarget target_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
 
-  std::function<void(std::uint32_t, const LiveSet&)> room_watcher_;
+  std::function<void(std::uint32_t, const LiveSet&)> admission_watcher_;
 
   std::uint32_t visible_ = 0;          // live tokens the current query may see
   bool sees_all_ = false;              // … which are all there ever were

@@ -75,7 +75,7 @@ void CudaDecoder::check_rows(int rows) const {
                                             rows, options_.sequences));
 }
 
-void CudaDecoder::check_room(std::uint64_t tokens) const {
+void CudaDecoder::check_capacity(std::uint64_t tokens) const {
   const std::uint32_t most = options_.slots > 0 ? options_.slots : kLongestSequence - 1;
   if (tokens > most)
     throw std::invalid_argument(
@@ -104,7 +104,7 @@ void CudaDecoder::rewind(int sequence, std::uint32_t tokens) {
 }
 
 void CudaDecoder::pretend(int sequence, std::uint32_t tokens) {
-  check_room(tokens);
+  check_capacity(tokens);
   cache_->pretend(sequence, tokens);
   fed_.at(static_cast<std::size_t>(sequence)) = tokens;
   set_row(sequence);
@@ -135,7 +135,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
                           SegmentKind kind) {
   if (ids.empty()) throw std::invalid_argument("decoder: no tokens to feed; give at least one");
   check_ids(ids);
-  check_room(tokens(sequence) + ids.size());
+  check_capacity(tokens(sequence) + ids.size());
   if (all_logits) all_logits->resize(ids.size() * config_.vocab);
   const std::int32_t* const device_ids = prompt_.upload(ids);
   const std::size_t most = tokens_at_once(sequence, kind, ids.size());
@@ -321,7 +321,7 @@ void CudaDecoder::choose(int rows) {
 void CudaDecoder::before_step(int rows) const {
   check_rows(rows);
   for (int row = 0; row < rows; ++row)
-    if (tokens(row) > 0) check_room(tokens(row) + std::uint64_t{1});
+    if (tokens(row) > 0) check_capacity(tokens(row) + std::uint64_t{1});
 }
 
 void CudaDecoder::after_step(int rows, Next next) {

@@ -125,7 +125,7 @@ class CudaDecoder {
   void set_row(int row) { batch_.set_row(row, cache_->row(tokens(row))); }
   void check_ids(std::span<const std::int32_t> ids) const;
   void check_rows(int rows) const;
-  void check_room(std::uint64_t tokens) const;
+  void check_capacity(std::uint64_t tokens) const;
 
   void admit(const Piece& piece, float* logits, const OnChunk& on_chunk);
   void feed_alone(const Piece& piece, float* logits);

@@ -8,7 +8,7 @@
 #include <map>
 #include <memory>
 
-#include "engine/loop/reference_attention.hpp"
+#include "engine/loop/float64_attention.hpp"
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/parallel.hpp"
@@ -260,7 +260,7 @@ class Verifier::Watch final : public DecoderObserver {
   ResolvedConfig asked_;
   std::optional<Dtype> rounding_;
   VerifyOptions how_;
-  ReferenceAttention reference_;
+  Float64Attention reference_;
   double worst_plain_ = 0;
   std::vector<WatchedHead> heads_;  // [layer, kv_head]
   std::vector<Admission> admissions_;
@@ -326,7 +326,8 @@ std::optional<Parting> Verifier::Watch::run_free(const RopeTable& rope, std::uin
   std::vector<std::unique_ptr<HeadRun>> runs;
   runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
                                            admissions_, view, rope, arithmetic));
-  runs[0]->watch_room([&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
+  runs[0]->watch_admissions(
+      [&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
   SharedRows rows(view, rope, arithmetic);
   run_head(view.tokens, rows, runs, nullptr);
   return free.parting;

@@ -77,7 +77,7 @@ class Matcher {
   }
 
   // The first match at or after `from`; false if there is none.
-  bool find(std::string_view text, std::size_t from, Span& match) {
+  bool find(std::string_view text, std::size_t from, ByteRange& match) {
     const int found = pcre2_match(&code_, units(text), text.size(), from, PCRE2_NO_UTF_CHECK,
                                   data_.get(), context_.get());
     if (found == PCRE2_ERROR_NOMATCH) return false;
@@ -124,18 +124,18 @@ Pattern Pattern::literal(std::string_view text) {
   return Pattern(std::make_shared<const Code>(Code{compile(text, PCRE2_LITERAL)}));
 }
 
-std::vector<Span> Pattern::isolate(std::string_view text) const {
+std::vector<ByteRange> Pattern::isolate(std::string_view text) const {
   Matcher matcher(*code_->compiled);
-  std::vector<Span> spans;
+  std::vector<ByteRange> ranges;
   std::size_t done = 0;
-  for (Span match{}; done < text.size() && matcher.find(text, done, match); done = match.end) {
+  for (ByteRange match{}; done < text.size() && matcher.find(text, done, match); done = match.end) {
     // Look-behind could yet leave an empty match; it must not stop the scan.
     if (match.end <= done || match.begin == match.end) break;
-    if (match.begin > done) spans.push_back({done, match.begin});
-    spans.push_back(match);
+    if (match.begin > done) ranges.push_back({done, match.begin});
+    ranges.push_back(match);
   }
-  if (done < text.size()) spans.push_back({done, text.size()});
-  return spans;
+  if (done < text.size()) ranges.push_back({done, text.size()});
+  return ranges;
 }
 
 }  // namespace kvlab::tokenizer

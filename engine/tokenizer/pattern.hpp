@@ -10,7 +10,7 @@
 namespace kvlab::tokenizer {
 
 /// Bytes [begin, end) of a text.
-struct Span {
+struct ByteRange {
   std::size_t begin, end;
 };
 
@@ -29,7 +29,7 @@ class Pattern {
 
   /// Cuts valid UTF-8 at both ends of every match: matches and what lies between them, in order.
   /// Throws std::runtime_error if the pattern needs too many steps on this text.
-  std::vector<Span> isolate(std::string_view text) const;
+  std::vector<ByteRange> isolate(std::string_view text) const;
 
  private:
   struct Code;

@@ -45,8 +45,8 @@ PrependScheme read_scheme(const Node& node) {
 }
 
 void append_cut(const Pattern& pattern, std::string_view piece, std::vector<std::string>& out) {
-  for (const Span span : pattern.isolate(piece)) {
-    out.emplace_back(piece.substr(span.begin, span.end - span.begin));
+  for (const ByteRange range : pattern.isolate(piece)) {
+    out.emplace_back(piece.substr(range.begin, range.end - range.begin));
   }
 }
 

@@ -17,8 +17,8 @@ const std::string kBad = "\uFFFD";
 
 std::vector<std::string> cut(const Pattern& pattern, const std::string& text) {
   std::vector<std::string> pieces;
-  for (const Span span : pattern.isolate(text)) {
-    pieces.push_back(text.substr(span.begin, span.end - span.begin));
+  for (const ByteRange range : pattern.isolate(text)) {
+    pieces.push_back(text.substr(range.begin, range.end - range.begin));
   }
   return pieces;
 }

@@ -18,8 +18,9 @@ TEST_CASE("every policy of the catalogue is compiled for the device") {
 }
 
 TEST_CASE("a probe refuses an empty run before launching") {
-  CHECK(run_probe(kernels::device_policies()[0], ProbeRun{}, {}, nullptr) == cudaErrorInvalidValue);
-  CHECK(launch_observations(ObservationRun{}, nullptr) == cudaErrorInvalidValue);
+  CHECK(run_probe(kernels::device_policies()[0], ProbeArgs{}, {}, nullptr) ==
+        cudaErrorInvalidValue);
+  CHECK(launch_observations(ObservationArgs{}, nullptr) == cudaErrorInvalidValue);
 }
 
 TEST_CASE("every policy does on the device what it does on the host, to the bit", "[gpu]") {
@@ -69,13 +70,13 @@ TEST_CASE("masses and requests are the same on the device, to the bit", "[gpu]")
   const Stream stream;
   for (const double tau : {0.0, 0.01, 0.5, 1.0})
     for (const float largest : {1.0f, 0.37f, 1e-6f}) {
-      const ObservationRun run{.count = kCount,
-                               .weights = device_weights.data(),
-                               .probabilities = device_probabilities.data(),
-                               .row_max = fixed_mass(1.0f, largest),
-                               .threshold16 = request_threshold16(tau),
-                               .masses = masses.data(),
-                               .requests = requests.data()};
+      const ObservationArgs run{.count = kCount,
+                                .weights = device_weights.data(),
+                                .probabilities = device_probabilities.data(),
+                                .row_max = fixed_mass(1.0f, largest),
+                                .threshold16 = request_threshold16(tau),
+                                .masses = masses.data(),
+                                .requests = requests.data()};
       check_cuda(launch_observations(run, stream.get()));
       const auto device_masses = masses.to_host();
       const auto device_requests = requests.to_host();

@@ -96,15 +96,15 @@ class DeviceRun {
         slots_(kTokens * policy.slot_bytes) {}
 
   cudaError_t enqueue(cudaStream_t stream) const {
-    const ProbeRun run{.tokens = kTokens,
-                       .steps = kSteps,
-                       .step = steps_.data(),
-                       .seen = seen_.data(),
-                       .guards = kGuards,
-                       .ranks = ranks_.data(),
-                       .leave_after = leave_after_.data(),
-                       .slots = slots_.data(),
-                       .weights = weights_.data()};
+    const ProbeArgs run{.tokens = kTokens,
+                        .steps = kSteps,
+                        .step = steps_.data(),
+                        .seen = seen_.data(),
+                        .guards = kGuards,
+                        .ranks = ranks_.data(),
+                        .leave_after = leave_after_.data(),
+                        .slots = slots_.data(),
+                        .weights = weights_.data()};
     return run_probe(policy_, run, params_, stream);
   }
   Outcome take() {

@@ -1,11 +1,11 @@
-#include "engine/loop/reference_attention.hpp"
+#include "engine/loop/float64_attention.hpp"
 
 #include <algorithm>
 #include <cmath>
 
 namespace kvlab {
 
-std::vector<double> ReferenceAttention::rotate(const float* x, std::uint32_t position) const {
+std::vector<double> Float64Attention::rotate(const float* x, std::uint32_t position) const {
   std::vector<double> y(x, x + head_size_);
   const std::size_t half = rope_.inv_freq.size();
   for (std::size_t i = 0; i < half; ++i) {
@@ -18,7 +18,7 @@ std::vector<double> ReferenceAttention::rotate(const float* x, std::uint32_t pos
   return y;
 }
 
-std::vector<double> ReferenceAttention::probabilities(
+std::vector<double> Float64Attention::probabilities(
     const std::vector<double>& query, std::span<const std::vector<double>> keys) const {
   std::vector<double> p;
   for (const std::vector<double>& key : keys) {

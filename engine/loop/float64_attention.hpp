@@ -10,9 +10,9 @@
 
 namespace kvlab {
 
-class ReferenceAttention {
+class Float64Attention {
  public:
-  ReferenceAttention(const Rope& rope, std::uint32_t head_size, double softmax_scale)
+  Float64Attention(const Rope& rope, std::uint32_t head_size, double softmax_scale)
       : rope_(rope), head_size_(head_size), scale_(softmax_scale) {}
 
   /// q or k rotated to `position`, [dim].
