@@ -94,6 +94,12 @@ ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchGrid>
     for (const CacheConfig& config : grid.configs)
       bench.grids.back().slot_steps += slot_steps(trace, config) * shape.layers * shape.kv_heads;
   }
+  if (device) {
+    // Walks are compiled on demand, which is no part of a replay's time.
+    ReplayOptions one_layer = options;
+    one_layer.layers = {0};
+    for (const BenchGrid& grid : grids) replay(trace, 0, grid.configs, one_layer);
+  }
   for (unsigned repeat = 0; repeat < repeats; ++repeat)
     for (std::size_t g = 0; g < grids.size(); ++g) {
       const ExactPass exact =
