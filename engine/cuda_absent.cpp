@@ -1,9 +1,9 @@
 // The CUDA backend of a build without it.
 #include <stdexcept>
 
-#include "engine/attention_bench.hpp"
 #include "engine/backend.hpp"
 #include "engine/bench.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -21,10 +21,10 @@ std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path&) {
   throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
 }
 
-DecodeBench bench_decode(const DecodeBenchOptions&) { refuse_bench(); }
-PrefillBench bench_prefill(const PrefillBenchOptions&) { refuse_bench(); }
-AttentionBench bench_attention(const AttentionBenchOptions&) { refuse_bench(); }
-StreamBench bench_stream(const StreamBenchOptions&) { refuse_bench(); }
-EvictBench bench_evict(const EvictBenchOptions&) { refuse_bench(); }
+nlohmann::ordered_json bench_decode(const DecodeBenchOptions&) { refuse_bench(); }
+nlohmann::ordered_json bench_prefill(const PrefillBenchOptions&) { refuse_bench(); }
+nlohmann::ordered_json bench_stream(const StreamBenchOptions&) { refuse_bench(); }
+nlohmann::ordered_json bench_evict(const EvictBenchOptions&) { refuse_bench(); }
+nlohmann::ordered_json bench_attention(const AttentionBenchOptions&) { refuse_bench(); }
 
 }  // namespace kvlab

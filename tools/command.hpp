@@ -1,5 +1,5 @@
-// One subcommand of `kvlab`. Each lives in its own tools/cmd_<name>.cpp and has one line in
-// main.cpp.
+// One subcommand of `kvlab`. Each lives in its own tools/commands/<name>.cpp and has one line in
+// commands.cpp.
 #pragma once
 
 #include <boost/program_options.hpp>
@@ -23,7 +23,7 @@ struct Command {
   std::string example;  ///< one line that works, shown by --help
   void (*add_options)(po::options_description&);
   /// Positional arguments go to this option, if any ("trace-args", say); -1 count: any number.
-  std::string positional;
+  std::string positional = "";
   /// Returns the exit code: 0, or 1 where a check failed. Throws std::exception for bad input.
   int (*run)(const po::variables_map&);
 };

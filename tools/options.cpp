@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "sim/source/policy_source.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 
 template class boost::program_options::typed_value<bool>;
@@ -166,6 +167,22 @@ class Bar {
 
 }  // namespace
 
+po::typed_value<std::string>* text_option(const char* name) {
+  return po::value<std::string>()->value_name(name);
+}
+
+po::typed_value<std::string>* text_option(const char* name, const char* standard) {
+  return text_option(name)->default_value(standard);
+}
+
+po::typed_value<std::int64_t>* number_option(const char* name) {
+  return po::value<std::int64_t>()->value_name(name);
+}
+
+po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t standard) {
+  return number_option(name)->default_value(standard);
+}
+
 void add_policy_options(po::options_description& options, bool needs_policy) {
   auto add = options.add_options();
   const std::string without = needs_policy ? "may be left out beside --policy-source"
@@ -174,15 +191,15 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
       "policies, each name:param=value:guard=value, such as h2o:recent=25%; `kvlab policies` lists "
       "them (" +
       without + ")";
-  add("policy", po::value<std::string>()->value_name("P,..."), text.c_str());
+  add("policy", text_option("P,..."), text.c_str());
   add_source_option(options);
-  add("budget", po::value<std::string>()->value_name("B,..."),
+  add("budget", text_option("B,..."),
       "tokens that a decoded query may span, or a share of the length: 64,128,20%");
-  add("prefill", po::value<std::string>()->value_name("MODE,...")->default_value("dense"),
+  add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");
-  add("positions", po::value<std::string>()->value_name("original|cache"),
+  add("positions", text_option("original|cache"),
       "true positions, or the live tokens numbered 0, 1, 2, ... (default: the policy's own)");
-  add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+  add("seed", number_option("N", 0), "of random draws");
 }
 
 void add_source_option(po::options_description& options) {
@@ -207,8 +224,8 @@ double threshold_from(const po::variables_map& options) {
 
 void add_common_options(po::options_description& options) {
   auto add = options.add_options();
-  add("threads", po::value<std::int64_t>()->value_name("N"), "default: all cores");
-  add("device", po::value<std::string>()->value_name("cpu|cuda"),
+  add("threads", number_option("N"), "default: all cores");
+  add("device", text_option("cpu|cuda"),
       "default: cuda where there is one; replay and its bench: cpu");
   add("json", po::bool_switch(), "print one JSON object");
 }
@@ -226,6 +243,11 @@ std::int64_t number_from(const po::variables_map& options, const char* name, std
     throw std::invalid_argument(
         fmt::format("--{}: {} should be between {} and {}", name, value, least, most));
   return value;
+}
+
+std::uint32_t count_from(const po::variables_map& options, const char* name, std::int64_t least,
+                         std::int64_t most) {
+  return static_cast<std::uint32_t>(number_from(options, name, least, most));
 }
 
 std::uint64_t seed_from(const po::variables_map& options) {
@@ -299,6 +321,8 @@ std::function<void(double)> progress_bar(std::string label) {
   if (!isatty(STDERR_FILENO)) return [](double) {};
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
+
+void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }
 
 void refuse_existing(const std::string& path, std::string_view option) {
   std::error_code error;

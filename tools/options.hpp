@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,12 @@
 #include "traces/base/text.hpp"
 
 namespace kvlab {
+
+/// What an option holds; `name` is that of its value in --help, `standard` the default, if any.
+po::typed_value<std::string>* text_option(const char* name);
+po::typed_value<std::string>* text_option(const char* name, const char* standard);
+po::typed_value<std::int64_t>* number_option(const char* name);
+po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t standard);
 
 /// `--policy`, `--policy-source`, `--budget`, `--prefill`, `--positions`, `--seed`.
 void add_policy_options(po::options_description& options, bool needs_policy = false);
@@ -30,6 +37,9 @@ std::string required(const po::variables_map& options, const char* name, std::st
 /// The number of `--name`, which is a value<std::int64_t> (Boost reads -1 as a large unsigned).
 /// Throws std::invalid_argument outside [least, most].
 std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
+                         std::int64_t most);
+/// The same of a number that 32 bits hold.
+std::uint32_t count_from(const po::variables_map& options, const char* name, std::int64_t least,
                          std::int64_t most);
 /// `--seed`.
 std::uint64_t seed_from(const po::variables_map& options);
@@ -72,6 +82,10 @@ std::string time_left(double first, double done, double seconds);
 /// A bar with the time left on standard error, on a terminal only; call with the fraction done,
 /// from any thread. The first call says where the work begins.
 std::function<void(double)> progress_bar(std::string label);
+
+/// One JSON value on standard output. Bytes that are not UTF-8 (in a folder's name, say) become
+/// U+FFFD.
+void print_json(const nlohmann::ordered_json& json);
 
 /// Throws std::runtime_error if `path` exists.
 void refuse_existing(const std::string& path, std::string_view option);

@@ -15,8 +15,8 @@ constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
 void add_prompt_options(po::options_description& options) {
   auto add = options.add_options();
-  add("prompt", po::value<std::string>()->value_name("TEXT"), "the prompt");
-  add("prompt-file", po::value<std::string>()->value_name("FILE"), "a file that holds the prompt");
+  add("prompt", text_option("TEXT"), "the prompt");
+  add("prompt-file", text_option("FILE"), "a file that holds the prompt");
 }
 
 void add_context_option(po::options_description& options) {
@@ -36,30 +36,27 @@ std::string prompt_from(const po::variables_map& options) {
 
 void add_turn_options(po::options_description& options) {
   auto add = options.add_options();
-  add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(100),
-      "tokens to sample after each turn, at most");
+  add("max-new-tokens", number_option("N", 100), "tokens to sample after each turn, at most");
   add("turn", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
       "a further turn, fed after the answer and answered too; repeatable");
   add("temperature", po::value<double>()->value_name("T")->default_value(0, "0"),
       "0: the most likely token always");
-  add("top-k", po::value<std::int64_t>()->value_name("K")->default_value(0),
-      "draw from the K most likely tokens; 0: from all");
+  add("top-k", number_option("K", 0), "draw from the K most likely tokens; 0: from all");
   add("top-p", po::value<double>()->value_name("P")->default_value(1, "1"),
       "draw from the fewest tokens that together reach this probability");
 }
 
 SamplingOptions sampling_from(const po::variables_map& options) {
-  const SamplingOptions sampling{
-      .temperature = options["temperature"].as<double>(),
-      .top_k = static_cast<std::uint32_t>(number_from(options, "top-k", 0, kMostTokens)),
-      .top_p = options["top-p"].as<double>(),
-      .seed = seed_from(options)};
+  const SamplingOptions sampling{.temperature = options["temperature"].as<double>(),
+                                 .top_k = count_from(options, "top-k", 0, kMostTokens),
+                                 .top_p = options["top-p"].as<double>(),
+                                 .seed = seed_from(options)};
   Sampler{sampling};  // refuses what is out of range, before a model is loaded
   return sampling;
 }
 
 std::uint32_t max_new_tokens_from(const po::variables_map& options) {
-  return static_cast<std::uint32_t>(number_from(options, "max-new-tokens", 0, kMostTokens));
+  return count_from(options, "max-new-tokens", 0, kMostTokens);
 }
 
 std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,

@@ -1,7 +1,7 @@
-// One policy compiled for the device: see policy_probe.hpp.
+// One policy compiled for the device: see probe_args.hpp.
 #pragma once
 
-#include "kernels/evict/policy_probe.hpp"
+#include "kernels/evict/probe_args.hpp"
 #include "policies/bytes.hpp"
 
 namespace kvlab {

@@ -1,4 +1,4 @@
-// What a probe of a policy works on: see policy_probe.hpp.
+// What a probe of a policy works on: tests run one on the host and on the device.
 #pragma once
 
 #include <cstddef>

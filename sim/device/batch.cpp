@@ -14,6 +14,8 @@ using cuda::DeviceBuffer;
 using kernels::ReplaySum;
 using kernels::Type;
 
+constexpr std::uint32_t kAlignment = 16;  // of what is multiplied, bytes
+
 void Batch::allocate() {
   std::vector<std::uint32_t> layers, kv_heads;
   for (const ReplayUnit& unit : units_) {
@@ -161,10 +163,10 @@ void Batch::multiply(Type type, const void* queries, const void* keys, float* to
             .w = keys,
             .w_row = dim,
             .w_batch = tokens * dim,
-            .w_by_k = false,
             .y = to,
             .y_row = tokens,
-            .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens},
+            .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens,
+            .alignment = kAlignment},
            stream_);
 }
 
@@ -187,11 +189,11 @@ void Batch::multiply_parts(std::uint32_t first, std::uint32_t count) {
             .w = parts_.key_parts,
             .w_row = parts,
             .w_batch = tokens * parts,
-            .w_by_k = false,
             .y = parts_.unrounded_products,
             .y_row = tokens,
             .y_batch = rows * tokens,
-            .tf32 = true},
+            .tf32 = true,
+            .alignment = kAlignment},
            stream_);
 }
 
@@ -341,7 +343,8 @@ double Batch::attend() {
               .w_by_k = true,
               .y = args_.rows.outputs,
               .y_row = dim,
-              .y_batch = rows * dim},
+              .y_batch = rows * dim,
+              .alignment = kAlignment},
              stream_);
     flops += 4.0 * args_.shape.units * wanted * width * static_cast<double>(dim);
   }

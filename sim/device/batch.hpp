@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
+#include "kernels/host/product.hpp"
 #include "sim/device/batch_memory.hpp"
-#include "sim/device/batched_product.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/device/grid.hpp"
 #include "sim/device/walks.hpp"
@@ -48,7 +48,7 @@ struct Tables {
 class Batch {
  public:
   Batch(const ReplayPlan& plan, const Grid& grid, const UnitSizes& sizes,
-        std::span<const ReplayUnit> units, const Tables& tables, cuda::BatchedProduct& product,
+        std::span<const ReplayUnit> units, const Tables& tables, cuda::Products& product,
         Streams& streams)
       : plan_(plan),
         grid_(grid),
@@ -107,7 +107,7 @@ class Batch {
   const Grid& grid_;
   const UnitSizes& sizes_;
   std::span<const ReplayUnit> units_;
-  cuda::BatchedProduct& product_;
+  cuda::Products& product_;
   Streams& streams_;
   cudaStream_t stream_;
   kernels::ReplayArgs args_{};

@@ -176,7 +176,7 @@ class Replayer final : public CudaReplayer {
   int waves_ = 0;
   Walks walks_;
   Streams streams_;
-  cuda::BatchedProduct product_;
+  cuda::Products product_;
 };
 
 }  // namespace

@@ -237,7 +237,8 @@ TEST_CASE("Long parity", "[.][parity][gpu]") {
   if (no_device()) return;
   const std::filesystem::path path = environment("KVLAB_PARITY_MODEL", kTiny.c_str());
   const bool drawn = path.extension() == ".json";
-  const DeviceModel model = drawn ? DeviceModel::random(path) : DeviceModel::load(path);
+  const DeviceModel model =
+      drawn ? DeviceModel::random(read_model_config(path, "drawn")) : DeviceModel::load(path);
   const std::string only = environment("KVLAB_PARITY_POLICY", "");
   const std::string positioned = environment("KVLAB_PARITY_POSITIONS", "");
   ParityShape shape{.scale = 2, .steps = std::stoi(environment("KVLAB_PARITY_STEPS", "2000"))};

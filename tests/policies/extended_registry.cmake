@@ -26,8 +26,7 @@ target_link_libraries(kvlab_extended_policies PUBLIC kvlab_options PRIVATE fmt::
 # And its device code.
 if(KVLAB_CUDA)
   kvlab_generate_device_policies(${extended}/registry.txt ${extended}/kernels/device_policies.cu)
-  add_library(kvlab_extended_eviction STATIC ${extended}/kernels/device_policies.cu
-                                             ${PROJECT_SOURCE_DIR}/kernels/evict/observation_probe.cu)
+  add_library(kvlab_extended_eviction STATIC ${extended}/kernels/device_policies.cu)
   target_include_directories(kvlab_extended_eviction PUBLIC ${extended} ${PROJECT_SOURCE_DIR})
   target_link_libraries(kvlab_extended_eviction PUBLIC kvlab_kernels kvlab_options)
 endif()

@@ -5,11 +5,11 @@
 #include <numeric>
 #include <tuple>
 
-#include "kernels/evict/policy_probe.hpp"
 #include "policies/catalogue.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/policies/draw.hpp"
+#include "tests/policies/policy_probe.hpp"
 
 namespace kvlab {
 

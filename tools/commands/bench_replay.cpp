@@ -1,4 +1,4 @@
-#include "tools/commands/benches.hpp"
+#include "tools/commands/bench_replay.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -38,17 +38,13 @@ class TemporaryTrace {
   TraceReader trace_;
 };
 
-std::uint32_t whole(const po::variables_map& options, const char* name, std::int64_t most) {
-  return static_cast<std::uint32_t>(number_from(options, name, 1, most));
-}
-
 SyntheticShape shape_from(const po::variables_map& options) {
   SyntheticShape shape;
-  shape.layers = whole(options, "synthetic-layers", kMostHeads);
-  shape.query_heads = whole(options, "synthetic-query-heads", kMostHeads);
-  shape.kv_heads = whole(options, "synthetic-kv-heads", kMostHeads);
-  shape.head_size = whole(options, "synthetic-head-size", kMostHeads);
-  shape.tokens = whole(options, "tokens", kMostTokens);
+  shape.layers = count_from(options, "synthetic-layers", 1, kMostHeads);
+  shape.query_heads = count_from(options, "synthetic-query-heads", 1, kMostHeads);
+  shape.kv_heads = count_from(options, "synthetic-kv-heads", 1, kMostHeads);
+  shape.head_size = count_from(options, "synthetic-head-size", 1, kMostHeads);
+  shape.tokens = count_from(options, "tokens", 1, kMostTokens);
   shape.prompt_tokens = std::max(1u, shape.tokens / 8);
   if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
     throw std::invalid_argument(
@@ -92,50 +88,29 @@ ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned
   return json;
 }
 
-void print(const ReplayCost& bench, const TraceReader& trace, unsigned threads, bool on_device) {
-  const ModelShape& shape = trace.shape();
-  fmt::print("{} tokens, {} layers, {} query heads on {} KV heads of {}; {} threads; {:.0f} MB\n",
-             trace.tokens(), shape.layers, shape.query_heads, shape.kv_heads, shape.head_size,
-             threads, bench.bytes_read * 1e-6);
-  fmt::print("one exact pass by {}: {:.3f} s, {:.0f} GFLOP/s\n", on_device ? "cuBLAS" : "OpenBLAS",
-             bench.exact.time.seconds, bench.exact.flops / bench.exact.time.seconds * 1e-9);
-  fmt::print("  {:<20}{:>8}{:>10}{:>9}{:>11}{:>16}\n", "", "configs", "s", "passes",
-             on_device ? "us/step" : "CPU time", "slots/s");
-  for (const GridTime& grid : bench.grids)
-    fmt::print("  {:<20}{:>8}{:>10.3f}{:>9.2f}{:>11.2f}{:>16.3g}\n", grid.name, grid.configs,
-               grid.time.seconds, grid.ratio, on_device ? grid.step_microseconds : grid.cpu_ratio,
-               grid.slot_steps_per_second());
-  if (on_device)
-    fmt::print("without reading the trace; us/step: of a query and a wave of thread blocks\n");
-}
-
 }  // namespace
 
 void add_bench_replay_options(po::options_description& options) {
   auto add = options.add_options();
-  add("trace", po::value<std::string>()->value_name("TRACE"),
+  add("trace", text_option("TRACE"),
       "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
-  add("grid", po::value<std::string>()->value_name("NAMES"),
-      "replay: which of the grids that it prints (default: all)");
-  add("repeats", po::value<std::int64_t>()->value_name("N")->default_value(3),
+  add("grid", text_option("NAMES"), "replay: which of the grids that it prints (default: all)");
+  add("repeats", number_option("N", 3),
       "replay: how often, in turns with the exact pass; the least times count");
-  add("synthetic-layers", po::value<std::int64_t>()->value_name("N")->default_value(4),
+  add("synthetic-layers", number_option("N", 4),
       "replay: layers of the synthetic trace; it has --tokens tokens, an eighth of them a prompt");
-  add("synthetic-query-heads", po::value<std::int64_t>()->value_name("N")->default_value(32),
-      "replay: its query heads");
-  add("synthetic-kv-heads", po::value<std::int64_t>()->value_name("N")->default_value(8),
-      "replay: its KV heads");
-  add("synthetic-head-size", po::value<std::int64_t>()->value_name("N")->default_value(128),
-      "replay: its head size");
+  add("synthetic-query-heads", number_option("N", 32), "replay: its query heads");
+  add("synthetic-kv-heads", number_option("N", 8), "replay: its KV heads");
+  add("synthetic-head-size", number_option("N", 128), "replay: its head size");
 }
 
-void run_bench_replay(const po::variables_map& options) {
+ordered_json bench_replay(const po::variables_map& options) {
   const auto device =
       options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
   const auto grids =
       bench_grids(options.count("grid") ? split_list(options["grid"].as<std::string>())
                                         : std::vector<std::string>{});
-  const auto repeats = whole(options, "repeats", kMostRepeats);
+  const auto repeats = count_from(options, "repeats", 1, kMostRepeats);
   ReplayOptions how;
   how.threads = threads_from(options);
   std::optional<TemporaryTrace> synthetic;
@@ -146,10 +121,7 @@ void run_bench_replay(const po::variables_map& options) {
     synthetic.emplace(shape_from(options));
   const TraceReader& trace = given ? *given : synthetic->trace();
   const ReplayCost bench = measure_replay(trace, grids, how, repeats, device.get());
-  if (options["json"].as<bool>())
-    fmt::print("{}\n", json_text(to_json(bench, trace, how.threads, device != nullptr)));
-  else
-    print(bench, trace, how.threads, device != nullptr);
+  return to_json(bench, trace, how.threads, device != nullptr);
 }
 
 }  // namespace kvlab

@@ -21,19 +21,18 @@ constexpr std::int64_t kMostTokens = 1 << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("model", po::value<std::string>()->value_name("DIR"),
-      "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("out", po::value<std::string>()->value_name("TRACE"), "the trace's directory, which is made");
+  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("out", text_option("TRACE"), "the trace's directory, which is made");
   add_prompt_options(options);
   add_turn_options(options);
   add("teacher-forced", po::bool_switch(), "decode the given text itself, instead of sampling");
-  add("prompt-tokens", po::value<std::int64_t>()->value_name("P"),
+  add("prompt-tokens", number_option("P"),
       "teacher-forced: so many of the text's tokens are the prompt, the others are decoded");
-  add("max-tokens", po::value<std::int64_t>()->value_name("T"),
+  add("max-tokens", number_option("T"),
       "teacher-forced: use the first T tokens of the text (default: all)");
-  add("prefill", po::value<std::string>()->value_name("MODE")->default_value("dense"),
+  add("prefill", text_option("MODE", "dense"),
       "how a prompt is admitted: dense, chunk:N or stream; the trace is the same");
-  add("seed", po::value<std::int64_t>()->value_name("N")->default_value(0), "of random draws");
+  add("seed", number_option("N", 0), "of random draws");
   add_context_option(options);
   add_common_options(options);
 }
@@ -163,7 +162,7 @@ int run(const po::variables_map& options) {
   if (options["json"].as<bool>()) {
     ordered_json result{{"trace", out}, {"model", config.name}, {"tokens", writer.tokens()}};
     if (!plan.teacher_forced) result["text"] = text;
-    fmt::print("{}\n", json_text(result));
+    print_json(result);
   } else {
     fmt::print("{}: {} tokens of {}\n", out, writer.tokens(), config.name);
   }
@@ -182,7 +181,6 @@ Command capture_command() {
               "kvlab capture --model engine/models/tiny --prompt-file tools/demo/prompt.txt "
               "--teacher-forced --prompt-tokens 256 --out trace",
           .add_options = add_options,
-          .positional = "",
           .run = run};
 }
 

@@ -22,9 +22,8 @@ constexpr const char* kDeployedBudget = "64";
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("out", po::value<std::string>()->value_name("DIR")->default_value("demo"),
-      "where everything goes; an older demo is replaced");
-  add("model", po::value<std::string>()->value_name("DIR"),
+  add("out", text_option("DIR", "demo"), "where everything goes; an older demo is replaced");
+  add("model", text_option("DIR"),
       "another checkpoint (default: $KVLAB_MODEL, or the bundled one)");
 }
 
@@ -171,7 +170,6 @@ Command demo_command() {
       .usage = "[--out demo] [--model DIR]",
       .example = "kvlab demo",
       .add_options = add_options,
-      .positional = "",
       .run = run};
 }
 

@@ -20,18 +20,16 @@ constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("run", po::value<std::string>()->value_name("RUN"), "a run of `kvlab replay`");
-  add("budget", po::value<std::string>()->value_name("B"), "a budget of the run");
-  add("metric", po::value<std::string>()->value_name("METRIC")->default_value("nll_recall"),
+  add("run", text_option("RUN"), "a run of `kvlab replay`");
+  add("budget", text_option("B"), "a budget of the run");
+  add("metric", text_option("METRIC", "nll_recall"),
       "what decides: nll_recall, recall, miss_rate, output_error, layer_error");
-  add("out", po::value<std::string>()->value_name("FILE"),
-      "the policy file; an older one is replaced");
-  add("confirm", po::value<std::int64_t>()->value_name("K")->default_value(0),
+  add("out", text_option("FILE"), "the policy file; an older one is replaced");
+  add("confirm", number_option("K", 0),
       "settle the first K by perplexity in the closed loop (needs --model and --text)");
-  add("model", po::value<std::string>()->value_name("DIR"), "--confirm: the model");
-  add("text", po::value<std::string>()->value_name("FILE"), "--confirm: text to score");
-  add("max-tokens", po::value<std::int64_t>()->value_name("T")->default_value(0),
-      "--confirm: use the first T tokens of the text; 0: all");
+  add("model", text_option("DIR"), "--confirm: the model");
+  add("text", text_option("FILE"), "--confirm: text to score");
+  add("max-tokens", number_option("T", 0), "--confirm: use the first T tokens of the text; 0: all");
   add_source_option(options);
   add_common_options(options);
 }
@@ -60,11 +58,11 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
   const std::size_t count = std::min(most, ballot.standings.size());
   for (std::size_t i = 0; i < count; ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
-  const auto scores = evaluate(
-      model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
-      {.max_tokens = static_cast<std::uint32_t>(number_from(options, "max-tokens", 0, 1 << 30)),
-       .threads = threads,
-       .progress = progress_bar("confirm")});
+  const auto scores =
+      evaluate(model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
+               {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
+                .threads = threads,
+                .progress = progress_bar("confirm")});
   for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});
   std::stable_sort(confirmed.begin(), confirmed.end(), [](const Confirmed& a, const Confirmed& b) {
     return a.score.nll < b.score.nll;
@@ -126,13 +124,12 @@ int run(const po::variables_map& options) {
   write_policy_file(out, file);
 
   if (options["json"].as<bool>()) {
-    const ordered_json top{{"policy_file", out},
-                           {"policy", file.cache.policy.name},
-                           {"params", file.cache.policy.params_text()},
-                           {"budget_tokens", file.cache.budget.extent.tokens},
-                           {"positions", name_of(file.cache.positions)},
-                           {"evidence", file.run}};
-    fmt::print("{}\n", json_text(top));
+    print_json({{"policy_file", out},
+                {"policy", file.cache.policy.name},
+                {"params", file.cache.policy.params_text()},
+                {"budget_tokens", file.cache.budget.extent.tokens},
+                {"positions", name_of(file.cache.positions)},
+                {"evidence", file.run}});
     return 0;
   }
   print_standings(figures, ballot);

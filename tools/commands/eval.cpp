@@ -19,29 +19,26 @@ constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("model", po::value<std::string>()->value_name("DIR"),
-      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
       "texts to score");
-  add("window", po::value<std::int64_t>()->value_name("N")->default_value(0),
+  add("window", number_option("N", 0),
       "tokens a window, the model's first token included; 0: the trained context");
   add("stream", po::bool_switch(), "each text as one sequence");
-  add("prompt-tokens", po::value<std::int64_t>()->value_name("P")->default_value(0),
+  add("prompt-tokens", number_option("P", 0),
       "tokens of each sequence that are its prompt; 0: half of it");
-  add("max-tokens", po::value<std::int64_t>()->value_name("T")->default_value(0),
-      "use the first T tokens of each text; 0: all");
-  add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
+  add("max-tokens", number_option("T", 0), "use the first T tokens of each text; 0: all");
+  add("span", text_option("decode|all", "decode"),
       "whose predictions are scored: those of decoded tokens, or all");
   add("batched", po::bool_switch(),
       "on a CUDA device, windows and budgets side by side: about 20 times faster for many; "
       "products of many rows round in another order");
   add("no-full", po::bool_switch(),
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
-  add("block-tokens", po::value<std::int64_t>()->value_name("N")->default_value(0),
+  add("block-tokens", number_option("N", 0),
       "also the perplexity of each N scored tokens of a text, in their order; 0: not");
   add_threshold_option(options);
-  add("policy-file", po::value<std::string>()->value_name("FILE"),
-      "a deployed policy, beside those of --policy");
+  add("policy-file", text_option("FILE"), "a deployed policy, beside those of --policy");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -107,7 +104,7 @@ void print_table(const std::vector<EvalScore>& scores) {
 }
 
 std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
-  return static_cast<std::uint32_t>(number_from(options, name, 0, kMostTokens));
+  return count_from(options, name, 0, kMostTokens);
 }
 
 EvalOptions eval_options(const po::variables_map& options) {
@@ -199,11 +196,10 @@ int run(const po::variables_map& options) {
   }
   nlohmann::ordered_json configurations = nlohmann::ordered_json::array();
   for (const EvalScore& score : scores) configurations.push_back(to_json(score));
-  const nlohmann::ordered_json result{{"model", model.config.name},
-                                      {"weights_xxh3", model.weights_xxh3},
-                                      {"span", options["span"].as<std::string>()},
-                                      {"configurations", std::move(configurations)}};
-  fmt::print("{}\n", json_text(result));
+  print_json({{"model", model.config.name},
+              {"weights_xxh3", model.weights_xxh3},
+              {"span", options["span"].as<std::string>()},
+              {"configurations", std::move(configurations)}});
   return 0;
 }
 
@@ -217,7 +213,6 @@ Command eval_command() {
               "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
               "--policy window,sink,h2o --budget 64,128 --prefill stream",
           .add_options = add_options,
-          .positional = "",
           .run = run};
 }
 

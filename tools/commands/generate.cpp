@@ -19,13 +19,11 @@ using nlohmann::ordered_json;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("model", po::value<std::string>()->value_name("DIR"),
-      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add_prompt_options(options);
   add_turn_options(options);
   add_context_option(options);
-  add("policy-file", po::value<std::string>()->value_name("FILE"),
-      "the cache that `kvlab deploy` chose");
+  add("policy-file", text_option("FILE"), "the cache that `kvlab deploy` chose");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -120,7 +118,7 @@ int run(const po::variables_map& options) {
     }));
     if (!json) fmt::print("\n");
   }
-  if (json) fmt::print("{}\n", json_text(to_json(answers, cache, *decoder, conversation)));
+  if (json) print_json(to_json(answers, cache, *decoder, conversation));
   return 0;
 }
 
@@ -136,7 +134,6 @@ Command generate_command() {
               "kvlab generate --model engine/models/tiny --prompt 'It was a dark night' --policy "
               "sink --budget 128",
           .add_options = add_options,
-          .positional = "",
           .run = run};
 }
 

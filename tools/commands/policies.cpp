@@ -126,14 +126,13 @@ ordered_json to_json(const PolicyEntry& entry) {
           {"citation", info.citation}};
 }
 
-void print_json(const std::vector<PolicyEntry>& entries) {
+ordered_json to_json(const std::vector<PolicyEntry>& entries) {
   ordered_json policies = ordered_json::array(), references = ordered_json::array();
   for (const PolicyEntry& entry : entries) policies.push_back(to_json(entry));
   for (const Reference& reference : kReferences)
     references.push_back(
         {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});
-  const ordered_json all{{"policies", policies}, {"references", references}};
-  fmt::print("{}\n", json_text(all));
+  return {{"policies", policies}, {"references", references}};
 }
 
 void add_options(po::options_description& options) {
@@ -148,7 +147,7 @@ int run(const po::variables_map& options) {
     throw std::invalid_argument("--json and --markdown exclude each other; give one");
   const auto entries = all_entries(policy_sources_from(options));
   if (json)
-    print_json(entries);
+    print_json(to_json(entries));
   else if (markdown)
     print_markdown(entries);
   else
@@ -164,7 +163,6 @@ Command policies_command() {
           .usage = "[--json | --markdown] [--policy-source FILE.hpp]...",
           .example = "kvlab policies",
           .add_options = add_options,
-          .positional = "",
           .run = run};
 }
 

@@ -20,14 +20,13 @@ void add_options(po::options_description& options) {
   add("trace",
       po::value<std::vector<std::string>>()->value_name("TRACE")->multitoken()->composing(),
       "captured traces; may be given several times");
-  add("out", po::value<std::string>()->value_name("RUN"), "the run's directory, which is made");
-  add("span", po::value<std::string>()->value_name("decode|all")->default_value("decode"),
+  add("out", text_option("RUN"), "the run's directory, which is made");
+  add("span", text_option("decode|all", "decode"),
       "the queries to measure: those of decoded tokens, or all");
   add_threshold_option(options);
-  add("output-error", po::value<std::string>()->value_name("sample|all")->default_value("sample"),
+  add("output-error", text_option("sample|all", "sample"),
       "take the output errors on every eighth query, or on all");
-  add("layers", po::value<std::string>()->value_name("LIST"),
-      "only these layers: 0,1,5 (default: all)");
+  add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
   add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
   add("fresh", po::bool_switch(),
       "start anew: delete what an unfinished replay left in RUN.part (default: continue it)");
@@ -118,8 +117,7 @@ void print_json(const Run& run, const std::string& out) {
   ordered_json results = ordered_json::array();
   for (const ResultRow& row : run.rows)
     if (row.layer < 0) results.push_back(to_json(row));
-  const ordered_json top{{"run", out}, {"hash", run.hash}, {"results", std::move(results)}};
-  fmt::print("{}\n", json_text(top));
+  kvlab::print_json({{"run", out}, {"hash", run.hash}, {"results", std::move(results)}});
 }
 
 ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
@@ -167,7 +165,6 @@ Command replay_command() {
               "kvlab replay --trace trace --policy window,sink,lru,h2o:recent=25% "
               "--budget 64,128,20% --out run",
           .add_options = add_options,
-          .positional = "",
           .run = run};
 }
 

@@ -8,11 +8,9 @@ namespace kvlab {
 namespace {
 
 void add_options(po::options_description& options) {
-  options.add_options()("run", po::value<std::string>()->value_name("RUN"),
-                        "a run of `kvlab replay`")(
-      "out", po::value<std::string>()->value_name("FILE"), "the page; an older one is replaced")(
-      "budget",
-      po::value<std::string>()->value_name("B")->default_value("", "the run's middle one"),
+  options.add_options()("run", text_option("RUN"), "a run of `kvlab replay`")(
+      "out", text_option("FILE"), "the page; an older one is replaced")(
+      "budget", text_option("B")->default_value("", "the run's middle one"),
       "budget of the headline and of the heat maps, one of the run")("json", po::bool_switch(),
                                                                      "print one JSON object");
 }
@@ -26,7 +24,7 @@ int run(const po::variables_map& options) {
       loaded, {.budget = options["budget"].as<std::string>(), .progress = progress_bar("report")});
   write_file_atomically(out, html);
   if (options["json"].as<bool>())
-    fmt::print("{}\n", json_text(nlohmann::ordered_json{{"report", out}, {"bytes", html.size()}}));
+    print_json({{"report", out}, {"bytes", html.size()}});
   else
     fmt::print("{}: {} KiB; open it in any browser\n", out, (html.size() + 1023) / 1024);
   return 0;

@@ -96,9 +96,6 @@ void print_info(const TraceReader& trace) {
   print("capture", json_text(*header.capture, -1));
 }
 
-/// Bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
-void print_json(const Json& value) { fmt::print("{}\n", json_text(value)); }
-
 int info(const std::string& directory, const po::variables_map& options) {
   const TraceReader trace = TraceReader::open(directory);
   if (options["json"].as<bool>())
@@ -127,15 +124,14 @@ int verify(const std::string& directory, const po::variables_map& options) {
   const TraceReader trace = TraceReader::open(directory);
   const TraceCheck check = verify_trace(trace, threads_from(options));
   if (options["json"].as<bool>()) {
-    const Json result{{"trace", directory},
-                      {"ok", check.ok},
-                      {"shards", trace.shards().size()},
-                      {"rows", check.rows},
-                      {"worst_output_error", number(check.worst_out)},
-                      {"worst_lse_error", number(check.worst_lse)},
-                      {"tolerance", check.tolerance},
-                      {"problems", check.problems}};
-    print_json(result);
+    print_json({{"trace", directory},
+                {"ok", check.ok},
+                {"shards", trace.shards().size()},
+                {"rows", check.rows},
+                {"worst_output_error", number(check.worst_out)},
+                {"worst_lse_error", number(check.worst_lse)},
+                {"tolerance", check.tolerance},
+                {"problems", check.problems}});
   } else {
     print_check(trace, check);
   }

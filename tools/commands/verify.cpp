@@ -14,19 +14,14 @@ namespace {
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("model", po::value<std::string>()->value_name("DIR"),
-      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add_threshold_option(options);
-  add("check-every", po::value<std::int64_t>()->value_name("N")->default_value(1),
+  add("check-every", number_option("N", 1),
       "check (b) at every N-th admission only; (a) is always checked");
   add_prompt_options(options);
   add_turn_options(options);
   add_policy_options(options);
   add_common_options(options);
-}
-
-std::uint32_t check_every_from(const po::variables_map& options) {
-  return static_cast<std::uint32_t>(number_from(options, "check-every", 1, 1 << 30));
 }
 
 void print_report(const CacheConfig& config, const VerifyReport& report) {
@@ -108,16 +103,14 @@ int run(const po::variables_map& options) {
   for (const CacheConfig& config : grid) {
     const VerifyReport report = verify_decoder(
         *backend, resolve(config, dialogue.length), dialogue.turns, sampling_from(options),
-        {.threads = threads, .check_every = check_every_from(options)});
+        {.threads = threads, .check_every = count_from(options, "check-every", 1, 1 << 30)});
     ok = ok && report.ok();
     if (options["json"].as<bool>())
       results.push_back(to_json(config, report));
     else
       print_report(config, report);
   }
-  if (options["json"].as<bool>())
-    fmt::print("{}\n", json_text(nlohmann::ordered_json{{"ok", ok},
-                                                        {"configurations", std::move(results)}}));
+  if (options["json"].as<bool>()) print_json({{"ok", ok}, {"configurations", std::move(results)}});
   return ok ? 0 : 1;
 }
 
@@ -132,7 +125,6 @@ Command verify_command() {
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "
           "--budget 64 --max-new-tokens 200",
       .add_options = add_options,
-      .positional = "",
       .run = run};
 }
 

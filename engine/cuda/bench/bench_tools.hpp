@@ -7,11 +7,16 @@
 
 #include "engine/bench.hpp"
 #include "engine/cuda/model/device_model.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 
-/// Throws std::runtime_error without a device.
+/// Throws std::runtime_error.
+void refuse_without_device();
+/// The same.
 DeviceModel bench_model(const BenchModel& model);
+/// What stands first: the bench's name, what it is of, and where.
+nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
 /// Any ids: a model's speed does not depend on them.
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 

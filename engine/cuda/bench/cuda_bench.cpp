@@ -8,10 +8,11 @@
 #include "engine/cuda/bench/limits.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "traces/base/files.hpp"
-#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
+
+using nlohmann::ordered_json;
 
 constexpr int kWarmUp = 4;  // steps
 
@@ -24,18 +25,24 @@ std::string hash_of_logits(const CudaDecoder& decoder, int rows) {
   return xxh3_hex(std::as_bytes(std::span(all)));
 }
 
-std::vector<PartTime> time_parts(CudaDecoder& decoder, int rows) {
+double rate(std::uint64_t bytes, double milliseconds) {
+  return static_cast<double>(bytes) / (milliseconds * 1e-3);
+}
+
+ordered_json time_parts(CudaDecoder& decoder, int rows) {
   std::uint64_t live_bytes = 0;
   for (int row = 0; row < rows; ++row)
     live_bytes += decoder.model().cache_bytes(decoder.tokens(row) + 1);
   const DecodeStep step = decoder.decode_step(rows);
-  std::vector<PartTime> times;
+  ordered_json times = ordered_json::array();
   for (const DecodeStep::Part& part : step.parts(live_bytes)) {
     const cuda::Graph graph(decoder.stream(), part.enqueue);
-    times.push_back({.name = part.name,
-                     .bytes = part.bytes,
-                     .milliseconds = median_milliseconds(decoder.stream(),
-                                                         [&] { graph.launch(decoder.stream()); })});
+    const double milliseconds =
+        median_milliseconds(decoder.stream(), [&] { graph.launch(decoder.stream()); });
+    times.push_back({{"name", part.name}, {"milliseconds", milliseconds}});
+    if (part.bytes == 0) continue;
+    times.back()["bytes"] = part.bytes;
+    times.back()["bytes_per_second"] = rate(part.bytes, milliseconds);
   }
   return times;
 }
@@ -56,24 +63,22 @@ double sampling_rate(const DeviceModel& model, const DecodeBenchOptions& options
   return options.steps / took.count();
 }
 
-void time_capture(const DeviceModel& model, const DecodeBenchOptions& options,
-                  DecodeBench& result) {
+ordered_json time_capture(const DeviceModel& model, const DecodeBenchOptions& options) {
   sampling_rate(model, options, nullptr);  // warms up
-  result.plain_tokens_per_second = sampling_rate(model, options, nullptr);
+  const double plain = sampling_rate(model, options, nullptr);
   TraceWriter writer(options.capture, cuda_trace_header(model, {{"random_weights", true}}));
-  result.captured_tokens_per_second = sampling_rate(model, options, &writer);
+  const double captured = sampling_rate(model, options, &writer);
   writer.finish();
+  return {{"tokens_per_second_without", plain}, {"tokens_per_second_with", captured}};
 }
 
 }  // namespace
 
-DecodeBench bench_decode(const DecodeBenchOptions& options) {
+ordered_json bench_decode(const DecodeBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
-  DecodeBench result{.model = model.config().name,
-                     .dtype = std::string(torch_name(model.dtype())),
-                     .device = cuda::device_name()};
-  result.read_bytes_per_second = cuda::read_bytes_per_second();
-  if (!options.capture.empty()) time_capture(model, options, result);
+  const double read = cuda::read_bytes_per_second();
+  ordered_json capture;
+  if (!options.capture.empty()) capture = time_capture(model, options);
 
   CudaDecoder decoder(model, {.sequences = options.batch,
                               .slots = options.context + options.steps + kWarmUp + 1,
@@ -85,46 +90,69 @@ DecodeBench bench_decode(const DecodeBenchOptions& options) {
   }
   for (int i = 0; i < kWarmUp; ++i) decoder.step(options.batch);
   const std::uint64_t first = decoder.tokens(0) + 1, last = first + options.steps - 1;
-  result.step_milliseconds = milliseconds_of(decoder.stream(),
-                                             [&] {
-                                               for (std::uint32_t i = 0; i < options.steps; ++i)
-                                                 decoder.step(options.batch);
-                                             }) /
-                             options.steps;
-  result.tokens_per_second = options.batch / (result.step_milliseconds * 1e-3);
-  result.step_bytes = model.step_bytes() + static_cast<std::uint64_t>(options.batch) *
-                                               model.cache_bytes((first + last) / 2);
-  result.logits_xxh3 = hash_of_logits(decoder, options.batch);
-  result.parts = time_parts(decoder, options.batch);
-  return result;
+  const auto steps = [&] {
+    for (std::uint32_t i = 0; i < options.steps; ++i) decoder.step(options.batch);
+  };
+  const double step = milliseconds_of(decoder.stream(), steps) / options.steps;
+  const std::uint64_t step_bytes = model.step_bytes() + static_cast<std::uint64_t>(options.batch) *
+                                                            model.cache_bytes((first + last) / 2);
+  const std::string logits = hash_of_logits(decoder, options.batch);
+  ordered_json figures = bench_of("decode", model);
+  figures.update({{"batch", options.batch},
+                  {"context", options.context},
+                  {"steps", options.steps},
+                  {"tokens_per_second", options.batch / (step * 1e-3)},
+                  {"step_milliseconds", step},
+                  {"step_bytes", step_bytes},
+                  {"step_bytes_per_second", rate(step_bytes, step)},
+                  {"read_bytes_per_second", read},
+                  {"share_of_read", rate(step_bytes, step) / read},
+                  {"parts", time_parts(decoder, options.batch)},
+                  {"logits_xxh3", logits}});
+  if (!capture.is_null()) figures["capture"] = std::move(capture);
+  return figures;
 }
 
-PrefillBench bench_prefill(const PrefillBenchOptions& options) {
+ordered_json bench_prefill(const PrefillBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   const ModelConfig& config = model.config();
-  PrefillBench result{.model = config.name,
-                      .dtype = std::string(torch_name(model.dtype())),
-                      .device = cuda::device_name()};
-  result.matrix_flops_per_second = cuda::matrix_flops_per_second(model.type());
-  CudaDecoder decoder(model, {.sequences = 1,
-                              .slots = options.tokens,
-                              .prefill_tokens = std::min(options.chunk, options.tokens)});
+  const double matrix_rate = cuda::matrix_flops_per_second(model.type());
+  // What has left cannot come back: a cache that evicts takes one prompt.
+  constexpr int repeats = 5;
+  const int sequences = options.cache.evicts() ? repeats + 1 : 1;
+  CudaDecoderOptions how{.sequences = sequences,
+                         .slots = options.tokens,
+                         .prefill_tokens = std::min(options.chunk, options.tokens)};
+  if (options.cache.evicts()) how.caches.assign(static_cast<std::size_t>(sequences), options.cache);
+  CudaDecoder decoder(model, std::move(how));
   const auto ids = bench_ids(options.tokens, config.vocab);
-  result.milliseconds = median_milliseconds(decoder.stream(), [&] {
-    decoder.rewind(0, 0);
-    decoder.prefill(0, ids);
-  });
-  result.tokens_per_second = options.tokens / (result.milliseconds * 1e-3);
+  int next = 0;
+  const auto prefill = [&] {
+    if (!decoder.evicts()) decoder.rewind(0, 0);
+    decoder.prefill(next++ % sequences, ids);
+  };
+  const double milliseconds = median_milliseconds(decoder.stream(), prefill, repeats);
   double weights = 0;  // elements of one layer's matrices
   const DeviceLayer& layer = model.weights().layers.front();
   for (const DeviceMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
     weights += static_cast<double>(m->n) * m->k;
   const double tokens = options.tokens;
   const double attention = 2.0 * config.query_heads * config.head_size * tokens * (tokens + 1);
-  result.flops =
+  const double flops =
       config.layers * (2.0 * weights * tokens + attention) + 2.0 * config.vocab * config.hidden;
-  result.logits_xxh3 = hash_of_logits(decoder, 1);
-  return result;
+  const double flops_rate = flops / (milliseconds * 1e-3);
+  ordered_json figures = bench_of("prefill", model);
+  figures.update({{"policy", options.cache.policy.text()},
+                  {"tokens", options.tokens},
+                  {"chunk", options.chunk},
+                  {"milliseconds", milliseconds},
+                  {"tokens_per_second", options.tokens / (milliseconds * 1e-3)},
+                  {"flops", flops},
+                  {"flops_per_second", flops_rate},
+                  {"matrix_flops_per_second", matrix_rate},
+                  {"share_of_matrix", flops_rate / matrix_rate},
+                  {"logits_xxh3", hash_of_logits(decoder, 1)}});
+  return figures;
 }
 
 }  // namespace kvlab

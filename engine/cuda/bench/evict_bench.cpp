@@ -6,6 +6,8 @@
 namespace kvlab {
 namespace {
 
+using nlohmann::ordered_json;
+
 constexpr std::uint32_t kWarmUp = 4;         // steps
 constexpr std::uint32_t kSampledSteps = 16;  // at each length
 constexpr std::uint32_t kLengths = 5;        // at which the full cache's steps are timed
@@ -42,7 +44,8 @@ CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, 
 
 /// All steps, by the trapezoid rule over the lengths at which some were timed: a full cache grows,
 /// one that evicts does not.
-EvictRun run(const DeviceModel& model, const EvictBenchOptions& options, int batch, bool evicts) {
+ordered_json run(const DeviceModel& model, const EvictBenchOptions& options, int batch,
+                 bool evicts) {
   const cuda::MemoryInfo before = cuda::memory_info();
   CudaDecoder decoder(model, decoder_options(options, batch, evicts));
   const std::uint32_t points = evicts ? 2 : kLengths;
@@ -52,10 +55,11 @@ EvictRun run(const DeviceModel& model, const EvictBenchOptions& options, int bat
     const double end = i == 0 || i + 1 == points ? 0.5 : 1.0;
     sum += end * step_milliseconds(decoder, batch, length, kSampledSteps);
   }
-  EvictRun result{.batch = batch, .device_bytes = device_bytes(before)};
-  result.decode_seconds = sum / (points - 1) * options.decoded * 1e-3;
-  result.tokens_per_second = static_cast<double>(batch) * options.decoded / result.decode_seconds;
-  return result;
+  const double seconds = sum / (points - 1) * options.decoded * 1e-3;
+  return {{"batch", batch},
+          {"decode_seconds", seconds},
+          {"tokens_per_second", static_cast<double>(batch) * options.decoded / seconds},
+          {"device_bytes", device_bytes(before)}};
 }
 
 int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bool evicts) {
@@ -70,48 +74,65 @@ int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bo
 
 }  // namespace
 
-StreamBench bench_stream(const StreamBenchOptions& options) {
+ordered_json bench_stream(const StreamBenchOptions& options) {
   const cuda::MemoryInfo before = cuda::memory_info();
   const DeviceModel model = bench_model(options.model);
-  StreamBench result{.model = model.config().name,
-                     .dtype = std::string(torch_name(model.dtype())),
-                     .device = cuda::device_name(),
-                     .weight_bytes = device_bytes(before),
-                     .points = {}};
+  ordered_json figures = bench_of("stream", model);
+  figures.update({{"policy", options.cache.policy.text()},
+                  {"positions", name_of(options.cache.positions)},
+                  {"weight_bytes", device_bytes(before)},
+                  {"points", ordered_json::array()}});
   for (const std::uint32_t budget : options.budgets) {
-    StreamPoint point{.budget = budget};
+    double step = 0;
+    std::uint64_t taken = 0;  // from the driver, weights included
     CacheConfig asked = options.cache;
     asked.budget = {.extent = tokens(budget)};
     const ResolvedConfig cache = resolve(asked, budget);
     {
       CudaDecoder decoder(model, {.sequences = 1, .prefill_tokens = 256, .caches = {cache}});
-      point.step_milliseconds = step_milliseconds(decoder, 1, 2 * budget, options.steps);
-      point.device_bytes = device_bytes(before);
+      step = step_milliseconds(decoder, 1, 2 * budget, options.steps);
+      taken = device_bytes(before);
     }
     CudaDecoder window(
         model,
         {.sequences = 1, .slots = budget, .prefill_tokens = std::min<std::uint32_t>(budget, 2048)});
     const auto ids = bench_ids(budget, model.config().vocab);
-    point.recompute_milliseconds = median_milliseconds(window.stream(), [&] {
+    const double recompute = median_milliseconds(window.stream(), [&] {
       window.rewind(0, 0);
       window.prefill(0, ids);
       window.choose(1);
     });
-    result.points.push_back(point);
+    figures["points"].push_back({{"budget", budget},
+                                 {"step_milliseconds", step},
+                                 {"tokens_per_second", 1e3 / step},
+                                 {"recompute_milliseconds", recompute},
+                                 {"ratio", recompute / step},
+                                 {"device_bytes", taken}});
   }
-  return result;
+  return figures;
 }
 
-EvictBench bench_evict(const EvictBenchOptions& options) {
+ordered_json bench_evict(const EvictBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
-  EvictBench result{.model = model.config().name,
-                    .dtype = std::string(torch_name(model.dtype())),
-                    .device = cuda::device_name()};
-  result.full = run(model, options, options.batch, false);
-  result.evicting = run(model, options, options.batch, true);
-  result.largest_full = run(model, options, largest_batch(model, options, false), false);
-  result.largest_evicting = run(model, options, largest_batch(model, options, true), true);
-  return result;
+  const ordered_json full = run(model, options, options.batch, false);
+  const ordered_json evicting = run(model, options, options.batch, true);
+  const ordered_json most_full = run(model, options, largest_batch(model, options, false), false);
+  const ordered_json most = run(model, options, largest_batch(model, options, true), true);
+  const auto ratio = [](const ordered_json& a, const ordered_json& b, const char* figure) {
+    return a[figure].get<double>() / b[figure].get<double>();
+  };
+  ordered_json figures = bench_of("evict", model);
+  figures.update({{"policy", options.cache.policy.text()},
+                  {"budget_tokens", options.cache.budget_tokens},
+                  {"prompt_tokens", options.prompt},
+                  {"decoded_tokens", options.decoded},
+                  {"full", full},
+                  {"evicting", evicting},
+                  {"time_ratio", ratio(full, evicting, "decode_seconds")},
+                  {"largest_full", most_full},
+                  {"largest_evicting", most},
+                  {"throughput_ratio", ratio(most, most_full, "tokens_per_second")}});
+  return figures;
 }
 
 }  // namespace kvlab

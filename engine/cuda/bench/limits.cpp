@@ -4,8 +4,7 @@
 
 #include "engine/cuda/bench/bench_tools.hpp"
 #include "engine/cuda/fill.hpp"
-#include "engine/cuda/model/matmul.hpp"
-#include "kernels/host/memory.hpp"
+#include "kernels/host/product.hpp"
 
 namespace kvlab::cuda {
 namespace {
@@ -36,18 +35,20 @@ double matrix_flops_per_second(kernels::Type type) {
   const Stream stream;
   check(fill_normal(type, a.data(), count, 1.0f, 1, stream.get()), "measuring a product");
   check(fill_normal(type, b.data(), count, 1.0f, 2, stream.get()), "measuring a product");
-  Matmul matmul;
+  Products product;
   const auto enqueue = [&] {
-    matmul({.type = type,
-            .rows = size,
-            .n = size,
-            .k = size,
-            .weight = a.data(),
-            .bias = nullptr,
-            .x = b.data(),
-            .output = MatmulArgs::Output::type,
-            .y = c.data()},
-           stream.get());
+    product({.type = type,
+             .rows = size,
+             .n = size,
+             .k = size,
+             .x = b.data(),
+             .x_row = size,
+             .w = a.data(),
+             .w_row = size,
+             .y = c.data(),
+             .y_row = size,
+             .output = ProductArgs::Output::type},
+            stream.get());
   };
   return 2.0 * size * size * size / median_milliseconds(stream.get(), enqueue, kRepeats) * 1e3;
 }

@@ -4,7 +4,7 @@ namespace kvlab {
 namespace {
 
 using cuda::check;
-using Output = cuda::MatmulArgs::Output;
+using Output = cuda::ProductArgs::Output;
 
 /// One weight read serves so few rows that the matrix units have nothing to do.
 bool is_few(int rows) { return rows <= kernels::kMostLinearRows; }
@@ -151,16 +151,19 @@ void DeviceLayers::norm(const void* gamma, const float* x, int rows) {
 
 void DeviceLayers::matmul(const DeviceMatrix& matrix, const void* input, int rows, Output output,
                           void* y) {
-  matmul_({.type = model_.type(),
-           .rows = rows,
-           .n = matrix.n,
-           .k = matrix.k,
-           .weight = matrix.weight,
-           .bias = matrix.bias,
-           .x = input,
-           .output = output,
-           .y = y},
-          stream_);
+  products_({.type = model_.type(),
+             .rows = rows,
+             .n = matrix.n,
+             .k = matrix.k,
+             .x = input,
+             .x_row = matrix.k,
+             .w = matrix.weight,
+             .w_row = matrix.k,
+             .bias = matrix.bias,
+             .y = y,
+             .y_row = matrix.n,
+             .output = output},
+            stream_);
 }
 
 std::uint64_t DeviceLayers::weight_bytes(DeviceMatrix DeviceLayer::*matrix) const {

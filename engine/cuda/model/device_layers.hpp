@@ -4,7 +4,7 @@
 
 #include "engine/cuda/capture_shape.hpp"
 #include "engine/cuda/model/device_model.hpp"
-#include "engine/cuda/model/matmul.hpp"
+#include "kernels/host/product.hpp"
 #include "kernels/linear/linear.hpp"
 #include "kernels/pointwise.hpp"
 
@@ -55,13 +55,13 @@ class DeviceLayers {
                                  int rows) const;
   void norm(const void* gamma, const float* x, int rows);
   void matmul(const DeviceMatrix& matrix, const void* input, int rows,
-              cuda::MatmulArgs::Output output, void* y);
+              cuda::ProductArgs::Output output, void* y);
 
   const DeviceModel& model_;
   const ModelConfig& config_;
   cudaStream_t stream_;
   cuda::Placed<Work> work_;
-  cuda::Matmul matmul_;
+  cuda::Products products_;
 };
 
 }  // namespace kvlab

@@ -138,8 +138,7 @@ DeviceModel DeviceModel::load(const std::filesystem::path& directory, std::optio
   return model;
 }
 
-DeviceModel DeviceModel::random(const std::filesystem::path& config_file, std::uint64_t seed) {
-  ModelConfig config = read_model_config(config_file, config_file.stem().string());
+DeviceModel DeviceModel::random(ModelConfig config, std::uint64_t seed) {
   const Dtype dtype = config.weights_dtype;
   DeviceModel model(std::move(config), dtype);
   const WeightPlan plan = plan_weights(model.config_, dtype, model.block_.data());

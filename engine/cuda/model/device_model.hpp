@@ -47,7 +47,7 @@ class DeviceModel {
   /// device memory (with what would fit).
   static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
   /// Weights drawn on the device, as a model is initialised: for benchmarks at real shapes.
-  static DeviceModel random(const std::filesystem::path& config_file, std::uint64_t seed = 0);
+  static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
 
   const ModelConfig& config() const { return config_; }
   Dtype dtype() const { return dtype_; }

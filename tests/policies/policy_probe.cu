@@ -1,7 +1,7 @@
 #include <vector>
 
-#include "kernels/evict/policy_probe.hpp"
 #include "policies/observation.hpp"
+#include "tests/policies/policy_probe.hpp"
 
 namespace kvlab {
 namespace {

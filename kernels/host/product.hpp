@@ -1,0 +1,58 @@
+// Products of matrices by cuBLASLt, one or many of one shape, sums in float32.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "kernels/host/memory.hpp"
+#include "kernels/types.hpp"
+
+namespace kvlab::cuda {
+
+/// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or w[b, k, n] (+ bias[n]). Strides in
+/// elements.
+struct ProductArgs {
+  enum class Output { type, float32, add_float32 };
+
+  kernels::Type type;  ///< of x, w and bias
+  int batches = 1;
+  int rows, n, k;
+  const void* x;  // [batch, row, k]
+  std::int64_t x_row, x_batch = 0;
+  const void* w;  // [batch, n, k], or [batch, k, n]
+  std::int64_t w_row, w_batch = 0;
+  bool w_by_k = false;         ///< w is [batch, k, n]
+  const void* bias = nullptr;  // [n], or null; only with Output::type
+  void* y;                     // [batch, row, n]
+  std::int64_t y_row, y_batch = 0;
+  Output output = Output::float32;  ///< add_float32: y += the product
+  bool tf32 = false;                ///< of float32 11 bits count
+  std::uint32_t alignment = 256;    ///< of all pointers and strides, bytes
+};
+
+/// A cuBLASLt handle, its workspace and the algorithms chosen so far, one for each shape. For one
+/// stream at a time.
+class Products {
+ public:
+  Products();
+  ~Products();
+  Products(const Products&) = delete;
+  Products& operator=(const Products&) = delete;
+
+  /// Throws std::runtime_error where there is no algorithm.
+  void operator()(const ProductArgs& args, cudaStream_t stream);
+
+ private:
+  struct Plan;
+  using Key = std::tuple<kernels::Type, int, int, int, int, bool, bool, ProductArgs::Output, bool>;
+  Plan& plan_for(const ProductArgs& args);
+
+  cublasLtHandle_t handle_ = nullptr;
+  DeviceBuffer workspace_;
+  std::map<Key, std::unique_ptr<Plan>> plans_;
+};
+
+}  // namespace kvlab::cuda
