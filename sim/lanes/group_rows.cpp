@@ -45,17 +45,6 @@ float least_requested(float sum, float most, std::uint32_t threshold16) {
   return e;
 }
 
-RequestBand request_band(float sum, float most, std::uint32_t threshold16) {
-  // With u = 2^-24, p is off by a factor of 1 +- u and its mass by another half: a token is surely
-  // requested where e X (1 - u) - 0.5 >= t (most X (1 + u) + 0.5), X = 2^32 / sum, and surely not
-  // where the opposite holds. Both bounds move outward by more than they are rounded.
-  const double t = static_cast<double>(threshold16) / 65536.0;
-  const double middle = t * static_cast<double>(most),
-               halves = (1 + t) * 0.500001 * static_cast<double>(sum) * 1.001 * 0x1p-32;
-  return {std::max(0.0f, static_cast<float>(middle * (1 - 0x1p-22) - halves)),
-          static_cast<float>(middle * (1 + 0x1p-22) + halves)};
-}
-
 GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : view_(view),
       rope_(rope),
@@ -101,7 +90,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
     std::copy_n(quad_rows_[row].shift, kQuad, shifts_.data() + row * kQuad);
   }
   for (Lazy& parts : lazy_)
-    parts.requests = parts.flags = parts.masses = parts.asked = parts.tails = false;
+    parts.requests = parts.flags = parts.masses = parts.asked = parts.tails = parts.values =
+        parts.outputs = false;
 }
 
 /// From a tile's logits, of tokens [begin, end), to exponentials of those that a query sees.
@@ -140,31 +130,13 @@ const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
     parts.flags = true;
     const Requests wanted = requests(query);
     parts.bits.resize(heads() * words_);
-    parts.sure.resize(heads());
-    for (std::uint32_t quad = 0; quad < quads_; ++quad) {
-      float low[kQuad] = {}, high[kQuad] = {};
-      for (std::size_t h = 0; h < kQuad; ++h) {
-        const std::size_t at = row(query) + quad * kQuad + h;
-        const RequestBand band = request_band(sums_[at], most_[at], arithmetic_.threshold16);
-        low[h] = band.low;
-        high[h] = band.high;
-      }
-      const std::uint32_t unsure =
-          row_loops().flag(e(query, quad), query + std::size_t{1}, wanted.least + quad * kQuad, low,
-                           high, parts.bits.data() + quad * kQuad * words_, words_);
-      for (std::size_t h = 0; h < kQuad; ++h) parts.sure[quad * kQuad + h] = !(unsure >> h & 1);
-    }
+    for (std::uint32_t quad = 0; quad < quads_; ++quad)
+      row_loops().flag(e(query, quad), query + std::size_t{1}, wanted.least + quad * kQuad,
+                       parts.bits.data() + quad * kQuad * words_, words_);
     for (std::uint32_t h = 0; h < heads(); ++h)
       parts.bits[h * words_ + query / 64] &= ~(std::uint64_t{1} << query % 64);
   }
   return parts.bits.data();
-}
-
-bool GroupRows::flag_level(std::uint32_t query, std::uint32_t head, float most,
-                           std::uint64_t* bits) const {
-  const RequestBand band = request_band(sums_[row(query) + head], most, arithmetic_.threshold16);
-  return !row_loops().flag_head(e(query, head / kQuad), query + std::size_t{1}, head % kQuad,
-                                band.low, band.high, bits);
 }
 
 const std::uint64_t* GroupRows::masses(std::uint32_t query) {
@@ -230,6 +202,63 @@ std::array<double, kQuad> GroupRows::sums_from(std::uint32_t query, std::uint32_
   std::array<double, kQuad> sums = parts.tail[quad * (ranges + 1) + next];
   for (std::size_t h = 0; h < kQuad; ++h) sums[h] += static_cast<double>(sum[h]);
   return sums;
+}
+
+/// Adds the values of tokens [begin, end), weighted by their exponentials.
+void GroupRows::add_values(std::uint32_t query, std::size_t begin, std::size_t end,
+                           float* sums) const {
+  for (std::uint32_t quad = 0; quad < quads_; ++quad)
+    row_loops().accumulate(e(query, quad) + begin * kQuad, nullptr, end - begin,
+                           view_.heads_in(quad), view_.v + begin * view_.kv_token_stride,
+                           view_.kv_token_stride, view_.head_size,
+                           sums + quad * kQuad * view_.head_size);
+}
+
+const float* GroupRows::values_from(std::uint32_t query, std::uint32_t first) {
+  Lazy& parts = lazy(query);
+  const std::size_t size = std::size_t{heads()} * view_.head_size, ranges = query / kTailTokens + 1,
+                    next = (first + kTailTokens - 1) / kTailTokens;
+  const auto end_of = [&](std::size_t r) {
+    return std::min<std::size_t>(r * kTailTokens, query + std::size_t{1});
+  };
+  if (!parts.values) {
+    parts.values = true;
+    parts.first_tail = ranges;
+    parts.value_tail.assign((ranges + 1) * size, 0.0f);
+  }
+  while (parts.first_tail > next) {
+    const std::size_t r = --parts.first_tail;
+    float* const tail = parts.value_tail.data() + r * size;
+    add_values(query, r * kTailTokens, end_of(r + 1), tail);
+    for (std::size_t d = 0; d < size; ++d) tail[d] += tail[d + size];
+  }
+  values_.assign(size, 0.0f);
+  add_values(query, first, end_of(next), values_.data());
+  for (std::size_t d = 0; d < size; ++d) values_[d] += parts.value_tail[next * size + d];
+  return values_.data();
+}
+
+const float* GroupRows::outputs(std::uint32_t query) {
+  Lazy& parts = lazy(query);
+  const std::size_t dim = view_.head_size;
+  if (!parts.outputs) {
+    parts.outputs = true;
+    parts.output.assign(heads() * dim, 0.0f);
+    parts.norm2.assign(heads(), 0.0);
+    add_values(query, 0, query + std::size_t{1}, parts.output.data());
+    const std::vector<float> nothing(dim);
+    for (std::uint32_t head = 0; head < view_.group; ++head) {
+      float* const out = parts.output.data() + head * dim;
+      divide(out, dim, sums(query)[head], out);
+      parts.norm2[head] = row_loops().distance2(out, nothing.data(), 1.0f, dim);
+    }
+  }
+  return parts.output.data();
+}
+
+const double* GroupRows::norms2(std::uint32_t query) {
+  outputs(query);
+  return lazy(query).norm2.data();
 }
 
 void GroupRows::logits(std::uint32_t query, std::uint32_t head,

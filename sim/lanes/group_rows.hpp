@@ -19,13 +19,6 @@ namespace kvlab {
 /// probabilities is monotone in it, so that no probability has to be taken. 0: all do.
 float least_requested(float sum, float most, std::uint32_t threshold16);
 
-/// Whatever the sum of a live set whose largest exponential is `most`, as long as it does not
-/// exceed `sum`: exponentials below `low` are not requested, those from `high` on are.
-struct RequestBand {
-  float low, high;
-};
-RequestBand request_band(float sum, float most, std::uint32_t threshold16);
-
 class GroupRows {
  public:
   GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
@@ -64,19 +57,6 @@ class GroupRows {
   /// The same as bits, [heads()][words()].
   const std::uint64_t* request_bits(std::uint32_t query);
   std::size_t words() const { return words_; }
-  /// Whether a head requests the query's own token.
-  bool requests_itself(std::uint32_t query, std::uint32_t head) {
-    return e(query, head / kQuad)[query * kQuad + head % kQuad] >= requests(query).least[head];
-  }
-  /// Whether the tokens that a head requests, its own included, depend on no sum's rounding.
-  bool surely_requested(std::uint32_t query, std::uint32_t head) {
-    request_bits(query);
-    return lazy(query).sure[head];
-  }
-  /// The same tokens for a live set whose largest exponential is `most`, as bits
-  /// [query / 64 + 1]. Whether they are sure.
-  bool flag_level(std::uint32_t query, std::uint32_t head, float most, std::uint64_t* bits) const;
-
   /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.
   const std::uint64_t* masses(std::uint32_t query);
   /// Adds the same to mass [query + 1, and up to a whole block].
@@ -86,6 +66,12 @@ class GroupRows {
 
   /// Sums of a quad's exponentials from token `first` on.
   std::array<double, kQuad> sums_from(std::uint32_t query, std::uint32_t quad, std::uint32_t first);
+  /// Sums of the values of such tokens, weighted by their exponentials: [heads()][dim], until the
+  /// next call.
+  const float* values_from(std::uint32_t query, std::uint32_t first);
+  /// The full cache's outputs, [heads()][dim], and their squared norms, [heads()].
+  const float* outputs(std::uint32_t query);
+  const double* norms2(std::uint32_t query);
 
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
@@ -94,17 +80,22 @@ class GroupRows {
  private:
   /// What is computed when it is first asked for, by query of the block.
   struct Lazy {
-    bool requests = false, flags = false, masses = false, asked = false, tails = false;
+    bool requests = false, flags = false, masses = false, asked = false, tails = false,
+         values = false, outputs = false;
     std::vector<float> least;
     std::vector<std::uint64_t> bits;
-    std::vector<bool> sure;  // [heads()]
     AlignedVector<std::uint64_t> mass;
     std::vector<std::uint32_t> count, any;
     std::vector<std::array<double, kQuad>> tail;  // [quad][token / 64]: sums from there on
+    std::vector<float> value_tail;                // [token / 64][heads()][dim]: likewise
+    std::size_t first_tail;                       // the first of them that is there
+    std::vector<float> output;                    // [heads()][dim]
+    std::vector<double> norm2;                    // [heads()]
   };
   std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
   void extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end);
   void sum_tails(std::uint32_t query, Lazy& parts);
+  void add_values(std::uint32_t query, std::size_t begin, std::size_t end, float* sums) const;
   Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
   void rotate(const float* x, std::uint32_t position, float* y) const {
     rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
@@ -123,6 +114,7 @@ class GroupRows {
   std::vector<float> sums_, most_;    // [block, heads()]
   std::vector<std::int32_t> shifts_;  // [block, heads()]
   std::vector<Lazy> lazy_;            // [block]
+  std::vector<float> values_;         // [heads()][dim]: what values_from() returns
 };
 
 }  // namespace kvlab

@@ -12,9 +12,6 @@
 namespace kvlab {
 namespace {
 
-/// Sampled queries whose outputs are taken together.
-constexpr std::size_t kSamplesAtOnce = 8;
-
 enum class Kind { nested, feedback, squeezed, topk };
 
 Kind kind_of(const CacheConfig& config) {
@@ -45,11 +42,7 @@ std::string chain_order(const ResolvedConfig& c) {
 
 HeadLanes::HeadLanes(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
                      const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span)
-    : count_(configs.size()),
-      view_(view),
-      span_(span),
-      rows_(view, rope, arithmetic),
-      samples_(view) {
+    : count_(configs.size()), view_(view), rows_(view, rope, arithmetic) {
   plan(configs, identity, rope, arithmetic, span);
 }
 
@@ -125,29 +118,7 @@ void HeadLanes::run() {
     });
     if (wanted) rows_.compute(first, count);
     for (const auto& lane : lanes_) lane->attend(first, count, rows_);
-    keep_samples(first, count);
-    if (samples_.size() >= kSamplesAtOnce) take_outputs();
   }
-  take_outputs();
-}
-
-/// Keeps the rows of sampled queries until enough are there to take their outputs together.
-void HeadLanes::keep_samples(std::uint32_t first, std::uint32_t count) {
-  const bool wanted = span_ && std::any_of(lanes_.begin(), lanes_.end(),
-                                           [](const auto& lane) { return lane->takes_outputs(); });
-  for (std::uint32_t query = first; wanted && query < first + count; ++query)
-    if (span_->contains(query) && span_->sampled(query)) samples_.add(query, rows_);
-}
-
-void HeadLanes::take_outputs() {
-  if (samples_.size() == 0) return;
-  std::vector<ValueJob> jobs;
-  samples_.list_jobs(jobs);
-  for (const auto& lane : lanes_) lane->list_outputs(samples_, jobs);
-  add_values(view_, jobs);
-  samples_.finish();
-  for (const auto& lane : lanes_) lane->finish_outputs(samples_);
-  samples_.clear();
 }
 
 std::vector<HeadOutcome> HeadLanes::outcomes() {

@@ -25,14 +25,10 @@ class HeadLanes {
             const HeadArithmetic& arithmetic, const QuerySpan* span);
   void add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices);
   std::vector<std::uint64_t> future_masses();
-  void keep_samples(std::uint32_t first, std::uint32_t count);
-  void take_outputs();
 
   std::size_t count_;
   HeadView view_;
-  const QuerySpan* span_;
   GroupRows rows_;
-  SampledRows samples_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<std::vector<std::size_t>> indices_;  // by lane: its configurations
 };

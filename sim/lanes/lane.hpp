@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "sim/lanes/group_rows.hpp"
-#include "sim/lanes/value_sums.hpp"
 #include "sim/metrics.hpp"
 #include "sim/replay.hpp"
 
@@ -27,13 +26,6 @@ class Lane {
   /// Takes the queries [first, first + count) through every configuration; the blocks come in
   /// order, each once. `rows` holds the block if any of its rows is wanted.
   virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
-  /// Whether attend() leaves behind jobs for the outputs of sampled queries.
-  virtual bool takes_outputs() const { return false; }
-  /// The jobs of the sampled queries that were attended since the last finish_outputs(), which are
-  /// those of `rows`.
-  virtual void list_outputs(const SampledRows&, std::vector<ValueJob>&) {}
-  /// After the jobs: `rows` holds the full cache's outputs too.
-  virtual void finish_outputs(const SampledRows&) {}
   /// By configuration of the lane; takes the figures out.
   virtual std::vector<HeadOutcome> outcomes() = 0;
   /// May be null.

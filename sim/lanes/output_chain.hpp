@@ -1,46 +1,32 @@
-// Attention outputs of many live sets at one query, each from the one before: neighbours in the
-// order of budgets keep nearly the same tokens, so only what differs is added or taken away.
+// Sums of values of many live sets at one query, each from the one before: neighbours in the order
+// of budgets keep nearly the same tokens, so only what differs is added or taken away.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "sim/lanes/value_sums.hpp"
+#include "sim/lanes/group_rows.hpp"
 
 namespace kvlab {
 
 class OutputChain {
  public:
-  /// Begins with the empty set at the i-th query of `rows`, which must outlive the chain's use.
-  void begin(const SampledRows& rows, std::size_t i);
-  /// Adds a link: the live set of `bits` (up to the query's position), whose exponentials sum to
-  /// sums [heads()].
-  void move_to(const std::uint64_t* bits, const float* sums);
-
-  std::size_t size() const { return used_; }
-  /// The jobs of one link.
-  void list_jobs(std::size_t link, std::vector<ValueJob>& jobs);
-  /// After the jobs of all links: from what differs to sums weighted by values.
-  void finish();
-  /// A link's, [heads()][dim], not divided.
-  const float* sums(std::size_t link) const { return links_[link].values.data(); }
+  /// The values of a live set, weighted by the exponentials of `query`, whose row `rows` holds:
+  /// [heads()][dim], until the next call. `bits`: the set (what is behind the query does not
+  /// count); sums [heads()]: of its exponentials. A query's calls come together.
+  const float* move_to(std::uint32_t query, const GroupRows& rows, const std::uint64_t* bits,
+                       const float* sums);
 
  private:
-  struct Link {
-    bool fresh = true;                  // from the empty set
-    std::vector<std::uint32_t> tokens;  // that differ
-    std::vector<float> weights;         // [quad][tokens][4], negative for those that left
-    std::vector<float> values;          // [heads()][dim]
-  };
-  void list(const std::uint64_t* bits, bool fresh, Link& link);
-  bool is_coarse(const float* sums) const;
+  void list(const GroupRows& rows, bool fresh);
+  bool is_coarse(const GroupRows& rows, const float* sums) const;
 
-  const SampledRows* rows_ = nullptr;
-  std::size_t index_ = 0, words_ = 0;
-  std::vector<std::uint64_t> bits_;  // of the last link's set
-  std::vector<float> gross_, step_;  // [heads()]: magnitudes added since fresh; by the step
-  std::vector<Link> links_;
-  std::size_t used_ = 0;
+  std::uint32_t query_ = ~std::uint32_t{0};
+  std::vector<std::uint64_t> bits_, next_;  // of the last set, and of the one to come
+  std::vector<float> gross_, step_;         // [heads()]: magnitudes added since fresh; by the step
+  std::vector<std::uint32_t> tokens_;       // that differ
+  std::vector<float> weights_;              // [quad][tokens][4], negative for those that left
+  std::vector<float> sums_, difference_;    // [heads()][dim]
 };
 
 }  // namespace kvlab

@@ -515,65 +515,6 @@ TEST_CASE("running sums and hits of lists that follow one another, on every set"
     }
 }
 
-TEST_CASE("sums around a run and the largest of some tokens, on every set") {
-  std::mt19937 draw(19);
-  for (const std::size_t tokens : {40u, 70u, 300u}) {
-    const auto e = random_row(draw, tokens);
-    auto list = every_third(draw, tokens);
-    const std::size_t scattered = list.size() / 2;  // the others follow one another
-    for (std::size_t i = list.size(); i-- > scattered;)
-      list[i] = static_cast<std::uint32_t>(tokens - (list.size() - i));
-    list.erase(std::unique(list.begin(), list.end()), list.end());
-    std::sort(list.begin(), list.end());
-    const std::size_t count = list.size(), end = count / kBlockTokens * kBlockTokens;
-    std::size_t begin = end;
-    while (begin >= kBlockTokens &&
-           list[end - 1] - list[begin - kBlockTokens] == end - 1 - (begin - kBlockTokens))
-      begin -= kBlockTokens;
-    std::vector<float> kept(tokens * kQuad + kBlockTokens * kQuad), around(kept);
-    float sum[kQuad], most[kQuad];
-    row_loops_base().gather(e.data(), list.data(), count, kept.data(), sum, most);
-    for (const RowLoops* loops : sets()) {
-      INFO(loops->name << ", " << count << " of " << tokens << ", run " << begin << " " << end);
-      float own[kQuad], largest[kQuad], again[kQuad];
-      loops->gather_around(e.data(), list.data(), begin, end, count, around.data(), own);
-      CHECK(std::equal(own, own + kQuad, sum));
-      CHECK(std::equal(around.begin(), around.begin() + begin * kQuad, kept.begin()));
-      CHECK(std::equal(kept.begin() + end * kQuad, kept.begin() + count * kQuad,
-                       around.begin() + begin * kQuad));
-      loops->sum(e.data(), list.data(), count, again, largest);
-      CHECK(std::equal(largest, largest + kQuad, most));
-      for (std::size_t h = 0; h < kQuad; ++h) CHECK(std::abs(again[h] - sum[h]) <= 1e-5f * sum[h]);
-    }
-  }
-}
-
-TEST_CASE("one head's bits, and bits spread over a live set, on every set") {
-  std::mt19937 draw(20);
-  for (const std::size_t tokens : {1u, 63u, 64u, 65u, 200u}) {
-    const auto e = random_row(draw, tokens);
-    const std::size_t words = (tokens + 63) / 64;
-    std::vector<std::uint64_t> live(words);
-    for (std::uint64_t& word : live) word = std::uint64_t{draw()} << 32 | draw();
-    for (const RowLoops* loops : sets())
-      for (std::size_t h = 0; h < kQuad; ++h) {
-        INFO(loops->name << ", " << tokens << ", head " << h);
-        const float least = at(e, tokens / 2, h);
-        std::vector<std::uint64_t> bits(words);
-        CHECK(
-            loops->flag_head(e.data(), tokens, h, least, std::nextafter(least, 2e9f), bits.data()));
-        CHECK_FALSE(loops->flag_head(e.data(), tokens, h, least, least, bits.data()));
-        for (std::size_t i = 0; i < words * 64; ++i)
-          REQUIRE((bits[i / 64] >> i % 64 & 1) == (i < tokens && at(e, i, h) >= least));
-        std::vector<std::uint32_t> flags(words * 64 + 64, 7);
-        loops->spread(bits.data(), live.data(), words, flags.data());
-        std::size_t next = 0;
-        for (std::size_t i = 0; i < words * 64; ++i)
-          if (live[i / 64] >> i % 64 & 1) REQUIRE(flags[next++] == (bits[i / 64] >> i % 64 & 1));
-      }
-  }
-}
-
 TEST_CASE("exponentials in bins by size: a larger one is in no later bin, on every set") {
   std::mt19937 draw(10);
   for (const std::size_t tokens : {1u, 16u, 77u}) {

@@ -2,19 +2,6 @@
 
 namespace kvlab {
 
-std::size_t AgedCache::following() const {
-  const auto live = positions();
-  std::size_t first = 0, last = live.size();  // the tokens before `first` do not
-  while (first < last) {
-    const std::size_t middle = first + (last - first) / 2;
-    if (live.back() - live[middle] == live.size() - 1 - middle)
-      last = middle;
-    else
-      first = middle + 1;
-  }
-  return first;
-}
-
 std::span<const std::uint32_t> AgedCache::make_room(std::uint32_t now) {
   const auto victims = surplus() == 1 ? find_victim(now) : find_victims(now);
   for (const std::uint32_t age : victims) {

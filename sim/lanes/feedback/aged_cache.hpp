@@ -17,8 +17,6 @@ class AgedCache : public AgedSet {
             std::uint32_t tokens)
       : AgedSet(spec, budget, guards, identity), bits_((tokens + 63) / 64) {}
 
-  /// The age from which on live tokens follow one another, to the youngest.
-  std::size_t following() const;
   /// Bit p: whether position p is live.
   const std::uint64_t* live_bits() const { return bits_.data(); }
 

@@ -11,12 +11,6 @@
 namespace kvlab {
 namespace {
 
-/// Whether the shared exponentials are of no use to some head of the group.
-bool has_lost(const GatherRoom& room, std::uint32_t group) {
-  return std::any_of(room.sum.begin(), room.sum.begin() + group,
-                     [](float sum) { return sum < kSharedSumFloor; });
-}
-
 /// Where head h's exponential of the i-th gathered token lies.
 std::size_t kept_index(std::size_t i, std::size_t head, std::size_t room_tokens) {
   return head / kQuad * room_tokens * kQuad + i * kQuad + head % kQuad;
@@ -29,12 +23,13 @@ void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
   if (mass.size() < size) {
     kept.resize(size * heads);
     mass.resize(size);
-    asked.resize(size + 64);
+    asked.resize(size);
     row.resize(size);
   }
   sum.resize(heads);
   most.resize(heads);
   shared.resize(heads);
+  lost.assign(heads, false);
   least.assign(heads, std::numeric_limits<float>::infinity());
 }
 
@@ -42,7 +37,6 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
                          const HeadView& view, const QuerySpan* span)
     : cache_(config.policy, config.budget_tokens, config.guards, identity, view.tokens),
       squeezed_(config.positions == Positions::cache),
-      weighted_(config.policy.entry->info.weighted),
       old_keys_(view),
       cursor_(config.admissions),
       view_(view),
@@ -66,16 +60,15 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
   if (cursor_.begins_at(query)) {
     make_room(query);
     cache_.admit(query, cursor_.current().tokens);
-    begin_observing(room);
+    begin_observing();
   }
   visible_ = cache_.size() - cursor_.age_of(query);
-  const bool measures = span_ && span_->contains(query);
-  if (observes(query) || measures) {
+  if (observes(query) || measures(query)) {
     if (squeezed_)
       see_squeezed(query, rows, *unrounded, *places, room);
     else if (has_whole_row(query))
       see_all(query, rows);
-    else if (!see_bits(query, rows, room) && !see_masses(query, rows, room))
+    else
       see_kept(query, rows, room);
   }
   if (!cursor_.ends_at(query)) return;
@@ -98,18 +91,10 @@ void FeedbackRun::make_room(std::uint32_t now) {
   for (std::size_t i = old_keys_.size(); i < old; ++i) old_keys_.append(live[i]);
 }
 
-void FeedbackRun::begin_observing(GatherRoom& room) {
-  whole_ = nullptr;
+void FeedbackRun::begin_observing() {
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
   if (seen_.queries == 1 && cache_.tail() > 0) return;  // the one query brings it all
-  if (!weighted_ && cache_.needs() != Needs::nothing && cache_.size() == seen_.query + 1) {
-    whole_ = &room.admissions.at(cursor_.current(), cache_.needs());
-    seen_.mass = whole_->mass.data();
-    seen_.requests = whole_->requests.data();
-    seen_.last_request = whole_->last_request.data();
-    return;
-  }
   mass_.assign(cache_.needs() == Needs::mass ? cache_.size() : 0, 0);
   requests_.assign(cache_.needs() == Needs::requests ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);
@@ -120,84 +105,15 @@ void FeedbackRun::begin_observing(GatherRoom& room) {
 
 void FeedbackRun::observe_all(std::uint32_t query, GroupRows& rows) {
   if (!observes(query)) return;
-  if (whole_) return whole_->see(query, cache_.needs(), rows);
   if (cache_.needs() == Needs::requests) add_requests(query, rows.asked(query));
   if (cache_.needs() == Needs::mass) add_masses(rows.masses(query));
 }
 
 void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   observe_all(query, rows);
-  if (!span_ || !span_->contains(query)) return;
+  if (!measures(query)) return;
   measure(query, rows, rows.sums(query));
-  if (span_->sampled(query)) take_sample(query, true);
-}
-
-/// Where no probability is asked for: sums of the live set, and requests by its bits. False: the
-/// row has to be gathered, and nothing is done.
-bool FeedbackRun::see_bits(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
-  const bool asks = cache_.needs() == Needs::requests;
-  if (visible_ > query || (!asks && observes(query))) return false;
-  room.resize(visible_, rows.heads());
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    row_loops().sum(rows.e(query, quad), cache_.positions().data(), visible_,
-                    room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
-  const std::uint64_t* const asked =
-      asks ? room.requests.ask(query, rows, room.most.data(), cache_.live_bits()) : nullptr;
-  if (asks && !asked) return false;
-  if (span_ && span_->contains(query) && !measure_shared(query, rows, room)) return false;
-  if (!asks) return true;
-  row_loops().spread(asked, cache_.live_bits(), query / 64 + 1, room.asked.data());
-  add_requests(query, room.asked.data());
-  return true;
-}
-
-/// Masses, without a copy of the youngest tokens, which follow one another. False: as see_bits().
-bool FeedbackRun::see_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
-  if (cache_.needs() != Needs::mass || visible_ > query || !observes(query)) return false;
-  if (weight_of(query) != 1.0f) return false;
-  room.resize(visible_, rows.heads());
-  const std::size_t end = visible_ / kBlockTokens * kBlockTokens,
-                    begin = std::min(whole_blocks(cache_.following()), end),
-                    stride = room.mass.size();
-  const std::uint32_t* const tokens = cache_.positions().data();
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    row_loops().gather_around(rows.e(query, quad), tokens, begin, end, visible_,
-                              room.kept.data() + quad * stride * kQuad,
-                              room.sum.data() + quad * kQuad);
-  if (has_lost(room, rows.group())) return false;
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
-    const float* const kept = room.kept.data() + quad * stride * kQuad;
-    const float* const sum = room.sum.data() + quad * kQuad;
-    const auto add = [&](const float* e, std::size_t from, std::size_t to) {
-      row_loops().masses(e, to - from, sum, quad == 0, room.mass.data() + from);
-    };
-    add(kept, 0, begin);
-    if (begin < end) add(rows.e(query, quad) + tokens[begin] * kQuad, begin, end);
-    add(kept + begin * kQuad, end, visible_);
-  }
-  if (span_ && span_->contains(query)) measure_shared(query, rows, room);
-  add_masses(room.mass.data());
-  return true;
-}
-
-/// Figures from the sums of the shared exponentials, room.sum. False: they are of no use to a
-/// sample's outputs, and nothing is done.
-bool FeedbackRun::measure_shared(std::uint32_t query, GroupRows& rows, const GatherRoom& room) {
-  const bool sampled = span_->sampled(query);
-  if (sampled && has_lost(room, rows.group())) return false;
-  measure(query, rows, room.sum.data());
-  if (sampled) take_shared_sample(query, room.sum);
-  return true;
-}
-
-/// A live set's, whose outputs are taken from the shared exponentials.
-FeedbackRun::Sample& FeedbackRun::take_shared_sample(std::uint32_t query,
-                                                     const std::vector<float>& sums) {
-  Sample& sample = take_sample(query, false);
-  sample.sums = sums;
-  sample.lost.assign(sums.size(), false);
-  sample.outputs.resize(sums.size() * view_.head_size);
-  return sample;
+  if (span_->sampled(query)) measure_outputs(query, rows, nullptr);
 }
 
 void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
@@ -208,33 +124,43 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
                        room.kept.data() + quad * room_tokens * kQuad,
                        room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
   room.shared = room.sum;
-  const bool measures = span_ && span_->contains(query);
-  Sample* sample = nullptr;  // but of the whole row
-  if (measures && span_->sampled(query)) {
-    if (visible_ == query + 1)
-      take_sample(query, true);
-    else
-      sample = &take_shared_sample(query, room.shared);
-  }
-  for (std::uint32_t head = 0; head < rows.group(); ++head) {
-    if (room.sum[head] >= kSharedSumFloor) continue;
-    take_own_maximum(query, head, rows, room);
-    if (sample) take_own_output(head, room, *sample);
-  }
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    if (room.sum[head] < kSharedSumFloor) take_own_maximum(query, head, rows, room);
   observe_kept(query, rows, room);
-  if (measures) measure(query, rows, room.shared.data());
+  if (!measures(query)) return;
+  measure(query, rows, room.shared.data());
+  if (!span_->sampled(query)) return;
+  if (visible_ == query + 1) return measure_outputs(query, rows, nullptr);
+  const float* const values = room.chain.move_to(query, rows, cache_.live_bits(), room.sum.data());
+  room.outputs.assign(values, values + rows.heads() * std::size_t{view_.head_size});
+  take_own_outputs(room);
+  measure_outputs(query, rows, &room);
 }
 
-/// The output of a head from its gathered exponentials.
-void FeedbackRun::take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample) {
-  std::vector<float> e(visible_);
-  for (std::size_t i = 0; i < visible_; ++i)
-    e[i] = room.kept[kept_index(i, head, room.mass.size())];
-  sample.lost[head] = true;
-  sample.sums[head] = room.sum[head];
-  float* const out = sample.outputs.data() + head * view_.head_size;
-  std::fill(out, out + view_.head_size, 0.0f);
-  accumulate_rows(e, visible(), view_.v, view_.kv_token_stride, view_.head_size, out);
+/// The outputs of the heads that were taken from their own maxima, from gathered exponentials.
+void FeedbackRun::take_own_outputs(GatherRoom& room) const {
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    if (!room.lost[head]) continue;
+    for (std::size_t i = 0; i < visible_; ++i)
+      room.row[i] = room.kept[kept_index(i, head, room.mass.size())];
+    float* const out = room.outputs.data() + head * std::size_t{view_.head_size};
+    std::fill(out, out + view_.head_size, 0.0f);
+    accumulate_rows(std::span(room.row).first(visible_), visible(), view_.v, view_.kv_token_stride,
+                    view_.head_size, out);
+  }
+}
+
+/// Of a sampled query, from room.outputs and room.sum; null: they are the full cache's.
+void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, const GatherRoom* room) {
+  const std::size_t dim = view_.head_size;
+  const float* const full = rows.outputs(query);
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    const double error =
+        room ? row_loops().distance2(full + head * dim, room->outputs.data() + head * dim,
+                                     1 / room->sum[head], dim)
+             : 0;
+    stats_.add_error(span_->place(query), head, error, rows.norms2(query)[head]);
+  }
 }
 
 void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
@@ -247,64 +173,57 @@ void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom&
 void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                                const PlaceTable& places, GatherRoom& room) {
   room.resize(visible_, rows.heads());
-  const bool measures = span_ && span_->contains(query),
-             samples = measures && span_->sampled(query), whole = has_whole_row(query);
+  const bool samples = measures(query) && span_->sampled(query), whole = has_whole_row(query);
   if (whole)
     take_whole(query, unrounded, room);
   else if (observes(query) || samples)
     take_squeezed(query, unrounded, places, room);
-  if (samples) take_squeezed_sample(query, rows, room);
   if (whole)
     observe_all(query, unrounded);
   else
     observe_kept(query, rows, room);
-  if (!measures) return;
-  if (!whole) add_shared(query, rows, room.shared.data());
+  if (!measures(query)) return;
+  if (!whole) add_shared(query, rows, room);
   measure(query, rows, room.shared.data());
+  if (!samples) return;
+  take_squeezed_outputs(query, unrounded, room);
+  measure_outputs(query, rows, &room);
 }
 
 /// A row of unrounded logits, nothing of which is the run's own.
 void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
                              GatherRoom& room) const {
   room.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
-  room.lost.assign(unrounded.heads(), false);
 }
 
-void FeedbackRun::take_squeezed_sample(std::uint32_t query, const GroupRows& rows,
-                                       const GatherRoom& room) {
-  Sample& sample = take_sample(query, false);
-  const std::size_t old = old_keys_.size();
-  sample.own = true;
-  sample.first = cache_.positions()[old];
-  sample.sums = room.sum;
-  sample.lost.assign(rows.heads(), false);
-  sample.outputs.assign(rows.heads() * view_.head_size, 0.0f);
-  sample.tokens.assign(visible().begin(), visible().begin() + static_cast<std::ptrdiff_t>(old));
-  sample.kept.clear();
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
-    const float* const kept = room.kept.data() + quad * room.mass.size() * kQuad;
-    sample.kept.insert(sample.kept.end(), kept, kept + old * kQuad);
-  }
-  for (std::uint32_t head = 0; head < rows.group(); ++head) {
-    if (!room.lost[head]) continue;
-    for (std::size_t i = 0; i < old; ++i)
-      sample.kept[kept_index(i, head, old)] = 0;  // the job adds nothing to what is complete
-    take_own_output(head, room, sample);
-  }
+/// The values of the oldest tokens with the run's own exponentials; of the youngest, which follow
+/// one another, with those that all share.
+void FeedbackRun::take_squeezed_outputs(std::uint32_t query, GroupRows& unrounded,
+                                        GatherRoom& room) const {
+  const std::size_t dim = view_.head_size, old = old_keys_.size();
+  room.outputs.assign(unrounded.heads() * dim, 0.0f);
+  for (std::uint32_t quad = 0; quad < unrounded.quads(); ++quad)
+    row_loops().accumulate(room.kept.data() + quad * room.mass.size() * kQuad,
+                           cache_.positions().data(), old, view_.heads_in(quad), view_.v,
+                           view_.kv_token_stride, dim, room.outputs.data() + quad * kQuad * dim);
+  const float* const young = unrounded.values_from(query, cache_.positions()[old]);
+  for (std::size_t d = 0; d < room.outputs.size(); ++d) room.outputs[d] += young[d];
+  take_own_outputs(room);
 }
 
 /// Sums of the full cache's exponentials over the live set, [heads], no larger than the row's. From
 /// old_keys_ on live tokens follow one another.
-void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, float* sums) const {
+void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherRoom& room) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
-    float scattered[kQuad], unused[kQuad];
-    row_loops().sum(rows.e(query, quad), live.data(), old, scattered, unused);
+    float scattered[kQuad];
+    std::uint32_t unused[kQuad] = {};
+    row_loops().total(rows.e(query, quad), live.data(), old, room.least.data(), scattered, unused);
     const auto following = rows.sums_from(query, quad, live[old]);
     for (std::size_t h = 0; h < kQuad; ++h)
-      sums[quad * kQuad + h] = std::min(static_cast<float>(following[h]) + scattered[h],
-                                        rows.sums(query)[quad * kQuad + h]);
+      room.shared[quad * kQuad + h] = std::min(static_cast<float>(following[h]) + scattered[h],
+                                               rows.sums(query)[quad * kQuad + h]);
   }
 }
 
@@ -326,7 +245,6 @@ void FeedbackRun::take_squeezed(std::uint32_t query, GroupRows& unrounded, const
                                 GatherRoom& room) {
   const std::size_t old = old_keys_.size(), stride = room.mass.size() + kPanelTokens;
   room.products.resize(stride * kQuad);
-  room.lost.assign(unrounded.heads(), false);
   for (std::uint32_t quad = 0; quad < unrounded.quads(); ++quad) {
     const float *queries[kQuad] = {}, *products[kQuad] = {};
     rotate_queries(query, quad, places, room, queries);
@@ -352,7 +270,6 @@ void FeedbackRun::take_own_squeezed(std::uint32_t query, std::uint32_t head,
   scale(room.row.data(), old, unrounded.softmax_scale());
   unrounded.logits(query, head, visible().subspan(old), room.row.data() + old);
   take_own_row(head, room);
-  room.lost[head] = true;
 }
 
 /// The row of a head whose shared exponentials lost their bits, from its own maximum.
@@ -364,6 +281,7 @@ void FeedbackRun::take_own_maximum(std::uint32_t query, std::uint32_t head, Grou
 
 /// A head's gathered exponentials from the logits in room.row.
 void FeedbackRun::take_own_row(std::uint32_t head, GatherRoom& room) const {
+  room.lost[head] = true;
   shared_exponentials(room.row.data(), visible_, room.row.data());
   room.sum[head] = lane_sum(room.row.data(), visible_);
   room.most[head] = *std::max_element(room.row.begin(), room.row.begin() + visible_);
@@ -428,19 +346,6 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
             : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
     tally_.add(0, head, recall, static_cast<double>(wanted.count[head] - hits));
   }
-}
-
-FeedbackRun::Sample& FeedbackRun::take_sample(std::uint32_t query, bool all) {
-  if (samples_.size() == sample_count_) samples_.emplace_back();
-  Sample& sample = samples_[sample_count_++];
-  sample.all = all;
-  sample.own = false;
-  if (all) return sample;
-  sample.live.assign(cache_.live_bits(), cache_.live_bits() + query / 64 + 1);
-  // Younger queries of the admission are live but not seen.
-  if (const std::uint32_t used = query % 64 + 1; used < 64)
-    sample.live.back() &= (std::uint64_t{1} << used) - 1;
-  return sample;
 }
 
 }  // namespace kvlab

@@ -3,10 +3,9 @@
 
 #include "sim/lanes/feedback/aged_cache.hpp"
 #include "sim/lanes/feedback/aged_keys.hpp"
-#include "sim/lanes/feedback/whole_admission.hpp"
 #include "sim/lanes/lane.hpp"
+#include "sim/lanes/output_chain.hpp"
 #include "sim/lanes/recall_tally.hpp"
-#include "sim/lanes/request_levels.hpp"
 
 namespace kvlab {
 
@@ -16,11 +15,11 @@ struct GatherRoom {
   AlignedVector<std::uint64_t> mass;            // [age]
   std::vector<std::uint32_t> asked;             // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
-  WholeAdmissions admissions;
-  RequestLevels requests;
-  std::vector<bool> lost;                  // [heads]: squeezed, taken from its own maximum
-  std::vector<float> row;                  // one head's, by age
-  AlignedVector<float> products, rotated;  // [4][age], [4][dim]: squeezed
+  std::vector<bool> lost;                       // [heads]: taken from its own maximum
+  std::vector<float> row;                       // one head's, by age
+  AlignedVector<float> products, rotated;       // [4][age], [4][dim]: squeezed
+  std::vector<float> outputs;                   // [heads][dim]: sums of values times exponentials
+  OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
 };
@@ -46,25 +45,6 @@ class FeedbackRun {
     return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
   }
 
-  /// A sampled query's live set, until the lane has its outputs.
-  struct Sample {
-    bool all = false;                 ///< the output is the full cache's
-    std::vector<std::uint64_t> live;  ///< bits
-    std::vector<float> sums;          ///< [heads], of the shared exponentials
-    std::vector<bool> lost;           ///< [heads]: the shared exponentials are of no use
-    std::vector<float>
-        outputs;  ///< [heads][dim]: sums of values times exponentials, of those heads
-    /// Squeezed: the exponentials of the oldest tokens are the sample's own; from `first` on to the
-    /// query they are those of the unrounded rows. `outputs` will be sums over the oldest, except
-    /// for lost heads.
-    bool own = false;
-    std::vector<float> kept;  ///< [quad][age][4]
-    std::vector<std::uint32_t> tokens;
-    std::uint32_t first = 0;
-    std::vector<float> tail;  ///< [heads][dim]: sums of values from `first` on
-  };
-  Sample& sample(std::size_t index) { return samples_[index]; }
-  void forget_samples() { sample_count_ = 0; }
   /// After the last query.
   void flush() {
     if (span_) tally_.flush({&stats_, 1});
@@ -85,13 +65,8 @@ class FeedbackRun {
                       GatherRoom& room, const float** queries) const;
   void take_own_squeezed(std::uint32_t query, std::uint32_t head, const GroupRows& unrounded,
                          GatherRoom& room);
-  void add_shared(std::uint32_t query, GroupRows& rows, float* sums) const;
-  void take_own_output(std::uint32_t head, const GatherRoom& room, Sample& sample);
-  void take_squeezed_sample(std::uint32_t query, const GroupRows& rows, const GatherRoom& room);
+  void add_shared(std::uint32_t query, GroupRows& rows, GatherRoom& room) const;
   void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
-  bool see_bits(std::uint32_t query, GroupRows& rows, GatherRoom& room);
-  bool see_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room);
-  bool measure_shared(std::uint32_t query, GroupRows& rows, const GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
   void take_own_row(std::uint32_t head, GatherRoom& room) const;
@@ -100,13 +75,15 @@ class FeedbackRun {
   void add_masses(const std::uint64_t* mass);
   void add_requests(std::uint32_t query, const std::uint32_t* asked);
   void measure(std::uint32_t query, GroupRows& rows, const float* shared);
-  Sample& take_sample(std::uint32_t query, bool all);
-  Sample& take_shared_sample(std::uint32_t query, const std::vector<float>& sums);
-  void begin_observing(GatherRoom& room);
+  void take_squeezed_outputs(std::uint32_t query, GroupRows& unrounded, GatherRoom& room) const;
+  void take_own_outputs(GatherRoom& room) const;
+  void measure_outputs(std::uint32_t query, GroupRows& rows, const GatherRoom* room);
+  void begin_observing();
+  bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
-  bool squeezed_, weighted_;
+  bool squeezed_;
   AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
   AdmissionCursor cursor_;
   const HeadView& view_;
@@ -115,11 +92,8 @@ class FeedbackRun {
   RecallTally tally_;
   std::uint32_t visible_ = 0;
   Seen seen_;                        // of the admission in progress
-  WholeAdmission* whole_ = nullptr;  // where its queries all see every token, unweighted
   std::vector<std::uint64_t> mass_;  // [age], over an admission of several queries
   std::vector<std::uint32_t> requests_, last_request_;
-  std::vector<Sample> samples_;
-  std::size_t sample_count_ = 0;
 };
 
 }  // namespace kvlab

@@ -46,14 +46,8 @@ struct RowLoops {
   /// block. sum[4]: lane sums in the order of i; most[4]: the largest, 0 at least.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
                  float* sum, float* most);
-  /// The same but for those of i in [begin, end), whole blocks of tokens that follow one another:
-  /// they are only summed, and kept holds [0, begin), then [end, count) and zeros. No `most`.
-  void (*gather_around)(const float* e, const std::uint32_t* tokens, std::size_t begin,
-                        std::size_t end, std::size_t count, float* kept, float* sum);
-  /// The sums, in no order that a decoder knows, and the largest, 0 at least.
-  void (*sum)(const float* e, const std::uint32_t* tokens, std::size_t count, float* sum,
-              float* most);
-  /// Such sums; hits[h] += tokens with e >= least[h]. Tokens null: 0, 1, 2, ...
+  /// The sums, in no order that a decoder knows; hits[h] += tokens with e >= least[h]. Tokens
+  /// null: 0, 1, 2, ...
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
   /// total() of lists that follow one another, the l-th of tokens[begins[l]] to
@@ -70,17 +64,9 @@ struct RowLoops {
   void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
                std::uint32_t* asked);
   /// Bit i of bits[h] (64-bit words, `words` apart): whether e[i][h] >= least[h], i < count;
-  /// the bits behind are 0. Returns the heads, as bits, that have low[h] <= e[i][h] < high[h]
-  /// somewhere in the row's whole blocks.
-  std::uint32_t (*flag)(const float* e, std::size_t count, const float* least, const float* low,
-                        const float* high, std::uint64_t* bits, std::size_t words);
-  /// The same for head `head` alone: bits[words]. Returns whether it has such a token.
-  bool (*flag_head)(const float* e, std::size_t count, std::size_t head, float least, float high,
-                    std::uint64_t* bits);
-  /// to[i]: whether bit t of `bits` is set, 1 or 0, where t is the i-th bit that is set in `live`.
-  /// Writes up to 64 more.
-  void (*spread)(const std::uint64_t* bits, const std::uint64_t* live, std::size_t words,
-                 std::uint32_t* to);
+  /// the bits behind are 0.
+  void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
+               std::size_t words);
   /// A quad's exponentials by head, bits[h][i] (`stride` apart), and in bins by size: the
   /// difference of their bits from most[h], shifted right by shift[h], or, where that is not below
   /// last_bin, one of kRestBins bins from there on. Whole blocks.

@@ -213,78 +213,50 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
     own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
   tally_.begin_query(span_->block(query), wanted.count, stats_);
   tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
-  if (span_->sampled(query)) take_sample(query, whole, rows);
+  if (!span_->sampled(query)) return;
+  outputs_.assign(heads * view_.head_size, 0.0f);
+  for (std::size_t l = 0; l < levels; ++l) {
+    add_level(query, l, rows);
+    measure_outputs(query, l, whole, rows);
+  }
+}
+
+/// Adds the values of what a level holds to the outputs.
+void NestedLane::add_level(std::uint32_t query, std::size_t level, const GroupRows& rows) {
+  const std::uint32_t* const tokens = tokens_.data() + begin_of(level);
+  const std::size_t count = end_of(level) - begin_of(level);
+  weights_.resize(count * kQuad);
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) {
+    const float* const e = rows.e(query, quad);
+    for (std::size_t i = 0; i < count; ++i)
+      std::copy_n(e + std::size_t{tokens[i]} * kQuad, kQuad, weights_.data() + i * kQuad);
+    row_loops().accumulate(weights_.data(), tokens, count, view_.heads_in(quad), view_.v,
+                           view_.kv_token_stride, view_.head_size,
+                           outputs_.data() + quad * kQuad * view_.head_size);
+  }
 }
 
 /// From level `whole` on a set has the row entire.
-void NestedLane::take_sample(std::uint32_t query, std::size_t whole, GroupRows& rows) {
-  if (sample_count_ == samples_.size()) samples_.emplace_back();
-  Sample& sample = samples_[sample_count_++];
-  sample.tokens.clear();
-  sample.begins.assign(1, 0);
-  for (std::size_t l = 0; l < levels_.size(); ++l) {
-    sample.tokens.insert(sample.tokens.end(),
-                         tokens_.begin() + static_cast<std::ptrdiff_t>(begin_of(l)),
-                         tokens_.begin() + static_cast<std::ptrdiff_t>(end_of(l)));
-    sample.begins.push_back(sample.tokens.size());
-  }
-  sample.weights.resize(sample.tokens.size() * rows.heads());
-  float* to = sample.weights.data();
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    for (const std::uint32_t token : sample.tokens)
-      to = std::copy_n(rows.e(query, quad) + token * kQuad, kQuad, to);
-  sample.sums.assign(running_.begin(), running_.end());
-  for (std::size_t l = whole; l < levels_.size(); ++l)
-    std::copy_n(rows.sums(query), rows.heads(),
-                sample.sums.begin() + static_cast<std::ptrdiff_t>(l * rows.heads()));
-  sample.own.clear();
-  for (std::size_t l = 0; l < levels_.size(); ++l)
-    for (std::uint32_t h = 0; h < rows.group(); ++h)
-      if (sample.sums[l * rows.heads() + h] < kSharedSumFloor)
-        sample.own[l * rows.heads() + h] = own_output(query, l, h, rows);
-}
-
-/// Neighbouring sampled queries have nearly the same tokens in a level, so values are read once for
-/// all of them; sums run over the levels, and each level's are looked at while they are near.
-void NestedLane::finish_outputs(const SampledRows& rows) {
-  outputs_.assign(rows.size() * rows.heads() * view_.head_size, 0.0f);
-  for (std::size_t l = 0; l < levels_.size(); ++l)
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      add_level(rows, i, l);
-      measure_outputs(rows, i, l);
-    }
-  sample_count_ = 0;
-}
-
-/// Adds what a level holds to a sample's sums.
-void NestedLane::add_level(const SampledRows& rows, std::size_t i, std::size_t level) {
-  const Sample& sample = samples_[i];
-  const std::size_t begin = sample.begins[level], count = sample.begins[level + 1] - begin;
-  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
-    row_loops().accumulate(sample.weights.data() + (quad * sample.tokens.size() + begin) * kQuad,
-                           sample.tokens.data() + begin, count, view_.heads_in(quad), view_.v,
-                           view_.kv_token_stride, view_.head_size,
-                           outputs_.data() + (i * rows.heads() + quad * kQuad) * view_.head_size);
-}
-
-void NestedLane::measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level) {
-  const std::size_t dim = view_.head_size, at = level * rows.heads();
-  const Sample& sample = samples_[i];
-  const QuerySpan::Place place = span_->place(rows.query(i));
+void NestedLane::measure_outputs(std::uint32_t query, std::size_t level, std::size_t whole,
+                                 GroupRows& rows) {
+  const std::size_t dim = view_.head_size;
+  const float* const full = rows.outputs(query);
   distances_.assign(view_.group, 0);
-  if (sample.begins[level + 1] < rows.query(i) + std::size_t{1}) {
+  if (level < whole) {
     factors_.resize(view_.group);
-    for (std::uint32_t h = 0; h < view_.group; ++h) factors_[h] = 1 / sample.sums[at + h];
-    row_loops().quick_distances(rows.output(i, 0), outputs_.data() + i * rows.heads() * dim,
-                                view_.group, factors_.data(), dim, distances_.data());
-    for (auto own = sample.own.lower_bound(at);
-         own != sample.own.end() && own->first < at + view_.group; ++own)
-      distances_[own->first - at] =
-          row_loops().distance2(rows.output(i, static_cast<std::uint32_t>(own->first - at)),
-                                own->second.data(), 1.0f, dim);
+    const auto sum_of = [&](std::uint32_t h) {
+      return static_cast<float>(running_[level * rows.heads() + h]);
+    };
+    for (std::uint32_t h = 0; h < view_.group; ++h) factors_[h] = 1 / sum_of(h);
+    row_loops().quick_distances(full, outputs_.data(), view_.group, factors_.data(), dim,
+                                distances_.data());
+    for (std::uint32_t h = 0; h < view_.group; ++h)
+      if (sum_of(h) < kSharedSumFloor)
+        distances_[h] = row_loops().distance2(full + h * dim,
+                                              own_output(query, level, h, rows).data(), 1.0f, dim);
   }
   for (std::uint32_t h = 0; h < view_.group; ++h)
-    stats_[level].add_error(place, h, distances_[h], rows.norm2(i, h));
+    stats_[level].add_error(span_->place(query), h, distances_[h], rows.norms2(query)[h]);
 }
 
 /// The output of a live set whose shared exponentials lost their bits, from its own maximum.

@@ -8,8 +8,6 @@
 // by itself, the stack decides for all budgets at once. Tests hold it to the plain replay.
 #pragma once
 
-#include <map>
-
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/recall_tally.hpp"
 
@@ -39,8 +37,6 @@ class NestedLane final : public Lane {
 
   bool wants_row(std::uint32_t query) const override;
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
-  bool takes_outputs() const override { return true; }
-  void finish_outputs(const SampledRows& rows) override;
   std::vector<HeadOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
@@ -53,15 +49,6 @@ class NestedLane final : public Lane {
   struct Leaving {
     std::uint32_t position;
     std::uint64_t rank;
-  };
-  /// A sampled query, until its outputs are there.
-  struct Sample {
-    std::vector<std::uint32_t> tokens;  // by level
-    std::vector<std::size_t> begins;    // [level + 1]
-    std::vector<float> weights;         // [quad][tokens][4]
-    std::vector<float> sums;            // [level][heads]: running
-    /// Outputs of heads whose shared exponentials are of no use: level * heads + head.
-    std::map<std::size_t, std::vector<float>> own;
   };
   void begin_admission(const Admission& admission);
   bool takes_one(const Admission& admission) const;
@@ -78,9 +65,8 @@ class NestedLane final : public Lane {
     return begins_[level + 1] - (level == 0 ? unseen_ : 0);
   }
   void measure(std::uint32_t query, GroupRows& rows);
-  void take_sample(std::uint32_t query, std::size_t whole, GroupRows& rows);
-  void add_level(const SampledRows& rows, std::size_t i, std::size_t level);
-  void measure_outputs(const SampledRows& rows, std::size_t i, std::size_t level);
+  void add_level(std::uint32_t query, std::size_t level, const GroupRows& rows);
+  void measure_outputs(std::uint32_t query, std::size_t level, std::size_t whole, GroupRows& rows);
   std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
                                 const GroupRows& rows) const;
   std::vector<std::uint32_t> live(std::size_t level) const;
@@ -105,9 +91,8 @@ class NestedLane final : public Lane {
   std::vector<double> distances_;     // [group]
   std::vector<float> factors_;        // [group]
   std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
-  std::vector<Sample> samples_;
-  std::size_t sample_count_ = 0;
-  AlignedVector<float> outputs_;  // [sample][heads][dim]: sums of values, running over levels
+  std::vector<float> weights_;        // [token of a level][4]
+  AlignedVector<float> outputs_;      // [heads][dim]: sums of values, running over levels
   LaneWatcher watcher_;
 };
 

@@ -101,47 +101,5 @@ void gather(const float* e, const std::uint32_t* tokens, std::size_t count, floa
   all.finish(sum, most);
 }
 
-void gather_around(const float* e, const std::uint32_t* tokens, std::size_t begin, std::size_t end,
-                   std::size_t count, float* kept, float* sum) {
-  Floats sums[kBlockParts] = {};
-  for (std::size_t i = 0; i < begin; i += kBlockTokens) {
-    const bool run = follow(tokens + i);
-    for (int part = 0; part < kBlockParts; ++part) {
-      const Floats x = load_part(e, tokens + i, run, part);
-      store(kept + i * kQuad + part * kWidth, x);
-      sums[part] += x;
-    }
-  }
-  for (std::size_t i = begin; i < end; i += kBlockTokens)
-    for (int part = 0; part < kBlockParts; ++part)
-      sums[part] += load_part(e, tokens + i, true, part);
-  if (end < count) {
-    copy_rest(e, tokens + end, count - end, kept + begin * kQuad);
-    for (int part = 0; part < kBlockParts; ++part)
-      sums[part] += load(kept + begin * kQuad + part * kWidth);
-  }
-  store_sums(sums, sum);
-}
-
-void sum_alone(const float* e, const std::uint32_t* tokens, std::size_t count, float* sum,
-               float* most) {
-  QuadSums all;
-  std::size_t i = 0;
-  for (; i + kBlockTokens <= count; i += kBlockTokens) {
-    const bool run = follow(tokens + i);
-    for (int part = 0; part < kBlockParts; ++part)
-      all.add(part, load_part(e, tokens + i, run, part));
-  }
-  all.finish(sum, most);
-  Four total = load_four(sum), largest = load_four(most);
-  for (; i < count; ++i) {
-    const Four one = load_four(e + std::size_t{tokens[i]} * kQuad);
-    total += one;
-    largest = one > largest ? one : largest;
-  }
-  std::memcpy(sum, &total, sizeof total);
-  std::memcpy(most, &largest, sizeof largest);
-}
-
 }  // namespace
 }  // namespace kvlab

@@ -43,99 +43,18 @@ inline std::uint64_t first_bits(std::size_t count) {
   return count < 64 ? (std::uint64_t{1} << count) - 1 : ~std::uint64_t{0};
 }
 
-/// Which heads have some -1 among registers [token][4].
-inline std::uint32_t heads_in(Ints v) {
-  std::uint32_t heads = 0;
-  for (int i = 0; i < kWidth; ++i) heads |= v[i] ? 1u << i % kHeads : 0u;
-  return heads;
-}
-
-std::uint32_t flag(const float* e, std::size_t count, const float* least, const float* low,
-                   const float* high, std::uint64_t* bits, std::size_t words) {
-  const Floats from = repeated(low), to = repeated(high);
-  Ints between = {};
+void flag(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
+          std::size_t words) {
   for (std::size_t w = 0; w * 64 < count; ++w) {
     std::uint64_t all[kQuad] = {};
     for (std::size_t i = 0; i < 64 && w * 64 + i < count; i += kWidth) {
       Floats r[kHeads];
-      for (int j = 0; j < kHeads; ++j) {
-        r[j] = load(e + (w * 64 + i) * kQuad + j * kWidth);
-        between |= (r[j] >= from) & (r[j] < to);
-      }
+      for (int j = 0; j < kHeads; ++j) r[j] = load(e + (w * 64 + i) * kQuad + j * kWidth);
       transpose(r);
       for (int h = 0; h < kHeads; ++h) all[h] |= mask_of(in_order(r[h]), Floats{} + least[h]) << i;
     }
     const std::uint64_t seen = first_bits(count - w * 64);
     for (std::size_t h = 0; h < kQuad; ++h) bits[h * words + w] = all[h] & seen;
-  }
-  return heads_in(between);
-}
-
-/// Bit i: token i of a block has e[head] >= least; the registers are [token][4].
-inline std::uint64_t block_bits(const float* e, std::size_t head, Floats least) {
-#if defined(__BMI2__)
-  std::uint64_t all = 0;
-  for (int part = 0; part < kBlockParts; ++part)
-    all |= mask_of(load(e + part * kWidth), least) << part * kWidth;
-  return _pext_u64(all, std::uint64_t{0x1111111111111111} << head);
-#else
-  std::uint64_t bits = 0;
-  for (std::size_t i = 0; i < kBlockTokens; ++i)
-    bits |= std::uint64_t{e[i * kQuad + head] >= least[0]} << i;
-  return bits;
-#endif
-}
-
-bool flag_head(const float* e, std::size_t count, std::size_t head, float least, float high,
-               std::uint64_t* bits) {
-  const Floats from = Floats{} + least, to = Floats{} + high;
-  std::uint64_t between = 0;
-  for (std::size_t w = 0; w * 64 < count; ++w) {
-    const std::uint64_t seen = first_bits(count - w * 64);
-    std::uint64_t all = 0, large = 0;
-    for (std::size_t i = 0; i < 64 && w * 64 + i < count; i += kBlockTokens) {
-      const float* const block = e + (w * 64 + i) * kQuad;
-      all |= block_bits(block, head, from) << i;
-      large |= block_bits(block, head, to) << i;
-    }
-    bits[w] = all & seen;
-    between |= (all & ~large) & seen;
-  }
-  return between != 0;
-}
-
-/// The bits of `bits` where `live` is set, side by side.
-inline std::uint64_t extract_bits(std::uint64_t bits, std::uint64_t live) {
-#if defined(__BMI2__)
-  return _pext_u64(bits, live);
-#else
-  std::uint64_t found = 0;
-  for (std::uint64_t bit = 1; live; live &= live - 1, bit <<= 1)
-    if (bits & live & (~live + 1)) found |= bit;
-  return found;
-#endif
-}
-
-/// Element l: bit l.
-inline Words flags_of(std::uint64_t bits) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<Words>(_mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), 1));
-#else
-  Words places;
-  for (int l = 0; l < kWidth; ++l) places[l] = static_cast<std::uint32_t>(l);
-  return (Words{} + static_cast<std::uint32_t>(bits)) >> places & 1;
-#endif
-}
-
-void spread(const std::uint64_t* bits, const std::uint64_t* live, std::size_t words,
-            std::uint32_t* to) {
-  for (std::size_t w = 0; w < words; ++w) {
-    const std::uint64_t own = extract_bits(bits[w], live[w]);
-    for (std::size_t i = 0; i < 64; i += kWidth) {  // no branch on how many there are
-      const Words flags = flags_of(own >> i);
-      std::memcpy(to + i, &flags, sizeof flags);
-    }
-    to += __builtin_popcountll(live[w]);
   }
 }
 
