@@ -27,18 +27,18 @@ class Backend {
   virtual std::string weights_xxh3() const = 0;
   /// What queries, keys and values are rounded to; none: they are float32 throughout.
   virtual std::optional<Dtype> rounding() const = 0;
-  /// For a sequence of at most `tokens`. Throws std::invalid_argument for a cache that this device
-  /// does not have, std::runtime_error if its memory is too small.
+  /// A decoder for a sequence of at most `tokens`. Throws std::invalid_argument for a cache that
+  /// this device does not have, std::runtime_error if its memory is too small.
   virtual std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                                    std::uint32_t tokens) = 0;
-  /// The same, with an observer that must outlive it; slow.
+  /// A decoder that tells `observer` all that it does, which must outlive it; slow.
   virtual std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache,
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
 
-  /// For a sequence of at most `tokens` for each cache, side by side. Null if the memory is too
-  /// small; throws std::invalid_argument for caches that cannot be side by side on this device:
-  /// ones of two policies, or of two kinds of positions.
+  /// A decoder for one sequence of at most `tokens` under each cache, side by side. Null if the
+  /// memory is too small; throws std::invalid_argument for caches that cannot be side by side on
+  /// this device: ones of two policies, or of two kinds of positions.
   virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                                       std::uint32_t tokens);
 
@@ -49,8 +49,8 @@ class Backend {
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;
-  /// The same decoder, with the whole cache; all that it computes goes into the trace, whose writer
-  /// must outlive it, and is there after flush(). `progress` gets the tokens written, from any
+  /// A decoder with the full cache; all that it computes goes into the trace, whose writer must
+  /// outlive it, and is there after flush(). `progress` gets the tokens written, from any
   /// thread.
   virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
       const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,

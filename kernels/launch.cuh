@@ -73,7 +73,7 @@ cudaError_t launch_by(const DeviceLimits& limits, const Launch& where, Enqueue e
   return enqueue(&config);
 }
 
-/// Launches such a kernel.
+/// Launches a kernel by its name in the source.
 template <class... Params, class... Args>
 cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const Launch& where,
                    Args&&... args) {
@@ -82,7 +82,7 @@ cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const 
   });
 }
 
-/// The same for a function's address or a cudaKernel_t, and the address of each parameter.
+/// Launches a kernel by a function's address or a cudaKernel_t, with each parameter's address.
 inline cudaError_t launch(const DeviceLimits& limits, const void* kernel, const Launch& where,
                           void** parameters) {
   return launch_by(limits, where, [&](const cudaLaunchConfig_t* config) {

@@ -59,14 +59,14 @@ class AgedSet {
  protected:
   /// `budget` in tokens. `guards` of a policy that never evicts are not looked at.
   AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity);
-  /// The same rule over other hooks: for references, which are not in the registry.
+  /// A set under other hooks than the registry's: for references.
   AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget, Guards guards,
           Identity identity);
 
   /// Step 1: who leaves, were `now` admitted next, so that at most budget - 1 are live: ages,
   /// ascending. Until the next call. The rule as it is written: the first by leaving_keys().
   std::span<const std::uint32_t> find_victims(std::uint32_t now);
-  /// The same where one leaves, in one vector loop over the tokens that no guard holds.
+  /// find_victims() where one leaves: one vector loop over the tokens that no guard holds.
   std::span<const std::uint32_t> find_victim(std::uint32_t now);
   /// Takes the tokens of these ages out, ascending.
   void evict(std::span<const std::uint32_t> ages);

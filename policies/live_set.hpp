@@ -17,7 +17,7 @@ class LiveSet : public AgedSet {
  public:
   /// `budget` in tokens. Throws std::invalid_argument where the guards do not fit the budget.
   LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity);
-  /// The same rule over other hooks, whose parameters are `params`.
+  /// A set under other hooks than the registry's, whose parameters are `params`.
   LiveSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget, Guards guards,
           Identity identity)
       : AgedSet(ops, std::move(params), budget, guards, identity) {}

@@ -86,7 +86,7 @@ struct HeadStats {
   /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].
   void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
                    std::span<const float> full, std::span<const float> kept);
-  /// The same from squared norms: of the difference, and of the full cache's output.
+  /// Adds outputs by their squared norms: of the difference, and of the full cache's output.
   void add_error(QuerySpan::Place place, std::uint32_t head, double error, double size);
 };
 

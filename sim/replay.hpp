@@ -74,13 +74,13 @@ class ReplayJob {
   ReplayJob(ReplayJob&&) noexcept;
   ~ReplayJob();
 
-  /// By layer, then KV head.
+  /// How many units there are: by layer, then KV head.
   std::size_t units() const;
   ReplayUnit unit(std::size_t index) const;
   /// The outcomes of one unit, by configuration. From any thread, in any order.
   std::vector<HeadOutcome> run(std::size_t index) const;
-  /// The same of several units, in their order: with `options.elsewhere` together there, and what
-  /// that does not take on `options.threads` threads.
+  /// The outcomes of several units, in their order. `options.elsewhere` takes them together; what
+  /// it leaves is done on `options.threads` threads.
   std::vector<std::vector<HeadOutcome>> run_together(std::span<const std::size_t> indices) const;
 
  private:

@@ -58,10 +58,11 @@ CompiledPolicies policy_sources_from(const po::variables_map& options);
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references,
                                    const CompiledPolicies& compiled);
-/// With the policies of `--policy-source`, if any.
+/// The grid with the policies of `--policy-source`, if any.
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references = {});
-/// The same where there can be only one: throws std::invalid_argument if a list was given.
+/// The configuration where there can be only one: throws std::invalid_argument if a list was
+/// given.
 CacheConfig only_config(const po::variables_map& options);
 
 /// Throws std::invalid_argument for a `--budget` that no policy would heed: without any, the cache

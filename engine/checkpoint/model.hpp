@@ -37,7 +37,7 @@ struct ModelConfig {
 /// or option that is not supported (sliding windows in use, other activations, other RoPE types,
 /// …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
-/// The same for any config.json by itself.
+/// Reads one config.json, wherever it lies; `name` is the model's. Throws as load_model_config().
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
 
 class Model {

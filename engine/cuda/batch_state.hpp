@@ -25,7 +25,7 @@ class BatchState {
 
   void set_sampling(int row, const SamplingOptions& options, std::uint64_t counter);
   void set_next(int row, std::int32_t id);
-  /// The same of so many rows, from device memory, without the host.
+  /// Sets the next ids of so many rows from device memory, without the host.
   void copy_next(int first_row, const std::int32_t* ids, int rows);
   /// cuda::StepState, of one row.
   struct Row {

@@ -57,7 +57,7 @@ class CudaDecoder {
   /// Feeds each of the first `rows` sequences its next token, computes its logits and samples the
   /// token after. Sequences that were given nothing yet are idle.
   void step(int rows) { run_graph(rows, Next::sampled); }
-  /// The same, enqueued launch by launch instead of as a graph.
+  /// A step enqueued launch by launch instead of as a graph.
   void step_plain(int rows);
   /// Samples the next token of each of the first `rows` sequences from its logits.
   void choose(int rows);

@@ -42,7 +42,7 @@ struct EvalScore {
   std::vector<EvalBlock> blocks;        ///< where they were asked for
 };
 
-/// What runs a sequence, such as run_decoder_loop.
+/// Runs one sequence, such as run_decoder_loop.
 using LoopRunner = std::function<std::vector<LoopScores>(
     std::span<const std::int32_t> ids, std::span<const CacheConfig> configs, const LoopOptions&)>;
 
@@ -52,16 +52,16 @@ using LoopRunner = std::function<std::vector<LoopScores>(
 std::vector<EvalScore> evaluate(const Model& model,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<CacheConfig> configs, const EvalOptions& options);
-/// What runs all sequences: [sequence][configuration].
+/// Runs all sequences; returns [sequence][configuration].
 using SweepRunner = std::function<std::vector<std::vector<LoopScores>>(
     const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
     const EvalOptions& options)>;
 
-/// The same by another runner.
+/// Evaluates as above, with `run` in place of the closed loop by layers.
 std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<CacheConfig> configs, const EvalOptions& options);
-/// The same, one sequence at a time.
+/// Evaluates as above, with `run` for one sequence after another.
 std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<CacheConfig> configs, const EvalOptions& options);

@@ -149,7 +149,7 @@ class TilesAhead {
   int read_ = 0, write_ = 0;
 };
 
-/// The same in plan.stages, all of which are sent for at once.
+/// A warp's tiles in plan.stages, all of which are sent for at once.
 template <class Warp>
 class AllTilesAhead {
  public:

@@ -96,7 +96,7 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
 }
 /// What the L2 cache is to do with the lines of a copy.
 using CachePolicy = std::uint64_t;
-/// They leave before all else if they are `read_once`.
+/// The policy under which lines that are `read_once` leave before all else.
 __device__ inline CachePolicy cache_policy(bool read_once) {
   CachePolicy first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
@@ -122,7 +122,7 @@ template <int kLeft>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
-/// The same for a number known when running, 0 to kMost.
+/// Waits until at most `left` groups, 0 to kMost, are on their way.
 template <int kMost>
 __device__ inline void wait_copies(int left) {
   if constexpr (kMost > 0)

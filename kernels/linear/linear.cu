@@ -73,7 +73,7 @@ struct SplitEight {
 
 /// A lane's part of x: left operands.
 struct XPart {
-  uint4 left[kSteps][kChains];
+  uint4 left[kLoads][kChains];
 };
 
 /// Rows of x as the products read them.
@@ -86,17 +86,17 @@ class XRows {
   __device__ XPart read(int first) const {
     XPart x{};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = first + step * kStep + lane() % 4 * 8;
+    for (int load = 0; load < kLoads; ++load) {
+      const int k = first + load * kLoadK + lane() % 4 * 8;
       if (k >= k_) continue;
       if constexpr (has_norm(kForm)) {  // SplitEight
         const auto* const from = reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 4);
-        x.left[step][0] = from[0];
-        x.left[step][1] = from[1];
+        x.left[load][0] = from[0];
+        x.left[load][1] = from[1];
       } else {
         const uint4 plain = *reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 2);
-        x.left[step][0] = {plain.x, 0, plain.y, 0};
-        x.left[step][1] = {plain.z, 0, plain.w, 0};
+        x.left[load][0] = {plain.x, 0, plain.y, 0};
+        x.left[load][1] = {plain.z, 0, plain.w, 0};
       }
     }
     return x;
@@ -237,20 +237,20 @@ __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& r
 #pragma unroll 1
     for (int k = 0; k < product.k; k += kStageK) {
       const XPart x = rows.read(k + warp * kWarpK);
-      uint4 weights[kTiles][kSteps];
+      uint4 weights[kTiles][kLoads];
 #pragma unroll
       for (auto& tile : weights) reader.read(tile);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const auto& [first, second] = x.left[step];
+      for (int load = 0; load < kLoads; ++load) {
+        const auto& [first, second] = x.left[load];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           multiply_add<T>(sums[tile][0], {first.x, first.y, first.z, first.w},
-                          weights[tile][step].x, weights[tile][step].y);
+                          weights[tile][load].x, weights[tile][load].y);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           multiply_add<T>(sums[tile][1], {second.x, second.y, second.z, second.w},
-                          weights[tile][step].z, weights[tile][step].w);
+                          weights[tile][load].z, weights[tile][load].w);
       }
     }
 
@@ -348,14 +348,14 @@ cudaError_t launch_linear(LinearProduct<T> product, cudaStream_t stream,
        product.first_row += each) {
     product.rows = std::min(each, rows - product.first_row);
     error = launch(limits, kernel, where, product, rope, layout);
-    const std::size_t step = static_cast<std::size_t>(each);
+    const std::size_t done = static_cast<std::size_t>(each);
     const std::size_t n = static_cast<std::size_t>(product.n),
                       k = static_cast<std::size_t>(product.k);
     product.x = static_cast<const std::byte*>(product.x) +
-                step * k * (has_norm(kForm) ? sizeof(float) : sizeof(T));
-    if (product.y) product.y += step * n;
-    if (product.y_float) product.y_float += step * n;
-    if (product.residual) product.residual += step * n;
+                done * k * (has_norm(kForm) ? sizeof(float) : sizeof(T));
+    if (product.y) product.y += done * n;
+    if (product.y_float) product.y_float += done * n;
+    if (product.residual) product.residual += done * n;
   }
   return error;
 }

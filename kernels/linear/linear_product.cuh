@@ -63,16 +63,16 @@ __device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 /// lane c % 32, whatever the number of rows, so that sums of squares do not depend on it; a warp
 /// takes `count` slices of one row.
 struct NormShare {
-  int row, first, step, shift, count;
+  int row, first, stride, shift, count;
   __device__ explicit NormShare(int rows) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     shift = rows <= 1 ? 0 : rows <= 2 ? 1 : rows <= 4 ? 2 : 3;
     count = 1 << shift;
     row = warp % count;
     first = warp / count;
-    step = kLinearWarps / count;
+    stride = kLinearWarps / count;
   }
-  __device__ int slice(int i) const { return first + i * step; }
+  __device__ int slice(int i) const { return first + i * stride; }
 };
 
 /// Sends for gamma, which does not depend on the predecessor.

@@ -16,12 +16,12 @@ namespace kvlab::kernels {
 
 inline constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
 inline constexpr int kTiles = 2;     // of a strip
-inline constexpr int kStep = 32;     // k of a 16-byte load by each of a row's four lanes
-inline constexpr int kSteps = 4;     // of a warp's share of a stage
-inline constexpr int kWarpK = kSteps * kStep;
+inline constexpr int kLoadK = 32;    // k of a 16-byte load by each of a row's four lanes
+inline constexpr int kLoads = 4;     // of a warp's share of a stage
+inline constexpr int kWarpK = kLoads * kLoadK;
 inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
-inline constexpr int kStageBytes = kLinearWarps * kSteps * kLoadBytes;
+inline constexpr int kStageBytes = kLinearWarps * kLoads * kLoadBytes;
 inline constexpr int kLeastStages = 4, kMostStages = 12;
 inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages on their way
 
@@ -103,7 +103,7 @@ class WeightSender {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           claim_slot();
-          if (__all_sync(~0u, wanted[tile] - k > kStageK - kStep))
+          if (__all_sync(~0u, wanted[tile] - k > kStageK - kLoadK))
             copy_all(rows[tile] + k);
           else
             copy_some(rows[tile] + k, wanted[tile] - k);
@@ -130,15 +130,15 @@ class WeightSender {
   }
   __device__ void copy_all(const T* from) const {
 #pragma unroll
-    for (int load = 0; load < kLinearWarps * kSteps; ++load)
-      copy_async(to(load), from + load * kStep, true);
+    for (int load = 0; load < kLinearWarps * kLoads; ++load)
+      copy_async(to(load), from + load * kLoadK, true);
   }
   /// Zeros for what is not there.
   __device__ void copy_some(const T* from, int wanted) const {
 #pragma unroll 4
-    for (int load = 0; load < kLinearWarps * kSteps; ++load) {
-      const bool inside = load * kStep < wanted;
-      copy_async(to(load), inside ? from + load * kStep : from, inside);
+    for (int load = 0; load < kLinearWarps * kLoads; ++load) {
+      const bool inside = load * kLoadK < wanted;
+      copy_async(to(load), inside ? from + load * kLoadK : from, inside);
     }
   }
 
@@ -153,18 +153,18 @@ class WeightSender {
 class WeightReader {
  public:
   __device__ WeightReader(const std::byte* ring, int stages, RingBarriers& barriers)
-      : mine_(ring + threadIdx.x / kWarpSize * kSteps * kLoadBytes + threadIdx.x % kWarpSize * 16),
+      : mine_(ring + threadIdx.x / kWarpSize * kLoads * kLoadBytes + threadIdx.x % kWarpSize * 16),
         stages_(stages),
         barriers_(barriers) {}
 
   /// The warp's share of the next stage: of row lane / 4, eight elements from lane % 4 * 8 of every
-  /// step on.
-  __device__ void read(uint4 (&weights)[kSteps]) {
+  /// load on.
+  __device__ void read(uint4 (&weights)[kLoads]) {
     barriers_.full[next_.slot].wait(next_.parity);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      weights[step] =
-          *reinterpret_cast<const uint4*>(mine_ + next_.slot * kStageBytes + step * kLoadBytes);
+    for (int load = 0; load < kLoads; ++load)
+      weights[load] =
+          *reinterpret_cast<const uint4*>(mine_ + next_.slot * kStageBytes + load * kLoadBytes);
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) barriers_.empty[next_.slot].arrive();
     next_.advance(stages_);

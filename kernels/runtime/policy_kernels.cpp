@@ -40,7 +40,7 @@ std::vector<DeviceHeader> all_headers(const PolicySource* source) {
       if (name.starts_with(kStandard)) name.remove_prefix(kStandard.size());
       headers.push_back({std::string(name), std::string(header.text)});
     }
-  // Its lines count as those of the file that was asked for.
+  // The source's lines count as those of the file that was asked for.
   if (source)
     headers.push_back(
         {kSource, fmt::format("#line 1 {}\n{}", c_literal(source->path), source->text)});

@@ -55,9 +55,9 @@ struct PolicyOps {
   void (*clear_padding)(void* slot);
 };
 
-/// The registry's, in its order, for this machine's instruction set.
+/// The registry's tables, in its order, for this machine's instruction set.
 std::span<const PolicyOps> registry_ops();
-/// The same for one set; empty where this build or this machine does not have it.
+/// The registry's tables for one instruction set; empty where this build or machine has it not.
 std::span<const PolicyOps> registry_ops_base();
 std::span<const PolicyOps> registry_ops_avx2();
 std::span<const PolicyOps> registry_ops_avx512();

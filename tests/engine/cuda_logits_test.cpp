@@ -49,7 +49,7 @@ std::vector<float> of_prompt(const DeviceModel& model, std::span<const std::int3
   return logits;
 }
 
-/// The same, each token but the first by a step of decoding.
+/// Logits [ids, vocab] of a text, each token but the first by a step of decoding.
 std::vector<float> of_steps(const DeviceModel& model, std::span<const std::int32_t> ids) {
   CudaDecoder decoder(
       model,

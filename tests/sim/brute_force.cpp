@@ -59,21 +59,21 @@ double round_to_bits(double value, int bits) {
   return std::ldexp(std::nearbyint(std::ldexp(fraction, bits)), exponent - bits);
 }
 
-Turns exact_turns(const Sequence& s) {
-  Turns turns;
+RopeAngles exact_angles(const Sequence& s) {
+  RopeAngles angles;
   for (std::uint32_t position = 0; position < s.tokens; ++position) {
-    turns.cos.emplace_back(), turns.sin.emplace_back();
+    angles.cos.emplace_back(), angles.sin.emplace_back();
     for (float frequency : s.inv_freq) {
       const double angle = position * static_cast<double>(frequency);
-      turns.cos.back().push_back(std::cos(angle) * static_cast<double>(s.rope_factor));
-      turns.sin.back().push_back(std::sin(angle) * static_cast<double>(s.rope_factor));
+      angles.cos.back().push_back(std::cos(angle) * static_cast<double>(s.rope_factor));
+      angles.sin.back().push_back(std::sin(angle) * static_cast<double>(s.rope_factor));
     }
   }
-  return turns;
+  return angles;
 }
 
-Vector rotate(const Turns& turns, const Vector& x, std::uint32_t position) {
-  const Vector &c = turns.cos[position], &r = turns.sin[position];
+Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position) {
+  const Vector &c = angles.cos[position], &r = angles.sin[position];
   const std::size_t half = c.size();
   Vector y(x);
   for (std::size_t i = 0; i < half; ++i) {
@@ -117,7 +117,7 @@ Config standard(const std::string& policy, std::uint32_t budget) {
 
 Simulator::Simulator(Sequence sequence, double threshold)
     : s_(std::move(sequence)),
-      turns_(exact_turns(s_)),
+      angles_(exact_angles(s_)),
       threshold16_(static_cast<std::uint64_t>(std::lround(threshold * 65536))) {
   full_.resize(s_.layers), future_.resize(s_.layers);
   for (std::uint32_t layer = 0; layer < s_.layers; ++layer) {
@@ -143,7 +143,7 @@ Simulator::Full Simulator::attend_in_full(std::uint32_t layer, std::uint32_t que
   const Matrix& k = s_.k[layer][query_head / s_.group()];
   const Matrix& v = s_.v[layer][query_head / s_.group()];
   const auto turn = [&](const Vector& x, std::uint32_t position) {
-    return s_.rounding_bits ? rotate_and_round(s_, x, position) : rotate(turns_, x, position);
+    return s_.rounding_bits ? rotate_and_round(s_, x, position) : rotate(angles_, x, position);
   };
   Matrix turned_k;
   for (std::uint32_t j = 0; j < s_.tokens; ++j) turned_k.push_back(turn(k[j], j));
@@ -280,7 +280,7 @@ class Simulator::HeadRun {
     for (std::uint32_t g = 0; g < s_.group(); ++g) {
       const std::uint32_t h = kv_head_ * s_.group() + g;
       Vector logits;
-      const Vector q = config_.squeezed ? rotate(sim_.turns_, s_.q[layer_][h][t],
+      const Vector q = config_.squeezed ? rotate(sim_.angles_, s_.q[layer_][h][t],
                                                  static_cast<std::uint32_t>(index))
                                         : Vector{};
       for (std::size_t i = 0; i <= index; ++i)
@@ -301,7 +301,7 @@ class Simulator::HeadRun {
     Matrix keys;
     for (std::size_t i = 0; i <= index; ++i)
       keys.push_back(
-          rotate(sim_.turns_, s_.k[layer_][kv_head_][live_[i]], static_cast<std::uint32_t>(i)));
+          rotate(sim_.angles_, s_.k[layer_][kv_head_][live_[i]], static_cast<std::uint32_t>(i)));
     return keys;
   }
 

@@ -36,14 +36,14 @@ Sequence load(const TraceReader& trace);
 double round_to_bits(double value, int bits);
 
 /// Cosines and sines of RoPE's angles, [position, rotated / 2], times its factor.
-struct Turns {
+struct RopeAngles {
   Matrix cos, sin;
 };
-/// In float64.
-Turns exact_turns(const Sequence& s);
+/// Cosines and sines of every position, in float64.
+RopeAngles exact_angles(const Sequence& s);
 /// A token's vector rotated to `position`: dimensions i and i + half go together.
-Vector rotate(const Turns& turns, const Vector& x, std::uint32_t position);
-/// The same at original positions as the page has it where q and k are rounded: in float32, then
+Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position);
+/// A token's vector at its original position, where q and k are rounded: rotated in float32, then
 /// rounded once to the dtype.
 Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position);
 
@@ -133,7 +133,7 @@ class Simulator {
                 std::vector<AtQuery>& queries) const;
 
   Sequence s_;
-  Turns turns_;
+  RopeAngles angles_;
   std::uint64_t threshold16_;
   std::vector<std::vector<Full>> full_;  // [layer][query head]
   /// [layer][KV head][now][token]: what queries from `now` on give the token

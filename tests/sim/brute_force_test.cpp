@@ -132,7 +132,7 @@ Sequence turning(std::uint32_t tokens) {
 
 TEST_CASE("rotation by hand: logits depend on distances, and squeezing shortens them") {
   const Sequence s = turning(6);
-  const Vector y = rotate(exact_turns(s), {1, 0}, 2);
+  const Vector y = rotate(exact_angles(s), {1, 0}, 2);
   REQUIRE(y[0] == Approx(std::cos(2.0)));
   REQUIRE(y[1] == Approx(std::sin(2.0)));
   const Simulator sim(s);

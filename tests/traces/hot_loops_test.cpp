@@ -72,7 +72,7 @@ TEST_CASE("every instruction set multiplies in the order of the depth, to the bi
       }
 }
 
-/// The same by chains of fused multiply-adds.
+/// The product of rows and panels by chains of fused multiply-adds.
 std::vector<float> fused_product(const std::vector<float>& x, const Panels& w, std::size_t m) {
   const std::size_t depth = w.depth(), outputs = 16 * w.panel_count();
   std::vector<float> y(m * outputs), row(depth);

@@ -38,7 +38,7 @@ class SafetensorsFile {
   bool contains(std::string_view name) const;
   /// Throws std::runtime_error if there is no such tensor.
   const TensorView& at(std::string_view name) const;
-  /// The same, and throws unless dtype and shape are these.
+  /// The tensor of this name. Throws too unless dtype and shape are these.
   const TensorView& at(std::string_view name, Dtype dtype,
                        std::span<const std::size_t> shape) const;
   /// The whole file, header included, as mapped: what checksums are taken of.

@@ -21,7 +21,7 @@ class SlotStorage {
   /// One layer of the first `sequences`.
   kernels::SlotCache cache(std::uint32_t layer, int sequences) const;
   kernels::PolicyState policy(std::uint32_t layer) const;
-  /// The same of one sequence alone.
+  /// One layer of one sequence alone.
   kernels::SlotCache cache_of(std::uint32_t layer, int sequence) const;
   kernels::PolicyState policy_of(std::uint32_t layer, int sequence) const;
 

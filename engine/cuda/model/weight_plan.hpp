@@ -26,7 +26,7 @@ struct WeightPlan {
   DeviceWeights weights;  ///< pointers into the block; null where `base` is
 };
 
-/// The same plan for every base; a null one is for asking how many bytes are needed.
+/// The plan of a model's weights; with a null `base` it says how many bytes they need.
 WeightPlan plan_weights(const ModelConfig& config, Dtype dtype, std::byte* base);
 
 }  // namespace kvlab

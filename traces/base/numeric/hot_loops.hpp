@@ -44,7 +44,7 @@ struct HotLoops {
   void (*silu_times)(float* gate, const float* up, std::size_t count);
 };
 
-/// Those of the best instruction set that this machine has.
+/// The loops of the best instruction set that this machine has.
 const HotLoops& hot_loops();
 
 const HotLoops& hot_loops_base();

@@ -45,7 +45,7 @@ class Panels {
 void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
               std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// The same with y the tile of panels [first, last) alone: the column of panel `first` is 0.
+/// multiply() with y the panels [first, last) alone: the column of panel `first` is 0.
 void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                    std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
@@ -55,11 +55,11 @@ void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Pa
 void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                     std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// The same with y the tile of panels [first, last) alone.
+/// multiply_fused() with y the panels [first, last) alone.
 void multiply_fused_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                          std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// The same chain for one pair of rows.
+/// The chain of multiply_fused() for two rows.
 float dot_fused(const float* a, const float* b, std::size_t depth);
 
 /// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: attention's second
