@@ -61,7 +61,7 @@ constexpr std::uint32_t replay_threads(std::uint32_t slots, bool squeezed) {
                       most = replay_most_threads(squeezed);
   return threads < most ? threads : most;
 }
-/// Its slots, in whole strips.
+/// A cache's slots, in whole strips.
 constexpr std::uint32_t whole_strips(std::uint32_t slots, bool squeezed) {
   const std::uint32_t strips =
       static_cast<std::uint32_t>(replay_strip(squeezed)) * replay_threads(slots, squeezed);

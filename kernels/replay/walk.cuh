@@ -188,7 +188,7 @@ class ReplayWalk {
     });
     if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
   }
-  /// The same of the full row, where the cache's own differs: its sum, and hits.
+  /// The full row's sum and hits, where the cache's own differ.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {

@@ -249,7 +249,7 @@ class WindowQuery {
     }
     return sum;
   }
-  /// The same of all that is attended, by its own maximum.
+  /// The exponentials of all that is attended, with its own maximum: their sum, and by values.
   __device__ __noinline__ float take_own(const Window& window, bool squeezed, float* own) const {
     const std::uint32_t live = window.live(query_);
     float sum = 0;

@@ -39,7 +39,7 @@ class GroupRows {
   const float* e(std::uint32_t query, std::uint32_t quad) const {
     return e_.data() + (std::size_t{query - first_} * quads_ + quad) * stride_ * kQuad;
   }
-  /// The same of one head: token i's at [i * kQuad].
+  /// One head's exponentials: token i's at [i * kQuad].
   const float* row(std::uint32_t query, std::uint32_t head) const {
     return e(query, head / kQuad) + head % kQuad;
   }
@@ -58,7 +58,7 @@ class GroupRows {
     const std::uint32_t* count;  ///< [heads()]
   };
   Requests requests(std::uint32_t query);
-  /// The same as bits, [heads()][words()].
+  /// The requested tokens as bits, [heads()][words()].
   const std::uint64_t* request_bits(std::uint32_t query);
   std::size_t words() const { return words_; }
   /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.

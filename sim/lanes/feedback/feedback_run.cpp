@@ -150,7 +150,8 @@ void FeedbackRun::take_own_outputs(GatherRoom& room) const {
   }
 }
 
-/// Of a sampled query, from room.outputs and room.sum; null: they are the full cache's.
+/// The errors of a sampled query, from room.outputs and room.sum; without a room its outputs are
+/// the full cache's.
 void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, const GatherRoom* room) {
   const std::size_t dim = view_.head_size;
   const float* const full = rows.outputs(query);
@@ -262,7 +263,7 @@ void FeedbackRun::take_squeezed(std::uint32_t query, GroupRows& unrounded, const
   }
 }
 
-/// The same for one head from its own maximum; room.products holds those of the old keys.
+/// Gathers one head's exponentials from its own maximum; room.products holds those of the old keys.
 void FeedbackRun::take_own_squeezed(std::uint32_t query, std::uint32_t head,
                                     const GroupRows& unrounded, GatherRoom& room) {
   const std::size_t old = old_keys_.size(), stride = room.mass.size() + kPanelTokens;

@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// Room that the runs of a lane take turns in.
+/// Memory that the configurations of a lane use one after another.
 struct GatherRoom {
   AlignedVector<float> kept;                    // [quad][age][4]
   AlignedVector<std::uint64_t> mass;            // [age]

@@ -94,7 +94,7 @@ struct RowLoops {
                      float* y);
   /// The sum of (a[i] - factor * b[i])^2, in double.
   double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
-  /// The same in float for some heads: a, b [heads][count].
+  /// distance2() in float for some heads: a, b [heads][count].
   void (*quick_distances)(const float* a, const float* b, std::size_t heads, const float* factors,
                           std::size_t count, double* distances);
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
@@ -116,7 +116,7 @@ struct RowLoops {
                const float* e, std::size_t shared, float* kept, float* sum, float* most);
 };
 
-/// Those of the best instruction set that this machine has.
+/// The loops of the best instruction set that this machine has.
 const RowLoops& row_loops();
 const RowLoops& row_loops_base();
 /// Null where the machine (or the build) has no such instructions.

@@ -124,7 +124,7 @@ NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
   return leaves;
 }
 
-/// The same where `comes` is the youngest and the oldest leaves.
+/// exchange() where `comes` is the youngest and the oldest leaves.
 NestedLane::Leaving NestedLane::push_youngest(std::size_t begin, std::size_t end,
                                               std::uint32_t comes) {
   const std::uint32_t leaves = tokens_[begin];
@@ -154,7 +154,7 @@ std::size_t NestedLane::find_victim(std::size_t begin, std::size_t end, std::uin
   return oldest_first_ ? first : row_loops().first_least(ranks_.data(), first, last);
 }
 
-/// The same for any number of tokens that leave.
+/// Makes room by any number of tokens that leave.
 void NestedLane::make_room(std::uint32_t now) {
   std::vector<std::uint32_t> tokens, carried, pool;
   std::vector<std::size_t> begins{0};

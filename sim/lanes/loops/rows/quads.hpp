@@ -58,7 +58,7 @@ inline V unpack(V a, V b) {
     return __builtin_shufflevector(a, b, o, o + 4, o + 1, o + 5);
 }
 
-/// The same with pairs of two: (a0 a1 b0 b1) or (a2 a3 b2 b3).
+/// Interleaves two elements at a time: (a0 a1 b0 b1) or (a2 a3 b2 b3).
 template <bool High, class V>
 inline V unpack_pairs(V a, V b) {
   constexpr int o = High ? 2 : 0;

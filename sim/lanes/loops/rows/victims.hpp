@@ -49,7 +49,7 @@ std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_
 #if defined(__AVX512F__)
 constexpr std::size_t kFewRanks = 32;
 
-/// The same of kFewRanks at most, in registers.
+/// The first of the least of kFewRanks ranks at most, in registers.
 inline std::size_t first_least_of_few(const std::uint64_t* ranks, std::size_t count) {
   constexpr std::size_t kParts = kFewRanks / kLongs;
   const __m512i none = _mm512_set1_epi64(-1);
