@@ -6,15 +6,6 @@
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
-namespace {
-
-/// One head's exponentials of some tokens; e [token][4].
-void gather(std::span<const std::uint32_t> tokens, const float* e, std::vector<float>& to) {
-  to.resize(tokens.size());
-  for (std::size_t i = 0; i < tokens.size(); ++i) to[i] = e[tokens[i] * kQuad];
-}
-
-}  // namespace
 
 HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>& admissions,
                  const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
@@ -38,7 +29,7 @@ bool HeadRun::wants_row(std::uint32_t query) const {
   return target_.out || live_.needs() != Needs::nothing;
 }
 
-void HeadRun::attend(std::uint32_t query, GroupRows& rows) {
+void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
   if (query == admission().first) begin_admission();
   visible_ = live_.size() - age_of(query);
   sees_all_ = visible_ == query + 1;
@@ -48,7 +39,8 @@ void HeadRun::attend(std::uint32_t query, GroupRows& rows) {
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
     seen_.end_query(query);
   }
-  if (future_mass_) spend_future(query, rows);
+  if (future_mass_)
+    for (std::uint32_t head = 0; head < view_.group; ++head) spend_future(query, head, rows);
   if (watcher_) watcher_(query, live_.positions().first(visible_));
   if (query + 1 == admission().first + admission().tokens) finish_admission();
 }
@@ -67,7 +59,7 @@ void HeadRun::finish_admission() {
   ++next_;
 }
 
-void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
+void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   take_probabilities(query, head, rows);
   seen_.add_row(p_, age_of(query));
   if (measures(query)) measure_head(query, head, rows);
@@ -78,15 +70,17 @@ void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, GroupRows& ro
   }
 }
 
-void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
+void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  p_.resize(visible_);
   if (squeezed_) {
-    p_.resize(visible_);
     shared_exponentials(squeezed_->logits(head).data(), visible_, p_.data());
     divide(p_.data(), visible_, lane_sum(p_.data(), visible_), p_.data());
     return;
   }
+  const SharedRows::Row full = rows.row(query, head);
+  if (sees_all_) return divide(full.e.data(), visible_, full.sum, p_.data());
   const auto live = live_.positions().first(visible_);
-  gather(live, rows.row(query, head), p_);
+  for (std::uint32_t i = 0; i < visible_; ++i) p_[i] = full.e[live[i]];
   float sum = lane_sum(p_.data(), visible_);
   if (sum < kSharedSumFloor) {
     rows.logits(query, head, live, p_.data());
@@ -96,33 +90,32 @@ void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, GroupR
   divide(p_.data(), visible_, sum, p_.data());
 }
 
-void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
-  const float* const e = rows.row(query, head);
+void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  const SharedRows::Row full = rows.row(query, head);
   const auto live = live_.positions().first(visible_);
   double recall = 1;
   if (!sees_all_) {
-    gather(live, e, kept_);
-    recall = static_cast<double>(lane_sum(kept_.data(), visible_)) /
-             static_cast<double>(rows.sums(query)[head]);
+    kept_.resize(visible_);
+    for (std::uint32_t i = 0; i < visible_; ++i) kept_[i] = full.e[live[i]];
+    recall = static_cast<double>(lane_sum(kept_.data(), visible_)) / static_cast<double>(full.sum);
   }
   const std::uint32_t block = span_->block(query);
   stats_.add_recall(block, head, recall);
 
-  const GroupRows::Requests wanted = rows.requests(query);
+  const SharedRows::Requests wanted = rows.requests(query, head);
   std::uint32_t hits = 0;
   for (const std::uint32_t position : live)
-    hits += position < query && e[position * kQuad] >= wanted.least[head];
-  stats_.heads[head].miss.add(block, wanted.count[head] - hits, wanted.count[head]);
+    if (position < query) hits += wanted.flags[position];
+  stats_.heads[head].miss.add(block, wanted.count - hits, wanted.count);
 
   if (span_->sampled(query))
-    stats_.add_outputs(*span_, query, head,
-                       {rows.outputs(query) + head * view_.head_size, view_.head_size}, output());
+    stats_.add_outputs(*span_, query, head, rows.output(query, head), output());
 }
 
-void HeadRun::spend_future(std::uint32_t query, GroupRows& rows) {
-  const std::uint64_t* const given = rows.masses(query);
+void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {
+  const SharedRows::Row full = rows.row(query, head);
   for (const std::uint32_t position : live_.positions().first(visible_))
-    (*future_mass_)[position] -= given[position];
+    (*future_mass_)[position] -= fixed_mass(1.0f, full.e[position] / full.sum);
 }
 
 std::span<const float> HeadRun::output() {

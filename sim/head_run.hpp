@@ -11,8 +11,8 @@
 #include "policies/live_set.hpp"
 #include "policies/tally.hpp"
 #include "sim/head_view.hpp"
-#include "sim/lanes/group_rows.hpp"
 #include "sim/metrics.hpp"
+#include "sim/shared_rows.hpp"
 #include "sim/squeezed_keys.hpp"
 
 namespace kvlab {
@@ -52,7 +52,7 @@ class HeadRun {
   /// Whether attend(query) will look at the shared row of `query`.
   bool wants_row(std::uint32_t query) const;
   /// Takes the queries in order, each once.
-  void attend(std::uint32_t query, GroupRows& rows);
+  void attend(std::uint32_t query, SharedRows& rows);
 
   const LiveSet& live() const { return live_; }
   const HeadStats& stats() const { return stats_; }
@@ -67,10 +67,10 @@ class HeadRun {
   bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   void begin_admission();
   void finish_admission();
-  void attend_head(std::uint32_t query, std::uint32_t head, GroupRows& rows);
-  void take_probabilities(std::uint32_t query, std::uint32_t head, GroupRows& rows);
-  void measure_head(std::uint32_t query, std::uint32_t head, GroupRows& rows);
-  void spend_future(std::uint32_t query, GroupRows& rows);
+  void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
   std::span<const float> output();
 
   LiveSet live_;

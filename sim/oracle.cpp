@@ -52,14 +52,18 @@ std::vector<std::byte> future_mass_params(const std::vector<std::uint64_t>& mass
   return {bytes.begin(), bytes.end()};
 }
 
-std::vector<std::uint64_t> total_masses(GroupRows& rows) {
-  const std::uint32_t tokens = rows.view().tokens;
-  std::vector<std::uint64_t> masses(whole_blocks(tokens));
+std::vector<std::uint64_t> total_masses(std::uint32_t tokens, std::uint32_t group,
+                                        SharedRows& rows) {
+  std::vector<std::uint64_t> masses(tokens);
   for (std::uint32_t first = 0; first < tokens; first += rows.block_queries()) {
     const std::uint32_t count = std::min(rows.block_queries(), tokens - first);
     rows.compute(first, count);
     for (std::uint32_t query = first; query < first + count; ++query)
-      rows.add_masses(query, masses.data());
+      for (std::uint32_t head = 0; head < group; ++head) {
+        const SharedRows::Row row = rows.row(query, head);
+        for (std::uint32_t j = 0; j <= query; ++j)
+          masses[j] += fixed_mass(1.0f, row.e[j] / row.sum);
+      }
   }
   return masses;
 }
@@ -69,21 +73,21 @@ void TopkRun::add(std::uint32_t budget, std::vector<bool> uncut) {
   configurations_.back().stats.resize(span_, group_);
 }
 
-void TopkRun::attend(std::uint32_t query, GroupRows& rows) {
+void TopkRun::attend(std::uint32_t query, SharedRows& rows) {
   if (!wants_row(query)) return;
   for (std::uint32_t head = 0; head < group_; ++head) attend_head(query, head, rows);
 }
 
-void TopkRun::attend_head(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
-  const float* const e = rows.row(query, head);
-  const GroupRows::Requests wanted = rows.requests(query);
+void TopkRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  const SharedRows::Row row = rows.row(query, head);
+  const SharedRows::Requests wanted = rows.requests(query, head);
   std::uint32_t most = 0;
   for (const Configuration& c : configurations_)
     most = std::max(most, std::min(c.budget, query + 1));
   order_.resize(query + 1);
   std::iota(order_.begin(), order_.end(), 0u);
   std::partial_sort(order_.begin(), order_.begin() + most, order_.end(),
-                    [&](std::uint32_t a, std::uint32_t b) { return e[a * kQuad] > e[b * kQuad]; });
+                    [&](std::uint32_t a, std::uint32_t b) { return row.e[a] > row.e[b]; });
 
   const std::uint32_t block = span_.block(query);
   for (Configuration& c : configurations_) {
@@ -91,14 +95,12 @@ void TopkRun::attend_head(std::uint32_t query, std::uint32_t head, GroupRows& ro
     std::uint32_t hits = 0;
     const bool all = c.budget > query || c.uncut[query];
     for (std::uint32_t i = 0; !all && i < c.budget; ++i) {
-      const float own = e[order_[i] * kQuad];
-      kept += static_cast<double>(own);
-      hits += order_[i] < query && own >= wanted.least[head];
+      kept += static_cast<double>(row.e[order_[i]]);
+      hits += order_[i] < query ? wanted.flags[order_[i]] : 0;
     }
-    const double recall =
-        all ? 1.0 : std::min(1.0, kept / static_cast<double>(rows.sums(query)[head]));
+    const double recall = all ? 1.0 : std::min(1.0, kept / static_cast<double>(row.sum));
     c.stats.add_recall(block, head, recall);
-    c.stats.heads[head].miss.add(block, all ? 0 : wanted.count[head] - hits, wanted.count[head]);
+    c.stats.heads[head].miss.add(block, all ? 0 : wanted.count - hits, wanted.count);
   }
 }
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "policies/ops/ops.hpp"
-#include "sim/lanes/group_rows.hpp"
 #include "sim/metrics.hpp"
+#include "sim/shared_rows.hpp"
 
 namespace kvlab {
 
@@ -18,8 +18,8 @@ PolicyOps future_mass_ops();
 std::vector<std::byte> future_mass_params(const std::vector<std::uint64_t>& masses);
 
 /// The mass each token gets from all queries of the full cache, group summed: one more exact pass.
-/// [token], and zeros up to a whole block.
-std::vector<std::uint64_t> total_masses(GroupRows& rows);
+std::vector<std::uint64_t> total_masses(std::uint32_t tokens, std::uint32_t group,
+                                        SharedRows& rows);
 
 /// `oracle_topk` at several budgets: each query and query head keeps its B most probable tokens.
 /// Queries for which `uncut` is true keep all (the prompt of a dense prefill).
@@ -36,11 +36,11 @@ class TopkRun {
   bool wants_row(std::uint32_t query) const {
     return !configurations_.empty() && span_.contains(query);
   }
-  void attend(std::uint32_t query, GroupRows& rows);
+  void attend(std::uint32_t query, SharedRows& rows);
   const std::vector<Configuration>& configurations() const { return configurations_; }
 
  private:
-  void attend_head(std::uint32_t query, std::uint32_t head, GroupRows& rows);
+  void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
 
   const QuerySpan& span_;
   std::uint32_t group_;

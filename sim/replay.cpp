@@ -172,15 +172,15 @@ class Replay {
   }
 
   std::vector<std::uint64_t> future_masses(std::span<const std::size_t> which,
-                                           GroupRows& rows) const {
+                                           SharedRows& rows) const {
     const bool wanted = std::any_of(which.begin(), which.end(), [&](std::size_t c) {
       return configs_[c].policy.name == kOracleMass;
     });
     if (!wanted) return {};
-    return total_masses(rows);
+    return total_masses(trace_.tokens(), trace_.shape().group(), rows);
   }
 
-  GroupRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
+  SharedRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
 
  private:
   void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
@@ -193,7 +193,7 @@ class Replay {
 
   void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                    const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
-    GroupRows rows(view, rope_, arithmetic_);
+    SharedRows rows(view, rope_, arithmetic_);
     TopkRun topk(span_, view.group);
     std::vector<std::unique_ptr<HeadRun>> runs;  // null: oracle_topk
     const std::vector<std::uint64_t> future = future_masses(which, rows);
@@ -364,7 +364,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     lanes.run();
     return kept;
   }
-  GroupRows rows = job.shared_rows(tensors.view);
+  SharedRows rows = job.shared_rows(tensors.view);
   std::vector<std::unique_ptr<HeadRun>> runs;
   runs.push_back(job.make_run(0, layer, kv_head, tensors.view, job.future_masses(only, rows)));
   runs[0]->watch(keep);

@@ -17,7 +17,7 @@ bool anybody_wants(std::uint32_t first, std::uint32_t count,
 
 }  // namespace
 
-void run_head(std::uint32_t tokens, GroupRows& rows,
+void run_head(std::uint32_t tokens, SharedRows& rows,
               const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk) {
   for (std::uint32_t first = 0; first < tokens; first += rows.block_queries()) {
     const std::uint32_t count = std::min(rows.block_queries(), tokens - first);

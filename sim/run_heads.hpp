@@ -11,7 +11,7 @@ namespace kvlab {
 
 /// Takes queries 0 … tokens-1 through every run (null entries are skipped) and through `topk` (may
 /// be null). Shared rows are computed only where somebody wants them.
-void run_head(std::uint32_t tokens, GroupRows& rows,
+void run_head(std::uint32_t tokens, SharedRows& rows,
               const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk);
 
 }  // namespace kvlab

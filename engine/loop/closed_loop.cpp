@@ -121,7 +121,7 @@ class ClosedLoop {
                                     .token_stride = shape_.query_heads * dim,
                                     .head_stride = dim});
       }
-      GroupRows rows(view, rope_, arithmetic_);
+      SharedRows rows(view, rope_, arithmetic_);
       run_head(tokens_, rows, runs, nullptr);
       for (const auto& run : runs) live_max[h].push_back(run->live().live_max());
     });

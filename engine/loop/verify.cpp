@@ -328,7 +328,7 @@ std::optional<Parting> Verifier::Watch::run_free(const RopeTable& rope, std::uin
                                            admissions_, view, rope, arithmetic));
   runs[0]->watch_admissions(
       [&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
-  GroupRows rows(view, rope, arithmetic);
+  SharedRows rows(view, rope, arithmetic);
   run_head(view.tokens, rows, runs, nullptr);
   return free.parting;
 }

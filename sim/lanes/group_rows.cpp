@@ -114,8 +114,8 @@ GroupRows::Requests GroupRows::requests(std::uint32_t query) {
     parts.least.assign(heads(), kNever);
     parts.count.assign(heads(), 0);
     for (std::uint32_t h = 0; h < view_.group; ++h)
-      parts.least[h] = least_requested(sums_[index(query) + h], most_[index(query) + h],
-                                       arithmetic_.threshold16);
+      parts.least[h] =
+          least_requested(sums_[row(query) + h], most_[row(query) + h], arithmetic_.threshold16);
     float unused[kQuad];
     for (std::uint32_t quad = 0; quad < quads_; ++quad)
       row_loops().total(e(query, quad), nullptr, query, parts.least.data() + quad * kQuad, unused,

@@ -39,18 +39,14 @@ class GroupRows {
   const float* e(std::uint32_t query, std::uint32_t quad) const {
     return e_.data() + (std::size_t{query - first_} * quads_ + quad) * stride_ * kQuad;
   }
-  /// One head's exponentials: token i's at [i * kQuad].
-  const float* row(std::uint32_t query, std::uint32_t head) const {
-    return e(query, head / kQuad) + head % kQuad;
-  }
   float softmax_scale() const { return arithmetic_.softmax_scale; }
   /// Lane sums of the rows, [heads()]; 0 for padding.
-  const float* sums(std::uint32_t query) const { return sums_.data() + index(query); }
+  const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
   /// Their largest exponentials, [heads()].
-  const float* most(std::uint32_t query) const { return most_.data() + index(query); }
+  const float* most(std::uint32_t query) const { return most_.data() + row(query); }
   /// The shifts that the exponentials were taken with (traces/base/numeric/softmax.hpp), [heads()].
-  const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + index(query); }
+  const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
   /// Which earlier tokens the rows request (N_t; the query's own token is not in it).
   struct Requests {
@@ -96,7 +92,7 @@ class GroupRows {
     std::vector<float> output;                    // [heads()][dim]
     std::vector<double> norm2;                    // [heads()]
   };
-  std::size_t index(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
+  std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
   void extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end);
   void sum_tails(std::uint32_t query, Lazy& parts);
   void add_values(std::uint32_t query, std::size_t begin, std::size_t end, float* sums) const;

@@ -8,7 +8,6 @@
 #include "sim/lanes/feedback/feedback_lane.hpp"
 #include "sim/lanes/nested/nested_lane.hpp"
 #include "sim/lanes/nested/topk_lane.hpp"
-#include "sim/oracle.hpp"
 
 namespace kvlab {
 namespace {
@@ -64,7 +63,7 @@ void HeadLanes::plan(const LaneConfigs& configs, LiveSet::Identity identity, con
         break;
       case Kind::nested: {
         auto order = own.front()->policy.entry ? nested_order(*own.back(), identity, view_.tokens)
-                                               : future_order(total_masses(rows_));
+                                               : future_order(future_masses());
         add(std::make_unique<NestedLane>(std::move(own), std::move(order), view_, span), indices);
         break;
       }
@@ -88,6 +87,18 @@ void HeadLanes::plan(const LaneConfigs& configs, LiveSet::Identity identity, con
 void HeadLanes::add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices) {
   lanes_.push_back(std::move(lane));
   indices_.push_back(std::move(indices));
+}
+
+/// One more pass over the full cache: what every token gets from all queries.
+std::vector<std::uint64_t> HeadLanes::future_masses() {
+  std::vector<std::uint64_t> masses(whole_blocks(view_.tokens));
+  for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
+    const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
+    rows_.compute(first, count);
+    for (std::uint32_t query = first; query < first + count; ++query)
+      rows_.add_masses(query, masses.data());
+  }
+  return masses;
 }
 
 void HeadLanes::watch(LaneWatcher watcher) {

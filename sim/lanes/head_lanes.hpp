@@ -24,6 +24,7 @@ class HeadLanes {
   void plan(const LaneConfigs& configs, LiveSet::Identity identity, const RopeTable& rope,
             const HeadArithmetic& arithmetic, const QuerySpan* span);
   void add(std::unique_ptr<Lane> lane, std::vector<std::size_t> indices);
+  std::vector<std::uint64_t> future_masses();
 
   std::size_t count_;
   HeadView view_;

@@ -210,7 +210,7 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
   while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
   // The query's own token is live, and it is not in N.
   for (std::uint32_t h = 0; h < heads; ++h)
-    own_[h] = rows.row(query, h)[query * kQuad] >= wanted.least[h];
+    own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
   tally_.begin_query(span_->block(query), wanted.count, stats_);
   tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
   if (!span_->sampled(query)) return;

@@ -44,7 +44,7 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
   shift_.assign(rows.heads(), 0);
   for (std::uint32_t h = 0; h < rows.group(); ++h) {
     most_[h] = std::bit_cast<std::uint32_t>(rows.most(query)[h]);
-    shift_[h] = shift_for(range_of(rows.row(query, h), most_[h]), bins_);
+    shift_[h] = shift_for(range_of(rows.e(query, h / kQuad) + h % kQuad, most_[h]), bins_);
   }
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
     row_loops().bin(rows.e(query, quad), tokens_, most_.data() + quad * kQuad,

@@ -47,7 +47,7 @@ void TopkLane::attend_query(std::uint32_t query, GroupRows& rows) {
 /// Requested tokens are those from some exponential on, so they lead the row, the query's own among
 /// them if it is as probable.
 void TopkLane::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
-  const float own = rows.row(query, head)[query * kQuad];
+  const float own = rows.e(query, head / kQuad)[query * kQuad + head % kQuad];
   const auto full = static_cast<double>(rows.sums(query)[head]);
   const GroupRows::Requests wanted = rows.requests(query);
   const bool own_asks = own >= wanted.least[head];

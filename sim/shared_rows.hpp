@@ -1,0 +1,67 @@
+// The rows of full-cache attention of one KV head, a block of queries at a time. Every
+// configuration at original positions only masks these exponentials.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sim/head_view.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/rope.hpp"
+
+namespace kvlab {
+
+class SharedRows {
+ public:
+  SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+
+  /// Queries a block holds: enough to reuse keys, few enough to stay in cache.
+  std::uint32_t block_queries() const { return block_; }
+  /// Computes the rows of queries [first, first + count), count <= block_queries().
+  void compute(std::uint32_t first, std::uint32_t count);
+
+  /// One query head's row: exponentials of tokens 0 … query, and their sum.
+  struct Row {
+    std::span<const float> e;  // [query + 1]
+    float sum;
+  };
+  Row row(std::uint32_t query, std::uint32_t head) const;
+
+  /// Which earlier tokens the full-cache row requests (N_t; the query's own token is not in it).
+  struct Requests {
+    std::span<const std::uint8_t> flags;  // [query]
+    std::uint32_t count;
+  };
+  Requests requests(std::uint32_t query, std::uint32_t head);
+
+  /// The full cache's attention output, [dim].
+  std::span<const float> output(std::uint32_t query, std::uint32_t head);
+
+  /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
+  void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
+              float* out);
+
+ private:
+  std::size_t index(std::uint32_t query, std::uint32_t head) const {
+    return std::size_t{query - first_} * view_.group + head;
+  }
+  void rotate(const float* x, std::uint32_t position, float* y) const {
+    rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
+  }
+
+  HeadView view_;
+  const RopeTable& rope_;
+  HeadArithmetic arithmetic_;
+  Panels keys_;  // [token, dim], rotated
+  std::uint32_t block_, first_ = 0;
+  std::size_t stride_;                       // floats between rows of e_
+  std::vector<float> queries_;               // [block, group, dim], rotated
+  std::vector<float> e_, sums_;              // [block, group, token], [block, group]
+  std::vector<std::uint8_t> flags_;          // [block, group, token]
+  std::vector<std::int64_t> request_count_;  // [block, group]; -1: not computed
+  std::vector<float> outputs_, p_;           // [block, group, dim]
+  std::vector<bool> has_output_;
+};
+
+}  // namespace kvlab
