@@ -12,7 +12,6 @@
 
 #include "engine/batch_decoder.hpp"
 #include "engine/decoder.hpp"
-#include "engine/row_score.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "traces/trace.hpp"
 
@@ -36,16 +35,8 @@ class Backend {
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
 
-  /// A decoder for one sequence of at most `tokens` under each cache, side by side. Null if the
-  /// memory is too small; throws std::invalid_argument for caches that cannot be side by side on
-  /// this device: ones of two policies, or of two kinds of positions.
-  virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
-                                                      std::uint32_t tokens);
-
-  /// Throws std::runtime_error if the memory is too small.
-  virtual std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) = 0;
-  /// [row].
-  virtual std::vector<RowScore> score(const ScoredRows& rows) = 0;
+  /// The same model, sequences side by side; null on the CPU.
+  virtual BatchBackend* batches() { return nullptr; }
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;

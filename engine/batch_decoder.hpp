@@ -2,9 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <vector>
+
+#include "engine/checkpoint/model.hpp"
+#include "engine/row_score.hpp"
+#include "policies/cache_config.hpp"
 
 namespace kvlab {
 
@@ -29,6 +34,21 @@ class BatchDecoder {
   virtual void decode(int rows, std::span<const std::int32_t> ids, float* logits) = 0;
   /// Keys and values that a sequence held at most, all layers and heads.
   virtual std::uint64_t kv_bytes_peak(int sequence) const = 0;
+};
+
+/// A model on a device that decodes sequences side by side, and scores their logits where they are.
+class BatchBackend {
+ public:
+  virtual ~BatchBackend() = default;
+  virtual const ModelConfig& config() const = 0;
+  /// For a sequence of at most `tokens` for each cache. Null if the memory is too small; throws
+  /// std::invalid_argument for caches of two policies, or of two kinds of positions.
+  virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
+                                                      std::uint32_t tokens) = 0;
+  /// Throws std::runtime_error if the memory is too small.
+  virtual std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) = 0;
+  /// [row].
+  virtual std::vector<RowScore> score(const ScoredRows& rows) = 0;
 };
 
 /// Throws std::invalid_argument.

@@ -43,7 +43,7 @@ class DecoderObserver {
   virtual void admitted() {}  ///< after the last layer
 };
 
-class Decoder final : public SequenceDecoder {
+class Decoder : public SequenceDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a
   /// budget.

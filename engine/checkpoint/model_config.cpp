@@ -23,52 +23,34 @@ constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 <<
 /// What an architecture fixes, and which of its keys mean something.
 struct Architecture {
   std::string_view name, model_type;
-  bool qkv_bias;              ///< always
-  bool attention_bias_key;    ///< attention_bias adds biases to q, k, v and the output
-  bool mlp_bias_key;          ///< mlp_bias adds biases to the MLP
-  bool qk_norm;               ///< always
-  bool sliding_by_default;    ///< sliding_window is in use unless it is null
-  bool head_size_from_width;  ///< head_dim may be left out: hidden_size / heads
-  bool kv_heads_from_heads;   ///< num_key_value_heads may be left out: as many as query heads
+  bool qkv_bias = false;              ///< always
+  bool attention_bias_key = false;    ///< attention_bias adds biases to q, k, v and the output
+  bool mlp_bias_key = false;          ///< mlp_bias adds biases to the MLP
+  bool qk_norm = false;               ///< always
+  bool sliding_by_default = false;    ///< sliding_window is in use unless it is null
+  bool head_size_from_width = false;  ///< head_dim may be left out: hidden_size / heads
+  bool kv_heads_from_heads = false;   ///< num_key_value_heads may be left out: the query heads
 };
 
 constexpr std::array<Architecture, 4> kArchitectures{{
     {.name = "LlamaForCausalLM",
      .model_type = "llama",
-     .qkv_bias = false,
      .attention_bias_key = true,
      .mlp_bias_key = true,
-     .qk_norm = false,
-     .sliding_by_default = false,
      .head_size_from_width = true,
      .kv_heads_from_heads = true},
     {.name = "MistralForCausalLM",
      .model_type = "mistral",
-     .qkv_bias = false,
-     .attention_bias_key = false,
-     .mlp_bias_key = false,
-     .qk_norm = false,
      .sliding_by_default = true,
-     .head_size_from_width = true,
-     .kv_heads_from_heads = false},
+     .head_size_from_width = true},
     {.name = "Qwen2ForCausalLM",
      .model_type = "qwen2",
      .qkv_bias = true,
-     .attention_bias_key = false,
-     .mlp_bias_key = false,
-     .qk_norm = false,
-     .sliding_by_default = false,
-     .head_size_from_width = true,
-     .kv_heads_from_heads = false},
+     .head_size_from_width = true},
     {.name = "Qwen3ForCausalLM",
      .model_type = "qwen3",
-     .qkv_bias = false,
      .attention_bias_key = true,
-     .mlp_bias_key = false,
-     .qk_norm = true,
-     .sliding_by_default = false,
-     .head_size_from_width = false,
-     .kv_heads_from_heads = false},
+     .qk_norm = true},
 }};
 
 /// Keys of related models that change what is computed. Transformers ignores them for the

@@ -50,7 +50,7 @@ class CudaBatch final : public BatchDecoder {
   CudaDecoder decoder_;
 };
 
-class CudaBackend final : public Backend {
+class CudaBackend final : public Backend, public BatchBackend {
  public:
   explicit CudaBackend(const std::filesystem::path& directory)
       : model_(DeviceModel::load(directory)) {}
@@ -71,6 +71,7 @@ class CudaBackend final : public Backend {
     return sequence({.tokens = tokens, .cache = cache, .observer = &observer});
   }
 
+  BatchBackend* batches() override { return this; }
   std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                               std::uint32_t tokens) override {
     CudaDecoderOptions options{.sequences = static_cast<int>(caches.size()),

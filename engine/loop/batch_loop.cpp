@@ -84,8 +84,8 @@ class BatchRun {
 
 class BatchLoop {
  public:
-  BatchLoop(Backend& backend, const std::vector<Ids>& sequences,
-            std::span<const CacheConfig> configs, const BatchLoopOptions& options)
+  BatchLoop(BatchBackend& backend, const std::vector<Ids>& sequences,
+            std::span<const CacheConfig> configs, const LoopOptions& options)
       : backend_(backend),
         vocab_(backend.config().vocab),
         sequences_(sequences),
@@ -222,11 +222,11 @@ class BatchLoop {
       options_.progress(static_cast<double>(done_) / static_cast<double>(all_tokens_));
   }
 
-  Backend& backend_;
+  BatchBackend& backend_;
   std::size_t vocab_;
   const std::vector<Ids>& sequences_;
   std::span<const CacheConfig> configs_;
-  const BatchLoopOptions& options_;
+  const LoopOptions& options_;
   std::vector<std::vector<std::size_t>> batches_;
   std::vector<Window> windows_;
   std::vector<std::vector<LoopScores>> scores_;  // [sequence][configuration]
@@ -237,10 +237,10 @@ class BatchLoop {
 
 }  // namespace
 
-std::vector<std::vector<LoopScores>> run_batch_loop(Backend& backend,
+std::vector<std::vector<LoopScores>> run_batch_loop(BatchBackend& backend,
                                                     const std::vector<Ids>& sequences,
                                                     std::span<const CacheConfig> configs,
-                                                    const BatchLoopOptions& options) {
+                                                    const LoopOptions& options) {
   return BatchLoop(backend, sequences, configs, options).run();
 }
 

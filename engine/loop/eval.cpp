@@ -8,6 +8,8 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "engine/loop/batch_loop.hpp"
+#include "engine/loop/decoder_loop.hpp"
 #include "sim/metrics.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -125,37 +127,66 @@ EvalScore summarise(const CacheConfig& config, std::uint32_t budget_tokens, std:
           .blocks = {}};
 }
 
-/// `outer` sequences at once, `inner` threads for each.
-struct Threads {
-  unsigned outer, inner;
-};
+/// Sequence by sequence, `at_once` of them: run(ids, configs, LoopOptions).
+template <class Run>
+std::vector<std::vector<LoopScores>> run_each(const std::vector<Ids>& sequences,
+                                              const EvalOptions& options, unsigned at_once,
+                                              Run run) {
+  std::vector<std::vector<LoopScores>> scores(sequences.size());
+  std::size_t done = 0;
+  std::mutex mutex;
+  const auto show = [&](double more) {
+    if (options.progress)
+      options.progress((static_cast<double>(done) + more) / static_cast<double>(sequences.size()));
+  };
+  parallel_for(sequences.size(), at_once, [&](std::size_t s) {
+    LoopOptions how =
+        loop_options(options, s, sequences[s].size(), at_once == 1 ? options.threads : 1);
+    if (at_once == 1) how.progress = show;
+    scores[s] = run(sequences[s], how);
+    const std::lock_guard lock(mutex);
+    ++done;
+    show(0);
+  });
+  return scores;
+}
 
-/// Sequence by sequence.
-SweepRunner sweep_of(const LoopRunner& run, Threads threads) {
-  return [&run, threads](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
-                         const EvalOptions& options) {
-    std::vector<std::vector<LoopScores>> scores(sequences.size());
-    std::size_t done = 0;
-    std::mutex mutex;
-    const auto show = [&](double more) {
-      if (options.progress)
-        options.progress((static_cast<double>(done) + more) /
-                         static_cast<double>(sequences.size()));
-    };
-    parallel_for(sequences.size(), threads.outer, [&](std::size_t s) {
-      LoopOptions how = loop_options(options, s, sequences[s].size(), threads.inner);
-      if (threads.outer == 1) how.progress = show;
-      scores[s] = run(sequences[s], configs, how);
-      const std::lock_guard lock(mutex);
-      ++done;
-      show(0);
-    });
-    return scores;
+}  // namespace
+
+Sweep sweep_by_layers(const Model& model) {
+  return [model](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
+                 const EvalOptions& options) {
+    // Windows are independent: one thread each. A single stream spreads over its heads instead.
+    return run_each(sequences, options, sequences.size() == 1 ? 1 : options.threads,
+                    [&](const Ids& ids, const LoopOptions& how) {
+                      return run_closed_loop(model, ids, configs, how);
+                    });
   };
 }
 
-std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids>& sequences,
-                                   std::vector<CacheConfig> configs, const EvalOptions& options) {
+Sweep sweep_by_tokens(Backend& backend) {
+  return [&backend](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
+                    const EvalOptions& options) {
+    return run_each(sequences, options, 1, [&](const Ids& ids, const LoopOptions& how) {
+      return run_decoder_loop(backend, ids, configs, how);
+    });
+  };
+}
+
+Sweep sweep_by_batches(BatchBackend& backend) {
+  return [&backend](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
+                    const EvalOptions& options) {
+    return run_batch_loop(backend, sequences, configs,
+                          {.prompt_tokens = options.prompt_tokens,
+                           .against_first = options.against_full,
+                           .progress = options.progress});
+  };
+}
+
+std::vector<EvalScore> evaluate(const ModelConfig& model, const Sweep& sweep,
+                                const std::vector<Ids>& texts, std::vector<CacheConfig> configs,
+                                const EvalOptions& options) {
+  const std::vector<Ids> sequences = sequences_of(model, texts, options);
   const auto is_full = [](const CacheConfig& c) {
     return !c.evicts() && c.positions == Positions::original;
   };
@@ -170,7 +201,7 @@ std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids
   std::size_t longest = 0;
   for (const Ids& ids : sequences) longest = std::max(longest, ids.size());
 
-  const std::vector<std::vector<LoopScores>> scores = run(sequences, configs, options);
+  const std::vector<std::vector<LoopScores>> scores = sweep(sequences, configs, options);
   std::vector<EvalScore> result;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     const auto length = static_cast<std::uint32_t>(longest);
@@ -182,33 +213,6 @@ std::vector<EvalScore> evaluate_by(const SweepRunner& run, const std::vector<Ids
     result.push_back(std::move(score));
   }
   return result;
-}
-
-}  // namespace
-
-std::vector<EvalScore> evaluate(const Model& model, const std::vector<Ids>& texts,
-                                std::vector<CacheConfig> configs, const EvalOptions& options) {
-  const LoopRunner run = [&](std::span<const std::int32_t> ids, std::span<const CacheConfig> grid,
-                             const LoopOptions& how) {
-    return run_closed_loop(model, ids, grid, how);
-  };
-  const std::vector<Ids> sequences = sequences_of(model.config(), texts, options);
-  // Windows are independent: one thread each. A single stream spreads over its heads instead.
-  const bool one = sequences.size() == 1;
-  const Threads threads{one ? 1 : options.threads, one ? options.threads : 1};
-  return evaluate_by(sweep_of(run, threads), sequences, std::move(configs), options);
-}
-
-std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
-                                const std::vector<Ids>& texts, std::vector<CacheConfig> configs,
-                                const EvalOptions& options) {
-  return evaluate_by(run, sequences_of(config, texts, options), std::move(configs), options);
-}
-
-std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
-                                const std::vector<Ids>& texts, std::vector<CacheConfig> configs,
-                                const EvalOptions& options) {
-  return evaluate(config, sweep_of(run, {1, options.threads}), texts, std::move(configs), options);
 }
 
 }  // namespace kvlab

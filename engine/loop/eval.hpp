@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/backend.hpp"
 #include "engine/loop/closed_loop.hpp"
 
 namespace kvlab {
@@ -42,27 +43,20 @@ struct EvalScore {
   std::vector<EvalBlock> blocks;        ///< where they were asked for
 };
 
-/// Runs one sequence, such as run_decoder_loop.
-using LoopRunner = std::function<std::vector<LoopScores>(
-    std::span<const std::int32_t> ids, std::span<const CacheConfig> configs, const LoopOptions&)>;
+/// A sweep runs sequences under every configuration: [sequence][configuration].
+using Sweep = std::function<std::vector<std::vector<LoopScores>>(
+    const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
+    const EvalOptions& options)>;
+/// A sweep by run_closed_loop, a thread for each sequence.
+Sweep sweep_by_layers(const Model& model);
+/// Sweeps by run_decoder_loop and by run_batch_loop; `backend` must outlive them.
+Sweep sweep_by_tokens(Backend& backend);
+Sweep sweep_by_batches(BatchBackend& backend);
 
 /// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
 /// token ids without special tokens. Standard errors take sequences as blocks, or sixteenths of
 /// them where there are fewer than eight. Throws std::invalid_argument.
-std::vector<EvalScore> evaluate(const Model& model,
-                                const std::vector<std::vector<std::int32_t>>& texts,
-                                std::vector<CacheConfig> configs, const EvalOptions& options);
-/// Runs all sequences; returns [sequence][configuration].
-using SweepRunner = std::function<std::vector<std::vector<LoopScores>>(
-    const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
-    const EvalOptions& options)>;
-
-/// Evaluates as above, with `run` in place of the closed loop by layers.
-std::vector<EvalScore> evaluate(const ModelConfig& config, const SweepRunner& run,
-                                const std::vector<std::vector<std::int32_t>>& texts,
-                                std::vector<CacheConfig> configs, const EvalOptions& options);
-/// Evaluates as above, with `run` for one sequence after another.
-std::vector<EvalScore> evaluate(const ModelConfig& config, const LoopRunner& run,
+std::vector<EvalScore> evaluate(const ModelConfig& config, const Sweep& sweep,
                                 const std::vector<std::vector<std::int32_t>>& texts,
                                 std::vector<CacheConfig> configs, const EvalOptions& options);
 

@@ -190,14 +190,14 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
       caches.push_back(cache(policy, 16 + 4 * s, Prefill{0}, Positions::original));
       caches.back().sequence = s;
     }
-    const auto batch = cuda->batch_decoder(caches, 120);
+    const auto batch = cuda->batches()->batch_decoder(caches, 120);
     REQUIRE(batch != nullptr);
     const std::size_t vocab = cuda->config().vocab;
     constexpr int kRows = 12, kSteps = 40;
     Ids ids;
     for (int i = 0; i < kSteps * kRows; ++i) ids.push_back(i * 7919 % 8192);
     for (int s = 0; s < kRows; ++s) batch->prompt(s, some_ids(60, 8192, 100 * s));
-    const auto logits = cuda->logit_memory(ids.size() * vocab);
+    const auto logits = cuda->batches()->logit_memory(ids.size() * vocab);
     batch->decode(kRows, ids, logits->data());
     const std::vector<float> together = logits->to_host();
     for (const int s : {0, 5, 11}) {

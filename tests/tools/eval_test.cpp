@@ -3,9 +3,8 @@
 
 #include <cmath>
 
-#include "engine/loop/batch_loop.hpp"
-#include "engine/loop/decoder_loop.hpp"
 #include "tests/catch.hpp"
+#include "tests/tools/side_by_side.hpp"
 
 namespace kvlab {
 namespace {
@@ -16,7 +15,10 @@ std::uint64_t scored(std::size_t length, EvalOptions options) {
   static const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   options.window = 64;
   options.threads = 2;
-  return evaluate(model, {std::vector<std::int32_t>(length, 300)}, {}, options).front().tokens;
+  return evaluate(model.config(), sweep_by_layers(model), {std::vector<std::int32_t>(length, 300)},
+                  {}, options)
+      .front()
+      .tokens;
 }
 
 TEST_CASE("Half of each window is scored, but for its last token, which has no successor") {
@@ -55,14 +57,8 @@ TEST_CASE("Side by side, windows and budgets score what they score one by one") 
                            .prefill = prefill,
                            .seed = 7});
   const EvalOptions options{.window = 64, .threads = 2};
-  const LoopRunner one_by_one = [&](std::span<const std::int32_t> ids,
-                                    std::span<const CacheConfig> grid, const LoopOptions& how) {
-    return run_decoder_loop(*backend, ids, grid, how);
-  };
-  const SweepRunner side_by_side = [&](const auto& sequences, std::span<const CacheConfig> grid,
-                                       const EvalOptions& how) {
-    return run_batch_loop(*backend, sequences, grid, {.prompt_tokens = how.prompt_tokens});
-  };
+  CpuBatches batches(*backend);
+  const Sweep one_by_one = sweep_by_tokens(*backend), side_by_side = sweep_by_batches(batches);
   for (const std::uint32_t prompt : {0u, 20u}) {
     EvalOptions how = options;
     how.prompt_tokens = prompt;
@@ -92,7 +88,7 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
                       .against_full = false,
                       .block_tokens = 64,
                       .threads = 2};
-  const auto by_layers = evaluate(model, {ids}, {window}, options);
+  const auto by_layers = evaluate(model.config(), sweep_by_layers(model), {ids}, {window}, options);
   REQUIRE(by_layers.size() == 1);
   CHECK(std::isnan(by_layers[0].kl));
   CHECK(std::isnan(by_layers[0].same_first));
@@ -105,11 +101,8 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
 
   // By tokens, where the prompt is fed in parts: the same.
   const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
-  const LoopRunner run = [&](std::span<const std::int32_t> sequence,
-                             std::span<const CacheConfig> grid, const LoopOptions& how) {
-    return run_decoder_loop(*backend, sequence, grid, how);
-  };
-  const auto by_tokens = evaluate(model.config(), run, {ids}, {window}, options);
+  const auto by_tokens =
+      evaluate(model.config(), sweep_by_tokens(*backend), {ids}, {window}, options);
   REQUIRE(by_tokens.size() == 1);
   CHECK(std::fabs(by_tokens[0].nll - by_layers[0].nll) < 1e-4);
   CHECK(by_tokens[0].blocks[4].milliseconds_per_token > 0);

@@ -59,7 +59,8 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
   for (std::size_t i = 0; i < count; ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
   const auto scores =
-      evaluate(model, {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
+      evaluate(model.config(), sweep_by_layers(model),
+               {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
                {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
                 .threads = threads,
                 .progress = progress_bar("confirm")});

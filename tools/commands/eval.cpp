@@ -3,8 +3,6 @@
 #include <cmath>
 #include <limits>
 
-#include "engine/loop/batch_loop.hpp"
-#include "engine/loop/decoder_loop.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
@@ -128,11 +126,10 @@ EvalOptions eval_options(const po::variables_map& options) {
 
 /// The model on the device that was asked for.
 struct Loaded {
+  std::shared_ptr<Backend> backend;  ///< on a device; or null
   ModelConfig config;
   std::string weights_xxh3;
-  std::function<std::vector<EvalScore>(const std::vector<std::vector<std::int32_t>>& texts,
-                                       std::vector<CacheConfig> configs, const EvalOptions& how)>
-      evaluate;
+  Sweep sweep;
 };
 
 /// On the CPU layer by layer, on a CUDA device token by token or, where it is asked for, in
@@ -140,31 +137,11 @@ struct Loaded {
 Loaded load(Device device, const std::string& directory, unsigned threads, bool batched) {
   if (device == Device::cpu) {
     const Model model = Model::load(directory, threads);
-    return {model.config(), model.weights_xxh3(),
-            [model](const auto& texts, std::vector<CacheConfig> configs, const EvalOptions& how) {
-              return evaluate(model, texts, std::move(configs), how);
-            }};
+    return {nullptr, model.config(), model.weights_xxh3(), sweep_by_layers(model)};
   }
-  const std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
-  const LoopRunner run = [backend](std::span<const std::int32_t> ids,
-                                   std::span<const CacheConfig> configs, const LoopOptions& how) {
-    return run_decoder_loop(*backend, ids, configs, how);
-  };
-  const SweepRunner run_batches = [backend](const auto& sequences,
-                                            std::span<const CacheConfig> configs,
-                                            const EvalOptions& how) {
-    return run_batch_loop(*backend, sequences, configs,
-                          {.prompt_tokens = how.prompt_tokens,
-                           .against_first = how.against_full,
-                           .progress = how.progress});
-  };
-  return {backend->config(), backend->weights_xxh3(),
-          [backend, run, run_batches, batched](const auto& texts, std::vector<CacheConfig> configs,
-                                               const EvalOptions& how) {
-            return batched
-                       ? evaluate(backend->config(), run_batches, texts, std::move(configs), how)
-                       : evaluate(backend->config(), run, texts, std::move(configs), how);
-          }};
+  std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
+  return {backend, backend->config(), backend->weights_xxh3(),
+          batched ? sweep_by_batches(*backend->batches()) : sweep_by_tokens(*backend)};
 }
 
 int run(const po::variables_map& options) {
@@ -189,7 +166,8 @@ int run(const po::variables_map& options) {
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : options["text"].as<std::vector<std::string>>())
     texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
-  const std::vector<EvalScore> scores = model.evaluate(texts, std::move(configs), how);
+  const std::vector<EvalScore> scores =
+      evaluate(model.config, model.sweep, texts, std::move(configs), how);
   if (!options["json"].as<bool>()) {
     print_table(scores);
     return 0;
