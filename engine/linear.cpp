@@ -48,8 +48,8 @@ void for_tiles(std::size_t n, const Panels& weight, unsigned threads,
 
 void tile_product(const Linear& layer, const float* x, const Tile& tile, float* y) {
   const std::size_t inputs = layer.weight.depth();
-  multiply_tile(x + tile.first_row * inputs, tile.rows, inputs, layer.weight, tile.first_panel,
-                tile.first_panel + tile.panels, y, kTileColumns);
+  multiply(x + tile.first_row * inputs, tile.rows, inputs, layer.weight, tile.first_panel,
+           tile.first_panel + tile.panels, y, kTileColumns);
   if (layer.bias.empty()) return;
   for (std::size_t r = 0; r < tile.rows; ++r)
     add(layer.bias.data() + tile.first_output(), columns_of(tile, layer.weight),

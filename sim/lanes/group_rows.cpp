@@ -81,8 +81,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
     quad_rows_.push_back({.e = e_.data() + (row * stride_ + begin * 16) * kQuad});
   for (std::size_t panel = begin; panel < panels; panel += kTilePanels) {
     const std::size_t end = std::min(panel + kTilePanels, panels);
-    multiply_fused_tile(queries_.data(), count * group, view_.head_size, keys_, panel, end,
-                        tile_.data(), kTileTokens);
+    multiply_fused(queries_.data(), count * group, view_.head_size, keys_, panel, end, tile_.data(),
+                   kTileTokens);
     extend(count, static_cast<std::uint32_t>(panel * 16), static_cast<std::uint32_t>(end * 16));
   }
   for (std::size_t row = 0; row < quad_rows_.size(); ++row) {

@@ -7,21 +7,6 @@
 
 namespace kvlab {
 
-/// A folder that only this user can read, and that goes with this object.
-class PrivateFolder {
- public:
-  /// Throws std::runtime_error if none can be made.
-  PrivateFolder();
-  ~PrivateFolder();
-  PrivateFolder(const PrivateFolder&) = delete;
-  PrivateFolder& operator=(const PrivateFolder&) = delete;
-
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
-
 /// $CXX (with its options, if any), else the compiler that built kvlab, else c++; and how it has to
 /// compile a policy: as kvlab itself was, for the instruction set in use here.
 class HostCompiler {

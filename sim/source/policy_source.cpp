@@ -16,6 +16,7 @@
 #include "sim/source/object_cache.hpp"
 #include "sim/source/policy_struct.hpp"
 #include "traces/base/files.hpp"
+#include "traces/base/process.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -95,7 +96,7 @@ const PolicyOps& load_ops(const fs::path& library) {
 const PolicyOps& compiled_ops(const PolicySource& source, unsigned line,
                               const HostCompiler& compiler, const ObjectCache& cache,
                               const std::string& key) {
-  const PrivateFolder folder;
+  const TemporaryFolder folder;
   const fs::path library = folder.path() / "policy.so";
   write_inputs(folder.path(), source, line);
   if (!compiler.compile(folder.path(), folder.path() / "entry.cpp", library))

@@ -135,7 +135,7 @@ TEST_CASE("a tile of a product is the product's part") {
   for (std::size_t o = 0; o < 71; ++o) w.set_row(o, rows.data() + 20 * o);
   std::vector<float> whole(7 * 80), tile(7 * 32);
   multiply(x.data(), 7, 20, w, 0, 5, whole.data(), 80);
-  multiply_tile(x.data(), 7, 20, w, 2, 4, tile.data(), 32);
+  multiply(x.data(), 7, 20, w, 2, 4, tile.data(), 32);
   for (std::size_t i = 0; i < 7; ++i)
     for (std::size_t c = 0; c < 32; ++c) CHECK(tile[32 * i + c] == whole[80 * i + 32 + c]);
 }

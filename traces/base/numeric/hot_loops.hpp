@@ -17,7 +17,7 @@ inline constexpr std::size_t kLanes = 16;  ///< rows of a panel, and running sum
 struct HotLoops {
   const char* name;  ///< of the instruction set
 
-  /// See multiply_tile; w holds `panels` panels.
+  /// See multiply; w holds `panels` panels.
   void (*multiply_float)(const float* x, std::size_t m, std::size_t x_stride, const float* w,
                          std::size_t depth, std::size_t panels, float* y, std::size_t y_stride);
   /// See multiply_fused.

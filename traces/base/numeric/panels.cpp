@@ -53,25 +53,15 @@ void Panels::get_row(std::size_t row, float* values) const {
   }
 }
 
-void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-              std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
-  multiply_tile(x, m, x_stride, w, first, last, y + first * 16, y_stride);
-}
-
 void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                     std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
-  multiply_fused_tile(x, m, x_stride, w, first, last, y + first * 16, y_stride);
-}
-
-void multiply_fused_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-                         std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
   if (first >= last) return;
   hot_loops().multiply_fused(x, m, x_stride, reinterpret_cast<const float*>(w.panel(first)),
                              w.depth(), last - first, y, y_stride);
 }
 
-void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-                   std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
+void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
+              std::size_t first, std::size_t last, float* y, std::size_t y_stride) {
   if (first >= last) return;
   const HotLoops& loops = hot_loops();
   if (w.dtype() == Dtype::bf16)

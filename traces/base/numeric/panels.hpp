@@ -39,25 +39,17 @@ class Panels {
   std::unique_ptr<std::byte, Free> data_;
 };
 
-/// y[i, 16 * p + r] = sum over k of x[i, k] * w[16 * p + r, k], for i < m and for the panels p in
-/// [first, last). Rows of x and y are `x_stride` and `y_stride` floats apart; y holds whole panels
-/// (16 * panel_count floats a row).
+/// y[i, 16 * (p - first) + r] = sum over k of x[i, k] * w[16 * p + r, k], for i < m and for the
+/// panels p in [first, last). Rows of x and y are `x_stride` and `y_stride` floats apart; y holds
+/// whole panels.
 void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
               std::size_t first, std::size_t last, float* y, std::size_t y_stride);
-
-/// multiply() with y the panels [first, last) alone: the column of panel `first` is 0.
-void multiply_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-                   std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
 /// multiply() by float32 panels with each element one chain of fused multiply-adds in index order:
 /// what attention's logits are, in a replay and in a decoder. (Products of bf16 or f16 values are
 /// exact in float32, so for them fusing changes nothing.)
 void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                     std::size_t first, std::size_t last, float* y, std::size_t y_stride);
-
-/// multiply_fused() with y the panels [first, last) alone.
-void multiply_fused_tile(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
-                         std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
 /// The chain of multiply_fused() for two rows.
 float dot_fused(const float* a, const float* b, std::size_t depth);

@@ -1,0 +1,30 @@
+// Other programs, and folders for what they read and write.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+/// A folder that only this user can read, and that goes with this object.
+class TemporaryFolder {
+ public:
+  /// Throws std::runtime_error if none can be made.
+  TemporaryFolder();
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::filesystem::path operator/(const std::filesystem::path& name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+/// Runs words[0], found on PATH, without a shell; all that it says is written to `log`. Returns
+/// its exit code, -1 if a signal ended it. Throws std::system_error: it cannot be run.
+int run_program(std::vector<std::string> words, const std::filesystem::path& log);
+
+}  // namespace kvlab
