@@ -7,11 +7,11 @@
 #include <string>
 #include <string_view>
 
-#include "engine/checkpoint/config_reader.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/checkpoint/rope_scaling.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 
 namespace kvlab {
 namespace {
@@ -72,7 +72,7 @@ constexpr std::array<std::string_view, 16> kForeignKeys{"quantization_config",
                                                         "attention_sinks",
                                                         "use_qk_norm"};
 
-const Architecture& architecture_of(const ConfigReader& config) {
+const Architecture& architecture_of(const JsonFields& config) {
   constexpr std::string_view right =
       "supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM, "
       "one of them in a list";
@@ -82,19 +82,19 @@ const Architecture& architecture_of(const ConfigReader& config) {
   const auto name = list[0].get<std::string>();
   for (const Architecture& known : kArchitectures)
     if (known.name == name) {
-      if (config.has("model_type") && config.word("model_type") != known.model_type)
+      if (config.has("model_type") && config.text("model_type") != known.model_type)
         config.refuse("model_type", fmt::format("{} has {}", name, known.model_type));
       return known;
     }
   config.refuse("architectures", right);
 }
 
-void refuse_sliding(const ConfigReader& config, const Architecture& architecture) {
+void refuse_sliding(const JsonFields& config, const Architecture& architecture) {
   constexpr std::string_view right = "sliding windows are not supported";
   if (config.flag("use_sliding_window", false)) config.refuse("use_sliding_window", right);
   const bool switched = architecture.model_type.starts_with("qwen");  // by use_sliding_window
   if (!switched && config.has("sliding_window")) config.refuse("sliding_window", right);
-  if (architecture.sliding_by_default && !config.object().contains("sliding_window"))
+  if (architecture.sliding_by_default && !config.json().contains("sliding_window"))
     config.refuse("sliding_window", "it must be null: without the key a window of 4096 is in use");
   if (!config.has("layer_types")) return;
   const nlohmann::json& types = config.value("layer_types");
@@ -105,10 +105,10 @@ void refuse_sliding(const ConfigReader& config, const Architecture& architecture
   if (!full) config.refuse("layer_types", "only full_attention is supported");
 }
 
-void refuse_unsupported(const ConfigReader& config, const Architecture& architecture) {
+void refuse_unsupported(const JsonFields& config, const Architecture& architecture) {
   for (const std::string_view key : kForeignKeys)
     if (config.has(key) && config.value(key) != false) config.refuse(key, "this is not supported");
-  if (config.has("hidden_act") && config.word("hidden_act") != "silu")
+  if (config.has("hidden_act") && config.text("hidden_act") != "silu")
     config.refuse("hidden_act", "only silu is supported");
   if (config.has("pretraining_tp") && config.integer("pretraining_tp", 1, 1 << 20) != 1)
     config.refuse("pretraining_tp", "only 1 is supported");
@@ -122,7 +122,7 @@ void refuse_unsupported(const ConfigReader& config, const Architecture& architec
   refuse_sliding(config, architecture);
 }
 
-void read_sizes(const ConfigReader& config, const Architecture& architecture, ModelConfig& model) {
+void read_sizes(const JsonFields& config, const Architecture& architecture, ModelConfig& model) {
   model.layers = config.size("num_hidden_layers", kMaxLayers);
   model.hidden = config.size("hidden_size", kMaxWidth);
   model.mlp = config.size("intermediate_size", kMaxWidth);
@@ -152,16 +152,16 @@ void read_sizes(const ConfigReader& config, const Architecture& architecture, Mo
   }
 }
 
-Dtype weights_dtype(const ConfigReader& config) {
+Dtype weights_dtype(const JsonFields& config) {
   const std::string_view key = config.has("dtype") ? "dtype" : "torch_dtype";
   if (!config.has(key)) return Dtype::f32;
-  const auto dtype = dtype_from_torch(config.word(key));
+  const auto dtype = dtype_from_torch(config.text(key));
   if (!dtype || *dtype == Dtype::i32)
     config.refuse(key, "supported are bfloat16, float16 and float32");
   return *dtype;
 }
 
-void read_special_tokens(const ConfigReader& config, ModelConfig& model) {
+void read_special_tokens(const JsonFields& config, ModelConfig& model) {
   const std::int64_t last = std::int64_t{model.vocab} - 1;
   if (config.has("bos_token_id"))
     model.bos = static_cast<std::int32_t>(config.integer("bos_token_id", 0, last));
@@ -192,7 +192,7 @@ ModelConfig load_model_config(const std::filesystem::path& directory) {
 
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name) {
   const nlohmann::json json = parse_json(read_text_file(path, kMaxConfigBytes), path.string());
-  const ConfigReader config(path.string(), json);
+  const JsonFields config(json, path.string());
   const Architecture& architecture = architecture_of(config);
   refuse_unsupported(config, architecture);
 

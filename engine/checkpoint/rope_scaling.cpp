@@ -26,22 +26,21 @@ Frequencies plain(double theta, std::uint32_t head_size) {
 
 /// The trained length: transformers lets a key of the config itself go before that of the
 /// parameters.
-double original_context(const ConfigReader& config, const ConfigReader& parameters) {
+double original_context(const JsonFields& config, const JsonFields& parameters) {
   constexpr std::string_view key = "original_max_position_embeddings";
   if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
     config.refuse(key, "it must equal the one of the RoPE parameters");
   return (config.has(key) ? config : parameters).number(key, 1, kMaxContext);
 }
 
-void scale_linear(const ConfigReader& parameters, Frequencies& inv_freq) {
+void scale_linear(const JsonFields& parameters, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"});
   const double factor = parameters.number("factor", 1, kMaxFactor);
   for (double& f : inv_freq) f /= factor;
 }
 
 /// Llama 3: long waves are stretched by the factor, short ones stay, with a ramp between.
-void scale_llama3(const ConfigReader& config, const ConfigReader& parameters,
-                  Frequencies& inv_freq) {
+void scale_llama3(const JsonFields& config, const JsonFields& parameters, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
                          "low_freq_factor", "high_freq_factor",
                          "original_max_position_embeddings"});
@@ -59,7 +58,7 @@ void scale_llama3(const ConfigReader& config, const ConfigReader& parameters,
 }
 
 /// YaRN's factor on cos and sin.
-double yarn_attention_factor(const ConfigReader& parameters, double factor) {
+double yarn_attention_factor(const JsonFields& parameters, double factor) {
   if (parameters.has("attention_factor"))
     return parameters.number("attention_factor", kTiny, kMaxFactor);
   const auto magnitude = [&](double scale) {
@@ -76,7 +75,7 @@ double yarn_attention_factor(const ConfigReader& parameters, double factor) {
 /// YaRN: dimensions that rotate more than beta_fast times in the trained length stay, those that
 /// rotate less than beta_slow times are stretched, with a linear ramp over the dimensions between.
 /// Returns the factor on cos and sin.
-double scale_yarn(const ConfigReader& config, const ConfigReader& parameters, double theta,
+double scale_yarn(const JsonFields& config, const JsonFields& parameters, double theta,
                   std::uint32_t head_size, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
                          "original_max_position_embeddings", "attention_factor", "beta_fast",
@@ -109,21 +108,21 @@ double scale_yarn(const ConfigReader& config, const ConfigReader& parameters, do
 }
 
 /// The object that holds the parameters: `rope_parameters`, the older `rope_scaling`, or none.
-std::string parameters_key(const ConfigReader& config) {
+std::string parameters_key(const JsonFields& config) {
   const bool older = config.has("rope_scaling"), newer = config.has("rope_parameters");
   if (older && newer && config.value("rope_scaling") != config.value("rope_parameters"))
     config.refuse("rope_scaling", "it must equal rope_parameters, or be left out");
   return newer ? "rope_parameters" : older ? "rope_scaling" : "";
 }
 
-std::string rope_type(const ConfigReader& parameters) {
+std::string rope_type(const JsonFields& parameters) {
   const bool older = parameters.has("type"), newer = parameters.has("rope_type");
   if (older && newer && parameters.value("type") != parameters.value("rope_type"))
     parameters.refuse("type", "it must equal rope_type, or be left out");
-  return newer ? parameters.word("rope_type") : older ? parameters.word("type") : "default";
+  return newer ? parameters.text("rope_type") : older ? parameters.text("type") : "default";
 }
 
-double rope_theta(const ConfigReader& config, const ConfigReader& parameters) {
+double rope_theta(const JsonFields& config, const JsonFields& parameters) {
   constexpr std::string_view key = "rope_theta";
   constexpr double kDefault = 10000;  // of all four architectures
   if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
@@ -132,7 +131,7 @@ double rope_theta(const ConfigReader& config, const ConfigReader& parameters) {
   return (parameters.has(key) ? parameters : config).number(key, 1 + kTiny, kMaxTheta);
 }
 
-void refuse_partial(const ConfigReader& reader) {
+void refuse_partial(const JsonFields& reader) {
   constexpr std::string_view key = "partial_rotary_factor";
   if (reader.has(key) && reader.number(key, 0, 1) != 1)
     reader.refuse(key, "only heads that are rotated whole (1.0) are supported");
@@ -140,11 +139,11 @@ void refuse_partial(const ConfigReader& reader) {
 
 }  // namespace
 
-ScaledRope read_rope(const ConfigReader& config, std::uint32_t head_size) {
+ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size) {
   static const nlohmann::json kNone = nlohmann::json::object();
   const std::string key = parameters_key(config);
-  const ConfigReader parameters(config.where() + (key.empty() ? "" : ", " + key),
-                                key.empty() ? kNone : config.value(key));
+  const JsonFields parameters(key.empty() ? kNone : config.value(key),
+                              config.where() + (key.empty() ? "" : ", " + key));
   const std::string type = rope_type(parameters);
   const double theta = rope_theta(config, parameters);
   refuse_partial(config);
@@ -167,7 +166,7 @@ ScaledRope read_rope(const ConfigReader& config, std::uint32_t head_size) {
   ScaledRope scaled;
   scaled.rope.inv_freq.assign(inv_freq.begin(), inv_freq.end());
   scaled.rope.factor = static_cast<float>(factor);
-  scaled.config = parameters.object();
+  scaled.config = parameters.json();
   scaled.config.erase("type");
   scaled.config["rope_type"] = type;
   scaled.config["rope_theta"] = theta;

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "engine/checkpoint/config_reader.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 #include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
@@ -18,6 +18,6 @@ struct ScaledRope {
 /// `rope_theta` and `rope_scaling` or with `rope_parameters`. Computed in float64, rounded once.
 /// Throws std::runtime_error that names the file and key: another type, a missing, extra or
 /// contradictory parameter, a number out of range.
-ScaledRope read_rope(const ConfigReader& config, std::uint32_t head_size);
+ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size);
 
 }  // namespace kvlab

@@ -6,9 +6,9 @@
 #include <array>
 #include <stdexcept>
 
-#include "sim/run/json_fields.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -138,7 +138,7 @@ json guard_json(Extent extent) {
 }  // namespace
 
 PolicyFile read_policy_file(const std::filesystem::path& path, const CompiledPolicies& compiled) {
-  const json top = parse_json_object(read_text_file(path, kMaxBytes), path.string());
+  const json top = parse_json(read_text_file(path, kMaxBytes), path.string());
   const JsonFields fields(top, path.string());
   fields.check_format(kPolicyFormat);
   refuse_reserved_and_unknown(fields, top);

@@ -5,8 +5,8 @@
 #include <map>
 #include <stdexcept>
 
-#include "sim/run/json_fields.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 #include "traces/manifest.hpp"
 
 namespace kvlab {
@@ -48,9 +48,9 @@ RunTrace trace_from(const JsonFields& fields) {
           .prompt_tokens = fields.whole32("prompt_tokens"),
           .model = model.text("name"),
           .dtype = model.text("dtype"),
-          .layers = static_cast<std::uint32_t>(model.whole("layers", kMaxLayers)),
-          .query_heads = static_cast<std::uint32_t>(model.whole("query_heads", kMaxHeads)),
-          .kv_heads = static_cast<std::uint32_t>(model.whole("kv_heads", kMaxHeads)),
+          .layers = model.whole32("layers", kMaxLayers),
+          .query_heads = model.whole32("query_heads", kMaxHeads),
+          .kv_heads = model.whole32("kv_heads", kMaxHeads),
           .head_size = model.whole32("head_size"),
           .weights_xxh3 = model.text("weights_xxh3"),
           .tokenizer_xxh3 = model.text("tokenizer_xxh3"),
@@ -201,10 +201,6 @@ Kept kept_from(const JsonFields& fields) {
   return kept;
 }
 
-json read_json(const std::filesystem::path& path) {
-  return parse_json_object(read_text_file(path, kMaxJsonBytes), path.string());
-}
-
 /// A row of a trace, a layer or a head that the run is not of.
 void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
   const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
@@ -284,7 +280,7 @@ Run load_run(const std::filesystem::path& directory) {
         "{}: is not a run; it should be a directory made by `kvlab replay`", directory.string()));
   Run run;
   const std::string info = read_text_file(info_path, kMaxJsonBytes);
-  const json info_json = parse_json_object(info, info_path.string());
+  const json info_json = parse_json(info, info_path.string());
   const JsonFields fields(info_json, info_path.string());
   fields.check_format(kRunFormat);
   run.info = info_from(fields);
@@ -302,7 +298,7 @@ Run load_run(const std::filesystem::path& directory) {
 
   const std::filesystem::path kept_path = directory / "kept.json";
   if (std::filesystem::exists(kept_path)) {
-    const json kept = read_json(kept_path);
+    const json kept = parse_json(read_text_file(kept_path, kMaxJsonBytes), kept_path.string());
     run.kept = kept_from(JsonFields(kept, kept_path.string()));
   }
   return run;

@@ -11,9 +11,9 @@
 #include <system_error>
 #include <utility>
 
-#include "sim/run/json_fields.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 
 namespace kvlab {
 namespace {
@@ -121,7 +121,7 @@ void RunFolder::start(const json& job) {
 
 void RunFolder::resume(const json& job) const {
   const fs::path path = staging_ / kJobFile;
-  const json before = parse_json_object(read_text_file(path, kMaxJobBytes), path.string());
+  const json before = parse_json(read_text_file(path, kMaxJobBytes), path.string());
   if (before == job) return;
   throw std::runtime_error(
       fmt::format("{}: holds what a replay of something else has finished (differs in: {}); repeat "

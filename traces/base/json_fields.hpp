@@ -1,0 +1,61 @@
+// A JSON object that anyone may have written, with its place for error messages.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+
+namespace kvlab {
+
+/// A view of one JSON object; the object must outlive it. A key whose value is null counts as
+/// absent. Whatever reads throws std::runtime_error: where, which key, what is there, what is
+/// right.
+class JsonFields {
+ public:
+  /// `where` names the object in errors: "run.json", "run.json: traces[0]". Throws
+  /// std::runtime_error if it is no object.
+  JsonFields(const nlohmann::json& object, std::string where);
+
+  const std::string& where() const { return where_; }
+  const nlohmann::json& json() const { return *object_; }
+  bool has(std::string_view key) const;
+  /// The value, or null.
+  const nlohmann::json& value(std::string_view key) const;
+  /// The value, which must be there.
+  const nlohmann::json& any(std::string_view key) const;
+  std::string text(std::string_view key) const;
+  /// A finite number.
+  double number(std::string_view key, double low = std::numeric_limits<double>::lowest(),
+                double high = std::numeric_limits<double>::max()) const;
+  std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high) const;
+  /// An integer from 1 to `high`.
+  std::uint32_t size(std::string_view key, std::uint32_t high) const;
+  /// An integer from 0 to `high`.
+  std::uint64_t whole(std::string_view key,
+                      std::int64_t high = std::numeric_limits<std::int64_t>::max()) const;
+  std::uint32_t whole32(std::string_view key, std::uint32_t high = 0xffff'ffffu) const {
+    return static_cast<std::uint32_t>(whole(key, high));
+  }
+  bool flag(std::string_view key, bool if_absent) const;
+  const nlohmann::json& list(std::string_view key) const;
+  JsonFields object(std::string_view key) const;
+
+  /// Throws unless the object says that it is of this format.
+  void check_format(int format) const;
+  /// Refuses a key that is not in `known`: it might change what the others mean.
+  void allow_only(std::initializer_list<std::string_view> known) const;
+  /// Throws: WHERE: "KEY" is VALUE; RIGHT.
+  [[noreturn]] void refuse(std::string_view key, std::string_view right) const;
+
+ private:
+  const nlohmann::json* object_;
+  std::string where_;
+};
+
+/// An entry of a JSON list as a number. Throws std::runtime_error that begins with `where`.
+std::uint32_t whole_number(const nlohmann::json& value, std::string_view where);
+
+}  // namespace kvlab
