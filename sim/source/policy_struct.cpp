@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cctype>
 #include <optional>
-#include <span>
+#include <regex>
 #include <stdexcept>
 #include <vector>
 
@@ -53,55 +53,20 @@ struct Scope {
   std::size_t begin = 0;  ///< of its keyword
 };
 
-/// A word or one other character of a text, blanks left out.
-struct Piece {
-  std::string_view text;
-  std::size_t begin;
-};
-
-std::vector<Piece> pieces_of(std::string_view text) {
-  std::vector<Piece> pieces;
-  for (std::size_t at = 0; at < text.size();) {
-    std::size_t end = at;
-    while (end < text.size() && is_word(text[end])) ++end;
-    if (end == at) ++end;
-    if (!std::isspace(static_cast<unsigned char>(text[at])))
-      pieces.push_back({text.substr(at, end - at), at});
-    at = end;
-  }
-  return pieces;
-}
-
-/// Whether what follows a struct's name may stand between it and its brace: final, bases.
-bool ends_head(std::span<const Piece> rest) {
-  if (!rest.empty() && rest[0].text == "final") rest = rest.subspan(1);
-  const auto is_equals = [](const Piece& piece) { return piece.text == "="; };
-  return rest.empty() || (rest[0].text == ":" && std::ranges::none_of(rest, is_equals));
-}
-
-/// The name behind `namespace`, all that is left; empty if it is none.
-std::string_view namespace_name(std::string_view text, std::span<const Piece> rest) {
-  if (rest.empty() || !is_word(rest[0].text[0])) return {};
-  const std::size_t begin = rest.front().begin, end = rest.back().begin + rest.back().text.size();
-  const std::string_view name = text.substr(begin, end - begin);
-  return std::ranges::all_of(name, [](char c) { return is_word(c) || c == ':'; })
-             ? name
-             : std::string_view();
-}
-
 /// `plain` from `head`, up to the brace at `brace`, says what the brace opens.
 Scope scope_of(const std::string& plain, std::size_t head, std::size_t brace) {
-  const std::string_view text = std::string_view(plain).substr(head, brace - head);
-  const std::vector<Piece> pieces = pieces_of(text);
-  const std::span all(pieces);
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (all[i].text == "namespace")
-      if (const auto name = namespace_name(text, all.subspan(i + 1)); !name.empty())
-        return {Scope::Kind::name_space, std::string(name), head + all[i].begin};
-    const bool opens = all[i].text == "struct" || all[i].text == "class";
-    if (opens && i + 1 < all.size() && is_word(all[i + 1].text[0]) && ends_head(all.subspan(i + 2)))
-      return {Scope::Kind::structure, std::string(all[i + 1].text), head + all[i].begin};
-  }
+  static const std::regex kNamespace(R"(\bnamespace\s+([\w:]+)\s*$)"),
+      kStruct(R"(\b(?:struct|class)\s+(\w+)(?:\s+final)?\s*(?::[^=]*)?$)");
+  const auto at = [&](std::size_t i) { return plain.begin() + static_cast<std::ptrdiff_t>(i); };
+  std::smatch found;
+  const auto matches = [&](const std::regex& wanted) {
+    return std::regex_search(at(head), at(brace), found, wanted);
+  };
+  const auto scope = [&](Scope::Kind kind) {
+    return Scope{kind, found.str(1), head + static_cast<std::size_t>(found.position())};
+  };
+  if (matches(kNamespace)) return scope(Scope::Kind::name_space);
+  if (matches(kStruct)) return scope(Scope::Kind::structure);
   return {};
 }
 
@@ -139,12 +104,10 @@ class Walk {
     if (in_namespace && scopes_.back().kind == Scope::Kind::structure) last = named(scopes_.back());
   }
   bool is_info(std::size_t at) const {
-    static constexpr std::string_view kDeclared = "PolicyInfo";
-    if (plain_.compare(at, kDeclared.size(), kDeclared) != 0) return false;
-    std::size_t next = at + kDeclared.size();
-    while (next < plain_.size() && std::isspace(static_cast<unsigned char>(plain_[next]))) ++next;
-    return next > at + kDeclared.size() && plain_.compare(next, 5, "kInfo") == 0 &&
-           !is_word(plain_[std::min(next + 5, plain_.size() - 1)]);
+    static const std::regex kDeclared(R"(PolicyInfo\s+kInfo\b)");
+    return plain_[at] == 'P' &&
+           std::regex_search(plain_.begin() + static_cast<std::ptrdiff_t>(at), plain_.end(),
+                             kDeclared, std::regex_constants::match_continuous);
   }
   PolicyStruct named(const Scope& scope) const {
     std::string name;

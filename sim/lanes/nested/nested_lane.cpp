@@ -103,9 +103,6 @@ NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
                                          const Leaving* comes) {
   const std::size_t begin = begins_[level], end = begins_[level + 1];
   if (begin == end) return *comes;
-  if (oldest_first_ && comes && comes->position > tokens_[end - 1] &&
-      tokens_[begin] >= guards_.sinks)
-    return push_youngest(begin, end, comes->position);
   const std::size_t victim = find_victim(begin, end, now);
   const Leaving leaves{tokens_[victim], oldest_first_ ? tokens_[victim] : ranks_[victim]};
   const auto key = [&](const Leaving& token) {
@@ -122,16 +119,6 @@ NestedLane::Leaving NestedLane::exchange(std::size_t level, std::uint32_t now,
     *place = comes->position;
   }
   return leaves;
-}
-
-/// exchange() where `comes` is the youngest and the oldest leaves.
-NestedLane::Leaving NestedLane::push_youngest(std::size_t begin, std::size_t end,
-                                              std::uint32_t comes) {
-  const std::uint32_t leaves = tokens_[begin];
-  std::uint32_t* const tokens = tokens_.data();
-  for (std::size_t i = begin; i + 1 < end; ++i) tokens[i] = tokens[i + 1];
-  tokens[end - 1] = comes;
-  return {leaves, leaves};
 }
 
 /// Tokens lie by age: the sinks come first and the recent last, and the first of equal ranks is the

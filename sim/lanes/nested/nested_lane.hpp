@@ -54,7 +54,6 @@ class NestedLane final : public Lane {
   bool takes_one(const Admission& admission) const;
   void pass_down(std::uint32_t now);
   Leaving exchange(std::size_t level, std::uint32_t now, const Leaving* comes);
-  Leaving push_youngest(std::size_t begin, std::size_t end, std::uint32_t comes);
   std::size_t find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const;
   void make_room(std::uint32_t now);
   void drop(std::vector<std::uint32_t>& pool, std::size_t leaving, std::uint32_t now,
