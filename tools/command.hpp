@@ -40,6 +40,10 @@ Command report_command();
 Command trace_command();
 Command verify_command();
 
+/// Parses `words` (without the command's name) by the command's own options and runs it; with
+/// --help, prints its help. Returns the exit code. Throws std::exception for bad input.
+int run_command(const Command& command, const std::vector<std::string>& words);
+
 /// All of them, in the order of the help.
 std::vector<Command> all_commands();
 

@@ -10,7 +10,6 @@
 
 #include "policies/catalogue.hpp"
 #include "tools/command.hpp"
-#include "tools/run_command.hpp"
 
 namespace kvlab {
 namespace {

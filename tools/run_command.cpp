@@ -1,4 +1,4 @@
-#include "tools/run_command.hpp"
+#include "tools/command.hpp"
 
 #include <fmt/core.h>
 

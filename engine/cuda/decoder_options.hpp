@@ -28,7 +28,7 @@ struct CudaDecoderOptions {
   /// when it comes.
   std::uint32_t longest_prompt = 0;
   bool watched = false;         ///< observers may look at what the caches do: slow
-  bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.hpp: slow, but on any device
+  bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.cu: slow, but on any device
 
   bool evicts() const { return !caches.empty(); }
   bool keeps_outputs() const { return capture || watched; }

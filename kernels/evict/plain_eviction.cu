@@ -1,7 +1,7 @@
 // Attention over the live slots of each pair, plainly: the oracle of the fast kernel, and what runs
 // where that one does not. Bytes: keys and values once for each KV head, and 12 bytes a slot and
 // query head for logits and probabilities, which go through the workspace.
-#include "kernels/evict/plain_eviction.hpp"
+#include "kernels/evict/plain_eviction.cuh"
 
 #include "kernels/device/pair.cuh"
 #include "kernels/device/reduce.cuh"
@@ -140,8 +140,6 @@ bool valid(const EvictingAttentionArgs& args) {
                         args.rotated <= cache.head_size));
 }
 
-}  // namespace
-
 PlainRows plain_rows(const SlotCache& cache, void* workspace) {
   const std::size_t rows =
       static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
@@ -155,8 +153,10 @@ std::size_t plain_workspace(const SlotCache& cache) {
   return rows * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
 }
 
-cudaError_t plain_attention(const EvictingAttentionArgs& args, cudaStream_t stream) {
-  if (!valid(args)) return cudaErrorInvalidValue;
+/// Two launches: logits of every live slot, then each row's softmax and output.
+cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
+                   cudaStream_t stream) {
+  if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;
   const SlotCache& cache = args.cache;
   const PlainRows rows = plain_rows(cache, args.workspace);
   const dim3 tiles(static_cast<unsigned>((cache.most_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
@@ -169,14 +169,6 @@ cudaError_t plain_attention(const EvictingAttentionArgs& args, cudaStream_t stre
                                                                                               rows);
     return cudaGetLastError();
   });
-}
-
-namespace {
-
-cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
-                   cudaStream_t stream) {
-  if (!complete(policy, args)) return cudaErrorInvalidValue;
-  return plain_attention(args, stream);
 }
 
 /// A launch for each layer.

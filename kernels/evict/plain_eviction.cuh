@@ -4,10 +4,18 @@
 
 #include "kernels/device/leaving.cuh"
 #include "kernels/device/pair.cuh"
-#include "kernels/evict/plain_eviction.hpp"
+#include "kernels/evict/eviction.hpp"
 #include "policies/observation.hpp"
 
 namespace kvlab::kernels {
+
+inline constexpr int kEvictThreads = 256;
+
+/// What the attention leaves in the workspace.
+struct PlainRows {
+  float* p;        // [sequence, query_head, most_slots]: logits, then probabilities
+  float* largest;  // [sequence, query_head]: the largest probability
+};
 
 /// What one slot received from the group's query heads.
 template <class P>

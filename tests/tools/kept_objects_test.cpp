@@ -12,7 +12,7 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/run_command.hpp"
+#include "tools/command.hpp"
 #include "traces/base/files.hpp"
 
 using namespace kvlab;

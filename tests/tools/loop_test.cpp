@@ -9,7 +9,7 @@
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/run_command.hpp"
+#include "tools/command.hpp"
 #include "traces/base/json.hpp"
 
 using namespace kvlab;

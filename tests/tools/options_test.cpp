@@ -8,7 +8,6 @@
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
-#include "tools/run_command.hpp"
 
 using namespace kvlab;
 using kvlab::test::error_of;

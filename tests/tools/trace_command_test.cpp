@@ -5,7 +5,7 @@
 #include "tests/catch.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/run_command.hpp"
+#include "tools/command.hpp"
 
 namespace kvlab {
 namespace {

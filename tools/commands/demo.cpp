@@ -8,7 +8,6 @@
 
 #include "engine/backend.hpp"
 #include "tools/options.hpp"
-#include "tools/run_command.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "engine/cuda/bench/bench_tools.hpp"
-#include "engine/cuda/bench/limits.hpp"
 #include "engine/cuda/cuda_decoder.hpp"
 
 namespace kvlab {
@@ -92,7 +91,7 @@ ordered_json bench_attention(const AttentionBenchOptions& options) {
   refuse_without_device();
   std::vector<PolicySpec> policies;
   for (const std::string& policy : options.policies) policies.push_back(parse_policy(policy));
-  const double read = cuda::read_bytes_per_second();
+  const double read = read_bytes_per_second();
   ordered_json rows = ordered_json::array();
   for (const std::uint32_t head_size : options.head_sizes)
     for (const std::uint32_t group : options.groups)

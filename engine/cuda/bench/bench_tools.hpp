@@ -1,4 +1,4 @@
-// What the benchmarks share: a model, ids, times by the device's clock.
+// What the benchmarks share: a model, ids, what the card can do at most, times by its clock.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,17 @@ namespace kvlab {
 
 /// Throws std::runtime_error.
 void refuse_without_device();
-/// The same.
+/// A checkpoint's weights, or drawn ones; throws without a device, too.
 DeviceModel bench_model(const BenchModel& model);
 /// What stands first: the bench's name, what it is of, and where.
 nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
 /// Any ids: a model's speed does not depend on them.
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
+
+/// Bytes per second of reading memory much larger than the L2 cache, once.
+double read_bytes_per_second();
+/// Operations per second of a large product of random matrices by cuBLASLt, sums in float32.
+double matrix_flops_per_second(kernels::Type type);
 
 template <class Enqueue>
 double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {

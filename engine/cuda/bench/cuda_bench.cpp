@@ -5,7 +5,6 @@
 #include "engine/backend.hpp"
 #include "engine/bench.hpp"
 #include "engine/cuda/bench/bench_tools.hpp"
-#include "engine/cuda/bench/limits.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "traces/base/files.hpp"
 
@@ -76,7 +75,7 @@ ordered_json time_capture(const DeviceModel& model, const DecodeBenchOptions& op
 
 ordered_json bench_decode(const DecodeBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
-  const double read = cuda::read_bytes_per_second();
+  const double read = read_bytes_per_second();
   ordered_json capture;
   if (!options.capture.empty()) capture = time_capture(model, options);
 
@@ -116,7 +115,7 @@ ordered_json bench_decode(const DecodeBenchOptions& options) {
 ordered_json bench_prefill(const PrefillBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   const ModelConfig& config = model.config();
-  const double matrix_rate = cuda::matrix_flops_per_second(model.type());
+  const double matrix_rate = matrix_flops_per_second(model.type());
   // What has left cannot come back: a cache that evicts takes one prompt.
   constexpr int repeats = 5;
   const int sequences = options.cache.evicts() ? repeats + 1 : 1;
