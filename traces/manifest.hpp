@@ -16,15 +16,6 @@ inline constexpr std::string_view kTokensFile = "tokens.safetensors";
 inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;
 inline constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
 
-/// What manifest.json holds. Of the header, `rope` and `softmax_scale` are in tokens.safetensors.
-struct Manifest {
-  TraceHeader header;
-  std::uint32_t tokens = 0, prompt_tokens = 0;
-  std::vector<Segment> segments;
-  std::vector<ShardInfo> shards;
-  std::string tokens_xxh3;
-};
-
 std::string manifest_text(const Manifest& manifest);
 /// Throws std::runtime_error beginning with `what`: not JSON, a later format, a key that is
 /// missing, unknown or out of range, segments or shards that do not add up.

@@ -57,7 +57,14 @@ struct ShardInfo {
 
 enum class Part { q, k, v };
 
-struct Manifest;
+/// What manifest.json holds. Of the header, `rope` and `softmax_scale` are in tokens.safetensors.
+struct Manifest {
+  TraceHeader header;
+  std::uint32_t tokens = 0, prompt_tokens = 0;
+  std::vector<Segment> segments;
+  std::vector<ShardInfo> shards;
+  std::string tokens_xxh3;
+};
 
 /// Opens a finished trace; memory-mapped, no copy.
 class TraceReader {
@@ -68,12 +75,12 @@ class TraceReader {
   static TraceReader open(const std::filesystem::path& directory);
 
   const std::filesystem::path& directory() const { return directory_; }
-  const TraceHeader& header() const { return header_; }
-  const ModelShape& shape() const { return header_.shape; }
-  std::uint32_t tokens() const { return tokens_; }
-  std::uint32_t prompt_tokens() const { return prompt_tokens_; }
-  const std::vector<Segment>& segments() const { return segments_; }
-  const std::vector<ShardInfo>& shards() const { return shards_; }
+  const TraceHeader& header() const { return manifest_.header; }
+  const ModelShape& shape() const { return header().shape; }
+  std::uint32_t tokens() const { return manifest_.tokens; }
+  std::uint32_t prompt_tokens() const { return manifest_.prompt_tokens; }
+  const std::vector<Segment>& segments() const { return manifest_.segments; }
+  const std::vector<ShardInfo>& shards() const { return manifest_.shards; }
   const std::vector<std::int32_t>& ids() const { return ids_; }  // [tokens]
   /// XXH3-64 of the manifest: what a run records of its traces.
   const std::string& hash() const { return hash_; }
@@ -95,7 +102,7 @@ class TraceReader {
     for (const SafetensorsFile& file : files_) file.release();
   }
   const SafetensorsFile& tokens_file() const { return tokens_file_; }
-  const std::string& tokens_xxh3() const { return tokens_xxh3_; }
+  const std::string& tokens_xxh3() const { return manifest_.tokens_xxh3; }
 
  private:
   friend std::uint32_t seal_trace(const std::filesystem::path& directory);
@@ -103,14 +110,11 @@ class TraceReader {
   static TraceReader assemble(const std::filesystem::path& directory, Manifest manifest);
 
   std::filesystem::path directory_;
-  TraceHeader header_;
-  std::uint32_t tokens_ = 0, prompt_tokens_ = 0;
-  std::vector<Segment> segments_;
-  std::vector<ShardInfo> shards_;
+  Manifest manifest_;  // and of tokens.safetensors what belongs to its header
   std::vector<std::int32_t> ids_;
   std::vector<SafetensorsFile> files_;  // by shard
   SafetensorsFile tokens_file_;
-  std::string tokens_xxh3_, hash_;
+  std::string hash_;
 };
 
 /// What `trace verify` found.

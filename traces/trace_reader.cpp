@@ -54,7 +54,7 @@ TraceReader TraceReader::open(const fs::path& directory) {
   const fs::path path = directory / kManifestFile;
   const std::string text = read_text_file(path, kMaxManifestBytes);
   TraceReader trace = assemble(directory, parse_manifest(text, path.string()));
-  trace.hash_ = xxh3_hex(std::as_bytes(std::span(text)));
+  trace.hash_ = xxh3_hex(text);
   return trace;
 }
 
@@ -67,32 +67,27 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
     throw std::runtime_error(fmt::format("{}: {} ids; the trace has {} tokens",
                                          trace.tokens_file_.path().string(), tokens.ids.size(),
                                          manifest.tokens));
-  trace.header_ = std::move(manifest.header);
-  trace.header_.rope = std::move(tokens.rope);
-  trace.header_.softmax_scale = tokens.softmax_scale;
-  check_rope_and_scale(trace.header_, trace.tokens_file_.path().string());
-  trace.tokens_ = manifest.tokens;
-  trace.prompt_tokens_ = manifest.prompt_tokens;
-  trace.segments_ = std::move(manifest.segments);
-  trace.shards_ = std::move(manifest.shards);
-  trace.tokens_xxh3_ = std::move(manifest.tokens_xxh3);
+  manifest.header.rope = std::move(tokens.rope);
+  manifest.header.softmax_scale = tokens.softmax_scale;
+  check_rope_and_scale(manifest.header, trace.tokens_file_.path().string());
+  trace.manifest_ = std::move(manifest);
   trace.ids_ = std::move(tokens.ids);
-  for (const ShardInfo& shard : trace.shards_)
-    trace.files_.push_back(open_shard(directory / shard.file, trace.header_, shard));
+  for (const ShardInfo& shard : trace.shards())
+    trace.files_.push_back(open_shard(directory / shard.file, trace.header(), shard));
   return trace;
 }
 
 void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
                        std::uint32_t count, float* to) const {
   const std::uint32_t heads = part == Part::q ? shape().query_heads : shape().kv_heads;
-  if (layer >= shape().layers || head >= heads || first > tokens_ || count > tokens_ - first)
+  if (layer >= shape().layers || head >= heads || first > tokens() || count > tokens() - first)
     throw std::out_of_range(fmt::format("trace: no tokens [{}, {} + {}) of layer {}, head {}",
                                         first, first, count, layer, head));
   const std::string name = layer_tensor(layer, name_of(part));
   const std::size_t row = shape().head_size, row_bytes = row * bytes_of(shape().dtype);
   while (count > 0) {
     const std::size_t index = first / kShardTokens;
-    const ShardInfo& shard = shards_[index];
+    const ShardInfo& shard = shards()[index];
     const std::uint32_t offset = first - shard.first, here = std::min(count, shard.tokens - offset);
     const std::size_t start = std::size_t{head} * shard.tokens + offset;
     to_float(shape().dtype, files_[index].at(name).data.data() + start * row_bytes, here * row, to);

@@ -107,7 +107,7 @@ std::string Checkpoint::xxh3() const {
   if (files_.size() == 1) return xxh3_hex(files_[0].bytes());
   std::string hashes;  // files are in the order of their names
   for (const SafetensorsFile& file : files_) hashes += xxh3_hex(file.bytes());
-  return xxh3_hex(std::as_bytes(std::span(hashes)));
+  return xxh3_hex(hashes);
 }
 
 std::string tokenizer_xxh3(const std::filesystem::path& directory) {

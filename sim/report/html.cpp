@@ -25,27 +25,12 @@ std::string with_separators(std::string digits) {
 }  // namespace
 
 std::string escape(std::string_view text) {
+  constexpr std::string_view kSpecial = "&<>\"'",
+                             kEscapes[] = {"&amp;", "&lt;", "&gt;", "&quot;", "&#39;"};
   std::string safe;
   for (const char c : text) {
-    switch (c) {
-      case '&':
-        safe += "&amp;";
-        break;
-      case '<':
-        safe += "&lt;";
-        break;
-      case '>':
-        safe += "&gt;";
-        break;
-      case '"':
-        safe += "&quot;";
-        break;
-      case '\'':
-        safe += "&#39;";
-        break;
-      default:
-        safe += c;
-    }
+    const std::size_t special = kSpecial.find(c);
+    safe += special == kSpecial.npos ? std::string_view(&c, 1) : kEscapes[special];
   }
   return safe;
 }

@@ -8,28 +8,20 @@
 #include <limits>
 #include <set>
 
+#include "traces/base/text.hpp"
+
 namespace kvlab {
 namespace {
 
 constexpr std::string_view kAll = "all";
 constexpr std::size_t kEnoughTraces = 8;  // for their scatter to be a standard error by itself
 
-std::vector<std::string> parts_of(std::string_view params) {
-  std::vector<std::string> parts;
-  for (std::size_t start = 0; start <= params.size();) {
-    const std::size_t end = std::min(params.find(':', start), params.size());
-    parts.emplace_back(params.substr(start, end - start));
-    start = end + 1;
-  }
-  return parts;
-}
-
 /// The settings of `series` that not every series of its policy has.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
-  for (const std::string& part : parts_of(series.params)) {
+  for (const std::string& part : split_list(series.params, ':')) {
     const bool common = std::all_of(siblings.begin(), siblings.end(), [&](const Series* other) {
-      const auto parts = parts_of(other->params);
+      const auto parts = split_list(other->params, ':');
       return std::find(parts.begin(), parts.end(), part) != parts.end();
     });
     if (!common) text += ":" + part;

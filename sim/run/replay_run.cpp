@@ -155,7 +155,7 @@ class Sweep {
  private:
   static std::uint64_t hash_of(const nlohmann::json& job) {
     const std::string text = job.dump();
-    return std::stoull(xxh3_hex(std::as_bytes(std::span(text))), nullptr, 16);
+    return std::stoull(xxh3_hex(text), nullptr, 16);
   }
 
   /// A trace's job: made for its first unit, dropped with its last, because a job holds a table as

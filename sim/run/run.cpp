@@ -17,10 +17,6 @@ using nlohmann::json;
 constexpr std::size_t kMaxCsvBytes = std::size_t{4} << 30;
 constexpr std::size_t kMaxJsonBytes = std::size_t{256} << 20;
 
-std::string hash_of(std::string_view text) {
-  return xxh3_hex(std::as_bytes(std::span(text.data(), text.size())));
-}
-
 json to_json(const RunTrace& trace) {
   return {{"name", trace.name},
           {"path", trace.path},
@@ -265,11 +261,11 @@ json job_of(const RunInfo& info, const std::string& build) {
 
 void save_run(Run& run, const std::filesystem::path& directory) {
   const std::string results = results_csv(run.rows);
-  const std::string info = run_json(run.info, hash_of(results));
+  const std::string info = run_json(run.info, xxh3_hex(results));
   write_file_atomically(directory / "results.csv", results);
   if (run.kept) write_file_atomically(directory / "kept.json", kept_json(*run.kept));
   write_file_atomically(directory / "run.json", info);
-  run.hash = hash_of(info);
+  run.hash = xxh3_hex(info);
 }
 
 Run load_run(const std::filesystem::path& directory) {
@@ -284,12 +280,12 @@ Run load_run(const std::filesystem::path& directory) {
   const JsonFields fields(info_json, info_path.string());
   fields.check_format(kRunFormat);
   run.info = info_from(fields);
-  run.hash = hash_of(info);
+  run.hash = xxh3_hex(info);
 
   const std::string results = read_text_file(rows_path, kMaxCsvBytes);
   run.rows = parse_results_csv(results, rows_path.string());
   if (run.rows.empty()) throw std::runtime_error(rows_path.string() + ": holds no results");
-  if (fields.text("results_xxh3") != hash_of(results))
+  if (fields.text("results_xxh3") != xxh3_hex(results))
     throw std::runtime_error(
         fmt::format("{}: is not what run.json was written for (another checksum); replay again",
                     rows_path.string()));

@@ -94,15 +94,11 @@ void outcome_fields(Stream& stream, Outcome& outcome) {
   });
 }
 
-std::string hash_of(std::string_view bytes) {
-  return xxh3_hex(std::as_bytes(std::span(bytes.data(), bytes.size())));
-}
-
 std::vector<HeadOutcome> unpack(const UnitId& id, std::string_view bytes) {
   if (!bytes.starts_with(kMagic) || bytes.size() < kMagic.size() + kHashDigits)
     throw std::runtime_error("it is no unit of this version's, or cut short");
   const std::string_view body = bytes.substr(0, bytes.size() - kHashDigits);
-  if (bytes.substr(body.size()) != hash_of(body))
+  if (bytes.substr(body.size()) != xxh3_hex(body))
     throw std::runtime_error("its checksum does not match");
   Unpacker unpacker(body.substr(kMagic.size()));
   UnitId found;
@@ -122,7 +118,7 @@ std::string pack_unit(const UnitId& id, std::span<const HeadOutcome> outcomes) {
   id_fields(packer, id);
   packer(std::uint64_t{outcomes.size()});
   for (const HeadOutcome& outcome : outcomes) outcome_fields(packer, outcome);
-  return bytes + hash_of(bytes);
+  return bytes + xxh3_hex(bytes);
 }
 
 std::vector<HeadOutcome> unpack_unit(const UnitId& id, std::string_view bytes,

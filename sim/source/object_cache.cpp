@@ -19,9 +19,7 @@ namespace fs = std::filesystem;
 constexpr std::size_t kMostBytes = std::size_t{64} << 20;
 constexpr std::string_view kMark = "kvlab-object ";  // then the sum, behind the object's own bytes
 
-std::string trailer_of(std::string_view object) {
-  return std::string(kMark) + xxh3_hex(std::as_bytes(std::span(object)));
-}
+std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
 
 /// Whether `folder` is there, as a folder that this user owns and nobody else may write.
 bool is_private(const fs::path& folder) {

@@ -69,7 +69,7 @@ std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
     add(header.path);
     add(header.text);
   }
-  return xxh3_hex(std::as_bytes(std::span(all)));
+  return xxh3_hex(all);
 }
 
 /// Whether the compiler read nothing beside what is in `folder`, by the rule for make that it left
@@ -136,7 +136,7 @@ std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
       .path = path.string(), .text = read_text_file(path, kMaxSourceBytes), .xxh3 = {}, .type = {}};
   const PolicyStruct found = find_policy_struct(source.text, source.path);
   source.type = found.name;
-  source.xxh3 = xxh3_hex(std::as_bytes(std::span(source.text)));
+  source.xxh3 = xxh3_hex(source.text);
 
   const HostCompiler compiler;
   const ObjectCache cache(ObjectCache::standard_folder());

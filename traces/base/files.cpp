@@ -125,4 +125,6 @@ std::string xxh3_hex(std::span<const std::byte> bytes) {
   return fmt::format("{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
 }
 
+std::string xxh3_hex(std::string_view text) { return xxh3_hex(std::as_bytes(std::span(text))); }
+
 }  // namespace kvlab

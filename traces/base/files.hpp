@@ -56,5 +56,6 @@ void sync_folder_of(const std::filesystem::path& path);
 std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes);
 /// XXH3-64 as 16 hex digits.
 std::string xxh3_hex(std::span<const std::byte> bytes);
+std::string xxh3_hex(std::string_view text);
 
 }  // namespace kvlab
