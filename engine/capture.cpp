@@ -31,12 +31,21 @@ TraceHeader trace_header(const Model& model, nlohmann::json options) {
 void Capture::admission(std::span<const std::int32_t> ids, std::uint32_t, SegmentKind kind,
                         bool new_segment) {
   writer_.begin(ids, kind, new_segment);
+  tokens_ = ids.size();
 }
 
 void Capture::layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
                     std::span<const float> v, std::span<const float> out,
                     std::span<const float> lse) {
   writer_.layer(layer, q, k, v, out, lse);
+}
+
+void Capture::residual(std::uint32_t layer, std::span<const float> x) {
+  const std::size_t hidden = x.size() / tokens_;
+  std::vector<float> norm2(tokens_);
+  for (std::size_t i = 0; i < tokens_; ++i)
+    for (const float value : x.subspan(i * hidden, hidden)) norm2[i] += value * value;
+  writer_.residual(layer, norm2);
 }
 
 void Capture::admitted() {

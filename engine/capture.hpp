@@ -29,10 +29,12 @@ class Capture final : public DecoderObserver {
   void layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out,
              std::span<const float> lse) override;
+  void residual(std::uint32_t layer, std::span<const float> x) override;
   void admitted() override;
 
  private:
   TraceWriter& writer_;
+  std::size_t tokens_ = 0;  // of the admission
   std::function<void(std::uint32_t)> progress_;
 };
 

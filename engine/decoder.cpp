@@ -107,6 +107,7 @@ class Decoder::Impl {
       attend(layer, static_cast<std::uint32_t>(n));
       if (observer_) observer_->layer(layer, q_, k_, v_, out_, lse_);
       model_.attention_output(layer, out_.data(), n, x_.data(), threads_);
+      if (observer_) observer_->residual(layer, x_);
       model_.mlp(layer, x_.data(), n, threads_);
     }
     tokens_ += static_cast<std::uint32_t>(n);

@@ -21,8 +21,8 @@ struct LiveTokens {
 };
 
 /// Watches a decoder. Calls come from the thread that feeds, in a fixed order: admission; for each
-/// layer, evicted of every KV head, observed of every KV head, layer; admitted. Pointers live
-/// during the call.
+/// layer, evicted of every KV head, observed of every KV head, layer, residual; admitted. Pointers
+/// live during the call.
 class DecoderObserver {
  public:
   virtual ~DecoderObserver() = default;
@@ -40,6 +40,8 @@ class DecoderObserver {
   virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/,
                      std::span<const float> /*k*/, std::span<const float> /*v*/,
                      std::span<const float> /*out*/, std::span<const float> /*lse*/) {}
+  /// The residual stream x [n, hidden] after the layer's attention output was added.
+  virtual void residual(std::uint32_t /*layer*/, std::span<const float> /*x*/) {}
   virtual void admitted() {}  ///< after the last layer
 };
 

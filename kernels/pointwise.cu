@@ -48,13 +48,8 @@ __global__ void embed_kernel(const T* table, int hidden, const std::int32_t* ids
   store_eight(value, x + std::size_t{blockIdx.x} * hidden + at);
 }
 
-/// hidden * (4 + bytes of T); the second reading of x is from the cache. A block for each token.
-template <class T>
-__global__ void rms_norm_kernel(const float* x, const T* gamma, float epsilon, int hidden, T* y) {
-  __shared__ float sums[kThreads / kWarpSize];
-  let_successor_start();
-  wait_for_predecessor();
-  const float* const row = x + std::size_t{blockIdx.x} * hidden;
+/// Of one row, in every thread of its block.
+__device__ inline float sum_of_squares(const float* row, int hidden, float* sums) {
   float squares = 0;
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
     float value[8];
@@ -62,7 +57,27 @@ __global__ void rms_norm_kernel(const float* x, const T* gamma, float epsilon, i
 #pragma unroll
     for (const float v : value) squares = fmaf(v, v, squares);
   }
-  const float scale = 1.0f / sqrtf(block_sum(squares, sums) / static_cast<float>(hidden) + epsilon);
+  return block_sum(squares, sums);
+}
+
+/// hidden * 4 + 4. A block for each token.
+__global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
+  __shared__ float sums[kThreads / kWarpSize];
+  let_successor_start();
+  wait_for_predecessor();
+  const float sum = sum_of_squares(x + std::size_t{blockIdx.x} * hidden, hidden, sums);
+  if (threadIdx.x == 0) norms[blockIdx.x] = sum;
+}
+
+/// hidden * (4 + bytes of T); the second reading of x is from the cache. A block for each token.
+template <class T>
+__global__ void rms_norm_kernel(const float* x, const T* gamma, float epsilon, int hidden, T* y) {
+  __shared__ float sums[kThreads / kWarpSize];
+  let_successor_start();
+  wait_for_predecessor();
+  const float* const row = x + std::size_t{blockIdx.x} * hidden;
+  const float scale =
+      1.0f / sqrtf(sum_of_squares(row, hidden, sums) / static_cast<float>(hidden) + epsilon);
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
     float value[8], weight[8];
     load_eight(row + at, value);
@@ -223,6 +238,14 @@ cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon
     return launch_here(rms_norm_kernel<T>, where, x, static_cast<const T*>(gamma), epsilon, hidden,
                        static_cast<T*>(y));
   });
+}
+
+cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
+                          cudaStream_t stream) {
+  if (!valid(tokens, hidden) || !x || !norms || !aligned16(x)) return cudaErrorInvalidValue;
+  const Launch where{
+      .grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
+  return launch_here(squared_norms_kernel, where, x, hidden, norms);
 }
 
 cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,

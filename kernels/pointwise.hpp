@@ -5,7 +5,7 @@
 
 namespace kvlab::kernels {
 
-/// Widths of embed, rms_norm and silu_gate are multiples of 8.
+/// Widths of embed, rms_norm, squared_norms and silu_gate are multiples of 8.
 
 /// x[t] = table[ids[t]], widened to float32; not-a-number for an id below 0 (see sample).
 cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens,
@@ -14,6 +14,10 @@ cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* 
 /// y[t] = x[t] / rms(x[t]) * gamma, rounded to `type`.
 cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon, int tokens,
                      int hidden, void* y, cudaStream_t stream);
+
+/// norms[t] = the sum of x[t]'s squares.
+cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
+                          cudaStream_t stream);
 
 /// x += y, y of `type`.
 cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,

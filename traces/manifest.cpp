@@ -97,6 +97,60 @@ void parse_config(const json& config, std::string_view what, TraceHeader& header
   check_rope(*header.rope_config, what);
 }
 
+json spans_json(const std::vector<NamedSpan>& spans) {
+  json list = json::array();
+  for (const NamedSpan& span : spans)
+    list.push_back({{"name", span.name}, {"start", span.start}, {"tokens", span.tokens}});
+  return list;
+}
+
+/// Names that differ, each of at least one of the trace's first `tokens`.
+std::vector<NamedSpan> parse_spans(const json& list, std::uint32_t tokens, std::string_view what) {
+  std::vector<NamedSpan> spans;
+  for (const json& item : list) {
+    const std::string where = fmt::format("{}: spans[{}]", what, spans.size());
+    json_refuse_unknown(item, where, {"name", "start", "tokens"});
+    NamedSpan span{json_string(item, "name", where), 0, 0};
+    span.start = json_get<std::uint32_t>(item, "start", where, 0, tokens - 1);
+    span.tokens = json_get<std::uint32_t>(item, "tokens", where, 1, tokens - span.start);
+    for (const NamedSpan& other : spans)
+      if (other.name == span.name)
+        throw error(where, fmt::format("the name {} is there twice", json_quoted(span.name)));
+    spans.push_back(std::move(span));
+  }
+  return spans;
+}
+
+json extras_json(const TraceExtras& extras) {
+  json object = json::object();
+  if (extras.residual_norm2) object["residual_norm2"] = json::object();
+  if (extras.sketch)
+    object["sketch"] = {
+        {"file", kSketchFile}, {"xxh3", extras.sketch->xxh3}, {"seed", extras.sketch->seed}};
+  return object;
+}
+
+TraceExtras parse_extras(const json& object, std::string_view what) {
+  const std::string where = fmt::format("{}: extras", what);
+  json_refuse_unknown(object, where, {"residual_norm2", "sketch"});
+  TraceExtras extras;
+  if (object.contains("residual_norm2")) {
+    json_refuse_unknown(json_object(object, "residual_norm2", where), where, {});
+    extras.residual_norm2 = true;
+  }
+  if (object.contains("sketch")) {
+    const json& sketch = json_object(object, "sketch", where);
+    json_refuse_unknown(sketch, where, {"file", "xxh3", "seed"});
+    if (const std::string file = json_string(sketch, "file", where); file != kSketchFile)
+      throw error(where,
+                  fmt::format("\"file\" is {}; {} is expected", json_quoted(file), kSketchFile));
+    extras.sketch = {
+        static_cast<std::uint64_t>(json_get<std::int64_t>(sketch, "seed", where, 0, INT64_MAX)),
+        parse_hash(sketch, "xxh3", where, false)};
+  }
+  return extras;
+}
+
 /// What the manifest and every shard say alike.
 json description_json(const TraceHeader& header) {
   return {{"format", kTraceFormat},
@@ -185,12 +239,13 @@ std::vector<ShardInfo> parse_shards(const json& list, std::uint32_t tokens, std:
   return shards;
 }
 
-void check_format(const json& manifest, std::string_view what) {
+std::int64_t check_format(const json& manifest, std::string_view what) {
   const auto format = json_get<std::int64_t>(manifest, "format", what, 1, INT64_MAX);
   if (format > kTraceFormat)
     throw error(what,
                 fmt::format("trace format {}; this kvlab reads format {}, a later one is needed",
                             format, kTraceFormat));
+  return format;
 }
 
 }  // namespace
@@ -202,16 +257,19 @@ std::string manifest_text(const Manifest& manifest) {
   object["segments"] = segments_json(manifest.segments);
   object["shards"] = shards_json(manifest.shards);
   object["tokens_xxh3"] = manifest.tokens_xxh3;
+  object["extras"] = extras_json(manifest.extras);
+  object["spans"] = spans_json(manifest.header.spans);
   return text_of(object, 1) + "\n";
 }
 
 Manifest parse_manifest(std::string_view text, std::string_view what) {
   const json object = parse_json(text, what);
-  check_format(object, what);
+  const bool has_extras = check_format(object, what) > 1;
   json_refuse_unknown(
       object, what,
       {"format", "model", "config", "rounding", "tokens", "prompt_tokens", "segments", "shards",
-       "tokens_xxh3", "weights_xxh3", "tokenizer_xxh3", "capture"});
+       "tokens_xxh3", "weights_xxh3", "tokenizer_xxh3", "capture", has_extras ? "extras" : "format",
+       has_extras ? "spans" : "format"});
   Manifest manifest;
   manifest.header = parse_description(object, what);
   manifest.tokens = json_get<std::uint32_t>(object, "tokens", what, 1, kMaxTraceTokens);
@@ -220,6 +278,10 @@ Manifest parse_manifest(std::string_view text, std::string_view what) {
   manifest.prompt_tokens = json_get<std::uint32_t>(object, "prompt_tokens", what, prompt, prompt);
   manifest.shards = parse_shards(json_array(object, "shards", what), manifest.tokens, what);
   manifest.tokens_xxh3 = parse_hash(object, "tokens_xxh3", what, false);
+  if (has_extras) {
+    manifest.extras = parse_extras(json_object(object, "extras", what), what);
+    manifest.header.spans = parse_spans(json_array(object, "spans", what), manifest.tokens, what);
+  }
   return manifest;
 }
 
@@ -228,6 +290,7 @@ std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata)
   object["first"] = metadata.first;
   object["tokens"] = metadata.tokens;
   object["segments"] = segments_json(metadata.segments);
+  object["spans"] = spans_json(metadata.header.spans);
   std::map<std::string, std::string> texts;
   for (const auto& [key, value] : object.items())
     texts[key] = value.is_string() ? value.get<std::string>() : text_of(value);
@@ -239,7 +302,7 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   json object = file.metadata();
   for (const char* key : {"format", "config", "first", "tokens", "segments", "capture"})
     object[key] = parse_json(json_string(object, key, what), fmt::format("{} {}", what, key));
-  check_format(object, what);
+  const bool has_spans = check_format(object, what) > 1;
   ShardMetadata metadata;
   metadata.header = parse_description(object, what);
   metadata.tokens = json_get<std::uint32_t>(object, "tokens", what, 1, kShardTokens);
@@ -247,6 +310,11 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
       json_get<std::uint32_t>(object, "first", what, 0, kMaxTraceTokens - metadata.tokens);
   metadata.segments =
       parse_segments(json_array(object, "segments", what), metadata.first + metadata.tokens, what);
+  if (has_spans) {
+    // Of the whole trace, whose length a shard does not know.
+    object["spans"] = parse_json(json_string(object, "spans", what), what + " spans");
+    metadata.header.spans = parse_spans(json_array(object, "spans", what), kMaxTraceTokens, what);
+  }
   return metadata;
 }
 
@@ -289,6 +357,13 @@ std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t
     segment.tokens = std::min(segment.tokens, tokens - segment.start);
     result.push_back(segment);
   }
+  return result;
+}
+
+std::vector<NamedSpan> clipped(const std::vector<NamedSpan>& spans, std::uint32_t tokens) {
+  std::vector<NamedSpan> result;
+  for (const NamedSpan& span : spans)
+    if (span.start < tokens && span.tokens <= tokens - span.start) result.push_back(span);
   return result;
 }
 

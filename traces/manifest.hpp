@@ -32,7 +32,8 @@ std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata)
 /// Throws std::runtime_error that names the file: a key that is missing or wrong.
 ShardMetadata parse_shard_metadata(const SafetensorsFile& file);
 
-/// Whether two traces could be one: same model, config, rounding and provenance.
+/// Whether two traces could be one: same model, config, rounding and provenance. Spans may differ:
+/// a trace that was cut has fewer.
 bool same_description(const TraceHeader& a, const TraceHeader& b);
 
 /// Throws std::invalid_argument unless a reader would accept this header.
@@ -43,6 +44,8 @@ void check_rope_and_scale(const TraceHeader& header, std::string_view what);
 
 /// The segments of the first `tokens` tokens.
 std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens);
+/// The spans that lie within the first `tokens` tokens.
+std::vector<NamedSpan> clipped(const std::vector<NamedSpan>& spans, std::uint32_t tokens);
 /// The tokens of all prompt segments.
 std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
 

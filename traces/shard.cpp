@@ -90,7 +90,7 @@ TokensFile read_tokens(const SafetensorsFile& file) {
 }
 
 void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
-                         const ShardInfo& shard) {
+                         const ShardInfo& shard, bool has_residuals) {
   const std::size_t n = shard.tokens, heads = shape.query_heads, kv_heads = shape.kv_heads,
                     size = shape.head_size;
   TensorChecker checker(file);
@@ -102,6 +102,7 @@ void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
     checker.expect(layer_tensor(l, "k"), shape.dtype, {kv_heads, n, size});
     checker.expect(layer_tensor(l, "v"), shape.dtype, {kv_heads, n, size});
     checker.expect(layer_tensor(l, "check_out"), Dtype::f32, {heads, kCheckRows, size});
+    if (has_residuals) checker.expect(layer_tensor(l, kResidualTensor), Dtype::f32, {n});
     if (has_lse) checker.expect(layer_tensor(l, "check_lse"), Dtype::f32, {heads, kCheckRows});
   }
   checker.refuse_others();

@@ -37,8 +37,10 @@ std::string write_tokens(const std::filesystem::path& directory, std::span<const
 /// Throws std::runtime_error for missing, unknown or misshapen tensors.
 TokensFile read_tokens(const SafetensorsFile& file);
 
+inline constexpr std::string_view kResidualTensor = "residual_norm2";
+
 /// Throws std::runtime_error unless the tensors of a shard are those of a trace of this shape.
 void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
-                         const ShardInfo& shard);
+                         const ShardInfo& shard, bool has_residuals);
 
 }  // namespace kvlab

@@ -76,6 +76,12 @@ void ShardBuffer::put(std::uint32_t layer_index, std::uint32_t row, std::uint32_
   keep_check_row(layer, kLatest, count - 1, rows);
 }
 
+void ShardBuffer::put_residual(std::uint32_t layer, std::uint32_t row,
+                               std::span<const float> norm2) {
+  layers_[layer].residual.resize(kShardTokens);
+  std::copy(norm2.begin(), norm2.end(), layers_[layer].residual.begin() + row);
+}
+
 void ShardBuffer::put_heads(std::byte* to, std::uint32_t heads, std::uint32_t row,
                             std::uint32_t count, std::span<const float> from) const {
   const std::size_t size = shape_.head_size, row_bytes = size * bytes_of(shape_.dtype);
@@ -142,6 +148,11 @@ std::string ShardBuffer::write(const std::filesystem::path& path, std::uint32_t 
                        Dtype::f32,
                        {heads, kCheckRows, size},
                        keep(layer.out, size)});
+    if (!layer.residual.empty())
+      tensors.push_back({layer_tensor(l, kResidualTensor),
+                         Dtype::f32,
+                         {n},
+                         std::as_bytes(std::span(layer.residual).first(n))});
     if (!layer.lse.empty())
       tensors.push_back(
           {layer_tensor(l, "check_lse"), Dtype::f32, {heads, kCheckRows}, keep(layer.lse, 1)});

@@ -31,6 +31,8 @@ class ShardBuffer {
   std::uint32_t first() const { return first_; }  ///< position of its first token
   /// Puts `count` tokens of one layer at row `row` of the shard. Rows arrive in order.
   void put(std::uint32_t layer, std::uint32_t row, std::uint32_t count, const LayerRows& rows);
+  /// Squared norms of the residual stream, one for each of those rows.
+  void put_residual(std::uint32_t layer, std::uint32_t row, std::span<const float> norm2);
   /// Writes the first `tokens` rows to `path`; the buffer is of no more use then. Returns the
   /// XXH3-64.
   std::string write(const std::filesystem::path& path, std::uint32_t tokens,
@@ -42,7 +44,8 @@ class ShardBuffer {
     Bytes q, k, v;  // [head, 1024, head_size]
     std::vector<float>
         out;  // [query_heads, 16 + 1, head_size], the last of the 17 for the latest row
-    std::vector<float> lse;  // [query_heads, 16 + 1], or empty
+    std::vector<float> lse;       // [query_heads, 16 + 1], or empty
+    std::vector<float> residual;  // [1024], or empty
   };
 
   void put_heads(std::byte* to, std::uint32_t heads, std::uint32_t row, std::uint32_t count,

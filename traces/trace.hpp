@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,10 +12,11 @@
 #include "traces/base/json_value.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/base/safetensors.hpp"
+#include "traces/extras.hpp"
 
 namespace kvlab {
 
-inline constexpr int kTraceFormat = 1;
+inline constexpr int kTraceFormat = 2;  ///< 1, without extras and spans, is read too
 inline constexpr std::uint32_t kShardTokens = 1024;
 inline constexpr std::uint32_t kCheckRows = 16;
 
@@ -47,6 +49,7 @@ struct TraceHeader {
   Rounding rounding = Rounding::none;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< {"engine", "version", "device", "options"}
+  std::vector<NamedSpan> spans;
 };
 
 struct ShardInfo {
@@ -64,6 +67,7 @@ struct Manifest {
   std::vector<Segment> segments;
   std::vector<ShardInfo> shards;
   std::string tokens_xxh3;
+  TraceExtras extras;
 };
 
 /// Opens a finished trace; memory-mapped, no copy.
@@ -96,6 +100,17 @@ class TraceReader {
     std::vector<float> lse;           // [query_heads, 16], or empty
   };
   CheckRows check_rows(std::size_t index, std::uint32_t layer) const;
+  const TraceExtras& extras() const { return manifest_.extras; }
+  /// Squared norms of the residual stream after a layer's attention output was added, to [tokens].
+  /// Throws std::logic_error where the trace has none.
+  void residual_norm2(std::uint32_t layer, float* to) const;
+  /// The first `columns` of the sketch of W_o for the query heads of a KV head, scaled to be a
+  /// sketch by themselves: [group, head_size, columns]. Throws std::logic_error likewise.
+  std::vector<float> sketch(std::uint32_t layer, std::uint32_t kv_head,
+                            std::uint32_t columns) const;
+  /// What can be said of `residual_error`: both extras are there.
+  bool has_residuals() const { return extras().residual_norm2 && extras().sketch; }
+  const SafetensorsFile* sketch_file() const { return sketch_file_ ? &*sketch_file_ : nullptr; }
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
   /// Lets go of the shards' pages that have been read (MappedFile::release).
   void release() const {
@@ -114,6 +129,7 @@ class TraceReader {
   std::vector<std::int32_t> ids_;
   std::vector<SafetensorsFile> files_;  // by shard
   SafetensorsFile tokens_file_;
+  std::optional<SafetensorsFile> sketch_file_;
   std::string hash_;
 };
 
@@ -158,6 +174,11 @@ class TraceWriter {
   /// logarithm, or empty if the decoder cannot tell (then always). Layers may come in any order.
   void layer(std::uint32_t index, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out, std::span<const float> lse);
+  /// Squared norms [n] of the residual stream after that layer's attention output was added: for
+  /// every layer of every admission, or for none.
+  void residual(std::uint32_t index, std::span<const float> norm2);
+  /// Before the first admission; of the model that is captured.
+  void sketch(const OutputSketch& sketch);
   /// All layers of the announced tokens have arrived: seals what is full. Throws std::runtime_error
   /// if a file cannot be written (a full disk, say); the writer is of no more use then.
   void end();

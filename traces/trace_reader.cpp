@@ -1,6 +1,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -29,8 +30,8 @@ void require_manifest(const fs::path& directory) {
       "{}: not a trace: it has neither manifest.json nor a whole shard", directory.string()));
 }
 
-SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header,
-                           const ShardInfo& shard) {
+SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, const ShardInfo& shard,
+                           bool has_residuals) {
   SafetensorsFile file = SafetensorsFile::open(path);
   const ShardMetadata metadata = parse_shard_metadata(file);
   if (metadata.first != shard.first || metadata.tokens != shard.tokens)
@@ -41,7 +42,7 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header,
     throw std::runtime_error(
         fmt::format("{}: model or config differ from the manifest; the shard is of another trace",
                     path.string()));
-  check_shard_tensors(file, header.shape, shard);
+  check_shard_tensors(file, header.shape, shard, has_residuals);
   return file;
 }
 
@@ -73,7 +74,14 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
   trace.manifest_ = std::move(manifest);
   trace.ids_ = std::move(tokens.ids);
   for (const ShardInfo& shard : trace.shards())
-    trace.files_.push_back(open_shard(directory / shard.file, trace.header(), shard));
+    trace.files_.push_back(open_shard(directory / shard.file, trace.header(), shard,
+                                      trace.extras().residual_norm2));
+  if (const auto& sketch = trace.extras().sketch) {
+    trace.sketch_file_ = SafetensorsFile::open(directory / kSketchFile);
+    if (check_sketch(*trace.sketch_file_, trace.shape()) != sketch->seed)
+      throw std::runtime_error(fmt::format("{}: its seed is not {}, which the manifest says",
+                                           trace.sketch_file_->path().string(), sketch->seed));
+  }
   return trace;
 }
 
@@ -95,6 +103,28 @@ void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::
     first += here;
     count -= here;
   }
+}
+
+void TraceReader::residual_norm2(std::uint32_t layer, float* to) const {
+  if (!extras().residual_norm2) throw std::logic_error("trace: it has no residual norms");
+  for (std::size_t i = 0; i < files_.size(); ++i)
+    to_float(Dtype::f32, files_[i].at(layer_tensor(layer, kResidualTensor)).data.data(),
+             shards()[i].tokens, to + shards()[i].first);
+}
+
+std::vector<float> TraceReader::sketch(std::uint32_t layer, std::uint32_t kv_head,
+                                       std::uint32_t columns) const {
+  if (!sketch_file_) throw std::logic_error("trace: it has no sketch of the output projections");
+  const std::size_t rows = std::size_t{shape().group()} * shape().head_size;
+  const TensorView& all = sketch_file_->at(layer_tensor(layer, "sketch"));
+  std::vector<float> wide(rows * kSketchColumns), sketch;
+  to_float(Dtype::bf16, all.data.data() + kv_head * wide.size() * bytes_of(Dtype::bf16),
+           wide.size(), wide.data());
+  const float factor = std::sqrt(static_cast<float>(kSketchColumns) / static_cast<float>(columns));
+  for (std::size_t row = 0; row < rows; ++row)
+    for (std::size_t c = 0; c < columns; ++c)
+      sketch.push_back(factor * wide[row * kSketchColumns + c]);
+  return sketch;
 }
 
 TraceReader::CheckRows TraceReader::check_rows(std::size_t index, std::uint32_t layer) const {

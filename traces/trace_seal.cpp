@@ -15,6 +15,7 @@ namespace fs = std::filesystem;
 struct Rescued {
   std::vector<ShardInfo> shards;
   ShardMetadata last;
+  bool has_residuals = false;  ///< as the first shard has
 
   std::uint32_t tokens() const { return last.first + last.tokens; }
 };
@@ -37,6 +38,7 @@ Rescued rescue_shards(const fs::path& directory) {
     rescued.shards.push_back(
         {shard_name(index), metadata.first, metadata.tokens, xxh3_hex(file.bytes())});
     rescued.last = std::move(metadata);
+    if (index == 0) rescued.has_residuals = file.contains(layer_tensor(0, kResidualTensor));
   }
   if (rescued.shards.empty())
     throw std::runtime_error(
@@ -49,7 +51,7 @@ void remove_parts(const fs::path& directory) {
   for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
     const std::string name = entry.path().filename().string();
     const bool ours = name.starts_with("shard-") || name.starts_with(kTokensFile) ||
-                      name.starts_with(kManifestFile);
+                      name.starts_with(kSketchFile) || name.starts_with(kManifestFile);
     if (ours && name.ends_with(".part")) fs::remove(entry.path());
   }
 }
@@ -82,6 +84,12 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
   manifest.shards = std::move(rescued.shards);
   manifest.tokens_xxh3 = cut_tokens(directory, tokens);
+  manifest.header.spans = clipped(manifest.header.spans, tokens);
+  manifest.extras.residual_norm2 = rescued.has_residuals;
+  if (fs::exists(directory / kSketchFile)) {
+    const auto file = SafetensorsFile::open(directory / kSketchFile);
+    manifest.extras.sketch = {check_sketch(file, manifest.header.shape), xxh3_hex(file.bytes())};
+  }
   TraceReader::assemble(directory, manifest);  // throws if this would be no trace
   remove_parts(directory);
   write_file_atomically(directory / kManifestFile, manifest_text(manifest));

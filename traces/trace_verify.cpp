@@ -8,6 +8,7 @@
 #include "traces/base/numeric/panels.hpp"
 #include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/shard.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -162,21 +163,48 @@ class HeadVerifier {
   HeadCheck result_;
 };
 
-/// Checksums of tokens.safetensors and of every shard.
+/// Checksums of every file that the manifest names.
 std::vector<std::string> damaged_files(const TraceReader& trace, unsigned threads) {
-  const std::size_t shards = trace.shards().size();
-  std::vector<std::string> problems(shards + 1);
-  parallel_for(shards + 1, threads, [&](std::size_t i) {
-    const bool is_shard = i < shards;
-    const SafetensorsFile& file = is_shard ? trace.shard_file(i) : trace.tokens_file();
-    const std::string& wanted = is_shard ? trace.shards()[i].xxh3 : trace.tokens_xxh3();
-    const std::string found = xxh3_hex(file.bytes());
-    file.release();
+  std::vector<std::pair<const SafetensorsFile*, std::string>> files{
+      {&trace.tokens_file(), trace.tokens_xxh3()}};
+  for (std::size_t i = 0; i < trace.shards().size(); ++i)
+    files.emplace_back(&trace.shard_file(i), trace.shards()[i].xxh3);
+  if (trace.sketch_file()) files.emplace_back(trace.sketch_file(), trace.extras().sketch->xxh3);
+  std::vector<std::string> problems(files.size());
+  parallel_for(files.size(), threads, [&](std::size_t i) {
+    const auto& [file, wanted] = files[i];
+    const std::string found = xxh3_hex(file->bytes());
+    file->release();
     if (found != wanted)
       problems[i] = fmt::format("{}: damaged: XXH3-64 is {}, the manifest says {}",
-                                file.path().filename().string(), found, wanted);
+                                file->path().filename().string(), found, wanted);
   });
   std::erase(problems, "");
+  return problems;
+}
+
+/// Extras whose values no decoder could have computed.
+std::vector<std::string> wrong_extras(const TraceReader& trace) {
+  std::vector<std::string> problems;
+  const auto finite = [](float x) { return std::isfinite(x); };
+  std::vector<float> norms(trace.tokens());
+  for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
+    if (trace.extras().residual_norm2) {
+      trace.residual_norm2(layer, norms.data());
+      const auto wrong =
+          std::find_if(norms.begin(), norms.end(), [&](float x) { return !finite(x) || x < 0; });
+      if (wrong != norms.end())
+        problems.push_back(
+            fmt::format("layer {}: {} at position {} is {}; a finite number from 0 on is expected",
+                        layer, kResidualTensor, wrong - norms.begin(), *wrong));
+    }
+    for (std::uint32_t head = 0; trace.sketch_file() && head < trace.shape().kv_heads; ++head) {
+      const std::vector<float> sketch = trace.sketch(layer, head, kSketchColumns);
+      if (std::all_of(sketch.begin(), sketch.end(), finite)) continue;
+      problems.push_back(
+          fmt::format("{}: layer {}, KV head {}: a value is not finite", kSketchFile, layer, head));
+    }
+  }
   return problems;
 }
 
@@ -198,6 +226,7 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   TraceCheck check;
   check.tolerance = tolerance_of(trace.shape().dtype);
   add_problems(check, damaged_files(trace, threads));
+  if (check.ok) add_problems(check, wrong_extras(trace));
   if (!check.ok) {  // rows of damaged files say nothing
     shorten(check.problems);
     return check;

@@ -45,6 +45,7 @@ class TraceWriter::Impl {
     if (!shards_.empty()) return;
     std::error_code ignored;
     fs::remove(directory_ / kTokensFile, ignored);
+    fs::remove(directory_ / kSketchFile, ignored);
     fs::remove(directory_, ignored);  // only if empty
   }
 
@@ -62,6 +63,7 @@ class TraceWriter::Impl {
     admission_ = tokens();
     ids_.insert(ids_.end(), ids.begin(), ids.end());
     arrived_.assign(header_.shape.layers, false);
+    residuals_.assign(header_.shape.layers, false);
     state_ = State::admitting;
     while (first_open() + buffers_.size() * std::size_t{kShardTokens} < ids_.size())
       buffers_.emplace_back(
@@ -73,19 +75,36 @@ class TraceWriter::Impl {
     require(index < header_.shape.layers && !arrived_[index], "a layer that is not expected");
     check_sizes(rows);
     arrived_[index] = true;
-    for (std::uint32_t position = admission_; position < tokens();) {
-      const std::uint32_t row = position % kShardTokens;
-      const std::uint32_t count = std::min(kShardTokens - row, tokens() - position);
-      ShardBuffer& buffer = buffers_[(position - first_open()) / kShardTokens];
-      buffer.put(index, row, count, rows.slice(header_.shape, position - admission_, count));
-      position += count;
-    }
+    by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
+      buffer.put(index, row, count, rows.slice(header_.shape, first, count));
+    });
+  }
+
+  void residual(std::uint32_t index, std::span<const float> norm2) {
+    require(state_ == State::admitting, "residual() outside an admission");
+    require(index < header_.shape.layers && !residuals_[index], "residuals that are not expected");
+    require(norm2.size() == tokens() - admission_, "residuals of other tokens than were announced");
+    residuals_[index] = true;
+    by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
+      buffer.put_residual(index, row, norm2.subspan(first, count));
+    });
+  }
+
+  void sketch(const OutputSketch& sketch) {
+    require(state_ == State::ready && ids_.empty(), "sketch() after the first admission");
+    extras_.sketch = write_sketch(directory_, header_.shape, sketch);
   }
 
   void end() {
     require(state_ == State::admitting, "end() outside an admission");
     require(std::find(arrived_.begin(), arrived_.end(), false) == arrived_.end(),
             "end() before every layer arrived");
+    const auto residuals =
+        static_cast<std::size_t>(std::count(residuals_.begin(), residuals_.end(), true));
+    require(residuals == 0 || residuals == residuals_.size(),
+            "residuals given for some layers only");
+    if (admission_ == 0) extras_.residual_norm2 = residuals > 0;
+    require(extras_.residual_norm2 == (residuals > 0), "residuals given for some tokens only");
     state_ = State::failed;  // unless all is sealed
     while (!buffers_.empty() && tokens() - first_open() >= kShardTokens) seal(kShardTokens);
     state_ = State::ready;
@@ -96,8 +115,8 @@ class TraceWriter::Impl {
             "finish() inside an admission, or without tokens");
     state_ = State::failed;
     if (!buffers_.empty()) seal(tokens() - first_open());
-    const Manifest manifest{header_,   tokens(), prompt_tokens_of(segments_),
-                            segments_, shards_,  tokens_xxh3_};
+    const Manifest manifest{header_,      tokens(), prompt_tokens_of(segments_), segments_, shards_,
+                            tokens_xxh3_, extras_};
     write_file_atomically(directory_ / kManifestFile, manifest_text(manifest));
     state_ = State::finished;
   }
@@ -110,6 +129,17 @@ class TraceWriter::Impl {
   /// Position of the first token that is in no sealed shard.
   std::uint32_t first_open() const {
     return static_cast<std::uint32_t>(shards_.size()) * kShardTokens;
+  }
+
+  /// Calls put(buffer, row of it, first, count) for each part of the announced tokens.
+  template <class Put>
+  void by_shard(Put put) {
+    for (std::uint32_t position = admission_; position < tokens();) {
+      const std::uint32_t row = position % kShardTokens;
+      const std::uint32_t count = std::min(kShardTokens - row, tokens() - position);
+      put(buffers_[(position - first_open()) / kShardTokens], row, position - admission_, count);
+      position += count;
+    }
   }
 
   void check_sizes(const LayerRows& rows) {
@@ -142,12 +172,13 @@ class TraceWriter::Impl {
   State state_ = State::ready;
   std::vector<std::int32_t> ids_;
   std::vector<Segment> segments_;
-  std::uint32_t admission_ = 0;  // position of the first token announced last
-  std::vector<bool> arrived_;    // by layer
+  std::uint32_t admission_ = 0;            // position of the first token announced last
+  std::vector<bool> arrived_, residuals_;  // by layer
   bool lse_known_ = false, has_lse_ = false;
   std::deque<ShardBuffer> buffers_;  // the shards that are not sealed, oldest first
   std::vector<ShardInfo> shards_;    // the sealed ones
   std::string tokens_xxh3_;
+  TraceExtras extras_;
 };
 
 TraceWriter::TraceWriter(fs::path directory, TraceHeader header)
@@ -163,6 +194,10 @@ void TraceWriter::layer(std::uint32_t index, std::span<const float> q, std::span
                         std::span<const float> lse) {
   impl_->layer(index, {q, k, v, out, lse});
 }
+void TraceWriter::residual(std::uint32_t index, std::span<const float> norm2) {
+  impl_->residual(index, norm2);
+}
+void TraceWriter::sketch(const OutputSketch& sketch) { impl_->sketch(sketch); }
 void TraceWriter::end() { impl_->end(); }
 void TraceWriter::finish() { impl_->finish(); }
 std::uint32_t TraceWriter::tokens() const { return impl_->tokens(); }

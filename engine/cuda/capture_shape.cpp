@@ -27,6 +27,7 @@ CaptureShape::Offsets CaptureShape::offsets(std::size_t tokens) const {
   at.qkv = take(q + 2 * kv, element);
   at.out = take(q, element);
   at.lse = take(query_heads, sizeof(float));
+  at.norm2 = take(1, sizeof(float));
   at.plain_q = take(plain ? q : 0, element);
   at.plain_k = take(plain ? kv : 0, element);
   at.end = arena.bytes();
@@ -60,6 +61,8 @@ void CapturedLayer::read(const CaptureShape& shape, const std::byte* data, std::
   widen_rows(shape.dtype, data + at.out, tokens, queries, queries, out);
   const auto* const from = reinterpret_cast<const float*>(data + at.lse);
   lse.assign(from, from + tokens * shape.query_heads);
+  const auto* const norms = reinterpret_cast<const float*>(data + at.norm2);
+  norm2.assign(norms, norms + tokens);
 }
 
 LayerOutputMemory::Parts::Parts(cuda::Arena& arena, const CaptureShape& shape, Rows rows,
@@ -89,13 +92,14 @@ LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens)
   return {.qkv = base,
           .out = base + at.out,
           .lse = reinterpret_cast<float*>(base + at.lse),
+          .norm2 = reinterpret_cast<float*>(base + at.norm2),
           .plain_q = shape_.plain ? base + at.plain_q : nullptr,
           .plain_k = shape_.plain ? base + at.plain_k : nullptr};
 }
 
 LayerOutputs LayerOutputMemory::passing() const {
   const std::size_t out = shape_.offsets(rows_.most()).out;
-  return {memory_->one, memory_->one + out, nullptr, nullptr, nullptr};
+  return {memory_->one, memory_->one + out, nullptr, nullptr, nullptr, nullptr};
 }
 
 LayerOutputs LayerOutputMemory::next_chunk(std::size_t tokens) {

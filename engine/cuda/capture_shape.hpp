@@ -19,15 +19,15 @@ struct CaptureShape {
 
   // Bytes from the layer's begin; every part starts at a multiple of 256.
   struct Offsets {
-    std::size_t qkv, out, lse, plain_q, plain_k, end;
+    std::size_t qkv, out, lse, norm2, plain_q, plain_k, end;
   };
   Offsets offsets(std::size_t tokens) const;
 };
 CaptureShape capture_shape(const ModelConfig& config, Dtype dtype);
 
-/// What a layer left, in float32: q, k, v, out and lse [token, head, dim or 1].
+/// What a layer left, in float32: q, k, v, out and lse [token, head, dim or 1], norm2 [token].
 struct CapturedLayer {
-  std::vector<float> q, k, v, out, lse;
+  std::vector<float> q, k, v, out, lse, norm2;
   /// `data`: on the host, one of CaptureShape.
   void read(const CaptureShape& shape, const std::byte* data, std::size_t tokens);
 };
@@ -36,6 +36,7 @@ struct CapturedLayer {
 struct LayerOutputs {
   std::byte *qkv, *out;
   float* lse;                    // or null
+  float* norm2;                  // or null: squared norms of the residual stream behind attention
   std::byte *plain_q, *plain_k;  // or null: q and k are what qkv holds
 };
 

@@ -198,6 +198,7 @@ void CudaDecoder::admit(const Piece& piece, float* logits, const OnChunk& on_chu
       layers_.qkv(layer, part.rows, x, to, admission->write(layer, part));
       admission->attend(layer, part, to);
       if (watched) watch_->part(layer, part, to);
+      layers_.output(layer, part.rows, x, to);
       if (on_chunk)
         on_chunk({.ids = piece.ids.subspan(part.first, rows),
                   .first = layer == 0,
@@ -205,7 +206,6 @@ void CudaDecoder::admit(const Piece& piece, float* logits, const OnChunk& on_chu
                   .opens = piece.opens,
                   .layer = layer,
                   .data = to.qkv});
-      layers_.output(layer, part.rows, x, to);
       layers_.gated(layer, part.rows, x);
       layers_.down(layer, part.rows, x);
     }

@@ -6,6 +6,7 @@
 #include "engine/backend.hpp"
 #include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
+#include "engine/output_sketch.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -145,6 +146,7 @@ int run(const po::variables_map& options) {
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
   TraceWriter writer(out, backend->trace_header(record(options, plan)));
+  writer.sketch(output_sketch(directory, kSketchSeed, threads));
   const auto bar = progress_bar("capture");
   std::string text;
   try {

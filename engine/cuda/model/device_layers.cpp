@@ -54,6 +54,9 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
 
 void DeviceLayers::output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
   add(weights(layer).output, to.out, rows, x);
+  if (to.norm2)
+    check(kernels::squared_norms(x, rows, static_cast<int>(config_.hidden), to.norm2, stream_),
+          "norms of the residual stream");
 }
 
 void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {

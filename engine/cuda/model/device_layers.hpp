@@ -26,7 +26,8 @@ class DeviceLayers {
   /// the cache (the rest of it is filled in here), and to where a capture finds them.
   void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
            kernels::RopeWriteArgs write);
-  /// x += of what the attention put out.
+  /// x += of what the attention put out; and the squared norms of that x, where a capture wants
+  /// them.
   void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to);
   /// The MLP, in halves: inner = silu(gate * norm(x)) * (up * norm(x)); x += down * inner.
   void gated(std::uint32_t layer, int rows, const float* x);

@@ -1,0 +1,72 @@
+#include "traces/extras.hpp"
+
+#include <fmt/core.h>
+
+#include <charconv>
+#include <cmath>
+#include <numbers>
+#include <stdexcept>
+
+#include "traces/shard.hpp"
+
+namespace kvlab {
+namespace {
+
+std::uint64_t split_mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+/// In (0, 1].
+double uniform(std::uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1p-53; }
+
+std::vector<std::size_t> sketch_shape(const ModelShape& shape) {
+  return {std::size_t{shape.query_heads} * shape.head_size, kSketchColumns};
+}
+
+}  // namespace
+
+double sketch_normal(std::uint64_t seed, std::uint64_t index) {
+  const std::uint64_t key = split_mix(seed);
+  const double u = uniform(split_mix(key ^ (2 * index))),
+               v = uniform(split_mix(key ^ (2 * index + 1)));
+  return std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * v);
+}
+
+TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const ModelShape& shape,
+                                 const OutputSketch& sketch) {
+  const std::size_t of_layer = std::size_t{shape.query_heads} * shape.head_size * kSketchColumns;
+  if (sketch.values.size() != of_layer * shape.layers)
+    throw std::invalid_argument(
+        fmt::format("sketch of the output projections: {} values; {} are right",
+                    sketch.values.size(), of_layer * shape.layers));
+  std::vector<std::byte> bytes(sketch.values.size() * bytes_of(Dtype::bf16));
+  from_float(Dtype::bf16, sketch.values.data(), sketch.values.size(), bytes.data());
+  std::vector<TensorToWrite> tensors;
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    tensors.push_back({layer_tensor(layer, "sketch"), Dtype::bf16, sketch_shape(shape),
+                       std::span(bytes).subspan(layer * of_layer * 2, of_layer * 2)});
+  return {sketch.seed, write_safetensors(directory / kSketchFile, tensors,
+                                         {{"seed", std::to_string(sketch.seed)}})};
+}
+
+std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape) {
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    file.at(layer_tensor(layer, "sketch"), Dtype::bf16, sketch_shape(shape));
+  if (file.tensors().size() != shape.layers)
+    throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
+                                         file.path().string(), file.tensors().size(),
+                                         shape.layers));
+  const auto found = file.metadata().find("seed");
+  const std::string text = found == file.metadata().end() ? "" : found->second;
+  std::uint64_t seed = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
+  if (error != std::errc{} || end != text.data() + text.size() || text.empty())
+    throw std::runtime_error(fmt::format("{}: __metadata__ seed is '{}'; a number is expected",
+                                         file.path().string(), text));
+  return seed;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,56 @@
+// Extras of a trace: what the metrics beyond attention need. All are optional. See docs/trace.md.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+
+struct ModelShape;
+
+inline constexpr std::string_view kSketchFile = "output.safetensors";
+inline constexpr std::uint32_t kSketchColumns = 64;
+
+/// Some tokens of a trace under a name: `span_recall` is measured over them.
+struct NamedSpan {
+  std::string name;
+  std::uint32_t start, tokens;
+  bool operator==(const NamedSpan&) const = default;
+};
+
+/// A sketch of a model's output projections: W_o^T R for each layer, R [hidden, 64] Gaussian of
+/// variance 1/64, so that ||R^T W_o x|| estimates ||W_o x||.
+struct OutputSketch {
+  std::uint64_t seed = 0;     ///< of R, see sketch_normal()
+  std::vector<float> values;  // [layer, query_heads * head_size, 64]
+};
+
+/// Element (layer, row, column) of R, before its variance of 1/64: normal, by Box and Muller, from
+/// SplitMix64 of the seed and the element's index in [layer, hidden, 64].
+double sketch_normal(std::uint64_t seed, std::uint64_t index);
+
+/// What the manifest says of a trace's extras.
+struct TraceExtras {
+  bool residual_norm2 = false;  ///< in the shards
+  struct Sketch {
+    std::uint64_t seed;
+    std::string xxh3;
+    bool operator==(const Sketch&) const = default;
+  };
+  std::optional<Sketch> sketch;
+  bool operator==(const TraceExtras&) const = default;
+};
+
+/// Writes DIRECTORY/output.safetensors, in bf16.
+TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const ModelShape& shape,
+                                 const OutputSketch& sketch);
+/// The seed that the file names. Throws std::runtime_error for tensors of another shape.
+std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape);
+
+}  // namespace kvlab
