@@ -108,8 +108,12 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
     if (position < query) hits += wanted.flags[position];
   stats_.heads[head].miss.add(block, wanted.count - hits, wanted.count);
 
-  if (span_->sampled(query))
-    stats_.add_outputs(*span_, query, head, rows.output(query, head), output());
+  if (!span_->sampled(query)) return;
+  const auto full_output = rows.output(query, head), own = output();
+  stats_.add_outputs(*span_, query, head, full_output, own);
+  if (view_.sketch)
+    view_.sketch->add(head, full_output.data(), own.data(), 1.0f,
+                      stats_.residual_of(span_->sample(query)));
 }
 
 void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {

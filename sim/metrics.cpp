@@ -72,13 +72,14 @@ Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
   return estimate;
 }
 
-void HeadStats::resize(const QuerySpan& span, std::uint32_t group) {
+void HeadStats::resize(const QuerySpan& span, std::uint32_t group, bool has_residual) {
   heads.resize(group);
   for (PerQueryHead& head : heads)
     for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
       ratio->resize(span.blocks());
   error2.resize(span.samples());
   output2.resize(span.samples());
+  residual.resize(has_residual ? std::size_t{span.samples()} * kResidualColumns : 0);
 }
 
 bool HeadStats::fits(const QuerySpan& span, std::uint32_t group) const {
@@ -87,6 +88,7 @@ bool HeadStats::fits(const QuerySpan& span, std::uint32_t group) const {
   };
   return heads.size() == group && error2.size() == span.samples() &&
          output2.size() == span.samples() &&
+         (residual.empty() || residual.size() == std::size_t{span.samples()} * kResidualColumns) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
                   blocked(head.error);

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "sim/residual_sketch.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -78,10 +79,15 @@ struct HeadStats {
   };
   std::vector<PerQueryHead> heads;      // [group]
   std::vector<double> error2, output2;  // [sample]: sums over the group of squared norms
+  /// [sample, kResidualColumns]: the group's errors behind W_o, summed; empty without its sketch.
+  std::vector<float> residual;
 
-  void resize(const QuerySpan& span, std::uint32_t group);
-  /// Whether this has the size that resize() gives.
+  void resize(const QuerySpan& span, std::uint32_t group, bool has_residual = false);
+  /// Whether this has a size that resize() gives.
   bool fits(const QuerySpan& span, std::uint32_t group) const;
+  float* residual_of(std::uint32_t sample) {
+    return residual.data() + std::size_t{sample} * kResidualColumns;
+  }
   void add_recall(std::uint32_t block, std::uint32_t head, double recall);
   /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].
   void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,

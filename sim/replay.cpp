@@ -27,6 +27,7 @@ constexpr std::uint32_t kSampleEvery = 8;
 /// One KV head's tensors, read from a trace.
 struct HeadTensors {
   AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
+  std::unique_ptr<const ResidualSketch> sketch;
   HeadView view;
 };
 
@@ -36,7 +37,11 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
   HeadTensors tensors{AlignedVector<float>(shape.group() * head_floats),
                       AlignedVector<float>(head_floats),
                       AlignedVector<float>(head_floats),
+                      {},
                       {}};
+  if (trace.has_residuals())
+    tensors.sketch = std::make_unique<const ResidualSketch>(
+        trace.sketch(layer, kv_head, kResidualColumns), shape.head_size);
   for (std::uint32_t g = 0; g < shape.group(); ++g)
     trace.read(Part::q, layer, kv_head * shape.group() + g, 0, trace.tokens(),
                tensors.q.data() + g * head_floats);
@@ -51,7 +56,8 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .q_token_stride = shape.head_size,
                   .k = tensors.k.data(),
                   .v = tensors.v.data(),
-                  .kv_token_stride = shape.head_size};
+                  .kv_token_stride = shape.head_size,
+                  .sketch = tensors.sketch.get()};
   return tensors;
 }
 
@@ -91,6 +97,15 @@ class Replay {
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
+  /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
+  std::vector<float> residual_norms(std::uint32_t layer) const {
+    if (!trace_.has_residuals()) return {};
+    std::vector<float> all(trace_.tokens()), sampled;
+    trace_.residual_norm2(layer, all.data());
+    for (std::uint32_t query = 0; query < trace_.tokens(); ++query)
+      if (span_.contains(query) && span_.sampled(query)) sampled.push_back(all[query]);
+    return sampled;
+  }
   /// In tokens, by configuration; the trace's length where nobody leaves.
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
@@ -309,7 +324,9 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
     throw std::runtime_error("the outcomes of another replay");
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
-  if (--left_[l] == 0) reduce_layer(layers_[l], job_.replay.span(), job_.configs);
+  if (--left_[l] == 0)
+    reduce_layer(layers_[l], job_.replay.span(), job_.configs,
+                 job_.replay.residual_norms(job_.replay.layers()[l]));
 }
 
 ReplayResult ReplayGathering::result() const {

@@ -27,6 +27,7 @@ constexpr std::array kMetrics{
     MetricInfo{"miss_rate", "miss rate", false, true},
     MetricInfo{"output_error", "output error", false, true},
     MetricInfo{"layer_error", "layer error", false, true},
+    MetricInfo{"residual_error", "residual error", false, true},
     MetricInfo{"evictions", "evictions", false, false},
     MetricInfo{"live_max", "most live tokens", false, false},
     MetricInfo{"kv_bytes", "bytes of keys and values", false, false},

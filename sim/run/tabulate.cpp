@@ -1,6 +1,7 @@
 #include "sim/run/tabulate.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -18,17 +19,27 @@ class Tabulator {
             std::size_t c, std::vector<Measurement>& rows)
       : shape_(shape), span_(span), config_(config), c_(c), rows_(rows) {}
 
-  void head(std::int32_t layer, std::int32_t head, const HeadOutcome& outcome) {
-    add_rows(layer, head, {&outcome}, {});
-  }
-  void aggregate(std::int32_t layer, const std::vector<const HeadOutcome*>& outcomes,
-                 const std::vector<const BlockedRatio*>& layer_errors) {
-    add_rows(layer, -1, outcomes, layer_errors);
+  using Outcomes = std::vector<const HeadOutcome*>;
+  using Ratios = std::vector<const BlockedRatio*>;
+
+  /// `layer_errors` and `residuals`: one for each layer.
+  void add_rows(std::int32_t layer, std::int32_t head, const Outcomes& outcomes,
+                const Ratios& layer_errors, const Ratios& residuals) {
+    layer_ = layer;
+    head_ = head;
+    using PerQueryHead = HeadStats::PerQueryHead;
+    add_mean("recall", outcomes, &PerQueryHead::recall, true);
+    add_mean("nll_recall", outcomes, &PerQueryHead::nll, true);
+    add_mean("miss_rate", outcomes, &PerQueryHead::miss, true);
+    if (config_.policy.name == kOracleTopk) return;
+    add_mean("output_error", outcomes, &PerQueryHead::error, false);
+    add_layers("layer_error", layer_errors, 1, shape_.query_heads);
+    add_layers("residual_error", residuals, static_cast<double>(residuals.size()),
+               head < 0 ? shape_.query_heads : shape_.group());
+    add_totals(outcomes);
   }
 
  private:
-  using Outcomes = std::vector<const HeadOutcome*>;
-
   void add(std::string metric, double value, double standard_error, std::uint64_t count) {
     rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
   }
@@ -49,23 +60,13 @@ class Tabulator {
     add(metric, estimate.value, estimate.standard_error, count);
   }
 
-  void add_rows(std::int32_t layer, std::int32_t head, const Outcomes& outcomes,
-                const std::vector<const BlockedRatio*>& layer_errors) {
-    layer_ = layer;
-    head_ = head;
-    using PerQueryHead = HeadStats::PerQueryHead;
-    add_mean("recall", outcomes, &PerQueryHead::recall, true);
-    add_mean("nll_recall", outcomes, &PerQueryHead::nll, true);
-    add_mean("miss_rate", outcomes, &PerQueryHead::miss, true);
-    if (config_.policy.name == kOracleTopk) return;
-    add_mean("output_error", outcomes, &PerQueryHead::error, false);
-    if (!layer_errors.empty()) {
-      const Estimate estimate = mean_of(layer_errors);
-      if (estimate.weight > 0)
-        add("layer_error", estimate.value, estimate.standard_error,
-            static_cast<std::uint64_t>(estimate.weight) * shape_.query_heads);
-    }
-    add_totals(outcomes);
+  /// `factor` times the mean over layers.
+  void add_layers(const char* metric, const Ratios& ratios, double factor, std::uint32_t heads) {
+    if (ratios.empty()) return;
+    const Estimate estimate = mean_of(ratios);
+    if (estimate.weight <= 0) return;
+    add(metric, factor * estimate.value, factor * estimate.standard_error,
+        static_cast<std::uint64_t>(estimate.weight) * heads);
   }
 
   void add_totals(const Outcomes& outcomes) {
@@ -101,24 +102,56 @@ class Tabulator {
   std::int32_t layer_ = 0, head_ = 0;
 };
 
+void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
+                     std::uint32_t sample) {
+  double error = 0, output = 0;
+  for (const auto& head : layer.heads) {
+    error += head[c].stats.error2[sample];
+    output += head[c].stats.output2[sample];
+  }
+  if (output > 0) layer.error[c].add(span.block_of_sample(sample), std::sqrt(error / output), 1);
+}
+
+/// The heads' errors as vectors, and then their square.
+void add_residual_error(LayerOutcome& layer, std::uint32_t block, std::size_t c,
+                        std::uint32_t sample, double norm2) {
+  std::array<double, kResidualColumns> sum{};
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    HeadStats& stats = layer.heads[h][c].stats;
+    if (stats.residual.empty()) return;  // of a reference that has no outputs
+    double own = 0;
+    for (std::uint32_t column = 0; column < kResidualColumns; ++column) {
+      const double x = stats.residual_of(sample)[column];
+      own += x * x;
+      sum[column] += x;
+    }
+    layer.head_residual[h][c].add(block, own / norm2, 1);
+  }
+  double all = 0;
+  for (const double x : sum) all += x * x;
+  layer.residual[c].add(block, all / norm2, 1);
+}
+
 }  // namespace
 
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs) {
+void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
+                  std::span<const float> norm2) {
   layer.error.resize(configs);
+  layer.residual.resize(configs);
+  layer.head_residual.assign(layer.heads.size(), std::vector<BlockedRatio>(configs));
   for (std::size_t c = 0; c < configs; ++c) {
     layer.error[c].resize(span.blocks());
+    layer.residual[c].resize(span.blocks());
+    for (auto& head : layer.head_residual) head[c].resize(span.blocks());
     for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
-      double error = 0, output = 0;
-      for (const auto& head : layer.heads) {
-        error += head[c].stats.error2[sample];
-        output += head[c].stats.output2[sample];
-      }
-      if (output > 0)
-        layer.error[c].add(span.block_of_sample(sample), std::sqrt(error / output), 1);
+      add_layer_error(layer, span, c, sample);
+      if (!norm2.empty() && norm2[sample] > 0)
+        add_residual_error(layer, span.block_of_sample(sample), c, sample, norm2[sample]);
     }
     for (auto& head : layer.heads) {
       head[c].stats.error2 = {};
       head[c].stats.output2 = {};
+      head[c].stats.residual = {};
     }
   }
 }
@@ -130,20 +163,22 @@ std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span
   std::vector<Measurement> rows;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     Tabulator table(shape, span, configs[c], c, rows);
-    std::vector<const HeadOutcome*> all;
-    std::vector<const BlockedRatio*> all_errors;
+    Tabulator::Outcomes all;
+    Tabulator::Ratios errors, residuals;
     for (std::size_t l = 0; l < layers.size(); ++l) {
       const auto layer = static_cast<std::int32_t>(layer_indices[l]);
-      std::vector<const HeadOutcome*> heads;
+      Tabulator::Outcomes heads;
       for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
         heads.push_back(&layers[l].heads[h][c]);
-        table.head(layer, static_cast<std::int32_t>(h), *heads.back());
+        table.add_rows(layer, static_cast<std::int32_t>(h), {heads.back()}, {},
+                       {&layers[l].head_residual[h][c]});
       }
-      table.aggregate(layer, heads, {&layers[l].error[c]});
+      table.add_rows(layer, -1, heads, {&layers[l].error[c]}, {&layers[l].residual[c]});
       all.insert(all.end(), heads.begin(), heads.end());
-      all_errors.push_back(&layers[l].error[c]);
+      errors.push_back(&layers[l].error[c]);
+      residuals.push_back(&layers[l].residual[c]);
     }
-    table.aggregate(-1, all, all_errors);
+    table.add_rows(-1, -1, all, errors, residuals);
   }
   return rows;
 }

@@ -10,14 +10,19 @@
 
 namespace kvlab {
 
-/// One layer's outcomes, and its errors over concatenated heads.
+/// One layer's outcomes, and its errors over all heads.
 struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
-  std::vector<BlockedRatio> error;              // [configuration]
+  std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
+  /// [configuration], and [kv_head][configuration]: behind W_o; without weight where unknown.
+  std::vector<BlockedRatio> residual;
+  std::vector<std::vector<BlockedRatio>> head_residual;
 };
 
-/// Sums the squared norms of a layer's outputs over its heads, in order, then drops them.
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs);
+/// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
+/// `norm2`: of the residual stream, [sample]; empty: not known.
+void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
+                  std::span<const float> norm2);
 
 /// One row a figure, ordered by configuration, layer, head (the aggregate last) and metric.
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,

@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kMagic = "kvunit 1";
+constexpr std::string_view kMagic = "kvunit 2";
 constexpr std::size_t kHashDigits = 16;
 
 /// Writes, field after field; little endian, as all of our machines are.
@@ -22,6 +22,10 @@ class Packer {
   void operator()(const std::vector<double>& values) {
     (*this)(std::uint64_t{values.size()});
     append(values.data(), values.size() * sizeof(double));
+  }
+  void operator()(const std::vector<float>& values) {
+    (*this)(std::uint64_t{values.size()});
+    append(values.data(), values.size() * sizeof(float));
   }
   template <class T, class Each>
   void list(const std::vector<T>& values, Each each) {
@@ -45,6 +49,10 @@ class Unpacker {
   void operator()(std::vector<double>& values) {
     values.resize(count(sizeof(double)));
     take(values.data(), values.size(), sizeof(double));
+  }
+  void operator()(std::vector<float>& values) {
+    values.resize(count(sizeof(float)));
+    take(values.data(), values.size(), sizeof(float));
   }
   template <class T, class Each>
   void list(std::vector<T>& values, Each each) {
@@ -85,6 +93,7 @@ void outcome_fields(Stream& stream, Outcome& outcome) {
   stream(outcome.live_end);
   stream(outcome.stats.error2);
   stream(outcome.stats.output2);
+  stream(outcome.stats.residual);
   stream.list(outcome.stats.heads, [](auto& s, auto& head) {
     s(head.zero_outputs);
     for (auto* ratio : {&head.recall, &head.nll, &head.miss, &head.error}) {

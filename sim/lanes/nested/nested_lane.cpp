@@ -20,7 +20,7 @@ NestedLane::NestedLane(LaneConfigs configs, std::unique_ptr<NestedOrder> order,
       begins_(configs.size() + 1) {
   for (const ResolvedConfig* config : configs) levels_.push_back({config->budget_tokens});
   for (HeadStats& stats : stats_)
-    if (span) stats.resize(*span, view.group);
+    if (span) stats.resize(*span, view.group, view.sketch != nullptr);
 }
 
 bool NestedLane::wants_row(std::uint32_t query) const {
@@ -237,10 +237,17 @@ void NestedLane::measure_outputs(std::uint32_t query, std::size_t level, std::si
     for (std::uint32_t h = 0; h < view_.group; ++h) factors_[h] = 1 / sum_of(h);
     row_loops().quick_distances(full, outputs_.data(), view_.group, factors_.data(), dim,
                                 distances_.data());
-    for (std::uint32_t h = 0; h < view_.group; ++h)
-      if (sum_of(h) < kSharedSumFloor)
-        distances_[h] = row_loops().distance2(full + h * dim,
-                                              own_output(query, level, h, rows).data(), 1.0f, dim);
+    for (std::uint32_t h = 0; h < view_.group; ++h) {
+      std::vector<float> own;
+      if (sum_of(h) < kSharedSumFloor) {
+        own = own_output(query, level, h, rows);
+        distances_[h] = row_loops().distance2(full + h * dim, own.data(), 1.0f, dim);
+      }
+      if (view_.sketch)
+        view_.sketch->add(h, full + h * dim, own.empty() ? outputs_.data() + h * dim : own.data(),
+                          own.empty() ? factors_[h] : 1.0f,
+                          stats_[level].residual_of(span_->sample(query)));
+    }
   }
   for (std::uint32_t h = 0; h < view_.group; ++h)
     stats_[level].add_error(span_->place(query), h, distances_[h], rows.norms2(query)[h]);
