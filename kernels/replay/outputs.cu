@@ -203,8 +203,7 @@ class Tile {
       const std::int64_t sample = at_.sample(config_[n]);
       const ReplaySample& of = at_.args.samples.samples[sample];
       const float over = 1 / of.sums[head];
-      const float* const own =
-          at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
+      float* const own = at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
       const float* const full =
           at_.args.rows.outputs + (at_.row * shape.group + head) * shape.head_size;
 #pragma unroll
@@ -215,10 +214,10 @@ class Tile {
           if (d >= shape.head_size) continue;
           const double wanted = full[d];
           size_[n] += wanted * wanted;
-          if (of.whole) continue;
           const float sum = sums_[column][2 * n + c] + (of.own ? own[d] : 0.0f);
-          const double off = wanted - double{sum * over};
+          const double off = of.whole ? 0.0 : wanted - double{sum * over};
           error_[n] += off * off;
+          if (at_.args.samples.residual) own[d] = static_cast<float>(off);
         }
     }
   }
@@ -334,12 +333,15 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
   for (int i = 0; i < args.rows.count; ++i) {
     const int index = args.span.index[args.rows.first + i], every = args.span.sample_every;
     if (index < 0 || index % every != 0) continue;
+    const std::int64_t sample =
+        std::int64_t{figure} * args.samples.capacity + index / every % args.samples.capacity;
+    if (args.samples.residual)
+      args.figures.residual[(std::int64_t{figure} * args.figures.samples + index / every) *
+                                kReplayResiduals +
+                            head] = args.samples.residual[sample * kReplayResiduals + head];
     double2 of{};
     if (head < group) {
-      of = args.samples.errors[(std::int64_t{figure} * args.samples.capacity +
-                                index / every % args.samples.capacity) *
-                                   kMostReplayGroup +
-                               head];
+      of = args.samples.errors[sample * kMostReplayGroup + head];
       const int block = span_block(args.span, index);
       if (of.y > 0) {
         figure_sum(args, figure, ReplaySum::error, head, block) += sqrt(of.x / of.y);
@@ -380,10 +382,13 @@ cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream) {
   if (args.samples.tiles < 1 || args.shape.units < 1 || args.shape.units > 65535)
     return cudaErrorInvalidValue;
-  const cudaError_t error =
-      args.tensors.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
-  if (error != cudaSuccess) return error;
+  return args.tensors.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+}
+
+cudaError_t replay_errors(const ReplayArgs& args, cudaStream_t stream) {
+  static_assert(kReplayResiduals == kWarpSize);
   const int figures = args.shape.units * args.figures.configs;
+  if (figures < 1) return cudaErrorInvalidValue;
   errors_kernel<<<(figures + kTilesAtOnce - 1) / kTilesAtOnce, kTilesAtOnce * kWarpSize, 0,
                   stream>>>(args);
   return cudaGetLastError();

@@ -17,9 +17,10 @@ inline constexpr int kMostReplayQueries = 64;    ///< of a block
 inline constexpr int kReplaySpanBlocks = 16;     ///< that figures are summed over, at most
 inline constexpr int kMostReplayGroup = 8;       ///< query heads of a KV head
 inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
-inline constexpr int kReplayAhead = 8;     ///< queries that a cache's own logits are computed for
-inline constexpr int kReplayGranule = 16;  ///< pairs of dimensions are padded to a multiple of it
-inline constexpr int kReplayTile = 4;      ///< configurations whose outputs are one product
+inline constexpr int kReplayAhead = 8;       ///< queries that a cache's own logits are computed for
+inline constexpr int kReplayGranule = 16;    ///< pairs of dimensions are padded to a multiple of it
+inline constexpr int kReplayTile = 4;        ///< configurations whose outputs are one product
+inline constexpr int kReplayResiduals = 32;  ///< directions of the residual stream: a warp's lanes
 
 struct ReplayShape {
   int units;  ///< that are replayed together
@@ -176,7 +177,10 @@ struct ReplaySamples {
   int words;              ///< of a set: tokens / 32, rounded up
   std::uint32_t* shared;  // [words]: bits of the kept tokens whose exponentials are a shared row's
   ReplaySample* samples;
-  float* own;                // [group, dim]: of the others, exponentials by values
+  /// [group, dim]: of the others, exponentials by values. replay_outputs() leaves the errors of the
+  /// outputs there, where `residual` is wanted.
+  float* own;
+  float* residual;           // [kReplayResiduals]: those errors behind W_o; or null
   double2* errors;           // [head]: squared: error, output
   const std::int32_t* sets;  ///< configurations by kReplayTile of one kind of positions; -1: none
   int tiles;                 ///< of them
@@ -187,8 +191,9 @@ enum class ReplaySum { recall, nll, missed, wanted, error, errors };
 inline constexpr int kReplaySums = 6;
 
 struct ReplayFigures {
-  double* sums;    // [unit, configuration, ReplaySum, head (of quads), 16]
-  double* errors;  // [unit, configuration, sample, 2]: squared, group summed: error, output
+  double* sums;     // [unit, configuration, ReplaySum, head (of quads), 16]
+  double* errors;   // [unit, configuration, sample, 2]: squared, group summed: error, output
+  float* residual;  // [unit, configuration, sample, kReplayResiduals], or null
   std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
   std::uint32_t* kept;          // [unit, configuration, token, words]: bits, zero before; or null
   int configs, samples, words;
@@ -236,7 +241,9 @@ cudaError_t replay_waves(const void* kernel, const ReplayArgs& args, int& waves)
 cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 
 /// The outputs of the block's sampled queries in every cache, beside the full cache's, to
-/// args.figures. Bytes: values once a sampled query and 8 tiles of configurations.
+/// args.samples. Bytes: values once a sampled query and 8 tiles of configurations.
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
+/// From args.samples to args.figures.
+cudaError_t replay_errors(const ReplayArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -94,6 +94,15 @@ void Batch::read() {
     }
     check(cudaStreamSynchronize(stream_), "reading a trace");
   }
+  if (!sizes_.residual) return;
+  std::vector<float> sketches;
+  for (const ReplayUnit& unit : units_) {
+    const auto own = plan_.trace.sketch(unit.layer, unit.kv_head, kResidualColumns);
+    sketches.insert(sketches.end(), own.begin(), own.end());
+  }
+  check(cudaMemcpy(parts_.sketches, sketches.data(), sketches.size() * sizeof(float),
+                   cudaMemcpyHostToDevice),
+        "sending a trace");
 }
 
 void Batch::rotate(const float* from, std::size_t unit, Part part, std::uint32_t head) {
@@ -234,38 +243,59 @@ void Batch::replay(const Walks& walks) {
     }
     streams_.join();
     check(kernels::replay_outputs(args_, stream_), "computing outputs");
+    if (sizes_.residual) project_errors();
+    check(kernels::replay_errors(args_, stream_), "computing errors");
   }
   check(cudaStreamSynchronize(stream_), "replaying");
+}
+
+void Batch::project_errors() {
+  const auto width = static_cast<std::int64_t>(sizes_.group * sizes_.dim),
+             rows = static_cast<std::int64_t>(sizes_.configs * sizes_.block_samples);
+  constexpr std::int64_t kColumns = kernels::kReplayResiduals;
+  product_({.type = Type::f32,
+            .batches = static_cast<int>(units_.size()),
+            .rows = static_cast<int>(rows),
+            .n = static_cast<int>(kColumns),
+            .k = static_cast<int>(width),
+            .x = args_.samples.own,
+            .x_row = width,
+            .x_batch = rows * width,
+            .w = parts_.sketches,
+            .w_row = kColumns,
+            .w_batch = width * kColumns,
+            .w_by_k = true,
+            .y = args_.samples.residual,
+            .y_row = kColumns,
+            .y_batch = rows * kColumns},
+           stream_);
 }
 
 std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   const auto fetch = [](auto part) {
     return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const auto sums = fetch(parts_.sums), errors = fetch(parts_.errors);
-  const auto zeros = fetch(parts_.zero_outputs);
-  const auto progress = fetch(parts_.progress);
+  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.residual),
+                        fetch(parts_.zero_outputs), fetch(parts_.progress)};
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
     for (std::size_t c = 0; c < sizes_.configs; ++c)
-      all[unit].push_back(outcome(unit * sizes_.configs + c, sums, errors, zeros, progress));
+      all[unit].push_back(outcome(unit * sizes_.configs + c, figures));
   });
   return all;
 }
 
-HeadOutcome Batch::outcome(std::size_t figure, const std::vector<double>& sums,
-                           const std::vector<double>& errors,
-                           const std::vector<std::uint32_t>& zeros,
-                           const std::vector<kernels::ReplayProgress>& progress) const {
+HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
+  const auto& [sums, errors, residual, zeros, progress] = figures;
   const std::size_t heads = 4 * sizes_.quads;
-  const auto sum = [&](ReplaySum kind, std::size_t head, std::uint32_t block) {
+  const auto sum = [&, &sums = sums](ReplaySum kind, std::size_t head, std::uint32_t block) {
     return sums[((figure * kernels::kReplaySums + static_cast<std::size_t>(kind)) * heads + head) *
                     kernels::kReplaySpanBlocks +
                 block];
   };
   HeadOutcome outcome;
   HeadStats& stats = outcome.stats;
-  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group));
+  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.residual);
   for (std::uint32_t i = 0; i < plan_.span.size(); ++i)
     stats.heads[0].recall.below[plan_.span.block_of(i)] += 1;
   const std::vector<double> queries = stats.heads[0].recall.below;
@@ -284,6 +314,8 @@ HeadOutcome Batch::outcome(std::size_t figure, const std::vector<double>& sums,
     stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
     stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
   }
+  std::copy_n(residual.begin() + static_cast<std::ptrdiff_t>(figure * stats.residual.size()),
+              stats.residual.size(), stats.residual.begin());
   const auto window = grid_.window_counts.find(static_cast<std::int32_t>(figure % sizes_.configs));
   const Grid::Counts counts = window != grid_.window_counts.end()
                                   ? window->second

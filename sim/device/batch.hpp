@@ -99,9 +99,16 @@ class Batch {
   void multiply_parts(std::uint32_t first, std::uint32_t count);
   void multiply(kernels::Type type, const void* queries, const void* keys, float* to,
                 std::uint32_t first, std::uint32_t count);
-  HeadOutcome outcome(std::size_t figure, const std::vector<double>& sums,
-                      const std::vector<double>& errors, const std::vector<std::uint32_t>& zeros,
-                      const std::vector<kernels::ReplayProgress>& progress) const;
+  /// The errors of the block's sampled outputs behind W_o.
+  void project_errors();
+  /// Of all units and configurations, on the host.
+  struct Figures {
+    std::vector<double> sums, errors;
+    std::vector<float> residual;
+    std::vector<std::uint32_t> zeros;
+    std::vector<kernels::ReplayProgress> progress;
+  };
+  HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
 
   const ReplayPlan& plan_;
   const Grid& grid_;

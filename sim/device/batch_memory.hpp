@@ -15,7 +15,7 @@ struct UnitSizes {
   std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
       block_samples;
   std::size_t slot_stride, product_bytes, element_bytes;
-  bool squeezed, rounds;
+  bool squeezed, rounds, residual;
 
   bool unrounded() const { return squeezed && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }
@@ -33,10 +33,12 @@ struct BatchParts {
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
   float *products, *unrounded_products;
+  float* sketches;  // [unit, group, dim, kReplayResiduals]
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
   std::span<std::uint32_t> zero_outputs;
+  std::span<float> residual;  // set by the replay
 };
 
 /// Lays out `units` units: to `parts`, and to what the kernels read and write.

@@ -153,7 +153,8 @@ class Replayer final : public CudaReplayer {
             .product_bytes = kernels::bytes_of(rounding),
             .element_bytes = bytes_of(shape.dtype),
             .squeezed = grid.squeezed,
-            .rounds = rounding != Type::f32};
+            .rounds = rounding != Type::f32,
+            .residual = plan.trace.has_residuals()};
   }
 
   static std::size_t units_at_once(const UnitSizes& sizes, std::size_t units, unsigned threads) {

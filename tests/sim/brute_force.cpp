@@ -323,7 +323,8 @@ class Simulator::HeadRun {
         if (!live[j]) ++at.missed;
       }
     at.out2 = norm2(full.out[t]);
-    at.error2 = norm2(difference(full.out[t], out));
+    at.off = difference(full.out[t], out);
+    at.error2 = norm2(at.off);
     return at;
   }
 

@@ -27,6 +27,9 @@ struct Sequence {
   std::vector<Segment> segments;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
   std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
+  // Of format 2, or empty: the residual stream's squared norms, and 32 directions of W_o.
+  Matrix norm2;                             ///< [layer, token]
+  std::vector<std::vector<Matrix>> sketch;  ///< [layer][query head][dim, direction]
 
   std::uint32_t group() const { return query_heads / kv_heads; }
 };
@@ -68,6 +71,7 @@ struct AtQuery {
   double recall = 0;
   std::uint32_t requested = 0, missed = 0;  ///< |N_t| and |N_t \ S_t|
   double error2 = 0, out2 = 0;              ///< squared norms of o - ô and of o
+  Vector off;                               ///< o - ô
 };
 
 /// What happened to one KV head's cache.

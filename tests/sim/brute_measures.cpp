@@ -42,6 +42,7 @@ class Measures {
     }
     rows(-1, -1, everything);
     if (has_outputs()) layer_errors();
+    if (has_outputs() && !s_.norm2.empty()) residual_errors();
     if (!outcome_.caches[0].empty()) counters();
     std::erase_if(figures_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
@@ -170,6 +171,55 @@ class Measures {
     };
     figures_[{-1, -1, "layer_error"}] = {
         mean_of_layers(kNoBlock), jackknife(there_any, mean_of_layers), count_all * s_.query_heads};
+  }
+
+  /// ‖Σ_h W_o (o - ô)‖² / ‖x‖² of some query heads of a layer at one query.
+  double residual_error(std::size_t layer, std::size_t first, std::size_t count,
+                        std::uint32_t t) const {
+    Vector sum(32);
+    for (std::size_t h = first; h < first + count; ++h)
+      for (std::size_t d = 0; d < s_.head_size; ++d)
+        for (std::size_t c = 0; c < sum.size(); ++c)
+          sum[c] += outcome_.queries[layer][h][t].off[d] * s_.sketch[layer][h][d][c];
+    double norm = 0;
+    for (double x : sum) norm += x * x;
+    return norm / s_.norm2[layer][t];
+  }
+
+  void residual_errors() {
+    std::vector<bool> there(blocks());
+    std::uint64_t samples = 0;
+    for (std::size_t i = 0; i < span_.size(); i += stride_) there[block_of(i)] = true, ++samples;
+    const auto mean_of = [&](std::size_t layer, std::size_t first, std::size_t count,
+                             std::size_t without) {
+      double sum = 0, n = 0;
+      for (std::size_t i = 0; i < span_.size(); i += stride_) {
+        if (block_of(i) == without) continue;
+        sum += residual_error(layer, first, count, span_[i]);
+        n += 1;
+      }
+      return sum / n;
+    };
+    const auto put = [&](int layer, int head, std::uint64_t count, auto statistic) {
+      figures_[{layer, head, "residual_error"}] = {statistic(kNoBlock), jackknife(there, statistic),
+                                                   count};
+    };
+    const std::uint32_t group = s_.group();
+    for (std::size_t layer = 0; layer < s_.layers; ++layer) {
+      const int l = static_cast<int>(layer);
+      for (std::uint32_t g = 0; g < s_.kv_heads; ++g)
+        put(l, static_cast<int>(g), samples * group, [&, g](std::size_t without) {
+          return mean_of(layer, std::size_t{g} * group, group, without);
+        });
+      put(l, -1, samples * s_.query_heads,
+          [&](std::size_t without) { return mean_of(layer, 0, s_.query_heads, without); });
+    }
+    put(-1, -1, samples * s_.query_heads * s_.layers, [&](std::size_t without) {
+      double sum = 0;
+      for (std::size_t layer = 0; layer < s_.layers; ++layer)
+        sum += mean_of(layer, 0, s_.query_heads, without);
+      return sum;
+    });
   }
 
   void counters() {

@@ -20,6 +20,24 @@ int significant_bits(const TraceHeader& header) {
   return header.shape.dtype == Dtype::bf16 ? 8 : 11;
 }
 
+/// The first 32 columns of the file's 64, times the root of two.
+void read_residuals(const TraceReader& trace, std::uint32_t layer, Sequence& s) {
+  std::vector<float> norms(s.tokens);
+  trace.residual_norm2(layer, norms.data());
+  s.norm2.emplace_back(norms.begin(), norms.end());
+  const auto bytes = trace.sketch_file()->at("layers." + std::to_string(layer) + ".sketch").data;
+  s.sketch.emplace_back();
+  for (std::size_t h = 0; h < s.query_heads; ++h) {
+    Matrix& rows = s.sketch[layer].emplace_back();
+    for (std::size_t d = 0; d < s.head_size; ++d) {
+      std::vector<float> row(64);
+      to_float(Dtype::bf16, bytes.data() + (h * s.head_size + d) * 64 * 2, 64, row.data());
+      rows.emplace_back(row.begin(), row.begin() + 32);
+      for (double& x : rows.back()) x *= std::sqrt(2.0);
+    }
+  }
+}
+
 }  // namespace
 
 Sequence load(const TraceReader& trace) {
@@ -44,6 +62,7 @@ Sequence load(const TraceReader& trace) {
       s.k[layer].push_back(read_all(trace, Part::k, layer, h));
       s.v[layer].push_back(read_all(trace, Part::v, layer, h));
     }
+    if (trace.has_residuals()) read_residuals(trace, layer, s);
   }
   return s;
 }

@@ -108,6 +108,12 @@ TraceReader write_random_trace(const std::filesystem::path& directory, const Ran
   const brute::Sequence drawn = draw(wanted, header);
   const brute::Simulator exact(drawn);
   TraceWriter writer(directory, header);
+  Draws draws(wanted.seed + 1000);
+  OutputSketch sketch{wanted.seed, {}};
+  for (std::size_t i = 0;
+       i < std::size_t{wanted.layers} * wanted.query_heads * wanted.head_size * kSketchColumns; ++i)
+    sketch.values.push_back(static_cast<float>(draws.normal() / 8));
+  if (wanted.residuals) writer.sketch(sketch);
   for (const Segment& segment : wanted.segments) {
     writer.begin(std::vector<std::int32_t>(segment.tokens, 7), segment.kind, true);
     for (std::uint32_t layer = 0; layer < wanted.layers; ++layer) {
@@ -121,6 +127,9 @@ TraceReader write_random_trace(const std::filesystem::path& directory, const Ran
       writer.layer(layer, interleave(drawn.q[layer], segment), interleave(drawn.k[layer], segment),
                    interleave(drawn.v[layer], segment), interleave(out, segment),
                    interleave(lse, segment));
+      std::vector<float> norms(segment.tokens);
+      for (float& x : norms) x = static_cast<float>(10 + 10 * draws.uniform());
+      if (wanted.residuals) writer.residual(layer, norms);
     }
     writer.end();
   }

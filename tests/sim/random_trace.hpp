@@ -18,6 +18,7 @@ struct RandomTrace {
   double spread = 1.5;        ///< standard deviation of the logits of ordinary tokens
   double pull = 4;            ///< logits of heavy tokens lie higher by this, roughly; 0: none
   bool silent_first = false;  ///< the first value is zero, and so is the first output
+  bool residuals = true;      ///< with what residual_error needs
   std::uint64_t seed = 1;
 };
 
