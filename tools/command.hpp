@@ -33,6 +33,7 @@ Command capture_command();
 Command demo_command();
 Command deploy_command();
 Command eval_command();
+Command fidelity_command();
 Command generate_command();
 Command policies_command();
 Command replay_command();
