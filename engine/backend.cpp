@@ -1,6 +1,7 @@
 #include "engine/backend.hpp"
 
 #include "engine/capture.hpp"
+#include "engine/cpu_batches.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -22,7 +23,7 @@ class CapturedDecoder final : public Decoder {
 class CpuBackend final : public Backend {
  public:
   CpuBackend(const std::filesystem::path& directory, unsigned threads)
-      : model_(Model::load(directory, threads)), threads_(threads) {}
+      : model_(Model::load(directory, threads)), threads_(threads), batches_(model_, threads) {}
 
   const ModelConfig& config() const override { return model_.config(); }
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
@@ -36,6 +37,7 @@ class CpuBackend final : public Backend {
     decoder->watch(&observer);
     return decoder;
   }
+  BatchBackend& batches() override { return batches_; }
   TraceHeader trace_header(nlohmann::json options) const override {
     return kvlab::trace_header(model_, std::move(options));
   }
@@ -48,6 +50,7 @@ class CpuBackend final : public Backend {
  private:
   Model model_;
   unsigned threads_;
+  CpuBatches batches_;
 };
 
 }  // namespace

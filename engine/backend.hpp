@@ -35,8 +35,8 @@ class Backend {
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
 
-  /// The same model, sequences side by side; null on the CPU.
-  virtual BatchBackend* batches() { return nullptr; }
+  /// The same model, sequences side by side.
+  virtual BatchBackend& batches() = 0;
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;

@@ -25,9 +25,11 @@ class BatchDecoder {
  public:
   virtual ~BatchDecoder() = default;
 
-  /// Admits a sequence's prompt, of at least one token. Throws std::out_of_range for an id outside
-  /// the vocabulary.
-  virtual void prompt(int sequence, std::span<const std::int32_t> ids) = 0;
+  /// Admits a prompt of at least one token, the same one for `count` sequences from `first` on,
+  /// behind what each was fed before. `logits`: where to put those of its last token [sequence,
+  /// vocab], in the backend's LogitMemory, or null. Throws std::out_of_range for an id outside the
+  /// vocabulary.
+  virtual void prompt(int first, int count, std::span<const std::int32_t> ids, float* logits) = 0;
   /// Feeds the first `rows` sequences decoded tokens, ids [step, row]. `logits`: where to put those
   /// of every step and row [step, row, vocab], in the backend's LogitMemory, or null. Throws as
   /// prompt() does, and std::invalid_argument for ids that are not whole steps.
@@ -41,8 +43,13 @@ class BatchBackend {
  public:
   virtual ~BatchBackend() = default;
   virtual const ModelConfig& config() const = 0;
+  /// Whether two caches can be in one batch decoder; not on a CUDA device if they are of two
+  /// policies, or of two kinds of positions.
+  virtual bool side_by_side(const CacheConfig& /*one*/, const CacheConfig& /*other*/) const {
+    return true;
+  }
   /// For a sequence of at most `tokens` for each cache. Null if the memory is too small; throws
-  /// std::invalid_argument for caches of two policies, or of two kinds of positions.
+  /// std::invalid_argument for caches that cannot be side by side.
   virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                                       std::uint32_t tokens) = 0;
   /// Throws std::runtime_error if the memory is too small.

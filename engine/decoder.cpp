@@ -46,11 +46,16 @@ class Decoder::Impl {
     const std::size_t chunk = admission_tokens(kind, ids.size());
     for (std::size_t start = 0; start < ids.size(); start += chunk) {
       const auto part = ids.subspan(start, std::min(chunk, ids.size() - start));
-      run_layers(part, kind, kind == SegmentKind::prompt && start == 0);
+      if (observer_)
+        observer_->admission(part, tokens_, kind, kind == SegmentKind::prompt && start == 0);
+      Impl* const self = this;
+      run_layers({&self, 1}, part, Rows::own);
+      if (observer_) observer_->admitted();
+      const float* const x = work_.x.data();
       if (all_logits)
-        model_.logits(x_.data(), part.size(), all_logits->data() + start * config_.vocab, threads_);
+        model_.logits(x, part.size(), all_logits->data() + start * config_.vocab, threads_);
       else if (start + part.size() == ids.size())
-        model_.logits(x_.data() + (part.size() - 1) * config_.hidden, 1, logits_.data(), threads_);
+        model_.logits(x + (part.size() - 1) * config_.hidden, 1, logits_.data(), threads_);
     }
     if (all_logits) std::copy_n(all_logits->end() - config_.vocab, config_.vocab, logits_.begin());
     return logits_;
@@ -65,6 +70,34 @@ class Decoder::Impl {
       if (!on_id(id) || sampled + 1 == count) return;
       feed({&id, 1}, SegmentKind::decode, nullptr);
     }
+  }
+
+  static void step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
+                   float* logits) {
+    const std::vector<Impl*> all = impls_of(decoders);
+    run_layers(all, ids, Rows::own);
+    keep_logits(all, all.front()->work_.x.data(), all.size());
+    copy_logits(all, logits);
+  }
+
+  static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
+                     float* logits) {
+    const std::vector<Impl*> all = impls_of(decoders);
+    std::vector<Impl*> original, squeezed;
+    for (Impl* const one : all) {
+      const bool whole = one->any_chunk() || one->asked_.prefill.chunk == 0;
+      if (one->tokens_ > 0 || !whole || ids.empty())
+        one->feed(ids, SegmentKind::prompt, nullptr);
+      else
+        (one->asked_.positions == Positions::original ? original : squeezed).push_back(one);
+    }
+    for (const auto& together : {original, squeezed}) {
+      if (together.empty()) continue;
+      run_layers(together, ids, Rows::shared);
+      const Impl& first = *together.front();
+      keep_logits(together, first.work_.x.data() + (ids.size() - 1) * first.config_.hidden, 1);
+    }
+    copy_logits(all, logits);
   }
 
   std::uint64_t evictions() const {
@@ -82,55 +115,119 @@ class Decoder::Impl {
   void watch(DecoderObserver* observer) { observer_ = observer; }
 
  private:
+  /// What a pass through the layers works on; rows are tokens.
+  struct Work {
+    std::vector<float> x, q, k, v, out, lse;
+
+    void resize(const ModelConfig& config, std::size_t rows) {
+      x.resize(rows * config.hidden);
+      q.resize(rows * config.query_heads * config.head_size);
+      k.resize(rows * config.kv_heads * config.head_size);
+      v.resize(k.size());
+      out.resize(q.size());
+      lse.resize(rows * config.query_heads);
+    }
+  };
+  /// Tokens of one decoder in it.
+  struct Part {
+    Work& work;
+    std::size_t first_row;
+    std::uint32_t tokens;
+  };
+  /// Whether decoders that run together have rows of their own, equally many, or the same ones.
+  enum class Rows { own, shared };
+
+  /// Nobody leaves and nothing is observed: chunks do not matter.
+  bool any_chunk() const {
+    return !asked_.evicts() && asked_.policy.entry->info.needs == Needs::nothing;
+  }
   std::size_t admission_tokens(SegmentKind kind, std::size_t count) const {
-    const bool any_chunk = !asked_.evicts() && asked_.policy.entry->info.needs == Needs::nothing;
     const std::uint32_t asked = kind == SegmentKind::decode ? 1 : asked_.prefill.chunk;
-    if (any_chunk && (asked == 0 || kind == SegmentKind::decode)) return kFullAdmission;
+    if (any_chunk() && (asked == 0 || kind == SegmentKind::decode)) return kFullAdmission;
     return asked == 0 ? count : asked;
   }
 
-  /// One admission through all layers; leaves the last hidden states in x_ [token, hidden].
-  void run_layers(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment) {
-    const std::size_t n = ids.size();
-    x_.resize(n * config_.hidden);
-    q_.resize(n * config_.query_heads * config_.head_size);
-    k_.resize(n * config_.kv_heads * config_.head_size);
-    v_.resize(k_.size());
-    out_.resize(q_.size());
-    lse_.resize(n * config_.query_heads);
-    cover_positions(tokens_ + static_cast<std::uint32_t>(n));
-
-    model_.embed(ids, x_.data());
-    if (observer_) observer_->admission(ids, tokens_, kind, new_segment);
-    for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
-      model_.attention_inputs(layer, x_.data(), n, q_.data(), k_.data(), v_.data(), threads_);
-      attend(layer, static_cast<std::uint32_t>(n));
-      if (observer_) observer_->layer(layer, q_, k_, v_, out_, lse_);
-      model_.attention_output(layer, out_.data(), n, x_.data(), threads_);
-      if (observer_) observer_->residual(layer, x_);
-      model_.mlp(layer, x_.data(), n, threads_);
-    }
-    tokens_ += static_cast<std::uint32_t>(n);
-    count_bytes();
-    if (observer_) observer_->admitted();
+  static std::vector<Impl*> impls_of(std::span<Decoder* const> decoders) {
+    std::vector<Impl*> impls;
+    for (const Decoder* const decoder : decoders) impls.push_back(decoder->impl_.get());
+    return impls;
   }
 
-  /// Steps 1 to 4 of the rule for all KV heads of a layer.
-  void attend(std::uint32_t layer, std::uint32_t n) {
-    const std::uint32_t heads = config_.kv_heads;
+  /// Of hidden states x [rows, hidden]: each decoder's own row, or one for all.
+  static void keep_logits(std::span<Impl* const> decoders, const float* x, std::size_t rows) {
+    const Impl& first = *decoders.front();
+    const std::size_t vocab = first.config_.vocab;
+    std::vector<float> computed(rows * vocab);
+    first.model_.logits(x, rows, computed.data(), first.threads_);
+    for (std::size_t d = 0; d < decoders.size(); ++d) {
+      const float* const own = computed.data() + (rows == 1 ? 0 : d * vocab);
+      decoders[d]->logits_.assign(own, own + vocab);
+    }
+  }
+  /// To logits [decoder, vocab], or null: nowhere.
+  static void copy_logits(std::span<Impl* const> decoders, float* logits) {
+    if (!logits) return;
+    for (const Impl* const one : decoders)
+      logits = std::copy(one->logits_.begin(), one->logits_.end(), logits);
+  }
+
+  /// One admission of each decoder through all layers, in the first one's work; leaves the last
+  /// hidden states there [row, hidden].
+  static void run_layers(std::span<Impl* const> decoders, std::span<const std::int32_t> ids,
+                         Rows rows) {
+    Impl& first = *decoders.front();
+    const Model& model = first.model_;
+    const unsigned threads = first.threads_;
+    const std::size_t n = ids.size();
+    Work& work = first.work_;
+    work.resize(first.config_, n);
+    const auto each = static_cast<std::uint32_t>(rows == Rows::shared ? n : n / decoders.size());
+    for (Impl* const one : decoders) one->cover_positions(one->tokens_ + each);
+    // Many with a token each spread over the decoders, one with many tokens over its heads.
+    const bool side_by_side = decoders.size() > 1 && each == 1;
+    const auto attend = [&](std::uint32_t layer, std::size_t d) {
+      const std::size_t row = rows == Rows::shared ? 0 : d * each;
+      const bool is_wanted = d == 0 || rows == Rows::own;
+      decoders[d]->attend(layer, {work, row, each}, side_by_side ? 1 : threads, is_wanted);
+    };
+
+    model.embed(ids, work.x.data());
+    for (std::uint32_t layer = 0; layer < first.config_.layers; ++layer) {
+      model.attention_inputs(layer, work.x.data(), n, work.q.data(), work.k.data(), work.v.data(),
+                             threads);
+      parallel_for(decoders.size(), side_by_side ? threads : 1,
+                   [&](std::size_t d) { attend(layer, d); });
+      if (first.observer_)
+        first.observer_->layer(layer, work.q, work.k, work.v, work.out, work.lse);
+      model.attention_output(layer, work.out.data(), n, work.x.data(), threads);
+      if (first.observer_) first.observer_->residual(layer, work.x);
+      model.mlp(layer, work.x.data(), n, threads);
+    }
+    for (Impl* const one : decoders) {
+      one->tokens_ += each;
+      one->count_bytes();
+    }
+  }
+
+  /// Steps 1 to 4 of the rule for all KV heads of a layer. Where the outputs are not wanted, they
+  /// are computed only for what a policy observes.
+  void attend(std::uint32_t layer, const Part& part, unsigned most_threads, bool is_wanted) {
+    const std::uint32_t heads = config_.kv_heads, n = part.tokens;
     for (std::uint32_t head = 0; head < heads; ++head) {
       const auto victims = cache(layer, head).make_room(tokens_);
       if (observer_) observer_->evicted(layer, head, tokens_, victims);
     }
-    const unsigned threads = threads_for(layer, n);
-    parallel_for(heads, threads,
-                 [&](std::size_t head) { cache(layer, head).admit(admission(head, n), *rope_); });
-    const std::uint32_t blocks = (n + kQueryBlock - 1) / kQueryBlock;
+    const unsigned threads = std::min(most_threads, threads_for(layer, n));
+    parallel_for(heads, threads, [&](std::size_t head) {
+      cache(layer, head).admit(admission(head, part), *rope_);
+    });
+    const bool observes = asked_.policy.entry->info.needs != Needs::nothing;
+    const std::uint32_t blocks = is_wanted || observes ? (n + kQueryBlock - 1) / kQueryBlock : 0;
     parallel_for(std::size_t{heads} * blocks, threads, [&](std::size_t item) {
       const std::size_t head = item % heads;
       const auto begin = static_cast<std::uint32_t>(item / heads) * kQueryBlock;
       cache(layer, head)
-          .attend(admission(head, n), begin, std::min(n, begin + kQueryBlock), *rope_);
+          .attend(admission(head, part), begin, std::min(n, begin + kQueryBlock), *rope_);
     });
     for (std::uint32_t head = 0; head < heads; ++head) {
       const auto seen = cache(layer, head).observe();
@@ -152,17 +249,20 @@ class Decoder::Impl {
     return heads_[layer * config_.kv_heads + head];
   }
 
-  HeadAdmission admission(std::size_t head, std::uint32_t n) {
+  HeadAdmission admission(std::size_t head, const Part& part) {
     const std::size_t group = config_.query_heads / config_.kv_heads, dim = config_.head_size;
+    const std::size_t queries = part.first_row * config_.query_heads + head * group;
+    const std::size_t key = (part.first_row * config_.kv_heads + head) * dim;
+    Work& work = part.work;
     return {.first = tokens_,
-            .tokens = n,
-            .q = q_.data() + head * group * dim,
-            .out = out_.data() + head * group * dim,
+            .tokens = part.tokens,
+            .q = work.q.data() + queries * dim,
+            .out = work.out.data() + queries * dim,
             .query_stride = config_.query_heads * dim,
-            .k = k_.data() + head * dim,
-            .v = v_.data() + head * dim,
+            .k = work.k.data() + key,
+            .v = work.v.data() + key,
             .key_stride = config_.kv_heads * dim,
-            .lse = lse_.data() + head * group,
+            .lse = work.lse.data() + queries,
             .lse_stride = config_.query_heads};
   }
 
@@ -193,7 +293,8 @@ class Decoder::Impl {
   DecoderObserver* observer_ = nullptr;
   std::uint32_t tokens_ = 0;
   std::uint64_t kv_bytes_peak_ = 0;
-  std::vector<float> x_, q_, k_, v_, out_, lse_, logits_;
+  Work work_;
+  std::vector<float> logits_;
 };
 
 Decoder::Decoder(const Model& model, ResolvedConfig cache, unsigned threads)
@@ -208,6 +309,14 @@ std::span<const float> Decoder::feed(std::span<const std::int32_t> ids, SegmentK
 void Decoder::extend(Sampler& sampler, std::uint32_t count,
                      const std::function<bool(std::int32_t)>& on_id) {
   impl_->extend(sampler, count, on_id);
+}
+void Decoder::step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
+                   float* logits) {
+  Impl::step(decoders, ids, logits);
+}
+void Decoder::prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
+                     float* logits) {
+  Impl::prompt(decoders, ids, logits);
 }
 std::uint32_t Decoder::tokens() const { return impl_->tokens(); }
 std::uint64_t Decoder::kv_bytes_peak() const { return impl_->kv_bytes_peak(); }

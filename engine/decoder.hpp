@@ -64,6 +64,15 @@ class Decoder : public SequenceDecoder {
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t id)>& on_id) override;
 
+  /// Feeds decoders of one model that nobody watches, each as feed() would, bit for bit, with the
+  /// weights read once for all. step(): ids [decoder], decoded ones. prompt(): the same for all;
+  /// those decoders that are new and admit it whole have it computed once. `logits`: where to put
+  /// those of the last tokens [decoder, vocab], or null.
+  static void step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
+                   float* logits);
+  static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
+                     float* logits);
+
   std::uint32_t tokens() const override;
   std::uint64_t kv_bytes_peak() const override;
   std::uint64_t evictions() const override;

@@ -24,7 +24,8 @@ RowScore score_row(std::span<const float> yardstick, std::span<const float> logi
   return {.nll = lse - static_cast<double>(logits[static_cast<std::size_t>(next)]),
           .kl = difference / static_cast<double>(yardstick_sum) + lse -
                 log_sum_exp(yardstick_shift, yardstick_sum),
-          .same_first = first_of(yardstick) == first_of(logits)};
+          .same_first = first_of(yardstick) == first_of(logits),
+          .first = static_cast<std::int32_t>(first_of(logits))};
 }
 
 }  // namespace kvlab

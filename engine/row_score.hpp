@@ -12,6 +12,7 @@ struct RowScore {
   double nll = 0;           ///< -ln of what the row gives the token that followed
   double kl = 0;            ///< of the yardstick's distribution from the row's, in nats
   bool same_first = false;  ///< the likeliest token is the yardstick's
+  std::int32_t first = 0;   ///< the likeliest token; the lowest id of several
 };
 RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,
                    std::int32_t next);

@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
   if (threadIdx.x != 0) return;
   const double lse = log(sum) + static_cast<double>(largest);
   const double other_lse = log(other_sum) + static_cast<double>(other_largest);
-  args.scores[row] = {
-      .nll = lse - static_cast<double>(own[next]),
-      .kl = difference / other_sum + lse - other_lse,
-      .same_first = static_cast<std::uint32_t>(best) == static_cast<std::uint32_t>(other_best)};
+  args.scores[row] = {.nll = lse - static_cast<double>(own[next]),
+                      .kl = difference / other_sum + lse - other_lse,
+                      .same_first = id_of(best) == id_of(other_best),
+                      .first = id_of(best)};
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ struct ScoredRow {
   double nll;               ///< -ln of what the row gives the token that followed
   double kl;                ///< of the yardstick's distribution from the row's, in nats
   std::int32_t same_first;  ///< 1: the likeliest token (ties: the lowest id) is the yardstick's
+  std::int32_t first;       ///< the likeliest token
 };
 
 /// All pointers are device memory.

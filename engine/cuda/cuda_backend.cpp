@@ -35,8 +35,14 @@ class CudaBatch final : public BatchDecoder {
   CudaBatch(const DeviceModel& model, CudaDecoderOptions options)
       : decoder_(model, std::move(options)) {}
 
-  void prompt(int sequence, std::span<const std::int32_t> ids) override {
-    decoder_.prefill(sequence, ids);
+  void prompt(int first, int count, std::span<const std::int32_t> ids, float* logits) override {
+    const std::size_t vocab = decoder_.model().config().vocab;
+    for (int sequence = first; sequence < first + count; ++sequence) {
+      decoder_.prefill(sequence, ids);
+      if (logits)
+        decoder_.copy_logits(sequence, logits + static_cast<std::size_t>(sequence - first) * vocab);
+    }
+    if (logits) decoder_.synchronize();
   }
   void decode(int rows, std::span<const std::int32_t> ids, float* logits) override {
     check_whole_steps(rows, ids.size());
@@ -71,7 +77,10 @@ class CudaBackend final : public Backend, public BatchBackend {
     return sequence({.tokens = tokens, .cache = cache, .observer = &observer});
   }
 
-  BatchBackend* batches() override { return this; }
+  BatchBackend& batches() override { return *this; }
+  bool side_by_side(const CacheConfig& one, const CacheConfig& other) const override {
+    return one.policy.entry == other.policy.entry && one.positions == other.positions;
+  }
   std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                               std::uint32_t tokens) override {
     CudaDecoderOptions options{.sequences = static_cast<int>(caches.size()),
@@ -105,7 +114,7 @@ class CudaBackend final : public Backend, public BatchBackend {
                                     nullptr),
                 kWhat);
     for (const kernels::ScoredRow& row : cuda::download<kernels::ScoredRow>(scored))
-      scores.push_back({row.nll, row.kl, row.same_first != 0});
+      scores.push_back({row.nll, row.kl, row.same_first != 0, row.first});
     return scores;
   }
 

@@ -119,6 +119,10 @@ std::vector<float> CudaDecoder::logits(int sequence) const {
   return values;
 }
 
+void CudaDecoder::copy_logits(int sequence, float* to) const {
+  cuda::copy(to, logits_row(sequence), std::size_t{config_.vocab}, stream_.get());
+}
+
 // --- Prefill -------------------------------------------------------------------------------------
 
 /// Tokens that are fed to a sequence together: admitted at once, or decoded one by one.

@@ -92,6 +92,8 @@ class CudaDecoder {
   static constexpr int kRing = BatchState::kRing;
   /// Waits; the logits of a sequence's last token [vocab].
   std::vector<float> logits(int sequence) const;
+  /// Enqueues a copy of them to device memory.
+  void copy_logits(int sequence, float* to) const;
   std::uint32_t tokens(int sequence) const {  ///< fed so far
     return fed_.at(static_cast<std::size_t>(sequence));
   }

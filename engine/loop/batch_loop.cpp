@@ -49,8 +49,9 @@ class BatchRun {
   void prompts(std::span<const Window> windows) {
     for (std::size_t w = 0; w < windows.size(); ++w)
       for (std::size_t c = 0; c < configs.size(); ++c)
-        decoder_->prompt(static_cast<int>(w * configs.size() + c),
-                         std::span(*windows[w].ids).first(is_stream_ ? 1 : windows[w].prompt));
+        decoder_->prompt(static_cast<int>(w * configs.size() + c), 1,
+                         std::span(*windows[w].ids).first(is_stream_ ? 1 : windows[w].prompt),
+                         nullptr);
     if (!is_stream_) return;
     for (std::uint32_t at = 1; at < windows.front().prompt; ++at) {
       std::size_t active = 0;

@@ -22,5 +22,8 @@ __device__ inline unsigned long long candidate(float logit, int id) {
 __device__ inline float logit_of(unsigned long long best) {
   return from_ordered(static_cast<std::uint32_t>(best >> 32));
 }
+__device__ inline std::int32_t id_of(unsigned long long best) {
+  return static_cast<std::int32_t>(~static_cast<std::uint32_t>(best));
+}
 
 }  // namespace kvlab::kernels

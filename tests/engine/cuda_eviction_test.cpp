@@ -190,14 +190,14 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
       caches.push_back(cache(policy, 16 + 4 * s, Prefill{0}, Positions::original));
       caches.back().sequence = s;
     }
-    const auto batch = cuda->batches()->batch_decoder(caches, 120);
+    const auto batch = cuda->batches().batch_decoder(caches, 120);
     REQUIRE(batch != nullptr);
     const std::size_t vocab = cuda->config().vocab;
     constexpr int kRows = 12, kSteps = 40;
     Ids ids;
     for (int i = 0; i < kSteps * kRows; ++i) ids.push_back(i * 7919 % 8192);
-    for (int s = 0; s < kRows; ++s) batch->prompt(s, some_ids(60, 8192, 100 * s));
-    const auto logits = cuda->batches()->logit_memory(ids.size() * vocab);
+    for (int s = 0; s < kRows; ++s) batch->prompt(s, 1, some_ids(60, 8192, 100 * s), nullptr);
+    const auto logits = cuda->batches().logit_memory(ids.size() * vocab);
     batch->decode(kRows, ids, logits->data());
     const std::vector<float> together = logits->to_host();
     for (const int s : {0, 5, 11}) {
@@ -215,6 +215,43 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
       CAPTURE(policy, s);
       CHECK(relative_error(rows, expected) < 0.03);  // products of other kernels, in bf16
       CHECK(batch->kv_bytes_peak(s) == alone->kv_bytes_peak());
+    }
+  }
+}
+
+TEST_CASE("A batch's later prompts, and the logits of their last tokens, are those of one alone",
+          "[gpu]") {
+  if (no_device()) return;
+  const auto cuda = load_backend(Device::cuda, kTiny, 2);
+  const std::size_t vocab = cuda->config().vocab;
+  constexpr int kRows = 5;
+  const Ids first = some_ids(60, 8192, 1), second = some_ids(9, 8192, 2), decoded(kRows, 77);
+  for (const char* policy : {"full", "h2o", "sink"}) {
+    std::vector<ResolvedConfig> caches;
+    for (std::uint32_t s = 0; s < kRows; ++s)
+      caches.push_back(cache(policy, 16 + 4 * s, Prefill{0}, Positions::original));
+    const auto batch = cuda->batches().batch_decoder(caches, 120);
+    REQUIRE(batch != nullptr);
+    const auto prompts = cuda->batches().logit_memory(kRows * vocab),
+               steps = cuda->batches().logit_memory(kRows * vocab);
+    batch->prompt(0, kRows, first, prompts->data());
+    batch->prompt(0, kRows, second, prompts->data());
+    batch->decode(kRows, decoded, steps->data());
+    const std::vector<float> of_prompts = prompts->to_host(), of_steps = steps->to_host();
+    for (std::size_t s = 0; s < kRows; ++s) {
+      const auto alone = cuda->decoder(caches[s], 120);
+      alone->feed(first, SegmentKind::prompt);
+      const auto row = [&](const std::vector<float>& rows) {
+        return std::vector<float>(rows.begin() + static_cast<std::ptrdiff_t>(s * vocab),
+                                  rows.begin() + static_cast<std::ptrdiff_t>((s + 1) * vocab));
+      };
+      const auto last = [](std::span<const float> logits) {
+        return std::vector<float>(logits.begin(), logits.end());
+      };
+      CAPTURE(policy, s);
+      CHECK(relative_error(row(of_prompts), last(alone->feed(second, SegmentKind::prompt))) < 0.03);
+      CHECK(relative_error(row(of_steps),
+                           last(alone->feed({decoded.data(), 1}, SegmentKind::decode))) < 0.03);
     }
   }
 }

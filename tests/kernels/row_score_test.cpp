@@ -34,7 +34,8 @@ ScoredRow reference(std::span<const float> yardstick, std::span<const float> log
     kl += std::exp(yardstick[i] - wanted) * ((yardstick[i] - wanted) - (logits[i] - own));
   return {.nll = own - static_cast<double>(logits[static_cast<std::size_t>(next)]),
           .kl = kl,
-          .same_first = first(yardstick) == first(logits)};
+          .same_first = first(yardstick) == first(logits),
+          .first = static_cast<std::int32_t>(first(logits))};
 }
 
 /// Rows against fewer rows of a yardstick, their scores poisoned.
@@ -85,7 +86,7 @@ class Scores {
         return std::abs(a - b) <= 2e-6 * (1 + std::abs(b));
       };
       wrong += !near(scored[row].nll, wanted.nll) || !near(scored[row].kl, wanted.kl) ||
-               scored[row].same_first != wanted.same_first;
+               scored[row].same_first != wanted.same_first || scored[row].first != wanted.first;
     }
     CAPTURE(next_.size(), vocab_);
     CHECK(wrong == 0);

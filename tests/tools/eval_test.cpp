@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "tests/catch.hpp"
-#include "tests/tools/side_by_side.hpp"
 
 namespace kvlab {
 namespace {
@@ -57,8 +56,8 @@ TEST_CASE("Side by side, windows and budgets score what they score one by one") 
                            .prefill = prefill,
                            .seed = 7});
   const EvalOptions options{.window = 64, .threads = 2};
-  CpuBatches batches(*backend);
-  const Sweep one_by_one = sweep_by_tokens(*backend), side_by_side = sweep_by_batches(batches);
+  const Sweep one_by_one = sweep_by_tokens(*backend),
+              side_by_side = sweep_by_batches(backend->batches());
   for (const std::uint32_t prompt : {0u, 20u}) {
     EvalOptions how = options;
     how.prompt_tokens = prompt;

@@ -141,7 +141,7 @@ Loaded load(Device device, const std::string& directory, unsigned threads, bool 
   }
   std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
   return {backend, backend->config(), backend->weights_xxh3(),
-          batched ? sweep_by_batches(*backend->batches()) : sweep_by_tokens(*backend)};
+          batched ? sweep_by_batches(backend->batches()) : sweep_by_tokens(*backend)};
 }
 
 int run(const po::variables_map& options) {
