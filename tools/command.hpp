@@ -38,6 +38,7 @@ Command generate_command();
 Command policies_command();
 Command replay_command();
 Command report_command();
+Command task_command();
 Command trace_command();
 Command verify_command();
 

@@ -1,0 +1,189 @@
+#include "engine/loop/task/draw.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <set>
+#include <stdexcept>
+
+namespace kvlab {
+namespace {
+
+constexpr std::array<std::string_view, 32> kAdjectives{
+    "amber", "bitter", "brass",  "broken", "copper", "crimson", "crooked", "dusty",
+    "faded", "gentle", "golden", "hollow", "humble", "hungry",  "ivory",   "jagged",
+    "lunar", "marble", "mellow", "misty",  "narrow", "painted", "patient", "purple",
+    "quiet", "rusty",  "silent", "silver", "sleepy", "stormy",  "velvet",  "wooden"};
+constexpr std::array<std::string_view, 48> kNouns{
+    "anchor",  "badger", "barrel", "basket",  "beacon", "bottle",  "bridge",  "button",
+    "candle",  "carpet", "castle", "cellar",  "chapel", "cradle",  "dragon",  "falcon",
+    "feather", "fiddle", "garden", "goblet",  "hammer", "harbour", "helmet",  "island",
+    "jacket",  "kettle", "ladder", "lantern", "magnet", "meadow",  "mirror",  "needle",
+    "orchard", "oyster", "parcel", "pillow",  "pocket", "ribbon",  "saddle",  "shovel",
+    "spider",  "statue", "teapot", "ticket",  "turnip", "violin",  "whistle", "window"};
+constexpr std::uint32_t kWordsOfPair = 3;  // "amber lantern: 4821"
+
+/// SplitMix64 behind a hash of what was asked.
+class Random {
+ public:
+  explicit Random(std::initializer_list<std::uint64_t> seeds) {
+    for (const std::uint64_t seed : seeds) state_ = next() ^ seed;
+  }
+  std::uint64_t next() {
+    std::uint64_t x = state_ += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  std::uint64_t below(std::uint64_t count) { return next() % count; }
+  double share() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+  /// Of so many digits, the first one not 0.
+  std::string number(std::uint32_t digits) {
+    std::string text(1, static_cast<char>('1' + below(9)));
+    while (text.size() < digits) text += static_cast<char>('0' + below(10));
+    return text;
+  }
+
+ private:
+  std::uint64_t state_ = 0;
+};
+
+/// Different keys: an adjective and a noun.
+std::vector<std::string> draw_keys(std::size_t count, Random& random) {
+  std::vector<std::size_t> order(kAdjectives.size() * kNouns.size());
+  if (count > order.size())
+    throw std::invalid_argument(fmt::format(
+        "{} keys: there are {} different ones; ask for fewer keys or words", count, order.size()));
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::vector<std::string> keys;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::swap(order[i], order[i + random.below(order.size() - i)]);
+    keys.push_back(fmt::format("{} {}", kAdjectives[order[i] / kNouns.size()],
+                               kNouns[order[i] % kNouns.size()]));
+  }
+  return keys;
+}
+
+/// Different numbers.
+std::vector<std::string> draw_numbers(std::size_t count, std::uint32_t digits, Random& random) {
+  std::set<std::string> known;
+  std::vector<std::string> numbers;
+  while (numbers.size() < count)
+    if (std::string number = random.number(digits); known.insert(number).second)
+      numbers.push_back(std::move(number));
+  return numbers;
+}
+
+std::string introduced(std::string_view text) {
+  return fmt::format("Read the following text. A question about it comes later.\n\n{}\n", text);
+}
+
+TaskDraw draw_passkey(const Haystack& haystack, TaskPlace place, Random& random) {
+  const std::string key = random.number(5);
+  const Hidden hidden{
+      place.depth, fmt::format("The pass key is {}. Remember it. {} is the pass key.", key, key)};
+  return {.context = introduced(
+              haystack.with(place.words, random.below(haystack.sentences()), {&hidden, 1})),
+          .question = "\nWhat is the pass key in the text?",
+          .lead = "The pass key is the number",
+          .expected = {key}};
+}
+
+/// The asked key's first number is at the place, all other numbers anywhere.
+TaskDraw draw_needle(const TaskSpec& spec, const Haystack& haystack, TaskPlace place,
+                     Random& random) {
+  constexpr std::uint32_t kDigits = 6;
+  const bool single = spec.values == 1;
+  const std::vector<std::string> keys = draw_keys(spec.keys, random);
+  const std::vector<std::string> numbers =
+      draw_numbers(std::size_t{spec.keys} * spec.values, kDigits, random);
+  std::vector<Hidden> hidden;
+  for (std::size_t i = 0; i < numbers.size(); ++i)
+    hidden.push_back({i == 0 ? place.depth : random.share(),
+                      fmt::format("{} of the {} is {}.",
+                                  single ? "The secret number" : "One of the secret numbers",
+                                  keys[i / spec.values], numbers[i])});
+  std::vector<std::size_t> asked(spec.values);
+  for (std::size_t i = 0; i < asked.size(); ++i) asked[i] = i;
+  std::ranges::stable_sort(asked, {}, [&](std::size_t i) { return hidden[i].depth; });
+  TaskDraw draw{
+      .context = introduced(haystack.with(place.words, random.below(haystack.sentences()), hidden)),
+      .question = fmt::format("\nWhat {} of the {}?",
+                              single ? "is the secret number" : "are all secret numbers", keys[0]),
+      .lead = fmt::format("The secret {} of the {} {}", single ? "number" : "numbers", keys[0],
+                          single ? "is" : "are"),
+      .expected = {}};
+  for (const std::size_t i : asked) draw.expected.push_back(numbers[i]);
+  return draw;
+}
+
+/// Lines of a key and a number. Reassigned: every fourth line gives an earlier key a new number,
+/// the asked one among them.
+TaskDraw draw_recall(const TaskSpec& spec, TaskPlace place, Random& random) {
+  constexpr std::uint32_t kDigits = 4;
+  const std::uint32_t least = spec.reassigned ? 2 : 1;
+  const std::uint32_t lines = std::max(least, place.words / kWordsOfPair);
+  const std::vector<std::string> keys = draw_keys(lines, random);
+  const std::vector<std::string> numbers = draw_numbers(lines, kDigits, random);
+  auto asked = static_cast<std::uint32_t>(std::lround(place.depth * (lines - 1)));
+  if (spec.reassigned) asked = std::max(asked, 1u);
+  std::vector<std::size_t> key_of(lines);
+  for (std::uint32_t i = 0; i < lines; ++i) key_of[i] = i;
+  if (spec.reassigned) {
+    const std::size_t outdated = key_of[asked] = random.below(asked);
+    for (std::uint32_t i = 3; i < lines; i += 4) {
+      const std::size_t again = key_of[random.below(i)];
+      if (i != asked && i != outdated && again != outdated) key_of[i] = again;
+    }
+  }
+  std::string list;
+  for (std::uint32_t i = 0; i < lines; ++i)
+    list += fmt::format("{}: {}\n", keys[key_of[i]], numbers[i]);
+  const std::string& key = keys[key_of[asked]];
+  return {
+      .context = fmt::format("Read the following list. A question about it comes later.{}\n\n{}",
+                             spec.reassigned ? " Where a name comes again, its last number "
+                                               "counts."
+                                             : "",
+                             list),
+      .question = fmt::format("\nWhich number does the list give for {}?", key),
+      .lead = fmt::format("{}:", key),
+      .expected = {numbers[asked]}};
+}
+
+}  // namespace
+
+std::string TaskSpec::text() const {
+  switch (kind) {
+    case TaskKind::passkey:
+      return "passkey";
+    case TaskKind::needle:
+      return fmt::format("needle:keys={}:values={}", keys, values);
+    case TaskKind::recall:
+      return reassigned ? "recall:reassigned" : "recall";
+  }
+  return "";
+}
+
+std::string TaskDraw::answer() const { return fmt::format(" {}", fmt::join(expected, ", ")); }
+
+TaskDraw draw_task(const TaskSpec& spec, const Haystack& haystack, TaskPlace place,
+                   std::uint64_t seed, std::uint32_t draw) {
+  Random random{seed, static_cast<std::uint64_t>(spec.kind), place.words,
+                std::bit_cast<std::uint64_t>(place.depth), draw};
+  switch (spec.kind) {
+    case TaskKind::passkey:
+      return draw_passkey(haystack, place, random);
+    case TaskKind::needle:
+      return draw_needle(spec, haystack, place, random);
+    case TaskKind::recall:
+      return draw_recall(spec, place, random);
+  }
+  throw std::logic_error("task: no such kind");
+}
+
+}  // namespace kvlab

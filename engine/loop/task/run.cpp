@@ -1,0 +1,61 @@
+#include "engine/loop/task/run.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace kvlab {
+namespace {
+
+std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
+  const auto full = std::ranges::find_if(configs, [](const CacheConfig& config) {
+    return !config.evicts() && config.positions == Positions::original;
+  });
+  if (full == configs.end())
+    configs.insert(configs.begin(), CacheConfig{});
+  else
+    std::rotate(configs.begin(), full, full + 1);
+  return configs;
+}
+
+void check_context(const ModelConfig& config, const TaskRun& run) {
+  for (std::size_t p = 0; p < run.prompts.size(); ++p) {
+    const TaskPrompt& prompt = run.prompts[p];
+    const std::size_t tokens = prompt.tokens() + prompt.answer.size();
+    if (tokens > config.trained_context)
+      throw std::invalid_argument(
+          fmt::format("--words {}: needs {} positions; {} was trained on {}, so fewer words would "
+                      "fit; --beyond-context asks all the same",
+                      run.places[p].words, tokens, config.name, config.trained_context));
+  }
+}
+
+}  // namespace
+
+TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request) {
+  TaskRun run{.task = request.spec.text(),
+              .configs = with_full_first(request.configs),
+              .modes = request.modes,
+              .places = {},
+              .draws = {},
+              .prompts = {},
+              .answers = {}};
+  const Haystack haystack(request.text);
+  for (const std::uint32_t words : request.words)
+    for (const double depth : request.depths)
+      for (std::uint32_t draw = 0; draw < request.draws; ++draw) {
+        const TaskPlace place{words, depth};
+        run.places.push_back(place);
+        run.draws.push_back(draw);
+        run.prompts.push_back(
+            encode_task(tokenizer, backend.config(), request.chat,
+                        draw_task(request.spec, haystack, place, request.seed, draw)));
+      }
+  if (!request.beyond_context) check_context(backend.config(), run);
+  run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,
+                             request.answers);
+  return run;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,305 @@
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+
+#include "engine/loop/task/run.hpp"
+#include "tools/options.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr std::int64_t kMostWords = 1'000'000, kMostDraws = 100'000, kMostNeedles = 64;
+constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
+constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("task", po::value<std::string>()->value_name("passkey|needle|recall"),
+      "what is asked; `--task` itself may be left out");
+  add("model", po::value<std::string>()->value_name("DIR"),
+      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("query-aware", po::bool_switch(),
+      "the question is in the prompt, and seen before anything leaves (default: both, one by one)");
+  add("query-agnostic", po::bool_switch(),
+      "the question comes later, when the context has been evicted to the budget");
+  add("words", po::value<std::string>()->value_name("LIST")->default_value("250,500,1000"),
+      "words of the context");
+  add("depth", po::value<std::string>()->value_name("LIST")->default_value("0%,25%,50%,75%,100%"),
+      "where in the context the answer is");
+  add("draws", po::value<std::int64_t>()->value_name("N")->default_value(20),
+      "questions at each length and depth, the same for every policy and budget");
+  add("kind", po::value<std::string>()->value_name("single|multi-key|multi-value"),
+      "needle: one number; 4 keys, one is asked; 4 numbers of a key (default: single)");
+  add("keys", po::value<std::int64_t>()->value_name("N"), "needle: keys in the text, one is asked");
+  add("values", po::value<std::int64_t>()->value_name("N"), "needle: numbers of each key");
+  add("reassigned", po::bool_switch(), "recall: keys may get a new value, which counts");
+  add("text", po::value<std::string>()->value_name("FILE"),
+      "what the answer is hidden in (default: a text of kvlab's own; recall: none)");
+  add("no-chat", po::bool_switch(), "do without the model's chat template");
+  add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(32),
+      "tokens of an answer, at most");
+  add("beyond-context", po::bool_switch(),
+      "take prompts that are longer than what the model was trained on");
+  add("out", po::value<std::string>()->value_name("RUN"), "a directory to be made, for the tables");
+  add_policy_options(options);
+  add_common_options(options);
+}
+
+/// The items of a list, each read as a number up to `suffix`.
+std::vector<double> numbers_from(const po::variables_map& options, const char* name, double most,
+                                 std::string_view suffix, std::string_view example) {
+  std::vector<double> numbers;
+  for (const std::string& item : split_list(options[name].as<std::string>())) {
+    double value = -1;
+    const char* const end = item.data() + item.size();
+    const auto read = std::from_chars(item.data(), end, value, std::chars_format::fixed);
+    const bool whole = read.ec == std::errc() && std::string_view(read.ptr, end) == suffix;
+    if (!whole || !(value >= 0 && value <= most))
+      throw std::invalid_argument(
+          fmt::format("--{}: {} should be a list such as {}, each between 0{} and {}{}", name,
+                      json_quoted(item), example, suffix, most, suffix));
+    if (std::ranges::find(numbers, value) == numbers.end()) numbers.push_back(value);
+  }
+  return numbers;
+}
+
+std::vector<std::uint32_t> words_from(const po::variables_map& options) {
+  std::vector<std::uint32_t> words;
+  for (const double count : numbers_from(options, "words", kMostWords, "", "250,500,1000")) {
+    if (count < 1 || count != std::floor(count))
+      throw std::invalid_argument(
+          fmt::format("--words: {} should be a whole number, at least 1", count));
+    words.push_back(static_cast<std::uint32_t>(count));
+  }
+  return words;
+}
+
+/// Throws std::invalid_argument for options of another task.
+void refuse_foreign(const po::variables_map& options, TaskKind kind) {
+  const auto refuse = [&](const char* name, TaskKind of, const char* task) {
+    const bool given =
+        std::string_view(name) == "reassigned" ? options[name].as<bool>() : options.count(name) > 0;
+    if (given && kind != of)
+      throw std::invalid_argument(
+          fmt::format("--{}: is for kvlab task {}; leave it out", name, task));
+  };
+  for (const char* name : {"kind", "keys", "values"}) refuse(name, TaskKind::needle, "needle");
+  refuse("reassigned", TaskKind::recall, "recall");
+  if (kind == TaskKind::recall && options.count("text"))
+    throw std::invalid_argument("--text: recall has no text to hide in; leave it out");
+}
+
+TaskSpec spec_from(const po::variables_map& options) {
+  const std::string name = required(options, "task", "kvlab task passkey, needle or recall");
+  TaskSpec spec;
+  if (name == "needle")
+    spec.kind = TaskKind::needle;
+  else if (name == "recall")
+    spec.kind = TaskKind::recall;
+  else if (name != "passkey")
+    throw std::invalid_argument(
+        fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+  refuse_foreign(options, spec.kind);
+  spec.reassigned = options["reassigned"].as<bool>();
+  const std::string kind = options.count("kind") ? options["kind"].as<std::string>() : "single";
+  if (kind != "single" && kind != "multi-key" && kind != "multi-value")
+    throw std::invalid_argument(
+        fmt::format("--kind: {} should be single, multi-key or multi-value", json_quoted(kind)));
+  if (kind == "multi-key") spec.keys = 4;
+  if (kind == "multi-value") spec.values = 4;
+  if (options.count("keys"))
+    spec.keys = static_cast<std::uint32_t>(number_from(options, "keys", 1, kMostNeedles));
+  if (options.count("values"))
+    spec.values = static_cast<std::uint32_t>(number_from(options, "values", 1, kMostNeedles));
+  return spec;
+}
+
+std::vector<QueryMode> modes_from(const po::variables_map& options) {
+  const bool aware = options["query-aware"].as<bool>();
+  const bool agnostic = options["query-agnostic"].as<bool>();
+  std::vector<QueryMode> modes;
+  if (aware || !agnostic) modes.push_back(QueryMode::aware);
+  if (agnostic || !aware) modes.push_back(QueryMode::agnostic);
+  return modes;
+}
+
+TaskRequest request_from(const po::variables_map& options) {
+  TaskRequest request{
+      .spec = spec_from(options),
+      .words = words_from(options),
+      .depths = numbers_from(options, "depth", 100, "%", "0%,50%,100%"),
+      .draws = static_cast<std::uint32_t>(number_from(options, "draws", 1, kMostDraws)),
+      .seed = seed_from(options),
+      .modes = modes_from(options),
+      .configs = {},
+      .chat = {},
+      .beyond_context = options["beyond-context"].as<bool>(),
+      .answers = {}};
+  for (double& depth : request.depths) depth /= 100;
+  request.answers = {.max_new_tokens = static_cast<std::uint32_t>(
+                         number_from(options, "max-new-tokens", 1, 1 << 20)),
+                     .most_rows = kCpuRows,
+                     .progress = progress_bar("task")};
+  if (options.count("policy") || options.count("policy-source"))
+    request.configs = grid_from(options);
+  else
+    refuse_lone_budget(options);
+  return request;
+}
+
+// --- What is shown -------------------------------------------------------------------------------
+
+const TaskFigure* find_figure(std::span<const TaskFigure> figures, std::size_t config,
+                              QueryMode mode, std::optional<std::uint32_t> words,
+                              std::string_view metric) {
+  const auto found = std::ranges::find_if(figures, [&](const TaskFigure& figure) {
+    return figure.config == config && figure.mode == mode && figure.words == words &&
+           !figure.depth && figure.metric == metric;
+  });
+  return found == figures.end() ? nullptr : &*found;
+}
+
+std::string share_cell(const TaskFigure* figure) {
+  if (!figure) return "-";
+  const auto percent = [](double share) { return std::lround(100 * share); };
+  return fmt::format("{} ({}-{})", percent(figure->value), percent(figure->interval.low),
+                     percent(figure->interval.high));
+}
+
+std::string mean_cell(const TaskFigure& figure) {
+  const double half = figure.interval.high - figure.value;
+  return std::isnan(half) ? fmt::format("{:.2f}", figure.value)
+                          : fmt::format("{:.2f} ± {:.2f}", figure.value, half);
+}
+
+void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMode mode,
+                const std::vector<std::uint32_t>& words) {
+  fmt::print("{}, {}: right answers in %\n{:<36} {:>6}", run.task, name_of(mode), "policy",
+             "budget");
+  for (const std::uint32_t count : words) fmt::print(" {:>12}", fmt::format("{} words", count));
+  fmt::print(" {:>12} {:>16} {:>16}\n", "all", "log p", "change");
+  for (std::size_t c = 0; c < run.configs.size(); ++c) {
+    const CacheConfig& config = run.configs[c];
+    const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
+      return find_figure(figures, c, mode, count, metric);
+    };
+    fmt::print("{:<36} {:>6}", config.policy.text(), budget_text(config));
+    for (const std::uint32_t count : words)
+      fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
+    fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),
+               mean_cell(*find({}, "log_likelihood")),
+               c == 0 ? "" : mean_cell(*find({}, "log_likelihood_change")));
+  }
+  fmt::print("\n");
+}
+
+void print_table(const TaskRun& run, std::span<const TaskFigure> figures,
+                 const TaskRequest& request) {
+  for (const QueryMode mode : run.modes) print_mode(run, figures, mode, request.words);
+  fmt::print(
+      "{} draws at each of {} depths; (low-high): 95%, Wilson; log p: of the right answer, nats;\n"
+      "change: from the first line's, over the same draws; ±: 1.96 standard errors\n",
+      request.draws, request.depths.size());
+}
+
+ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
+  const CacheConfig& config = run.configs[figure.config];
+  const auto or_null = [](double value) {
+    return std::isnan(value) ? ordered_json(nullptr) : ordered_json(value);
+  };
+  return {{"policy", config.policy.name},
+          {"params", config.policy.params_text()},
+          {"budget", budget_text(config)},
+          {"prefill", config.prefill.text()},
+          {"positions", name_of(config.positions)},
+          {"seed", config.seed},
+          {"mode", name_of(figure.mode)},
+          {"words", figure.words ? ordered_json(*figure.words) : ordered_json("all")},
+          {"depth", figure.depth ? ordered_json(depth_text(*figure.depth)) : ordered_json("all")},
+          {"metric", figure.metric},
+          {"value", figure.value},
+          {"low", or_null(figure.interval.low)},
+          {"high", or_null(figure.interval.high)},
+          {"count", figure.count}};
+}
+
+/// What was asked, and of which model.
+ordered_json about(const TaskRun& run, const TaskRequest& request, const Backend& backend) {
+  ordered_json depths = ordered_json::array(), modes = ordered_json::array();
+  for (const double depth : request.depths) depths.push_back(depth_text(depth));
+  for (const QueryMode mode : run.modes) modes.push_back(name_of(mode));
+  return {{"kvlab", KVLAB_VERSION},
+          {"task", run.task},
+          {"model", backend.config().name},
+          {"weights_xxh3", backend.weights_xxh3()},
+          {"chat", request.chat ? "chatml" : "none"},
+          {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
+          {"modes", std::move(modes)},
+          {"words", request.words},
+          {"depths", std::move(depths)},
+          {"draws", request.draws},
+          {"seed", request.seed},
+          {"max_new_tokens", request.answers.max_new_tokens},
+          {"interval", "95%: shares by Wilson's score, means by 1.96 standard errors"}};
+}
+
+void write_run(const std::string& out, const TaskRun& run, std::span<const TaskFigure> figures,
+               const ordered_json& about) {
+  const std::filesystem::path folder = out;
+  std::filesystem::create_directories(folder);
+  write_file_atomically(folder / "answers.csv", task_answers_csv(run));
+  write_file_atomically(folder / "task.csv", task_figures_csv(run, figures));
+  write_file_atomically(folder / "task.json", json_text(about) + "\n");
+}
+
+int run(const po::variables_map& options) {
+  TaskRequest request = request_from(options);
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  if (options.count("out")) refuse_existing(options["out"].as<std::string>(), "--out");
+  std::string text;
+  if (options.count("text")) {
+    text = read_text_file(options["text"].as<std::string>(), kMaxTextBytes);
+    request.text = text;
+  }
+  if (!options["no-chat"].as<bool>()) request.chat = read_chat_frame(directory);
+  const Device device = device_from(options);
+  if (device == Device::cuda) request.answers.most_rows = kCudaRows;
+  const auto backend = load_backend(device, directory, threads_from(options));
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+
+  const TaskRun run = run_task(*backend, tokenizer, request);
+  const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
+  ordered_json json = about(run, request, *backend);
+  if (options.count("out")) write_run(options["out"].as<std::string>(), run, figures, json);
+  if (!options["json"].as<bool>()) {
+    print_table(run, figures, request);
+    return 0;
+  }
+  ordered_json rows = ordered_json::array();
+  for (const TaskFigure& figure : figures) rows.push_back(to_json(run, figure));
+  json["figures"] = std::move(rows);
+  fmt::print("{}\n", json_text(json));
+  return 0;
+}
+
+}  // namespace
+
+Command task_command() {
+  return {.name = "task",
+          .summary = "answers under each policy: pass key, needles, recall of pairs",
+          .usage = "passkey|needle|recall --model DIR [--policy LIST --budget LIST] [options]",
+          .example =
+              "kvlab task passkey --model engine/models/tiny --policy sink,h2o --budget 64 "
+              "--words 100 --depth 50% --draws 2",
+          .add_options = add_options,
+          .positional = "task",
+          .run = run};
+}
+
+}  // namespace kvlab
