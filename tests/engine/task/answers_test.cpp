@@ -1,0 +1,209 @@
+// Answers under a policy, against decoders that are fed one by one.
+#include "engine/loop/task/answers.hpp"
+
+#include <cmath>
+
+#include "engine/backend.hpp"
+#include "engine/loop/task/judge.hpp"
+#include "engine/loop/task/run.hpp"
+#include "engine/sampler.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/skip.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
+const std::vector<QueryMode> kModes{QueryMode::aware, QueryMode::agnostic};
+
+Backend& tiny() {
+  static const auto backend = load_backend(Device::cpu, kTiny, 2);
+  return *backend;
+}
+const Tokenizer& tokenizer() {
+  static const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  return tokenizer;
+}
+
+CacheConfig config(const char* policy, std::uint32_t budget, Prefill prefill = {}) {
+  CacheConfig config{
+      .policy = parse_policy(policy), .budget = {.extent = tokens(budget)}, .prefill = prefill};
+  config.positions = config.policy.entry->info.positions;
+  return config;
+}
+
+std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
+  std::vector<TaskPrompt> prompts;
+  for (const std::uint32_t words : {25u, 45u})
+    prompts.push_back(
+        encode_task(tokenizer(), tiny().config(), {},
+                    draw_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
+  return prompts;
+}
+
+/// The same by definition: one decoder is given the right answer, another one speaks to the end.
+TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheConfig& config,
+                        std::uint32_t sequence, std::uint32_t max_new_tokens) {
+  const ResolvedConfig cache = resolve(config, prompt.tokens(), sequence);
+  const auto asked = [&] {
+    auto decoder = tiny().decoder(cache, 4096);
+    for (const auto& segment : prompt.segments(mode)) decoder->feed(segment, SegmentKind::prompt);
+    return decoder;
+  };
+  TaskAnswer answer;
+  auto decoder = tiny().decoder(cache, 4096);
+  std::vector<float> logits;
+  for (const auto& segment : prompt.segments(mode)) {
+    const auto last = decoder->feed(segment, SegmentKind::prompt);
+    logits.assign(last.begin(), last.end());
+  }
+  for (const std::int32_t id : prompt.answer) {
+    answer.log_likelihood -= score_row(logits, logits, id).nll;
+    const auto last = decoder->feed({&id, 1}, SegmentKind::decode);
+    logits.assign(last.begin(), last.end());
+  }
+  std::vector<std::int32_t> ids;
+  Sampler greedy(SamplingOptions{});
+  const auto& eos = tiny().config().eos;
+  asked()->extend(greedy, max_new_tokens, [&](std::int32_t id) {
+    if (std::count(eos.begin(), eos.end(), id)) return false;
+    ids.push_back(id);
+    return true;
+  });
+  std::vector<std::int32_t> text = prompt.question;
+  text.insert(text.end(), ids.begin(), ids.end());
+  answer.said = tokenizer().decode(text).substr(tokenizer().decode(prompt.question).size());
+  answer.right = judge(answer.said, prompt.expected, true) == Verdict::right;
+  return answer;
+}
+
+TEST_CASE("Every answer is that of decoders which are fed by themselves, bit for bit") {
+  const std::vector<CacheConfig> configs{config("full", 1),           config("window", 24),
+                                         config("h2o", 24),           config("h2o", 40, Prefill{7}),
+                                         config("streaming_h2o", 30), config("lru", 24, Prefill{1}),
+                                         config("random", 40)};
+  constexpr std::uint32_t kMost = 14;
+  // Pass keys, of which the model says nothing for long; and lists, of which it says some number.
+  std::vector<TaskPrompt> prompts = some_prompts();
+  for (TaskPrompt prompt : some_prompts({.kind = TaskKind::recall})) {
+    const std::string said = plain_answer(prompt, QueryMode::aware, configs[0], 0, kMost).said;
+    const std::size_t first = said.find_first_of("0123456789");
+    REQUIRE(first != std::string::npos);
+    const std::size_t end = said.find_first_not_of("0123456789", first);
+    prompt.expected = {said.substr(first, end - first)};
+    prompt.answer = tokenizer().encode(said.substr(0, end), false);
+    prompts.push_back(std::move(prompt));
+  }
+  std::vector<TaskAnswer> wanted;
+  for (std::size_t p = 0; p < prompts.size(); ++p)
+    for (const QueryMode mode : kModes)
+      for (const CacheConfig& one : configs)
+        wanted.push_back(plain_answer(prompts[p], mode, one, static_cast<std::uint32_t>(p), kMost));
+  const auto right = std::ranges::count_if(wanted, &TaskAnswer::right);
+  CHECK(right >= 4);
+  CHECK(right < static_cast<std::ptrdiff_t>(wanted.size() / 2));
+
+  for (const std::uint32_t rows : {3u, 64u}) {
+    const auto answers = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs,
+                                      {.max_new_tokens = kMost, .most_rows = rows, .progress = {}});
+    std::size_t i = 0;
+    for (const auto& of_prompt : answers)
+      for (const auto& of_mode : of_prompt)
+        for (const TaskAnswer& answer : of_mode) {
+          CAPTURE(rows, i, answer.said, wanted[i].said);
+          CHECK(answer.log_likelihood == wanted[i].log_likelihood);
+          CHECK(answer.right == wanted[i].right);
+          CHECK(wanted[i].said.starts_with(answer.said));
+          ++i;
+        }
+    CHECK(i == wanted.size());
+  }
+}
+
+TEST_CASE("A budget of the whole sequence answers as the full cache does, bit for bit") {
+  const std::vector<CacheConfig> configs{config("full", 1), config("h2o", 1000),
+                                         config("lru", 1000, Prefill{1}), config("sink", 1000),
+                                         config("window", 20)};
+  const auto prompts = some_prompts({.kind = TaskKind::needle, .keys = 2, .values = 2});
+  const auto answers = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs, {});
+  for (const auto& of_prompt : answers)
+    for (const auto& of_mode : of_prompt)
+      for (std::size_t c = 1; c < 4; ++c) {
+        if (c < 3) CHECK(of_mode[c].log_likelihood == of_mode[0].log_likelihood);
+        // Squeezed positions round elsewhere.
+        CHECK(std::abs(of_mode[c].log_likelihood - of_mode[0].log_likelihood) < 1e-3);
+        CHECK(of_mode[c].said == of_mode[0].said);
+        CHECK(of_mode[4].log_likelihood != of_mode[0].log_likelihood);
+      }
+  // The ids are the same in both modes, so the full cache answers the same.
+  for (const auto& of_prompt : answers)
+    CHECK(of_prompt[0][0].log_likelihood == of_prompt[1][0].log_likelihood);
+}
+
+TEST_CASE("A CUDA device gives answers the likelihood that the CPU gives them", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const auto cuda = load_backend(Device::cuda, kTiny, 2);
+  const std::vector<CacheConfig> configs{config("full", 1),      config("h2o", 30),
+                                         config("window", 24),   config("h2o", 40),
+                                         config("lru", 24, {1}), config("streaming_h2o", 30)};
+  const auto prompts = some_prompts();
+  const auto wanted = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs, {});
+  for (const std::uint32_t rows : {3u, 64u}) {
+    const auto answers = answer_tasks(cuda->batches(), tokenizer(), prompts, kModes, configs,
+                                      {.max_new_tokens = 32, .most_rows = rows, .progress = {}});
+    for (std::size_t p = 0; p < prompts.size(); ++p)
+      for (std::size_t m = 0; m < kModes.size(); ++m)
+        for (std::size_t c = 0; c < configs.size(); ++c) {
+          const double cpu = wanted[p][m][c].log_likelihood, own = answers[p][m][c].log_likelihood;
+          CAPTURE(rows, p, m, c, cpu, own);
+          CHECK(std::abs(own - cpu) < 0.05 * std::abs(cpu));  // bf16 beside float32
+        }
+  }
+}
+
+TEST_CASE("A run puts the full cache first, and refuses what the model was not trained for") {
+  TaskRequest request{
+      .spec = {.kind = TaskKind::recall}, .words = {12}, .configs = {config("h2o", 16)}};
+  request.depths = {0, 1};
+  request.draws = 2;
+  request.answers.max_new_tokens = 4;
+  const TaskRun run = run_task(tiny(), tokenizer(), request);
+  REQUIRE(run.configs.size() == 2);
+  CHECK(!run.configs[0].evicts());
+  CHECK(run.places.size() == 4);
+  CHECK(run.answers.size() == 4);
+  // A header, and a row for each answer and figure: 2 configurations, 2 modes.
+  const auto lines = [](const std::string& text) { return std::ranges::count(text, '\n'); };
+  std::string csv = task_answers_csv(run);
+  CHECK(csv.starts_with("task,policy,params,budget,prefill,positions,seed,mode,words,depth,draw,"));
+  const auto figures = task_figures(run.answers, run.places, run.modes);
+  CHECK(lines(task_figures_csv(run, figures)) == 1 + static_cast<std::ptrdiff_t>(figures.size()));
+
+  request.words = {12, 3000};
+  const std::string error =
+      test::error_of<std::invalid_argument>([&] { run_task(tiny(), tokenizer(), request); });
+  CHECK(error.starts_with("--words 3000: needs "));
+  CHECK(error.find("was trained on") != std::string::npos);
+}
+
+TEST_CASE("SmolLM2 finds a pass key, and a window that has lost it does not") {
+  const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/smollm2";
+  if (!std::filesystem::exists(directory / "model.safetensors"))
+    return skip("no SmolLM2, which ./dev model smollm2 fetches");
+  const auto backend = load_backend(Device::cpu, directory, 2);
+  TaskRequest request{.words = {100}, .configs = {config("window", 64)}};
+  request.depths = {0};
+  request.draws = 2;
+  request.chat = read_chat_frame(directory);
+  const TaskRun run = run_task(*backend, Tokenizer::load(directory / "tokenizer.json"), request);
+  for (const auto& of_prompt : run.answers)
+    for (const auto& of_mode : of_prompt) {
+      CHECK(of_mode[0].right);
+      CHECK(!of_mode[1].right);
+      CHECK(of_mode[0].log_likelihood > of_mode[1].log_likelihood + 5);
+    }
+}
+
+}  // namespace
+}  // namespace kvlab

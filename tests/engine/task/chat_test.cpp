@@ -1,0 +1,99 @@
+// Chat templates that are known, and those that are refused.
+#include "engine/loop/task/chat.hpp"
+
+#include <stdexcept>
+
+#include "engine/loop/task/prompt.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/skip.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+using test::error_of;
+
+constexpr const char* kSmolLm =
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}";
+
+TEST_CASE("ChatML is recognised, with its own system message") {
+  const ChatFrame frame = chat_frame(kSmolLm, "f");
+  CHECK(frame.before ==
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n<|im_start|>user\n");
+  CHECK(frame.after == "<|im_end|>\n<|im_start|>assistant\n");
+}
+
+TEST_CASE("A system message is taken whole, not from a branch that puts it together") {
+  // As Qwen2.5: line breaks are Jinja's, and a branch for tools comes first.
+  const ChatFrame qwen = chat_frame(
+      R"({%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['content'] }}{{- '<|im_end|>\n' }})"
+      R"({%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %})"
+      R"({{- '<|im_start|>assistant\n' }})",
+      "f");
+  CHECK(qwen.before == "<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\n");
+  const ChatFrame plain = chat_frame("{{'<|im_start|>' + role + '<|im_end|>'}}", "f");
+  CHECK(plain.before == "<|im_start|>user\n");
+}
+
+TEST_CASE("Other templates are refused by name") {
+  const auto refusal = [](const char* text) {
+    return error_of<std::invalid_argument>([&] { chat_frame(text, "dir/tokenizer_config.json"); });
+  };
+  CHECK(refusal("<|start_header_id|>") ==
+        "dir/tokenizer_config.json: its chat template is Llama 3's headers; only ChatML is known, "
+        "--no-chat asks without");
+  CHECK(refusal("{{ '[INST] ' }}").find("Llama 2 and Mistral") != std::string::npos);
+  CHECK(refusal("hello").find("of an unknown kind") != std::string::npos);
+  CHECK(refusal("<|im_start|> <|im_end|> <think>").find("thoughts") != std::string::npos);
+}
+
+TEST_CASE("A model's template is found where it has one") {
+  const test::TemporaryFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    std::ofstream(folder / name) << text;
+  };
+  CHECK(!read_chat_frame(folder.path()));
+  write("tokenizer_config.json", "{\"bos_token\": \"<s>\"}");
+  CHECK(!read_chat_frame(folder.path()));
+  const std::string chat_ml = "\"<|im_start|><|im_end|>\"";
+  write("tokenizer_config.json", "{\"chat_template\": " + chat_ml + "}");
+  CHECK(read_chat_frame(folder.path())->before == "<|im_start|>user\n");
+  write("tokenizer_config.json",
+        "{\"chat_template\": [{\"name\": \"tools\", \"template\": \"[INST]\"}, {\"name\": "
+        "\"default\", \"template\": " +
+            chat_ml + "}]}");
+  CHECK(read_chat_frame(folder.path()));
+  write("tokenizer_config.json", "{\"chat_template\": 7}");
+  CHECK_THROWS_AS(read_chat_frame(folder.path()), std::runtime_error);
+  write("chat_template.jinja", "[INST]");
+  CHECK_THROWS_AS(read_chat_frame(folder.path()), std::invalid_argument);
+}
+
+TEST_CASE("SmolLM2: the template's marks are single tokens, and the ids are those of the text") {
+  const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/smollm2";
+  if (!std::filesystem::exists(directory / "model.safetensors"))
+    return skip("no SmolLM2, which ./dev model smollm2 fetches");
+  const Tokenizer tokenizer = Tokenizer::load(directory / "tokenizer.json");
+  const auto frame = read_chat_frame(directory);
+  REQUIRE(frame);
+  CHECK(frame->before == chat_frame(kSmolLm, "f").before);
+  const TaskDraw draw = draw_task({}, Haystack(bundled_haystack()), {100, 0.5}, 0, 0);
+  const TaskPrompt prompt = encode_task(tokenizer, load_model_config(directory), frame, draw);
+  std::vector<std::int32_t> whole = prompt.context;
+  whole.insert(whole.end(), prompt.question.begin(), prompt.question.end());
+  whole.insert(whole.end(), prompt.answer.begin(), prompt.answer.end());
+  CHECK(std::count(whole.begin(), whole.end(), *tokenizer.id_of("<|im_start|>")) == 3);
+  CHECK(std::count(whole.begin(), whole.end(), *tokenizer.id_of("<|im_end|>")) == 2);
+  CHECK(tokenizer.decode(whole, false) ==
+        frame->before + draw.context + draw.question + frame->after + draw.lead + draw.answer());
+  CHECK(tokenizer.decode(prompt.answer) == draw.answer());
+}
+
+}  // namespace
+}  // namespace kvlab

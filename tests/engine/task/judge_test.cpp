@@ -1,0 +1,122 @@
+// What is right, and what the counts say.
+#include "engine/loop/task/judge.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/loop/task/figures.hpp"
+#include "tests/catch.hpp"
+
+namespace kvlab {
+namespace {
+
+Verdict one(std::string_view said, bool ended = false) {
+  const std::vector<std::string> expected{"4821"};
+  return judge(said, expected, ended);
+}
+
+TEST_CASE("The first number decides, when it is whole") {
+  CHECK(one(" 4821.") == Verdict::right);
+  CHECK(one("is it 4821, or 17?") == Verdict::right);
+  CHECK(one(" 4821") == Verdict::open);
+  CHECK(one(" 4821", true) == Verdict::right);
+  CHECK(one(" 48211") == Verdict::wrong);
+  CHECK(one(" 482", false) == Verdict::open);
+  CHECK(one(" 482", true) == Verdict::wrong);
+  CHECK(one(" 482 ") == Verdict::wrong);
+  CHECK(one(" 49") == Verdict::wrong);
+  CHECK(one("17, or 4821.") == Verdict::wrong);
+  CHECK(one("") == Verdict::open);
+  CHECK(one("no number", true) == Verdict::wrong);
+}
+
+TEST_CASE("Several numbers: each of them once, in any order, before any other") {
+  const std::vector<std::string> expected{"12", "123", "7"};
+  const auto verdict = [&](std::string_view said, bool ended = true) {
+    return judge(said, expected, ended);
+  };
+  CHECK(verdict("7 and 12 and 123") == Verdict::right);
+  CHECK(verdict("12, 123, 7, 99") == Verdict::right);
+  CHECK(verdict("12, 12, 7") == Verdict::wrong);
+  CHECK(verdict("12, 7") == Verdict::wrong);
+  CHECK(verdict("12, 7", false) == Verdict::open);
+  CHECK(verdict("12, 7, 12", false) == Verdict::open);  // it may become 123
+  CHECK(verdict("12, 7, 8", false) == Verdict::wrong);
+}
+
+/// Every judgement at a prefix of an answer, if it is one, is that of the whole answer.
+TEST_CASE("A verdict before the end is never taken back") {
+  const std::vector<std::string> expected{"48", "481"};
+  std::string said(6, ' ');
+  constexpr std::string_view kAlphabet = "481 ";
+  for (int code = 0; code < 4096; ++code) {
+    for (std::size_t i = 0; i < said.size(); ++i) said[i] = kAlphabet[code >> (2 * i) & 3];
+    const Verdict whole = judge(said, expected, true);
+    CHECK(whole != Verdict::open);
+    for (std::size_t length = 0; length <= said.size(); ++length) {
+      const Verdict early = judge(std::string_view(said).substr(0, length), expected, false);
+      if (early != Verdict::open && early != whole) FAIL(said << " at " << length);
+    }
+  }
+}
+
+TEST_CASE("Wilson's interval holds the probabilities that the share is near to, and no others") {
+  constexpr double kStep = 1e-5;
+  for (const std::uint64_t count : {1u, 2u, 5u, 20u, 300u})
+    for (std::uint64_t hits = 0; hits <= count; hits += std::max<std::uint64_t>(1, count / 7)) {
+      const auto n = static_cast<double>(count);
+      double low = 1, high = 0;
+      for (double p = 0; p <= 1 + kStep / 2; p += kStep)
+        if (std::abs(static_cast<double>(hits) / n - p) <=
+            1.959963984540054 * std::sqrt(std::max(0.0, p * (1 - p)) / n) + 1e-12) {
+          low = std::min(low, p);
+          high = std::max(high, p);
+        }
+      const Interval interval = wilson_interval(hits, count);
+      CAPTURE(hits, count);
+      CHECK(std::abs(interval.low - low) < 2 * kStep);
+      CHECK(std::abs(interval.high - high) < 2 * kStep);
+    }
+  CHECK(wilson_interval(0, 0).low == 0);
+  CHECK(wilson_interval(0, 0).high == 1);
+}
+
+TEST_CASE("Figures count each place and all of them, against the first configuration") {
+  const std::vector<TaskPlace> places{{10, 0}, {10, 0}, {10, 1}, {20, 1}};
+  const std::vector<QueryMode> modes{QueryMode::agnostic};
+  // The first: right, wrong, right, wrong. The second: wrong, wrong, right, right.
+  const std::vector<std::vector<std::vector<TaskAnswer>>> answers{
+      {{{true, -1, ""}, {false, -5, ""}}},
+      {{{false, -2, ""}, {false, -8, ""}}},
+      {{{true, -1, ""}, {true, -1, ""}}},
+      {{{false, -4, ""}, {true, -2, ""}}}};
+  const auto figures = task_figures(answers, places, modes);
+  const auto find = [&](std::size_t config, std::optional<std::uint32_t> words,
+                        std::optional<double> depth, std::string_view metric) {
+    const auto at = std::ranges::find_if(figures, [&](const TaskFigure& figure) {
+      return figure.config == config && figure.words == words && figure.depth == depth &&
+             figure.metric == metric;
+    });
+    return at == figures.end() ? nullptr : &*at;
+  };
+  CHECK(find(0, {}, {}, "exact_match")->value == 0.5);
+  CHECK(find(1, {}, {}, "exact_match")->count == 4);
+  CHECK(find(1, {}, {}, "exact_match")->interval.low == wilson_interval(2, 4).low);
+  CHECK(find(1, {}, {}, "lost")->value == 0.5);
+  CHECK(find(1, {}, {}, "lost")->count == 2);
+  CHECK(find(1, {}, {}, "gained")->value == 0.5);
+  CHECK(find(1, 10, 0, "lost")->value == 1);
+  CHECK(find(1, 10, 1, "gained") == nullptr);  // the first was never wrong there
+  CHECK(find(1, 20, 1, "lost") == nullptr);
+  CHECK(find(1, {}, 1, "exact_match")->value == 1);
+  CHECK(find(1, 20, 0, "exact_match") == nullptr);
+  CHECK(find(1, 10, {}, "log_likelihood")->value == Approx(-14.0 / 3));
+  const TaskFigure& change = *find(1, {}, {}, "log_likelihood_change");
+  CHECK(change.value == Approx((-4 - 6 + 0 + 2) / 4.0));
+  // Standard error of −4, −6, 0, 2 around −2: √((4 + 16 + 4 + 16) / 3 / 4).
+  CHECK(change.interval.high - change.value == Approx(1.959964 * std::sqrt(40.0 / 12)));
+  CHECK(std::isnan(find(1, 20, 1, "log_likelihood_change")->interval.low));
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,79 @@
+// `kvlab task`: its tables, and one line for what is wrong.
+#include <filesystem>
+#include <stdexcept>
+
+#include "sim/run/csv.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "tools/command.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
+
+int task(const std::vector<std::string>& words) { return run_command(task_command(), words); }
+std::string refusal(const std::vector<std::string>& words) {
+  return test::error_of<std::invalid_argument>([&] { task(words); });
+}
+
+TEST_CASE("A run leaves a figure a row, an answer a row, and what was asked") {
+  const test::TemporaryFolder folder;
+  const std::string out = (folder / "run").string();
+  CHECK(task({"needle",      "--kind",
+              "multi-key",   "--model",
+              kTiny,         "--policy",
+              "window,sink", "--budget",
+              "24,32",       "--words",
+              "20,30",       "--depth",
+              "0%,100%",     "--draws",
+              "2",           "--max-new-tokens",
+              "4",           "--query-agnostic",
+              "--device",    "cpu",
+              "--out",       out}) == 0);
+  const std::string answers = read_text_file(out + "/answers.csv", 1 << 20);
+  CsvReader reader(answers);
+  std::size_t rows = 0;
+  while (const auto fields = reader.next()) {
+    CHECK(fields->size() == 15);
+    if (rows++ == 0) continue;
+    CHECK((*fields)[0] == "needle:keys=4:values=1");
+    CHECK((*fields)[7] == "query-agnostic");
+  }
+  CHECK(rows == 1 + 5 * 2 * 2 * 2);  // configurations, lengths, depths, draws
+  const std::string figures = read_text_file(out + "/task.csv", 1 << 20);
+  CHECK(figures.find("window,sinks=0:recent=0,24,dense,original,0,query-agnostic,20,100%,"
+                     "exact_match,") != std::string::npos);
+  const auto about = parse_json(read_text_file(out + "/task.json", 1 << 20), "task.json");
+  CHECK(about.at("draws") == 2);
+  CHECK(about.at("chat") == "none");
+  CHECK_THROWS_AS(task({"recall", "--model", kTiny, "--out", out}), std::runtime_error);
+}
+
+TEST_CASE("What is wrong is named, with what would be right") {
+  CHECK(refusal({}).starts_with("--task: missing; "));
+  CHECK(refusal({"pass", "--model", kTiny}) ==
+        "--task: \"pass\" should be passkey, needle or recall");
+  CHECK(refusal({"passkey", "--words", "250,x"}) ==
+        "--words: \"x\" should be a list such as 250,500,1000, each between 0 and 1000000");
+  CHECK(refusal({"passkey", "--words", "0"}) == "--words: 0 should be a whole number, at least 1");
+  CHECK(refusal({"passkey", "--depth", "50"}) ==
+        "--depth: \"50\" should be a list such as 0%,50%,100%, each between 0% and 100%");
+  CHECK(refusal({"passkey", "--depth", "101%"}).starts_with("--depth: \"101%\" should be"));
+  CHECK(refusal({"passkey", "--draws", "0"}) == "--draws: 0 should be between 1 and 100000");
+  CHECK(refusal({"passkey", "--keys", "2"}) == "--keys: is for kvlab task needle; leave it out");
+  CHECK(refusal({"needle", "--reassigned"}) ==
+        "--reassigned: is for kvlab task recall; leave it out");
+  CHECK(refusal({"needle", "--kind", "many"}) ==
+        "--kind: \"many\" should be single, multi-key or multi-value");
+  CHECK(refusal({"passkey"}).starts_with("--model: missing; "));
+  CHECK(refusal({"passkey", "--model", kTiny, "--budget", "64"}).starts_with("--budget: "));
+  CHECK(refusal({"recall", "--text", "f", "--model", kTiny}) ==
+        "--text: recall has no text to hide in; leave it out");
+}
+
+}  // namespace
+}  // namespace kvlab
