@@ -7,7 +7,9 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 
@@ -184,6 +186,18 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                     .count = measurement.count});
   }
   return rows;
+}
+
+std::string_view best_metric(std::span<const ResultRow> rows) {
+  std::set<std::string_view> traces;
+  std::map<std::string_view, std::set<std::string_view>> of_metric;
+  for (const ResultRow& row : rows) {
+    traces.insert(row.trace);
+    of_metric[row.metric].insert(row.trace);
+  }
+  for (const std::string_view metric : {"residual_error", "layer_error"})
+    if (of_metric[metric] == traces) return metric;
+  return "nll_recall";
 }
 
 std::string results_csv(std::span<const ResultRow> rows) {

@@ -43,6 +43,10 @@ struct ResultRow {
 std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,
                                    const ReplayOptions& options, const ReplayResult& result);
 
+/// What deployment goes by: of the figures that order policies as the closed loop does, the best
+/// that every trace of the rows has (docs/fidelity.md).
+std::string_view best_metric(std::span<const ResultRow> rows);
+
 /// RFC 4180, "\n" between records; numbers in the shortest form that reads back to the same value.
 std::string results_csv(std::span<const ResultRow> rows);
 

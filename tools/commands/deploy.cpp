@@ -22,8 +22,9 @@ void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("run", text_option("RUN"), "a run of `kvlab replay`");
   add("budget", text_option("B"), "a budget of the run");
-  add("metric", text_option("METRIC", "nll_recall"),
-      "what decides: nll_recall, recall, miss_rate, output_error, layer_error");
+  add("metric", text_option("METRIC"),
+      "what decides: residual_error, layer_error, nll_recall, recall, miss_rate, output_error "
+      "(default: the first of the first three that every trace of the run has)");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add("confirm", number_option("K", 0),
       "settle the first K by perplexity in the closed loop (needs --model and --text)");
@@ -116,7 +117,10 @@ int run(const po::variables_map& options) {
   const std::string out = required(options, "out", "--out policy.json");
   const Run loaded = load_run(directory);
   const Figures figures(loaded.rows);
-  Ballot ballot = rank_for_deployment(loaded, figures, budget, options["metric"].as<std::string>());
+  Ballot ballot =
+      rank_for_deployment(loaded, figures, budget,
+                          options.count("metric") ? options["metric"].as<std::string>()
+                                                  : std::string(best_metric(loaded.rows)));
   const auto compiled = policy_sources_from(options);
   const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
   if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
@@ -147,8 +151,7 @@ Command deploy_command() {
   return {
       .name = "deploy",
       .summary = "the winner of a run at a budget, as a policy file for the engine",
-      .usage =
-          "RUN --budget B [--metric nll_recall] [--confirm K --model DIR --text FILE] --out FILE",
+      .usage = "RUN --budget B [--metric METRIC] [--confirm K --model DIR --text FILE] --out FILE",
       .example = "kvlab deploy run --budget 128 --out policy.json",
       .add_options = add_options,
       .positional = "run",

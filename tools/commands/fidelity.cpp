@@ -129,8 +129,8 @@ int run(const po::variables_map& options) {
 
   const auto backend = load_backend(device, directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  const Sweep sweep = backend->batches() ? sweep_by_batches(*backend->batches())
-                                         : sweep_by_layers(Model::load(directory, threads));
+  const Sweep sweep = device == Device::cuda ? sweep_by_batches(backend->batches())
+                                             : sweep_by_layers(Model::load(directory, threads));
   const auto replayer = device == Device::cuda ? cuda_replayer() : nullptr;
   const auto& paths = options["text"].as<std::vector<std::string>>();
   std::vector<std::vector<std::int32_t>> ids;
