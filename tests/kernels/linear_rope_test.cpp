@@ -84,7 +84,7 @@ class Trial {
     std::vector<std::int32_t> position, slot;
     for (int row = 0; row < c_.rows; ++row) {
       position.push_back((row * 37 + by * 11) % kPositions);
-      slot.push_back((row + by) % kSlots);
+      slot.push_back((row + by) % (c_.pairs ? 2 : kSlots));  // with pairs: added to the next slot
     }
     check_cuda(cudaMemcpy(positions_.data(), position.data(), position.size() * 4,
                           cudaMemcpyHostToDevice));
@@ -93,7 +93,7 @@ class Trial {
     std::vector<std::int32_t> next;
     for (int pair = 0; pair < c_.rows * c_.kv_heads; ++pair) {
       first.push_back(std::int64_t{pair} * kSlots);
-      next.push_back((2 * pair + by) % kSlots);
+      next.push_back((2 * pair + by) % (kSlots - 1));
     }
     check_cuda(
         cudaMemcpy(first_slot_.data(), first.data(), first.size() * 8, cudaMemcpyHostToDevice));

@@ -1,0 +1,155 @@
+// Extras of format 2: what is written is read, what is damaged is named, what is killed is kept.
+#include "traces/extras.hpp"
+
+#include <cmath>
+#include <limits>
+
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/traces/sample_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
+#include "traces/shard.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+namespace {
+
+using Catch::Matchers::ContainsSubstring;
+using nlohmann::json;
+using namespace test;
+
+constexpr std::uint32_t kTokens = 1100;  // two shards
+
+const Sample& sample() {
+  static const Sample kSample = make_sample(kTokens, Dtype::f32, Rounding::none);
+  return kSample;
+}
+
+OutputSketch sketch_of(const ModelShape& shape) {
+  OutputSketch sketch{7, {}};
+  const std::uint64_t count =
+      std::uint64_t{shape.layers} * shape.query_heads * shape.head_size * kSketchColumns;
+  for (std::uint64_t i = 0; i < count; ++i)
+    sketch.values.push_back(static_cast<float>(sketch_normal(7, i)));
+  return sketch;
+}
+
+/// The norm of token t is t + layer.
+void admit_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_t count,
+                          float worst = 0) {
+  const Sample& s = sample();
+  const auto rows = [&](const std::vector<float>& all) {
+    const std::size_t width = all.size() / s.tokens();
+    return std::span(all).subspan(first * width, count * width);
+  };
+  writer.begin(std::span(s.ids).subspan(first, count), SegmentKind::prompt);
+  for (std::uint32_t l = 0; l < s.q.size(); ++l) {
+    writer.layer(l, rows(s.q[l]), rows(s.k[l]), rows(s.v[l]), rows(s.out[l]), rows(s.lse[l]));
+    std::vector<float> norms;
+    for (std::uint32_t t = first; t < first + count; ++t)
+      norms.push_back(static_cast<float>(t + l));
+    norms.back() += worst;
+    writer.residual(l, norms);
+  }
+  writer.end();
+}
+
+std::filesystem::path write_whole(const TemporaryFolder& folder, float worst = 0) {
+  TraceHeader header = sample().header;
+  header.spans = {{"early", 3, 5}, {"late", 1090, 10}};
+  TraceWriter writer(folder / "t", header);
+  writer.sketch(sketch_of(header.shape));
+  admit_with_residuals(writer, 0, kTokens, worst);
+  writer.finish();
+  return folder / "t";
+}
+
+TEST_CASE("Residual norms, the sketch and spans are read as they were written") {
+  const TemporaryFolder folder;
+  const TraceReader trace = open_verified_trace(write_whole(folder), 1);
+  REQUIRE(trace.has_residuals());
+  CHECK(trace.header().spans == std::vector<NamedSpan>{{"early", 3, 5}, {"late", 1090, 10}});
+  std::vector<float> norms(kTokens);
+  trace.residual_norm2(1, norms.data());
+  for (std::uint32_t t = 0; t < kTokens; ++t) REQUIRE(norms[t] == static_cast<float>(t + 1));
+
+  const ModelShape& shape = trace.shape();
+  const std::size_t of_layer = std::size_t{shape.query_heads} * shape.head_size * kSketchColumns,
+                    of_head = of_layer / shape.kv_heads;
+  const auto all = trace.sketch(1, 1, kSketchColumns), half = trace.sketch(1, 1, 32);
+  REQUIRE(all.size() == of_head);
+  for (std::size_t i = 0; i < of_head; ++i)
+    REQUIRE(all[i] ==
+            round_to(Dtype::bf16, static_cast<float>(sketch_normal(7, of_layer + of_head + i))));
+  CHECK(half[32 + 3] == std::sqrt(2.0f) * all[64 + 3]);
+}
+
+TEST_CASE("A sketch's numbers are normal") {
+  double sum = 0, squares = 0;
+  constexpr int kCount = 100'000;
+  for (int i = 0; i < kCount; ++i) {
+    const double x = sketch_normal(3, static_cast<std::uint64_t>(i));
+    sum += x, squares += x * x;
+  }
+  CHECK(std::abs(sum / kCount) < 0.015);
+  CHECK(std::abs(squares / kCount - 1) < 0.02);
+}
+
+TEST_CASE("Damaged extras are refused by name") {
+  const TemporaryFolder folder;
+  const auto path = write_whole(folder);
+  const auto manifest = read_bytes(path / "manifest.json");
+  const auto error_with = [&](auto change) {
+    json changed = json::parse(manifest);
+    change(changed);
+    write_bytes(path / "manifest.json", changed.dump());
+    return error_of([&] { TraceReader::open(path); });
+  };
+  CHECK_THAT(error_with([](json& m) { m["spans"][0]["tokens"] = 2000; }),
+             ContainsSubstring("spans[0]") && ContainsSubstring("tokens"));
+  CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "early"; }),
+             ContainsSubstring("the name \"early\" is there twice"));
+  CHECK_THAT(error_with([](json& m) { m["extras"]["novel"] = json::object(); }),
+             ContainsSubstring("novel"));
+  CHECK_THAT(error_with([](json& m) { m["extras"]["sketch"]["seed"] = 8; }),
+             ContainsSubstring("its seed is not 8"));
+  CHECK_THAT(error_with([](json& m) { m["extras"].erase("residual_norm2"); }),
+             ContainsSubstring("residual_norm2"));
+  CHECK_THAT(error_with([](json& m) { m["format"] = 1; }), ContainsSubstring("extras"));
+  write_bytes(path / "manifest.json", manifest);
+
+  std::string bytes = read_bytes(path / "output.safetensors");
+  bytes[bytes.size() - 100] ^= 1;
+  write_bytes(path / "output.safetensors", bytes);
+  CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
+             ContainsSubstring("output.safetensors: damaged"));
+  ModelShape other = sample().header.shape;
+  other.head_size = 4;
+  write_sketch(path, other, sketch_of(other));
+  CHECK_THAT(error_of([&] { TraceReader::open(path); }), ContainsSubstring("layers.0.sketch"));
+}
+
+TEST_CASE("A residual norm that no decoder computed does not verify") {
+  for (const float worst : {std::numeric_limits<float>::quiet_NaN(), -1e9f}) {
+    const TemporaryFolder folder;
+    const TraceReader trace = TraceReader::open(write_whole(folder, worst));
+    const TraceCheck check = verify_trace(trace, 1);
+    CHECK_FALSE(check.ok);
+    CHECK_THAT(check.problems.front(), ContainsSubstring("residual_norm2 at position 1099"));
+  }
+}
+
+TEST_CASE("A sealed trace keeps its extras, and the spans that lie within it") {
+  const TemporaryFolder folder;
+  const auto path = write_whole(folder);
+  std::filesystem::remove(path / "manifest.json");
+  std::filesystem::remove(path / "shard-00001.safetensors");
+  CHECK(seal_trace(path) == 1024);
+  const TraceReader trace = open_verified_trace(path, 1);
+  CHECK(trace.has_residuals());
+  CHECK(trace.header().spans == std::vector<NamedSpan>{{"early", 3, 5}});
+}
+
+}  // namespace
+}  // namespace kvlab
