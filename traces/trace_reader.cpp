@@ -74,8 +74,8 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
   trace.manifest_ = std::move(manifest);
   trace.ids_ = std::move(tokens.ids);
   for (const ShardInfo& shard : trace.shards())
-    trace.files_.push_back(open_shard(directory / shard.file, trace.header(), shard,
-                                      trace.extras().residual_norm2));
+    trace.files_.push_back(
+        open_shard(directory / shard.file, trace.header(), shard, trace.extras().residual_norm2));
   if (const auto& sketch = trace.extras().sketch) {
     trace.sketch_file_ = SafetensorsFile::open(directory / kSketchFile);
     if (check_sketch(*trace.sketch_file_, trace.shape()) != sketch->seed)
