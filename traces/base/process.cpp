@@ -28,6 +28,7 @@ TemporaryFolder::~TemporaryFolder() {
 
 int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
   std::vector<char*> arguments;
+  arguments.reserve(words.size() + 1);
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   posix_spawn_file_actions_t streams;
