@@ -196,6 +196,15 @@ double spearman(std::span<const double> a, std::span<const double> b) {
   return xx > 0 && yy > 0 ? xy / std::sqrt(xx * yy) : kNaN;
 }
 
+void check_fidelity_grid(std::span<const CacheConfig> configs) {
+  for (const CacheConfig& config : configs)
+    if (!config.evicts())
+      throw std::invalid_argument(
+          fmt::format("--policy: {} never evicts, so there is nothing to predict; leave it out",
+                      config.policy.text()));
+  by_budget(configs);
+}
+
 Fidelity assess_fidelity(std::span<const CacheConfig> configs,
                          std::span<const FidelityText> texts) {
   const std::vector<BudgetGroup> budgets = by_budget(configs);

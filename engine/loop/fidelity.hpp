@@ -48,7 +48,10 @@ struct Fidelity {
 /// constant.
 double spearman(std::span<const double> a, std::span<const double> b);
 
-/// Of configurations that evict. Throws std::invalid_argument where a budget has fewer than three.
+/// Throws std::invalid_argument where a budget has fewer than three configurations, or one that
+/// never evicts.
+void check_fidelity_grid(std::span<const CacheConfig> configs);
+/// Of a grid that check_fidelity_grid() takes.
 Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
 struct FidelityOptions {

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <set>
 
 #include "engine/loop/fidelity.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
@@ -91,7 +92,8 @@ void print_table(const Fidelity& fidelity) {
     fmt::print(" {:>9.2f}\n", metric.pooled);
   }
   fmt::print("{:<16}", "text by text");
-  for (const double rho : fidelity.ceiling) fmt::print(" {:>14.2f}", rho);
+  for (const double rho : fidelity.ceiling)
+    fmt::print(" {:>14}", std::isnan(rho) ? "-" : fmt::format("{:.2f}", rho));
   fmt::print("\n");
 }
 
@@ -109,6 +111,47 @@ std::vector<std::int32_t> ids_of(const std::string& path, const Tokenizer& token
   return ids;
 }
 
+void add_to(ordered_json& json, const Fidelity& fidelity, std::span<const CacheConfig> configs,
+            std::span<const FidelityText> texts) {
+  json["texts"] = ordered_json::array();
+  for (const FidelityText& text : texts) json["texts"].push_back(text.name);
+  for (const FidelityMetric& metric : fidelity.metrics)
+    json["metrics"][metric.metric] = to_json(metric, configs);
+  for (std::size_t b = 0; b < fidelity.ceiling.size(); ++b)
+    json["ceiling"][fidelity.metrics.front().within[b].budget] = number(fidelity.ceiling[b]);
+}
+
+/// A text's traces and rows go by its file's name without the extension.
+std::string name_of_text(const std::string& path) {
+  return std::filesystem::path(path).stem().string();
+}
+
+void refuse_same_names(const std::vector<std::string>& paths) {
+  std::set<std::string> names;
+  for (const std::string& path : paths)
+    if (!names.insert(name_of_text(path)).second)
+      throw std::invalid_argument(
+          fmt::format("--text: two files are called {}; rename one, results are told apart by it",
+                      name_of_text(path)));
+}
+
+/// A folder that appears under its name when all is in it; OUT.part until then.
+class Staging {
+ public:
+  explicit Staging(const std::string& out) : out_(out), part_(out + ".part") {
+    refuse_existing(part_.string(), "--out");
+  }
+  ~Staging() {
+    std::error_code ignored;
+    std::filesystem::remove_all(part_, ignored);  // nothing, once it is published
+  }
+  const std::filesystem::path& path() const { return part_; }
+  void publish() const { std::filesystem::rename(part_, out_); }
+
+ private:
+  std::filesystem::path out_, part_;
+};
+
 int run(const po::variables_map& options) {
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
@@ -121,11 +164,8 @@ int run(const po::variables_map& options) {
   const std::uint32_t prompt =
       count_from(options, "prompt-tokens", 1, static_cast<std::int64_t>(tokens) - 2);
   const std::vector<CacheConfig> configs = grid_from(options);
-  for (const CacheConfig& config : configs)
-    if (!config.evicts())
-      throw std::invalid_argument(
-          fmt::format("--policy: {} never evicts, so there is nothing to predict; leave it out",
-                      label_of(config)));
+  check_fidelity_grid(configs);
+  refuse_same_names(options["text"].as<std::vector<std::string>>());
 
   const auto backend = load_backend(device, directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
@@ -137,7 +177,8 @@ int run(const po::variables_map& options) {
   for (const std::string& path : paths)
     ids.push_back(ids_of(path, tokenizer, backend->config(), tokens));
 
-  const std::filesystem::path traces = std::filesystem::path(out) / "traces";
+  Staging folder(out);
+  const std::filesystem::path traces = folder.path() / "traces";
   std::filesystem::create_directories(traces);
   const auto bar = progress_bar("fidelity");
   std::vector<FidelityText> texts;
@@ -145,31 +186,24 @@ int run(const po::variables_map& options) {
     const auto done = [&, t](double part) {
       bar((static_cast<double>(t) + part) / static_cast<double>(paths.size()));
     };
-    texts.push_back(measure_fidelity(
-        *backend, sweep, std::filesystem::path(paths[t]).stem().string(), ids[t], configs,
-        {.prompt_tokens = prompt,
-         .model = directory,
-         .traces = traces,
-         .threads = threads,
-         .device = replayer.get(),
-         .progress = done}));
+    texts.push_back(measure_fidelity(*backend, sweep, name_of_text(paths[t]), ids[t], configs,
+                                     {.prompt_tokens = prompt,
+                                      .model = directory,
+                                      .traces = traces,
+                                      .threads = threads,
+                                      .device = replayer.get(),
+                                      .progress = done}));
   }
   const Fidelity fidelity = assess_fidelity(configs, texts);
 
   ordered_json json = {{"model", backend->config().name},
                        {"weights_xxh3", backend->weights_xxh3()},
                        {"tokens", tokens},
-                       {"prompt_tokens", prompt},
-                       {"texts", ordered_json::array()},
-                       {"metrics", ordered_json::object()},
-                       {"ceiling", ordered_json::object()}};
-  for (const FidelityText& text : texts) json["texts"].push_back(text.name);
-  for (const FidelityMetric& metric : fidelity.metrics)
-    json["metrics"][metric.metric] = to_json(metric, configs);
-  for (std::size_t b = 0; b < fidelity.ceiling.size(); ++b)
-    json["ceiling"][fidelity.metrics.front().within[b].budget] = number(fidelity.ceiling[b]);
-  write_file_atomically(std::filesystem::path(out) / "fidelity.csv", csv_of(configs, texts));
-  write_file_atomically(std::filesystem::path(out) / "fidelity.json", json_text(json, 1) + "\n");
+                       {"prompt_tokens", prompt}};
+  add_to(json, fidelity, configs, texts);
+  write_file_atomically(folder.path() / "fidelity.csv", csv_of(configs, texts));
+  write_file_atomically(folder.path() / "fidelity.json", json_text(json, 1) + "\n");
+  folder.publish();
   if (options["json"].as<bool>())
     print_json(json);
   else
