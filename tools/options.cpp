@@ -322,6 +322,10 @@ std::function<void(double)> progress_bar(std::string label) {
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
 
+nlohmann::ordered_json number_or_null(double value) {
+  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+}
+
 void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }
 
 void refuse_existing(const std::string& path, std::string_view option) {

@@ -41,10 +41,8 @@ struct TraceExtras {
   struct Sketch {
     std::uint64_t seed;
     std::string xxh3;
-    bool operator==(const Sketch&) const = default;
   };
   std::optional<Sketch> sketch;
-  bool operator==(const TraceExtras&) const = default;
 };
 
 /// Writes DIRECTORY/output.safetensors, in bf16.

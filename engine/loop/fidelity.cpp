@@ -9,7 +9,6 @@
 #include <random>
 #include <stdexcept>
 
-#include "engine/output_sketch.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 
@@ -52,16 +51,12 @@ Values cost_of(const FidelityText& text, const std::string& metric) {
   return values;
 }
 
-/// The mean over some texts of what of(text) gives.
-template <class Of>
-Values mean_over(std::span<const std::size_t> texts, Of of) {
-  Values mean;
-  for (const std::size_t text : texts) {
-    const Values values = of(text);
-    mean.resize(values.size());
-    for (std::size_t c = 0; c < values.size(); ++c)
-      mean[c] += values[c] / static_cast<double>(texts.size());
-  }
+/// The mean over some texts of values [text][configuration].
+Values mean_over(const std::vector<Values>& values, std::span<const std::size_t> texts) {
+  Values mean(values.front().size());
+  for (const std::size_t text : texts)
+    for (std::size_t c = 0; c < mean.size(); ++c)
+      mean[c] += values[text][c] / static_cast<double>(texts.size());
   return mean;
 }
 
@@ -96,7 +91,7 @@ class Comparison {
   }
 
   FidelityBudget within(const std::string& budget, std::span<const std::size_t> which) const {
-    const Choice choice = choice_of(mean_cost(all_), mean_kl(all_), which);
+    const Choice choice = choice_of(mean_over(cost_, all_), mean_over(kl_, all_), which);
     FidelityBudget result{.budget = budget,
                           .rho = rho(all_, which),
                           .rho_low = kNaN,
@@ -119,14 +114,8 @@ class Comparison {
   double pooled(std::span<const std::size_t> which) const { return rho(all_, which); }
 
  private:
-  Values mean_cost(std::span<const std::size_t> texts) const {
-    return mean_over(texts, [&](std::size_t text) { return cost_[text]; });
-  }
-  Values mean_kl(std::span<const std::size_t> texts) const {
-    return mean_over(texts, [&](std::size_t text) { return kl_[text]; });
-  }
   double rho(std::span<const std::size_t> texts, std::span<const std::size_t> which) const {
-    return spearman(picked(mean_cost(texts), which), picked(mean_kl(texts), which));
+    return spearman(picked(mean_over(cost_, texts), which), picked(mean_over(kl_, texts), which));
   }
   /// Percentiles of rho over texts drawn with replacement.
   void add_interval(std::span<const std::size_t> which, FidelityBudget& result) const {
@@ -171,7 +160,7 @@ std::vector<BudgetGroup> by_budget(std::span<const CacheConfig> configs) {
 TraceReader capture(Backend& backend, const std::filesystem::path& path,
                     const std::vector<std::int32_t>& ids, const FidelityOptions& options) {
   TraceWriter writer(path, backend.trace_header({{"teacher_forced", true}}));
-  writer.sketch(output_sketch(options.model, kSketchSeed, options.threads));
+  writer.sketch(options.sketch);
   const auto decoder = backend.capturing_decoder(
       ResolvedConfig{}, static_cast<std::uint32_t>(ids.size()), writer, {});
   const std::span all(ids);
@@ -245,10 +234,10 @@ FidelityText measure_fidelity(Backend& backend, const Sweep& sweep, const std::s
 
   std::vector<CacheConfig> with_full{CacheConfig{}};
   with_full.insert(with_full.end(), configs.begin(), configs.end());
-  EvalOptions how{.stream = true, .prompt_tokens = options.prompt_tokens, .progress = {}};
-  how.threads = options.threads;
-  how.progress = options.progress;
-  const auto scores = sweep({ids}, with_full, how);
+  const auto scores = sweep({ids}, with_full,
+                            {.prompt_tokens = options.prompt_tokens,
+                             .threads = options.threads,
+                             .progress = options.progress});
   for (std::size_t c = 0; c < configs.size(); ++c)
     text.kl.push_back(mean_of_finite(scores[0][c + 1].kl));
   return text;

@@ -56,8 +56,8 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const F
 
 struct FidelityOptions {
   std::uint32_t prompt_tokens = 512;
-  std::filesystem::path model,
-      traces;  ///< the checkpoint; where traces are left, a folder that is there
+  const OutputSketch& sketch;    ///< of the model's output projections
+  std::filesystem::path traces;  ///< where they are left, a folder that is there
   unsigned threads = 1;
   HeadReplayer* device = nullptr;
   std::function<void(double)> progress;

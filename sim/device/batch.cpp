@@ -250,6 +250,7 @@ void Batch::replay(const Walks& walks) {
 }
 
 void Batch::project_errors() {
+  static_assert(kernels::kReplayResiduals == kResidualColumns);
   const auto width = static_cast<std::int64_t>(sizes_.group * sizes_.dim),
              rows = static_cast<std::int64_t>(sizes_.configs * sizes_.block_samples);
   constexpr std::int64_t kColumns = kernels::kReplayResiduals;

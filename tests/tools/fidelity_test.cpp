@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "engine/backend.hpp"
+#include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -63,12 +64,16 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   auto ids =
       tokenizer.encode(read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20), false);
   ids.resize(200);
+  const OutputSketch sketch = output_sketch(model, kSketchSeed, 2);
   const test::TemporaryFolder folder;
   const auto configs = grid({"window", "sink", "h2o"}, {"16", "200"});
   const Sweep sweep = sweep_by_layers(Model::load(model, 2));
-  const FidelityText text = measure_fidelity(
-      *backend, sweep, "prompt", ids, configs,
-      {.prompt_tokens = 64, .model = model, .traces = folder.path(), .threads = 2, .progress = {}});
+  const FidelityText text = measure_fidelity(*backend, sweep, "prompt", ids, configs,
+                                             {.prompt_tokens = 64,
+                                              .sketch = sketch,
+                                              .traces = folder.path(),
+                                              .threads = 2,
+                                              .progress = {}});
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
   const auto& residual = text.figures.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {

@@ -51,15 +51,12 @@ CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
 }
 
 nlohmann::ordered_json to_json(const EvalScore& score) {
-  const auto number = [](double value) {
-    return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
-  };
   const CacheConfig& cache = score.config;
   nlohmann::ordered_json blocks = nlohmann::ordered_json::array();
   for (const EvalBlock& block : score.blocks)
     blocks.push_back({{"first", block.first},
-                      {"perplexity", number(std::exp(block.nll))},
-                      {"ms_per_token", number(block.milliseconds_per_token)}});
+                      {"perplexity", number_or_null(std::exp(block.nll))},
+                      {"ms_per_token", number_or_null(block.milliseconds_per_token)}});
   nlohmann::ordered_json json = {{"policy", cache.policy.name},
                                  {"params", cache.policy.params_text()},
                                  {"budget", cache.evicts() ? cache.budget.text() : "all"},
@@ -67,13 +64,13 @@ nlohmann::ordered_json to_json(const EvalScore& score) {
                                  {"prefill", cache.prefill.text()},
                                  {"positions", name_of(cache.positions)},
                                  {"seed", cache.seed},
-                                 {"perplexity", number(score.perplexity)},
-                                 {"perplexity_stderr", number(score.perplexity_error)},
-                                 {"nll", number(score.nll)},
-                                 {"nll_stderr", number(score.nll_error)},
-                                 {"kl", number(score.kl)},
-                                 {"kl_stderr", number(score.kl_error)},
-                                 {"top1_agreement", number(score.same_first)},
+                                 {"perplexity", number_or_null(score.perplexity)},
+                                 {"perplexity_stderr", number_or_null(score.perplexity_error)},
+                                 {"nll", number_or_null(score.nll)},
+                                 {"nll_stderr", number_or_null(score.nll_error)},
+                                 {"kl", number_or_null(score.kl)},
+                                 {"kl_stderr", number_or_null(score.kl_error)},
+                                 {"top1_agreement", number_or_null(score.same_first)},
                                  {"tokens", score.tokens},
                                  {"kv_bytes_peak", score.kv_bytes_peak}};
   if (!score.blocks.empty()) json["blocks"] = std::move(blocks);

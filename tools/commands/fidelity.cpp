@@ -5,6 +5,7 @@
 #include <set>
 
 #include "engine/loop/fidelity.hpp"
+#include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/run/csv.hpp"
@@ -32,10 +33,6 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-ordered_json number(double value) {
-  return std::isfinite(value) ? ordered_json(value) : ordered_json(nullptr);
-}
-
 std::string label_of(const CacheConfig& config) { return config.policy.text(); }
 
 ordered_json to_json(const FidelityMetric& metric, std::span<const CacheConfig> configs) {
@@ -43,18 +40,18 @@ ordered_json to_json(const FidelityMetric& metric, std::span<const CacheConfig> 
                        {"within_low", {}},
                        {"within_high", {}},
                        {"single_text", {}},
-                       {"pooled", number(metric.pooled)},
+                       {"pooled", number_or_null(metric.pooled)},
                        {"regret", {}},
                        {"worst_regret", {}},
                        {"chosen", {}},
                        {"best", {}}};
   for (const FidelityBudget& budget : metric.within) {
-    json["within"][budget.budget] = number(budget.rho);
-    json["within_low"][budget.budget] = number(budget.rho_low);
-    json["within_high"][budget.budget] = number(budget.rho_high);
-    json["single_text"][budget.budget] = number(budget.rho_single);
-    json["regret"][budget.budget] = number(budget.regret);
-    json["worst_regret"][budget.budget] = number(budget.worst_regret);
+    json["within"][budget.budget] = number_or_null(budget.rho);
+    json["within_low"][budget.budget] = number_or_null(budget.rho_low);
+    json["within_high"][budget.budget] = number_or_null(budget.rho_high);
+    json["single_text"][budget.budget] = number_or_null(budget.rho_single);
+    json["regret"][budget.budget] = number_or_null(budget.regret);
+    json["worst_regret"][budget.budget] = number_or_null(budget.worst_regret);
     json["chosen"][budget.budget] = label_of(configs[budget.chosen]);
     json["best"][budget.budget] = label_of(configs[budget.best]);
   }
@@ -118,7 +115,8 @@ void add_to(ordered_json& json, const Fidelity& fidelity, std::span<const CacheC
   for (const FidelityMetric& metric : fidelity.metrics)
     json["metrics"][metric.metric] = to_json(metric, configs);
   for (std::size_t b = 0; b < fidelity.ceiling.size(); ++b)
-    json["ceiling"][fidelity.metrics.front().within[b].budget] = number(fidelity.ceiling[b]);
+    json["ceiling"][fidelity.metrics.front().within[b].budget] =
+        number_or_null(fidelity.ceiling[b]);
 }
 
 /// A text's traces and rows go by its file's name without the extension.
@@ -177,6 +175,7 @@ int run(const po::variables_map& options) {
   for (const std::string& path : paths)
     ids.push_back(ids_of(path, tokenizer, backend->config(), tokens));
 
+  const OutputSketch sketch = output_sketch(directory, kSketchSeed, threads);
   Staging folder(out);
   const std::filesystem::path traces = folder.path() / "traces";
   std::filesystem::create_directories(traces);
@@ -188,7 +187,7 @@ int run(const po::variables_map& options) {
     };
     texts.push_back(measure_fidelity(*backend, sweep, name_of_text(paths[t]), ids[t], configs,
                                      {.prompt_tokens = prompt,
-                                      .model = directory,
+                                      .sketch = sketch,
                                       .traces = traces,
                                       .threads = threads,
                                       .device = replayer.get(),

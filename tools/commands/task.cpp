@@ -20,33 +20,29 @@ constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("task", po::value<std::string>()->value_name("passkey|needle|recall"),
+  add("task", text_option("passkey|needle|recall"),
       "what is asked; `--task` itself may be left out");
-  add("model", po::value<std::string>()->value_name("DIR"),
-      "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add("query-aware", po::bool_switch(),
       "the question is in the prompt, and seen before anything leaves (default: both, one by one)");
   add("query-agnostic", po::bool_switch(),
       "the question comes later, when the context has been evicted to the budget");
-  add("words", po::value<std::string>()->value_name("LIST")->default_value("250,500,1000"),
-      "words of the context");
-  add("depth", po::value<std::string>()->value_name("LIST")->default_value("0%,25%,50%,75%,100%"),
-      "where in the context the answer is");
-  add("draws", po::value<std::int64_t>()->value_name("N")->default_value(20),
+  add("words", text_option("LIST", "250,500,1000"), "words of the context");
+  add("depth", text_option("LIST", "0%,25%,50%,75%,100%"), "where in the context the answer is");
+  add("draws", number_option("N", 20),
       "questions at each length and depth, the same for every policy and budget");
-  add("kind", po::value<std::string>()->value_name("single|multi-key|multi-value"),
+  add("kind", text_option("single|multi-key|multi-value"),
       "needle: one number; 4 keys, one is asked; 4 numbers of a key (default: single)");
-  add("keys", po::value<std::int64_t>()->value_name("N"), "needle: keys in the text, one is asked");
-  add("values", po::value<std::int64_t>()->value_name("N"), "needle: numbers of each key");
+  add("keys", number_option("N"), "needle: keys in the text, one is asked");
+  add("values", number_option("N"), "needle: numbers of each key");
   add("reassigned", po::bool_switch(), "recall: keys may get a new value, which counts");
-  add("text", po::value<std::string>()->value_name("FILE"),
+  add("text", text_option("FILE"),
       "what the answer is hidden in (default: a text of kvlab's own; recall: none)");
   add("no-chat", po::bool_switch(), "do without the model's chat template");
-  add("max-new-tokens", po::value<std::int64_t>()->value_name("N")->default_value(32),
-      "tokens of an answer, at most");
+  add("max-new-tokens", number_option("N", 32), "tokens of an answer, at most");
   add("beyond-context", po::bool_switch(),
       "take prompts that are longer than what the model was trained on");
-  add("out", po::value<std::string>()->value_name("RUN"), "a directory to be made, for the tables");
+  add("out", text_option("RUN"), "a directory to be made, for the tables");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -113,10 +109,8 @@ TaskSpec spec_from(const po::variables_map& options) {
         fmt::format("--kind: {} should be single, multi-key or multi-value", json_quoted(kind)));
   if (kind == "multi-key") spec.keys = 4;
   if (kind == "multi-value") spec.values = 4;
-  if (options.count("keys"))
-    spec.keys = static_cast<std::uint32_t>(number_from(options, "keys", 1, kMostNeedles));
-  if (options.count("values"))
-    spec.values = static_cast<std::uint32_t>(number_from(options, "values", 1, kMostNeedles));
+  if (options.count("keys")) spec.keys = count_from(options, "keys", 1, kMostNeedles);
+  if (options.count("values")) spec.values = count_from(options, "values", 1, kMostNeedles);
   return spec;
 }
 
@@ -130,20 +124,18 @@ std::vector<QueryMode> modes_from(const po::variables_map& options) {
 }
 
 TaskRequest request_from(const po::variables_map& options) {
-  TaskRequest request{
-      .spec = spec_from(options),
-      .words = words_from(options),
-      .depths = numbers_from(options, "depth", 100, "%", "0%,50%,100%"),
-      .draws = static_cast<std::uint32_t>(number_from(options, "draws", 1, kMostDraws)),
-      .seed = seed_from(options),
-      .modes = modes_from(options),
-      .configs = {},
-      .chat = {},
-      .beyond_context = options["beyond-context"].as<bool>(),
-      .answers = {}};
+  TaskRequest request{.spec = spec_from(options),
+                      .words = words_from(options),
+                      .depths = numbers_from(options, "depth", 100, "%", "0%,50%,100%"),
+                      .draws = count_from(options, "draws", 1, kMostDraws),
+                      .seed = seed_from(options),
+                      .modes = modes_from(options),
+                      .configs = {},
+                      .chat = {},
+                      .beyond_context = options["beyond-context"].as<bool>(),
+                      .answers = {}};
   for (double& depth : request.depths) depth /= 100;
-  request.answers = {.max_new_tokens = static_cast<std::uint32_t>(
-                         number_from(options, "max-new-tokens", 1, 1 << 20)),
+  request.answers = {.max_new_tokens = count_from(options, "max-new-tokens", 1, 1 << 20),
                      .most_rows = kCpuRows,
                      .progress = progress_bar("task")};
   if (options.count("policy") || options.count("policy-source"))
@@ -210,9 +202,6 @@ void print_table(const TaskRun& run, std::span<const TaskFigure> figures,
 
 ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
   const CacheConfig& config = run.configs[figure.config];
-  const auto or_null = [](double value) {
-    return std::isnan(value) ? ordered_json(nullptr) : ordered_json(value);
-  };
   return {{"policy", config.policy.name},
           {"params", config.policy.params_text()},
           {"budget", budget_text(config)},
@@ -224,8 +213,8 @@ ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
           {"depth", figure.depth ? ordered_json(depth_text(*figure.depth)) : ordered_json("all")},
           {"metric", figure.metric},
           {"value", figure.value},
-          {"low", or_null(figure.interval.low)},
-          {"high", or_null(figure.interval.high)},
+          {"low", number_or_null(figure.interval.low)},
+          {"high", number_or_null(figure.interval.high)},
           {"count", figure.count}};
 }
 
@@ -284,7 +273,7 @@ int run(const po::variables_map& options) {
   ordered_json rows = ordered_json::array();
   for (const TaskFigure& figure : figures) rows.push_back(to_json(run, figure));
   json["figures"] = std::move(rows);
-  fmt::print("{}\n", json_text(json));
+  print_json(json);
   return 0;
 }
 

@@ -105,9 +105,6 @@ int info(const std::string& directory, const po::variables_map& options) {
   return 0;
 }
 
-/// JSON has no infinity: null stands for it.
-Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
-
 void print_check(const TraceReader& trace, const TraceCheck& check) {
   for (const std::string& problem : check.problems) fmt::print("{}\n", problem);
   fmt::print("{}: {}: {}", trace.directory().string(), check.ok ? "verified" : "DOES NOT VERIFY",
@@ -128,8 +125,8 @@ int verify(const std::string& directory, const po::variables_map& options) {
                 {"ok", check.ok},
                 {"shards", trace.shards().size()},
                 {"rows", check.rows},
-                {"worst_output_error", number(check.worst_out)},
-                {"worst_lse_error", number(check.worst_lse)},
+                {"worst_output_error", number_or_null(check.worst_out)},
+                {"worst_lse_error", number_or_null(check.worst_lse)},
                 {"tolerance", check.tolerance},
                 {"problems", check.problems}});
   } else {
