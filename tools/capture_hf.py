@@ -7,9 +7,7 @@
 Exits 2 with one line if anything is wrong with the input.
 """
 
-import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import sys
@@ -19,10 +17,28 @@ try:
     import safetensors.torch
     import torch
     import transformers
-    import xxhash
+    from hf_model import (
+        DTYPES,
+        Parser,
+        attention_modules,
+        default_attention,
+        default_device,
+        file_of,
+        load_config,
+        load_model,
+        name_of,
+        refuse_missing_cuda,
+        refuse_unsupported,
+        rope_of,
+        rope_parameters,
+        rotary_modules,
+        rotate,
+        shape_of,
+        weights_xxh3,
+        whole_number,
+    )
     from tokenizers import Tokenizer
     from trace_writer import FORMAT, SHARD_TOKENS, Refused, TraceWriter, one_line, xxh3_of
-    from transformers.utils import cached_file
 except ImportError as missing:
     print(
         f"capture_hf.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",
@@ -30,184 +46,11 @@ except ImportError as missing:
     )
     sys.exit(2)
 
-TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 PLAIN_TOKENS = 64  # that are also fed to the model as it is
-
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def name_of(dtype):
-    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------------------------------
-# The model
-
-
-@dataclasses.dataclass
-class Rope:
-    inv_freq: "torch.Tensor"  # [head_size / 2] float32, on the CPU
-    factor: float  # multiplies cos and sin
-    softmax_scale: float
-
-    def cos_sin(self, positions):
-        """[n] to two of [n, head_size / 2], float32 of the float64 angle, as kvlab's."""
-        angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
-        return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
-
-
-def rotate(x, cos, sin):
-    """[n, heads, head_size] by [n, head_size / 2], in float32, rounded once."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-@dataclasses.dataclass
-class Shape:
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_size: int
-
-
-def load_config(name):
-    try:
-        return transformers.AutoConfig.from_pretrained(name)
-    except Exception as error:  # transformers raises nearly anything
-        raise Refused(f"--model {name}: {one_line(error)}") from None
-
-
-def rope_parameters(config):
-    """The parameters of RoPE under their newer names: transformers 5 has rope_parameters, 4 has
-    rope_theta and rope_scaling."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parameters = {key: value for key, value in dict(found).items() if value is not None}
-    older = parameters.pop("type", "default")
-    parameters.setdefault("rope_type", older)
-    if getattr(config, "rope_theta", None) is not None:
-        parameters.setdefault("rope_theta", config.rope_theta)
-    return parameters
-
-
-def refuse_unsupported(name, config):
-    """Whatever would change what attention computes from q, k and v, and the format cannot say."""
-
-    def refuse(what, right):
-        raise Refused(f"--model {name}: {what}; {right}")
-
-    family = config.model_type
-    if family not in FAMILIES:
-        refuse(f"model_type {family!r} is not supported", f"one of {', '.join(FAMILIES)} is expected")
-    if FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
-        refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
-
-    window = getattr(config, "sliding_window", None)
-    right = "a trace cannot say sliding windows, only full attention"
-    if getattr(config, "use_sliding_window", False):
-        refuse("use_sliding_window is true", right)
-    if family == "mistral" and window is not None:
-        refuse(f"sliding_window is {window}", right)
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        refuse("layer_types names other layers than full_attention", right)
-
-    if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
-        refuse(
-            f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected"
-        )
-    parameters = rope_parameters(config)
-    if parameters["rope_type"] not in ROPE_TYPES:
-        refuse(
-            f"rope_type {parameters['rope_type']!r} is not supported",
-            f"one of {', '.join(ROPE_TYPES)} is expected",
-        )
-    for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
-        if partial not in (None, 1):
-            refuse(
-                f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported"
-            )
-    if getattr(config, "pretraining_tp", 1) not in (None, 1):
-        refuse(f"pretraining_tp is {config.pretraining_tp}", "1 is expected")
-
-
-def load_model(name, dtype, attention, device):
-    argument = "dtype" if TRANSFORMERS >= (4, 56) else "torch_dtype"
-    options = {
-        argument: DTYPES.get(dtype, "auto"),
-        "attn_implementation": attention,
-        "output_loading_info": True,
-    }
-    try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
-        model = model.to(device).eval()
-    except Exception as error:
-        raise Refused(f"--model {name}: {one_line(error)}") from None
-    # transformers would fill these with random numbers.
-    for problem in ("missing_keys", "mismatched_keys"):
-        if loading.get(problem):
-            tensor = sorted(map(str, loading[problem]))[0]
-            raise Refused(f"--model {name}: tensor {tensor} is missing or of another shape in the weights")
-    if model.dtype not in DTYPES.values():
-        raise Refused(f"--model {name}: dtype {name_of(model.dtype)}; one of {', '.join(DTYPES)} is expected")
-    return model
-
-
-def attention_modules(model):
-    modules = [layer.self_attn for layer in model.model.layers]
-    for module in modules:
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            if not hasattr(module, part):
-                raise Refused(
-                    f"--model: {type(module).__name__} has no {part}; separate projections are expected"
-                )
-        if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
-            raise Refused(
-                f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected"
-            )
-    return modules
-
-
-def rotary_modules(model):
-    """One for all layers, or one in each (transformers before 4.45)."""
-    shared = getattr(model.model, "rotary_emb", None)
-    return [shared] if shared is not None else [module.rotary_emb for module in attention_modules(model)]
-
-
-def shape_of(model):
-    config, modules = model.config, attention_modules(model)
-    return Shape(len(modules), config.num_attention_heads, config.num_key_value_heads, modules[0].head_dim)
-
-
-def rope_of(model, shape):
-    """From the model's own rotary embedding, which must turn by position * inv_freq."""
-    rotary = rotary_modules(model)[0]
-    if rotary.inv_freq.numel() * 2 != shape.head_size:
-        raise Refused(
-            f"--model: {rotary.inv_freq.numel() * 2} of {shape.head_size} dimensions are rotated;"
-            " only heads that are rotated whole are supported"
-        )
-    scales = {float(getattr(module, "scaling", shape.head_size**-0.5)) for module in attention_modules(model)}
-    if len(scales) > 1:
-        raise Refused("--model: layers differ in the softmax scale; one for all is expected")
-    rope = Rope(
-        rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop()
-    )
-
-    positions = torch.tensor([0, 1, 2, 3, 50, 700], device=rotary.inv_freq.device)
-    theirs = rotary(torch.zeros(1, 1, 1, device=positions.device), positions[None])
-    ours = [torch.cat((turned, turned), dim=-1)[None] for turned in rope.cos_sin(positions)]
-    if any(a.shape != b.shape or (a - b).abs().max() > 1e-3 for a, b in zip(theirs, ours)):
-        raise Refused(
-            f"--model: {type(rotary).__name__} does not turn by position * inv_freq; the RoPE of Llama is expected"
-        )
-    return rope
+# The hooks
 
 
 def turn_by_nothing(module, inputs, output):
@@ -337,26 +180,6 @@ def progress(tokens):
         print(f"\rcapture: {tokens} tokens ", end="", file=sys.stderr, flush=True)
 
 
-def file_of(model, name):
-    """A file of the checkpoint, or None. `model` is a folder or a name of the hub."""
-    try:
-        found = cached_file(model, name, local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return pathlib.Path(found) if found else None
-
-
-def weights_xxh3(model):
-    """Of the file; of several, the checksum of their checksums in the order of their names."""
-    single, index = file_of(model, "model.safetensors"), file_of(model, "model.safetensors.index.json")
-    if single:
-        return xxh3_of(single)
-    if not index:
-        return ""
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return xxhash.xxh3_64("".join(xxh3_of(index.parent / name) for name in names).encode()).hexdigest()
-
-
 def prompt_text(arguments):
     if arguments.prompt is not None:
         return arguments.prompt
@@ -392,20 +215,6 @@ def encode(model, config, text):
             f"--model {model}: the tokenizer gives id {max(ids)}; the model's vocabulary is {config.vocab_size}"
         )
     return ids
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"capture_hf.py: {message}\n")
-
-
-def whole_number(least):
-    def parse(text):
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} on")
-        return int(text)
-
-    return parse
 
 
 def parse_arguments(argv):
@@ -445,8 +254,8 @@ def parse_arguments(argv):
     add(
         "--attention",
         choices=["sdpa", "eager", "flash_attention_2"],
-        default="sdpa",
-        help="transformers' attn_implementation",
+        default=default_attention(),
+        help="transformers' attn_implementation (default: sdpa, or eager where PyTorch is too old for it)",
     )
     add(
         "--chunk",
@@ -465,8 +274,7 @@ def parse_arguments(argv):
     for name in ("prompt_tokens", "max_tokens"):
         if not arguments.teacher_forced and getattr(arguments, name) is not None:
             parser.error(f"--{name.replace('_', '-')}: comes with --teacher-forced only")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: there is no CUDA device that torch can use; cpu would do")
+    refuse_missing_cuda(parser, arguments)
     if os.path.lexists(arguments.out):
         parser.error(f"--out {arguments.out}: exists already; a new folder is expected")
     return arguments
@@ -531,7 +339,7 @@ def run(arguments):
     if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
     refuse_beyond_context(arguments, config, ids)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device or default_device()
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
     shape = shape_of(model)
     rope = rope_of(model, shape)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 spec = importlib.util.spec_from_file_location("capture_hf", SCRIPT)
 capture_hf = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(capture_hf)
-trace_writer = sys.modules["trace_writer"]
+hf_model, trace_writer = sys.modules["hf_model"], sys.modules["trace_writer"]
 torch.set_num_threads(1)
 
 
@@ -197,7 +197,7 @@ class CaptureTest(unittest.TestCase):
             (model / "config.json").write_text(json.dumps(config))
 
     def test_every_family_verifies(self):
-        if capture_hf.TRANSFORMERS < (4, 51):
+        if hf_model.TRANSFORMERS < (4, 51):
             self.skipTest("Qwen3 came with transformers 4.51, head_dim of Qwen2 little earlier")
         vocabulary = {f"w{id}": id for id in range(67)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w2"))
@@ -209,7 +209,7 @@ class CaptureTest(unittest.TestCase):
             model = self.at / name
             shutil.copytree(ROOT / "tests" / "data" / "models" / name, model)
             tokenizer.save(str(model / "tokenizer.json"))
-            if capture_hf.TRANSFORMERS < (5, 0):
+            if hf_model.TRANSFORMERS < (5, 0):
                 self.make_older(model)
             for dtype in ("float32", "bfloat16"):
                 with self.subTest(model=name, dtype=dtype):
