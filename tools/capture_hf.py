@@ -7,6 +7,7 @@
 Exits 2 with one line if anything is wrong with the input.
 """
 
+import bisect
 import dataclasses
 import os
 import pathlib
@@ -37,6 +38,7 @@ try:
         weights_xxh3,
         whole_number,
     )
+    from output_sketch import SEED, output_sketch
     from tokenizers import Tokenizer
     from trace_writer import FORMAT, SHARD_TOKENS, Refused, TraceWriter, one_line, xxh3_of
 except ImportError as missing:
@@ -102,6 +104,8 @@ class HookedModel:
                 lambda _, inputs, output, part=part, heads=heads: self.keep(index, part, heads, output)
             )
         module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0]))
+        after = self.model.model.layers[index].post_attention_layernorm  # whose input is the residual stream
+        after.register_forward_pre_hook(lambda _, inputs: self.keep_residual(index, inputs[0]))
 
     def rows(self, layer, part, heads, values):
         """To [n, heads, head_size], from [1, n, heads * head_size], or [1, n, heads, head_size]
@@ -135,6 +139,11 @@ class HookedModel:
         if layer == 0 and not self.writer.ids:
             self.compare(rows)
 
+    def keep_residual(self, layer, values):
+        self.seen.add((layer, "residual"))
+        norm2 = values.view(self.count, -1).float().square().sum(-1)
+        self.writer.open.put_residual(layer, self.writer.row(), norm2)
+
     def compare(self, rows):
         """The first tokens' outputs of layer 0 against the plain model's: the rotation must be its."""
         count = min(len(rows), len(self.plain))
@@ -163,7 +172,7 @@ class HookedModel:
         self.turns_on.clear()
         tokens = torch.tensor([ids], device=self.model.device)
         result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
-        if len(self.seen) != 4 * self.shape.layers:
+        if len(self.seen) != 5 * self.shape.layers:
             raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
         return result.last_hidden_state[:, -1]
 
@@ -193,13 +202,20 @@ def prompt_text(arguments):
         ) from None
 
 
+def tokenizer_of(model):
+    """That of tokenizer.json, or None."""
+    file = file_of(model, "tokenizer.json")
+    if not file:
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 def encode(model, config, text):
     """As `kvlab capture` does: by tokenizer.json, the model's first token in front but for Qwen."""
-    file = file_of(model, "tokenizer.json")
     try:
-        if file:
-            tokenizer = Tokenizer.from_file(str(file))
-            tokenizer.no_truncation()
+        if tokenizer := tokenizer_of(model):
             ids = tokenizer.encode(text).ids
         else:
             ids = transformers.AutoTokenizer.from_pretrained(model)(text)["input_ids"]
@@ -217,8 +233,45 @@ def encode(model, config, text):
     return ids
 
 
-def parse_arguments(argv):
-    parser = Parser(prog="capture_hf.py", description="Captures a kvlab trace from a transformers model.")
+def span_of(tokenizer, ids, text):
+    """The fewest tokens that cover `text`, where it is once in what the tokens spell, less a special one in front."""
+    first = 1 if tokenizer.decode(ids[:1]) == "" else 0
+
+    def spelled(count):
+        return tokenizer.decode(ids[first : first + count], skip_special_tokens=False)
+
+    def fewest(enough):
+        """The least count that `enough` says yes to, as it does to every greater one."""
+        counts = range(len(ids) - first + 1)
+        return bisect.bisect_left(counts, True, key=enough)
+
+    whole = spelled(len(ids) - first)
+    begin = whole.find(text)
+    if not text or begin < 0:
+        raise Refused(f"--span-of: {one_line(text, 60)!r} is not in the prompt; a text that is there once is expected")
+    if whole.find(text, begin + 1) >= 0:
+        raise Refused(f"--span-of: {one_line(text, 60)!r} is there more than once; a text that is there once is expected")
+    end = begin + len(text)
+    start = fewest(lambda count: len(spelled(count)) > begin) - 1
+    # A character whose bytes are not all there yet is spelled as another one.
+    stop = fewest(lambda count: spelled(count)[:end] == whole[:end])
+    return {"name": text, "start": first + start, "tokens": stop - start}
+
+
+def spans_of(model, ids, texts):
+    if not texts:
+        return []
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
+    spans = [span_of(tokenizer, ids, text) for text in texts]
+    for text in texts:
+        if texts.count(text) > 1:
+            raise Refused(f"--span-of: {one_line(text, 60)!r} is given twice; once is enough")
+    return spans
+
+
+def add_options(parser):
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
     add("--out", metavar="TRACE", required=True, help="the trace's directory, which is made")
@@ -264,6 +317,18 @@ def parse_arguments(argv):
         default=SHARD_TOKENS,
         help="tokens of a given text to feed at once (default: 1024)",
     )
+    add(
+        "--span-of",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a part of the prompt that is there once: the trace gets its tokens as a span; repeatable",
+    )
+
+
+def parse_arguments(argv):
+    parser = Parser(prog="capture_hf.py", description="Captures a kvlab trace from a transformers model.")
+    add_options(parser)
     arguments = parser.parse_args(argv)
 
     if arguments.teacher_forced:
@@ -280,7 +345,7 @@ def parse_arguments(argv):
     return arguments
 
 
-def describe(arguments, model, shape):
+def describe(arguments, model, shape, spans):
     """What the manifest and every shard say alike."""
     dtype = name_of(model.dtype)
     tokenizer = file_of(arguments.model, "tokenizer.json")
@@ -292,6 +357,7 @@ def describe(arguments, model, shape):
         "rounding": "none" if dtype == "float32" else "model_dtype",
         "weights_xxh3": weights_xxh3(arguments.model),
         "tokenizer_xxh3": xxh3_of(tokenizer) if tokenizer else "",
+        "spans": spans,
         "capture": {
             "engine": "transformers",
             "version": transformers.__version__,
@@ -339,12 +405,14 @@ def run(arguments):
     if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
     refuse_beyond_context(arguments, config, ids)
+    spans = spans_of(arguments.model, ids, arguments.span_of)
     device = arguments.device or default_device()
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
     shape = shape_of(model)
     rope = rope_of(model, shape)
     plain = plain_outputs(model, shape, ids[:PLAIN_TOKENS])
-    writer = TraceWriter(arguments.out, describe(arguments, model, shape), rope)
+    sketch = output_sketch([module.o_proj.weight for module in attention_modules(model)])
+    writer = TraceWriter(arguments.out, describe(arguments, model, shape, spans), rope, sketch, SEED)
     try:
         capture(HookedModel(model, shape, rope, writer, plain), arguments, ids)
         writer.finish()

@@ -1,6 +1,7 @@
 """Writes kvlab traces from PyTorch, as docs/trace.md says. The writing half of capture_hf.py."""
 
 import json
+import math
 import os
 import pathlib
 
@@ -8,10 +9,11 @@ import safetensors.torch
 import torch
 import xxhash
 
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 1024
 CHECK_ROWS = 16
 CHECK_GRID = [round(i * (SHARD_TOKENS - 1) / (CHECK_ROWS - 1)) for i in range(CHECK_ROWS)]
+SKETCH = "output.safetensors"
 LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard ends with
 
 
@@ -62,6 +64,63 @@ def write_tensors(path, tensors, metadata=None):
     return write_by_rename(path, lambda part: safetensors.torch.save_file(tensors, part, metadata))
 
 
+def write_manifest(directory, manifest):
+    text = json.dumps(manifest, indent=1) + "\n"
+    write_by_rename(directory / "manifest.json", lambda part: part.write_text(text))
+
+
+class TensorFile:
+    """A safetensors file of known shapes, whose tensors are written one by one, in any order.
+
+    It has its name from seal() on; what is not sealed is NAME.part, which discard() removes.
+    """
+
+    NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+    def __init__(self, path, tensors):
+        """`tensors`: name: (dtype, shape), in the order of the file."""
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.tensors, self.offsets, at = tensors, {}, 0
+        header = {}
+        for name, (dtype, shape) in tensors.items():
+            end = at + math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+            header[name] = {"dtype": self.NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+            self.offsets[name], at = at, end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.data = 8 + len(text)
+        self.file = open(self.part, "w+b")
+        self.file.write(len(text).to_bytes(8, "little") + text)
+        self.file.truncate(self.data + at)
+
+    def write(self, name, values):
+        dtype, shape = self.tensors[name]
+        assert values.dtype == dtype and tuple(values.shape) == tuple(shape), (name, values.shape)
+        self.file.seek(self.data + self.offsets[name])
+        self.file.write(values.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+
+    def read(self, name):
+        dtype, shape = self.tensors[name]
+        self.file.seek(self.data + self.offsets[name])
+        count = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+        return torch.frombuffer(bytearray(self.file.read(count)), dtype=dtype).view(shape)
+
+    def seal(self):
+        """Returns the checksum."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        checksum = xxh3_of(self.part)
+        os.replace(self.part, self.path)
+        sync(self.path.parent, os.O_RDONLY)
+        return checksum
+
+    def discard(self):
+        self.file.close()
+        self.part.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+
 # ---------------------------------------------------------------------------------------------
 # The trace
 
@@ -96,6 +155,11 @@ class Shard:
                 kept[:, slot] = values[at - row]
         kept[:, LATEST] = values[count - 1]
 
+    def put_residual(self, layer, row, norm2):
+        """norm2 [n]: the squared norms of the residual stream behind the layer's attention."""
+        kept = self.layers[layer].setdefault("residual", torch.zeros(SHARD_TOKENS, device=norm2.device))
+        kept[row : row + len(norm2)] = norm2
+
     def tensors(self, first, count):
         """What the shard's file holds if it ends after `count` tokens."""
         inside = [slot for slot in range(CHECK_ROWS) if CHECK_GRID[slot] < count]
@@ -106,13 +170,15 @@ class Shard:
             for part in ("q", "k", "v"):
                 tensors[f"layers.{index}.{part}"] = layer[part][:, :count].contiguous().cpu()
             tensors[f"layers.{index}.check_out"] = layer["out"][:, slots].contiguous().cpu()
+            tensors[f"layers.{index}.residual_norm2"] = layer["residual"][:count].contiguous().cpu()
         return tensors
 
 
 class TraceWriter:
     """Writes a trace as docs/trace.md says; each shard as soon as it is full."""
 
-    def __init__(self, directory, description, rope):
+    def __init__(self, directory, description, rope, sketch, seed):
+        """`sketch`: the tensors of output_sketch(), from `seed`."""
         self.directory = pathlib.Path(directory)
         self.description = description  # what the manifest and every shard say alike
         self.rope = rope
@@ -125,6 +191,12 @@ class TraceWriter:
             self.directory.mkdir()
         except FileExistsError:
             raise Refused(f"--out {directory}: exists already; a new folder is expected") from None
+        try:
+            checksum = write_tensors(self.directory / SKETCH, sketch, {"seed": str(seed)})
+        except BaseException:
+            self.abandon()
+            raise
+        self.extras = {"residual_norm2": {}, "sketch": {"file": SKETCH, "xxh3": checksum, "seed": seed}}
 
     def first_open(self):
         """Position of the first token that is in no sealed shard."""
@@ -174,14 +246,15 @@ class TraceWriter:
             "segments": self.segments,
             "shards": self.shards,
             "tokens_xxh3": self.tokens_xxh3,
+            "extras": self.extras,
         }
-        text = json.dumps(manifest, indent=1) + "\n"
-        write_by_rename(self.directory / "manifest.json", lambda part: part.write_text(text))
+        write_manifest(self.directory, manifest)
 
     def abandon(self):
         """After an error: the sealed shards stay, or nothing at all. Returns what to say of them."""
         if self.shards:
             return f"; `kvlab trace seal {self.directory}` keeps its first {self.first_open()} tokens"
-        (self.directory / "tokens.safetensors").unlink(missing_ok=True)
+        for name in ("tokens.safetensors", SKETCH):
+            (self.directory / name).unlink(missing_ok=True)
         self.directory.rmdir()
         return ""

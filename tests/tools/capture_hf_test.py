@@ -1,118 +1,48 @@
 """Tests tools/capture_hf.py against kvlab: capture_hf_test.py KVLAB. Prints `skipped: …` without torch."""
 
-import contextlib
-import importlib.util
+import csv
 import io
 import json
-import pathlib
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
-import unittest
 
-try:
-    import safetensors.torch
-    import tokenizers
-    import torch
-    import transformers
-    import xxhash  # noqa: F401
-except ImportError as missing:
-    print(
-        f"skipped: {sys.executable} cannot import {missing.name}; KVLAB_HF_PYTHON may name a Python that can"
-    )
-    sys.exit(0)
+from hf_fixture import FORCED, KVLAB, ROOT, TINY, TOKENS, ScriptTest, ids_of, kvlab, main, manifest_of, script
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+import safetensors.torch
+import tokenizers
+import torch
+
 SCRIPT = ROOT / "tools" / "capture_hf.py"
 COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
-TINY = ROOT / "engine" / "models" / "tiny"
-KVLAB = sys.argv[1]
-TOKENS = 1100  # past a shard's end
-FORCED = ["--teacher-forced", "--prompt-tokens", "512", "--max-tokens", str(TOKENS)]
 
-sys.path.insert(0, str(SCRIPT.parent))
-spec = importlib.util.spec_from_file_location("capture_hf", SCRIPT)
-capture_hf = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(capture_hf)
+capture_hf = script("capture_hf")
 hf_model, trace_writer = sys.modules["hf_model"], sys.modules["trace_writer"]
-torch.set_num_threads(1)
-
-
-def kvlab(*arguments):
-    return subprocess.run([KVLAB, *map(str, arguments)], capture_output=True, text=True)
 
 
 def compare(*arguments):
     return subprocess.run([sys.executable, COMPARE, *map(str, arguments)], capture_output=True, text=True)
 
 
-def manifest_of(trace):
-    return json.loads((trace / "manifest.json").read_text())
-
-
 def tensors_of(trace, name):
     """One tensor over the shards."""
     shards = [safetensors.torch.load_file(trace / shard["file"]) for shard in manifest_of(trace)["shards"]]
-    return torch.cat([shard[name] for shard in shards], dim=1).float()
+    return torch.cat([shard[name] for shard in shards], dim=-1 if "residual" in name else 1).float()
 
 
-def ids_of(trace):
-    return safetensors.torch.load_file(trace / "tokens.safetensors")["ids"].tolist()
-
-
-def float32_copy(to):
-    """The bundled model in float32, so that kvlab stores what it computes."""
-    to.mkdir()
-    config = json.loads((TINY / "config.json").read_text()) | {"torch_dtype": "float32"}
-    (to / "config.json").write_text(json.dumps(config))
-    weights = safetensors.torch.load_file(TINY / "model.safetensors")
-    weights = {name: tensor.float() for name, tensor in weights.items()}
-    safetensors.torch.save_file(weights, to / "model.safetensors", {"format": "pt"})
-    shutil.copy(TINY / "tokenizer.json", to)
-
-
-class CaptureTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.folder.cleanup)
-        cls.at = pathlib.Path(cls.folder.name)
-        cls.text = cls.at / "text.txt"
-        cls.text.write_text((ROOT / "tools" / "demo" / "prompt.txt").read_text() * 3)
-        cls.tiny32 = cls.at / "tiny32"
-        float32_copy(cls.tiny32)
-
+class CaptureTest(ScriptTest):
     def capture(self, out, *arguments):
         """Runs the script. Returns its exit code and what it printed as an error."""
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            try:
-                code = capture_hf.main([*map(str, arguments), "--device", "cpu", "--out", str(self.at / out)])
-            except SystemExit as end:
-                code = end.code
-        return code, errors.getvalue()
+        return self.run_main(capture_hf.main, *arguments, "--out", self.at / out)
 
     def captured(self, out, *arguments):
         code, errors = self.capture(out, *arguments)
         self.assertEqual((code, errors), (0, ""))
         return self.at / out
 
-    def captured_by_kvlab(self, out, *arguments):
-        done = kvlab("capture", "--device", "cpu", *arguments, "--out", self.at / out)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return self.at / out
-
-    def check_verifies(self, trace):
-        done = kvlab("trace", "verify", trace)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-
     def check_refused(self, words, out, *arguments):
-        code, errors = self.capture(out, *arguments)
-        self.assertEqual(code, 2, errors)
-        self.assertEqual(errors.count("\n"), 1, errors)
-        self.assertIn(words, errors)
+        self.check_one_line(words, *self.capture(out, *arguments))
 
     def check_same_recall(self, ours, theirs):
         """Of every policy and reference at two budgets."""
@@ -120,6 +50,33 @@ class CaptureTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]:
             self.assertIn(f"\n{policy['name']} ", done.stdout)
+
+    def check_same_residual_error(self, ours, theirs, most):
+        """Of some policies at two budgets, by layer and head."""
+        found = []
+        for trace in (ours, theirs):
+            run = self.at / f"run-{trace.name}"
+            grid = ["--policy", "window,h2o,sink", "--budget", "64,25%"]
+            done = kvlab("replay", "--trace", trace, *grid, "--out", run)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            rows = csv.DictReader(io.StringIO((run / "results.csv").read_text()))
+            found.append([row | {"trace": ""} for row in rows if row["metric"] == "residual_error"])
+        self.assertGreater(len(found[0]), 6 * 4)
+        for ours, theirs in zip(*found, strict=True):
+            x, y = (float(row.pop("value")) for row in (ours, theirs))
+            self.assertLessEqual(abs(x - y), most * y, ours)
+            keys = ("policy", "budget", "layer", "head", "count")
+            self.assertEqual([ours[key] for key in keys], [theirs[key] for key in keys])
+
+    def check_same_sketch(self, ours, theirs):
+        """To the last bit, and under the same seed."""
+        x, y = (safetensors.torch.load_file(trace / "output.safetensors") for trace in (ours, theirs))
+        self.assertEqual(x.keys(), y.keys())
+        for name in x:
+            self.assertTrue(torch.equal(x[name], y[name]), name)
+        a, b = (manifest_of(trace)["extras"] for trace in (ours, theirs))
+        self.assertEqual(a.keys(), b.keys())
+        self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
     def test_a_float32_capture_agrees_with_kvlabs(self):
         arguments = ["--model", self.tiny32, "--prompt-file", self.text, *FORCED]
@@ -133,10 +90,12 @@ class CaptureTest(unittest.TestCase):
         self.assertEqual([shard["tokens"] for shard in a["shards"]], [1024, TOKENS - 1024])
         self.assertEqual(ids_of(ours), ids_of(theirs))
         for layer in range(a["config"]["layers"]):
-            for part in ("q", "k", "v", "check_out"):
+            for part in ("q", "k", "v", "check_out", "residual_norm2"):
                 x, y = (tensors_of(trace, f"layers.{layer}.{part}") for trace in (ours, theirs))
                 self.assertLess(float((x - y).norm() / y.norm()), 1e-4, (layer, part))
         self.check_same_recall(ours, theirs)
+        self.check_same_sketch(ours, theirs)
+        self.check_same_residual_error(ours, theirs, 1e-3)
 
     def test_a_bfloat16_capture_verifies_and_replays_as_kvlabs(self):
         arguments = ["--model", TINY, "--prompt-file", self.text, *FORCED]
@@ -144,7 +103,10 @@ class CaptureTest(unittest.TestCase):
         self.check_verifies(ours)
         self.assertEqual(manifest_of(ours)["config"]["dtype"], "bfloat16")
         self.assertEqual(manifest_of(ours)["rounding"], "model_dtype")
-        self.check_same_recall(ours, self.captured_by_kvlab("theirs16", *arguments))
+        theirs = self.captured_by_kvlab("theirs16", *arguments)
+        self.check_same_recall(ours, theirs)
+        self.check_same_sketch(ours, theirs)
+        self.check_same_residual_error(ours, theirs, 0.05)
 
     def test_traces_that_differ_are_told(self):
         model = ["--model", self.tiny32, "--max-new-tokens", 30]
@@ -228,7 +190,7 @@ class CaptureTest(unittest.TestCase):
 
         def write_until_the_disk_is_full(*arguments):
             calls.append(arguments)
-            if len(calls) > 3:
+            if len(calls) > 4:
                 raise OSError(28, "No space left on device")
             return write(*arguments)
 
@@ -241,9 +203,10 @@ class CaptureTest(unittest.TestCase):
         self.check_verifies(self.at / "full")
         self.assertEqual(manifest_of(self.at / "full")["tokens"], 1024)
 
-        calls[:] = [None] * 3
-        self.check_refused("No space left", "nothing", *arguments)
-        self.assertFalse((self.at / "nothing").exists())
+        for before in (4, 3, 2):  # the sketch, the ids, the first shard
+            calls[:] = [None] * before
+            self.check_refused("No space left", "nothing", *arguments)
+            self.assertFalse((self.at / "nothing").exists())
 
     def test_a_rotation_that_is_not_the_models_is_refused(self):
         rotate = capture_hf.rotate
@@ -318,5 +281,4 @@ class CaptureTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
-    unittest.main(argv=sys.argv[:1])
+    main()

@@ -1,0 +1,231 @@
+"""Tests tools/sensitivities.py: sensitivities_test.py KVLAB. Prints `skipped: …` without torch."""
+
+import json
+import shutil
+import sys
+import unittest.mock
+
+from hf_fixture import FORCED, TINY, TOKENS, ScriptTest, copy_of_tiny, ids_of, main, manifest_of, script
+
+import safetensors.torch
+import torch
+import transformers
+
+sensitivities = script("sensitivities")
+trace_writer = sys.modules["trace_writer"]
+
+
+def gradient_of(trace, layer):
+    """[draws, heads, tokens, head_size] over the files, as the format says."""
+    parts = []
+    for entry in manifest_of(trace)["extras"]["grad"]["files"]:
+        file = safetensors.torch.load_file(trace / entry["file"])
+        parts.append(file[f"layers.{layer}.grad"].float() * file["grad_scale"])
+    return torch.cat(parts, dim=2)
+
+
+def contents(trace):
+    return {path.name: path.read_bytes() for path in sorted(trace.iterdir())}
+
+
+class SensitivitiesTest(ScriptTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.long = cls.captured_by_kvlab(cls(), "long", "--model", cls.tiny32, "--prompt-file", cls.text, *FORCED)
+        short = ["--teacher-forced", "--prompt-tokens", 40, "--max-tokens", 70]
+        cls.short = cls.captured_by_kvlab(cls(), "short", "--model", cls.tiny32, "--prompt-file", cls.text, *short)
+
+    def add(self, trace, *arguments):
+        return self.run_main(sensitivities.main, trace, *arguments)
+
+    def copy(self, trace, name):
+        shutil.copytree(trace, self.at / name)
+        return self.at / name
+
+    def added(self, trace, name, *arguments, model=None):
+        copy = self.copy(trace, name)
+        code, errors = self.add(copy, "--model", model or self.tiny32, *arguments)
+        self.assertEqual((code, errors), (0, ""))
+        return copy
+
+    def check_refused(self, words, trace, *arguments):
+        """And nothing has changed."""
+        before = contents(trace)
+        self.check_one_line(words, *self.add(trace, *arguments))
+        self.assertEqual(contents(trace), before)
+
+    def likelihood(self, ids, tokens, queries, layer, push):
+        """sum of log p(tokens) of each draw in float64, `push` added to the input of a layer's o_proj."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.tiny32, attn_implementation="eager").double()
+        o_proj = model.model.layers[layer].self_attn.o_proj
+        o_proj.register_forward_pre_hook(lambda _, given: (given[0] + push,))
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = lambda x, norm=module: norm.weight * x * x.square().mean(-1, True).add(
+                    norm.variance_epsilon).rsqrt()
+        # Norms and softmax: transformers takes both in float32, whatever the model's dtype.
+        softmax = unittest.mock.patch.object(torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim))
+        with torch.no_grad(), softmax:
+            hidden = model.model(input_ids=ids[None]).last_hidden_state[0, queries]
+            log_p = model.get_output_embeddings()(hidden).log_softmax(-1)
+        return log_p.gather(1, tokens.T).sum(0)
+
+    def test_the_gradient_is_that_of_finite_differences(self):
+        drawn = []
+        kept = sensitivities.sensitivities
+        self.addCleanup(setattr, sensitivities, "sensitivities", kept)
+        sensitivities.sensitivities = lambda *given: drawn.append((given[3], kept(*given)))
+        for span, first in (("decode", 40), ("all", 0)):
+            trace = self.added(self.short, f"differences-{span}", "--draws", 3, "--span", span)
+            queries, tokens = drawn.pop()
+            self.assertEqual(queries.tolist(), list(range(first, 70)))
+            self.assertEqual(len(tokens.unique(dim=0)), 3)
+            ids = torch.tensor(ids_of(trace))
+            draw = torch.Generator().manual_seed(5)
+            for layer in range(4):
+                gradient = gradient_of(trace, layer).double()  # [draws, heads, n, D]
+                # Of the whole, and of one head at one position of the prompt and of what is decoded.
+                for head, position in ((None, None), (1, 3), (2, 55), (3, 69)):
+                    direction = torch.zeros(4, 70, 64, dtype=torch.float64)
+                    at = direction[head, position] if head is not None else direction
+                    at.copy_(torch.randn(at.shape, generator=draw, dtype=torch.float64))
+                    push = 1e-4 * direction.transpose(0, 1).reshape(70, 256)
+                    up, down = (self.likelihood(ids, tokens, queries, layer, sign * push) for sign in (1, -1))
+                    found = (gradient * direction).sum(dim=(1, 2, 3))
+                    torch.testing.assert_close(found, (up - down) / 2e-4, rtol=1e-4, atol=1e-5)
+
+    def test_the_files_are_parallel_to_the_shards(self):
+        trace = self.added(self.long, "parallel", "--draws", 2, "--seed", 9)
+        manifest, before = manifest_of(trace), manifest_of(self.long)
+        grad = manifest["extras"].pop("grad")
+        self.assertEqual(manifest, before)
+        self.assertEqual({key: grad[key] for key in ("draws", "seed")}, {"draws": 2, "seed": 9})
+        self.assertEqual([path.name for path in trace.glob("*.part")], [])
+        for index, (entry, shard) in enumerate(zip(grad["files"], manifest["shards"], strict=True)):
+            path = trace / f"grad-{index:05}.safetensors"
+            right = {"file": path.name, "xxh3": trace_writer.xxh3_of(path)}
+            self.assertEqual(entry, right | {key: shard[key] for key in ("first", "tokens")})
+            file = safetensors.torch.load_file(path)
+            self.assertEqual(sorted(file), ["grad_scale"] + [f"layers.{layer}.grad" for layer in range(4)])
+            self.assertEqual((file["grad_scale"].dtype, file["grad_scale"].shape), (torch.float32, (1,)))
+            for layer in range(4):
+                gradient = file[f"layers.{layer}.grad"]
+                self.assertEqual((gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64)))
+                self.assertTrue(bool((gradient != 0).any()))
+        # What the last layer puts out for a token touches that token's prediction alone.
+        touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
+        self.assertEqual(touched.tolist(), [[position >= 512 for position in range(TOKENS)]] * 2)
+        again = self.added(self.long, "again", "--draws", 2, "--seed", 9)
+        self.assertEqual(contents(trace), contents(again))
+        other = self.added(self.long, "other", "--draws", 2, "--seed", 8)
+        self.assertFalse(torch.equal(gradient_of(trace, 3), gradient_of(other, 3)))
+
+    def test_narrow_dtypes_hold_the_same_gradient(self):
+        wide = self.added(self.long, "wide", "--draws", 2)
+        for dtype, most in ((torch.float16, 1e-3), (torch.bfloat16, 5e-3)):
+            narrow = self.copy(wide, f"as-{dtype}")
+            manifest = manifest_of(narrow)
+            manifest["config"]["dtype"] = str(dtype).removeprefix("torch.")
+            (narrow / "manifest.json").write_text(json.dumps(manifest))
+            code, errors = self.add(narrow, "--model", self.tiny32, "--draws", 2, "--replace")
+            self.assertEqual((code, errors), (0, ""))
+            scales = set()
+            for entry in manifest_of(narrow)["extras"]["grad"]["files"]:
+                file = safetensors.torch.load_file(narrow / entry["file"])
+                self.assertEqual(file["layers.0.grad"].dtype, dtype)
+                scales.add(float(file["grad_scale"]))
+            self.assertEqual(scales == {1.0}, dtype == torch.bfloat16)
+            for layer in range(4):
+                x, y = gradient_of(narrow, layer), gradient_of(wide, layer)
+                self.assertLess(float((x - y).norm() / y.norm()), most, (dtype, layer))
+
+    def test_the_parts_that_bound_memory_change_nothing(self):
+        whole = self.added(self.short, "whole", "--span", "all")
+        logits = sensitivities.LOGITS
+        self.addCleanup(setattr, sensitivities, "LOGITS", logits)
+        sensitivities.LOGITS = 1 << 13
+        parts = self.added(self.short, "parts", "--span", "all")
+        for layer in range(4):
+            torch.testing.assert_close(gradient_of(whole, layer), gradient_of(parts, layer), rtol=1e-4, atol=1e-4)
+
+    def test_draws_follow_the_models_distribution(self):
+        log_p = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(3, 4)
+        uniforms = torch.tensor([[0.0, 0.49, 0.51], [0.79, 0.81, 1.0]], dtype=torch.float64)
+        self.assertEqual(sensitivities.drawn(log_p, uniforms).tolist(), [[0, 0, 2], [2, 3, 3]])
+
+    def test_what_fails_leaves_the_trace_as_it_was(self):
+        plain = trace_writer.TensorFile.seal
+        self.addCleanup(setattr, trace_writer.TensorFile, "seal", plain)
+
+        def fail_at_the_second(file):
+            if file.path.name == "grad-00001.safetensors":
+                raise OSError(28, "No space left on device")
+            return plain(file)
+
+        trace_writer.TensorFile.seal = fail_at_the_second
+        trace = self.copy(self.long, "fails")
+        self.check_refused("No space left", trace, "--model", self.tiny32)
+
+        def interrupt(file):
+            raise KeyboardInterrupt
+
+        trace_writer.TensorFile.seal = interrupt
+        self.check_refused("interrupted", trace, "--model", self.tiny32)
+
+    def test_a_gradient_that_is_not_finite_is_refused(self):
+        broken = self.at / "broken"
+        shutil.copytree(self.tiny32, broken)
+        weights = safetensors.torch.load_file(broken / "model.safetensors")
+        weights["model.layers.2.mlp.down_proj.weight"][0] = float("nan")
+        safetensors.torch.save_file(weights, broken / "model.safetensors", {"format": "pt"})
+        trace = self.copy(self.short, "of-broken")
+        manifest = manifest_of(trace)
+        manifest["weights_xxh3"] = trace_writer.xxh3_of(broken / "model.safetensors")
+        (trace / "manifest.json").write_text(json.dumps(manifest))
+        self.check_refused("not finite", trace, "--model", broken)
+
+    def test_traces_that_do_not_fit_are_refused(self):
+        model = ["--model", self.tiny32]
+        self.check_one_line("no-such-trace", *self.add(self.at / "no-such-trace", *model))
+        self.check_refused("was captured from weights", self.short, "--model", TINY)
+        self.check_refused("no-such-model", self.short, "--model", self.at / "no-such-model")
+        changes = (
+            ("trace format 3", {"format": 3}),
+            ("not the manifest of a trace", {"segments": None}),
+            ("not the manifest of a trace", {"config": {}}),
+            ("no weights_xxh3", {"weights_xxh3": ""}),
+            ("query_heads is 8", {"config": manifest_of(self.short)["config"] | {"query_heads": 8}}),
+            ("no decode segment", {"segments": [{"start": 0, "tokens": 70, "kind": "prompt"}]}),
+            ("checksum", {"tokens_xxh3": "0" * 16}),
+            ("69 tokens", {"shards": [manifest_of(self.short)["shards"][0] | {"tokens": 69}]}),
+        )
+        for number, (words, change) in enumerate(changes):
+            with self.subTest(words):
+                trace = self.copy(self.short, f"changed-{number}")
+                (trace / "manifest.json").write_text(json.dumps(manifest_of(trace) | change))
+                self.check_refused(words, trace, *model)
+        (trace / "manifest.json").write_text("{")
+        self.check_refused("not the manifest of a trace", trace, *model)
+        (trace / "manifest.json").unlink()
+        self.check_refused("manifest.json", trace, *model)
+
+    def test_gradients_are_replaced_only_if_asked(self):
+        trace = self.added(self.short, "twice", "--draws", 2)
+        self.check_refused("--replace", trace, "--model", self.tiny32)
+        code, errors = self.add(trace, "--model", self.tiny32, "--replace", "--draws", 3)
+        self.assertEqual((code, errors), (0, ""))
+        self.assertEqual(gradient_of(trace, 0).shape[0], 3)
+
+    def test_bad_options_are_refused(self):
+        for words, *arguments in (
+            ("--model", "--draws", 2),
+            ("--draws", "--model", self.tiny32, "--draws", 0),
+            ("--seed", "--model", self.tiny32, "--seed", -1),
+            ("--span", "--model", self.tiny32, "--span", "prompt"),
+        ):
+            self.check_refused(words, self.short, *arguments)
+
+
+if __name__ == "__main__":
+    main()
