@@ -111,9 +111,10 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   if (!span_->sampled(query)) return;
   const auto full_output = rows.output(query, head), own = output();
   stats_.add_outputs(*span_, query, head, full_output, own);
-  if (view_.sketch)
-    view_.sketch->add(head, full_output.data(), own.data(), 1.0f,
-                      stats_.residual_of(span_->sample(query)));
+  const std::uint32_t sample = span_->sample(query);
+  if (view_.projection)
+    view_.projection->add(sample, head, full_output.data(), own.data(), 1.0f,
+                          stats_.projected_of(sample).data());
 }
 
 void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {

@@ -36,7 +36,7 @@ class HeadRun {
   }
   void measure(const QuerySpan* span) {
     span_ = span;
-    stats_.resize(*span, view_.group, view_.sketch != nullptr);
+    stats_.resize(*span, view_.group, view_.projected());
   }
   void write_outputs(OutputTarget target) { target_ = target; }
   /// Called after each query with the live positions it attended, ascending.

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "policies/cache_config.hpp"
-#include "sim/residual_sketch.hpp"
+#include "sim/error_projection.hpp"
 #include "traces/base/numeric/dtype.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/trace.hpp"
@@ -24,7 +24,10 @@ struct HeadView {
   const float* k = nullptr;  // [token, dim]
   const float* v = nullptr;  // [token, dim]
   std::size_t kv_token_stride = 0;
-  const ResidualSketch* sketch = nullptr;  ///< of W_o; null: no residual errors
+  const ErrorProjection* projection = nullptr;  ///< null: none is taken
+
+  /// Columns of the projection.
+  std::uint32_t projected() const { return projection ? projection->columns() : 0; }
 
   const float* query(std::uint32_t head, std::uint32_t token) const {
     return q + head * q_head_stride + token * q_token_stride;

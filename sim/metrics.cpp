@@ -48,6 +48,13 @@ QuerySpan::QuerySpan(const std::vector<Segment>& segments, bool decode_only,
   }
 }
 
+std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
+  std::vector<std::uint32_t> queries;
+  for (std::uint32_t query = 0; query < index_.size(); ++query)
+    if (contains(query) && sampled(query)) queries.push_back(query);
+  return queries;
+}
+
 double BlockedRatio::weight() const { return std::accumulate(below.begin(), below.end(), 0.0); }
 
 Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
@@ -72,23 +79,23 @@ Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
   return estimate;
 }
 
-void HeadStats::resize(const QuerySpan& span, std::uint32_t group, bool has_residual) {
+void HeadStats::resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) {
   heads.resize(group);
   for (PerQueryHead& head : heads)
     for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
       ratio->resize(span.blocks());
   error2.resize(span.samples());
   output2.resize(span.samples());
-  residual.resize(has_residual ? std::size_t{span.samples()} * kResidualColumns : 0);
+  projected.resize(std::size_t{span.samples()} * columns);
 }
 
-bool HeadStats::fits(const QuerySpan& span, std::uint32_t group) const {
+bool HeadStats::fits(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) const {
   const auto blocked = [&](const BlockedRatio& ratio) {
     return ratio.above.size() == span.blocks() && ratio.below.size() == span.blocks();
   };
   return heads.size() == group && error2.size() == span.samples() &&
          output2.size() == span.samples() &&
-         (residual.empty() || residual.size() == std::size_t{span.samples()} * kResidualColumns) &&
+         (projected.empty() || projected.size() == std::size_t{span.samples()} * columns) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
                   blocked(head.error);

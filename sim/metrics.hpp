@@ -6,7 +6,6 @@
 #include <span>
 #include <vector>
 
-#include "sim/residual_sketch.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -37,6 +36,8 @@ class QuerySpan {
     return static_cast<std::uint32_t>(std::uint64_t{i} * blocks() / size_);
   }
   std::uint32_t sample_every() const { return every_; }
+  /// Their positions.
+  std::vector<std::uint32_t> sampled_queries() const;
   /// Where the figures of a sampled query go.
   struct Place {
     std::uint32_t sample, block;
@@ -79,14 +80,15 @@ struct HeadStats {
   };
   std::vector<PerQueryHead> heads;      // [group]
   std::vector<double> error2, output2;  // [sample]: sums over the group of squared norms
-  /// [sample, kResidualColumns]: the group's errors behind W_o, summed; empty without its sketch.
-  std::vector<float> residual;
+  /// [sample, columns] of an ErrorProjection, summed over the group; empty where none is taken.
+  std::vector<float> projected;
 
-  void resize(const QuerySpan& span, std::uint32_t group, bool has_residual = false);
-  /// Whether this has a size that resize() gives.
-  bool fits(const QuerySpan& span, std::uint32_t group) const;
-  float* residual_of(std::uint32_t sample) {
-    return residual.data() + std::size_t{sample} * kResidualColumns;
+  void resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns = 0);
+  /// Whether this has the size that resize() gives, or no projection.
+  bool fits(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) const;
+  std::span<float> projected_of(std::uint32_t sample) {
+    const std::size_t columns = projected.size() / error2.size();
+    return std::span(projected).subspan(sample * columns, columns);
   }
   void add_recall(std::uint32_t block, std::uint32_t head, double recall);
   /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].

@@ -27,11 +27,12 @@ constexpr std::uint32_t kSampleEvery = 8;
 /// One KV head's tensors, read from a trace.
 struct HeadTensors {
   AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
-  std::unique_ptr<const ResidualSketch> sketch;
+  std::unique_ptr<const ErrorProjection> projection;
   HeadView view;
 };
 
-HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head) {
+HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
+                      const QuerySpan& span) {
   const ModelShape& shape = trace.shape();
   const std::size_t head_floats = std::size_t{trace.tokens()} * shape.head_size;
   HeadTensors tensors{AlignedVector<float>(shape.group() * head_floats),
@@ -39,9 +40,8 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                       AlignedVector<float>(head_floats),
                       {},
                       {}};
-  if (trace.has_residuals())
-    tensors.sketch = std::make_unique<const ResidualSketch>(
-        trace.sketch(layer, kv_head, kResidualColumns), shape.head_size);
+  if (projection_columns(trace).all() > 0)
+    tensors.projection = std::make_unique<const ErrorProjection>(trace, layer, kv_head, span);
   for (std::uint32_t g = 0; g < shape.group(); ++g)
     trace.read(Part::q, layer, kv_head * shape.group() + g, 0, trace.tokens(),
                tensors.q.data() + g * head_floats);
@@ -57,7 +57,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .k = tensors.k.data(),
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size,
-                  .sketch = tensors.sketch.get()};
+                  .projection = tensors.projection.get()};
   return tensors;
 }
 
@@ -97,13 +97,13 @@ class Replay {
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
+  ProjectionColumns columns() const { return projection_columns(trace_); }
   /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
   std::vector<float> residual_norms(std::uint32_t layer) const {
     if (!trace_.has_residuals()) return {};
     std::vector<float> all(trace_.tokens()), sampled;
     trace_.residual_norm2(layer, all.data());
-    for (std::uint32_t query = 0; query < trace_.tokens(); ++query)
-      if (span_.contains(query) && span_.sampled(query)) sampled.push_back(all[query]);
+    for (const std::uint32_t query : span_.sampled_queries()) sampled.push_back(all[query]);
     return sampled;
   }
   /// In tokens, by configuration; the trace's length where nobody leaves.
@@ -155,7 +155,7 @@ class Replay {
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
-    const HeadTensors tensors = read_head(trace_, layer, kv_head);
+    const HeadTensors tensors = read_head(trace_, layer, kv_head, span_);
     if (options_.plain)
       run_plainly(which, layer, kv_head, tensors.view, outcomes);
     else
@@ -310,7 +310,10 @@ std::vector<std::vector<HeadOutcome>> ReplayJob::run_together(
 }
 
 ReplayGathering::ReplayGathering(const ReplayJob& job)
-    : job_(*job.impl_), layers_(job_.replay.layers().size()), left_(layers_.size(), job_.heads) {
+    : job_(*job.impl_),
+      layers_(job_.replay.layers().size()),
+      left_(layers_.size(), job_.heads),
+      joint_(std::make_unique<JointChanges>(job_.configs)) {
   for (LayerOutcome& layer : layers_) layer.heads.resize(job_.heads);
 }
 
@@ -318,20 +321,23 @@ ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
   const auto fits = [&](const HeadOutcome& outcome) {
-    return outcome.stats.fits(job_.replay.span(), job_.shape.group());
+    return outcome.stats.fits(job_.replay.span(), job_.shape.group(),
+                              job_.replay.columns().all());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
     throw std::runtime_error("the outcomes of another replay");
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
-  if (--left_[l] == 0)
-    reduce_layer(layers_[l], job_.replay.span(), job_.configs,
-                 job_.replay.residual_norms(job_.replay.layers()[l]));
+  if (--left_[l] > 0) return;
+  reduce_layer(layers_[l], job_.replay.span(), job_.configs, job_.replay.columns(),
+               job_.replay.residual_norms(job_.replay.layers()[l]));
+  for (; joined_ < layers_.size() && left_[joined_] == 0; ++joined_) joint_->add(layers_[joined_]);
 }
 
 ReplayResult ReplayGathering::result() const {
   return {job_.replay.budgets(),
-          tabulate(job_.shape, job_.replay.span(), job_.grid, job_.replay.layers(), layers_)};
+          tabulate(job_.shape, job_.replay.span(), job_.grid, job_.replay.layers(), layers_,
+                   joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
@@ -368,7 +374,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     throw std::invalid_argument(fmt::format(
         "layer {}, KV head {}: the trace {} has {} layers of {} KV heads", layer, kv_head,
         trace.directory().string(), trace.shape().layers, trace.shape().kv_heads));
-  const HeadTensors tensors = read_head(trace, layer, kv_head);
+  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span());
   std::vector<KeptSet> kept;
   const auto keep = [&](std::uint32_t query, std::span<const std::uint32_t> live) {
     if (std::binary_search(queries.begin(), queries.end(), query))

@@ -55,7 +55,8 @@ struct ReplayResult {
 };
 
 struct HeadOutcome;   // sim/metrics.hpp
-struct LayerOutcome;  // sim/run/tabulate.hpp
+struct LayerOutcome;  // sim/run/layer_outcome.hpp
+class JointChanges;   // likewise
 
 /// Which KV head a unit of work is about.
 struct ReplayUnit {
@@ -105,6 +106,8 @@ class ReplayGathering {
   const ReplayJob::Impl& job_;
   std::vector<LayerOutcome> layers_;
   std::vector<std::size_t> left_;  // units to come, by layer
+  std::size_t joined_ = 0;         // layers whose changes are in joint_
+  std::unique_ptr<JointChanges> joint_;
 };
 
 /// Runs every unit of the job, in memory. Results do not depend on the number of threads. Throws as

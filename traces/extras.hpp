@@ -16,6 +16,14 @@ struct ModelShape;
 
 inline constexpr std::string_view kSketchFile = "output.safetensors";
 inline constexpr std::uint32_t kSketchColumns = 64;
+inline constexpr std::uint32_t kMaxDraws = 64;  ///< of gradients
+
+/// A file that holds some of a trace's tokens.
+struct ShardInfo {
+  std::string file;
+  std::uint32_t first, tokens;
+  std::string xxh3;
+};
 
 /// Some tokens of a trace under a name: `span_recall` is measured over them.
 struct NamedSpan {
@@ -43,6 +51,13 @@ struct TraceExtras {
     std::string xxh3;
   };
   std::optional<Sketch> sketch;
+  /// How the log-likelihood of tokens that the model itself drew depends on each head's output.
+  struct Gradients {
+    std::uint32_t draws;
+    std::uint64_t seed;
+    std::vector<ShardInfo> files;  ///< beside the shards
+  };
+  std::optional<Gradients> gradients;
 };
 
 /// Writes DIRECTORY/output.safetensors, in bf16.

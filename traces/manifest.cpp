@@ -111,6 +111,10 @@ std::vector<NamedSpan> parse_spans(const json& list, std::uint32_t tokens, std::
     const std::string where = fmt::format("{}: spans[{}]", what, spans.size());
     json_refuse_unknown(item, where, {"name", "start", "tokens"});
     NamedSpan span{json_string(item, "name", where), 0, 0};
+    const auto is_control = [](unsigned char c) { return c < ' ' || c == 0x7f; };
+    if (span.name.empty() || std::any_of(span.name.begin(), span.name.end(), is_control))
+      throw error(where, fmt::format("the name is {}; one without control characters is expected",
+                                     json_quoted(span.name)));
     span.start = json_get<std::uint32_t>(item, "start", where, 0, tokens - 1);
     span.tokens = json_get<std::uint32_t>(item, "tokens", where, 1, tokens - span.start);
     for (const NamedSpan& other : spans)
@@ -121,18 +125,64 @@ std::vector<NamedSpan> parse_spans(const json& list, std::uint32_t tokens, std::
   return spans;
 }
 
+json shards_json(const std::vector<ShardInfo>& shards) {
+  json list = json::array();
+  for (const ShardInfo& shard : shards)
+    list.push_back({{"file", shard.file},
+                    {"first", shard.first},
+                    {"tokens", shard.tokens},
+                    {"xxh3", shard.xxh3}});
+  return list;
+}
+
+/// Files `key` of 1024 tokens from 0 on, the last one maybe shorter, called as `name` says.
+std::vector<ShardInfo> parse_shards(const json& object, std::string_view key,
+                                    std::string (*name)(std::size_t), std::uint32_t tokens,
+                                    std::string_view what) {
+  const json& list = json_array(object, key, what);
+  const std::size_t count = (std::size_t{tokens} + kShardTokens - 1) / kShardTokens;
+  if (list.size() != count)
+    throw error(what,
+                fmt::format("{} {} listed; {} tokens take {}", list.size(), key, tokens, count));
+  std::vector<ShardInfo> shards;
+  for (const json& item : list) {
+    const std::string where = fmt::format("{}: {}[{}]", what, key, shards.size());
+    json_refuse_unknown(item, where, {"file", "first", "tokens", "xxh3"});
+    const auto first = static_cast<std::uint32_t>(shards.size()) * kShardTokens;
+    const std::uint32_t length = std::min(kShardTokens, tokens - first);
+    ShardInfo shard{json_string(item, "file", where),
+                    json_get<std::uint32_t>(item, "first", where, first, first),
+                    json_get<std::uint32_t>(item, "tokens", where, length, length),
+                    parse_hash(item, "xxh3", where, false)};
+    if (shard.file != name(shards.size()))
+      throw error(where, fmt::format("\"file\" is {}; {} is expected", json_quoted(shard.file),
+                                     name(shards.size())));
+    shards.push_back(std::move(shard));
+  }
+  return shards;
+}
+
 json extras_json(const TraceExtras& extras) {
   json object = json::object();
   if (extras.residual_norm2) object["residual_norm2"] = json::object();
   if (extras.sketch)
     object["sketch"] = {
         {"file", kSketchFile}, {"xxh3", extras.sketch->xxh3}, {"seed", extras.sketch->seed}};
+  if (const auto& gradients = extras.gradients)
+    object["grad"] = {{"draws", gradients->draws},
+                      {"seed", gradients->seed},
+                      {"files", shards_json(gradients->files)}};
   return object;
 }
 
-TraceExtras parse_extras(const json& object, std::string_view what) {
+/// A seed, which JSON holds as a number.
+std::uint64_t parse_seed(const json& object, std::string_view what) {
+  return static_cast<std::uint64_t>(json_get<std::int64_t>(object, "seed", what, 0, INT64_MAX));
+}
+
+TraceExtras parse_extras(const json& object, std::uint32_t tokens, std::string_view what) {
   const std::string where = fmt::format("{}: extras", what);
-  json_refuse_unknown(object, where, {"residual_norm2", "sketch"});
+  json_refuse_unknown(object, where, {"residual_norm2", "sketch", "grad"});
   TraceExtras extras;
   if (object.contains("residual_norm2")) {
     json_refuse_unknown(json_object(object, "residual_norm2", where), where, {});
@@ -144,9 +194,15 @@ TraceExtras parse_extras(const json& object, std::string_view what) {
     if (const std::string file = json_string(sketch, "file", where); file != kSketchFile)
       throw error(where,
                   fmt::format("\"file\" is {}; {} is expected", json_quoted(file), kSketchFile));
-    extras.sketch = {
-        static_cast<std::uint64_t>(json_get<std::int64_t>(sketch, "seed", where, 0, INT64_MAX)),
-        parse_hash(sketch, "xxh3", where, false)};
+    extras.sketch = {parse_seed(sketch, where), parse_hash(sketch, "xxh3", where, false)};
+  }
+  if (object.contains("grad")) {
+    const json& gradients = json_object(object, "grad", where);
+    const std::string what_grad = where + ".grad";
+    json_refuse_unknown(gradients, what_grad, {"draws", "seed", "files"});
+    extras.gradients = {json_get<std::uint32_t>(gradients, "draws", what_grad, 1, kMaxDraws),
+                        parse_seed(gradients, what_grad),
+                        parse_shards(gradients, "files", gradient_name, tokens, what_grad)};
   }
   return extras;
 }
@@ -205,40 +261,6 @@ std::vector<Segment> parse_segments(const json& list, std::uint32_t tokens, std:
   return segments;
 }
 
-json shards_json(const std::vector<ShardInfo>& shards) {
-  json list = json::array();
-  for (const ShardInfo& shard : shards)
-    list.push_back({{"file", shard.file},
-                    {"first", shard.first},
-                    {"tokens", shard.tokens},
-                    {"xxh3", shard.xxh3}});
-  return list;
-}
-
-/// Shards of 1024 tokens from 0 on, the last one maybe shorter.
-std::vector<ShardInfo> parse_shards(const json& list, std::uint32_t tokens, std::string_view what) {
-  const std::size_t count = (std::size_t{tokens} + kShardTokens - 1) / kShardTokens;
-  if (list.size() != count)
-    throw error(what,
-                fmt::format("{} shards listed; {} tokens take {}", list.size(), tokens, count));
-  std::vector<ShardInfo> shards;
-  for (const json& item : list) {
-    const std::string where = fmt::format("{}: shards[{}]", what, shards.size());
-    json_refuse_unknown(item, where, {"file", "first", "tokens", "xxh3"});
-    const auto first = static_cast<std::uint32_t>(shards.size()) * kShardTokens;
-    const std::uint32_t length = std::min(kShardTokens, tokens - first);
-    ShardInfo shard{json_string(item, "file", where),
-                    json_get<std::uint32_t>(item, "first", where, first, first),
-                    json_get<std::uint32_t>(item, "tokens", where, length, length),
-                    parse_hash(item, "xxh3", where, false)};
-    if (shard.file != shard_name(shards.size()))
-      throw error(where, fmt::format("\"file\" is {}; {} is expected", json_quoted(shard.file),
-                                     shard_name(shards.size())));
-    shards.push_back(std::move(shard));
-  }
-  return shards;
-}
-
 std::int64_t check_format(const json& manifest, std::string_view what) {
   const auto format = json_get<std::int64_t>(manifest, "format", what, 1, INT64_MAX);
   if (format > kTraceFormat)
@@ -276,10 +298,10 @@ Manifest parse_manifest(std::string_view text, std::string_view what) {
   manifest.segments = parse_segments(json_array(object, "segments", what), manifest.tokens, what);
   const std::uint32_t prompt = prompt_tokens_of(manifest.segments);
   manifest.prompt_tokens = json_get<std::uint32_t>(object, "prompt_tokens", what, prompt, prompt);
-  manifest.shards = parse_shards(json_array(object, "shards", what), manifest.tokens, what);
+  manifest.shards = parse_shards(object, "shards", shard_name, manifest.tokens, what);
   manifest.tokens_xxh3 = parse_hash(object, "tokens_xxh3", what, false);
   if (has_extras) {
-    manifest.extras = parse_extras(json_object(object, "extras", what), what);
+    manifest.extras = parse_extras(json_object(object, "extras", what), manifest.tokens, what);
     manifest.header.spans = parse_spans(json_array(object, "spans", what), manifest.tokens, what);
   }
   return manifest;
@@ -375,5 +397,8 @@ std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments) {
 }
 
 std::string shard_name(std::size_t index) { return fmt::format("shard-{:05}.safetensors", index); }
+std::string gradient_name(std::size_t index) {
+  return fmt::format("grad-{:05}.safetensors", index);
+}
 
 }  // namespace kvlab

@@ -51,5 +51,7 @@ std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
 
 /// shard-00012.safetensors
 std::string shard_name(std::size_t index);
+/// grad-00012.safetensors
+std::string gradient_name(std::size_t index);
 
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <set>
 #include <stdexcept>
@@ -106,6 +107,22 @@ void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
     if (has_lse) checker.expect(layer_tensor(l, "check_lse"), Dtype::f32, {heads, kCheckRows});
   }
   checker.refuse_others();
+}
+
+float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                             const ShardInfo& shard, std::uint32_t draws) {
+  TensorChecker checker(file);
+  for (std::uint32_t l = 0; l < shape.layers; ++l)
+    checker.expect(layer_tensor(l, kGradientTensor), shape.dtype,
+                   {draws, shape.query_heads, shard.tokens, shape.head_size});
+  float scale = 0;
+  to_float(Dtype::f32, checker.expect(std::string(kGradientScaleTensor), Dtype::f32, {1}).data.data(),
+           1, &scale);
+  checker.refuse_others();
+  if (!std::isfinite(scale) || scale <= 0)
+    throw std::runtime_error(fmt::format("{}: {} is {}; a positive number is expected",
+                                         file.path().string(), kGradientScaleTensor, scale));
+  return scale;
 }
 
 }  // namespace kvlab

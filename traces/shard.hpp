@@ -37,10 +37,15 @@ std::string write_tokens(const std::filesystem::path& directory, std::span<const
 /// Throws std::runtime_error for missing, unknown or misshapen tensors.
 TokensFile read_tokens(const SafetensorsFile& file);
 
-inline constexpr std::string_view kResidualTensor = "residual_norm2";
+inline constexpr std::string_view kResidualTensor = "residual_norm2", kGradientTensor = "grad",
+                                  kGradientScaleTensor = "grad_scale";
 
 /// Throws std::runtime_error unless the tensors of a shard are those of a trace of this shape.
 void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
                          const ShardInfo& shard, bool has_residuals);
+/// What the gradients of a file are to be multiplied with. Throws std::runtime_error unless its
+/// tensors are those of a trace of this shape.
+float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                             const ShardInfo& shard, std::uint32_t draws);
 
 }  // namespace kvlab

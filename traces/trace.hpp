@@ -52,12 +52,6 @@ struct TraceHeader {
   std::vector<NamedSpan> spans;
 };
 
-struct ShardInfo {
-  std::string file;
-  std::uint32_t first, tokens;
-  std::string xxh3;
-};
-
 enum class Part { q, k, v };
 
 /// What manifest.json holds. Of the header, `rope` and `softmax_scale` are in tokens.safetensors.
@@ -110,11 +104,20 @@ class TraceReader {
                             std::uint32_t columns) const;
   /// What can be said of `residual_error`: both extras are there.
   bool has_residuals() const { return extras().residual_norm2 && extras().sketch; }
+  /// Draws of the gradients; 0: the trace has none.
+  std::uint32_t draws() const { return extras().gradients ? extras().gradients->draws : 0; }
+  /// One draw's gradient with respect to a query head's output before the output projection, at
+  /// tokens [first, first + count): to [count, head_size]. Throws std::logic_error where the trace
+  /// has none.
+  void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
+                std::uint32_t first, std::uint32_t count, float* to) const;
+  std::span<const SafetensorsFile> gradient_files() const { return gradient_files_; }
   const SafetensorsFile* sketch_file() const { return sketch_file_ ? &*sketch_file_ : nullptr; }
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
   /// Lets go of the shards' pages that have been read (MappedFile::release).
   void release() const {
     for (const SafetensorsFile& file : files_) file.release();
+    for (const SafetensorsFile& file : gradient_files_) file.release();
   }
   const SafetensorsFile& tokens_file() const { return tokens_file_; }
   const std::string& tokens_xxh3() const { return manifest_.tokens_xxh3; }
@@ -123,6 +126,11 @@ class TraceReader {
   friend std::uint32_t seal_trace(const std::filesystem::path& directory);
   /// All of open() but reading the manifest.
   static TraceReader assemble(const std::filesystem::path& directory, Manifest manifest);
+  void open_extras();
+  /// Tokens [first, first + count) of the `head`-th block [tokens of the shard, head_size] of a
+  /// tensor that every file has.
+  void read_rows(std::span<const SafetensorsFile> files, const std::string& tensor,
+                 std::size_t head, std::uint32_t first, std::uint32_t count, float* to) const;
 
   std::filesystem::path directory_;
   Manifest manifest_;  // and of tokens.safetensors what belongs to its header
@@ -130,6 +138,8 @@ class TraceReader {
   std::vector<SafetensorsFile> files_;  // by shard
   SafetensorsFile tokens_file_;
   std::optional<SafetensorsFile> sketch_file_;
+  std::vector<SafetensorsFile> gradient_files_;  // by shard, or none
+  std::vector<float> gradient_scales_;           // likewise
   std::string hash_;
 };
 

@@ -76,13 +76,23 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
   for (const ShardInfo& shard : trace.shards())
     trace.files_.push_back(
         open_shard(directory / shard.file, trace.header(), shard, trace.extras().residual_norm2));
-  if (const auto& sketch = trace.extras().sketch) {
-    trace.sketch_file_ = SafetensorsFile::open(directory / kSketchFile);
-    if (check_sketch(*trace.sketch_file_, trace.shape()) != sketch->seed)
-      throw std::runtime_error(fmt::format("{}: its seed is not {}, which the manifest says",
-                                           trace.sketch_file_->path().string(), sketch->seed));
-  }
+  trace.open_extras();
   return trace;
+}
+
+void TraceReader::open_extras() {
+  if (const auto& sketch = extras().sketch) {
+    sketch_file_ = SafetensorsFile::open(directory_ / kSketchFile);
+    if (check_sketch(*sketch_file_, shape()) != sketch->seed)
+      throw std::runtime_error(fmt::format("{}: its seed is not {}, which the manifest says",
+                                           sketch_file_->path().string(), sketch->seed));
+  }
+  if (const auto& gradients = extras().gradients)
+    for (const ShardInfo& info : gradients->files) {
+      gradient_files_.push_back(SafetensorsFile::open(directory_ / info.file));
+      gradient_scales_.push_back(
+          check_gradient_tensors(gradient_files_.back(), shape(), info, gradients->draws));
+    }
 }
 
 void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
@@ -91,14 +101,35 @@ void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::
   if (layer >= shape().layers || head >= heads || first > tokens() || count > tokens() - first)
     throw std::out_of_range(fmt::format("trace: no tokens [{}, {} + {}) of layer {}, head {}",
                                         first, first, count, layer, head));
-  const std::string name = layer_tensor(layer, name_of(part));
+  read_rows(files_, layer_tensor(layer, name_of(part)), head, first, count, to);
+}
+
+void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
+                           std::uint32_t first, std::uint32_t count, float* to) const {
+  if (draw >= draws()) throw std::logic_error("trace: it has no such gradient");
+  if (layer >= shape().layers || query_head >= shape().query_heads || first > tokens() ||
+      count > tokens() - first)
+    throw std::out_of_range(fmt::format("trace: no gradients [{}, {} + {}) of layer {}, head {}",
+                                        first, first, count, layer, query_head));
+  const std::size_t size = shape().head_size;
+  read_rows(gradient_files_, layer_tensor(layer, kGradientTensor),
+            std::size_t{draw} * shape().query_heads + query_head, first, count, to);
+  for (std::uint32_t i = 0; i < count; ++i)
+    for (std::size_t d = 0; d < size; ++d)
+      to[i * size + d] *= gradient_scales_[(first + i) / kShardTokens];
+}
+
+void TraceReader::read_rows(std::span<const SafetensorsFile> files, const std::string& tensor,
+                            std::size_t head, std::uint32_t first, std::uint32_t count,
+                            float* to) const {
   const std::size_t row = shape().head_size, row_bytes = row * bytes_of(shape().dtype);
   while (count > 0) {
     const std::size_t index = first / kShardTokens;
     const ShardInfo& shard = shards()[index];
     const std::uint32_t offset = first - shard.first, here = std::min(count, shard.tokens - offset);
-    const std::size_t start = std::size_t{head} * shard.tokens + offset;
-    to_float(shape().dtype, files_[index].at(name).data.data() + start * row_bytes, here * row, to);
+    const std::size_t start = head * shard.tokens + offset;
+    to_float(shape().dtype, files[index].at(tensor).data.data() + start * row_bytes, here * row,
+             to);
     to += here * row;
     first += here;
     count -= here;

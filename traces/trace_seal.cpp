@@ -51,7 +51,8 @@ void remove_parts(const fs::path& directory) {
   for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
     const std::string name = entry.path().filename().string();
     const bool ours = name.starts_with("shard-") || name.starts_with(kTokensFile) ||
-                      name.starts_with(kSketchFile) || name.starts_with(kManifestFile);
+                      name.starts_with(kSketchFile) || name.starts_with(kManifestFile) ||
+                      name.starts_with("grad-");
     if (ours && name.ends_with(".part")) fs::remove(entry.path());
   }
 }

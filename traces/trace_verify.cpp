@@ -170,6 +170,8 @@ std::vector<std::string> damaged_files(const TraceReader& trace, unsigned thread
   for (std::size_t i = 0; i < trace.shards().size(); ++i)
     files.emplace_back(&trace.shard_file(i), trace.shards()[i].xxh3);
   if (trace.sketch_file()) files.emplace_back(trace.sketch_file(), trace.extras().sketch->xxh3);
+  for (std::size_t i = 0; i < trace.gradient_files().size(); ++i)
+    files.emplace_back(&trace.gradient_files()[i], trace.extras().gradients->files[i].xxh3);
   std::vector<std::string> problems(files.size());
   parallel_for(files.size(), threads, [&](std::size_t i) {
     const auto& [file, wanted] = files[i];
@@ -208,6 +210,26 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
   return problems;
 }
 
+/// Gradients that are not finite: the first of each file and layer.
+std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned threads) {
+  const ModelShape& shape = trace.shape();
+  std::vector<std::string> problems(trace.gradient_files().size() * shape.layers);
+  parallel_for(problems.size(), threads, [&](std::size_t i) {
+    const SafetensorsFile& file = trace.gradient_files()[i / shape.layers];
+    const auto layer = static_cast<std::uint32_t>(i % shape.layers);
+    const TensorView& tensor = file.at(layer_tensor(layer, kGradientTensor));
+    const std::size_t wrong = first_not_finite(shape.dtype, tensor.data);
+    if (wrong == tensor.elements()) return;
+    const std::size_t row = wrong / shape.head_size, tokens = tensor.shape[2];
+    problems[i] = fmt::format(
+        "{}: layer {}, draw {}, query head {}: the gradient at token {} of the file is not finite",
+        file.path().filename().string(), layer, row / tokens / shape.query_heads,
+        row / tokens % shape.query_heads, row % tokens);
+  });
+  std::erase(problems, "");
+  return problems;
+}
+
 void add_problems(TraceCheck& check, std::vector<std::string> problems) {
   if (!problems.empty()) check.ok = false;
   std::move(problems.begin(), problems.end(), std::back_inserter(check.problems));
@@ -227,6 +249,7 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   check.tolerance = tolerance_of(trace.shape().dtype);
   add_problems(check, damaged_files(trace, threads));
   if (check.ok) add_problems(check, wrong_extras(trace));
+  if (check.ok) add_problems(check, wrong_gradients(trace, threads));
   if (!check.ok) {  // rows of damaged files say nothing
     shorten(check.problems);
     return check;

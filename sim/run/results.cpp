@@ -30,6 +30,8 @@ constexpr std::array kMetrics{
     MetricInfo{"output_error", "output error", false, true},
     MetricInfo{"layer_error", "layer error", false, true},
     MetricInfo{"residual_error", "residual error", false, true},
+    MetricInfo{"kl_estimate", "estimate of KL", false, true},
+    MetricInfo{"kl_estimate_joint", "estimate of KL, layers together", false, true},
     MetricInfo{"evictions", "evictions", false, false},
     MetricInfo{"live_max", "most live tokens", false, false},
     MetricInfo{"kv_bytes", "bytes of keys and values", false, false},
@@ -195,7 +197,7 @@ std::string_view best_metric(std::span<const ResultRow> rows) {
     traces.insert(row.trace);
     of_metric[row.metric].insert(row.trace);
   }
-  for (const std::string_view metric : {"residual_error", "layer_error"})
+  for (const std::string_view metric : {"kl_estimate", "residual_error", "layer_error"})
     if (of_metric[metric] == traces) return metric;
   return "nll_recall";
 }

@@ -1,7 +1,6 @@
 #include "sim/run/tabulate.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -22,9 +21,24 @@ class Tabulator {
   using Outcomes = std::vector<const HeadOutcome*>;
   using Ratios = std::vector<const BlockedRatio*>;
 
-  /// `layer_errors` and `residuals`: one for each layer.
+  /// Errors of one layer, or of each.
+  struct Errors {
+    Ratios layer, residual, kl;
+    Ratios joint;  ///< one, of all layers; or none
+
+    /// Of a layer; of KV head `head` alone where that is not negative.
+    void add(const LayerOutcome& of, std::int32_t head, std::size_t c) {
+      const auto squares = [&](const SquaredErrors& errors) {
+        return head < 0 ? &errors.layer[c] : &errors.heads[static_cast<std::size_t>(head)][c];
+      };
+      if (head < 0) layer.push_back(&of.error[c]);
+      residual.push_back(squares(of.residual));
+      kl.push_back(squares(of.kl));
+    }
+  };
+
   void add_rows(std::int32_t layer, std::int32_t head, const Outcomes& outcomes,
-                const Ratios& layer_errors, const Ratios& residuals) {
+                const Errors& errors) {
     layer_ = layer;
     head_ = head;
     using PerQueryHead = HeadStats::PerQueryHead;
@@ -33,9 +47,12 @@ class Tabulator {
     add_mean("miss_rate", outcomes, &PerQueryHead::miss, true);
     if (config_.policy.name == kOracleTopk) return;
     add_mean("output_error", outcomes, &PerQueryHead::error, false);
-    add_layers("layer_error", layer_errors, 1, shape_.query_heads);
-    add_layers("residual_error", residuals, static_cast<double>(residuals.size()),
-               head < 0 ? shape_.query_heads : shape_.group());
+    const std::uint32_t heads = head < 0 ? shape_.query_heads : shape_.group();
+    const auto layers = static_cast<std::uint32_t>(errors.residual.size());
+    add_layers("layer_error", errors.layer, 1, heads);
+    add_layers("residual_error", errors.residual, layers, heads);
+    add_layers("kl_estimate", errors.kl, layers, heads);
+    add_layers("kl_estimate_joint", errors.joint, 1, heads * layers);
     add_totals(outcomes);
   }
 
@@ -102,83 +119,35 @@ class Tabulator {
   std::int32_t layer_ = 0, head_ = 0;
 };
 
-void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
-                     std::uint32_t sample) {
-  double error = 0, output = 0;
-  for (const auto& head : layer.heads) {
-    error += head[c].stats.error2[sample];
-    output += head[c].stats.output2[sample];
-  }
-  if (output > 0) layer.error[c].add(span.block_of_sample(sample), std::sqrt(error / output), 1);
-}
-
-/// The heads' errors as vectors, and then their square.
-void add_residual_error(LayerOutcome& layer, std::uint32_t block, std::size_t c,
-                        std::uint32_t sample, double norm2) {
-  std::array<double, kResidualColumns> sum{};
-  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
-    HeadStats& stats = layer.heads[h][c].stats;
-    if (stats.residual.empty()) return;  // of a reference that has no outputs
-    double own = 0;
-    for (std::uint32_t column = 0; column < kResidualColumns; ++column) {
-      const double x = stats.residual_of(sample)[column];
-      own += x * x;
-      sum[column] += x;
-    }
-    layer.head_residual[h][c].add(block, own / norm2, 1);
-  }
-  double all = 0;
-  for (const double x : sum) all += x * x;
-  layer.residual[c].add(block, all / norm2, 1);
-}
-
 }  // namespace
-
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
-                  std::span<const float> norm2) {
-  layer.error.resize(configs);
-  layer.residual.resize(configs);
-  layer.head_residual.assign(layer.heads.size(), std::vector<BlockedRatio>(configs));
-  for (std::size_t c = 0; c < configs; ++c) {
-    layer.error[c].resize(span.blocks());
-    layer.residual[c].resize(span.blocks());
-    for (auto& head : layer.head_residual) head[c].resize(span.blocks());
-    for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
-      add_layer_error(layer, span, c, sample);
-      if (!norm2.empty() && norm2[sample] > 0)
-        add_residual_error(layer, span.block_of_sample(sample), c, sample, norm2[sample]);
-    }
-    for (auto& head : layer.heads) {
-      head[c].stats.error2 = {};
-      head[c].stats.output2 = {};
-      head[c].stats.residual = {};
-    }
-  }
-}
 
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
                                   std::span<const CacheConfig> configs,
                                   std::span<const std::uint32_t> layer_indices,
-                                  const std::vector<LayerOutcome>& layers) {
+                                  const std::vector<LayerOutcome>& layers,
+                                  std::span<const BlockedRatio> joint) {
   std::vector<Measurement> rows;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     Tabulator table(shape, span, configs[c], c, rows);
     Tabulator::Outcomes all;
-    Tabulator::Ratios errors, residuals;
+    Tabulator::Errors errors{.joint = {&joint[c]}};
     for (std::size_t l = 0; l < layers.size(); ++l) {
       const auto layer = static_cast<std::int32_t>(layer_indices[l]);
       Tabulator::Outcomes heads;
       for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
+        const auto head = static_cast<std::int32_t>(h);
         heads.push_back(&layers[l].heads[h][c]);
-        table.add_rows(layer, static_cast<std::int32_t>(h), {heads.back()}, {},
-                       {&layers[l].head_residual[h][c]});
+        Tabulator::Errors own;
+        own.add(layers[l], head, c);
+        table.add_rows(layer, head, {heads.back()}, own);
       }
-      table.add_rows(layer, -1, heads, {&layers[l].error[c]}, {&layers[l].residual[c]});
+      Tabulator::Errors own;
+      own.add(layers[l], -1, c);
+      table.add_rows(layer, -1, heads, own);
       all.insert(all.end(), heads.begin(), heads.end());
-      errors.push_back(&layers[l].error[c]);
-      residuals.push_back(&layers[l].residual[c]);
+      errors.add(layers[l], -1, c);
     }
-    table.add_rows(-1, -1, all, errors, residuals);
+    table.add_rows(-1, -1, all, errors);
   }
   return rows;
 }

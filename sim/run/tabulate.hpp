@@ -5,29 +5,17 @@
 #include <span>
 #include <vector>
 
-#include "sim/metrics.hpp"
 #include "sim/replay.hpp"
+#include "sim/run/layer_outcome.hpp"
 
 namespace kvlab {
 
-/// One layer's outcomes, and its errors over all heads.
-struct LayerOutcome {
-  std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
-  std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
-  /// [configuration], and [kv_head][configuration]: behind W_o; without weight where unknown.
-  std::vector<BlockedRatio> residual;
-  std::vector<std::vector<BlockedRatio>> head_residual;
-};
-
-/// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
-/// `norm2`: of the residual stream, [sample]; empty: not known.
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
-                  std::span<const float> norm2);
-
 /// One row a figure, ordered by configuration, layer, head (the aggregate last) and metric.
+/// `joint`: JointChanges::squares().
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
                                   std::span<const CacheConfig> configs,
                                   std::span<const std::uint32_t> layer_indices,
-                                  const std::vector<LayerOutcome>& layers);
+                                  const std::vector<LayerOutcome>& layers,
+                                  std::span<const BlockedRatio> joint);
 
 }  // namespace kvlab

@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kMagic = "kvunit 2";
+constexpr std::string_view kMagic = "kvunit 3";
 constexpr std::size_t kHashDigits = 16;
 
 /// Writes, field after field; little endian, as all of our machines are.
@@ -93,7 +93,7 @@ void outcome_fields(Stream& stream, Outcome& outcome) {
   stream(outcome.live_end);
   stream(outcome.stats.error2);
   stream(outcome.stats.output2);
-  stream(outcome.stats.residual);
+  stream(outcome.stats.projected);
   stream.list(outcome.stats.heads, [](auto& s, auto& head) {
     s(head.zero_outputs);
     for (auto* ratio : {&head.recall, &head.nll, &head.miss, &head.error}) {

@@ -10,6 +10,12 @@
 namespace kvlab::brute {
 namespace {
 
+double dot(const Vector& a, const Vector& b) {
+  double sum = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
+
 /// Of a policy's own state.
 std::uint32_t slot_bytes(const std::string& policy) {
   if (policy == "lru") return 4;
@@ -43,6 +49,7 @@ class Measures {
     rows(-1, -1, everything);
     if (has_outputs()) layer_errors();
     if (has_outputs() && !s_.norm2.empty()) residual_errors();
+    if (has_outputs() && !s_.gradient.empty()) kl_estimates();
     if (!outcome_.caches[0].empty()) counters();
     std::erase_if(figures_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
@@ -187,22 +194,76 @@ class Measures {
   }
 
   void residual_errors() {
+    sums_of_layers("residual_error", [&](std::size_t layer, std::size_t first, std::size_t count,
+                                         std::uint32_t t) {
+      return residual_error(layer, first, count, t);
+    });
+  }
+
+  /// Σ_h g (ô - o) of some query heads of a layer at one query.
+  double change(std::size_t layer, std::size_t first, std::size_t count, std::size_t draw,
+                std::uint32_t t) const {
+    double sum = 0;
+    for (std::size_t h = first; h < first + count; ++h)
+      sum -= dot(s_.gradient[layer][h][draw][t], outcome_.queries[layer][h][t].off);
+    return sum;
+  }
+
+  void kl_estimates() {
+    const std::size_t draws = s_.gradient[0][0].size();
+    const auto half_square = [&](auto change_of) {
+      double sum = 0;
+      for (std::size_t draw = 0; draw < draws; ++draw)
+        sum += 0.5 * change_of(draw) * change_of(draw) / static_cast<double>(draws);
+      return sum;
+    };
+    sums_of_layers("kl_estimate", [&](std::size_t layer, std::size_t first, std::size_t count,
+                                      std::uint32_t t) {
+      return half_square([&](std::size_t draw) { return change(layer, first, count, draw, t); });
+    });
+    const auto joint = [&](std::size_t without) {
+      return mean_of_samples(without, [&](std::uint32_t t) {
+        return half_square([&](std::size_t draw) {
+          double sum = 0;
+          for (std::size_t l = 0; l < s_.layers; ++l) sum += change(l, 0, s_.query_heads, draw, t);
+          return sum;
+        });
+      });
+    };
+    figures_[{-1, -1, "kl_estimate_joint"}] = {joint(kNoBlock), jackknife(sampled_blocks(), joint),
+                                               samples() * s_.query_heads * s_.layers};
+  }
+
+  std::uint64_t samples() const { return (span_.size() + stride_ - 1) / stride_; }
+  std::vector<bool> sampled_blocks() const {
     std::vector<bool> there(blocks());
-    std::uint64_t samples = 0;
-    for (std::size_t i = 0; i < span_.size(); i += stride_) there[block_of(i)] = true, ++samples;
+    for (std::size_t i = 0; i < span_.size(); i += stride_) there[block_of(i)] = true;
+    return there;
+  }
+  template <class AtSample>
+  double mean_of_samples(std::size_t without, AtSample at) const {
+    double sum = 0, n = 0;
+    for (std::size_t i = 0; i < span_.size(); i += stride_) {
+      if (block_of(i) == without) continue;
+      sum += at(span_[i]);
+      n += 1;
+    }
+    return sum / n;
+  }
+
+  /// A metric whose aggregate is the sum over layers; `at(layer, first, count, t)`: of some query
+  /// heads of a layer at one query.
+  template <class At>
+  void sums_of_layers(const char* metric, At at) {
+    const std::vector<bool> there = sampled_blocks();
+    const std::uint64_t samples = this->samples();
     const auto mean_of = [&](std::size_t layer, std::size_t first, std::size_t count,
                              std::size_t without) {
-      double sum = 0, n = 0;
-      for (std::size_t i = 0; i < span_.size(); i += stride_) {
-        if (block_of(i) == without) continue;
-        sum += residual_error(layer, first, count, span_[i]);
-        n += 1;
-      }
-      return sum / n;
+      return mean_of_samples(without,
+                             [&](std::uint32_t t) { return at(layer, first, count, t); });
     };
     const auto put = [&](int layer, int head, std::uint64_t count, auto statistic) {
-      figures_[{layer, head, "residual_error"}] = {statistic(kNoBlock), jackknife(there, statistic),
-                                                   count};
+      figures_[{layer, head, metric}] = {statistic(kNoBlock), jackknife(there, statistic), count};
     };
     const std::uint32_t group = s_.group();
     for (std::size_t layer = 0; layer < s_.layers; ++layer) {

@@ -5,6 +5,7 @@
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/differential.hpp"
+#include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/json.hpp"
 
@@ -55,6 +56,7 @@ struct Captured {
     decoder.feed(all.subspan(200, 40), SegmentKind::prompt);
     decoder.feed(all.subspan(240), SegmentKind::decode);
     writer.finish();
+    add_random_gradients(directory, 4, 9);
     return TraceReader::open(directory);
   }
 

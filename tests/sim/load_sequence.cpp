@@ -38,6 +38,30 @@ void read_residuals(const TraceReader& trace, std::uint32_t layer, Sequence& s) 
   }
 }
 
+/// As the files have them, [draw, query head, token, dim], times their scales.
+void read_gradients(const TraceReader& trace, std::uint32_t layer, Sequence& s) {
+  const std::uint32_t draws = trace.draws();
+  s.gradient.emplace_back(s.query_heads, std::vector<Matrix>(draws));
+  for (std::size_t i = 0; i < trace.gradient_files().size(); ++i) {
+    const SafetensorsFile& file = trace.gradient_files()[i];
+    const std::size_t tokens = trace.shards()[i].tokens;
+    float scale = 0;
+    to_float(Dtype::f32, file.at("grad_scale").data.data(), 1, &scale);
+    std::vector<float> all(std::size_t{draws} * s.query_heads * tokens * s.head_size);
+    to_float(trace.shape().dtype,
+             file.at("layers." + std::to_string(layer) + ".grad").data.data(), all.size(),
+             all.data());
+    auto next = all.begin();
+    for (std::uint32_t draw = 0; draw < draws; ++draw)
+      for (std::uint32_t h = 0; h < s.query_heads; ++h)
+        for (std::size_t t = 0; t < tokens; ++t) {
+          Vector& row = s.gradient[layer][h][draw].emplace_back();
+          for (std::uint32_t d = 0; d < s.head_size; ++d)
+            row.push_back(static_cast<double>(*next++) * static_cast<double>(scale));
+        }
+  }
+}
+
 }  // namespace
 
 Sequence load(const TraceReader& trace) {
@@ -63,6 +87,7 @@ Sequence load(const TraceReader& trace) {
       s.v[layer].push_back(read_all(trace, Part::v, layer, h));
     }
     if (trace.has_residuals()) read_residuals(trace, layer, s);
+    if (trace.draws()) read_gradients(trace, layer, s);
   }
   return s;
 }

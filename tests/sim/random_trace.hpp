@@ -19,8 +19,14 @@ struct RandomTrace {
   double pull = 4;            ///< logits of heavy tokens lie higher by this, roughly; 0: none
   bool silent_first = false;  ///< the first value is zero, and so is the first output
   bool residuals = true;      ///< with what residual_error needs
+  std::uint32_t draws = 3;    ///< of gradients
+  std::vector<NamedSpan> spans;
   std::uint64_t seed = 1;
 };
+
+/// Adds random gradients to a finished trace, as a tool of another language does.
+void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
+                          std::uint64_t seed);
 
 /// Writes the trace to `directory`, which must not exist, and opens it. Its check rows are computed
 /// in float64.

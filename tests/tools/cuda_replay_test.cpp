@@ -35,6 +35,7 @@ std::vector<RandomTrace> shapes() {
        .dtype = Dtype::bf16,
        .rounding = Rounding::model_dtype,
        .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
+       .draws = 5,
        .seed = 5},
       {.layers = 1,
        .query_heads = 7,

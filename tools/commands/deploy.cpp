@@ -23,8 +23,8 @@ void add_options(po::options_description& options) {
   add("run", text_option("RUN"), "a run of `kvlab replay`");
   add("budget", text_option("B"), "a budget of the run");
   add("metric", text_option("METRIC"),
-      "what decides: residual_error, layer_error, nll_recall, recall, miss_rate, output_error "
-      "(default: the first of the first three that every trace of the run has)");
+      "what decides: kl_estimate, residual_error, layer_error, nll_recall, recall, miss_rate, "
+      "output_error, … (default: the first of the first four that every trace of the run has)");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add("confirm", number_option("K", 0),
       "settle the first K by perplexity in the closed loop (needs --model and --text)");

@@ -29,6 +29,8 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   std::uint64_t bytes = trace.tokens_file().bytes().size();
   for (std::size_t i = 0; i < trace.shards().size(); ++i)
     bytes += trace.shard_file(i).bytes().size();
+  for (const SafetensorsFile& file : trace.gradient_files()) bytes += file.bytes().size();
+  if (trace.sketch_file()) bytes += trace.sketch_file()->bytes().size();
   return bytes;
 }
 
@@ -39,6 +41,31 @@ std::string_view name_of(SegmentKind kind) {
   return kind == SegmentKind::prompt ? "prompt" : "decode";
 }
 
+/// What a manifest's `extras` holds, without its files.
+Json extras_json(const TraceReader& trace) {
+  Json extras = Json::object();
+  if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
+  if (const auto& sketch = trace.extras().sketch) extras["sketch"] = {{"seed", sketch->seed}};
+  if (const auto& gradients = trace.extras().gradients)
+    extras["grad"] = {{"draws", gradients->draws}, {"seed", gradients->seed}};
+  return extras;
+}
+
+std::string extras_text(const TraceReader& trace) {
+  std::vector<std::string> parts;
+  if (trace.extras().residual_norm2) parts.emplace_back("residual norms");
+  if (trace.sketch_file()) parts.emplace_back("sketch of the output projections");
+  if (trace.draws()) parts.push_back(fmt::format("gradients of {} draws", trace.draws()));
+  return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
+}
+
+std::string spans_text(const TraceReader& trace) {
+  std::vector<std::string> parts;
+  for (const NamedSpan& span : trace.header().spans)
+    parts.push_back(fmt::format("{} ({} from {} on)", span.name, span.tokens, span.start));
+  return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
+}
+
 Json info_json(const TraceReader& trace) {
   const TraceHeader& header = trace.header();
   const ModelShape& shape = header.shape;
@@ -46,6 +73,9 @@ Json info_json(const TraceReader& trace) {
   for (const Segment& segment : trace.segments())
     segments.push_back(
         {{"start", segment.start}, {"tokens", segment.tokens}, {"kind", name_of(segment.kind)}});
+  Json spans = Json::array();
+  for (const NamedSpan& span : header.spans)
+    spans.push_back({{"name", span.name}, {"start", span.start}, {"tokens", span.tokens}});
   return {{"trace", trace.directory().string()},
           {"format", kTraceFormat},
           {"hash", trace.hash()},
@@ -63,6 +93,8 @@ Json info_json(const TraceReader& trace) {
           {"segments", std::move(segments)},
           {"shards", trace.shards().size()},
           {"bytes", file_bytes(trace)},
+          {"extras", extras_json(trace)},
+          {"spans", std::move(spans)},
           {"weights_xxh3", header.weights_xxh3},
           {"tokenizer_xxh3", header.tokenizer_xxh3},
           {"capture", Json(*header.capture)}};
@@ -93,6 +125,8 @@ void print_info(const TraceReader& trace) {
   print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
   print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));
+  print("extras", extras_text(trace));
+  print("spans", spans_text(trace));
   print("capture", json_text(*header.capture, -1));
 }
 

@@ -42,7 +42,7 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
       view_(view),
       span_(span),
       tally_(1, view.group) {
-  if (span) stats_.resize(*span, view.group, view.sketch != nullptr);
+  if (span) stats_.resize(*span, view.group, view.projected());
 }
 
 bool FeedbackRun::observes(std::uint32_t query) const {
@@ -161,9 +161,10 @@ void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, const Ga
                                      1 / room->sum[head], dim)
              : 0;
     stats_.add_error(span_->place(query), head, error, rows.norms2(query)[head]);
-    if (room && view_.sketch)
-      view_.sketch->add(head, full + head * dim, room->outputs.data() + head * dim,
-                        1 / room->sum[head], stats_.residual_of(span_->sample(query)));
+    const std::uint32_t sample = span_->sample(query);
+    if (room && view_.projection)
+      view_.projection->add(sample, head, full + head * dim, room->outputs.data() + head * dim,
+                            1 / room->sum[head], stats_.projected_of(sample).data());
   }
 }
 

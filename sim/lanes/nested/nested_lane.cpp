@@ -20,7 +20,7 @@ NestedLane::NestedLane(LaneConfigs configs, std::unique_ptr<NestedOrder> order,
       begins_(configs.size() + 1) {
   for (const ResolvedConfig* config : configs) levels_.push_back({config->budget_tokens});
   for (HeadStats& stats : stats_)
-    if (span) stats.resize(*span, view.group, view.sketch != nullptr);
+    if (span) stats.resize(*span, view.group, view.projected());
 }
 
 bool NestedLane::wants_row(std::uint32_t query) const {
@@ -243,10 +243,12 @@ void NestedLane::measure_outputs(std::uint32_t query, std::size_t level, std::si
         own = own_output(query, level, h, rows);
         distances_[h] = row_loops().distance2(full + h * dim, own.data(), 1.0f, dim);
       }
-      if (view_.sketch)
-        view_.sketch->add(h, full + h * dim, own.empty() ? outputs_.data() + h * dim : own.data(),
-                          own.empty() ? factors_[h] : 1.0f,
-                          stats_[level].residual_of(span_->sample(query)));
+      const std::uint32_t sample = span_->sample(query);
+      if (view_.projection)
+        view_.projection->add(sample, h, full + h * dim,
+                              own.empty() ? outputs_.data() + h * dim : own.data(),
+                              own.empty() ? factors_[h] : 1.0f,
+                              stats_[level].projected_of(sample).data());
     }
   }
   for (std::uint32_t h = 0; h < view_.group; ++h)

@@ -1,5 +1,6 @@
 #include "traces/base/numeric/dtype.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -31,6 +32,23 @@ void store_halves(const float* from, std::size_t count, std::byte* to, Convert c
     const std::uint16_t bits = convert(from[i]);
     std::memcpy(to + 2 * i, &bits, 2);
   }
+}
+
+/// The first element that has all of these bits, or how many there are.
+template <class Bits>
+std::size_t first_with(Bits bits, std::span<const std::byte> elements) {
+  constexpr std::size_t kAtOnce = 512;
+  const std::size_t count = elements.size() / sizeof(Bits);
+  Bits block[kAtOnce];
+  for (std::size_t first = 0; first < count; first += kAtOnce) {
+    const std::size_t here = std::min(kAtOnce, count - first);
+    std::memcpy(block, elements.data() + first * sizeof(Bits), here * sizeof(Bits));
+    const auto has = [bits](Bits x) { return (x & bits) == bits; };
+    Bits any = 0;
+    for (std::size_t i = 0; i < here; ++i) any = static_cast<Bits>(any | (has(block[i]) ? 1 : 0));
+    if (any) return first + static_cast<std::size_t>(std::find_if(block, block + here, has) - block);
+  }
+  return count;
 }
 
 }  // namespace
@@ -101,6 +119,11 @@ void from_float(Dtype dtype, const float* from, std::size_t count, std::byte* to
   if (dtype == Dtype::bf16) return store_halves(from, count, to, float_to_bf16);
   if (dtype == Dtype::f16) return store_halves(from, count, to, float_to_f16);
   std::memcpy(to, from, 4 * count);
+}
+
+std::size_t first_not_finite(Dtype dtype, std::span<const std::byte> elements) {
+  if (dtype == Dtype::f32) return first_with<std::uint32_t>(0x7f80'0000u, elements);
+  return first_with<std::uint16_t>(dtype == Dtype::f16 ? 0x7c00u : 0x7f80u, elements);
 }
 
 }  // namespace kvlab

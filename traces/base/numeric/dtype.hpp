@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 
 namespace kvlab {
@@ -43,5 +44,8 @@ float round_to(Dtype dtype, float value);
 /// Converts `count` elements of `dtype` (f32, f16, bf16) at `from`, which need not be aligned.
 void to_float(Dtype dtype, const std::byte* from, std::size_t count, float* to);
 void from_float(Dtype dtype, const float* from, std::size_t count, std::byte* to);
+/// The first element of `dtype` (f32, f16, bf16) that is infinite or no number; how many there are
+/// if none is.
+std::size_t first_not_finite(Dtype dtype, std::span<const std::byte> elements);
 
 }  // namespace kvlab

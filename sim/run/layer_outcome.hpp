@@ -1,0 +1,50 @@
+// What the KV heads of a layer leave behind together: errors whose heads are summed before a root
+// or a square is taken.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sim/error_projection.hpp"
+#include "sim/metrics.hpp"
+
+namespace kvlab {
+
+/// Squares of what errors become further on, summed over a layer's heads before they are squared,
+/// and of each KV head by itself. Without weight where they are not known.
+struct SquaredErrors {
+  std::vector<BlockedRatio> layer;               // [configuration]
+  std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
+};
+
+/// One layer's outcomes, and its errors over all heads.
+struct LayerOutcome {
+  std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
+  std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
+  SquaredErrors residual;                       // behind W_o, by the residual stream's norm
+  SquaredErrors kl;                             // halves of squared changes of log-likelihood
+  /// [configuration][sample, draw]: changes of log-likelihood, heads summed; or empty.
+  std::vector<std::vector<float>> changes;
+};
+
+/// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
+/// `norm2`: of the residual stream, [sample]; empty: not known.
+void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
+                  const ProjectionColumns& columns, std::span<const float> norm2);
+
+/// The changes of log-likelihood of all layers together, whose squares are `kl_estimate_joint`.
+class JointChanges {
+ public:
+  explicit JointChanges(std::size_t configs) : sums_(configs) {}
+
+  /// Layers come in order; takes their changes out.
+  void add(LayerOutcome& layer);
+  /// By configuration; without weight where no layer has changes.
+  std::vector<BlockedRatio> squares(const QuerySpan& span, std::uint32_t draws) const;
+
+ private:
+  std::vector<std::vector<double>> sums_;  // [configuration][sample, draw]
+};
+
+}  // namespace kvlab
