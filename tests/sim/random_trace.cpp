@@ -4,8 +4,8 @@
 #include <random>
 
 #include "tests/sim/brute_force.hpp"
+#include "tests/traces/gradient_files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/manifest.hpp"
 
 namespace kvlab {
 namespace {
@@ -107,33 +107,8 @@ std::vector<float> interleave(const std::vector<brute::Matrix>& heads, const Seg
 
 void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
                           std::uint64_t seed) {
-  const std::string path = (directory / kManifestFile).string();
-  Manifest manifest = parse_manifest(read_text_file(path, 1'000'000), path);
-  const ModelShape& shape = manifest.header.shape;
-  TraceExtras::Gradients gradients{draws, seed, {}};
   Draws normals(seed);
-  for (const ShardInfo& shard : manifest.shards) {
-    const std::vector<std::size_t> sizes{draws, shape.query_heads, shard.tokens, shape.head_size};
-    const std::size_t count = sizes[0] * sizes[1] * sizes[2] * sizes[3],
-                      bytes = count * bytes_of(shape.dtype);
-    std::vector<std::byte> data(shape.layers * bytes);
-    std::vector<TensorToWrite> tensors;
-    for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
-      std::vector<float> values(count);
-      for (float& x : values) x = static_cast<float>(normals.normal());
-      from_float(shape.dtype, values.data(), count, data.data() + layer * bytes);
-      tensors.push_back({"layers." + std::to_string(layer) + ".grad", shape.dtype, sizes,
-                         std::span(data).subspan(layer * bytes, bytes)});
-    }
-    const float scale = 0.25f * static_cast<float>(gradients.files.size() + 1);
-    tensors.push_back({"grad_scale", Dtype::f32, {1}, std::as_bytes(std::span(&scale, 1))});
-    ShardInfo file = shard;
-    file.file = gradient_name(gradients.files.size());
-    file.xxh3 = write_safetensors(directory / file.file, tensors, {});
-    gradients.files.push_back(file);
-  }
-  manifest.extras.gradients = gradients;
-  write_file_atomically(path, manifest_text(manifest));
+  test::write_gradients(directory, draws, [&] { return static_cast<float>(normals.normal()); });
 }
 
 TraceReader write_random_trace(const std::filesystem::path& directory, const RandomTrace& wanted) {

@@ -24,7 +24,7 @@ struct RandomTrace {
   std::uint64_t seed = 1;
 };
 
-/// Adds random gradients to a finished trace, as a tool of another language does.
+/// Adds random gradients to a finished trace.
 void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
                           std::uint64_t seed);
 

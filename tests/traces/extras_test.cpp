@@ -6,6 +6,7 @@
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
+#include "tests/traces/gradient_files.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/json.hpp"
@@ -110,6 +111,8 @@ TEST_CASE("Damaged extras are refused by name") {
              ContainsSubstring("spans[0]") && ContainsSubstring("tokens"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "early"; }),
              ContainsSubstring("the name \"early\" is there twice"));
+  CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "a\nb"; }),
+             ContainsSubstring("without control characters"));
   CHECK_THAT(error_with([](json& m) { m["extras"]["novel"] = json::object(); }),
              ContainsSubstring("novel"));
   CHECK_THAT(error_with([](json& m) { m["extras"]["sketch"]["seed"] = 8; }),
@@ -138,6 +141,111 @@ TEST_CASE("A residual norm that no decoder computed does not verify") {
     CHECK_FALSE(check.ok);
     CHECK_THAT(check.problems.front(), ContainsSubstring("residual_norm2 at position 1099"));
   }
+}
+
+/// Element i of a layer is i, counted through the layers and files.
+std::filesystem::path write_with_gradients(const TemporaryFolder& folder, std::uint32_t draws) {
+  const auto path = write_whole(folder);
+  float next = 0;
+  write_gradients(path, draws, [&] { return next++; });
+  return path;
+}
+
+TEST_CASE("Gradients are read as they were written, times their scale") {
+  const TemporaryFolder folder;
+  const TraceReader trace = open_verified_trace(write_with_gradients(folder, 3), 2);
+  REQUIRE(trace.draws() == 3);
+  const ModelShape& shape = trace.shape();
+  const std::size_t size = shape.head_size, heads = shape.query_heads;
+  std::vector<float> rows(4 * size);
+  trace.gradient(1, 2, 1, 1022, 4, rows.data());  // two tokens of each file
+  const std::size_t of_first = std::size_t{shape.layers} * 3 * heads * 1024 * size;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::size_t token = 1022 + i / size, in_file = token % 1024, d = i % size;
+    const bool late = token >= 1024;
+    const std::size_t tokens = late ? kTokens - 1024 : 1024,
+                      head = (std::size_t{1} * 3 + 1) * heads + 2,
+                      element = (late ? of_first : 0) + (head * tokens + in_file) * size + d;
+    CHECK(rows[i] == static_cast<float>(element) * (late ? 0.5f : 0.25f));
+  }
+  CHECK_THROWS(trace.gradient(0, 0, 3, 0, 1, rows.data()));
+}
+
+TEST_CASE("Damaged gradients are refused by name") {
+  const TemporaryFolder folder;
+  const auto path = write_with_gradients(folder, 2);
+  const auto manifest = read_bytes(path / "manifest.json"),
+             first = read_bytes(path / "grad-00000.safetensors");
+  const auto opened = [&] { return error_of([&] { TraceReader::open(path); }); };
+  const auto error_with = [&](auto change) {
+    json changed = json::parse(manifest);
+    change(changed["extras"]["grad"]);
+    write_bytes(path / "manifest.json", changed.dump());
+    const std::string error = opened();
+    write_bytes(path / "manifest.json", manifest);
+    return error;
+  };
+  CHECK_THAT(error_with([](json& g) { g["draws"] = 3; }),
+             ContainsSubstring("grad-00000.safetensors") && ContainsSubstring("layers.0.grad"));
+  CHECK_THAT(error_with([](json& g) { g["draws"] = 0; }), ContainsSubstring("draws"));
+  CHECK_THAT(error_with([](json& g) { g["draws"] = 65; }), ContainsSubstring("draws"));
+  CHECK_THAT(error_with([](json& g) { g.erase("seed"); }), ContainsSubstring("seed"));
+  CHECK_THAT(error_with([](json& g) { g["novel"] = 1; }), ContainsSubstring("novel"));
+  CHECK_THAT(error_with([](json& g) { g["files"].erase(1); }),
+             ContainsSubstring("1 files listed; 1100 tokens take 2"));
+  CHECK_THAT(error_with([](json& g) { g["files"][1]["file"] = "../grad"; }),
+             ContainsSubstring("grad-00001.safetensors is expected"));
+  CHECK_THAT(error_with([](json& g) { g["files"][1]["tokens"] = 75; }),
+             ContainsSubstring("files[1]") && ContainsSubstring("tokens"));
+  CHECK_THAT(error_with([](json& g) { g["files"][0]["xxh3"] = ""; }), ContainsSubstring("xxh3"));
+
+  write_bytes(path / "grad-00000.safetensors", first.substr(0, first.size() - 4));
+  CHECK_THAT(opened(), ContainsSubstring("grad-00000.safetensors"));
+  std::string bytes = first;
+  bytes[bytes.size() / 2] ^= 1;
+  write_bytes(path / "grad-00000.safetensors", bytes);
+  CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
+             ContainsSubstring("grad-00000.safetensors: damaged"));
+  std::filesystem::remove(path / "grad-00000.safetensors");
+  CHECK_THAT(opened(), ContainsSubstring("grad-00000.safetensors"));
+}
+
+TEST_CASE("A gradient that is not finite does not verify, nor does a scale") {
+  const TemporaryFolder folder;
+  const auto path = write_whole(folder);
+  const ModelShape& shape = sample().header.shape;
+  // Of the first file, layer 1, draw 1, query head 2, token 17.
+  const std::size_t size = shape.head_size,
+                    wrong = (((std::size_t{2} + 1) * shape.query_heads + 2) * 1024 + 17) * size + 1;
+  std::size_t next = 0;
+  write_gradients(path, 2, [&] {
+    return next++ == wrong ? -std::numeric_limits<float>::infinity() : 1.0f;
+  });
+  const TraceCheck check = verify_trace(TraceReader::open(path), 2);
+  CHECK_FALSE(check.ok);
+  REQUIRE(check.problems.size() == 1);
+  CHECK_THAT(check.problems.front(),
+             ContainsSubstring("grad-00000.safetensors: layer 1, draw 1, query head 2") &&
+                 ContainsSubstring("token 17"));
+
+  std::string bytes = read_bytes(path / "grad-00000.safetensors");
+  const float scale = 0.25f, none = std::numeric_limits<float>::quiet_NaN();
+  const std::string was(reinterpret_cast<const char*>(&scale), 4),
+      is(reinterpret_cast<const char*>(&none), 4);
+  bytes.replace(bytes.find(was), 4, is);
+  write_bytes(path / "grad-00000.safetensors", bytes);
+  CHECK_THAT(error_of([&] { TraceReader::open(path); }),
+             ContainsSubstring("grad_scale is nan; a positive number is expected"));
+}
+
+TEST_CASE("A trace that is sealed again has no gradients: they are of the whole") {
+  const TemporaryFolder folder;
+  const auto path = write_with_gradients(folder, 1);
+  std::filesystem::remove(path / "manifest.json");
+  write_bytes(path / "grad-00002.safetensors.part", "x");
+  CHECK(seal_trace(path) == kTokens);
+  CHECK(open_verified_trace(path, 1).draws() == 0);
+  CHECK_FALSE(std::filesystem::exists(path / "grad-00002.safetensors.part"));
 }
 
 TEST_CASE("A sealed trace keeps its extras, and the spans that lie within it") {
