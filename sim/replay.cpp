@@ -321,8 +321,7 @@ ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
   const auto fits = [&](const HeadOutcome& outcome) {
-    return outcome.stats.fits(job_.replay.span(), job_.shape.group(),
-                              job_.replay.columns().all());
+    return outcome.stats.fits(job_.replay.span(), job_.shape.group(), job_.replay.columns().all());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
     throw std::runtime_error("the outcomes of another replay");

@@ -116,8 +116,9 @@ float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shap
     checker.expect(layer_tensor(l, kGradientTensor), shape.dtype,
                    {draws, shape.query_heads, shard.tokens, shape.head_size});
   float scale = 0;
-  to_float(Dtype::f32, checker.expect(std::string(kGradientScaleTensor), Dtype::f32, {1}).data.data(),
-           1, &scale);
+  to_float(Dtype::f32,
+           checker.expect(std::string(kGradientScaleTensor), Dtype::f32, {1}).data.data(), 1,
+           &scale);
   checker.refuse_others();
   if (!std::isfinite(scale) || scale <= 0)
     throw std::runtime_error(fmt::format("{}: {} is {}; a positive number is expected",

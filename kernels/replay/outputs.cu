@@ -217,7 +217,7 @@ class Tile {
           const float sum = sums_[column][2 * n + c] + (of.own ? own[d] : 0.0f);
           const double off = of.whole ? 0.0 : wanted - double{sum * over};
           error_[n] += off * off;
-          if (at_.args.samples.residual) own[d] = static_cast<float>(off);
+          if (at_.args.figures.projected) own[d] = static_cast<float>(off);
         }
     }
   }
@@ -335,10 +335,12 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
     if (index < 0 || index % every != 0) continue;
     const std::int64_t sample =
         std::int64_t{figure} * args.samples.capacity + index / every % args.samples.capacity;
-    if (args.samples.residual)
-      args.figures.residual[(std::int64_t{figure} * args.figures.samples + index / every) *
-                                kReplayResiduals +
-                            head] = args.samples.residual[sample * kReplayResiduals + head];
+    const std::int64_t place = std::int64_t{figure} * args.figures.samples + index / every;
+    const int residuals = args.samples.residual ? kReplayResiduals : 0, draws = args.samples.draws;
+    for (int column = head; column < residuals + draws; column += kWarpSize)
+      args.figures.projected[place * (residuals + draws) + column] =
+          column < residuals ? args.samples.residual[sample * residuals + column]
+                             : args.samples.changes[sample * draws + column - residuals];
     double2 of{};
     if (head < group) {
       of = args.samples.errors[sample * kMostReplayGroup + head];
@@ -355,8 +357,7 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
       error += __shfl_sync(~0u, of.x, h);
       size += __shfl_sync(~0u, of.y, h);
     }
-    double* const to =
-        args.figures.errors + 2 * (std::int64_t{figure} * args.figures.samples + index / every);
+    double* const to = args.figures.errors + 2 * place;
     if (head == 0) to[0] = error, to[1] = size;
   }
 }

@@ -178,9 +178,12 @@ struct ReplaySamples {
   std::uint32_t* shared;  // [words]: bits of the kept tokens whose exponentials are a shared row's
   ReplaySample* samples;
   /// [group, dim]: of the others, exponentials by values. replay_outputs() leaves the errors of the
-  /// outputs there, where `residual` is wanted.
+  /// outputs there, where `residual` or `changes` is wanted.
   float* own;
-  float* residual;           // [kReplayResiduals]: those errors behind W_o; or null
+  float* residual;         // [kReplayResiduals]: those errors behind W_o; or null
+  float* changes;          // [draw]: those errors by gradients; or null
+  const float* gradients;  // [unit, sample of the span, draw, group, dim]
+  int draws;
   double2* errors;           // [head]: squared: error, output
   const std::int32_t* sets;  ///< configurations by kReplayTile of one kind of positions; -1: none
   int tiles;                 ///< of them
@@ -191,9 +194,9 @@ enum class ReplaySum { recall, nll, missed, wanted, error, errors };
 inline constexpr int kReplaySums = 6;
 
 struct ReplayFigures {
-  double* sums;     // [unit, configuration, ReplaySum, head (of quads), 16]
-  double* errors;   // [unit, configuration, sample, 2]: squared, group summed: error, output
-  float* residual;  // [unit, configuration, sample, kReplayResiduals], or null
+  double* sums;      // [unit, configuration, ReplaySum, head (of quads), 16]
+  double* errors;    // [unit, configuration, sample, 2]: squared, group summed: error, output
+  float* projected;  // [unit, configuration, sample, columns]: residual, then changes; or null
   std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
   std::uint32_t* kept;          // [unit, configuration, token, words]: bits, zero before; or null
   int configs, samples, words;
@@ -243,6 +246,9 @@ cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 /// The outputs of the block's sampled queries in every cache, beside the full cache's, to
 /// args.samples. Bytes: values once a sampled query and 8 tiles of configurations.
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
+/// The errors that replay_outputs() left, by gradients, to args.samples.changes. Bytes: errors and
+/// gradients once a draw, from the second draw on mostly from the cache.
+cudaError_t replay_changes(const ReplayArgs& args, cudaStream_t stream);
 /// From args.samples to args.figures.
 cudaError_t replay_errors(const ReplayArgs& args, cudaStream_t stream);
 

@@ -94,15 +94,31 @@ void Batch::read() {
     }
     check(cudaStreamSynchronize(stream_), "reading a trace");
   }
-  if (!sizes_.residual) return;
-  std::vector<float> sketches;
-  for (const ReplayUnit& unit : units_) {
-    const auto own = plan_.trace.sketch(unit.layer, unit.kv_head, kResidualColumns);
-    sketches.insert(sketches.end(), own.begin(), own.end());
-  }
-  check(cudaMemcpy(parts_.sketches, sketches.data(), sketches.size() * sizeof(float),
-                   cudaMemcpyHostToDevice),
-        "sending a trace");
+  read_projections();
+}
+
+void Batch::read_projections() {
+  const auto send = [&](float* to, auto read) {
+    std::vector<std::vector<float>> some(std::max(1u, plan_.threads));
+    for (std::size_t first = 0; first < units_.size(); first += some.size()) {
+      some.resize(std::min(some.size(), units_.size() - first));
+      parallel_for(some.size(), plan_.threads,
+                   [&](std::size_t i) { some[i] = read(units_[first + i]); });
+      for (const auto& own : some) {
+        check(cudaMemcpy(to, own.data(), own.size() * sizeof(float), cudaMemcpyHostToDevice),
+              "sending a trace");
+        to += own.size();
+      }
+    }
+  };
+  if (sizes_.columns.residual)
+    send(parts_.sketches, [&](const ReplayUnit& unit) {
+      return plan_.trace.sketch(unit.layer, unit.kv_head, kResidualColumns);
+    });
+  if (sizes_.columns.draws)
+    send(parts_.gradients, [&](const ReplayUnit& unit) {
+      return sampled_gradients(plan_.trace, unit.layer, unit.kv_head, plan_.span);
+    });
 }
 
 void Batch::rotate(const float* from, std::size_t unit, Part part, std::uint32_t head) {
@@ -243,13 +259,15 @@ void Batch::replay(const Walks& walks) {
     }
     streams_.join();
     check(kernels::replay_outputs(args_, stream_), "computing outputs");
-    if (sizes_.residual) project_errors();
+    project_errors();
     check(kernels::replay_errors(args_, stream_), "computing errors");
   }
   check(cudaStreamSynchronize(stream_), "replaying");
 }
 
 void Batch::project_errors() {
+  if (sizes_.columns.draws) check(kernels::replay_changes(args_, stream_), "computing errors");
+  if (!sizes_.columns.residual) return;
   static_assert(kernels::kReplayResiduals == kResidualColumns);
   const auto width = static_cast<std::int64_t>(sizes_.group * sizes_.dim),
              rows = static_cast<std::int64_t>(sizes_.configs * sizes_.block_samples);
@@ -276,7 +294,7 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   const auto fetch = [](auto part) {
     return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.residual),
+  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.projected),
                         fetch(parts_.zero_outputs), fetch(parts_.progress)};
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
@@ -287,7 +305,7 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
 }
 
 HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
-  const auto& [sums, errors, residual, zeros, progress] = figures;
+  const auto& [sums, errors, projected, zeros, progress] = figures;
   const std::size_t heads = 4 * sizes_.quads;
   const auto sum = [&, &sums = sums](ReplaySum kind, std::size_t head, std::uint32_t block) {
     return sums[((figure * kernels::kReplaySums + static_cast<std::size_t>(kind)) * heads + head) *
@@ -296,7 +314,7 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
   };
   HeadOutcome outcome;
   HeadStats& stats = outcome.stats;
-  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.residual);
+  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.columns.all());
   for (std::uint32_t i = 0; i < plan_.span.size(); ++i)
     stats.heads[0].recall.below[plan_.span.block_of(i)] += 1;
   const std::vector<double> queries = stats.heads[0].recall.below;
@@ -315,8 +333,8 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
     stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
     stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
   }
-  std::copy_n(residual.begin() + static_cast<std::ptrdiff_t>(figure * stats.residual.size()),
-              stats.residual.size(), stats.residual.begin());
+  std::copy_n(projected.begin() + static_cast<std::ptrdiff_t>(figure * stats.projected.size()),
+              stats.projected.size(), stats.projected.begin());
   const auto window = grid_.window_counts.find(static_cast<std::int32_t>(figure % sizes_.configs));
   const Grid::Counts counts = window != grid_.window_counts.end()
                                   ? window->second

@@ -99,12 +99,13 @@ class Batch {
   void multiply_parts(std::uint32_t first, std::uint32_t count);
   void multiply(kernels::Type type, const void* queries, const void* keys, float* to,
                 std::uint32_t first, std::uint32_t count);
-  /// The errors of the block's sampled outputs behind W_o.
+  void read_projections();
+  /// The errors of the block's sampled outputs behind W_o, and by gradients.
   void project_errors();
   /// Of all units and configurations, on the host.
   struct Figures {
     std::vector<double> sums, errors;
-    std::vector<float> residual;
+    std::vector<float> projected;
     std::vector<std::uint32_t> zeros;
     std::vector<kernels::ReplayProgress> progress;
   };

@@ -85,11 +85,18 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   samples.samples = arena.take<kernels::ReplaySample>(kept);
   samples.own = arena.take<float>(kept * s.group * s.dim);
   samples.errors = arena.take<double2>(kept * kernels::kMostReplayGroup);
-  if (s.residual) {
+  if (s.columns.residual) {
     parts.sketches = arena.take<float>(units * s.group * s.dim * kernels::kReplayResiduals);
     samples.residual = arena.take<float>(kept * kernels::kReplayResiduals);
-    parts.residual = take_span<float>(arena, caches * s.samples * kernels::kReplayResiduals);
   }
+  if (s.columns.draws) {
+    samples.draws = static_cast<int>(s.columns.draws);
+    parts.gradients = arena.take<float>(units * s.samples * s.columns.draws * s.group * s.dim);
+    samples.gradients = parts.gradients;
+    samples.changes = arena.take<float>(kept * s.columns.draws);
+  }
+  if (s.columns.all())
+    parts.projected = take_span<float>(arena, caches * s.samples * s.columns.all());
 
   parts.progress = take_span<kernels::ReplayProgress>(arena, caches);
   parts.sums = take_span<double>(arena, heads * kernels::kReplaySums * kernels::kReplaySpanBlocks);
@@ -101,7 +108,7 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   figures.sums = parts.sums.data();
   figures.errors = parts.errors.data();
   figures.zero_outputs = parts.zero_outputs.data();
-  figures.residual = parts.residual.data();
+  figures.projected = parts.projected.data();
   args.caches.progress = parts.progress.data();
 }
 

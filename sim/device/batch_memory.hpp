@@ -7,6 +7,7 @@
 
 #include "kernels/host/arena.hpp"
 #include "kernels/replay/replay.hpp"
+#include "sim/error_projection.hpp"
 
 namespace kvlab {
 
@@ -15,7 +16,8 @@ struct UnitSizes {
   std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
       block_samples;
   std::size_t slot_stride, product_bytes, element_bytes;
-  bool squeezed, rounds, residual;
+  bool squeezed, rounds;
+  ProjectionColumns columns;
 
   bool unrounded() const { return squeezed && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }
@@ -33,12 +35,13 @@ struct BatchParts {
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
   float *products, *unrounded_products;
-  float* sketches;  // [unit, group, dim, kReplayResiduals]
+  float* sketches;   // [unit, group, dim, kReplayResiduals]
+  float* gradients;  // [unit, sample, draw, group, dim]
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
   std::span<std::uint32_t> zero_outputs;
-  std::span<float> residual;  // set by the replay
+  std::span<float> projected;  // set by the replay
 };
 
 /// Lays out `units` units: to `parts`, and to what the kernels read and write.

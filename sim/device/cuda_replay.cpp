@@ -154,7 +154,7 @@ class Replayer final : public CudaReplayer {
             .element_bytes = bytes_of(shape.dtype),
             .squeezed = grid.squeezed,
             .rounds = rounding != Type::f32,
-            .residual = plan.trace.has_residuals()};
+            .columns = projection_columns(plan.trace)};
   }
 
   static std::size_t units_at_once(const UnitSizes& sizes, std::size_t units, unsigned threads) {

@@ -27,9 +27,9 @@ struct ColumnRange {
   std::uint32_t first, count;
 };
 
-/// The squared sums of some columns over the heads, and those of each head, times `factor`.
+/// The squared sums of some columns over the heads, and those of each head, divided by `by`.
 void add_squares(SquaredErrors& to, LayerOutcome& layer, const QuerySpan& span, std::size_t c,
-                 std::uint32_t sample, ColumnRange columns, double factor) {
+                 std::uint32_t sample, ColumnRange columns, double by) {
   const std::uint32_t block = span.block_of_sample(sample);
   std::vector<double> sum(columns.count);
   for (std::size_t h = 0; h < layer.heads.size(); ++h) {
@@ -40,11 +40,11 @@ void add_squares(SquaredErrors& to, LayerOutcome& layer, const QuerySpan& span, 
       squares += x * x;
       sum[i] += x;
     }
-    to.heads[h][c].add(block, factor * squares, 1);
+    to.heads[h][c].add(block, squares / by, 1);
   }
   double squares = 0;
   for (const double x : sum) squares += x * x;
-  to.layer[c].add(block, factor * squares, 1);
+  to.layer[c].add(block, squares / by, 1);
 }
 
 /// The columns of the draws, summed over the heads.
@@ -82,11 +82,10 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
     for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
       add_layer_error(layer, span, c, sample);
       if (projected && columns.residual && norm2[sample] > 0)
-        add_squares(layer.residual, layer, span, c, sample, {0, columns.residual},
-                    1 / static_cast<double>(norm2[sample]));
+        add_squares(layer.residual, layer, span, c, sample, {0, columns.residual}, norm2[sample]);
       if (projected && columns.draws)
         add_squares(layer.kl, layer, span, c, sample, {columns.residual, columns.draws},
-                    0.5 / columns.draws);
+                    2.0 * columns.draws);
     }
     if (projected && columns.draws) keep_changes(layer, span, c, columns);
     for (auto& head : layer.heads) {
@@ -113,7 +112,7 @@ std::vector<BlockedRatio> JointChanges::squares(const QuerySpan& span, std::uint
       double squares = 0;
       for (std::size_t i = first; i < first + draws; ++i) squares += sums_[c][i] * sums_[c][i];
       ratios[c].add(span.block_of_sample(static_cast<std::uint32_t>(first / draws)),
-                    0.5 / draws * squares, 1);
+                    squares / (2.0 * draws), 1);
     }
   }
   return ratios;

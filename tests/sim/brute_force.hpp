@@ -30,7 +30,8 @@ struct Sequence {
   // Of format 2, or empty: the residual stream's squared norms, and 32 directions of W_o.
   Matrix norm2;                             ///< [layer, token]
   std::vector<std::vector<Matrix>> sketch;  ///< [layer][query head][dim, direction]
-  std::vector<std::vector<std::vector<Matrix>>> gradient;  ///< [layer][query head][draw][token, dim]
+  std::vector<std::vector<std::vector<Matrix>>>
+      gradient;  ///< [layer][query head][draw][token, dim]
 
   std::uint32_t group() const { return query_heads / kv_heads; }
 };

@@ -194,10 +194,10 @@ class Measures {
   }
 
   void residual_errors() {
-    sums_of_layers("residual_error", [&](std::size_t layer, std::size_t first, std::size_t count,
-                                         std::uint32_t t) {
-      return residual_error(layer, first, count, t);
-    });
+    sums_of_layers("residual_error",
+                   [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
+                     return residual_error(layer, first, count, t);
+                   });
   }
 
   /// Σ_h g (ô - o) of some query heads of a layer at one query.
@@ -259,8 +259,7 @@ class Measures {
     const std::uint64_t samples = this->samples();
     const auto mean_of = [&](std::size_t layer, std::size_t first, std::size_t count,
                              std::size_t without) {
-      return mean_of_samples(without,
-                             [&](std::uint32_t t) { return at(layer, first, count, t); });
+      return mean_of_samples(without, [&](std::uint32_t t) { return at(layer, first, count, t); });
     };
     const auto put = [&](int layer, int head, std::uint64_t count, auto statistic) {
       figures_[{layer, head, metric}] = {statistic(kNoBlock), jackknife(there, statistic), count};

@@ -48,9 +48,8 @@ void read_gradients(const TraceReader& trace, std::uint32_t layer, Sequence& s) 
     float scale = 0;
     to_float(Dtype::f32, file.at("grad_scale").data.data(), 1, &scale);
     std::vector<float> all(std::size_t{draws} * s.query_heads * tokens * s.head_size);
-    to_float(trace.shape().dtype,
-             file.at("layers." + std::to_string(layer) + ".grad").data.data(), all.size(),
-             all.data());
+    to_float(trace.shape().dtype, file.at("layers." + std::to_string(layer) + ".grad").data.data(),
+             all.size(), all.data());
     auto next = all.begin();
     for (std::uint32_t draw = 0; draw < draws; ++draw)
       for (std::uint32_t h = 0; h < s.query_heads; ++h)

@@ -218,9 +218,8 @@ TEST_CASE("A gradient that is not finite does not verify, nor does a scale") {
   const std::size_t size = shape.head_size,
                     wrong = (((std::size_t{2} + 1) * shape.query_heads + 2) * 1024 + 17) * size + 1;
   std::size_t next = 0;
-  write_gradients(path, 2, [&] {
-    return next++ == wrong ? -std::numeric_limits<float>::infinity() : 1.0f;
-  });
+  write_gradients(path, 2,
+                  [&] { return next++ == wrong ? -std::numeric_limits<float>::infinity() : 1.0f; });
   const TraceCheck check = verify_trace(TraceReader::open(path), 2);
   CHECK_FALSE(check.ok);
   REQUIRE(check.problems.size() == 1);

@@ -27,10 +27,8 @@ void write_gradients(const std::filesystem::path& directory, std::uint32_t draws
                          data[layer]});
     }
     const float scale = 0.25f * static_cast<float>(gradients.files.size() + 1);
-    tensors.push_back({std::string(kGradientScaleTensor),
-                       Dtype::f32,
-                       {1},
-                       std::as_bytes(std::span(&scale, 1))});
+    tensors.push_back(
+        {std::string(kGradientScaleTensor), Dtype::f32, {1}, std::as_bytes(std::span(&scale, 1))});
     const std::string name = gradient_name(gradients.files.size());
     gradients.files.push_back(
         {name, shard.first, shard.tokens, write_safetensors(directory / name, tensors, {})});

@@ -90,7 +90,8 @@ void print_table(const Run& run, const std::string& out) {
   const Figures figures(run.rows);
   std::size_t width = 16;
   for (const Series& series : figures.series()) width = std::max(width, series.label.size());
-  for (const char* name : {"kl_estimate", "residual_error", "nll_recall", "recall", "miss_rate", "output_error"})
+  for (const char* name :
+       {"kl_estimate", "residual_error", "nll_recall", "recall", "miss_rate", "output_error"})
     if (std::any_of(run.rows.begin(), run.rows.end(),
                     [&](const ResultRow& row) { return row.metric == name; }))
       print_metric(figures, *find_metric(name), width);

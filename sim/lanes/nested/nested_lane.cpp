@@ -245,10 +245,9 @@ void NestedLane::measure_outputs(std::uint32_t query, std::size_t level, std::si
       }
       const std::uint32_t sample = span_->sample(query);
       if (view_.projection)
-        view_.projection->add(sample, h, full + h * dim,
-                              own.empty() ? outputs_.data() + h * dim : own.data(),
-                              own.empty() ? factors_[h] : 1.0f,
-                              stats_[level].projected_of(sample).data());
+        view_.projection->add(
+            sample, h, full + h * dim, own.empty() ? outputs_.data() + h * dim : own.data(),
+            own.empty() ? factors_[h] : 1.0f, stats_[level].projected_of(sample).data());
     }
   }
   for (std::uint32_t h = 0; h < view_.group; ++h)

@@ -46,7 +46,8 @@ std::size_t first_with(Bits bits, std::span<const std::byte> elements) {
     const auto has = [bits](Bits x) { return (x & bits) == bits; };
     Bits any = 0;
     for (std::size_t i = 0; i < here; ++i) any = static_cast<Bits>(any | (has(block[i]) ? 1 : 0));
-    if (any) return first + static_cast<std::size_t>(std::find_if(block, block + here, has) - block);
+    if (any)
+      return first + static_cast<std::size_t>(std::find_if(block, block + here, has) - block);
   }
   return count;
 }
