@@ -9,6 +9,7 @@ Exits 2 with one line if anything is wrong with the input.
 
 import bisect
 import dataclasses
+import json
 import os
 import pathlib
 import sys
@@ -233,6 +234,10 @@ def encode(model, config, text):
     return ids
 
 
+def refuse_span(text, why):
+    raise Refused(f"--span-of: {json.dumps(text if len(text) <= 60 else text[:60] + '...')} {why}")
+
+
 def span_of(tokenizer, ids, text):
     """The fewest tokens that cover `text`, where it is once in what the tokens spell, less a special one in front."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
@@ -240,21 +245,21 @@ def span_of(tokenizer, ids, text):
     def spelled(count):
         return tokenizer.decode(ids[first : first + count], skip_special_tokens=False)
 
-    def fewest(enough):
-        """The least count that `enough` says yes to, as it does to every greater one."""
-        counts = range(len(ids) - first + 1)
-        return bisect.bisect_left(counts, True, key=enough)
-
     whole = spelled(len(ids) - first)
-    begin = whole.find(text)
-    if not text or begin < 0:
-        raise Refused(f"--span-of: {one_line(text, 60)!r} is not in the prompt; a text that is there once is expected")
+    begin = whole.find(text) if text else -1
+    if begin < 0:
+        refuse_span(text, "is not in the prompt; a text that is there once is expected")
     if whole.find(text, begin + 1) >= 0:
-        raise Refused(f"--span-of: {one_line(text, 60)!r} is there more than once; a text that is there once is expected")
-    end = begin + len(text)
-    start = fewest(lambda count: len(spelled(count)) > begin) - 1
-    # A character whose bytes are not all there yet is spelled as another one.
-    stop = fewest(lambda count: spelled(count)[:end] == whole[:end])
+        refuse_span(text, "is there more than once; a text that is there once is expected")
+
+    def fewest(length):
+        """Tokens that spell so many characters. One whose bytes are not all there yet is spelled as another."""
+        counts = range(len(ids) - first + 1)
+        return bisect.bisect_left(counts, True, key=lambda count: spelled(count)[:length] == whole[:length])
+
+    start, stop = fewest(begin), fewest(begin + len(text))
+    if len(spelled(start)) > begin:  # the token in front reaches into the text
+        start -= 1
     return {"name": text, "start": first + start, "tokens": stop - start}
 
 
@@ -264,11 +269,10 @@ def spans_of(model, ids, texts):
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
-    spans = [span_of(tokenizer, ids, text) for text in texts]
     for text in texts:
         if texts.count(text) > 1:
-            raise Refused(f"--span-of: {one_line(text, 60)!r} is given twice; once is enough")
-    return spans
+            refuse_span(text, "is given twice; once is enough")
+    return [span_of(tokenizer, ids, text) for text in texts]
 
 
 def add_options(parser):

@@ -63,7 +63,9 @@ class Trace:
         except OSError as error:
             raise Refused(f"{path}: {error.strerror}; a finished trace is expected") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Refused(f"{path}: is not the manifest of a trace ({type(error).__name__}: {one_line(error, 80)})") from None
+            raise Refused(
+                f"{path}: is not the manifest of a trace ({type(error).__name__}: {one_line(error, 80)})"
+            ) from None
         if newest not in (1, FORMAT):
             raise Refused(f"{path}: trace format {newest}; up to {FORMAT} is expected")
         tokens = self.directory / "tokens.safetensors"
@@ -85,7 +87,9 @@ class Trace:
     def refuse_another_model(self, name, checksum):
         """By its weights; what has no weights in the manifest cannot be told apart."""
         if not self.manifest.get("weights_xxh3"):
-            raise Refused(f"{self.name}: its manifest has no weights_xxh3; a trace that names its model is expected")
+            raise Refused(
+                f"{self.name}: its manifest has no weights_xxh3; a trace that names its model is expected"
+            )
         if self.manifest["weights_xxh3"] != checksum:
             raise Refused(
                 f"{self.name}: was captured from weights {self.manifest['weights_xxh3']}; those of --model {name}"
@@ -97,7 +101,9 @@ class Trace:
             if self.config.get(key) != value:
                 raise Refused(f"{self.name}: {key} is {self.config.get(key)}; --model {name} has {value}")
         if not 0 <= int(self.ids.min()) <= int(self.ids.max()) < model.config.vocab_size:
-            raise Refused(f"{self.name}: id {int(self.ids.max())}; the vocabulary is {model.config.vocab_size}")
+            raise Refused(
+                f"{self.name}: id {int(self.ids.max())}; the vocabulary is {model.config.vocab_size}"
+            )
 
 
 class GradientFiles:
@@ -121,7 +127,9 @@ class GradientFiles:
     def put(self, layer, gradient):
         """`gradient` [draws, tokens, heads, head_size]."""
         if not torch.isfinite(gradient).all():
-            raise Refused(f"{self.trace.name}: layer {layer}: the gradient is not finite; nothing can be stored")
+            raise Refused(
+                f"{self.trace.name}: layer {layer}: the gradient is not finite; nothing can be stored"
+            )
         for file, entry, exponents in zip(self.files, self.entries, self.exponents):
             part = gradient[:, entry["first"] : entry["first"] + entry["tokens"]].transpose(1, 2)
             if self.trace.dtype == torch.float16 and part.any():
@@ -250,7 +258,12 @@ def sensitivities(model, shape, ids, queries, uniforms, put):
 
 def progress(done, of):
     if sys.stderr.isatty():
-        print(f"\rsensitivities: {done} of {of} layers ", end="\n" if done == of else "", file=sys.stderr, flush=True)
+        print(
+            f"\rsensitivities: {done} of {of} layers ",
+            end="\n" if done == of else "",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def add_to(trace, model, shape, arguments):

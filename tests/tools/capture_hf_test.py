@@ -130,6 +130,53 @@ class CaptureTest(ScriptTest):
         self.assertEqual([key for key, value in parts.items() if value > 0], [(2, "k")])
         self.assertAlmostEqual(parts[2, "k"], 0.01, 5)
 
+    def test_spans_are_the_tokens_that_cover_a_text(self):
+        prompt = "It was dark \u2014 and \U0001f600\u7684 in caf\u00e9s\u0301. The pass key is 52417; say it."
+        texts = [
+            "pass key is 52417",
+            "\u2014",
+            "\U0001f600",
+            "\u7684 in",
+            "caf",
+            " is ",
+            "It",
+            "it.",
+            prompt,
+            " 5",
+            "s\u0301. ",
+        ]
+        spans = [word for text in texts for word in ("--span-of", text)]
+        arguments = ["--model", self.tiny32, "--prompt", prompt, "--max-new-tokens", 2, *spans]
+        ours = self.captured("spans", *arguments)
+        found = manifest_of(ours)["spans"]
+        self.assertEqual([span["name"] for span in found], texts)
+        self.assertEqual(found, manifest_of(self.captured_by_kvlab("spans-kvlab", *arguments))["spans"])
+        self.check_verifies(ours)
+
+        tokenizer = tokenizers.Tokenizer.from_file(str(self.tiny32 / "tokenizer.json"))
+        ids = ids_of(ours)
+        for span in found:
+            for fewer, covers in ((0, True), (1, False)):
+                for begin, end in ((fewer, 0), (0, fewer)):
+                    part = ids[span["start"] + begin : span["start"] + span["tokens"] - end]
+                    spelled = tokenizer.decode(part, skip_special_tokens=False)
+                    self.assertEqual(span["name"] in spelled, covers, (span, spelled))
+
+        model = ["--model", self.tiny32, "--prompt", prompt]
+        cut = ["--teacher-forced", "--prompt-tokens", 2, "--max-tokens", 5]
+        for words, *more in (
+            ('"dog" is not in the prompt', "--span-of", "dog"),
+            ('"" is not in the prompt', "--span-of", ""),
+            ('"a" is there more than once', "--span-of", "a"),
+            ('"dark" is given twice', "--span-of", "dark", "--span-of", "dark"),
+            ('"say" is not in the prompt', "--span-of", "say", *cut),
+        ):
+            self.check_refused(words, "refused", *model, *more)
+            done = kvlab("capture", "--device", "cpu", *model, *more, "--out", self.at / "refused")
+            self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
+            self.assertIn(words, done.stderr)
+            self.assertFalse((self.at / "refused").exists())
+
     def test_it_generates_what_kvlab_generates(self):
         arguments = ["--model", self.tiny32, "--prompt", "It was a dark night, and", "--max-new-tokens", 40]
         ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab(

@@ -56,7 +56,9 @@ def ids_of(trace):
 def copy_of_tiny(to, dtype):
     """The bundled model in another dtype: in float32 kvlab stores what it computes."""
     to.mkdir()
-    config = json.loads((TINY / "config.json").read_text()) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = json.loads((TINY / "config.json").read_text()) | {
+        "torch_dtype": str(dtype).removeprefix("torch.")
+    }
     (to / "config.json").write_text(json.dumps(config))
     weights = safetensors.torch.load_file(TINY / "model.safetensors")
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "engine/loop/policy_file.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "sim/run/run.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
@@ -183,6 +184,37 @@ TEST_CASE(
                           "--beyond-context", "--out", trace})) == 0);
   CHECK(run_command(generate_command(), with({"--max-new-tokens", "2", "--policy", "sink",
                                               "--budget", "64", "--prefill", "stream"})) == 0);
+}
+
+TEST_CASE("a capture records the tokens of a text in the prompt as a span") {
+  const TemporaryFolder folder;
+  const std::string trace = (folder / "trace").string();
+  const auto with = [&](Words more) {
+    const Words given{"--model", kModel,     "--max-new-tokens",
+                      "3",       "--prompt", "The pass key is 52417.",
+                      "--out",   trace,      "--span-of"};
+    more.insert(more.begin(), given.begin(), given.end());
+    return more;
+  };
+  CHECK_THAT(refusal(capture_command(), with({"dog"})),
+             ContainsSubstring("--span-of: \"dog\" is not in the prompt"));
+  CHECK_THAT(refusal(capture_command(), with({"s"})), ContainsSubstring("more than once"));
+  CHECK_THAT(refusal(capture_command(), with({"key", "--span-of", "key"})),
+             ContainsSubstring("--span-of: \"key\" is given twice"));
+  CHECK_FALSE(std::filesystem::exists(folder / "trace"));
+
+  REQUIRE(run_command(capture_command(), with({"key is 52417", "--span-of", "The"})) == 0);
+  const TraceReader reader = TraceReader::open(folder / "trace");
+  const std::vector<NamedSpan>& spans = reader.header().spans;
+  REQUIRE(spans.size() == 2);
+  const Tokenizer tokenizer = Tokenizer::load(kModel + "/tokenizer.json");
+  for (const NamedSpan& span : spans) {
+    const std::span<const std::int32_t> ids = reader.ids();
+    CHECK_THAT(tokenizer.decode(ids.subspan(span.start, span.tokens)),
+               ContainsSubstring(span.name));
+  }
+  CHECK(spans[0].name == "key is 52417");
+  CHECK(spans[1] == NamedSpan{"The", spans[1].start, 1});
 }
 
 TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {

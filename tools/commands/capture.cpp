@@ -1,12 +1,15 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <stdexcept>
+#include <utility>
 
 #include "engine/backend.hpp"
 #include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
 #include "engine/output_sketch.hpp"
+#include "engine/tokenizer/covering.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -31,6 +34,8 @@ void add_options(po::options_description& options) {
       "teacher-forced: so many of the text's tokens are the prompt, the others are decoded");
   add("max-tokens", number_option("T"),
       "teacher-forced: use the first T tokens of the text (default: all)");
+  add("span-of", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
+      "a part of the prompt that is there once: the trace gets its tokens as a span; repeatable");
   add("prefill", text_option("MODE", "dense"),
       "how a prompt is admitted: dense, chunk:N or stream; the trace is the same");
   add("seed", number_option("N", 0), "of random draws");
@@ -86,6 +91,27 @@ Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids
 std::uint32_t prompt_tokens(const Plan& plan) {
   if (plan.teacher_forced) return static_cast<std::uint32_t>(plan.prompt_tokens);
   return most_tokens(plan.turns, 0);
+}
+
+/// What `--span-of` names in the prompt, each text being the span's name.
+std::vector<NamedSpan> spans_from(const po::variables_map& options, const Tokenizer& tokenizer,
+                                  const Ids& prompt) {
+  std::vector<NamedSpan> spans;
+  if (!options.count("span-of")) return spans;
+  for (const std::string& text : options["span-of"].as<std::vector<std::string>>()) {
+    const auto refuse = [](std::string_view why) {
+      throw std::invalid_argument(fmt::format("--span-of: {}", why));
+    };
+    if (std::ranges::find(spans, text, &NamedSpan::name) != spans.end())
+      refuse(json_quoted(text) + " is given twice; once is enough");
+    try {
+      const TokenRange range = covering_tokens(tokenizer, prompt, text);
+      spans.push_back({text, range.start, range.tokens});
+    } catch (const std::invalid_argument& error) {
+      refuse(error.what());
+    }
+  }
+  return spans;
 }
 
 nlohmann::json record(const po::variables_map& options, const Plan& plan) {
@@ -145,7 +171,9 @@ int run(const po::variables_map& options) {
   if (const std::string warning = context_warning(config, most); !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
-  TraceWriter writer(out, backend->trace_header(record(options, plan)));
+  TraceHeader header = backend->trace_header(record(options, plan));
+  header.spans = spans_from(options, tokenizer, plan.turns.front());
+  TraceWriter writer(out, std::move(header));
   writer.sketch(output_sketch(directory, kSketchSeed, threads));
   const auto bar = progress_bar("capture");
   std::string text;
