@@ -233,11 +233,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_number(least):
+def whole_number(least, most=None):
     def parse(text):
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} on")
-        return int(text)
+        number = int(text) if text.isascii() and text.isdigit() else -1
+        if number < least or (most and number > most):
+            to = f"to {most}" if most else "on"
+            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} {to}")
+        return number
 
     return parse
 

@@ -290,8 +290,8 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("traces", metavar="TRACE", nargs="+", help="finished traces of the model")
     add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
-    add("--draws", metavar="N", type=whole_number(1), default=4, help="of next tokens (default: 4)")
-    add("--seed", metavar="S", type=whole_number(0), default=1, help="of the draws (default: 1)")
+    add("--draws", metavar="N", type=whole_number(1, 64), default=4, help="of next tokens (default: 4)")
+    add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="of the draws (default: 1)")
     add(
         "--span",
         choices=["decode", "all"],

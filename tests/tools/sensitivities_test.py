@@ -129,6 +129,7 @@ class SensitivitiesTest(ScriptTest):
         # What the last layer puts out for a token touches that token's prediction alone.
         touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
         self.assertEqual(touched.tolist(), [[position >= 512 for position in range(TOKENS)]] * 2)
+        self.check_verifies(trace)
         again = self.added(self.long, "again", "--draws", 2, "--seed", 9)
         self.assertEqual(contents(trace), contents(again))
         other = self.added(self.long, "other", "--draws", 2, "--seed", 8)
@@ -236,6 +237,7 @@ class SensitivitiesTest(ScriptTest):
         for words, *arguments in (
             ("--model", "--draws", 2),
             ("--draws", "--model", self.tiny32, "--draws", 0),
+            ("from 1 to 64", "--model", self.tiny32, "--draws", 65),
             ("--seed", "--model", self.tiny32, "--seed", -1),
             ("--span", "--model", self.tiny32, "--span", "prompt"),
         ):
