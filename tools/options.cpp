@@ -322,6 +322,16 @@ std::function<void(double)> progress_bar(std::string label) {
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
 
+std::vector<std::string> text_names(const std::vector<std::string>& paths) {
+  std::vector<std::string> names;
+  for (const std::string& path : paths)
+    names.push_back(std::filesystem::path(path).stem().string());
+  for (std::size_t i = 0; i < names.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      if (names[i] == names[j]) return paths;
+  return names;
+}
+
 nlohmann::ordered_json number_or_null(double value) {
   return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
 }

@@ -84,6 +84,10 @@ std::string time_left(double first, double done, double seconds);
 /// from any thread. The first call says where the work begins.
 std::function<void(double)> progress_bar(std::string label);
 
+/// What each text is called: its file's name without the extension, or the whole path where two
+/// would have one name.
+std::vector<std::string> text_names(const std::vector<std::string>& paths);
+
 /// JSON has no infinity and no not-a-number: null stands for them.
 nlohmann::ordered_json number_or_null(double value);
 /// One JSON value on standard output. Bytes that are not UTF-8 (in a folder's name, say) become

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/backend.hpp"
-#include "engine/loop/closed_loop.hpp"
+#include "engine/loop/eval/score.hpp"
 
 namespace kvlab {
 
@@ -23,26 +23,6 @@ struct EvalOptions {
   std::function<void(double)> progress;
 };
 
-/// The scored tokens of each sequence from `first` on, so many as a block has.
-struct EvalBlock {
-  std::uint64_t first;
-  double nll;                     ///< mean nats per token
-  double milliseconds_per_token;  ///< NaN on the CPU, which works layer by layer
-};
-
-/// One configuration's figures over all scored tokens.
-struct EvalScore {
-  CacheConfig config;
-  std::uint32_t budget_tokens;
-  double nll, nll_error;                ///< mean nats per token, standard error
-  double perplexity, perplexity_error;  ///< exp(nll), by the delta method
-  double kl, kl_error;                  ///< mean nats, to the full cache; NaN without it
-  double same_first;                    ///< share of tokens; NaN without the full cache
-  std::uint64_t tokens;                 ///< scored
-  std::uint64_t kv_bytes_peak;          ///< of one sequence
-  std::vector<EvalBlock> blocks;        ///< where they were asked for
-};
-
 /// A sweep runs sequences under every configuration: [sequence][configuration].
 using Sweep = std::function<std::vector<std::vector<LoopScores>>(
     const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
@@ -54,10 +34,9 @@ Sweep sweep_by_tokens(Backend& backend);
 Sweep sweep_by_batches(BatchBackend& backend);
 
 /// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
-/// token ids without special tokens. Standard errors take sequences as blocks, or sixteenths of
-/// them where there are fewer than eight. Throws std::invalid_argument.
-std::vector<EvalScore> evaluate(const ModelConfig& config, const Sweep& sweep,
-                                const std::vector<std::vector<std::int32_t>>& texts,
-                                std::vector<CacheConfig> configs, const EvalOptions& options);
+/// token ids without special tokens. Throws std::invalid_argument.
+Evaluation evaluate(const ModelConfig& config, const Sweep& sweep,
+                    const std::vector<std::vector<std::int32_t>>& texts,
+                    std::vector<CacheConfig> configs, const EvalOptions& options);
 
 }  // namespace kvlab

@@ -10,8 +10,8 @@
 #include "sim/report/answer.hpp"
 #include "sim/report/charts.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
-#include "sim/report/style.hpp"
 #include "sim/run/ranking.hpp"
 #include "traces/base/json.hpp"
 
@@ -61,12 +61,7 @@ class Page {
     std::string body =
         header() + curves() + maps() + lifetimes() + metrics() + provenance() + all_figures();
     if (options_.progress) options_.progress(1);
-    return fmt::format(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
-        "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-        "<title>{}</title>\n<style>{}</style>\n</head>\n<body>\n<main>\n{}</main>\n</body>\n</"
-        "html>\n",
-        escape(title()), style_sheet(), body);
+    return html_page(title(), body);
   }
 
  private:
@@ -93,18 +88,9 @@ class Page {
     if (options_.progress) options_.progress(std::min(0.95, ++steps_ / 14.0));
   }
 
-  static std::string section(std::string_view heading, std::string_view text,
-                             const std::string& content, std::string_view content_class) {
-    std::string html = fmt::format("<section>\n<h2>{}</h2>\n", heading);
-    if (!text.empty()) html += fmt::format("<p class=\"prose\">{}</p>\n", text);
-    if (content_class.empty()) return html + content + "</section>\n";
-    return html + fmt::format("<div class=\"{}\">\n{}</div>\n</section>\n", content_class, content);
-  }
-
   std::string figure(std::string_view heading, std::string_view note, const std::string& svg) {
     step();
-    return fmt::format("<figure><figcaption><h3>{}</h3>{}</figcaption>{}</figure>\n", heading,
-                       note.empty() ? "" : fmt::format("<p>{}</p>", note), svg);
+    return html_figure(heading, note, svg);
   }
 
   /// "6 policies", "2 policies in 5 variants".
@@ -136,14 +122,11 @@ class Page {
         policies_text(), counted(figures_.budgets().size(), "budget", "budgets"),
         counted(run_.info.traces.size(), "captured sequence", "captured sequences"),
         figure_text(static_cast<double>(tokens)));
-    return fmt::format(
-        "<header>\n<p class=\"quiet\">kvlab report</p>\n"
-        "<h1>Which tokens should the cache of {} keep?</h1>\n<p>{}</p>\n"
-        "<p class=\"answer\" style=\"--accent:var(--{})\">{}</p>\n<p class=\"quiet\">{}</p>\n"
-        "</header>\n{}",
-        escape(model()), question, winner_ ? styles_[*winner_].colour : "muted",
-        answer_html(figures_, budget_, headline_), kFootnote,
-        winner_ ? best_by_budget_html(figures_, styles_, headline_) : "");
+    return html_header("kvlab report",
+                       fmt::format("Which tokens should the cache of {} keep?", escape(model())),
+                       question, answer_html(figures_, budget_, headline_),
+                       winner_ ? styles_[*winner_].colour : "muted", kFootnote) +
+           (winner_ ? best_by_budget_html(figures_, styles_, headline_) : "");
   }
 
   /// Whether oracle_topk bounds what this series' peers can reach: no query may span more than B.
@@ -179,15 +162,16 @@ class Page {
     const std::string error =
         fmt::format("How far each head’s output moves, relative to its length{}.",
                     run_.info.every_output_error ? "" : "; every eighth query");
-    return section("What each budget buys", kCurves,
-                   curve("nll_recall", "−ln recall, lower is better",
-                         "The mean of −ln of each query’s recall: rows that lose nearly everything "
-                         "weigh most. This figure decides.") +
-                       curve("recall", "Recall, higher is better",
-                             "The share of the full cache’s attention that falls on kept tokens.") +
-                       curve("miss_rate", "Miss rate, lower is better", requests) +
-                       curve("output_error", "Output error, lower is better", error),
-                   "figures");
+    return html_section(
+        "What each budget buys", kCurves,
+        curve("nll_recall", "−ln recall, lower is better",
+              "The mean of −ln of each query’s recall: rows that lose nearly everything "
+              "weigh most. This figure decides.") +
+            curve("recall", "Recall, higher is better",
+                  "The share of the full cache’s attention that falls on kept tokens.") +
+            curve("miss_rate", "Miss rate, lower is better", requests) +
+            curve("output_error", "Output error, lower is better", error),
+        "figures");
   }
 
   HeadGrid empty_grid() const {
@@ -229,7 +213,7 @@ class Page {
                         "Blue: the policy loses less than window does; orange: more.",
                         heat_map(grid_of(*winner_, window), Shading::difference,
                                  name + " less window, by layer and head", "map_difference"));
-    return section(
+    return html_section(
         "Where it is lost",
         fmt::format("−ln recall by layer and KV head at a budget of {}.", escape(budget_.text)),
         figures, "figures");
@@ -260,10 +244,10 @@ class Page {
     }
     const std::string trace =
         run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "";
-    return section("What was kept over time",
-                   fmt::format("Layer {}, KV head {}, budget {}{}: {}", kept.layer, kept.head,
-                               escape(kept.budget), trace, kLifetimes),
-                   figures, "figures small");
+    return html_section("What was kept over time",
+                        fmt::format("Layer {}, KV head {}, budget {}{}: {}", kept.layer, kept.head,
+                                    escape(kept.budget), trace, kLifetimes),
+                        figures, "figures small");
   }
 
   std::string cell(std::size_t series, std::string_view budget, const MetricInfo& metric) const {
@@ -292,16 +276,16 @@ class Page {
           rows.push_back(figures_row(s, budget.text));
     }
     const char* averaged = run_.info.traces.size() > 1 ? ", averaged over the sequences" : "";
-    return section("All figures",
-                   fmt::format("Over all layers and heads{}. By layer and by head: "
-                               "<code>results.csv</code>.",
-                               averaged),
-                   table(columns, rows), "");
+    return html_section("All figures",
+                        fmt::format("Over all layers and heads{}. By layer and by head: "
+                                    "<code>results.csv</code>.",
+                                    averaged),
+                        table(columns, rows), "");
   }
 
   static std::string metrics() {
-    return section("What the figures mean", "",
-                   fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings), "");
+    return html_section("What the figures mean", "",
+                        fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings), "");
   }
 
   static std::string entry(std::string_view term, const std::string& html) {
@@ -339,7 +323,7 @@ class Page {
     entries += entry("request threshold", fmt::format("{}", info.threshold));
     entries += entry("run", code(run_.hash));
     entries += entry("kvlab", escape(info.version));
-    return section("Where this comes from", kOpenLoop, "<dl>" + entries + "</dl>\n", "");
+    return html_section("Where this comes from", kOpenLoop, "<dl>" + entries + "</dl>\n", "");
   }
 
   const Run& run_;

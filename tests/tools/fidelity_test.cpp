@@ -1,5 +1,5 @@
 // Which figure orders policies as the closed loop does.
-#include "engine/loop/fidelity.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 
 #include <cmath>
 
@@ -20,14 +20,6 @@ std::vector<CacheConfig> grid(const std::vector<std::string>& policies,
     for (const std::string& policy : policies)
       configs.push_back({.policy = parse_policy(policy), .budget = parse_budget(budget)});
   return configs;
-}
-
-TEST_CASE("Spearman's rho, with ties") {
-  const std::vector<double> up{1, 2, 3, 4}, down{9, 7, 5, 3}, ties{1, 1, 2, 2};
-  CHECK(spearman(up, up) == Approx(1));
-  CHECK(spearman(up, down) == Approx(-1));
-  CHECK(spearman(up, ties) == Approx(4 / std::sqrt(20.0)));  // ranks 0.5 0.5 2.5 2.5
-  CHECK(std::isnan(spearman(up, std::vector<double>{5, 5, 5, 5})));
 }
 
 TEST_CASE("A figure is judged within a budget, and by what its choice costs") {

@@ -64,7 +64,8 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
                {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
                {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
                 .threads = threads,
-                .progress = progress_bar("confirm")});
+                .progress = progress_bar("confirm")})
+          .scores;
   for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});
   std::stable_sort(confirmed.begin(), confirmed.end(), [](const Confirmed& a, const Confirmed& b) {
     return a.score.nll < b.score.nll;

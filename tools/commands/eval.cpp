@@ -1,12 +1,15 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <limits>
+#include <optional>
 
 #include "engine/loop/eval.hpp"
+#include "engine/loop/eval/page.hpp"
+#include "engine/loop/eval/table.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/options.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -36,6 +39,8 @@ void add_options(po::options_description& options) {
   add("block-tokens", number_option("N", 0),
       "also the perplexity of each N scored tokens of a text, in their order; 0: not");
   add_threshold_option(options);
+  add("out", text_option("DIR"),
+      "a directory to be made: eval.csv, eval.json; `kvlab report` makes a page of it");
   add("policy-file", text_option("FILE"), "a deployed policy, beside those of --policy");
   add_policy_options(options);
   add_common_options(options);
@@ -50,51 +55,60 @@ CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
   return file.cache;
 }
 
-nlohmann::ordered_json to_json(const EvalScore& score) {
-  const CacheConfig& cache = score.config;
-  nlohmann::ordered_json blocks = nlohmann::ordered_json::array();
+void print_blocks(const EvalScore& score) {
   for (const EvalBlock& block : score.blocks)
-    blocks.push_back({{"first", block.first},
-                      {"perplexity", number_or_null(std::exp(block.nll))},
-                      {"ms_per_token", number_or_null(block.milliseconds_per_token)}});
-  nlohmann::ordered_json json = {{"policy", cache.policy.name},
-                                 {"params", cache.policy.params_text()},
-                                 {"budget", cache.evicts() ? cache.budget.text() : "all"},
-                                 {"budget_tokens", score.budget_tokens},
-                                 {"prefill", cache.prefill.text()},
-                                 {"positions", name_of(cache.positions)},
-                                 {"seed", cache.seed},
-                                 {"perplexity", number_or_null(score.perplexity)},
-                                 {"perplexity_stderr", number_or_null(score.perplexity_error)},
-                                 {"nll", number_or_null(score.nll)},
-                                 {"nll_stderr", number_or_null(score.nll_error)},
-                                 {"kl", number_or_null(score.kl)},
-                                 {"kl_stderr", number_or_null(score.kl_error)},
-                                 {"top1_agreement", number_or_null(score.same_first)},
-                                 {"tokens", score.tokens},
-                                 {"kv_bytes_peak", score.kv_bytes_peak}};
-  if (!score.blocks.empty()) json["blocks"] = std::move(blocks);
-  return json;
+    fmt::print("  from token {:>9} {:>45.3f}{}\n", block.first, std::exp(block.nll),
+               std::isnan(block.milliseconds_per_token)
+                   ? ""
+                   : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
 }
 
 void print_table(const std::vector<EvalScore>& scores) {
-  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>12}\n", "policy", "budget", "positions",
-             "perplexity", "KL", "top-1", "peak KV");
+  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>12}\n", "policy",
+             "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "peak KV");
   for (const EvalScore& score : scores) {
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
-    const bool against_full = !std::isnan(score.kl);
-    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>7} {:>8.1f} KiB\n", score.config.policy.text(),
-               score.budget_tokens, name_of(score.config.positions),
-               fmt::format("{:.3f}{}", score.perplexity, error),
-               against_full ? fmt::format("{:.4f}", score.kl) : "-",
-               against_full ? fmt::format("{:.1f}%", 100 * score.same_first) : "-",
+    const auto nats = [](double value) {
+      return std::isnan(value) ? "-" : fmt::format("{:.4f}", value);
+    };
+    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8.1f} KiB\n",
+               score.config.policy.text(), score.budget_tokens, name_of(score.config.positions),
+               fmt::format("{:.3f}{}", score.perplexity, error), nats(score.kl), nats(score.kl_p50),
+               nats(score.kl_p90), nats(score.kl_p99),
+               std::isnan(score.same_first) ? "-" : fmt::format("{:.1f}%", 100 * score.same_first),
                static_cast<double>(score.kv_bytes_peak) / 1024);
-    for (const EvalBlock& block : score.blocks)
-      fmt::print("  from token {:>9} {:>45.3f}{}\n", block.first, std::exp(block.nll),
-                 std::isnan(block.milliseconds_per_token)
-                     ? ""
-                     : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
+    print_blocks(score);
+  }
+}
+
+/// How far a configuration's texts differ.
+void print_texts(const Evaluation& evaluation, const std::vector<std::string>& names) {
+  if (names.size() < 2) return;
+  fmt::print("\nby text, {}: mean and standard deviation of the texts' means\n",
+             std::isnan(evaluation.scores.front().kl) ? "-ln p" : "KL");
+  for (const EvalScore& score : evaluation.scores) {
+    if (!score.config.evicts()) continue;
+    const bool against_full = !std::isnan(score.kl);
+    fmt::print("{:<40} {:>6} {:>9.4f} ± {:.4f}\n", score.config.policy.text(), score.budget_tokens,
+               against_full ? score.kl : score.nll,
+               against_full ? score.kl_deviation : score.nll_deviation);
+  }
+}
+
+/// Who is ahead at each budget, where there is more than one policy.
+void print_contenders(const Evaluation& evaluation) {
+  for (const std::string& budget : evaluation.budgets()) {
+    const auto contenders = evaluation.contenders(budget);
+    if (contenders.size() < 2) continue;
+    std::vector<std::string> tied;
+    for (const Evaluation::Contender& contender : contenders)
+      if (!contender.behind.told_apart())
+        tied.push_back(evaluation.scores[contender.score].config.policy.text());
+    if (tied.size() == 1)
+      fmt::print("\nat {}: {} is ahead of all others\n", budget, tied.front());
+    else
+      fmt::print("\nat {}: cannot be told apart: {}\n", budget, fmt::join(tied, ", "));
   }
 }
 
@@ -153,6 +167,9 @@ int run(const po::variables_map& options) {
   else
     refuse_lone_budget(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  std::optional<AtomicFolder> folder;
+  if (options.count("out")) refuse_existing(options["out"].as<std::string>(), "--out");
+  if (options.count("out")) folder.emplace(options["out"].as<std::string>());
   const Loaded model =
       load(device_from(options), directory, how.threads, options["batched"].as<bool>());
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
@@ -160,21 +177,31 @@ int run(const po::variables_map& options) {
     configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,
                                model.weights_xxh3));
 
+  const auto& paths = options["text"].as<std::vector<std::string>>();
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : options["text"].as<std::vector<std::string>>())
+  for (const std::string& path : paths)
     texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
-  const std::vector<EvalScore> scores =
-      evaluate(model.config, model.sweep, texts, std::move(configs), how);
-  if (!options["json"].as<bool>()) {
-    print_table(scores);
+  const Evaluation evaluation = evaluate(model.config, model.sweep, texts, std::move(configs), how);
+  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
+    fmt::print(stderr, "kvlab eval: {}\n", warning);
+  const std::vector<std::string> names = text_names(paths);
+  nlohmann::ordered_json json{{"model", model.config.name},
+                              {"weights_xxh3", model.weights_xxh3},
+                              {"kvlab", KVLAB_VERSION},
+                              {"span", options["span"].as<std::string>()}};
+  json.update(eval_json(evaluation, names));
+  if (folder) {
+    write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, names));
+    write_file_atomically(*folder / kEvalJson, json_text(json, 1) + "\n");
+    folder->commit();
+  }
+  if (options["json"].as<bool>()) {
+    print_json(json);
     return 0;
   }
-  nlohmann::ordered_json configurations = nlohmann::ordered_json::array();
-  for (const EvalScore& score : scores) configurations.push_back(to_json(score));
-  print_json({{"model", model.config.name},
-              {"weights_xxh3", model.weights_xxh3},
-              {"span", options["span"].as<std::string>()},
-              {"configurations", std::move(configurations)}});
+  print_table(evaluation.scores);
+  print_texts(evaluation, names);
+  print_contenders(evaluation);
   return 0;
 }
 

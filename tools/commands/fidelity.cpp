@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <set>
 
-#include "engine/loop/fidelity.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/device/cuda_replay.hpp"
@@ -47,8 +47,8 @@ ordered_json to_json(const FidelityMetric& metric, std::span<const CacheConfig> 
                        {"best", {}}};
   for (const FidelityBudget& budget : metric.within) {
     json["within"][budget.budget] = number_or_null(budget.rho);
-    json["within_low"][budget.budget] = number_or_null(budget.rho_low);
-    json["within_high"][budget.budget] = number_or_null(budget.rho_high);
+    json["within_low"][budget.budget] = number_or_null(budget.rho_interval.low);
+    json["within_high"][budget.budget] = number_or_null(budget.rho_interval.high);
     json["single_text"][budget.budget] = number_or_null(budget.rho_single);
     json["regret"][budget.budget] = number_or_null(budget.regret);
     json["worst_regret"][budget.budget] = number_or_null(budget.worst_regret);

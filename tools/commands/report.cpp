@@ -1,5 +1,8 @@
 #include <fmt/format.h>
 
+#include <filesystem>
+
+#include "engine/loop/eval/page.hpp"
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -8,20 +11,29 @@ namespace kvlab {
 namespace {
 
 void add_options(po::options_description& options) {
-  options.add_options()("run", text_option("RUN"), "a run of `kvlab replay`")(
+  options.add_options()("run", text_option("RUN"),
+                        "a directory of `kvlab replay` or of `kvlab eval --out`")(
       "out", text_option("FILE"), "the page; an older one is replaced")(
       "budget", text_option("B")->default_value("", "the run's middle one"),
       "budget of the headline and of the heat maps, one of the run")("json", po::bool_switch(),
                                                                      "print one JSON object");
 }
 
+/// The page of whatever lies in the folder.
+std::string page_of(const std::filesystem::path& folder, const std::string& budget) {
+  if (std::filesystem::exists(folder / kEvalJson)) {
+    if (!budget.empty())
+      throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
+    return eval_page(folder);
+  }
+  return report_html(load_run(folder), {.budget = budget, .progress = progress_bar("report")});
+}
+
 int run(const po::variables_map& options) {
   const std::string directory =
       required(options, "run", "kvlab report RUN, a directory of `kvlab replay`");
   const std::string out = required(options, "out", "--out report.html");
-  const Run loaded = load_run(directory);
-  const std::string html = report_html(
-      loaded, {.budget = options["budget"].as<std::string>(), .progress = progress_bar("report")});
+  const std::string html = page_of(directory, options["budget"].as<std::string>());
   write_file_atomically(out, html);
   if (options["json"].as<bool>())
     print_json({{"report", out}, {"bytes", html.size()}});

@@ -76,6 +76,33 @@ void AtomicFile::commit() {
   sync_folder_of(path_);
 }
 
+AtomicFolder::AtomicFolder(std::filesystem::path path) : path_(std::move(path)) {
+  if (path_.filename().empty()) path_ = path_.parent_path();  // "out/"
+  std::filesystem::path part = path_;
+  part += ".part";
+  std::error_code error;
+  for (const auto& taken : {path_, part})
+    if (std::filesystem::exists(std::filesystem::symlink_status(taken, error)))
+      throw std::runtime_error(
+          fmt::format("{} exists; remove it, or name another folder", taken.string()));
+  std::filesystem::create_directories(part, error);
+  if (error) throw failure(part, "create", error.value());
+  part_ = std::move(part);
+}
+
+AtomicFolder::~AtomicFolder() {
+  std::error_code ignored;
+  if (!part_.empty()) std::filesystem::remove_all(part_, ignored);
+}
+
+void AtomicFolder::commit() {
+  std::error_code error;
+  std::filesystem::rename(part_, path_, error);
+  if (error) throw failure(path_, "create", error.value());
+  part_.clear();
+  sync_folder_of(path_);
+}
+
 MappedFile::MappedFile(const std::filesystem::path& path) {
   const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // a pipe must not block
   struct stat status {};

@@ -28,6 +28,23 @@ class AtomicFile {
   int file_ = -1;
 };
 
+/// A folder being filled as PATH.part. commit() renames it to PATH; without commit() it is removed
+/// with all that is in it.
+class AtomicFolder {
+ public:
+  /// Throws std::runtime_error where PATH or PATH.part exists, or PATH.part cannot be made.
+  explicit AtomicFolder(std::filesystem::path path);
+  ~AtomicFolder();
+  AtomicFolder(const AtomicFolder&) = delete;
+  AtomicFolder& operator=(const AtomicFolder&) = delete;
+
+  std::filesystem::path operator/(const std::filesystem::path& name) const { return part_ / name; }
+  void commit();
+
+ private:
+  std::filesystem::path path_, part_;
+};
+
 /// The bytes of a file, mapped for reading. The file must not shrink while it is mapped.
 class MappedFile {
  public:

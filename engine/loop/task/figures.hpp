@@ -8,14 +8,12 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/loop/statistics.hpp"
 #include "engine/loop/task/answers.hpp"
 #include "engine/loop/task/draw.hpp"
 
 namespace kvlab {
 
-struct Interval {
-  double low, high;
-};
 /// Wilson's score interval for a share: all probabilities from which `hits` of `count` is less than
 /// 1.96 standard errors away; 95%. [0, 1] for no draws.
 Interval wilson_interval(std::uint64_t hits, std::uint64_t count);

@@ -24,7 +24,7 @@ struct FidelityText {
 struct FidelityBudget {
   std::string budget;
   double rho;                ///< Spearman's, of the means over texts
-  double rho_low, rho_high;  ///< 95%, texts drawn anew; NaN where there is one text
+  Interval rho_interval;     ///< 95%, texts drawn anew; NaN where there is one text
   double rho_single;         ///< the mean of the texts' own
   double regret;             ///< KL of the figure's first over the least KL, means over texts
   double worst_regret;       ///< the largest of the texts' own
@@ -43,10 +43,6 @@ struct Fidelity {
   /// be expected to exceed; by budget, NaN where there is one text.
   std::vector<double> ceiling;
 };
-
-/// Spearman's rank correlation, equal values sharing their mean rank; NaN where one side is
-/// constant.
-double spearman(std::span<const double> a, std::span<const double> b);
 
 /// Throws std::invalid_argument where a budget has fewer than three configurations, or one that
 /// never evicts.

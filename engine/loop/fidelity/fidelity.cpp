@@ -1,4 +1,4 @@
-#include "engine/loop/fidelity.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <random>
 #include <stdexcept>
 
 #include "sim/run/results.hpp"
@@ -16,25 +15,8 @@ namespace kvlab {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr int kDraws = 1000;  // of texts, for an interval
 
 using Values = std::vector<double>;
-
-Values ranks_of(std::span<const double> values) {
-  std::vector<std::size_t> order(values.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::sort(order.begin(), order.end(),
-            [&](std::size_t a, std::size_t b) { return values[a] < values[b]; });
-  Values ranks(values.size());
-  for (std::size_t first = 0; first < order.size();) {
-    std::size_t end = first;
-    while (end < order.size() && values[order[end]] == values[order[first]]) ++end;
-    for (std::size_t i = first; i < end; ++i)
-      ranks[order[i]] = static_cast<double>(first + end - 1) / 2;
-    first = end;
-  }
-  return ranks;
-}
 
 double mean_of_finite(const Values& values) {
   double sum = 0, count = 0;
@@ -94,8 +76,7 @@ class Comparison {
     const Choice choice = choice_of(mean_over(cost_, all_), mean_over(kl_, all_), which);
     FidelityBudget result{.budget = budget,
                           .rho = rho(all_, which),
-                          .rho_low = kNaN,
-                          .rho_high = kNaN,
+                          .rho_interval = {},
                           .rho_single = kNaN,
                           .regret = choice.regret,
                           .worst_regret = 0,
@@ -108,7 +89,8 @@ class Comparison {
           std::max(result.worst_regret, choice_of(cost_[text], kl_[text], which).regret);
     }
     result.rho_single = mean_of_finite(single);
-    if (all_.size() > 1) add_interval(which, result);
+    result.rho_interval = bootstrap(
+        all_.size(), [&](std::span<const std::size_t> texts) { return rho(texts, which); });
     return result;
   }
   double pooled(std::span<const std::size_t> which) const { return rho(all_, which); }
@@ -117,21 +99,6 @@ class Comparison {
   double rho(std::span<const std::size_t> texts, std::span<const std::size_t> which) const {
     return spearman(picked(mean_over(cost_, texts), which), picked(mean_over(kl_, texts), which));
   }
-  /// Percentiles of rho over texts drawn with replacement.
-  void add_interval(std::span<const std::size_t> which, FidelityBudget& result) const {
-    std::minstd_rand random(1);
-    Values drawn;
-    std::vector<std::size_t> texts(all_.size());
-    for (int draw = 0; draw < kDraws; ++draw) {
-      for (std::size_t& text : texts) text = random() % all_.size();
-      if (const double value = rho(texts, which); std::isfinite(value)) drawn.push_back(value);
-    }
-    if (drawn.empty()) return;
-    std::sort(drawn.begin(), drawn.end());
-    result.rho_low = drawn[drawn.size() * 25 / 1000];
-    result.rho_high = drawn[std::min(drawn.size() - 1, drawn.size() * 975 / 1000)];
-  }
-
   std::vector<Values> kl_, cost_;  // [text][configuration]
   std::vector<std::size_t> all_;   // texts
 };
@@ -172,18 +139,6 @@ TraceReader capture(Backend& backend, const std::filesystem::path& path,
 }
 
 }  // namespace
-
-double spearman(std::span<const double> a, std::span<const double> b) {
-  const Values x = ranks_of(a), y = ranks_of(b);
-  const double mean = static_cast<double>(x.size() - 1) / 2;
-  double xy = 0, xx = 0, yy = 0;
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    xy += (x[i] - mean) * (y[i] - mean);
-    xx += (x[i] - mean) * (x[i] - mean);
-    yy += (y[i] - mean) * (y[i] - mean);
-  }
-  return xx > 0 && yy > 0 ? xy / std::sqrt(xx * yy) : kNaN;
-}
 
 void check_fidelity_grid(std::span<const CacheConfig> configs) {
   for (const CacheConfig& config : configs)

@@ -1,0 +1,231 @@
+#include "engine/loop/eval/table.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "sim/run/csv.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+ordered_json number_or_null(double value) {
+  return std::isfinite(value) ? ordered_json(value) : ordered_json(nullptr);
+}
+
+std::string budget_text(const CacheConfig& config) {
+  return config.evicts() ? config.budget.text() : "all";
+}
+
+ordered_json config_json(const EvalScore& score) {
+  const CacheConfig& cache = score.config;
+  return {{"policy", cache.policy.name},
+          {"params", cache.policy.params_text()},
+          {"budget", budget_text(cache)},
+          {"budget_tokens", score.budget_tokens},
+          {"prefill", cache.prefill.text()},
+          {"positions", name_of(cache.positions)},
+          {"seed", cache.seed}};
+}
+
+ordered_json score_json(const EvalScore& score, const std::vector<std::string>& texts) {
+  ordered_json json = config_json(score);
+  json["perplexity"] = number_or_null(score.perplexity);
+  json["perplexity_stderr"] = number_or_null(score.perplexity_error);
+  json["nll"] = number_or_null(score.nll);
+  json["nll_stderr"] = number_or_null(score.nll_error);
+  json["kl"] = number_or_null(score.kl);
+  json["kl_stderr"] = number_or_null(score.kl_error);
+  json["kl_p50"] = number_or_null(score.kl_p50);
+  json["kl_p90"] = number_or_null(score.kl_p90);
+  json["kl_p99"] = number_or_null(score.kl_p99);
+  json["top1_agreement"] = number_or_null(score.same_first);
+  json["tokens"] = score.tokens;
+  json["kv_bytes_peak"] = score.kv_bytes_peak;
+  if (score.texts.size() > 1) {
+    json["nll_deviation"] = number_or_null(score.nll_deviation);
+    json["kl_deviation"] = number_or_null(score.kl_deviation);
+    json["by_text"] = ordered_json::array();
+    for (std::size_t t = 0; t < score.texts.size(); ++t)
+      json["by_text"].push_back({{"text", texts[t]},
+                                 {"nll", number_or_null(score.texts[t].nll)},
+                                 {"kl", number_or_null(score.texts[t].kl)},
+                                 {"tokens", score.texts[t].tokens}});
+  }
+  if (score.blocks.empty()) return json;
+  json["blocks"] = ordered_json::array();
+  for (const EvalBlock& block : score.blocks)
+    json["blocks"].push_back({{"first", block.first},
+                              {"perplexity", number_or_null(std::exp(block.nll))},
+                              {"ms_per_token", number_or_null(block.milliseconds_per_token)}});
+  return json;
+}
+
+ordered_json pair_json(const Evaluation& evaluation, const EvalPair& pair) {
+  const CacheConfig &a = evaluation.scores[pair.a].config, &b = evaluation.scores[pair.b].config;
+  ordered_json json{{"a", pair.a},
+                    {"b", pair.b},
+                    {"a_policy", a.policy.text()},
+                    {"a_budget", budget_text(a)},
+                    {"b_policy", b.policy.text()},
+                    {"b_budget", budget_text(b)}};
+  if (!std::isnan(pair.kl.mean)) json["kl"] = difference_json(pair.kl);
+  json["nll"] = difference_json(pair.nll);
+  return json;
+}
+
+ordered_json contenders_json(const Evaluation& evaluation) {
+  ordered_json json = ordered_json::object();
+  for (const std::string& budget : evaluation.budgets())
+    for (const Evaluation::Contender& contender : evaluation.contenders(budget)) {
+      ordered_json entry{{"configuration", contender.score},
+                         {"policy", evaluation.scores[contender.score].config.policy.text()}};
+      entry["behind"] = difference_json(contender.behind);
+      json[budget].push_back(std::move(entry));
+    }
+  return json;
+}
+
+/// Fields of a record by the names of their columns.
+class Record {
+ public:
+  Record(const std::vector<std::string>& header, std::vector<std::string> fields)
+      : header_(header), fields_(std::move(fields)) {
+    if (fields_.size() != header.size())
+      throw std::runtime_error(
+          fmt::format("{} columns; the header has {}", fields_.size(), header.size()));
+  }
+
+  const std::string& text(std::string_view column) const {
+    const auto found = std::ranges::find(header_, column);
+    if (found == header_.end()) throw std::runtime_error(fmt::format("no column {}", column));
+    return fields_[static_cast<std::size_t>(found - header_.begin())];
+  }
+  template <class T>
+  T number(std::string_view column) const {
+    const std::string& field = text(column);
+    T value{};
+    const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), value);
+    bool good = error == std::errc{} && end == field.data() + field.size();
+    if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
+    if (!good)
+      throw std::runtime_error(fmt::format("{} {} should be a {}number", column, json_quoted(field),
+                                           std::is_floating_point_v<T> ? "finite " : "whole "));
+    return value;
+  }
+
+ private:
+  const std::vector<std::string>& header_;
+  std::vector<std::string> fields_;
+};
+
+ResultRow row_of(const Record& record) {
+  ResultRow row;
+  row.trace = record.text("text");
+  row.policy = record.text("policy");
+  row.params = record.text("params");
+  row.budget = record.text("budget");
+  row.budget_tokens = record.number<std::uint32_t>("budget_tokens");
+  row.prefill = record.text("prefill");
+  row.positions = record.text("positions");
+  row.seed = record.number<std::uint64_t>("seed");
+  row.metric = record.text("metric");
+  row.value = record.number<double>("value");
+  row.standard_error = kNaN;
+  return row;
+}
+
+}  // namespace
+
+ordered_json difference_json(const Difference& difference) {
+  return {{"mean", number_or_null(difference.mean)},
+          {"low", number_or_null(difference.interval.low)},
+          {"high", number_or_null(difference.interval.high)},
+          {"told_apart", difference.told_apart()}};
+}
+
+std::string config_columns(const CacheConfig& config, std::uint32_t budget_tokens) {
+  return fmt::format("{},{},{},{},{},{},{}", csv_field(config.policy.name),
+                     csv_field(config.policy.params_text()), csv_field(budget_text(config)),
+                     budget_tokens, config.prefill.text(), name_of(config.positions), config.seed);
+}
+
+std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string>& texts) {
+  std::string csv = fmt::format("text,{},metric,value,stderr,count\n", kConfigColumns);
+  for (const EvalScore& score : evaluation.scores) {
+    const std::string columns = config_columns(score.config, score.budget_tokens);
+    const auto add = [&](std::string_view text, std::string_view metric, double value, double error,
+                         std::uint64_t count) {
+      if (std::isfinite(value))
+        csv += fmt::format("{},{},{},{},{},{}\n", csv_field(text), columns, metric, value,
+                           std::isfinite(error) ? fmt::format("{}", error) : "", count);
+    };
+    add("all", "perplexity", score.perplexity, score.perplexity_error, score.tokens);
+    add("all", "nll", score.nll, score.nll_error, score.tokens);
+    add("all", "kl", score.kl, score.kl_error, score.tokens);
+    add("all", "kl_p50", score.kl_p50, kNaN, score.tokens);
+    add("all", "kl_p90", score.kl_p90, kNaN, score.tokens);
+    add("all", "kl_p99", score.kl_p99, kNaN, score.tokens);
+    add("all", "top1_agreement", score.same_first, kNaN, score.tokens);
+    add("all", "kv_bytes_peak", static_cast<double>(score.kv_bytes_peak), kNaN, 1);
+    for (std::size_t t = 0; t < score.texts.size(); ++t) {
+      add(texts[t], "nll", score.texts[t].nll, kNaN, score.texts[t].tokens);
+      add(texts[t], "kl", score.texts[t].kl, kNaN, score.texts[t].tokens);
+    }
+  }
+  return csv;
+}
+
+std::string few_tokens_warning(const Evaluation& evaluation) {
+  const std::uint64_t tokens = evaluation.scores.front().tokens;
+  if (tokens >= kEnoughTokens) return "";
+  return fmt::format(
+      "{} scored tokens tell little apart; {} or more are better: a longer text, or several",
+      tokens, kEnoughTokens);
+}
+
+ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::string>& texts) {
+  ordered_json json{{"format", kEvalFormat},
+                    {"texts", texts},
+                    {"tokens", evaluation.scores.front().tokens},
+                    {"configurations", ordered_json::array()},
+                    {"pairs", ordered_json::array()},
+                    {"contenders", contenders_json(evaluation)},
+                    {"warnings", ordered_json::array()}};
+  for (const EvalScore& score : evaluation.scores)
+    json["configurations"].push_back(score_json(score, texts));
+  for (const EvalPair& pair : evaluation.pairs)
+    json["pairs"].push_back(pair_json(evaluation, pair));
+  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
+    json["warnings"].push_back(warning);
+  return json;
+}
+
+std::vector<ResultRow> parse_score_rows(std::string_view text, std::string_view file) {
+  CsvReader reader(text);
+  std::vector<ResultRow> rows;
+  try {
+    const auto header = reader.next();
+    if (!header) throw std::runtime_error("is empty");
+    while (auto fields = reader.next()) try {
+        rows.push_back(row_of(Record(*header, std::move(*fields))));
+      } catch (const std::runtime_error& error) {
+        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
+      }
+    if (rows.empty()) throw std::runtime_error("holds no rows");
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
+  }
+  return rows;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,139 @@
+#include "engine/loop/statistics.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+
+namespace kvlab {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr int kDraws = 2000;
+constexpr std::size_t kLeastBlocks = 8;  // for an interval
+constexpr std::size_t kManyBlocks = 16;  // shorter blocks, where there would be fewer
+
+using Values = std::vector<double>;
+
+Values ranks_of(std::span<const double> values) {
+  std::vector<std::size_t> order(values.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return values[a] < values[b]; });
+  Values ranks(values.size());
+  for (std::size_t first = 0; first < order.size();) {
+    std::size_t end = first;
+    while (end < order.size() && values[order[end]] == values[order[first]]) ++end;
+    for (std::size_t i = first; i < end; ++i)
+      ranks[order[i]] = static_cast<double>(first + end - 1) / 2;
+    first = end;
+  }
+  return ranks;
+}
+
+/// Draws of `count` items, with replacement; each time the same.
+class Draws {
+ public:
+  explicit Draws(std::size_t count) : items_(count) {}
+  const std::vector<std::size_t>& next() {
+    for (std::size_t& item : items_) item = random_() % items_.size();
+    return items_;
+  }
+
+ private:
+  std::mt19937_64 random_{1};
+  std::vector<std::size_t> items_;
+};
+
+/// The middle 95%.
+Interval middle_of(Values values) {
+  return {quantile(values, 0.025), quantile(std::move(values), 0.975)};
+}
+
+}  // namespace
+
+double spearman(std::span<const double> a, std::span<const double> b) {
+  const Values x = ranks_of(a), y = ranks_of(b);
+  const double mean = static_cast<double>(x.size() - 1) / 2;
+  double xy = 0, xx = 0, yy = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    xy += (x[i] - mean) * (y[i] - mean);
+    xx += (x[i] - mean) * (x[i] - mean);
+    yy += (y[i] - mean) * (y[i] - mean);
+  }
+  return xx > 0 && yy > 0 ? xy / std::sqrt(xx * yy) : kNaN;
+}
+
+double quantile(Values values, double share) {
+  if (values.empty()) return kNaN;
+  const double place = share * static_cast<double>(values.size() - 1);
+  const auto below = static_cast<std::size_t>(place);
+  const auto at = values.begin() + static_cast<std::ptrdiff_t>(below);
+  std::nth_element(values.begin(), at, values.end());
+  const double low = *at;
+  if (below + 1 == values.size()) return low;
+  const double high = *std::min_element(at + 1, values.end());
+  return low + (place - static_cast<double>(below)) * (high - low);
+}
+
+Spread spread_of(std::span<const double> values) {
+  const auto count = static_cast<double>(values.size());
+  const double mean = std::accumulate(values.begin(), values.end(), 0.0) / count;
+  double squares = 0;
+  for (const double value : values) squares += (value - mean) * (value - mean);
+  return {mean, values.size() < 2 ? kNaN : std::sqrt(squares / (count - 1))};
+}
+
+Interval bootstrap(std::size_t count,
+                   const std::function<double(std::span<const std::size_t>)>& statistic) {
+  Values drawn;
+  if (count < 2) return {kNaN, kNaN};
+  Draws draws(count);
+  for (int draw = 0; draw < kDraws; ++draw)
+    if (const double value = statistic(draws.next()); std::isfinite(value)) drawn.push_back(value);
+  return middle_of(std::move(drawn));
+}
+
+std::size_t ScoreBlocks::block_tokens(std::size_t total) {
+  return std::clamp<std::size_t>(total / kManyBlocks, 1, kTokens);
+}
+
+void ScoreBlocks::add(std::span<const std::span<const double>> scores, std::size_t tokens) {
+  const std::size_t length = scores.front().size();
+  for (std::size_t first = 0; first < length; first += tokens) {
+    const std::size_t count = std::min(tokens, length - first);
+    tokens_.push_back(static_cast<double>(count));
+    for (std::size_t c = 0; c < scores.size(); ++c) {
+      const auto block = scores[c].subspan(first, count);
+      sums_[c].push_back(std::accumulate(block.begin(), block.end(), 0.0));
+    }
+  }
+}
+
+PairedBootstrap::PairedBootstrap(const ScoreBlocks& blocks) : drawn_(blocks.configurations()) {
+  const auto mean_over = [&](std::size_t c, std::span<const std::size_t> which) {
+    double sum = 0, tokens = 0;
+    for (const std::size_t block : which)
+      sum += blocks.sum(c, block), tokens += blocks.tokens(block);
+    return sum / tokens;
+  };
+  std::vector<std::size_t> all(blocks.blocks());
+  std::iota(all.begin(), all.end(), std::size_t{0});
+  for (std::size_t c = 0; c < drawn_.size(); ++c) means_.push_back(mean_over(c, all));
+  if (all.size() < kLeastBlocks) return;
+  Draws draws(all.size());
+  for (int draw = 0; draw < kDraws; ++draw) {
+    const auto& which = draws.next();
+    for (std::size_t c = 0; c < drawn_.size(); ++c) drawn_[c].push_back(mean_over(c, which));
+  }
+}
+
+Difference PairedBootstrap::difference(std::size_t a, std::size_t b) const {
+  Values differences;
+  for (std::size_t draw = 0; draw < drawn_[a].size(); ++draw)
+    differences.push_back(drawn_[a][draw] - drawn_[b][draw]);
+  return {means_[a] - means_[b], middle_of(std::move(differences))};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,48 @@
+#include "sim/report/page.hpp"
+
+#include <fmt/format.h>
+
+#include "sim/report/html.hpp"
+#include "sim/report/style.hpp"
+
+namespace kvlab {
+
+std::string html_page(std::string_view title, const std::string& body) {
+  return fmt::format(
+      "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+      "<title>{}</title>\n<style>{}</style>\n</head>\n<body>\n<main>\n{}</main>\n</body>\n</"
+      "html>\n",
+      escape(title), style_sheet(), body);
+}
+
+std::string html_section(std::string_view heading, std::string_view text,
+                         const std::string& content, std::string_view content_class) {
+  std::string html = fmt::format("<section>\n<h2>{}</h2>\n", heading);
+  if (!text.empty()) html += fmt::format("<p class=\"prose\">{}</p>\n", text);
+  if (content_class.empty()) return html + content + "</section>\n";
+  return html + fmt::format("<div class=\"{}\">\n{}</div>\n</section>\n", content_class, content);
+}
+
+std::string html_figure(std::string_view heading, std::string_view note, const std::string& svg) {
+  return fmt::format("<figure><figcaption><h3>{}</h3>{}</figcaption>{}</figure>\n", heading,
+                     note.empty() ? "" : fmt::format("<p>{}</p>", note), svg);
+}
+
+std::string html_header(std::string_view kind, std::string_view question, std::string_view context,
+                        std::string_view answer, std::string_view accent, std::string_view note) {
+  return fmt::format(
+      "<header>\n<p class=\"quiet\">{}</p>\n<h1>{}</h1>\n<p>{}</p>\n"
+      "<p class=\"answer\" style=\"--accent:var(--{})\">{}</p>\n<p class=\"quiet\">{}</p>\n"
+      "</header>\n",
+      kind, question, context, accent, answer, note);
+}
+
+std::string html_terms(const std::vector<std::pair<std::string, std::string>>& terms) {
+  std::string html = "<dl>";
+  for (const auto& [term, meaning] : terms)
+    html += fmt::format("<dt>{}</dt><dd>{}</dd>\n", escape(term), meaning);
+  return html + "</dl>\n";
+}
+
+}  // namespace kvlab

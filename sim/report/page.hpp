@@ -1,0 +1,27 @@
+// What every page is made of: the frame, sections, figures.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace kvlab {
+
+/// One HTML file that needs nothing else. `title` is text, `body` HTML.
+std::string html_page(std::string_view title, const std::string& body);
+
+/// A section of HTML content, in a <div> of `content_class` unless that is empty.
+std::string html_section(std::string_view heading, std::string_view text,
+                         const std::string& content, std::string_view content_class = {});
+
+std::string html_figure(std::string_view heading, std::string_view note, const std::string& svg);
+
+/// The top of a page: a question, the sentence that answers it, and a quiet note. All HTML.
+std::string html_header(std::string_view kind, std::string_view question, std::string_view context,
+                        std::string_view answer, std::string_view accent, std::string_view note);
+
+/// Terms (text) and what they stand for (HTML).
+std::string html_terms(const std::vector<std::pair<std::string, std::string>>& terms);
+
+}  // namespace kvlab
