@@ -46,8 +46,20 @@ class Refused(Exception):
 
 
 def one_line(error, most=300):
+    """What a terminal can show: a file may name its parts as it likes."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(character if character.isprintable() else "\ufffd" for character in text)
     return text if len(text) <= most else text[:most] + "..."
+
+
+class Reader(gguf.GGUFReader):
+    """The package's reader takes what lies behind the file's end as empty, and a long array of it as long."""
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        values = super()._get(offset, dtype, count, override_order)
+        if len(values) != int(count):
+            raise ValueError(f"it ends at byte {len(self.data)}, within what it announces")
+        return values
 
 
 class Metadata:
@@ -62,16 +74,33 @@ class Metadata:
                 raise Refused(f"has no {key}")
             return default
         value = self.fields[key].contents()
-        if kind is float and isinstance(value, (int, float)):
-            return float(np.format_float_positional(np.float32(value), unique=True))
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise Refused(f"{key} is {one_line(repr(value), 40)}, not a {kind.__name__}")
+            raise Refused(f"{key} is {one_line(repr(value), 40)}; its type should be {kind.__name__}")
         return value
 
     def size(self, key, default=None):
         value = self.get(key, int, default)
         if not 0 < value < 1 << 24:
             raise Refused(f"{key} is {value}; it should be from 1 to 2^24")
+        return value
+
+    def positive(self, key, default=None):
+        """A float32 as it is written in the shortest way."""
+        value = self.get(key, float, default)
+        if not 0 < value < float("inf"):
+            raise Refused(f"{key} is {value}; it should be positive and finite")
+        return float(np.format_float_positional(np.float32(value), unique=True))
+
+    def texts(self, key):
+        values = self.get(key, list)
+        if not values or not all(isinstance(value, str) for value in values):
+            raise Refused(f"{key} should be a list of texts")
+        return values
+
+    def token(self, key):
+        value, count = self.get(key, int), len(self.texts("tokenizer.ggml.tokens"))
+        if not 0 <= value < count:
+            raise Refused(f"{key} is {value}, outside the vocabulary of {count}")
         return value
 
 
@@ -83,7 +112,13 @@ def read_config(meta):
         if key.startswith("llama.rope.scaling") or key.startswith("llama.expert"):
             raise Refused(f"{key} is not supported; a llama model without it can be converted")
     heads, width = meta.size("llama.attention.head_count"), meta.size("llama.embedding_length")
+    kv_heads = meta.size("llama.attention.head_count_kv", heads)
     head_size = meta.size("llama.attention.key_length", width // heads or 1)
+    if heads % kv_heads or head_size % 2:
+        raise Refused(
+            f"{heads} heads (llama.attention.head_count) of size {head_size} cannot share {kv_heads} KV heads"
+            " (head_count_kv); a multiple, and an even size, are expected"
+        )
     rotated = meta.size("llama.rope.dimension_count", head_size)
     if rotated != head_size:
         raise Refused(f"llama.rope.dimension_count is {rotated}; it should be the head size, {head_size}")
@@ -94,15 +129,15 @@ def read_config(meta):
         "intermediate_size": meta.size("llama.feed_forward_length"),
         "num_hidden_layers": meta.size("llama.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.size("llama.attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_size,
         "max_position_embeddings": meta.size("llama.context_length"),
-        "rms_norm_eps": meta.get("llama.attention.layer_norm_rms_epsilon", float),
-        "rope_theta": meta.get("llama.rope.freq_base", float, 10000.0),
+        "rms_norm_eps": meta.positive("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.positive("llama.rope.freq_base", 10000.0),
         "hidden_act": "silu",
-        "vocab_size": len(meta.get("tokenizer.ggml.tokens", list)),
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id", int),
-        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id", int),
+        "vocab_size": len(meta.texts("tokenizer.ggml.tokens")),
+        "bos_token_id": meta.token("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.token("tokenizer.ggml.eos_token_id"),
         "torch_dtype": "bfloat16",
         "attention_bias": False,
         "mlp_bias": False,
@@ -121,18 +156,20 @@ def read_tokenizer(meta):
     pre = meta.get("tokenizer.ggml.pre", str, "gpt-2")
     if pre not in PRE_TOKENIZERS:
         raise Refused(f"tokenizer.ggml.pre is '{pre}'; it should be one of {', '.join(PRE_TOKENIZERS)}")
-    tokens = meta.get("tokenizer.ggml.tokens", list)
+    tokens = meta.texts("tokenizer.ggml.tokens")
     kinds = meta.get("tokenizer.ggml.token_type", list)
     if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
         raise Refused("tokenizer.ggml.tokens should be different, and each have a token_type")
     for number, kind in enumerate(kinds):
         if kind not in (NORMAL, CONTROL, USER_DEFINED):
             raise Refused(f"tokenizer.ggml.token_type[{number}] is {kind}; it should be 1, 3 or 4")
+    merges = [merge.split(" ") for merge in meta.texts("tokenizer.ggml.merges")]
+    for number, merge in enumerate(merges):
+        if len(merge) != 2:
+            raise Refused(f"tokenizer.ggml.merges[{number}] should be two tokens with a space between them")
     post = None
     if meta.get("tokenizer.ggml.add_bos_token", bool, False):
-        number = meta.get("tokenizer.ggml.bos_token_id", int)
-        if not 0 <= number < len(tokens):
-            raise Refused(f"tokenizer.ggml.bos_token_id is {number}, outside the vocabulary of {len(tokens)}")
+        number = meta.token("tokenizer.ggml.bos_token_id")
         first, rest = {"id": tokens[number], "type_id": 0}, {"id": "A", "type_id": 0}
         post = {
             "type": "TemplateProcessing",
@@ -159,7 +196,7 @@ def read_tokenizer(meta):
             "byte_fallback": False,
             "ignore_merges": pre == "llama-bpe",
             "vocab": {text: i for i, text in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in meta.get("tokenizer.ggml.merges", list)],
+            "merges": merges,
         },
     }
 
@@ -215,6 +252,10 @@ def converted(tensor, shape, interleaved):
 def read_weights(reader, config):
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config["tie_word_embeddings"] = "output.weight" not in tensors
+    if config["num_hidden_layers"] > len(tensors):
+        raise Refused(
+            f"llama.block_count is {config['num_hidden_layers']}; there are {len(tensors)} tensors, of fewer layers"
+        )
     wanted = wanted_tensors(config)
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise Refused(f"has no tensor {missing[0]}")
@@ -242,11 +283,12 @@ def write_safetensors(weights, path):
 
 def convert(source, folder):
     try:
-        reader = gguf.GGUFReader(source)
+        with np.errstate(all="ignore"):
+            reader = Reader(source)
     except FileNotFoundError:
         raise Refused("there is no such file")
     except Exception as error:  # the package names no error of its own for a broken file
-        raise Refused(f"is not a whole GGUF file: {one_line(error)}")
+        raise Refused(f"cannot be read: {one_line(error, 150)}; a whole GGUF file is expected")
     meta = Metadata(reader)
     config, tokenizer = read_config(meta), read_tokenizer(meta)
     weights = read_weights(reader, config)
@@ -255,7 +297,8 @@ def convert(source, folder):
     for name, value in [("config", config), ("tokenizer", tokenizer), ("tokenizer_config", settings)]:
         (folder / f"{name}.json").write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     write_safetensors(weights, folder / "model.safetensors")
-    return meta.get("general.name", str, source.stem), meta.get("general.license", str, "not said")
+    name, licence = meta.get("general.name", str, source.stem), meta.get("general.license", str, "not said")
+    return one_line(name), one_line(licence)
 
 
 def main():

@@ -1,0 +1,296 @@
+"""Tests tools/scripts/gguf_to_checkpoint.py: gguf_test.py KVLAB. Prints `skipped: …` without the gguf package."""
+
+import json
+import pathlib
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import gguf
+    import numpy as np
+except ImportError as missing:
+    print(
+        f"skipped: {sys.executable} cannot import {missing.name}; KVLAB_HF_PYTHON may name a Python that can"
+    )
+    sys.exit(0)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "scripts" / "gguf_to_checkpoint.py"
+KVLAB = sys.argv[1]
+WIDTH, INNER, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 2
+SIZE = WIDTH // HEADS
+
+
+def byte_letters():
+    """How GPT-2 writes the 256 bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(other)) for byte in range(256)]
+
+
+TOKENS = ["<|end|>", *byte_letters(), "th", "the"]
+
+
+def shapes():
+    layer = {
+        "attn_norm": (WIDTH,),
+        "attn_q": (WIDTH, WIDTH),
+        "attn_k": (KV_HEADS * SIZE, WIDTH),
+        "attn_v": (KV_HEADS * SIZE, WIDTH),
+        "attn_output": (WIDTH, WIDTH),
+        "ffn_norm": (WIDTH,),
+        "ffn_gate": (INNER, WIDTH),
+        "ffn_up": (INNER, WIDTH),
+        "ffn_down": (WIDTH, INNER),
+    }
+    found = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
+    for number in range(LAYERS):
+        found |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return found
+
+
+def fields():
+    """Key: value and its type."""
+    kind = gguf.GGUFValueType
+    sizes = {
+        "block_count": LAYERS,
+        "context_length": 128,
+        "embedding_length": WIDTH,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+    }
+    found = {f"llama.{key}": (value, kind.UINT32) for key, value in sizes.items()}
+    return found | {
+        "general.name": ("mini", kind.STRING),
+        "llama.attention.layer_norm_rms_epsilon": (1e-5, kind.FLOAT32),
+        "llama.rope.freq_base": (10000.0, kind.FLOAT32),
+        "tokenizer.ggml.model": ("gpt2", kind.STRING),
+        "tokenizer.ggml.pre": ("gpt-2", kind.STRING),
+        "tokenizer.ggml.tokens": (TOKENS, kind.ARRAY),
+        "tokenizer.ggml.token_type": ([3] + [1] * (len(TOKENS) - 1), kind.ARRAY),
+        "tokenizer.ggml.merges": (["t h", "th e"], kind.ARRAY),
+        "tokenizer.ggml.bos_token_id": (0, kind.UINT32),
+        "tokenizer.ggml.eos_token_id": (0, kind.UINT32),
+    }
+
+
+def tensors():
+    draw = np.random.default_rng(1)
+    found = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes().items()}
+    return {name: np.abs(values) if "norm" in name else values for name, values in found.items()}
+
+
+def write_gguf(path, fields, tensors, architecture="llama"):
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, (value, kind) in fields.items():
+        writer.add_key_value(key, value, kind)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def least_limits():
+    """So that what a file only announces cannot be had."""
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+
+class GgufTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.at = pathlib.Path(folder.name)
+        self.source, self.out = self.at / "model.gguf", self.at / "out"
+
+    def convert(self):
+        command = [sys.executable, SCRIPT, self.source, self.out]
+        return subprocess.run(command, capture_output=True, text=True, preexec_fn=least_limits)
+
+    def check_refused(self, words):
+        done = self.convert()
+        with self.subTest(words):
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+            self.assertTrue(done.stderr[:-1].isprintable(), done.stderr)
+            self.assertIn(words, done.stderr)
+            self.assertIn(str(self.source), done.stderr)
+            self.assertEqual([path.name for path in self.at.iterdir()], ["model.gguf"])
+
+    def test_a_whole_file_becomes_a_checkpoint_that_runs(self):
+        weights = tensors()
+        write_gguf(self.source, fields(), weights)
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        config = json.loads((self.out / "config.json").read_text())
+        self.assertEqual((config["head_dim"], config["num_key_value_heads"]), (SIZE, KV_HEADS))
+        self.assertEqual((config["rms_norm_eps"], config["tie_word_embeddings"]), (1e-5, True))
+
+        data = (self.out / "model.safetensors").read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        begin, end = header["model.layers.1.self_attn.q_proj.weight"]["data_offsets"]
+        found = np.frombuffer(data[8 + length + begin : 8 + length + end], "<u2").astype(np.uint32) << 16
+        # GGUF has the two halves of a rotation side by side; a checkpoint has one half behind the other.
+        wanted = weights["blk.1.attn_q.weight"].reshape(HEADS, SIZE // 2, 2, WIDTH)
+        wanted = np.concatenate((wanted[:, :, 0], wanted[:, :, 1]), axis=1).reshape(-1)
+        np.testing.assert_allclose(found.view(np.float32), wanted, rtol=2**-8)
+
+        generate = [
+            "generate",
+            "--device",
+            "cpu",
+            "--model",
+            self.out,
+            "--prompt",
+            "the then",
+            "--max-new-tokens",
+            "3",
+        ]
+        done = subprocess.run([KVLAB, *generate], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_file_that_was_cut_anywhere_is_refused(self):
+        write_gguf(self.source, fields(), tensors())
+        whole = self.source.read_bytes()
+        data = len(whole) - sum(values.nbytes for values in tensors().values())
+        cuts = {0, 3, 4, 8, 23, 24, 40, len(whole) - 1, data, data + 100, *range(60, data, data // 12)}
+        for size in sorted(cuts):
+            self.source.write_bytes(whole[:size])
+            self.check_refused("a whole GGUF file is expected")
+
+    def test_counts_that_are_not_there_are_refused_at_once(self):
+        write_gguf(self.source, fields(), tensors())
+        whole = self.source.read_bytes()
+        huge = struct.pack("<Q", 1 << 60)
+        kinds = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32, len(TOKENS))
+        of_array = whole.index(kinds) + 8
+        for at in (8, 16, 24, of_array):  # tensors, keys, the first key's length, an array of numbers
+            self.source.write_bytes(whole[:at] + huge + whole[at + 8 :])
+            self.check_refused("a whole GGUF file is expected")
+        name = b"blk.0.attn_q.weight"
+        dims = whole.index(name) + len(name) + 4
+        for wide in ((1 << 60, 1 << 60), (1 << 32, 1 << 32), (0, 0)):
+            self.source.write_bytes(whole[:dims] + struct.pack("<QQ", *wide) + whole[dims + 16 :])
+            self.check_refused("")
+        offset = dims + 16 + 4
+        self.source.write_bytes(whole[:offset] + struct.pack("<Q", (1 << 64) - 32) + whole[offset + 8 :])
+        self.check_refused("a whole GGUF file is expected")
+
+    def test_types_that_are_not_known_are_refused(self):
+        write_gguf(self.source, fields(), tensors())
+        whole = self.source.read_bytes()
+        name = b"blk.0.attn_q.weight"
+        at = whole.index(name) + len(name) + 4 + 16
+        for number, words in (
+            (9999, "9999"),
+            (int(gguf.GGMLQuantizationType.I32), "type I32 cannot be read"),
+        ):
+            self.source.write_bytes(whole[:at] + struct.pack("<I", number) + whole[at + 4 :])
+            self.check_refused(words)
+        self.source.write_bytes(b"GGUF" + struct.pack("<I", 99) + whole[8:])
+        self.check_refused("version 99")
+        self.source.write_bytes(b"GGML" + whole[4:])
+        self.check_refused("magic")
+
+    def test_other_architectures_are_refused_by_name(self):
+        write_gguf(self.source, fields(), tensors(), "gemma")
+        self.check_refused("general.architecture is 'gemma'; only 'llama'")
+
+    def check_field(self, words, key, value, kind):
+        changed = fields() | {key: (value, kind)}
+        if kind is None:
+            del changed[key]
+        write_gguf(self.source, changed, tensors())
+        self.check_refused(words)
+
+    def test_metadata_that_cannot_be_right_are_refused_by_key(self):
+        kind = gguf.GGUFValueType
+        epsilon, base = "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"
+        tokens, merges, types = (f"tokenizer.ggml.{key}" for key in ("tokens", "merges", "token_type"))
+        for words, key, value, of in (
+            ("has no llama.block_count", "llama.block_count", None, None),
+            ("block_count is 0", "llama.block_count", 0, kind.UINT32),
+            ("block_count is 16000000", "llama.block_count", 16000000, kind.UINT32),
+            ("has no tensor blk.2", "llama.block_count", 3, kind.UINT32),
+            ("its type should be int", "llama.block_count", "two", kind.STRING),
+            ("its type should be int", "llama.block_count", True, kind.BOOL),
+            ("its type should be int", "llama.attention.head_count", [4, 4], kind.ARRAY),
+            ("is 18446744073709551615", "llama.embedding_length", (1 << 64) - 1, kind.UINT64),
+            ("cannot share 3 KV heads", "llama.attention.head_count_kv", 3, kind.UINT32),
+            ("rope.dimension_count is 4", "llama.rope.dimension_count", 4, kind.UINT32),
+            ("rope.scaling.type is not supported", "llama.rope.scaling.type", "yarn", kind.STRING),
+            ("expert_count is not supported", "llama.expert_count", 8, kind.UINT32),
+            ("should be positive", epsilon, float("nan"), kind.FLOAT32),
+            ("should be positive", epsilon, -1.0, kind.FLOAT32),
+            ("should be positive", base, float("inf"), kind.FLOAT32),
+            ("its type should be float", base, "much", kind.STRING),
+            ("model is 'llama'; only byte-level", "tokenizer.ggml.model", "llama", kind.STRING),
+            ("pre is 'dbrx'", "tokenizer.ggml.pre", "dbrx", kind.STRING),
+            ("list of texts", tokens, list(range(len(TOKENS))), kind.ARRAY),
+            ("should be different", tokens, ["a"] * len(TOKENS), kind.ARRAY),
+            ("token_type[0] is 7", types, [7] * len(TOKENS), kind.ARRAY),
+            ("token_type", types, [1], kind.ARRAY),
+            ("merges[1] should be two", merges, ["t h", "the"], kind.ARRAY),
+            ("list of texts", merges, [1, 2], kind.ARRAY),
+            ("bos_token_id is 4000", "tokenizer.ggml.bos_token_id", 4000, kind.UINT32),
+            ("eos_token_id is -1", "tokenizer.ggml.eos_token_id", -1, kind.INT32),
+            ("its type should be str", "general.name", 5, kind.UINT32),
+        ):
+            self.check_field(words, key, value, of)
+
+    def test_names_cannot_drive_a_terminal(self):
+        write_gguf(self.source, fields(), tensors() | {"\x1b[2Jboo\nexit 0": np.zeros(32, np.float32)})
+        self.check_refused("boo")
+        write_gguf(
+            self.source,
+            fields() | {"general.name": ("\x1b[2Jmini\nlicence", gguf.GGUFValueType.STRING)},
+            tensors(),
+        )
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stdout.count("\n")), (0, 1))
+        self.assertTrue(done.stdout[:-1].isprintable(), done.stdout)
+
+    def test_tensors_that_do_not_fit_are_refused_by_name(self):
+        name = "blk.1.ffn_up.weight"
+        broken = np.ones((INNER, WIDTH), np.float32)
+        broken[3, 4] = np.inf
+        for words, change in (
+            (f"tensor {name} is [64, 16]; it should be [64, 32]", {name: np.zeros((INNER, 16), np.float32)}),
+            (f"tensor {name} is [2048]; it should be [64, 32]", {name: np.zeros(INNER * WIDTH, np.float32)}),
+            (f"tensor {name} holds a value that is not finite", {name: broken}),
+            (f"has no tensor {name}", {name: None}),
+            (
+                "tensor blk.1.attn_q.bias is not part of a plain llama",
+                {"blk.1.attn_q.bias": np.zeros(32, np.float32)},
+            ),
+        ):
+            changed = {key: values for key, values in (tensors() | change).items() if values is not None}
+            write_gguf(self.source, fields(), changed)
+            self.check_refused(words)
+
+    def test_a_folder_that_is_there_is_left_alone(self):
+        write_gguf(self.source, fields(), tensors())
+        self.out.mkdir()
+        (self.out / "mine").write_text("1")
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1))
+        self.assertIn("exists", done.stderr)
+        self.assertEqual([path.name for path in self.out.iterdir()], ["mine"])
+
+    def test_a_file_that_is_not_there_is_refused(self):
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
+        self.assertIn("no such file", done.stderr)
+        self.assertEqual(list(self.at.iterdir()), [])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])
