@@ -64,6 +64,32 @@ TEST_CASE("the small model gives the logits of transformers") {
   compare("small", directory);
 }
 
+TEST_CASE("SmolLM2 gives the logits of transformers") {
+  const std::filesystem::path directory = source_path("engine/models/smollm2");
+  if (!std::filesystem::exists(directory))
+    return skip("no engine/models/smollm2; ./dev model smollm2");
+  const SafetensorsFile file = test::expected_file("smollm2", "expected.safetensors");
+  const auto ids = test::values<std::int32_t>(file, "ids"),
+             rows = test::values<std::int32_t>(file, "rows"),
+             columns = test::values<std::int32_t>(file, "columns");
+  const auto wanted = test::values<float>(file, "logits");
+  REQUIRE(wanted.size() == rows.size() * columns.size());
+  const Model model = Model::load(directory, 2);
+  REQUIRE(model.weights_xxh3() == file.metadata().at("weights_xxh3"));
+
+  const std::vector<float> logits = test::plain_forward(model, ids, 2);
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    std::vector<float> found;
+    for (const std::int32_t column : columns)
+      found.push_back(logits[static_cast<std::size_t>(rows[r]) * model.config().vocab +
+                             static_cast<std::size_t>(column)]);
+    const double error =
+        relative_error(found, std::span(wanted).subspan(r * columns.size(), columns.size()));
+    CAPTURE(rows[r], error);
+    CHECK(error <= 1e-5);
+  }
+}
+
 // --- batch invariance ---------------------------------------------------------------------------
 
 struct Rows {
