@@ -108,6 +108,7 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
     if (position < query) hits += wanted.flags[position];
   stats_.heads[head].miss.add(block, wanted.count - hits, wanted.count);
 
+  measure_spans(query, head, full);
   if (!span_->sampled(query)) return;
   const auto full_output = rows.output(query, head), own = output();
   stats_.add_outputs(*span_, query, head, full_output, own);
@@ -115,6 +116,20 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   if (view_.projection)
     view_.projection->add(sample, head, full_output.data(), own.data(), 1.0f,
                           stats_.projected_of(sample).data());
+}
+
+void HeadRun::measure_spans(std::uint32_t query, std::uint32_t head, const SharedRows::Row& full) {
+  for (std::size_t s = 0; s < span_->named().size(); ++s) {
+    const NamedSpan& named = span_->named()[s];
+    const std::uint32_t end = named.start + named.tokens;
+    if (end > query) continue;
+    double all = 0, kept = 0;
+    for (std::uint32_t position = named.start; position < end; ++position) all += full.e[position];
+    for (const std::uint32_t position : live_.positions().first(visible_))
+      if (position >= named.start && position < end) kept += full.e[position];
+    const double sum = full.sum;
+    stats_.heads[head].spans[s].add(span_->block(query), kept / sum, all / sum);
+  }
 }
 
 void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {

@@ -70,6 +70,7 @@ class HeadRun {
   void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void measure_spans(std::uint32_t query, std::uint32_t head, const SharedRows::Row& full);
   void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
   std::span<const float> output();
 

@@ -38,14 +38,21 @@ double jackknife(std::span<const double> replicates) {
 }  // namespace
 
 QuerySpan::QuerySpan(const std::vector<Segment>& segments, bool decode_only,
-                     std::uint32_t sample_every)
-    : every_(sample_every) {
+                     std::uint32_t sample_every, std::vector<NamedSpan> named)
+    : every_(sample_every), named_(std::move(named)) {
   for (const Segment& segment : segments) {
     index_.resize(segment.start + segment.tokens, -1);
     if (decode_only && segment.kind != SegmentKind::decode) continue;
     for (std::uint32_t i = 0; i < segment.tokens; ++i)
       index_[segment.start + i] = static_cast<std::int32_t>(size_++);
   }
+}
+
+std::uint32_t QuerySpan::queries_after(const NamedSpan& span) const {
+  const std::size_t first = std::min<std::size_t>(span.start + span.tokens, index_.size());
+  return static_cast<std::uint32_t>(
+      std::count_if(index_.begin() + static_cast<std::ptrdiff_t>(first), index_.end(),
+                    [](std::int32_t index) { return index >= 0; }));
 }
 
 std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
@@ -81,9 +88,12 @@ Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
 
 void HeadStats::resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) {
   heads.resize(group);
-  for (PerQueryHead& head : heads)
+  for (PerQueryHead& head : heads) {
     for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
       ratio->resize(span.blocks());
+    head.spans.resize(span.named().size());
+    for (BlockedRatio& ratio : head.spans) ratio.resize(span.blocks());
+  }
   error2.resize(span.samples());
   output2.resize(span.samples());
   projected.resize(std::size_t{span.samples()} * columns);
@@ -98,7 +108,8 @@ bool HeadStats::fits(const QuerySpan& span, std::uint32_t group, std::uint32_t c
          (projected.empty() || projected.size() == std::size_t{span.samples()} * columns) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
-                  blocked(head.error);
+                  blocked(head.error) && head.spans.size() == span.named().size() &&
+                  std::all_of(head.spans.begin(), head.spans.end(), blocked);
          });
 }
 

@@ -14,8 +14,9 @@ namespace kvlab {
 class QuerySpan {
  public:
   /// All queries, or those of decode segments. `sample_every`: errors on every such query of the
-  /// span.
-  QuerySpan(const std::vector<Segment>& segments, bool decode_only, std::uint32_t sample_every);
+  /// span. `named`: tokens that `span_recall` is about.
+  QuerySpan(const std::vector<Segment>& segments, bool decode_only, std::uint32_t sample_every,
+            std::vector<NamedSpan> named = {});
 
   std::uint32_t size() const { return size_; }
   std::uint32_t samples() const { return (size_ + every_ - 1) / every_; }
@@ -36,6 +37,9 @@ class QuerySpan {
     return static_cast<std::uint32_t>(std::uint64_t{i} * blocks() / size_);
   }
   std::uint32_t sample_every() const { return every_; }
+  const std::vector<NamedSpan>& named() const { return named_; }
+  /// Measured queries behind a named span.
+  std::uint32_t queries_after(const NamedSpan& span) const;
   /// Their positions.
   std::vector<std::uint32_t> sampled_queries() const;
   /// Where the figures of a sampled query go.
@@ -47,6 +51,7 @@ class QuerySpan {
  private:
   std::vector<std::int32_t> index_;  // [token]: which query of the span, or -1
   std::uint32_t size_ = 0, every_;
+  std::vector<NamedSpan> named_;
 };
 
 /// A ratio of sums, by block: a mean (weights 1), or misses per request.
@@ -76,6 +81,7 @@ inline constexpr double kRecallFloor = 1e-9;
 struct HeadStats {
   struct PerQueryHead {
     BlockedRatio recall, nll, miss, error;
+    std::vector<BlockedRatio> spans;  ///< by named span: what is kept of its probability, and all
     std::uint64_t zero_outputs = 0;
   };
   std::vector<PerQueryHead> heads;      // [group]

@@ -90,7 +90,7 @@ class Replay {
                                     : std::nullopt,
                     .threshold16 = request_threshold16(threshold_of(configs))},
         span_(trace.segments(), options.span == Span::decode,
-              options.every_output_error ? 1 : kSampleEvery) {
+              options.every_output_error ? 1 : kSampleEvery, trace.header().spans) {
     check();
     for (const CacheConfig& config : configs) add(config);
   }

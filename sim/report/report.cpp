@@ -258,13 +258,24 @@ class Page {
 
   std::vector<std::string> figures_row(std::size_t series, std::string_view budget) const {
     std::vector<std::string> row{series_html(figures_, styles_, series), escape(budget)};
-    for (const MetricInfo& metric : all_metrics()) row.push_back(cell(series, budget, metric));
+    for (const MetricInfo* metric : measured()) row.push_back(cell(series, budget, *metric));
     return row;
+  }
+
+  /// The metrics that the run has.
+  std::vector<const MetricInfo*> measured() const {
+    std::vector<const MetricInfo*> metrics;
+    for (const MetricInfo& metric : all_metrics())
+      if (std::ranges::any_of(run_.rows, [&](const ResultRow& row) {
+            return row.layer < 0 && row.metric == metric.name;
+          }))
+        metrics.push_back(&metric);
+    return metrics;
   }
 
   std::string all_figures() const {
     std::vector<Column> columns{{"policy", false}, {"budget"}};
-    for (const MetricInfo& metric : all_metrics()) columns.push_back({escape(metric.label)});
+    for (const MetricInfo* metric : measured()) columns.push_back({escape(metric->label)});
     std::vector<std::vector<std::string>> rows;
     for (std::size_t s = 0; s < figures_.series().size(); ++s) {
       if (figures_.series()[s].is_full()) {

@@ -19,9 +19,9 @@ struct MetricInfo {
   bool ranks;  ///< false: a bookkeeping figure (bytes, evictions); deploy does not rank by it
 };
 
-/// Every metric that a results file may hold.
+/// Every metric that a results file may hold, but for `span_recall:NAME` of each named span.
 std::span<const MetricInfo> all_metrics();
-/// Null if there is none of that name.
+/// Null if there is none of that name. All of `span_recall:NAME` have one description.
 const MetricInfo* find_metric(std::string_view name);
 
 /// One row. `layer` and `head` are -1 where the file says `all`.

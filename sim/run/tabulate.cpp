@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -10,6 +12,7 @@ namespace kvlab {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+const std::string kSpanRecall = "span_recall:";  // and the span's name
 
 /// Turns outcomes into rows.
 class Tabulator {
@@ -42,17 +45,21 @@ class Tabulator {
     layer_ = layer;
     head_ = head;
     using PerQueryHead = HeadStats::PerQueryHead;
-    add_mean("recall", outcomes, &PerQueryHead::recall, true);
-    add_mean("nll_recall", outcomes, &PerQueryHead::nll, true);
-    add_mean("miss_rate", outcomes, &PerQueryHead::miss, true);
+    add_mean("recall", outcomes, &PerQueryHead::recall, span_.size());
+    add_mean("nll_recall", outcomes, &PerQueryHead::nll, span_.size());
+    add_mean("miss_rate", outcomes, &PerQueryHead::miss, span_.size());
     if (config_.policy.name == kOracleTopk) return;
-    add_mean("output_error", outcomes, &PerQueryHead::error, false);
+    add_mean("output_error", outcomes, &PerQueryHead::error, {});
     const std::uint32_t heads = head < 0 ? shape_.query_heads : shape_.group();
     const auto layers = static_cast<std::uint32_t>(errors.residual.size());
     add_layers("layer_error", errors.layer, 1, heads);
     add_layers("residual_error", errors.residual, layers, heads);
     add_layers("kl_estimate", errors.kl, layers, heads);
     add_layers("kl_estimate_joint", errors.joint, 1, heads * layers);
+    for (std::size_t s = 0; s < span_.named().size(); ++s)
+      add_mean(kSpanRecall + span_.named()[s].name, outcomes,
+               [s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; },
+               span_.queries_after(span_.named()[s]));
     add_totals(outcomes);
   }
 
@@ -61,19 +68,21 @@ class Tabulator {
     rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
   }
 
-  void add_mean(const char* metric, const Outcomes& outcomes,
-                BlockedRatio HeadStats::PerQueryHead::*ratio, bool count_queries) {
+  /// The mean of ratio(query head). `queries`: of each head, to be counted; else what has weight is.
+  template <class Ratio>
+  void add_mean(const std::string& metric, const Outcomes& outcomes, Ratio ratio,
+                std::optional<std::uint32_t> queries) {
     std::vector<const BlockedRatio*> ratios;
     std::uint64_t filled = 0;
     for (const HeadOutcome* outcome : outcomes)
       for (const HeadStats::PerQueryHead& head : outcome->stats.heads) {
-        ratios.push_back(&(head.*ratio));
-        filled += (head.*ratio).weight() > 0;
+        ratios.push_back(&std::invoke(ratio, head));
+        filled += ratios.back()->weight() > 0;
       }
     if (filled == 0) return;
     const Estimate estimate = mean_of(ratios);
     const std::uint64_t count =
-        count_queries ? filled * span_.size() : static_cast<std::uint64_t>(estimate.weight);
+        queries ? filled * *queries : static_cast<std::uint64_t>(estimate.weight);
     add(metric, estimate.value, estimate.standard_error, count);
   }
 

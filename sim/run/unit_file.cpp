@@ -96,10 +96,12 @@ void outcome_fields(Stream& stream, Outcome& outcome) {
   stream(outcome.stats.projected);
   stream.list(outcome.stats.heads, [](auto& s, auto& head) {
     s(head.zero_outputs);
-    for (auto* ratio : {&head.recall, &head.nll, &head.miss, &head.error}) {
-      s(ratio->above);
-      s(ratio->below);
-    }
+    const auto ratio = [](auto& to, auto& of) {
+      to(of.above);
+      to(of.below);
+    };
+    for (auto* of : {&head.recall, &head.nll, &head.miss, &head.error}) ratio(s, *of);
+    s.list(head.spans, ratio);
   });
 }
 

@@ -322,6 +322,15 @@ class Simulator::HeadRun {
         ++at.requested;
         if (!live[j]) ++at.missed;
       }
+    for (const NamedSpan& span : s_.spans) {
+      std::pair<double, double> mass{0, 0};
+      for (std::uint32_t j = span.start; j < span.start + span.tokens; ++j) {
+        if (span.start + span.tokens > t) continue;
+        mass.second += full.p[t][j];
+        if (live[j]) mass.first += full.p[t][j];
+      }
+      at.spans.push_back(mass);
+    }
     at.out2 = norm2(full.out[t]);
     at.off = difference(full.out[t], out);
     at.error2 = norm2(at.off);

@@ -25,6 +25,7 @@ struct Sequence {
   std::vector<float> inv_freq;      ///< [rotated / 2]
   float rope_factor = 1;            ///< on cos and sin
   std::vector<Segment> segments;
+  std::vector<NamedSpan> spans;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
   std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
   // Of format 2, or empty: the residual stream's squared norms, and 32 directions of W_o.
@@ -74,6 +75,7 @@ struct AtQuery {
   std::uint32_t requested = 0, missed = 0;  ///< |N_t| and |N_t \ S_t|
   double error2 = 0, out2 = 0;              ///< squared norms of o - ô and of o
   Vector off;                               ///< o - ô
+  std::vector<std::pair<double, double>> spans;  ///< by span before the query: kept mass, all of it
 };
 
 /// What happened to one KV head's cache.

@@ -83,7 +83,7 @@ class Measures {
   /// The mean over heads of a ratio of sums over queries; `term(at)` is what one query adds to
   /// both. Heads whose lower sum is 0 have none.
   template <class Term>
-  void add_ratio(int layer, int head, const char* metric, const std::vector<Head>& heads,
+  void add_ratio(int layer, int head, const std::string& metric, const std::vector<Head>& heads,
                  std::uint32_t stride, Counted counted, Term term) {
     const auto mean_without = [&](std::size_t block) {
       double sum = 0, used = 0;
@@ -130,8 +130,11 @@ class Measures {
     add_ratio(layer, head, "recall", heads, 1, Counted::queries, recall);
     add_ratio(layer, head, "nll_recall", heads, 1, Counted::queries, nll);
     add_ratio(layer, head, "miss_rate", heads, 1, Counted::queries, misses);
-    if (has_outputs())
-      add_ratio(layer, head, "output_error", heads, stride_, Counted::terms, error);
+    if (!has_outputs()) return;
+    add_ratio(layer, head, "output_error", heads, stride_, Counted::terms, error);
+    for (std::size_t s = 0; s < s_.spans.size(); ++s)
+      add_ratio(layer, head, "span_recall:" + s_.spans[s].name, heads, 1, Counted::terms,
+                [s](const AtQuery& at) { return at.spans[s]; });
   }
 
   /// √(Σ_h ‖o − ô‖² / Σ_h ‖o‖²) of a layer at one query; negative: all o are zero.

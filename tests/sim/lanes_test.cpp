@@ -49,6 +49,7 @@ std::vector<RandomTrace> shapes() {
        .rounding = Rounding::model_dtype,
        .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
        .draws = 5,
+       .spans = {{"early", 20, 5}, {"across", 130, 30}},
        .seed = 5},
       {.layers = 1,
        .query_heads = 7,

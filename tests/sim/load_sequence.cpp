@@ -77,6 +77,7 @@ Sequence load(const TraceReader& trace) {
   s.inv_freq = trace.header().rope.inv_freq;
   s.rope_factor = trace.header().rope.factor;
   s.segments = trace.segments();
+  s.spans = trace.header().spans;
   s.q.resize(s.layers), s.k.resize(s.layers), s.v.resize(s.layers);
   for (std::uint32_t layer = 0; layer < s.layers; ++layer) {
     for (std::uint32_t h = 0; h < s.query_heads; ++h)

@@ -37,7 +37,8 @@ RandomTrace single_heads() {
   return {.query_heads = 3,
           .kv_heads = 3,
           .head_size = 8,
-          .segments = {{0, 37, kPrompt}, {37, 70, kDecode}}};
+          .segments = {{0, 37, kPrompt}, {37, 70, kDecode}},
+          .spans = {{"first", 0, 3}, {"late", 60, 11}, {"at the end", 100, 7}}};
 }
 
 RandomTrace two_turns_in_bf16() {
@@ -45,6 +46,7 @@ RandomTrace two_turns_in_bf16() {
           .dtype = Dtype::bf16,
           .rounding = Rounding::model_dtype,
           .segments = {{0, 30, kPrompt}, {30, 27, kDecode}, {57, 23, kPrompt}, {80, 31, kDecode}},
+          .spans = {{"across", 25, 40}},
           .seed = 2};
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <stdexcept>
 
 #include "sim/device/cuda_replay.hpp"
@@ -95,6 +96,10 @@ void print_table(const Run& run, const std::string& out) {
     if (std::any_of(run.rows.begin(), run.rows.end(),
                     [&](const ResultRow& row) { return row.metric == name; }))
       print_metric(figures, *find_metric(name), width);
+  std::set<std::string> of_spans;
+  for (const ResultRow& row : run.rows)
+    if (row.metric.starts_with("span_recall:")) of_spans.insert(row.metric);
+  for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
   fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
              out);
 }

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "policies/observation.hpp"
+#include "sim/lanes/span_sums.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -351,6 +352,8 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
             : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
     tally_.add(0, head, recall, static_cast<double>(wanted.count[head] - hits));
   }
+  const std::size_t begins[] = {0, visible_};
+  add_span_sums(*span_, query, rows, cache_.positions().data(), begins, {&stats_, 1});
 }
 
 }  // namespace kvlab

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "sim/lanes/span_sums.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -200,6 +201,7 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
     own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
   tally_.begin_query(span_->block(query), wanted.count, stats_);
   tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
+  add_span_sums(*span_, query, rows, tokens_.data(), begins_, stats_);
   if (!span_->sampled(query)) return;
   outputs_.assign(heads * view_.head_size, 0.0f);
   for (std::size_t l = 0; l < levels; ++l) {
