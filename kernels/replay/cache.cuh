@@ -47,6 +47,8 @@ class ReplayCache {
   }
 
   __device__ const typename P::Params& params() const { return params_; }
+  /// Bits of the live positions.
+  __device__ const std::uint32_t* live_words() const { return live_words_; }
   __device__ const ReplayAdmission& now() const { return now_; }
   __device__ std::uint32_t live() const { return progress_.live; }
   __device__ const std::uint32_t* positions() const { return positions_; }

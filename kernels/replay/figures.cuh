@@ -22,6 +22,44 @@ __device__ inline double& figure_sum(const ReplayArgs& args, std::int64_t figure
             block];
 }
 
+/// What query i of the block keeps of the probability of each named span before it, and all of it:
+/// a warp for each span. `live`: bits of the live positions. By the whole block, apart from its
+/// caller.
+template <int kQuads>
+__device__ __noinline__ void add_named_sums(const ReplayPlace& at, const std::uint32_t* live,
+                                            int i) {
+  const ReplayArgs& args = at.args;
+  const int query = args.rows.first + i, block = span_block(args.span, args.span.index[query]);
+  for (int s = static_cast<int>(at.warp); s < args.span.named_count;
+       s += static_cast<int>(at.warps)) {
+    const int2 named = args.span.named[s];
+    if (named.y > query) continue;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const std::int64_t row = at.row(i) * kQuads + quad;
+      const float4* const e = args.rows.e + row * args.shape.tokens;
+      float4 kept{}, all{};
+      for (int token = named.x + static_cast<int>(at.lane); token < named.y; token += kWarpSize) {
+        const float4 x = e[token];
+        add(all, x);
+        if (live[token / 32] >> token % 32 & 1) add(kept, x);
+      }
+      const float of_kept = warp_fold4(kept, Add{}), of_all = warp_fold4(all, Add{});
+      const int head = 4 * quad + static_cast<int>(at.lane);
+      if (at.lane < 4 && head < args.shape.group) {
+        const double sum = component(args.rows.sums[row], static_cast<int>(at.lane));
+        double2& to =
+            args.figures.named[((at.figure() * args.span.named_count + s) * 4 * kQuads + head) *
+                                   kReplaySpanBlocks +
+                               block];
+        to.x += of_kept / sum;
+        to.y += of_all / sum;
+      }
+    }
+  }
+  __syncthreads();
+}
+
 /// Recall, its logarithm and misses: kept sums become recalls, then a thread adds up each sum and
 /// head. By the whole block.
 class RecallSums {

@@ -80,6 +80,9 @@ cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* 
 struct ReplaySpan {
   const std::int32_t* index;  // [token]: which query of the span, or -1
   int size, blocks, sample_every;
+  const int2*
+      named;  // [named_count]: tokens [x, y) whose recall is taken by the queries behind them
+  int named_count;
 };
 
 /// A block of queries, for every unit: [unit, query of the block, …], `block` of them apart.
@@ -198,7 +201,8 @@ struct ReplayFigures {
   double* errors;    // [unit, configuration, sample, 2]: squared, group summed: error, output
   float* projected;  // [unit, configuration, sample, columns]: residual, then changes; or null
   std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
-  std::uint32_t* kept;          // [unit, configuration, token, words]: bits, zero before; or null
+  double2* named;  // [unit, configuration, named span, head (of quads), 16]: kept, all; or null
+  std::uint32_t* kept;  // [unit, configuration, token, words]: bits, zero before; or null
   int configs, samples, words;
 };
 

@@ -37,6 +37,7 @@ void Batch::allocate() {
   clear(parts_.sums);
   clear(parts_.errors);
   clear(parts_.zero_outputs);
+  clear(parts_.named);
 }
 
 /// The arguments of the members' walk.
@@ -294,8 +295,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   const auto fetch = [](auto part) {
     return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.projected),
-                        fetch(parts_.zero_outputs), fetch(parts_.progress)};
+  const Figures figures{fetch(parts_.sums),         fetch(parts_.errors), fetch(parts_.projected),
+                        fetch(parts_.zero_outputs), fetch(parts_.named),  fetch(parts_.progress)};
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
     for (std::size_t c = 0; c < sizes_.configs; ++c)
@@ -305,7 +306,7 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
 }
 
 HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
-  const auto& [sums, errors, projected, zeros, progress] = figures;
+  const auto& [sums, errors, projected, zeros, named, progress] = figures;
   const std::size_t heads = 4 * sizes_.quads;
   const auto sum = [&, &sums = sums](ReplaySum kind, std::size_t head, std::uint32_t block) {
     return sums[((figure * kernels::kReplaySums + static_cast<std::size_t>(kind)) * heads + head) *
@@ -326,6 +327,12 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
       own.nll.above[block] = sum(ReplaySum::nll, head, block);
       own.miss.add(block, sum(ReplaySum::missed, head, block), sum(ReplaySum::wanted, head, block));
       own.error.add(block, sum(ReplaySum::error, head, block), sum(ReplaySum::errors, head, block));
+      for (std::size_t s = 0; s < sizes_.named; ++s) {
+        const double2& of =
+            named[((figure * sizes_.named + s) * heads + head) * kernels::kReplaySpanBlocks +
+                  block];
+        own.spans[s].add(block, of.x, of.y);
+      }
     }
     own.zero_outputs = zeros[figure * heads + head];
   }

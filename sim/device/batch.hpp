@@ -41,7 +41,7 @@ class Streams {
 
 /// What all units read.
 struct Tables {
-  cuda::DeviceBuffer rope, coarse, fine, span;
+  cuda::DeviceBuffer rope, coarse, fine, span, named;
 };
 
 /// Units that are on the device together, from their tensors to their figures.
@@ -70,8 +70,12 @@ class Batch {
     args_.tensors.rope = tables.rope.as<float2>();
     args_.tensors.coarse = tables.coarse.as<float2>();
     args_.tensors.fine = tables.fine.as<float2>();
-    args_.span = {tables.span.as<std::int32_t>(), static_cast<int>(plan.span.size()),
-                  static_cast<int>(plan.span.blocks()), static_cast<int>(plan.span.sample_every())};
+    args_.span = {tables.span.as<std::int32_t>(),
+                  static_cast<int>(plan.span.size()),
+                  static_cast<int>(plan.span.blocks()),
+                  static_cast<int>(plan.span.sample_every()),
+                  tables.named.as<int2>(),
+                  static_cast<int>(plan.span.named().size())};
     args_.sequence = plan.sequence;
     grid.describe(args_);
     allocate();
@@ -107,6 +111,7 @@ class Batch {
     std::vector<double> sums, errors;
     std::vector<float> projected;
     std::vector<std::uint32_t> zeros;
+    std::vector<double2> named;
     std::vector<kernels::ReplayProgress> progress;
   };
   HeadOutcome outcome(std::size_t figure, const Figures& figures) const;

@@ -102,6 +102,8 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   parts.sums = take_span<double>(arena, heads * kernels::kReplaySums * kernels::kReplaySpanBlocks);
   parts.errors = take_span<double>(arena, caches * s.samples * 2);
   parts.zero_outputs = take_span<std::uint32_t>(arena, heads);
+  if (s.named)
+    parts.named = take_span<double2>(arena, s.named * heads * kernels::kReplaySpanBlocks);
   kernels::ReplayFigures& figures = args.figures;
   figures.configs = static_cast<int>(s.configs);
   figures.samples = static_cast<int>(s.samples);
@@ -109,6 +111,7 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   figures.errors = parts.errors.data();
   figures.zero_outputs = parts.zero_outputs.data();
   figures.projected = parts.projected.data();
+  figures.named = parts.named.data();
   args.caches.progress = parts.progress.data();
 }
 

@@ -14,7 +14,7 @@ namespace kvlab {
 /// The sizes of one unit, in elements where it does not say bytes.
 struct UnitSizes {
   std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
-      block_samples;
+      block_samples, named;
   std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
   ProjectionColumns columns;
@@ -40,6 +40,7 @@ struct BatchParts {
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
+  std::span<double2> named;
   std::span<std::uint32_t> zero_outputs;
   std::span<float> projected;  // set by the replay
 };

@@ -79,7 +79,8 @@ class Replayer final : public CudaReplayer {
     const Tables tables{cuda::upload(rope_of(plan.rope), "the angles"),
                         cuda::upload(coarse_rope_of(plan.rope, pairs), "the angles"),
                         cuda::upload(fine_rope_of(plan.trace.header().rope, pairs), "the angles"),
-                        cuda::upload(span_of(plan), "the span")};
+                        cuda::upload(span_of(plan), "the span"),
+                        cuda::upload(named_of(plan), "the span")};
     const UnitSizes sizes = sizes_of(plan, grid);
     const std::size_t at_once = units_at_once(sizes, units.size(), plan.threads);
     for (std::size_t first = 0; first < units.size(); first += at_once) {
@@ -134,6 +135,13 @@ class Replayer final : public CudaReplayer {
     return index;
   }
 
+  static std::vector<int2> named_of(const ReplayPlan& plan) {
+    std::vector<int2> ends;
+    for (const NamedSpan& span : plan.span.named())
+      ends.push_back({static_cast<int>(span.start), static_cast<int>(span.start + span.tokens)});
+    return ends;
+  }
+
   static UnitSizes sizes_of(const ReplayPlan& plan, const Grid& grid) {
     const ModelShape& shape = plan.trace.shape();
     const Type rounding = type_of(plan.arithmetic.rounding);
@@ -149,6 +157,7 @@ class Replayer final : public CudaReplayer {
             .samples = plan.span.samples(),
             .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
                              plan.span.sample_every(),
+            .named = plan.span.named().size(),
             .slot_stride = static_cast<std::size_t>(grid.slot_stride),
             .product_bytes = kernels::bytes_of(rounding),
             .element_bytes = bytes_of(shape.dtype),

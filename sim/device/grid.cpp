@@ -59,7 +59,9 @@ Grid::Grid(const ReplayPlan& plan) {
     const ResolvedConfig& config = *resolved;
     const PolicyEntry& policy = *config.policy.entry;
     const Counts counts = counts_of(config.admissions, config.budget_tokens);
-    const std::uint32_t slots = is_window(policy) ? 0 : counts.most_live;
+    // Of named spans only a walk knows what is kept.
+    const bool is_walked = !is_window(policy) || !plan.span.named().empty();
+    const std::uint32_t slots = is_walked ? counts.most_live : 0;
     rules.push_back({.rule = {config.budget_tokens, config.guards.sinks, config.guards.recent},
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
@@ -78,11 +80,11 @@ Grid::Grid(const ReplayPlan& plan) {
       admissions.push_back({admission.first, admission.tokens});
     admissions.push_back({plan.trace.tokens(), 0});
     const auto index = static_cast<std::int32_t>(rules.size() - 1);
-    if (is_window(policy)) {
+    if (is_walked) {
+      add_member(config.policy.entry, rules.back().squeezed, index, slots);
+    } else {
       windows.push_back(index);
       window_counts[index] = counts;
-    } else {
-      add_member(config.policy.entry, rules.back().squeezed, index, slots);
     }
   }
   const std::vector<std::int32_t> sets = sets_of(rules);

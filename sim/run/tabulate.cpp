@@ -57,9 +57,10 @@ class Tabulator {
     add_layers("kl_estimate", errors.kl, layers, heads);
     add_layers("kl_estimate_joint", errors.joint, 1, heads * layers);
     for (std::size_t s = 0; s < span_.named().size(); ++s)
-      add_mean(kSpanRecall + span_.named()[s].name, outcomes,
-               [s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; },
-               span_.queries_after(span_.named()[s]));
+      add_mean(
+          kSpanRecall + span_.named()[s].name, outcomes,
+          [s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; },
+          span_.queries_after(span_.named()[s]));
     add_totals(outcomes);
   }
 
@@ -68,7 +69,8 @@ class Tabulator {
     rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
   }
 
-  /// The mean of ratio(query head). `queries`: of each head, to be counted; else what has weight is.
+  /// The mean of ratio(query head). `queries`: of each head, to be counted; else what has weight
+  /// is.
   template <class Ratio>
   void add_mean(const std::string& metric, const Outcomes& outcomes, Ratio ratio,
                 std::optional<std::uint32_t> queries) {

@@ -72,9 +72,9 @@ Config standard(const std::string& policy, std::uint32_t budget);
 /// What happened at one query of one query head.
 struct AtQuery {
   double recall = 0;
-  std::uint32_t requested = 0, missed = 0;  ///< |N_t| and |N_t \ S_t|
-  double error2 = 0, out2 = 0;              ///< squared norms of o - ô and of o
-  Vector off;                               ///< o - ô
+  std::uint32_t requested = 0, missed = 0;       ///< |N_t| and |N_t \ S_t|
+  double error2 = 0, out2 = 0;                   ///< squared norms of o - ô and of o
+  Vector off;                                    ///< o - ô
   std::vector<std::pair<double, double>> spans;  ///< by span before the query: kept mass, all of it
 };
 
