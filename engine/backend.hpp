@@ -17,6 +17,8 @@
 
 namespace kvlab {
 
+class DeviceModel;  // engine/cuda/model/device_model.hpp
+
 enum class Device { cpu, cuda };
 
 class Backend {
@@ -37,6 +39,8 @@ class Backend {
 
   /// The same model, sequences side by side.
   virtual BatchBackend& batches() = 0;
+  /// Its weights in device memory; null on the CPU.
+  virtual const DeviceModel* device_model() const { return nullptr; }
 
   /// The header of a trace of this model; `options`: how it is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;

@@ -78,6 +78,7 @@ class CudaBackend final : public Backend, public BatchBackend {
   }
 
   BatchBackend& batches() override { return *this; }
+  const DeviceModel* device_model() const override { return &model_; }
   bool side_by_side(const CacheConfig& one, const CacheConfig& other) const override {
     return one.policy.entry == other.policy.entry && one.positions == other.positions;
   }

@@ -94,6 +94,12 @@ std::vector<std::vector<LoopScores>> run_each(const std::vector<Ids>& sequences,
 
 }  // namespace
 
+std::vector<std::vector<LoopScores>> sweep_in_turn(
+    const std::vector<Ids>& sequences, const EvalOptions& options,
+    const std::function<std::vector<LoopScores>(const Ids&, const LoopOptions&)>& run) {
+  return run_each(sequences, options, 1, run);
+}
+
 Sweep sweep_by_layers(const Model& model) {
   return [model](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                  const EvalOptions& options) {
@@ -108,7 +114,7 @@ Sweep sweep_by_layers(const Model& model) {
 Sweep sweep_by_tokens(Backend& backend) {
   return [&backend](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                     const EvalOptions& options) {
-    return run_each(sequences, options, 1, [&](const Ids& ids, const LoopOptions& how) {
+    return sweep_in_turn(sequences, options, [&](const Ids& ids, const LoopOptions& how) {
       return run_decoder_loop(backend, ids, configs, how);
     });
   };

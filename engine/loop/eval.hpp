@@ -27,6 +27,11 @@ struct EvalOptions {
 using Sweep = std::function<std::vector<std::vector<LoopScores>>(
     const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
     const EvalOptions& options)>;
+/// A sweep's sequences one after the other, each by `run`.
+std::vector<std::vector<LoopScores>> sweep_in_turn(
+    const std::vector<std::vector<std::int32_t>>& sequences, const EvalOptions& options,
+    const std::function<std::vector<LoopScores>(const std::vector<std::int32_t>& ids,
+                                                const LoopOptions& options)>& run);
 /// A sweep by run_closed_loop, a thread for each sequence.
 Sweep sweep_by_layers(const Model& model);
 /// Sweeps by run_decoder_loop and by run_batch_loop; `backend` must outlive them.

@@ -16,6 +16,11 @@ __device__ inline float2 load2(const void* data, Type type, std::int64_t at) {
   return __half22float2(*reinterpret_cast<const __half2*>(&bits));
 }
 
+__device__ inline float load1(const void* data, Type type, std::int64_t at) {
+  const float2 two = load2(data, type, at & ~std::int64_t{1});
+  return at & 1 ? two.y : two.x;
+}
+
 /// Elements `at` to at + 3; `at` a multiple of 4.
 __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
   if (type == Type::f32)

@@ -107,8 +107,10 @@ Products::~Products() {
 }
 
 Products::Plan& Products::plan_for(const ProductArgs& args) {
-  const Key key{args.type,   args.batches, args.rows,           args.n, args.k, args.tf32,
-                args.w_by_k, args.output,  args.bias != nullptr};
+  const Key key{args.type,      args.output,  args.batches, args.rows,
+                args.n,         args.k,       args.x_row,   args.x_batch,
+                args.w_row,     args.w_batch, args.y_row,   args.y_batch,
+                args.alignment, args.w_by_k,  args.tf32,    args.bias != nullptr};
   auto& plan = plans_[key];
   if (plan) return *plan;
   auto made = std::make_unique<Plan>(args);

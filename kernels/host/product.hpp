@@ -33,7 +33,8 @@ struct ProductArgs {
   std::uint32_t alignment = 256;    ///< of all pointers and strides, bytes
 };
 
-/// A cuBLASLt handle, its workspace and the algorithms chosen so far, one for each shape. For one
+/// A cuBLASLt handle, its workspace and the algorithms chosen so far, one for each shape and its
+/// strides. For one
 /// stream at a time.
 class Products {
  public:
@@ -47,7 +48,10 @@ class Products {
 
  private:
   struct Plan;
-  using Key = std::tuple<kernels::Type, int, int, int, int, bool, bool, ProductArgs::Output, bool>;
+  /// All of ProductArgs but the pointers.
+  using Key = std::tuple<kernels::Type, ProductArgs::Output, int, int, int, int, std::int64_t,
+                         std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                         std::uint32_t, bool, bool, bool>;
   Plan& plan_for(const ProductArgs& args);
 
   cublasLtHandle_t handle_ = nullptr;

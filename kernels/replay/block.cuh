@@ -119,15 +119,15 @@ struct ListedSlots {
 /// One cache: a configuration of a unit.
 struct ReplayPlace {
   const ReplayArgs& args;
-  int unit, config;
+  int config, unit;
   ReplayRule rule;
   std::int64_t first_slot;  ///< of all caches
   std::uint32_t thread, threads, lane, warp, warps;
 
   __device__ explicit ReplayPlace(const ReplayArgs& of)
       : args(of),
-        unit(static_cast<int>(blockIdx.y)),
         config(of.members[blockIdx.x]),
+        unit(of.unit_of(config, static_cast<int>(blockIdx.y))),
         rule(of.rules[config]),
         first_slot(unit * of.caches.unit_slots + rule.first_slot),
         thread(threadIdx.x),
@@ -157,9 +157,7 @@ struct ReplayPlace {
   }
 
   /// Among all units' configurations.
-  __device__ std::int64_t figure() const {
-    return std::int64_t{unit} * args.figures.configs + config;
-  }
+  __device__ std::int64_t figure() const { return args.figure_of(unit, config); }
   /// Query i of the block, among all units'.
   __device__ std::int64_t row(int i) const { return std::int64_t{unit} * args.rows.block + i; }
   /// A sample of the span, among all that the walks leave.

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
             lane = static_cast<int>(threadIdx.x % kWarpSize);
   if (index < 0 || index % every != 0 || config >= args.figures.configs) return;
   const int width = args.shape.group * args.shape.head_size, draws = args.samples.draws;
-  const std::int64_t figure = std::int64_t{unit} * args.figures.configs + config,
+  const std::int64_t figure = args.figure_of(unit, config),
                      sample =
                          figure * args.samples.capacity + index / every % args.samples.capacity;
   const float* const errors = args.samples.own + sample * width;

@@ -48,8 +48,8 @@ struct Sampled {
   std::int64_t row;  ///< among all units' queries of the block
   __device__ int query() const { return args.rows.first + i; }
   __device__ std::int64_t sample(int config) const {
-    const std::int64_t figure = std::int64_t{unit} * args.figures.configs + config;
-    return figure * args.samples.capacity + index / args.span.sample_every % args.samples.capacity;
+    return args.figure_of(unit, config) * args.samples.capacity +
+           index / args.span.sample_every % args.samples.capacity;
   }
 };
 
@@ -117,6 +117,15 @@ __device__ inline std::uint32_t mask_of(std::uint32_t bits) {
   return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
 }
 
+/// Elements `at` and at + 1 of a type; `at` even.
+__device__ inline void store2(void* data, Type type, std::int64_t at, const float2& x) {
+  if (type == Type::f32)
+    *reinterpret_cast<float2*>(static_cast<float*>(data) + at) = x;
+  else
+    *reinterpret_cast<std::uint32_t*>(static_cast<char*>(data) + 2 * at) =
+        type == Type::bf16 ? pack<__nv_bfloat16>(x.x, x.y) : pack<__half>(x.x, x.y);
+}
+
 /// What of a stage's tokens two configurations keep, by 32 of them.
 struct StageBits {
   std::uint32_t of[2][kTokens / 32];
@@ -137,10 +146,13 @@ class Tile {
     for (int n = 0; n < kOwnColumns / 2; ++n)
       offsets_[n] = static_cast<std::uint32_t>(
           Swizzle::offset(lane_ % 16, first_column_ + 2 * n + lane_ / 16));
-    const int sets = at.args.samples.tiles, quads = at.args.shape.quads();
+    const int own = at.args.own_units, sets = own ? 1 : at.args.samples.tiles,
+              quads = at.args.shape.quads();
     if (tile >= sets * quads) return;
     quad_ = tile % quads;
-    const std::int32_t* const four = at.args.samples.sets + tile / quads * kReplayTile;
+    const std::int32_t alone[kReplayTile] = {own ? at.unit / own : -1, -1, -1, -1};
+    const std::int32_t* const four =
+        own ? alone : at.args.samples.sets + tile / quads * kReplayTile;
     squeezed_ = at.args.rules[four[0]].squeezed ? 1 : 0;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -188,6 +200,34 @@ class Tile {
           left[n] = low.left & mask_low, left[n + 2] = high.left & mask_high;
         }
         multiply_step(stage, step, kept, left);
+      }
+    }
+  }
+
+  /// The rows' outputs, of the pass's dimensions.
+  __device__ void put(int dim) const {
+    if (quad_ < 0) return;
+    const ReplayShape& shape = at_.args.shape;
+    const int head = 4 * quad_ + lane_ / 4 % 4, own_units = at_.args.own_units;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (config_[n] < 0 || head >= shape.group) continue;
+      const std::int64_t sample = at_.sample(config_[n]);
+      const ReplaySample& of = at_.args.samples.samples[sample];
+      const float over = 1 / of.sums[head];
+      const float* const own =
+          at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
+      const std::int64_t token = std::int64_t{config_[n]} * shape.tokens + at_.query(),
+                         to = ((token * own_units + at_.unit % own_units) * shape.group + head) *
+                              shape.head_size;
+#pragma unroll
+      for (int column = 0; column < kOwnColumns; ++column) {
+        const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4);
+        if (d >= shape.head_size) continue;
+        float2 sum{sums_[column][2 * n], sums_[column][2 * n + 1]};
+        if (of.own) sum.x += own[d], sum.y += own[d + 1];
+        store2(at_.args.samples.outputs, at_.args.tensors.type, to + d,
+               {sum.x * over, sum.y * over});
       }
     }
   }
@@ -319,9 +359,12 @@ __global__ void __launch_bounds__(kThreads)
     }
     wait_copies<0>();
     __syncthreads();
-    tile.compare(dim);
+    if (args.samples.outputs)
+      tile.put(dim);
+    else
+      tile.compare(dim);
   }
-  tile.write(errors[warp / kHalves]);
+  if (!args.samples.outputs) tile.write(errors[warp / kHalves]);
 }
 
 /// A warp for each cache: the samples' errors to the figures, in order.
@@ -368,7 +411,7 @@ cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(
       outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const int tiles = args.samples.tiles * args.shape.quads(),
+  const int tiles = (args.own_units ? 1 : args.samples.tiles) * args.shape.quads(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
             warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
   outputs_kernel<kPlanes>

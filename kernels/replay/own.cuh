@@ -60,10 +60,7 @@ __device__ inline float own_product(const ReplayArgs& args, const OwnToken& toke
       args.tensors.queries +
       ((token.unit * shape.tokens + token.query) * shape.group + head) * shape.head_size;
   const std::int64_t key = (token.unit * shape.tokens + token.position) * shape.head_size;
-  const auto element = [&](int d) {
-    const float2 two = load2(args.tensors.keys, args.tensors.type, key + (d & ~1));
-    return d & 1 ? two.y : two.x;
-  };
+  const auto element = [&](int d) { return load1(args.tensors.keys, args.tensors.type, key + d); };
   float sum = 0;
   for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < half; d += kWarpSize) {
     const float2 angle = angle_of(args, token, d);

@@ -26,7 +26,8 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
-  plan.grid = dim3(static_cast<unsigned>(args.member_count), static_cast<unsigned>(shape.units));
+  plan.grid =
+      dim3(static_cast<unsigned>(args.member_count), static_cast<unsigned>(args.units_of_config()));
   plan.threads = replay_threads(args.room_slots, args.squeezed);
   plan.multiprocessors = limits.multiprocessors;
   constexpr int kReserved = 1024;

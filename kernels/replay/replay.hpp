@@ -50,9 +50,16 @@ struct ReplayTensors {
   const float2* fine;          // [64, pairs]: of positions 0 to 63, without RoPE's factor
 };
 
-/// Rotates vectors to their positions: row r of `from` [rows, dim] is of token (r % tokens).
+/// Vectors [row, dim] before RoPE, `stride` elements apart.
+struct ReplayVectors {
+  const void* data;
+  Type type;
+  std::int64_t stride;
+};
+
+/// Rotates vectors to their positions: row r of `from` is of token (r % tokens).
 struct ReplayRotateArgs {
-  const float* from;
+  ReplayVectors from;
   const float2* rope;
   int rows, tokens, head_size, rotated;
   int group, group_head;  ///< row t goes to [t, group_head] of [tokens, group, dim]
@@ -70,11 +77,11 @@ cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream);
 cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
                                const float* queries, float* to, cudaStream_t stream);
 
-/// Keys [token, dim] of one unit to [token, pairs / 4, half, 4]: four pairs' first elements, then
-/// their second ones, multiplied with a power of two that brings a key's largest element to
-/// [2^10, 2^11). What undoes that goes to `scales` [token].
-cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
-                             void* to, float* scales, cudaStream_t stream);
+/// Keys, a row for each token, of one unit to [token, pairs / 4, half, 4]: four pairs' first
+/// elements, then their second ones, multiplied with a power of two that brings a key's largest
+/// element to [2^10, 2^11). What undoes that goes to `scales` [token].
+cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const ReplayVectors& from,
+                             Type type, void* to, float* scales, cudaStream_t stream);
 
 /// Which queries are measured. Errors are taken on each `sample_every`-th of the span.
 struct ReplaySpan {
@@ -92,7 +99,7 @@ struct ReplayRows {
   float4* sums;      // [quad]
   float4* least;     // [quad]: e from which on the full row requests a token; infinite for padding
   uint4* wanted;     // [quad]: earlier tokens that it requests, where the query is of the span
-  float* outputs;    // [group, dim]: of the full cache, where the query is a sample
+  float* outputs;    // [group, dim]: of the full cache, where the query is a sample; or null
   float4* squeezed;  // [quad, token]: as e, of queries and keys that were not rounded; or null
   float4* most;      // [quad]: the largest logit of such a row
   /// [run of kReplayAhead queries, pairs / 8, tile, lane of a warp]: queries before RoPE as
@@ -187,7 +194,10 @@ struct ReplaySamples {
   float* changes;          // [draw]: those errors by gradients; or null
   const float* gradients;  // [unit, sample of the span, draw, group, dim]
   int draws;
-  double2* errors;           // [head]: squared: error, output
+  double2* errors;  // [head]: squared: error, output
+  /// [configuration, token, KV head of own_units, group, dim] of tensors.type: the outputs
+  /// themselves, instead of their errors; or null.
+  void* outputs;
   const std::int32_t* sets;  ///< configurations by kReplayTile of one kind of positions; -1: none
   int tiles;                 ///< of them
 };
@@ -197,7 +207,7 @@ enum class ReplaySum { recall, nll, missed, wanted, error, errors };
 inline constexpr int kReplaySums = 6;
 
 struct ReplayFigures {
-  double* sums;      // [unit, configuration, ReplaySum, head (of quads), 16]
+  double* sums;      // [unit, configuration, ReplaySum, head (of quads), 16]; null: no figures
   double* errors;    // [unit, configuration, sample, 2]: squared, group summed: error, output
   float* projected;  // [unit, configuration, sample, columns]: residual, then changes; or null
   std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
@@ -225,6 +235,19 @@ struct ReplayArgs {
   float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
   std::uint32_t sequence;
   const std::uint32_t *layers, *kv_heads;  // [unit]
+  /// KV heads of a configuration whose units are its own, as in the closed loop: unit u is KV head
+  /// u % own_units of configuration u / own_units, and all that is counted by unit and
+  /// configuration has one configuration. 0: every unit goes through every configuration.
+  int own_units;
+
+  /// Units that each configuration goes through.
+  constexpr int units_of_config() const { return own_units ? own_units : shape.units; }
+  /// The n-th of them.
+  constexpr int unit_of(int config, int n) const { return own_units ? config * own_units + n : n; }
+  /// A configuration on a unit, among all.
+  constexpr std::int64_t figure_of(int unit, int config) const {
+    return own_units ? std::int64_t{unit} : std::int64_t{unit} * figures.configs + config;
+  }
 };
 
 /// Which of a policy's walks: what it is compiled for.
@@ -247,8 +270,9 @@ cudaError_t replay_waves(const void* kernel, const ReplayArgs& args, int& waves)
 /// Bytes: rows read once for all members.
 cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 
-/// The outputs of the block's sampled queries in every cache, beside the full cache's, to
-/// args.samples. Bytes: values once a sampled query and 8 tiles of configurations.
+/// The outputs of the block's sampled queries in every cache to args.samples: their errors beside
+/// the full cache's, or, where each configuration has units of its own, the outputs themselves.
+/// Bytes: values once a sampled query and 8 tiles of configurations.
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
 /// The errors that replay_outputs() left, by gradients, to args.samples.changes. Bytes: errors and
 /// gradients once a draw, from the second draw on mostly from the cache.

@@ -29,7 +29,8 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   if (row >= args.rows) return;
   const int half = args.rotated / 2, token = row % args.tokens,
             lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const float* const from = args.from + std::int64_t{row} * args.head_size;
+  const std::int64_t first = std::int64_t{row} * args.from.stride;
+  const auto from = [&](int d) { return load1(args.from.data, args.from.type, first + d); };
   const std::int64_t to = (std::int64_t{row} * args.group + args.group_head) * args.head_size;
   const auto put = [&](int d, float value) {
     if (args.plain) args.plain[to + d] = value;
@@ -42,11 +43,11 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   };
   for (int d = lane; d < half; d += kWarpSize) {
     const float2 angle = args.rope[std::int64_t{token} * half + d];
-    const float low = from[d], high = from[d + half];
+    const float low = from(d), high = from(d + half);
     put(d, low * angle.x - high * angle.y);
     put(d + half, high * angle.x + low * angle.y);
   }
-  for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from[d]);
+  for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from(d));
 }
 
 /// A thread for each element of a unit's queries [query, head, dim] (x), a unit (y).
@@ -276,20 +277,24 @@ __global__ void __launch_bounds__(kThreads)
 /// A warp for each token.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    pair_keys_kernel(const ReplayShape shape, int tokens, const float* from, T* to, float* scales) {
+    pair_keys_kernel(const ReplayShape shape, int tokens, const ReplayVectors from, T* to,
+                     float* scales) {
   const int token =
                 static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize,
             lane = static_cast<int>(threadIdx.x) % kWarpSize, elements = 2 * shape.pairs();
   if (token >= tokens) return;
-  from += std::int64_t{token} * shape.head_size;
+  const auto element = [&](int d) {
+    return load1(from.data, from.type, std::int64_t{token} * from.stride + d);
+  };
   to += std::int64_t{token} * elements;
   float largest = 0;
-  for (int d = lane; d < shape.head_size; d += kWarpSize) largest = fmaxf(largest, fabsf(from[d]));
+  for (int d = lane; d < shape.head_size; d += kWarpSize)
+    largest = fmaxf(largest, fabsf(element(d)));
   const float scale = scale_to_half(warp_max(largest));
   if (lane == 0) scales[token] = 1 / scale;
   for (int n = lane; n < elements; n += kWarpSize) {
     const int d = dimension_of(shape, n / 8 * 4 + n % 4, n % 8 / 4 == 1);
-    to[n] = from_float<T>(d < 0 ? 0.0f : from[d] * scale);
+    to[n] = from_float<T>(d < 0 ? 0.0f : element(d) * scale);
   }
 }
 
@@ -407,7 +412,7 @@ cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
     return error;
   rows_kernel<<<grid, kThreads, static_cast<unsigned>(bytes), stream>>>(args, cached);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
+  if (args.rows.outputs) outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
     return error;
   const int runs = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
@@ -428,8 +433,8 @@ cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, i
   return cudaGetLastError();
 }
 
-cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const float* from, Type type,
-                             void* to, float* scales, cudaStream_t stream) {
+cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const ReplayVectors& from,
+                             Type type, void* to, float* scales, cudaStream_t stream) {
   if (tokens < 1) return cudaErrorInvalidValue;
   return with_type(type, [&](auto zero) {
     pair_keys_kernel<<<static_cast<unsigned>((tokens + kWarps - 1) / kWarps), kThreads, 0,

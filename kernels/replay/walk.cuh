@@ -46,7 +46,7 @@ class ReplayWalk {
   __device__ void run() {
     for (int i = 0; i < at_.args.rows.count; ++i) step(i);
     __syncthreads();
-    RecallSums(at_, shared_).add();
+    if (at_.args.figures.sums) RecallSums(at_, shared_).add();
     cache_.move_out();
   }
 
@@ -89,7 +89,8 @@ class ReplayWalk {
 
   __device__ void look(int i, std::uint32_t query, std::uint32_t age, int index, bool observes) {
     const ReplayArgs& args = at_.args;
-    const bool measures = index >= 0, samples = measures && index % args.span.sample_every == 0,
+    const bool measures = index >= 0 && args.figures.sums,
+               samples = index >= 0 && index % args.span.sample_every == 0,
                attends = !kSqueezed || observes || samples;
     const std::int64_t row = at_.row(i) * kQuads * args.shape.tokens;
     own_ = nullptr;
@@ -337,7 +338,7 @@ class ReplayWalk {
   bool all_own_ = false;
 };
 
-/// A block for each member (x) and unit (y).
+/// A block for each member (x) and unit of it (y).
 template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T>
 __global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
     walk_caches(const __grid_constant__ ReplayArgs args) {

@@ -59,7 +59,10 @@ class WindowQuery {
       : args_(args),
         shared_(shared),
         i_(static_cast<int>(blockIdx.x)),
-        unit_(static_cast<int>(blockIdx.y)),
+        first_member_(args.own_units ? static_cast<int>(blockIdx.y) / args.own_units : 0),
+        unit_(args.own_units ? args.unit_of(args.members[first_member_],
+                                            static_cast<int>(blockIdx.y) % args.own_units)
+                             : static_cast<int>(blockIdx.y)),
         query_(static_cast<std::uint32_t>(args.rows.first + i_)),
         index_(args.span.index[query_]),
         row_(std::int64_t{unit_} * args.rows.block + i_),
@@ -79,7 +82,8 @@ class WindowQuery {
     const bool measures = index_ >= 0;
     if (!measures && !args_.figures.kept) return;
     if (measures) sum_chunks();
-    for (int m = static_cast<int>(warp_); m < args_.member_count; m += kWarps) {
+    const int end = args_.own_units ? first_member_ + 1 : args_.member_count;
+    for (int m = first_member_ + static_cast<int>(warp_); m < end; m += kWarps) {
       const int config = args_.members[m];
       const ReplayRule& rule = args_.rules[config];
       const Window window = window_of(rule);
@@ -185,7 +189,7 @@ class WindowQuery {
     const bool squeezed = rule.squeezed && !window.is_whole();
     Sums kept = young;
     add_to(kept, sinks);
-    if (lane_ < kHeads && lane_ < static_cast<unsigned>(args_.shape.group))
+    if (args_.figures.sums && lane_ < kHeads && lane_ < static_cast<unsigned>(args_.shape.group))
       note_figures(member, kept, window);
     if (index_ % args_.span.sample_every != 0) return;
 
@@ -224,8 +228,7 @@ class WindowQuery {
   // Outputs.
 
   __device__ std::int64_t sample_of(int config) const {
-    const std::int64_t figure = std::int64_t{unit_} * args_.figures.configs + config;
-    return figure * args_.samples.capacity +
+    return args_.figure_of(unit_, config) * args_.samples.capacity +
            index_ / args_.span.sample_every % args_.samples.capacity;
   }
   /// A token that is n-th of those attended.
@@ -306,8 +309,9 @@ class WindowQuery {
   }
   __device__ void note_kept(int config, const Window& window) const {
     const ReplayFigures& figures = args_.figures;
-    const std::int64_t figure = std::int64_t{unit_} * figures.configs + config;
-    mark(figures.kept + (figure * args_.shape.tokens + query_) * figures.words, window, 0);
+    mark(figures.kept +
+             (args_.figure_of(unit_, config) * args_.shape.tokens + query_) * figures.words,
+         window, 0);
   }
   __device__ void leave_sample(std::int64_t sample, const Window& window, float total, bool whole,
                                bool squeezed, bool lost) const {
@@ -325,7 +329,7 @@ class WindowQuery {
 
   const ReplayArgs& args_;
   WindowShared<kQuads>& shared_;
-  const int i_, unit_;
+  const int i_, first_member_, unit_;
   const std::uint32_t query_;
   const int index_;
   const std::int64_t row_;
@@ -335,7 +339,7 @@ class WindowQuery {
   float4 least_[kQuads];
 };
 
-/// A block for each query (x) and unit (y).
+/// A block for each query (x) and unit, or unit of a member (y).
 template <int kQuads>
 __global__ void __launch_bounds__(kThreads)
     windows_kernel(const __grid_constant__ ReplayArgs args) {
@@ -368,12 +372,15 @@ cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream) {
       shape.head_size > kMostReplayHeadSize || args.rows.count < 1 || args.member_count < 1 ||
       shape.units < 1 || shape.units > 65535)
     return cudaErrorInvalidValue;
-  const dim3 queries(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(shape.units));
+  const dim3 queries(
+      static_cast<unsigned>(args.rows.count),
+      static_cast<unsigned>(args.own_units ? args.member_count * args.own_units : shape.units));
   if (shape.quads() == 1)
     windows_kernel<1><<<queries, kThreads, 0, stream>>>(args);
   else
     windows_kernel<2><<<queries, kThreads, 0, stream>>>(args);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.figures.sums)
+    return error;
   const dim3 caches(static_cast<unsigned>(args.member_count), static_cast<unsigned>(shape.units));
   figures_kernel<<<caches, 4 * 4 * shape.quads(), 0, stream>>>(args);
   return cudaGetLastError();

@@ -16,55 +16,6 @@ using kernels::Type;
 
 constexpr std::uint32_t kAlignment = 16;  // of what is multiplied, bytes
 
-void Batch::allocate() {
-  std::vector<std::uint32_t> layers, kv_heads;
-  for (const ReplayUnit& unit : units_) {
-    layers.push_back(unit.layer);
-    kv_heads.push_back(unit.kv_head);
-  }
-  layers_ = cuda::upload(layers, "the replay");
-  kv_heads_ = cuda::upload(kv_heads, "the replay");
-  args_.layers = layers_.as<std::uint32_t>();
-  args_.kv_heads = kv_heads_.as<std::uint32_t>();
-  memory_ = cuda::placed(
-      [&](cuda::Arena& arena) { lay_out(arena, sizes_, units_.size(), parts_, args_); },
-      "the replay");
-  const auto clear = [&](auto part) {
-    if (part.empty()) return;
-    check(cudaMemsetAsync(part.data(), 0, part.size_bytes(), stream_), "clearing");
-  };
-  clear(parts_.progress);
-  clear(parts_.sums);
-  clear(parts_.errors);
-  clear(parts_.zero_outputs);
-  clear(parts_.named);
-}
-
-/// The arguments of the members' walk.
-kernels::ReplayArgs Batch::args_of(const Members& members) const {
-  kernels::ReplayArgs args = args_;
-  args.members = members.on_device.as<std::int32_t>();
-  args.member_count = static_cast<int>(members.configs.size());
-  args.slot_bytes = members.policy->slot_bytes;
-  args.squeezed = members.squeezed;
-  args.room_slots = members.most_slots;
-  return args;
-}
-
-Walk Batch::walk_of(const Members& members) const {
-  kernels::ReplayArgs args = args_of(members);
-  args.rows.count = 1;  // any
-  Walk walk{members.policy, {}};
-  check(kernels::walk_variant(args, walk.variant), "asking for the device's limits");
-  return walk;
-}
-
-std::vector<Walk> Batch::walks() const {
-  std::vector<Walk> all;
-  for (const Members& members : grid_.members) all.push_back(walk_of(members));
-  return all;
-}
-
 /// Some units at a time: the threads read, the device rotates.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
@@ -86,12 +37,12 @@ void Batch::read() {
                           cudaMemcpyHostToDevice, stream_),
           "sending a trace");
     for (std::size_t i = 0; i < count * heads; ++i) {
+      const kernels::ReplayVectors from{landing.as<float>() + i * head, Type::f32, shape.head_size};
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
-      rotate(landing.as<float>() + i * head, first + i / heads,
-             h < group    ? Part::q
-             : h == group ? Part::k
-                          : Part::v,
-             h);
+      const std::size_t unit = first + i / heads;
+      if (h < group) on_device_.take_queries(from, unit, h);
+      if (h >= group) on_device_.copy(from, unit, h == group ? Part::k : Part::v);
+      if (h == group) on_device_.take_keys(from, unit);
     }
     check(cudaStreamSynchronize(stream_), "reading a trace");
   }
@@ -122,144 +73,11 @@ void Batch::read_projections() {
     });
 }
 
-void Batch::rotate(const float* from, std::size_t unit, Part part, std::uint32_t head) {
-  const UnitSizes& s = sizes_;
-  const std::size_t of_unit = unit * s.tokens * s.dim;
-  kernels::ReplayRotateArgs args{.from = from,
-                                 .rope = args_.tensors.rope,
-                                 .rows = static_cast<int>(plan_.trace.tokens()),
-                                 .tokens = static_cast<int>(plan_.trace.tokens()),
-                                 .head_size = args_.shape.head_size,
-                                 .rotated = args_.shape.rotated,
-                                 .group = 1,
-                                 .group_head = 0,
-                                 .plain = nullptr,
-                                 .parts = nullptr,
-                                 .rounded = nullptr,
-                                 .rounding = args_.shape.rounding};
-  if (part != Part::q) {  // as in the trace
-    kernels::ReplayRotateArgs copy = args;
-    copy.rotated = 0;
-    copy.rounding = args_.tensors.type;
-    copy.rounded = (part == Part::k ? parts_.keys : parts_.values) + of_unit * s.element_bytes;
-    check(kernels::replay_rotate(copy, stream_), "reading a trace");
-  }
-  if (part == Part::v) return;
-  if (part == Part::k && parts_.paired_keys)
-    check(kernels::replay_pair_keys(
-              args_.shape, args.tokens, from, args_.tensors.type,
-              parts_.paired_keys + unit * s.tokens * 2 * s.pairs * s.element_bytes,
-              parts_.key_scales + unit * s.tokens, stream_),
-          "reading a trace");
-  if (part == Part::q && parts_.plain_queries) {
-    kernels::ReplayRotateArgs copy = args;
-    copy.rotated = 0;
-    copy.group = static_cast<int>(s.group);
-    copy.group_head = static_cast<int>(head);
-    copy.plain = parts_.plain_queries + of_unit * s.group;
-    check(kernels::replay_rotate(copy, stream_), "reading a trace");
-  }
-  if (part == Part::k) {
-    args.parts = parts_.key_parts ? parts_.key_parts + 3 * of_unit : nullptr;
-    args.rounded = parts_.rounded_keys + of_unit * s.product_bytes;
-  } else {
-    args.group = static_cast<int>(s.group);
-    args.group_head = static_cast<int>(head);
-    args.plain = parts_.queries + of_unit * s.group;
-    args.rounded = parts_.rounded_queries + of_unit * s.group * s.product_bytes;
-  }
-  check(kernels::replay_rotate(args, stream_), "rotating queries and keys");
-}
-
-void Batch::multiply(Type type, const void* queries, const void* keys, float* to,
-                     std::uint32_t first, std::uint32_t count) {
-  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
-             group = static_cast<std::int64_t>(sizes_.group),
-             dim = static_cast<std::int64_t>(sizes_.dim);
-  const auto* const from = static_cast<const std::byte*>(queries) +
-                           first * group * dim * static_cast<std::int64_t>(kernels::bytes_of(type));
-  product_({.type = type,
-            .batches = static_cast<int>(units_.size()),
-            .rows = static_cast<int>(count * group),
-            .n = static_cast<int>(first + count),
-            .k = static_cast<int>(dim),
-            .x = from,
-            .x_row = dim,
-            .x_batch = tokens * group * dim,
-            .w = keys,
-            .w_row = dim,
-            .w_batch = tokens * dim,
-            .y = to,
-            .y_row = tokens,
-            .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens,
-            .alignment = kAlignment},
-           stream_);
-}
-
-/// Of queries and keys that were not rounded, in float32, by three products in TF32.
-void Batch::multiply_parts(std::uint32_t first, std::uint32_t count) {
-  check(kernels::replay_query_parts(args_.shape, static_cast<int>(first), static_cast<int>(count),
-                                    args_.rows.block, parts_.queries, parts_.query_parts, stream_),
-        "computing rows");
-  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
-             rows = static_cast<std::int64_t>(sizes_.block * sizes_.group),
-             parts = static_cast<std::int64_t>(3 * sizes_.dim);
-  product_({.type = Type::f32,
-            .batches = static_cast<int>(units_.size()),
-            .rows = static_cast<int>(count * sizes_.group),
-            .n = static_cast<int>(first + count),
-            .k = static_cast<int>(parts),
-            .x = parts_.query_parts,
-            .x_row = parts,
-            .x_batch = rows * parts,
-            .w = parts_.key_parts,
-            .w_row = parts,
-            .w_batch = tokens * parts,
-            .y = parts_.unrounded_products,
-            .y_row = tokens,
-            .y_batch = rows * tokens,
-            .tf32 = true,
-            .alignment = kAlignment},
-           stream_);
-}
-
-void Batch::make_rows(std::uint32_t first, std::uint32_t count) {
-  args_.rows.first = static_cast<int>(first);
-  args_.rows.count = static_cast<int>(count);
-  multiply(args_.shape.rounding, parts_.rounded_queries, parts_.rounded_keys, parts_.products,
-           first, count);
-  if (parts_.key_parts) multiply_parts(first, count);
-  check(kernels::replay_rows({.shape = args_.shape,
-                              .span = args_.span,
-                              .rows = args_.rows,
-                              .products = parts_.products,
-                              .unrounded = parts_.unrounded_products,
-                              .tensors = args_.tensors},
-                             stream_),
-        "computing rows");
-}
-
 void Batch::replay(const Walks& walks) {
   const std::uint32_t tokens = plan_.trace.tokens(),
                       block = static_cast<std::uint32_t>(sizes_.block);
   for (std::uint32_t first = 0; first < tokens; first += block) {
-    make_rows(first, std::min(block, tokens - first));
-    streams_.fork();
-    for (std::size_t m = 0; m < grid_.members.size(); ++m) {
-      const Members& members = grid_.members[m];
-      check(kernels::replay_walk(walks.kernel(walk_of(members)), args_of(members),
-                                 streams_.branch(m)),
-            fmt::format("replaying {}", members.policy->info.name));
-    }
-    if (!grid_.windows.empty()) {
-      kernels::ReplayArgs args = args_;
-      args.members = grid_.windows_on_device.as<std::int32_t>();
-      args.member_count = static_cast<int>(grid_.windows.size());
-      check(kernels::replay_windows(args, streams_.branch(grid_.members.size())),
-            "replaying windows");
-    }
-    streams_.join();
-    check(kernels::replay_outputs(args_, stream_), "computing outputs");
+    on_device_.replay_block(walks, first, std::min(block, tokens - first));
     project_errors();
     check(kernels::replay_errors(args_, stream_), "computing errors");
   }
@@ -353,19 +171,6 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
   return outcome;
 }
 
-int Batch::waves(const Walks& walks) const {
-  int all = 0;
-  for (const Members& members : grid_.members) {
-    kernels::ReplayArgs args = args_of(members);
-    args.rows.count = 1;
-    int own = 0;
-    check(kernels::replay_waves(walks.kernel(walk_of(members)), args, own),
-          "asking for the device's limits");
-    all += own;
-  }
-  return all;
-}
-
 double Batch::attend() {
   const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
              dim = static_cast<std::int64_t>(sizes_.dim),
@@ -374,8 +179,7 @@ double Batch::attend() {
   double flops = 0;
   for (std::uint32_t first = 0; first < plan_.trace.tokens(); first += block) {
     const std::uint32_t count = std::min(block, plan_.trace.tokens() - first);
-    multiply(args_.shape.rounding, parts_.rounded_queries, parts_.rounded_keys, parts_.products,
-             first, count);
+    on_device_.multiply_rows(first, count);
     check(kernels::replay_softmax({.shape = args_.shape,
                                    .first = static_cast<int>(first),
                                    .count = static_cast<int>(count),

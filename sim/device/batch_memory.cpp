@@ -54,6 +54,7 @@ void lay_out_rows(Arena& arena, const UnitSizes& s, std::size_t units, BatchPart
   rows.sums = arena.take<float4>(quads);
   rows.least = arena.take<float4>(quads);
   rows.wanted = arena.take<uint4>(quads);
+  if (!s.figures) return;
   rows.outputs = arena.take<float>(queries * s.group * s.dim);
   args.windows = arena.take<float4>(s.windows * quads * 4);  // by query head
 }
@@ -78,12 +79,15 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
                      ReplayArgs& args) {
   const std::size_t caches = units * s.configs, kept = caches * s.block_samples,
                     heads = caches * 4 * s.quads;
+  parts.progress = take_span<kernels::ReplayProgress>(arena, caches);
+  args.caches.progress = parts.progress.data();
   kernels::ReplaySamples& samples = args.samples;
   samples.capacity = static_cast<int>(s.block_samples);
   samples.words = static_cast<int>(s.words());
   samples.shared = arena.take<std::uint32_t>(kept * s.words());
   samples.samples = arena.take<kernels::ReplaySample>(kept);
   samples.own = arena.take<float>(kept * s.group * s.dim);
+  if (!s.figures) return;
   samples.errors = arena.take<double2>(kept * kernels::kMostReplayGroup);
   if (s.columns.residual) {
     parts.sketches = arena.take<float>(units * s.group * s.dim * kernels::kReplayResiduals);
@@ -98,7 +102,6 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   if (s.columns.all())
     parts.projected = take_span<float>(arena, caches * s.samples * s.columns.all());
 
-  parts.progress = take_span<kernels::ReplayProgress>(arena, caches);
   parts.sums = take_span<double>(arena, heads * kernels::kReplaySums * kernels::kReplaySpanBlocks);
   parts.errors = take_span<double>(arena, caches * s.samples * 2);
   parts.zero_outputs = take_span<std::uint32_t>(arena, heads);
@@ -112,7 +115,6 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   figures.zero_outputs = parts.zero_outputs.data();
   figures.projected = parts.projected.data();
   figures.named = parts.named.data();
-  args.caches.progress = parts.progress.data();
 }
 
 }  // namespace

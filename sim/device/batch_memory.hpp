@@ -17,7 +17,8 @@ struct UnitSizes {
       block_samples, named;
   std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
-  ProjectionColumns columns;
+  ProjectionColumns columns = {};
+  bool figures = true;  ///< or outputs alone
 
   bool unrounded() const { return squeezed && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }

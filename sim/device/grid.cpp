@@ -27,6 +27,14 @@ Grid::Counts counts_of(const std::vector<Admission>& admissions, std::uint32_t b
   return counts;
 }
 
+}  // namespace
+
+std::uint32_t most_live(const ResolvedConfig& config) {
+  return counts_of(config.admissions, config.budget_tokens).most_live;
+}
+
+namespace {
+
 /// Configurations of one kind of positions by kReplayTile, -1 where there are no more.
 std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
   std::vector<std::int32_t> sets;
@@ -51,34 +59,35 @@ Type type_of(const std::optional<Dtype>& rounding) {
   return *rounding == Dtype::bf16 ? Type::bf16 : Type::f16;
 }
 
-Grid::Grid(const ReplayPlan& plan) {
+Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
+           int own_units)
+    : own_units_(own_units) {
   std::vector<ReplayRule> rules;
   std::vector<kernels::ReplayAdmission> admissions;
   std::vector<std::byte> params;
-  for (const ResolvedConfig* resolved : plan.configs) {
+  for (const ResolvedConfig* resolved : configs) {
     const ResolvedConfig& config = *resolved;
     const PolicyEntry& policy = *config.policy.entry;
     const Counts counts = counts_of(config.admissions, config.budget_tokens);
-    // Of named spans only a walk knows what is kept.
-    const bool is_walked = !is_window(policy) || !plan.span.named().empty();
+    const bool is_walked = walks_all || !is_window(policy);
     const std::uint32_t slots = is_walked ? counts.most_live : 0;
     rules.push_back({.rule = {config.budget_tokens, config.guards.sinks, config.guards.recent},
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
-                     .first_slot = unit_slots,
+                     .first_slot = own_units ? 0 : unit_slots,
                      .slots = slots,
                      .params = static_cast<std::uint32_t>(params.size()),
                      .admissions = static_cast<std::uint32_t>(admissions.size()),
                      .admission_count = static_cast<std::uint32_t>(config.admissions.size())});
     squeezed |= rules.back().squeezed;
-    unit_slots += slots;
+    unit_slots = own_units ? std::max<std::int64_t>(unit_slots, slots) : unit_slots + slots;
     slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
     params.resize(params.size() + (policy.params_bytes + 15) / 16 * 16);
     if (policy.params_bytes)
       policy.write_params(config.policy.params, &params[rules.back().params]);
     for (const Admission& admission : config.admissions)
       admissions.push_back({admission.first, admission.tokens});
-    admissions.push_back({plan.trace.tokens(), 0});
+    admissions.push_back({tokens, 0});
     const auto index = static_cast<std::int32_t>(rules.size() - 1);
     if (is_walked) {
       add_member(config.policy.entry, rules.back().squeezed, index, slots);
@@ -106,11 +115,12 @@ void Grid::describe(ReplayArgs& args) const {
   args.params = params_.data();
   args.samples.sets = sets_.as<std::int32_t>();
   args.samples.tiles = tiles_;
+  args.own_units = own_units_;
 }
 
 void Grid::add_member(const std::shared_ptr<const PolicyEntry>& policy, bool is_squeezed,
                       std::int32_t config, std::uint32_t slots) {
-  const int size_class = size_class_of(slots);
+  const int size_class = own_units_ ? 0 : size_class_of(slots);
   auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
     return m.policy == policy && m.squeezed == is_squeezed && m.size_class == size_class;
   });

@@ -4,11 +4,12 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "kernels/host/memory.hpp"
 #include "kernels/replay/replay.hpp"
-#include "sim/head_replayer.hpp"
+#include "sim/head_view.hpp"
 
 namespace kvlab {
 
@@ -18,6 +19,9 @@ kernels::Type type_of(const std::optional<Dtype>& rounding);
 inline bool is_window(const PolicyEntry& policy) {
   return policy.info.oldest_first || !policy.info.evicts;
 }
+
+/// The most tokens that a cache of it holds at once.
+std::uint32_t most_live(const ResolvedConfig& config);
 
 /// Configurations of one policy and one kind of positions, and of about the same size.
 struct Members {
@@ -30,10 +34,13 @@ struct Members {
   const void* walk = nullptr;  ///< its kernel, once loaded
 };
 
-/// The grid as the kernels read it: the same for every unit.
+/// The grid as the kernels read it.
 class Grid {
  public:
-  explicit Grid(const ReplayPlan& plan);
+  /// `tokens`: of the sequence. `walks_all`: windows too, of which else nobody knows what they keep
+  /// of a named span. `own_units`: as kernels::ReplayArgs has them.
+  Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
+       int own_units = 0);
 
   void describe(kernels::ReplayArgs& args) const;
 
@@ -47,7 +54,7 @@ class Grid {
   std::vector<std::int32_t> windows;  ///< configurations that evict the oldest first
   cuda::DeviceBuffer windows_on_device;
   std::map<std::int32_t, Counts> window_counts;
-  std::int64_t unit_slots = 0;
+  std::int64_t unit_slots = 0;  ///< of all configurations, or, of own units, of the largest
   int slot_stride = 8;
   bool squeezed = false;
 
@@ -56,7 +63,7 @@ class Grid {
                   std::int32_t config, std::uint32_t slots);
 
   cuda::DeviceBuffer rules_, admissions_, params_, sets_;
-  int tiles_ = 0;
+  int tiles_ = 0, own_units_;
 };
 
 }  // namespace kvlab

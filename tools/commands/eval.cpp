@@ -3,6 +3,7 @@
 #include <cmath>
 #include <optional>
 
+#include "engine/loop/device/layered_loop.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
@@ -31,9 +32,11 @@ void add_options(po::options_description& options) {
   add("max-tokens", number_option("T", 0), "use the first T tokens of each text; 0: all");
   add("span", text_option("decode|all", "decode"),
       "whose predictions are scored: those of decoded tokens, or all");
+  add("by-tokens", po::bool_switch(),
+      "on a CUDA device, decode token by token, which is also the check on the way by layers; so "
+      "does --stream");
   add("batched", po::bool_switch(),
-      "on a CUDA device, windows and budgets side by side: about 20 times faster for many; "
-      "products of many rows round in another order");
+      "on a CUDA device, the same with windows and budgets side by side");
   add("no-full", po::bool_switch(),
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
   add("block-tokens", number_option("N", 0),
@@ -143,16 +146,26 @@ struct Loaded {
   Sweep sweep;
 };
 
-/// On the CPU layer by layer, on a CUDA device token by token or, where it is asked for, in
-/// batches.
-Loaded load(Device device, const std::string& directory, unsigned threads, bool batched) {
+enum class Way { layers, tokens, batches };
+
+Way way_from(const po::variables_map& options) {
+  if (options["batched"].as<bool>()) return Way::batches;
+  return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? Way::tokens
+                                                                         : Way::layers;
+}
+
+/// On the CPU always layer by layer.
+Loaded load(Device device, const std::string& directory, unsigned threads, Way way) {
   if (device == Device::cpu) {
     const Model model = Model::load(directory, threads);
     return {nullptr, model.config(), model.weights_xxh3(), sweep_by_layers(model)};
   }
   std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
-  return {backend, backend->config(), backend->weights_xxh3(),
-          batched ? sweep_by_batches(backend->batches()) : sweep_by_tokens(*backend)};
+  const Sweep sweep = way == Way::batches ? sweep_by_batches(backend->batches())
+                      : way == Way::tokens
+                          ? sweep_by_tokens(*backend)
+                          : sweep_by_device_layers(*backend->device_model(), backend->batches());
+  return {backend, backend->config(), backend->weights_xxh3(), sweep};
 }
 
 int run(const po::variables_map& options) {
@@ -170,8 +183,7 @@ int run(const po::variables_map& options) {
   std::optional<AtomicFolder> folder;
   if (options.count("out")) refuse_existing(options["out"].as<std::string>(), "--out");
   if (options.count("out")) folder.emplace(options["out"].as<std::string>());
-  const Loaded model =
-      load(device_from(options), directory, how.threads, options["batched"].as<bool>());
+  const Loaded model = load(device_from(options), directory, how.threads, way_from(options));
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
   if (options.count("policy-file"))
     configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,

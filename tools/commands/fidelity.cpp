@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <set>
 
+#include "engine/loop/device/layered_loop.hpp"
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
@@ -167,8 +168,9 @@ int run(const po::variables_map& options) {
 
   const auto backend = load_backend(device, directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  const Sweep sweep = device == Device::cuda ? sweep_by_batches(backend->batches())
-                                             : sweep_by_layers(Model::load(directory, threads));
+  const Sweep sweep = device == Device::cuda
+                          ? sweep_by_device_layers(*backend->device_model(), backend->batches())
+                          : sweep_by_layers(Model::load(directory, threads));
   const auto replayer = device == Device::cuda ? cuda_replayer() : nullptr;
   const auto& paths = options["text"].as<std::vector<std::string>>();
   std::vector<std::vector<std::int32_t>> ids;

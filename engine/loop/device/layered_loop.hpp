@@ -1,0 +1,15 @@
+// The closed loop on a CUDA device, layer by layer: rows of all configurations through one product,
+// attention by the device replay.
+#pragma once
+
+#include "engine/loop/eval.hpp"
+
+namespace kvlab {
+
+/// As sweep_by_layers() of a model on the CPU, of one in device memory; logits are scored by
+/// `backend`. Both must outlive it. As many configurations go side by side as fit the device's
+/// memory. The sweep throws std::invalid_argument for what run_closed_loop() refuses, budgets by
+/// head and thresholds that differ; std::runtime_error where not even one configuration fits.
+Sweep sweep_by_device_layers(const DeviceModel& model, BatchBackend& backend);
+
+}  // namespace kvlab

@@ -1,0 +1,78 @@
+#include "sim/device/loop_attention.hpp"
+
+#include <algorithm>
+
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab {
+namespace {
+
+Grid grid_of(const UnitsPlan& plan, std::span<const ResolvedConfig* const> configs) {
+  return {configs, plan.tokens, false, static_cast<int>(plan.shape.kv_heads)};
+}
+
+UnitSizes outputs_alone(const UnitsPlan& plan, const Grid& grid) {
+  UnitSizes sizes = sizes_of(plan, grid, 1);
+  sizes.figures = false;
+  return sizes;
+}
+
+/// Of one layer: configurations, each with its KV heads.
+std::vector<ReplayUnit> units_of(const UnitsPlan& plan, std::size_t configs) {
+  std::vector<ReplayUnit> units;
+  for (std::size_t c = 0; c < configs; ++c)
+    for (std::uint32_t head = 0; head < plan.shape.kv_heads; ++head) units.push_back({0, head});
+  return units;
+}
+
+cuda::DeviceBuffer layers_of(const UnitsPlan& plan, std::size_t units) {
+  std::vector<std::uint32_t> layers;
+  for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)
+    layers.insert(layers.end(), units, layer);
+  return cuda::upload(layers, "the closed loop");
+}
+
+}  // namespace
+
+LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConfig* const> configs,
+                             const Tables& tables, unsigned threads, cuda::Products& product,
+                             Streams& streams, Walks& walks)
+    : plan_(plan),
+      grid_(grid_of(plan, configs)),
+      units_(plan, grid_, outputs_alone(plan, grid_), units_of(plan, configs.size()), tables,
+             product, streams),
+      walks_(walks),
+      layers_(layers_of(plan, configs.size() * plan.shape.kv_heads)),
+      count_(configs.size() * plan.shape.kv_heads) {
+  for (const ResolvedConfig* const config : configs) live_max_.push_back(most_live(*config));
+  walks_.load(units_.walks(), threads);
+}
+
+std::size_t LoopAttention::bytes_of_config(const UnitsPlan& plan,
+                                           std::span<const ResolvedConfig* const> configs) {
+  return plan.shape.kv_heads * bytes_of(outputs_alone(plan, grid_of(plan, configs)), 1);
+}
+
+void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs) {
+  const UnitSizes& s = units_.sizes();
+  const kernels::Type type = units_.args().tensors.type;
+  const std::size_t of_head = s.dim * s.element_bytes, of_key = s.tokens * of_head,
+                    width = plan_.shape.query_heads;
+  for (std::size_t unit = 0; unit < count_; ++unit) {
+    const std::size_t config = unit / plan_.shape.kv_heads, kv_head = unit % plan_.shape.kv_heads;
+    units_.take_keys({keys() + unit * of_key, type, static_cast<std::int64_t>(s.dim)}, unit);
+    for (std::uint32_t head = 0; head < s.group; ++head)
+      units_.take_queries(
+          {queries + (config * s.tokens * width + kv_head * s.group + head) * of_head, type,
+           static_cast<std::int64_t>(width * s.dim)},
+          unit, head);
+  }
+  units_.clear();
+  units_.set_layer(layers_.as<std::uint32_t>() + layer * count_);
+  units_.args().samples.outputs = outputs;
+  const auto block = static_cast<std::uint32_t>(s.block);
+  for (std::uint32_t first = 0; first < plan_.tokens; first += block)
+    units_.replay_block(walks_, first, std::min(block, plan_.tokens - first));
+}
+
+}  // namespace kvlab

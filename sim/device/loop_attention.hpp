@@ -1,0 +1,44 @@
+// Attention of the closed loop on a CUDA device: a layer at a time, each configuration over
+// queries, keys and values of its own.
+#pragma once
+
+#include "sim/device/units.hpp"
+
+namespace kvlab {
+
+/// Some configurations of one sequence. Every query's outputs are what its cache gives, evicted as
+/// the replay evicts. Rows are padded to `tokens()` for each configuration.
+class LoopAttention {
+ public:
+  /// `plan`: its span has all queries, each a sample. `configs`: for it, at least one. Compiles the
+  /// policies' walks where they are not yet. Throws std::runtime_error: too little memory.
+  LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConfig* const> configs,
+                const Tables& tables, unsigned threads, cuda::Products& product, Streams& streams,
+                Walks& walks);
+  /// Bytes of device memory for each of such configurations.
+  static std::size_t bytes_of_config(const UnitsPlan& plan,
+                                     std::span<const ResolvedConfig* const> configs);
+  /// A configuration's rows: the sequence's length, padded.
+  static std::size_t rows(std::size_t tokens) { return padded_tokens(tokens); }
+
+  /// Where keys and values before RoPE are expected [configuration, KV head, row, dim], of the
+  /// model's type.
+  std::byte* keys() const { return units_.parts().keys; }
+  std::byte* values() const { return units_.parts().values; }
+  /// Queries before RoPE to outputs, both [configuration, row, query head, dim] of the model's
+  /// type; may be the same memory. Enqueued on the first stream.
+  void attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs);
+  /// The most tokens that a KV head of a configuration holds.
+  std::uint32_t live_max(std::size_t config) const { return live_max_[config]; }
+
+ private:
+  const UnitsPlan& plan_;
+  Grid grid_;
+  Units units_;
+  Walks& walks_;
+  cuda::DeviceBuffer layers_;  // [layer, unit]
+  std::vector<std::uint32_t> live_max_;
+  std::size_t count_;  ///< units
+};
+
+}  // namespace kvlab

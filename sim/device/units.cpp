@@ -1,0 +1,301 @@
+#include "sim/device/units.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab {
+
+using cuda::check;
+using kernels::Type;
+
+namespace {
+
+constexpr std::uint32_t kAlignment = 16;   // of what is multiplied, bytes
+constexpr double kUsableMemory = 0.9;      // of what is free
+constexpr std::size_t kMostUnits = 65535;  // of a grid
+
+}  // namespace
+
+UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs) {
+  const Type rounding = type_of(plan.arithmetic.rounding);
+  return {.tokens = padded_tokens(plan.tokens),
+          .group = plan.shape.group(),
+          .dim = plan.shape.head_size,
+          .pairs = static_cast<std::size_t>(pairs_of(plan.shape)),
+          .quads = (plan.shape.group() + 3) / 4,
+          .block = kernels::kMostReplayQueries,
+          .slots = static_cast<std::size_t>(grid.unit_slots),
+          .configs = configs,
+          .windows = grid.windows.size(),
+          .samples = plan.span.samples(),
+          .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
+                           plan.span.sample_every(),
+          .named = plan.span.named().size(),
+          .slot_stride = static_cast<std::size_t>(grid.slot_stride),
+          .product_bytes = kernels::bytes_of(rounding),
+          .element_bytes = bytes_of(plan.shape.dtype),
+          .squeezed = grid.squeezed,
+          .rounds = rounding != Type::f32};
+}
+
+std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing) {
+  const cuda::MemoryInfo memory = cuda::memory_info();
+  const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
+  const std::size_t of_unit = bytes_of(sizes, 1),
+                    fit = (usable - std::min(usable, landing)) / of_unit;
+  if (fit == 0)
+    throw std::runtime_error(
+        fmt::format("device memory: one KV head of this replay needs {}, {} of {} are free; "
+                    "fewer budgets at once need less, or use --device cpu",
+                    cuda::bytes_text(of_unit + landing), cuda::bytes_text(memory.free),
+                    cuda::bytes_text(memory.total)));
+  return std::min(fit, kMostUnits);
+}
+
+Units::Units(const UnitsPlan& plan, const Grid& grid, const UnitSizes& sizes,
+             std::span<const ReplayUnit> units, const Tables& tables, cuda::Products& product,
+             Streams& streams)
+    : plan_(plan),
+      grid_(grid),
+      sizes_(sizes),
+      count_(units.size()),
+      product_(product),
+      streams_(streams) {
+  args_.shape = {.units = static_cast<int>(units.size()),
+                 .tokens = static_cast<int>(sizes.tokens),
+                 .group = static_cast<int>(plan.shape.group()),
+                 .head_size = static_cast<int>(plan.shape.head_size),
+                 .rotated = static_cast<int>(plan.rope.rotated()),
+                 .softmax_scale = plan.arithmetic.softmax_scale,
+                 .rounding = type_of(plan.arithmetic.rounding),
+                 .threshold16 = plan.arithmetic.threshold16};
+  args_.tensors.type = type_of(plan.shape.dtype);
+  args_.tensors.rope = tables.rope.as<float2>();
+  args_.tensors.coarse = tables.coarse.as<float2>();
+  args_.tensors.fine = tables.fine.as<float2>();
+  args_.span = {tables.span.as<std::int32_t>(),
+                static_cast<int>(plan.span.size()),
+                static_cast<int>(plan.span.blocks()),
+                static_cast<int>(plan.span.sample_every()),
+                tables.named.as<int2>(),
+                static_cast<int>(plan.span.named().size())};
+  args_.sequence = plan.sequence;
+  grid.describe(args_);
+  allocate(units);
+  clear();
+}
+
+void Units::allocate(std::span<const ReplayUnit> units) {
+  std::vector<std::uint32_t> layers, kv_heads;
+  for (const ReplayUnit& unit : units) {
+    layers.push_back(unit.layer);
+    kv_heads.push_back(unit.kv_head);
+  }
+  layers_ = cuda::upload(layers, "the replay");
+  kv_heads_ = cuda::upload(kv_heads, "the replay");
+  args_.layers = layers_.as<std::uint32_t>();
+  args_.kv_heads = kv_heads_.as<std::uint32_t>();
+  memory_ =
+      cuda::placed([&](cuda::Arena& arena) { lay_out(arena, sizes_, units.size(), parts_, args_); },
+                   "the replay");
+}
+
+void Units::clear() {
+  const auto zero = [&](auto part) {
+    if (part.empty()) return;
+    check(cudaMemsetAsync(part.data(), 0, part.size_bytes(), stream()), "clearing");
+  };
+  zero(parts_.progress);
+  zero(parts_.sums);
+  zero(parts_.errors);
+  zero(parts_.zero_outputs);
+  zero(parts_.named);
+}
+
+/// The arguments of the members' walk.
+kernels::ReplayArgs Units::args_of(const Members& members) const {
+  kernels::ReplayArgs args = args_;
+  args.members = members.on_device.as<std::int32_t>();
+  args.member_count = static_cast<int>(members.configs.size());
+  args.slot_bytes = members.policy->slot_bytes;
+  args.squeezed = members.squeezed;
+  args.room_slots = members.most_slots;
+  return args;
+}
+
+Walk Units::walk_of(const Members& members) const {
+  kernels::ReplayArgs args = args_of(members);
+  args.rows.count = 1;  // any
+  Walk walk{members.policy, {}};
+  check(kernels::walk_variant(args, walk.variant), "asking for the device's limits");
+  return walk;
+}
+
+std::vector<Walk> Units::walks() const {
+  std::vector<Walk> all;
+  for (const Members& members : grid_.members) all.push_back(walk_of(members));
+  return all;
+}
+
+kernels::ReplayRotateArgs Units::rotation_of(const kernels::ReplayVectors& from) const {
+  return {.from = from,
+          .rope = args_.tensors.rope,
+          .rows = static_cast<int>(plan_.tokens),
+          .tokens = static_cast<int>(plan_.tokens),
+          .head_size = args_.shape.head_size,
+          .rotated = args_.shape.rotated,
+          .group = 1,
+          .group_head = 0,
+          .plain = nullptr,
+          .parts = nullptr,
+          .rounded = nullptr,
+          .rounding = args_.shape.rounding};
+}
+
+void Units::copy(const kernels::ReplayVectors& from, std::size_t unit, Part part) {
+  kernels::ReplayRotateArgs args = rotation_of(from);
+  args.rotated = 0;
+  args.rounding = args_.tensors.type;
+  args.rounded = (part == Part::k ? parts_.keys : parts_.values) +
+                 unit * sizes_.tokens * sizes_.dim * sizes_.element_bytes;
+  check(kernels::replay_rotate(args, stream()), "reading keys and values");
+}
+
+void Units::take_keys(const kernels::ReplayVectors& from, std::size_t unit) {
+  const UnitSizes& s = sizes_;
+  const std::size_t of_unit = unit * s.tokens * s.dim;
+  if (parts_.paired_keys)
+    check(kernels::replay_pair_keys(
+              args_.shape, static_cast<int>(plan_.tokens), from, args_.tensors.type,
+              parts_.paired_keys + unit * s.tokens * 2 * s.pairs * s.element_bytes,
+              parts_.key_scales + unit * s.tokens, stream()),
+          "pairing keys");
+  kernels::ReplayRotateArgs args = rotation_of(from);
+  args.parts = parts_.key_parts ? parts_.key_parts + 3 * of_unit : nullptr;
+  args.rounded = parts_.rounded_keys + of_unit * s.product_bytes;
+  check(kernels::replay_rotate(args, stream()), "rotating keys");
+}
+
+void Units::take_queries(const kernels::ReplayVectors& from, std::size_t unit, std::uint32_t head) {
+  const UnitSizes& s = sizes_;
+  const std::size_t of_unit = unit * s.tokens * s.dim * s.group;
+  kernels::ReplayRotateArgs args = rotation_of(from);
+  args.group = static_cast<int>(s.group);
+  args.group_head = static_cast<int>(head);
+  if (parts_.plain_queries) {
+    kernels::ReplayRotateArgs plain = args;
+    plain.rotated = 0;
+    plain.plain = parts_.plain_queries + of_unit;
+    check(kernels::replay_rotate(plain, stream()), "reading queries");
+  }
+  args.plain = parts_.queries + of_unit;
+  args.rounded = parts_.rounded_queries + of_unit * s.product_bytes;
+  check(kernels::replay_rotate(args, stream()), "rotating queries");
+}
+
+void Units::multiply_rows(std::uint32_t first, std::uint32_t count) {
+  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
+             group = static_cast<std::int64_t>(sizes_.group),
+             dim = static_cast<std::int64_t>(sizes_.dim);
+  product_({.type = args_.shape.rounding,
+            .batches = static_cast<int>(count_),
+            .rows = static_cast<int>(count * group),
+            .n = static_cast<int>(first + count),
+            .k = static_cast<int>(dim),
+            .x = parts_.rounded_queries + first * sizes_.group * sizes_.dim * sizes_.product_bytes,
+            .x_row = dim,
+            .x_batch = tokens * group * dim,
+            .w = parts_.rounded_keys,
+            .w_row = dim,
+            .w_batch = tokens * dim,
+            .y = parts_.products,
+            .y_row = tokens,
+            .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens,
+            .alignment = kAlignment},
+           stream());
+}
+
+/// Of queries and keys that were not rounded, in float32, by three products in TF32.
+void Units::multiply_parts(std::uint32_t first, std::uint32_t count) {
+  check(kernels::replay_query_parts(args_.shape, static_cast<int>(first), static_cast<int>(count),
+                                    args_.rows.block, parts_.queries, parts_.query_parts, stream()),
+        "computing rows");
+  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
+             rows = static_cast<std::int64_t>(sizes_.block * sizes_.group),
+             parts = static_cast<std::int64_t>(3 * sizes_.dim);
+  product_({.type = Type::f32,
+            .batches = static_cast<int>(count_),
+            .rows = static_cast<int>(count * sizes_.group),
+            .n = static_cast<int>(first + count),
+            .k = static_cast<int>(parts),
+            .x = parts_.query_parts,
+            .x_row = parts,
+            .x_batch = rows * parts,
+            .w = parts_.key_parts,
+            .w_row = parts,
+            .w_batch = tokens * parts,
+            .y = parts_.unrounded_products,
+            .y_row = tokens,
+            .y_batch = rows * tokens,
+            .tf32 = true,
+            .alignment = kAlignment},
+           stream());
+}
+
+void Units::make_rows(std::uint32_t first, std::uint32_t count) {
+  args_.rows.first = static_cast<int>(first);
+  args_.rows.count = static_cast<int>(count);
+  multiply_rows(first, count);
+  if (parts_.key_parts) multiply_parts(first, count);
+  check(kernels::replay_rows({.shape = args_.shape,
+                              .span = args_.span,
+                              .rows = args_.rows,
+                              .products = parts_.products,
+                              .unrounded = parts_.unrounded_products,
+                              .tensors = args_.tensors},
+                             stream()),
+        "computing rows");
+}
+
+void Units::walk(const Walks& walks) {
+  streams_.fork();
+  for (std::size_t m = 0; m < grid_.members.size(); ++m) {
+    const Members& members = grid_.members[m];
+    check(
+        kernels::replay_walk(walks.kernel(walk_of(members)), args_of(members), streams_.branch(m)),
+        fmt::format("replaying {}", members.policy->info.name));
+  }
+  if (!grid_.windows.empty()) {
+    kernels::ReplayArgs args = args_;
+    args.members = grid_.windows_on_device.as<std::int32_t>();
+    args.member_count = static_cast<int>(grid_.windows.size());
+    check(kernels::replay_windows(args, streams_.branch(grid_.members.size())),
+          "replaying windows");
+  }
+  streams_.join();
+}
+
+void Units::replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count) {
+  make_rows(first, count);
+  walk(walks);
+  check(kernels::replay_outputs(args_, stream()), "computing outputs");
+}
+
+int Units::waves(const Walks& walks) const {
+  int all = 0;
+  for (const Members& members : grid_.members) {
+    kernels::ReplayArgs args = args_of(members);
+    args.rows.count = 1;
+    int own = 0;
+    check(kernels::replay_waves(walks.kernel(walk_of(members)), args, own),
+          "asking for the device's limits");
+    all += own;
+  }
+  return all;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,126 @@
+// Units on the device: their tensors, a block's rows, their caches' walks.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "kernels/host/product.hpp"
+#include "sim/device/batch_memory.hpp"
+#include "sim/device/grid.hpp"
+#include "sim/device/walks.hpp"
+#include "sim/metrics.hpp"
+#include "sim/replay.hpp"
+
+namespace kvlab {
+
+/// A stream, and branches of it that run side by side.
+class Streams {
+ public:
+  Streams() {
+    for (std::size_t i = 0; i < std::size(branches_); ++i) ends_.emplace_back();
+  }
+  cudaStream_t first() const { return first_.get(); }
+  void synchronize() const { first_.synchronize("replaying"); }
+  cudaStream_t branch(std::size_t i) const { return branches_[i % std::size(branches_)].get(); }
+  /// Branches go on from where the first stream is.
+  void fork() {
+    begin_.record(first());
+    for (const cuda::Stream& branch : branches_) begin_.hold(branch.get(), "waiting for a stream");
+  }
+  /// The first stream goes on when all branches have ended.
+  void join() {
+    for (std::size_t i = 0; i < std::size(branches_); ++i) {
+      ends_[i].record(branches_[i].get());
+      ends_[i].hold(first(), "waiting for a stream");
+    }
+  }
+
+ private:
+  cuda::Stream first_, branches_[16];
+  cuda::Event begin_;
+  std::vector<cuda::Event> ends_;
+};
+
+/// What the units of a replay, or of a closed loop, have in common.
+struct UnitsPlan {
+  const ModelShape& shape;
+  const Rope& rope;
+  const RopeTable& angles;  ///< of all tokens
+  const HeadArithmetic& arithmetic;
+  const QuerySpan& span;
+  std::uint32_t tokens, sequence;
+};
+
+/// Pairs of dimensions of a head, padded: see kernels::ReplayShape.
+inline int pairs_of(const ModelShape& shape) {
+  return kernels::ReplayShape{.head_size = static_cast<int>(shape.head_size)}.pairs();
+}
+
+/// Tokens of a unit as its tensors have them: rows of products begin aligned.
+constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
+
+/// What all units read.
+struct Tables {
+  explicit Tables(const UnitsPlan& plan);
+  cuda::DeviceBuffer rope, coarse, fine, span, named;
+};
+
+/// The sizes of such a unit, of a grid of `configs`.
+UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs);
+/// How many of them fit together, beside `landing` bytes. Throws std::runtime_error where not even
+/// one does.
+std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing);
+
+/// Units that are on the device together. All is enqueued on the first stream.
+class Units {
+ public:
+  /// `units`: their KV heads.
+  Units(const UnitsPlan& plan, const Grid& grid, const UnitSizes& sizes,
+        std::span<const ReplayUnit> units, const Tables& tables, cuda::Products& product,
+        Streams& streams);
+
+  /// The walks that its members need.
+  std::vector<Walk> walks() const;
+  /// Copies a unit's keys or values, a row for each token, to where the walks read them.
+  void copy(const kernels::ReplayVectors& from, std::size_t unit, Part part);
+  /// Makes all else of keys, and of the queries of one head of the group.
+  void take_keys(const kernels::ReplayVectors& from, std::size_t unit);
+  void take_queries(const kernels::ReplayVectors& from, std::size_t unit, std::uint32_t head);
+  /// The caches as they are before the first token, with no figures.
+  void clear();
+  /// Takes the units that there are to be those of another layer.
+  void set_layer(const std::uint32_t* layers) { args_.layers = layers; }
+  /// Queries first, first + 1, …, `count` of them: rows, walks, outputs.
+  void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count);
+  void multiply_rows(std::uint32_t first, std::uint32_t count);
+  /// Rounds of thread blocks of one query, over the policies.
+  int waves(const Walks& walks) const;
+
+  const UnitSizes& sizes() const { return sizes_; }
+  std::uint32_t tokens() const { return plan_.tokens; }
+  kernels::ReplayArgs& args() { return args_; }
+  const kernels::ReplayArgs& args() const { return args_; }
+  const BatchParts& parts() const { return parts_; }
+  cudaStream_t stream() const { return streams_.first(); }
+
+ private:
+  void allocate(std::span<const ReplayUnit> units);
+  kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
+  kernels::ReplayArgs args_of(const Members& members) const;
+  Walk walk_of(const Members& members) const;
+  void make_rows(std::uint32_t first, std::uint32_t count);
+  void multiply_parts(std::uint32_t first, std::uint32_t count);
+  void walk(const Walks& walks);
+
+  const UnitsPlan& plan_;
+  const Grid& grid_;
+  const UnitSizes sizes_;
+  std::size_t count_;
+  cuda::Products& product_;
+  Streams& streams_;
+  kernels::ReplayArgs args_{};
+  BatchParts parts_{};
+  cuda::DeviceBuffer memory_, layers_, kv_heads_;
+};
+
+}  // namespace kvlab

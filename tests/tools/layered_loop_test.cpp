@@ -1,0 +1,112 @@
+// The closed loop by layers on a device against the CPU's, and against the engine that decodes
+// token by token.
+#include "engine/loop/device/layered_loop.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tests/engine/cuda_fixture.hpp"
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+/// Of the demo's text, behind the model's first token.
+Ids some_tokens(std::size_t count) {
+  static const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  const std::string text = read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20);
+  Ids ids{0};
+  for (const std::int32_t id : tokenizer.encode(text, false)) ids.push_back(id);
+  REQUIRE(ids.size() >= count);
+  ids.resize(count);
+  return ids;
+}
+
+CacheConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
+                      Positions positions) {
+  return {.policy = parse_policy(policy),
+          .budget = {.extent = tokens(budget)},
+          .prefill = prefill,
+          .positions = positions,
+          .seed = 3};
+}
+
+/// The full cache and every policy, guarded and not, at two budgets.
+std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {
+  std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
+  for (const PolicyEntry& entry : policy_catalogue())
+    for (const std::uint32_t budget : {24u, 70u})
+      if (entry.info.evicts)
+        configs.push_back(config_of(entry.info.name, budget, prefill, positions));
+  configs.push_back(config_of("lru:sinks=4:recent=50%", 40, prefill, positions));
+  return configs;
+}
+
+double worst_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  REQUIRE(a.size() == b.size());
+  double worst = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, std::fabs(a[i] - b[i]));
+  return worst;
+}
+
+double mean(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double value : values) sum += value / static_cast<double>(values.size());
+  return sum;
+}
+
+TEST_CASE("In float32 the loop on a device gives every token the CPU's log-likelihood", "[gpu]") {
+  if (no_device()) return;
+  const auto backend = load_cuda_backend(kTiny);
+  const Sweep on_device = sweep_by_device_layers(tiny(Dtype::f32), backend->batches());
+  const std::vector<Ids> sequences{some_tokens(200), some_tokens(131)};
+  for (const Prefill prefill : {Prefill{0}, Prefill{13}, Prefill{1}})
+    for (const Positions positions : {Positions::original, Positions::cache}) {
+      const std::vector<CacheConfig> configs = grid(prefill, positions);
+      const EvalOptions options{.prompt_tokens = 50, .threads = 2};
+      const auto ours = on_device(sequences, configs, options),
+                 wanted = sweep_by_layers(cpu_tiny())(sequences, configs, options);
+      for (std::size_t s = 0; s < sequences.size(); ++s)
+        for (std::size_t c = 0; c < configs.size(); ++c) {
+          INFO(configs[c].policy.text()
+               << " budget " << configs[c].budget.text() << " prefill " << prefill.text()
+               << " positions " << name_of(positions) << " sequence " << s);
+          CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= 1e-3);
+          CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= 1e-3);
+          CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
+        }
+    }
+}
+
+TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16", "[gpu]") {
+  if (no_device()) return;
+  const auto backend = load_cuda_backend(kTiny);
+  const std::vector<Ids> sequences{some_tokens(300)};
+  const std::vector<CacheConfig> configs = grid(Prefill{0}, Positions::original);
+  const EvalOptions options{.prompt_tokens = 60, .threads = 2};
+  const auto by_layers = sweep_by_device_layers(*backend->device_model(), backend->batches())(
+                 sequences, configs, options),
+             by_tokens = sweep_by_tokens(*backend)(sequences, configs, options);
+  for (std::size_t c = 0; c < configs.size(); ++c) {
+    INFO(configs[c].policy.text() << " budget " << configs[c].budget.text());
+    CHECK(std::fabs(mean(by_layers[0][c].nll) - mean(by_tokens[0][c].nll)) <= 3e-3);
+  }
+}
+
+TEST_CASE("The loop by layers on a device refuses what it cannot hold to", "[gpu]") {
+  if (no_device()) return;
+  const auto backend = load_cuda_backend(kTiny);
+  const Sweep sweep = sweep_by_device_layers(*backend->device_model(), backend->batches());
+  CacheConfig by_head = config_of("h2o", 24, Prefill{0}, Positions::original);
+  by_head.head_budgets.assign(4, {24, 24});
+  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_head}, {}),
+                  std::invalid_argument);
+  CacheConfig other = config_of("lru", 24, Prefill{0}, Positions::original);
+  other.threshold = 0.1;
+  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, other}, {}),
+                  std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace kvlab
