@@ -53,6 +53,22 @@ TEST_CASE("A run leaves a figure a row, an answer a row, and what was asked") {
   CHECK_THROWS_AS(task({"recall", "--model", kTiny, "--out", out}), std::runtime_error);
 }
 
+TEST_CASE("The questions of a run are captured into a folder that is made") {
+  const test::TemporaryFolder folder;
+  const std::string traces = (folder / "traces").string();
+  const std::vector<std::string> words{"passkey",   "--model",
+                                       kTiny,       "--words",
+                                       "20",        "--depth",
+                                       "0%",        "--draws",
+                                       "1",         "--max-new-tokens",
+                                       "2",         "--query-aware",
+                                       "--device",  "cpu",
+                                       "--capture", traces};
+  CHECK(task(words) == 0);
+  CHECK(std::filesystem::exists(folder / "traces" / "20-0%-0-query-aware" / "manifest.json"));
+  CHECK_THROWS_AS(task(words), std::runtime_error);
+}
+
 TEST_CASE("What is wrong is named, with what would be right") {
   CHECK(refusal({}).starts_with("--task: missing; "));
   CHECK(refusal({"pass", "--model", kTiny}) ==

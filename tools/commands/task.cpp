@@ -4,6 +4,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
@@ -43,6 +44,8 @@ void add_options(po::options_description& options) {
   add("beyond-context", po::bool_switch(),
       "take prompts that are longer than what the model was trained on");
   add("out", text_option("RUN"), "a directory to be made, for the tables");
+  add("capture", text_option("DIR"),
+      "a directory to be made, for a trace of every question with the right answer behind it");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -250,7 +253,9 @@ void write_run(const std::string& out, const TaskRun& run, std::span<const TaskF
 int run(const po::variables_map& options) {
   TaskRequest request = request_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  if (options.count("out")) refuse_existing(options["out"].as<std::string>(), "--out");
+  for (const char* name : {"out", "capture"})
+    if (options.count(name))
+      refuse_existing(options[name].as<std::string>(), fmt::format("--{}", name));
   std::string text;
   if (options.count("text")) {
     text = read_text_file(options["text"].as<std::string>(), kMaxTextBytes);
@@ -263,6 +268,9 @@ int run(const po::variables_map& options) {
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
 
   const TaskRun run = run_task(*backend, tokenizer, request);
+  if (options.count("capture"))
+    capture_tasks(*backend, tokenizer, directory, run, options["capture"].as<std::string>(),
+                  threads_from(options), progress_bar("capture"));
   const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
   ordered_json json = about(run, request, *backend);
   if (options.count("out")) write_run(options["out"].as<std::string>(), run, figures, json);

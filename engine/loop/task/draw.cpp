@@ -90,7 +90,8 @@ TaskDraw draw_passkey(const Haystack& haystack, TaskPlace place, Random& random)
               haystack.with(place.words, random.below(haystack.sentences()), {&hidden, 1})),
           .question = "\nWhat is the pass key in the text?",
           .lead = "The pass key is the number",
-          .expected = {key}};
+          .expected = {key},
+          .evidence = {hidden.sentence}};
 }
 
 /// The asked key's first number is at the place, all other numbers anywhere.
@@ -116,8 +117,12 @@ TaskDraw draw_needle(const TaskSpec& spec, const Haystack& haystack, TaskPlace p
                               single ? "is the secret number" : "are all secret numbers", keys[0]),
       .lead = fmt::format("The secret {} of the {} {}", single ? "number" : "numbers", keys[0],
                           single ? "is" : "are"),
-      .expected = {}};
-  for (const std::size_t i : asked) draw.expected.push_back(numbers[i]);
+      .expected = {},
+      .evidence = {}};
+  for (const std::size_t i : asked) {
+    draw.expected.push_back(numbers[i]);
+    draw.evidence.push_back(hidden[i].sentence);
+  }
   return draw;
 }
 
@@ -152,7 +157,8 @@ TaskDraw draw_recall(const TaskSpec& spec, TaskPlace place, Random& random) {
                              list),
       .question = fmt::format("\nWhich number does the list give for {}?", key),
       .lead = fmt::format("{}:", key),
-      .expected = {numbers[asked]}};
+      .expected = {numbers[asked]},
+      .evidence = {fmt::format("{}: {}", key, numbers[asked])}};
 }
 
 }  // namespace

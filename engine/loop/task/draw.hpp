@@ -35,6 +35,7 @@ struct TaskDraw {
   std::string context, question;
   std::string lead;                   ///< how the answer begins: "The pass key is"
   std::vector<std::string> expected;  ///< numbers, in the order of the text
+  std::vector<std::string> evidence;  ///< what in the context says each of them, there once
   std::string answer() const;         ///< what follows the lead: " 4821, 1734"
 };
 

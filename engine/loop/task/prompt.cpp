@@ -31,6 +31,7 @@ TaskPrompt encode_task(const Tokenizer& tokenizer, const ModelConfig& config,
   prompt.answer.assign(border.in2, answered.end());
   prompt.question.erase(border.in1, prompt.question.end());
   prompt.expected = draw.expected;
+  prompt.evidence = draw.evidence;
   return prompt;
 }
 

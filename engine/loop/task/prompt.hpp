@@ -24,7 +24,7 @@ struct TaskPrompt {
   std::vector<std::int32_t> context;   ///< with what comes before it
   std::vector<std::int32_t> question;  ///< up to where the answer is to begin
   std::vector<std::int32_t> answer;    ///< the right one
-  std::vector<std::string> expected;
+  std::vector<std::string> expected, evidence;  ///< as in TaskDraw
 
   std::uint32_t tokens() const {  ///< without the answer
     return static_cast<std::uint32_t>(context.size() + question.size());

@@ -1,0 +1,97 @@
+// Traces of questions: which tokens are the answer's.
+#include "engine/loop/task/capture.hpp"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <memory>
+
+#include "engine/loop/task/run.hpp"
+#include "tests/catch.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
+
+Backend& tiny() {
+  static const auto backend = load_backend(Device::cpu, kTiny, 2);
+  return *backend;
+}
+
+TEST_CASE("The answer's span is the tokens of what says it, for every kind of question") {
+  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  const Haystack text(bundled_haystack());
+  for (const TaskSpec& spec :
+       {TaskSpec{}, TaskSpec{.kind = TaskKind::needle, .keys = 3},
+        TaskSpec{.kind = TaskKind::needle, .values = 3}, TaskSpec{.kind = TaskKind::recall},
+        TaskSpec{.kind = TaskKind::recall, .reassigned = true}})
+    for (const double depth : {0.0, 0.4, 1.0}) {
+      CAPTURE(spec.text(), depth);
+      const TaskDraw draw = draw_task(spec, text, {60, depth}, 3, 1);
+      REQUIRE(draw.evidence.size() == draw.expected.size());
+      const TaskPrompt prompt = encode_task(tokenizer, tiny().config(), {}, draw);
+      const std::vector<NamedSpan> spans = answer_spans(tokenizer, prompt);
+      REQUIRE(spans.size() == draw.expected.size());
+      for (std::size_t i = 0; i < spans.size(); ++i) {
+        CHECK(spans[i].name == (spans.size() == 1 ? "answer" : fmt::format("answer {}", i + 1)));
+        const std::span<const std::int32_t> ids(prompt.context);
+        const std::string said = tokenizer.decode(ids.subspan(spans[i].start, spans[i].tokens));
+        CHECK(said.find(draw.evidence[i]) != said.npos);
+        CHECK(draw.evidence[i].find(draw.expected[i]) != said.npos);
+        CHECK(said.size() <= draw.evidence[i].size() + 2);
+      }
+    }
+}
+
+TaskRequest two_questions() {
+  TaskRequest request{.words = {30}, .depths = {0.5}, .draws = 2};
+  request.answers.max_new_tokens = 2;
+  return request;
+}
+
+TEST_CASE("A question's trace has its segments, the right answer decoded, and the span") {
+  const test::TemporaryFolder folder;
+  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  const TaskRun run = run_task(tiny(), tokenizer, two_questions());
+  capture_tasks(tiny(), tokenizer, kTiny, run, folder / "traces", 2, {});
+  std::size_t traces = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder / "traces"))
+    ++traces;
+  CHECK(traces == 4);
+  for (std::uint32_t draw = 0; draw < 2; ++draw)
+    for (const QueryMode mode : run.modes) {
+      const TaskPrompt& prompt = run.prompts[draw];
+      const TraceReader trace =
+          TraceReader::open(folder / "traces" / fmt::format("30-50%-{}-{}", draw, name_of(mode)));
+      std::vector<std::int32_t> ids;
+      std::vector<Segment> segments;
+      for (const auto& part : prompt.segments(mode)) {
+        segments.push_back({static_cast<std::uint32_t>(ids.size()),
+                            static_cast<std::uint32_t>(part.size()), SegmentKind::prompt});
+        ids.insert(ids.end(), part.begin(), part.end());
+      }
+      segments.push_back(
+          {prompt.tokens(), static_cast<std::uint32_t>(prompt.answer.size()), SegmentKind::decode});
+      ids.insert(ids.end(), prompt.answer.begin(), prompt.answer.end());
+      CHECK(std::ranges::equal(trace.ids(), ids));
+      CHECK(trace.segments() == segments);
+      CHECK(trace.header().spans == answer_spans(tokenizer, prompt));
+      CHECK(trace.extras().sketch);
+      CHECK(trace.extras().residual_norm2);
+    }
+}
+
+TEST_CASE("Traces of questions that cannot all be written are not there") {
+  const test::TemporaryFolder folder;
+  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  TaskRun run = run_task(tiny(), tokenizer, two_questions());
+  run.prompts[1].evidence = {"what nobody said"};
+  CHECK_THROWS_AS(capture_tasks(tiny(), tokenizer, kTiny, run, folder / "traces", 2, {}),
+                  std::invalid_argument);
+  CHECK_FALSE(std::filesystem::exists(folder / "traces"));
+}
+
+}  // namespace
+}  // namespace kvlab
