@@ -285,6 +285,9 @@ def convert(source, folder):
     try:
         with np.errstate(all="ignore"):
             reader = Reader(source)
+        for tensor in reader.tensors:  # an offset may wrap around
+            if tensor.data_offset < reader.data_offset:
+                raise ValueError(f"tensor {tensor.name} begins before the data")
     except FileNotFoundError:
         raise Refused("there is no such file")
     except Exception as error:  # the package names no error of its own for a broken file
