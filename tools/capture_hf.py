@@ -260,7 +260,12 @@ def span_of(tokenizer, ids, text):
     start, stop = fewest(begin), fewest(begin + len(text))
     if len(spelled(start)) > begin:  # the token in front reaches into the text
         start -= 1
-    return {"name": text, "start": first + start, "tokens": stop - start}
+    return {"name": span_name(text), "start": first + start, "tokens": stop - start}
+
+
+def span_name(text):
+    """Without control characters."""
+    return "".join(" " if character < " " or character == "\x7f" else character for character in text)
 
 
 def spans_of(model, ids, texts):
@@ -269,9 +274,10 @@ def spans_of(model, ids, texts):
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
-    for text in texts:
-        if texts.count(text) > 1:
-            refuse_span(text, "is given twice; once is enough")
+    names = [span_name(text) for text in texts]
+    for name in names:
+        if names.count(name) > 1:
+            refuse_span(name, "is given twice; once is enough")
     return [span_of(tokenizer, ids, text) for text in texts]
 
 

@@ -131,9 +131,9 @@ class CaptureTest(ScriptTest):
         self.assertAlmostEqual(parts[2, "k"], 0.01, 5)
 
     def test_spans_are_the_tokens_that_cover_a_text(self):
-        prompt = "It was dark \u2014 and \U0001f600\u7684 in caf\u00e9s\u0301. The pass key is 52417; say it."
+        prompt = "It was dark \u2014 and \U0001f600\u7684 in caf\u00e9s\u0301. The\npass\tkey is 52417; say it."
         texts = [
-            "pass key is 52417",
+            "pass\tkey is 52417",
             "\u2014",
             "\U0001f600",
             "\u7684 in",
@@ -149,18 +149,19 @@ class CaptureTest(ScriptTest):
         arguments = ["--model", self.tiny32, "--prompt", prompt, "--max-new-tokens", 2, *spans]
         ours = self.captured("spans", *arguments)
         found = manifest_of(ours)["spans"]
-        self.assertEqual([span["name"] for span in found], texts)
+        plain = [text.replace("\n", " ").replace("\t", " ") for text in texts]
+        self.assertEqual([span["name"] for span in found], plain)
         self.assertEqual(found, manifest_of(self.captured_by_kvlab("spans-kvlab", *arguments))["spans"])
         self.check_verifies(ours)
 
         tokenizer = tokenizers.Tokenizer.from_file(str(self.tiny32 / "tokenizer.json"))
         ids = ids_of(ours)
-        for span in found:
+        for span, text in zip(found, texts):
             for fewer, covers in ((0, True), (1, False)):
                 for begin, end in ((fewer, 0), (0, fewer)):
                     part = ids[span["start"] + begin : span["start"] + span["tokens"] - end]
                     spelled = tokenizer.decode(part, skip_special_tokens=False)
-                    self.assertEqual(span["name"] in spelled, covers, (span, spelled))
+                    self.assertEqual(text in spelled, covers, (span, spelled))
 
         model = ["--model", self.tiny32, "--prompt", prompt]
         cut = ["--teacher-forced", "--prompt-tokens", 2, "--max-tokens", 5]
@@ -169,6 +170,7 @@ class CaptureTest(ScriptTest):
             ('"" is not in the prompt', "--span-of", ""),
             ('"a" is there more than once', "--span-of", "a"),
             ('"dark" is given twice', "--span-of", "dark", "--span-of", "dark"),
+            ('"The pass" is given twice', "--span-of", "The\npass", "--span-of", "The pass"),
             ('"say" is not in the prompt', "--span-of", "say", *cut),
         ):
             self.check_refused(words, "refused", *model, *more)
