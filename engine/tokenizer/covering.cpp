@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <ranges>
 #include <stdexcept>
 #include <string>
 
@@ -41,11 +39,17 @@ TokenRange covering_tokens(const Tokenizer& tokenizer, std::span<const std::int3
     return tokenizer.decode(rest.first(count), false).size();
   };
   const std::size_t begin = find_once(tokenizer.decode(rest, false), text);
-  // The least count of tokens that spell more than the text before, and all of the text.
-  const auto counts = std::views::iota(std::size_t{0}, rest.size() + 1);
+  /// The least count of tokens that spell so many bytes, by bisection.
   const auto fewest = [&](std::size_t bytes) {
-    return *std::ranges::partition_point(counts,
-                                         [&](std::size_t count) { return spelled(count) < bytes; });
+    std::size_t low = 0, high = rest.size();
+    while (low < high) {
+      const std::size_t middle = (low + high) / 2;
+      if (spelled(middle) < bytes)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
   };
   const std::size_t first = fewest(begin + 1) - 1, end = fewest(begin + text.size());
   return {static_cast<std::uint32_t>(first + (special ? 1 : 0)),
