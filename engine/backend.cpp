@@ -1,6 +1,7 @@
 #include "engine/backend.hpp"
 
 #include "engine/capture.hpp"
+#include "engine/cpu_backend.hpp"
 #include "engine/cpu_batches.hpp"
 #include "traces/base/json.hpp"
 
@@ -22,8 +23,8 @@ class CapturedDecoder final : public Decoder {
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(const std::filesystem::path& directory, unsigned threads)
-      : model_(Model::load(directory, threads)), threads_(threads), batches_(model_, threads) {}
+  CpuBackend(const Model& model, unsigned threads)
+      : model_(model), threads_(threads), batches_(model_, threads) {}
 
   const ModelConfig& config() const override { return model_.config(); }
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
@@ -58,7 +59,11 @@ class CpuBackend final : public Backend {
 std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path& directory,
                                       unsigned threads) {
   if (device == Device::cuda) return load_cuda_backend(directory);
-  return std::make_unique<CpuBackend>(directory, threads);
+  return cpu_backend(Model::load(directory, threads), threads);
+}
+
+std::unique_ptr<Backend> cpu_backend(const Model& model, unsigned threads) {
+  return std::make_unique<CpuBackend>(model, threads);
 }
 
 }  // namespace kvlab

@@ -40,6 +40,7 @@ Command replay_command();
 Command report_command();
 Command task_command();
 Command trace_command();
+Command tune_command();
 Command verify_command();
 
 /// Parses `words` (without the command's name) by the command's own options and runs it; with

@@ -201,6 +201,31 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
                     fmt::format("{} against the budget", metric.label));
 }
 
+std::string scatter_chart(const std::vector<ScatterPoint>& points, std::string_view x_label,
+                          std::string_view y_label, std::string_view name) {
+  std::string blocks, plots;
+  std::size_t drawn = 0;
+  for (const ScatterPoint& point : points) {
+    if (!(point.x > 0 && point.y > 0)) continue;
+    blocks += fmt::format("$p{} << EOD\n{} {}\nEOD\n", drawn, point.x, point.y);
+    plots += fmt::format("{}$p{} using 1:2 with points pt {} ps 1 lw 1.6 lc rgb '{}' notitle",
+                         drawn ? ", \\\n  " : "", drawn, std::max(point.style.point, 1),
+                         light_of(point.style.colour));
+    ++drawn;
+  }
+  if (drawn == 0) return "";
+  const Layout layout{
+      .width = kNarrow, .height = 320, .left = 92, .right = 20, .top = 12, .bottom = 66};
+  const std::string script =
+      frame() + blocks + layout.margins() +
+      fmt::format(
+          "unset key\nset logscale xy\nset offsets graph 0.06, graph 0.06, graph 0.06, graph 0.06\n"
+          "set format '%g'\nset xlabel {} offset 0,0.4\nset ylabel {} offset 1.2,0\nplot {}\n",
+          gnuplot_string(x_label), gnuplot_string(y_label), plots);
+  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name,
+                    fmt::format("{} against {}", y_label, x_label));
+}
+
 std::string heat_map(const HeadGrid& grid, Shading shading, std::string_view label,
                      std::string_view name) {
   const Range range = range_of(grid, shading);

@@ -17,6 +17,15 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
                         const std::vector<std::size_t>& series, const MetricInfo& metric,
                         std::string_view name);
 
+/// One point of a scatter.
+struct ScatterPoint {
+  double x, y;
+  SeriesStyle style;
+};
+/// Points on logarithmic axes. Points that are not positive are left out; empty where none is left.
+std::string scatter_chart(const std::vector<ScatterPoint>& points, std::string_view x_label,
+                          std::string_view y_label, std::string_view name);
+
 /// A figure for each layer and KV head.
 struct HeadGrid {
   std::vector<std::int32_t> layers;          ///< rows

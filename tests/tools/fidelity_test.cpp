@@ -3,12 +3,16 @@
 
 #include <cmath>
 
-#include "engine/backend.hpp"
+#include "engine/cpu_backend.hpp"
+#include "engine/loop/fidelity/page.hpp"
+#include "engine/loop/fidelity/table.hpp"
 #include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -22,17 +26,26 @@ std::vector<CacheConfig> grid(const std::vector<std::string>& policies,
   return configs;
 }
 
+/// A text whose tokens all have a configuration's mean, and one figure or two.
+FidelityText text_of(const std::string& name, const std::vector<double>& kl,
+                     OpenLoopFigures figures) {
+  FidelityText text{.name = name, .tokens = 64, .kl = kl, .figures = std::move(figures)};
+  for (const double mean : kl) text.kl_tokens.emplace_back(64, mean);
+  return text;
+}
+
 TEST_CASE("A figure is judged within a budget, and by what its choice costs") {
   const auto configs = grid({"window", "sink", "h2o"}, {"8", "16"});
-  const FidelityText one{"one",
-                         {3, 2, 1, .3, .2, .1},
-                         {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}}};
-  const FidelityText two{"two",
-                         {3, 1, 2, .3, .2, .1},
-                         {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}}};
+  const FidelityText one = text_of(
+      "one", {3, 2, 1, .3, .2, .1},
+      {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}, {"layer_error", {}}});
+  const FidelityText two =
+      text_of("two", {3, 1, 2, .3, .2, .1},
+              {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}});
   const std::vector<FidelityText> texts{one, two};
   const Fidelity found = assess_fidelity(configs, texts);
-  REQUIRE(found.metrics.size() == 2);
+  REQUIRE(found.metrics.size() == 2);  // those that every text has
+  CHECK(found.standard == "nll_recall");
   const FidelityMetric& nll = found.metrics[0];
   CHECK(nll.metric == "nll_recall");
   CHECK(nll.within[0].rho ==
@@ -46,34 +59,92 @@ TEST_CASE("A figure is judged within a budget, and by what its choice costs") {
   CHECK(found.metrics[1].within[1].rho == Approx(1));  // recall: higher is better
   CHECK(found.ceiling[0] == Approx(0.5));
   CHECK(found.ceiling[1] == Approx(1));
+  // At 8, sink and h2o have one mean: two pairs can be told apart. At 16 all three, all misordered.
+  CHECK(nll.within[0].told_apart == 2);
+  CHECK(nll.within[0].misordered.empty());
+  CHECK(nll.within[1].told_apart == 3);
+  REQUIRE(nll.within[1].misordered.size() == 3);
+  CHECK(nll.within[1].misordered[0].ratio == Approx(3));
+  CHECK(nll.within[1].misordered[0].preferred == 3);
+  CHECK(nll.within[1].misordered[0].better == 5);
   CHECK_THROWS_AS(assess_fidelity(grid({"window", "sink"}, {"8"}), texts), std::invalid_argument);
+}
+
+TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a figure was") {
+  const auto configs = grid({"window", "sink", "h2o"}, {"8", "16"});
+  const std::vector<FidelityText> texts{
+      text_of("one", {3, 2, 1, .3, .2, .1}, {{"nll_recall", {30, 20, 10, 1, 2, 3}}}),
+      text_of("two", {3, 1, 2, .3, .2, .1}, {{"nll_recall", {30, 20, 10, 1, 2, 3}}})};
+  nlohmann::ordered_json json{{"format", kFidelityFormat},
+                              {"model", "m"},
+                              {"weights_xxh3", "ab"},
+                              {"kvlab", "1"},
+                              {"tokens", 100},
+                              {"prompt_tokens", 50}};
+  add_fidelity(json, assess_fidelity(configs, texts), configs, texts);
+  const test::TemporaryFolder folder;
+  write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
+  write_file_atomically(folder / kFidelityJson, json_text(json));
+  const std::string page = fidelity_page(folder.path());
+  CHECK(page.find("budget 16") != std::string::npos);
+  CHECK(page.find("<td class=\"n\">3 of 3</td>") != std::string::npos);
+  CHECK(page.find("<svg") != std::string::npos);
+
+  const auto file = folder / kFidelityJson;
+  const nlohmann::json evidence = fidelity_evidence(file, "nll_recall", 13, "ab");
+  CHECK(evidence["budget"] == "16");
+  CHECK(evidence["rho"] == Approx(-1));
+  CHECK(evidence["regret"] == Approx(3));
+  CHECK(fidelity_evidence(file, "nll_recall", 9, "ab")["budget"] == "8");
+  CHECK(evidence_text(evidence).find("rho -1.00") != std::string::npos);
+  CHECK(test::error_of([&] {
+          fidelity_evidence(file, "nll_recall", 9, "cd");
+        }).find("other weights") != std::string::npos);
+  CHECK(test::error_of([&] {
+          fidelity_evidence(file, "recall", 9, "ab");
+        }).find("did not measure recall") != std::string::npos);
+  json["default_metric"] = "recall";
+  write_file_atomically(file, json_text(json));
+  CHECK(test::error_of([&] { fidelity_page(folder.path()); }).find("default_metric") !=
+        std::string::npos);
 }
 
 TEST_CASE("A text is captured, replayed and run over the same ids") {
   const std::filesystem::path model = KVLAB_SOURCE_DIR "/engine/models/tiny";
-  const auto backend = load_backend(Device::cpu, model, 2);
+  const Model loaded = Model::load(model, 2);
+  const auto backend = cpu_backend(loaded, 2);
   const Tokenizer tokenizer = Tokenizer::load(model / "tokenizer.json");
-  auto ids =
-      tokenizer.encode(read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20), false);
-  ids.resize(200);
+  LoopText text{.name = "prompt",
+                .ids = tokenizer.encode(
+                    read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20), false),
+                .prompt_tokens = 64,
+                .trace = {}};
+  text.ids.resize(200);
   const OutputSketch sketch = output_sketch(model, kSketchSeed, 2);
   const test::TemporaryFolder folder;
   const auto configs = grid({"window", "sink", "h2o"}, {"16", "200"});
-  const Sweep sweep = sweep_by_layers(Model::load(model, 2));
-  const FidelityText text = measure_fidelity(*backend, sweep, "prompt", ids, configs,
-                                             {.prompt_tokens = 64,
-                                              .sketch = sketch,
-                                              .traces = folder.path(),
-                                              .threads = 2,
-                                              .progress = {}});
+  const Sweep sweep = sweep_by_layers(loaded);
+  const OpenLoopOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
+  const FidelityText measured = fidelity_text(text, closed_loop_kl(sweep, text, configs, 2, {}),
+                                              open_loop_figures(*backend, text, configs, options));
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
-  const auto& residual = text.figures.at("residual_error");
+  const auto& residual = measured.figures.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {
     CHECK(residual[c] > 0);
-    CHECK(text.kl[c] > 0);
+    CHECK(measured.kl[c] > 0);
     CHECK(residual[c + 3] == 0);  // a budget for every token; squeezed positions differ by rounding
   }
-  CHECK(text.kl[3] == 0);
+  CHECK(measured.kl[3] == 0);
+
+  // The trace that was left is the text, as good as the text itself.
+  const LoopText again = text_of_trace(folder / "prompt", backend->weights_xxh3(), 2);
+  CHECK(again.name == "prompt");
+  CHECK(again.ids == text.ids);
+  CHECK(again.prompt_tokens == 64);
+  CHECK(open_loop_figures(*backend, again, configs, options) == measured.figures);
+  CHECK(test::error_of([&] {
+          text_of_trace(folder / "prompt", "0123456789abcdef", 2);
+        }).find("other weights") != std::string::npos);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "engine/loop/policy_file.hpp"
 #include "tools/options.hpp"
 #include "traces/base/safetensors.hpp"
 
@@ -24,6 +25,9 @@ void add_options(po::options_description& options) {
   add("out", text_option("DIR", "demo"), "where everything goes; an older demo is replaced");
   add("model", text_option("DIR"),
       "another checkpoint (default: $KVLAB_MODEL, or the bundled one)");
+  add("real", po::bool_switch(),
+      "on a real model, tuned and asked for a pass key (default model: SmolLM2, which `./dev model "
+      "smollm2` fetches); minutes on a CPU");
 }
 
 /// A file that comes with the sources, by the shorter of its names.
@@ -38,7 +42,7 @@ std::string shipped(const char* file) {
 std::string model_directory(const po::variables_map& options) {
   if (options.count("model")) return options["model"].as<std::string>();
   if (const char* model = std::getenv("KVLAB_MODEL")) return model;
-  return shipped("engine/models/tiny");
+  return shipped(options["real"].as<bool>() ? "engine/models/smollm2" : "engine/models/tiny");
 }
 
 /// Makes an empty directory. Replaces what an earlier demo left, and nothing else.
@@ -120,6 +124,59 @@ void report_and_deploy(Tour& tour, const Paths& paths) {
   tour.run(deploy_command(), {paths.run, "--budget", kDeployedBudget, "--out", paths.policy});
 }
 
+Words tuned(const std::string& model, std::initializer_list<const char*> texts) {
+  Words words{"--model", model, "--text"};
+  for (const char* text : texts) words.push_back(shipped(text));
+  return words;
+}
+
+void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
+  tour.step(
+      "Tune",
+      "The same question asked of other texts and settled by what really happens: variants of "
+      "every\n"
+      "policy in the order of a replay, then a race in the closed loop, where evictions change "
+      "what\n"
+      "later layers see. Who cannot be told apart is said to be so.");
+  Words words = tuned(model, {"tools/texts/carroll-alice.txt", "tools/texts/austen-emma.txt"});
+  words.insert(words.end(), {"--prompt-tokens", "128", "--max-tokens", "512", "--budget",
+                             kDeployedBudget, "--out", out + "/tuned.json"});
+  tour.run(tune_command(), words);
+}
+
+/// A real model: tuned on four texts, then asked for a pass key.
+void real_tour(Tour& tour, const std::string& model, const std::string& out) {
+  const std::string policy = out + "/policy.json";
+  tour.step(
+      "Tune",
+      "Four texts by four authors, a quarter of the memory: variants of every policy in the "
+      "order of a\n"
+      "replay, then a race in the closed loop. Among those that KL cannot tell apart, the one "
+      "that still\n"
+      "finds a pass key in a long text wins.");
+  Words words =
+      tuned(model, {"tools/texts/austen-emma.txt", "tools/texts/carroll-alice.txt",
+                    "tools/texts/melville-moby-dick.txt", "tools/texts/milton-paradise-lost.txt"});
+  words.insert(words.end(),
+               {"--prompt-tokens", "256", "--max-tokens", "768", "--budget", "25%", "--policy",
+                "window,sink,lru,h2o", "--task", "passkey", "--draws", "1", "--out", policy});
+  tour.run(tune_command(), words);
+
+  const std::string winner = read_policy_file(policy).cache.policy.text();
+  tour.step(
+      "Ask",
+      "Other draws of the same task: the full cache, the winner with a quarter of the memory, "
+      "and `window`,\n"
+      "which keeps the youngest tokens and no more.");
+  tour.run(task_command(), {"passkey", "--model", model, "--policy", winner + ",window", "--budget",
+                            "25%", "--words", "250", "--depth", "10%,50%", "--draws", "3", "--seed",
+                            "1", "--query-aware"});
+
+  tour.step("Generate", "And it speaks, with that policy.");
+  tour.run(generate_command(), {"--model", model, "--prompt", "The capital of France is",
+                                "--max-new-tokens", "24", "--policy-file", policy});
+}
+
 void generate_twice(Tour& tour, const Paths& paths) {
   tour.step("Generate",
             "The same story with the full cache, then with the deployed policy: a fraction of the "
@@ -145,11 +202,18 @@ int run(const po::variables_map& options) {
                     .policy = out + "/policy.json"};
   if (!fs::exists(fs::path(paths.model) / "config.json"))
     throw std::runtime_error(
-        fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory", paths.model));
+        fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory{}", paths.model,
+                    options["real"].as<bool>() ? ", or fetch one: ./dev model smollm2" : ""));
   make_directory(out);
   Tour tour;
+  if (options["real"].as<bool>()) {
+    real_tour(tour, paths.model, out);
+    fmt::print("\nAll of it took {:.1f} s.\n", tour.seconds());
+    return 0;
+  }
   capture_and_replay(tour, paths);
   report_and_deploy(tour, paths);
+  tune_tiny(tour, paths.model, out);
   generate_twice(tour, paths);
   fmt::print(
       "\nAll of it took {:.1f} s. Open {} in a browser.\n"
@@ -165,8 +229,9 @@ int run(const po::variables_map& options) {
 Command demo_command() {
   return {
       .name = "demo",
-      .summary = "the whole loop on the bundled model: capture, replay, report, deploy, generate",
-      .usage = "[--out demo] [--model DIR]",
+      .summary =
+          "the whole loop on the bundled model: capture, replay, report, deploy, tune, generate",
+      .usage = "[--out demo] [--model DIR] [--real]",
       .example = "kvlab demo",
       .add_options = add_options,
       .run = run};

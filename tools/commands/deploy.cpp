@@ -6,6 +6,7 @@
 
 #include "engine/loop/deploy.hpp"
 #include "engine/loop/eval.hpp"
+#include "engine/loop/fidelity/table.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/report/html.hpp"
 #include "tools/options.hpp"
@@ -25,6 +26,8 @@ void add_options(po::options_description& options) {
   add("metric", text_option("METRIC"),
       "what decides: kl_estimate, residual_error, layer_error, nll_recall, recall, miss_rate, "
       "output_error, … (default: the first of the first four that every trace of the run has)");
+  add("fidelity", text_option("FILE"),
+      "a fidelity.json of `kvlab fidelity`: how well what decides predicted this model");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add("confirm", number_option("K", 0),
       "settle the first K by perplexity in the closed loop (needs --model and --text)");
@@ -126,6 +129,11 @@ int run(const po::variables_map& options) {
   const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
   if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
+  file.run["fidelity"] = "unknown";
+  if (options.count("fidelity"))
+    file.run["fidelity"] =
+        fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
+                          ballot.budget.least_tokens, file.weights_xxh3);
   if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(figures, ballot, confirmed);
   write_policy_file(out, file);
 
@@ -140,6 +148,11 @@ int run(const po::variables_map& options) {
   }
   print_standings(figures, ballot);
   print_confirmed(figures, ballot, confirmed);
+  fmt::print("\n{}\n", file.run["fidelity"].is_object()
+                           ? evidence_text(file.run["fidelity"])
+                           : fmt::format("{} decides; how well it predicts this model is unknown "
+                                         "(kvlab fidelity measures it, --fidelity says it)",
+                                         ballot.metric->name));
   fmt::print(
       "\n{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n",
       out, file.cache.policy.text(), file.cache.budget.extent.tokens, out);

@@ -3,6 +3,8 @@
 #include <filesystem>
 
 #include "engine/loop/eval/page.hpp"
+#include "engine/loop/fidelity/page.hpp"
+#include "engine/loop/fidelity/table.hpp"
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -12,7 +14,7 @@ namespace {
 
 void add_options(po::options_description& options) {
   options.add_options()("run", text_option("RUN"),
-                        "a directory of `kvlab replay` or of `kvlab eval --out`")(
+                        "a directory of `kvlab replay`, `fidelity` or `eval --out`")(
       "out", text_option("FILE"), "the page; an older one is replaced")(
       "budget", text_option("B")->default_value("", "the run's middle one"),
       "budget of the headline and of the heat maps, one of the run")("json", po::bool_switch(),
@@ -25,6 +27,11 @@ std::string page_of(const std::filesystem::path& folder, const std::string& budg
     if (!budget.empty())
       throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
     return eval_page(folder);
+  }
+  if (std::filesystem::exists(folder / kFidelityJson)) {
+    if (!budget.empty())
+      throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
+    return fidelity_page(folder);
   }
   return report_html(load_run(folder), {.budget = budget, .progress = progress_bar("report")});
 }

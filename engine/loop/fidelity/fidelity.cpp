@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 
 #include "sim/run/results.hpp"
-#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -61,48 +61,6 @@ Choice choice_of(const Values& cost, const Values& kl, std::span<const std::size
   return {chosen, best, kl[chosen] / kl[best]};
 }
 
-/// One metric against KL over the same texts.
-class Comparison {
- public:
-  Comparison(std::span<const FidelityText> texts, const std::string& metric) {
-    for (const FidelityText& text : texts) {
-      kl_.push_back(text.kl);
-      cost_.push_back(cost_of(text, metric));
-      all_.push_back(all_.size());
-    }
-  }
-
-  FidelityBudget within(const std::string& budget, std::span<const std::size_t> which) const {
-    const Choice choice = choice_of(mean_over(cost_, all_), mean_over(kl_, all_), which);
-    FidelityBudget result{.budget = budget,
-                          .rho = rho(all_, which),
-                          .rho_interval = {},
-                          .rho_single = kNaN,
-                          .regret = choice.regret,
-                          .worst_regret = 0,
-                          .chosen = choice.chosen,
-                          .best = choice.best};
-    Values single;
-    for (const std::size_t text : all_) {
-      single.push_back(rho(std::span(&text, 1), which));
-      result.worst_regret =
-          std::max(result.worst_regret, choice_of(cost_[text], kl_[text], which).regret);
-    }
-    result.rho_single = mean_of_finite(single);
-    result.rho_interval = bootstrap(
-        all_.size(), [&](std::span<const std::size_t> texts) { return rho(texts, which); });
-    return result;
-  }
-  double pooled(std::span<const std::size_t> which) const { return rho(all_, which); }
-
- private:
-  double rho(std::span<const std::size_t> texts, std::span<const std::size_t> which) const {
-    return spearman(picked(mean_over(cost_, texts), which), picked(mean_over(kl_, texts), which));
-  }
-  std::vector<Values> kl_, cost_;  // [text][configuration]
-  std::vector<std::size_t> all_;   // texts
-};
-
 struct BudgetGroup {
   std::string budget;
   std::vector<std::size_t> configs;
@@ -124,18 +82,88 @@ std::vector<BudgetGroup> by_budget(std::span<const CacheConfig> configs) {
   return groups;
 }
 
-TraceReader capture(Backend& backend, const std::filesystem::path& path,
-                    const std::vector<std::int32_t>& ids, const FidelityOptions& options) {
-  TraceWriter writer(path, backend.trace_header({{"teacher_forced", true}}));
-  writer.sketch(options.sketch);
-  const auto decoder = backend.capturing_decoder(
-      ResolvedConfig{}, static_cast<std::uint32_t>(ids.size()), writer, {});
-  const std::span all(ids);
-  decoder->feed(all.first(options.prompt_tokens), SegmentKind::prompt);
-  decoder->feed(all.subspan(options.prompt_tokens), SegmentKind::decode);
-  decoder->flush();
-  writer.finish();
-  return TraceReader::open(path);
+/// The pairs of a budget's configurations that KL tells apart: [better, worse].
+using Apart = std::vector<std::pair<std::size_t, std::size_t>>;
+Apart pairs_apart(std::span<const FidelityText> texts, const BudgetGroup& group) {
+  std::size_t tokens = 0;
+  for (const FidelityText& text : texts) tokens += text.kl_tokens.front().size();
+  ScoreBlocks blocks(group.configs.size());
+  for (const FidelityText& text : texts) {
+    std::vector<std::span<const double>> scores;
+    for (const std::size_t c : group.configs) scores.emplace_back(text.kl_tokens[c]);
+    blocks.add(scores, ScoreBlocks::block_tokens(tokens));
+  }
+  const PairedBootstrap bootstrap(blocks);
+  Apart apart;
+  for (std::size_t a = 0; a < group.configs.size(); ++a)
+    for (std::size_t b = 0; b < group.configs.size(); ++b)
+      if (a != b && bootstrap.difference(a, b).ahead())
+        apart.emplace_back(group.configs[a], group.configs[b]);
+  return apart;
+}
+
+/// One metric against KL over the same texts.
+class Comparison {
+ public:
+  Comparison(std::span<const FidelityText> texts, const std::string& metric) {
+    for (const FidelityText& text : texts) {
+      kl_.push_back(text.kl);
+      cost_.push_back(cost_of(text, metric));
+      all_.push_back(all_.size());
+    }
+  }
+
+  FidelityBudget within(const std::string& budget, std::span<const std::size_t> which) const {
+    const Choice choice = choice_of(mean_over(cost_, all_), mean_over(kl_, all_), which);
+    FidelityBudget result{.budget = budget,
+                          .rho = rho(all_, which),
+                          .rho_interval = {},
+                          .rho_single = kNaN,
+                          .regret = choice.regret,
+                          .worst_regret = 0,
+                          .chosen = choice.chosen,
+                          .best = choice.best,
+                          .told_apart = 0,
+                          .misordered = {}};
+    Values single;
+    for (const std::size_t text : all_) {
+      single.push_back(rho(std::span(&text, 1), which));
+      result.worst_regret =
+          std::max(result.worst_regret, choice_of(cost_[text], kl_[text], which).regret);
+    }
+    result.rho_single = mean_of_finite(single);
+    result.rho_interval = bootstrap(
+        all_.size(), [&](std::span<const std::size_t> texts) { return rho(texts, which); });
+    return result;
+  }
+  double pooled(std::span<const std::size_t> which) const { return rho(all_, which); }
+
+  /// Of the pairs that KL tells apart, those that the figure orders the other way.
+  std::vector<Misordered> misordered(const Apart& apart) const {
+    const Values cost = mean_over(cost_, all_), kl = mean_over(kl_, all_);
+    std::vector<Misordered> wrong;
+    for (const auto& [better, worse] : apart)
+      if (cost[worse] < cost[better]) wrong.push_back({worse, better, kl[worse] / kl[better]});
+    std::ranges::stable_sort(wrong, std::greater<>{}, &Misordered::ratio);
+    return wrong;
+  }
+
+ private:
+  double rho(std::span<const std::size_t> texts, std::span<const std::size_t> which) const {
+    return spearman(picked(mean_over(cost_, texts), which), picked(mean_over(kl_, texts), which));
+  }
+  std::vector<Values> kl_, cost_;  // [text][configuration]
+  std::vector<std::size_t> all_;   // texts
+};
+
+/// Metrics that every text has.
+std::vector<std::string> common_metrics(std::span<const FidelityText> texts) {
+  std::vector<std::string> names;
+  for (const auto& [metric, values] : texts.front().figures)
+    if (std::ranges::all_of(
+            texts, [&](const FidelityText& text) { return text.figures.contains(metric); }))
+      names.push_back(metric);
+  return names;
 }
 
 }  // namespace
@@ -149,19 +177,54 @@ void check_fidelity_grid(std::span<const CacheConfig> configs) {
   by_budget(configs);
 }
 
+FidelityText fidelity_text(const LoopText& text, std::vector<std::vector<double>> kl_tokens,
+                           OpenLoopFigures figures) {
+  FidelityText result{.name = text.name,
+                      .tokens = static_cast<std::uint32_t>(text.ids.size()),
+                      .kl_tokens = std::move(kl_tokens),
+                      .kl = {},
+                      .figures = std::move(figures)};
+  for (const Values& tokens : result.kl_tokens) result.kl.push_back(spread_of(tokens).mean);
+  return result;
+}
+
+std::string standard_figure(std::span<const OpenLoopFigures> figures) {
+  std::vector<ResultRow> rows;
+  for (std::size_t text = 0; text < figures.size(); ++text)
+    for (const auto& [metric, values] : figures[text]) {
+      ResultRow& row = rows.emplace_back();
+      row.trace = fmt::format("{}", text);
+      row.metric = metric;
+    }
+  return std::string(best_metric(rows));
+}
+
+const FidelityMetric* Fidelity::find(const std::string& metric) const {
+  const auto found = std::ranges::find(metrics, metric, &FidelityMetric::metric);
+  return found == metrics.end() ? nullptr : &*found;
+}
+
 Fidelity assess_fidelity(std::span<const CacheConfig> configs,
                          std::span<const FidelityText> texts) {
   const std::vector<BudgetGroup> budgets = by_budget(configs);
+  std::vector<Apart> apart;
+  for (const BudgetGroup& group : budgets) apart.push_back(pairs_apart(texts, group));
   std::vector<std::size_t> everything(configs.size());
   std::iota(everything.begin(), everything.end(), std::size_t{0});
   Fidelity result;
-  for (const auto& [metric, values] : texts.front().figures) {
+  for (const std::string& metric : common_metrics(texts)) {
     const Comparison comparison(texts, metric);
     FidelityMetric own{metric, {}, comparison.pooled(everything)};
-    for (const BudgetGroup& group : budgets)
-      own.within.push_back(comparison.within(group.budget, group.configs));
+    for (std::size_t b = 0; b < budgets.size(); ++b) {
+      own.within.push_back(comparison.within(budgets[b].budget, budgets[b].configs));
+      own.within.back().told_apart = apart[b].size();
+      own.within.back().misordered = comparison.misordered(apart[b]);
+    }
     result.metrics.push_back(std::move(own));
   }
+  std::vector<OpenLoopFigures> figures;
+  for (const FidelityText& text : texts) figures.push_back(text.figures);
+  result.standard = standard_figure(figures);
   for (const BudgetGroup& group : budgets) {
     Values pairs;
     for (std::size_t a = 0; a < texts.size(); ++a)
@@ -171,31 +234,6 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs,
     result.ceiling.push_back(mean_of_finite(pairs));
   }
   return result;
-}
-
-FidelityText measure_fidelity(Backend& backend, const Sweep& sweep, const std::string& name,
-                              const std::vector<std::int32_t>& ids,
-                              std::span<const CacheConfig> configs,
-                              const FidelityOptions& options) {
-  FidelityText text{.name = name, .kl = {}, .figures = {}};
-  const TraceReader trace = capture(backend, options.traces / name, ids, options);
-  const ReplayResult replayed = replay(
-      trace, 0, configs,
-      {.elsewhere = options.device, .threads = options.threads, .layers = {}, .progress = {}});
-  for (const Measurement& row : replayed.measurements)
-    if (row.layer < 0 && find_metric(row.metric)->ranks)
-      text.figures.try_emplace(row.metric, Values(configs.size(), kNaN)).first->second[row.config] =
-          row.value;
-
-  std::vector<CacheConfig> with_full{CacheConfig{}};
-  with_full.insert(with_full.end(), configs.begin(), configs.end());
-  const auto scores = sweep({ids}, with_full,
-                            {.prompt_tokens = options.prompt_tokens,
-                             .threads = options.threads,
-                             .progress = options.progress});
-  for (std::size_t c = 0; c < configs.size(); ++c)
-    text.kl.push_back(mean_of_finite(scores[0][c + 1].kl));
-  return text;
 }
 
 }  // namespace kvlab

@@ -2,22 +2,30 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
-#include <functional>
-#include <map>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "engine/loop/eval.hpp"
+#include "engine/loop/fidelity/measure.hpp"
+#include "engine/loop/statistics.hpp"
 
 namespace kvlab {
 
 /// What one text showed, by configuration.
 struct FidelityText {
   std::string name;
-  std::vector<double> kl;                              ///< mean nats to the full cache, closed loop
-  std::map<std::string, std::vector<double>> figures;  ///< of the open loop, by metric
+  std::uint32_t tokens = 0;
+  std::vector<std::vector<double>> kl_tokens;  ///< nats to the full cache, closed loop, by token
+  std::vector<double> kl;                      ///< their means
+  OpenLoopFigures figures;                     ///< of the open loop, by metric
+};
+FidelityText fidelity_text(const LoopText& text, std::vector<std::vector<double>> kl_tokens,
+                           OpenLoopFigures figures);
+
+/// Two policies that a figure puts in the wrong order.
+struct Misordered {
+  std::size_t preferred, better;  ///< configurations: the figure's, and the one of less KL
+  double ratio;                   ///< KL of the first over that of the second
 };
 
 /// How one figure does among the configurations of one budget.
@@ -29,6 +37,9 @@ struct FidelityBudget {
   double regret;             ///< KL of the figure's first over the least KL, means over texts
   double worst_regret;       ///< the largest of the texts' own
   std::size_t chosen, best;  ///< configurations
+  std::size_t told_apart;    ///< pairs that KL tells apart, by a paired block bootstrap
+  std::vector<Misordered>
+      misordered;  ///< those of them that the figure gets wrong, the worst first
 };
 
 struct FidelityMetric {
@@ -38,10 +49,13 @@ struct FidelityMetric {
 };
 
 struct Fidelity {
-  std::vector<FidelityMetric> metrics;
+  std::vector<FidelityMetric> metrics;  ///< those that every text has
+  std::string standard;                 ///< the one that `deploy` goes by
   /// KL on one text against KL on another, the mean of all pairs: what no figure of one text can
   /// be expected to exceed; by budget, NaN where there is one text.
   std::vector<double> ceiling;
+
+  const FidelityMetric* find(const std::string& metric) const;
 };
 
 /// Throws std::invalid_argument where a budget has fewer than three configurations, or one that
@@ -50,18 +64,7 @@ void check_fidelity_grid(std::span<const CacheConfig> configs);
 /// Of a grid that check_fidelity_grid() takes.
 Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
-struct FidelityOptions {
-  std::uint32_t prompt_tokens = 512;
-  const OutputSketch& sketch;    ///< of the model's output projections
-  std::filesystem::path traces;  ///< where they are left, a folder that is there
-  unsigned threads = 1;
-  HeadReplayer* device = nullptr;
-  std::function<void(double)> progress;
-};
-
-/// One text: captured, replayed, and run in the closed loop, all over the same ids.
-FidelityText measure_fidelity(Backend& backend, const Sweep& sweep, const std::string& name,
-                              const std::vector<std::int32_t>& ids,
-                              std::span<const CacheConfig> configs, const FidelityOptions& options);
+/// The figure that `deploy` would go by among those of all texts, [text].
+std::string standard_figure(std::span<const OpenLoopFigures> figures);
 
 }  // namespace kvlab

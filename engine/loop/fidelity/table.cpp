@@ -1,0 +1,163 @@
+#include "engine/loop/fidelity/table.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+
+#include "engine/loop/eval/table.hpp"
+#include "sim/run/csv.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr std::size_t kMostMisordered = 10;  // shown, of each metric and budget
+constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
+
+ordered_json number_or_null(double value) {
+  return std::isfinite(value) ? ordered_json(value) : ordered_json(nullptr);
+}
+
+ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfig> configs) {
+  ordered_json list = ordered_json::array();
+  for (const Misordered& wrong : budget.misordered) {
+    if (list.size() == kMostMisordered) break;
+    list.push_back({{"preferred", configs[wrong.preferred].policy.text()},
+                    {"better", configs[wrong.better].policy.text()},
+                    {"kl_ratio", wrong.ratio}});
+  }
+  return list;
+}
+
+ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConfig> configs) {
+  ordered_json json = {{"within", {}},
+                       {"within_low", {}},
+                       {"within_high", {}},
+                       {"single_text", {}},
+                       {"pooled", number_or_null(metric.pooled)},
+                       {"regret", {}},
+                       {"worst_regret", {}},
+                       {"chosen", {}},
+                       {"best", {}},
+                       {"told_apart", {}},
+                       {"misordered", {}},
+                       {"wrong", {}}};
+  for (const FidelityBudget& budget : metric.within) {
+    json["within"][budget.budget] = number_or_null(budget.rho);
+    json["within_low"][budget.budget] = number_or_null(budget.rho_interval.low);
+    json["within_high"][budget.budget] = number_or_null(budget.rho_interval.high);
+    json["single_text"][budget.budget] = number_or_null(budget.rho_single);
+    json["regret"][budget.budget] = number_or_null(budget.regret);
+    json["worst_regret"][budget.budget] = number_or_null(budget.worst_regret);
+    json["chosen"][budget.budget] = configs[budget.chosen].policy.text();
+    json["best"][budget.budget] = configs[budget.best].policy.text();
+    json["told_apart"][budget.budget] = budget.told_apart;
+    json["misordered"][budget.budget] = budget.misordered.size();
+    json["wrong"][budget.budget] = wrong_json(budget, configs);
+  }
+  return json;
+}
+
+/// Tokens of a budget as asked for, in texts of so many tokens.
+double tokens_of(const std::string& budget, double length) {
+  const double number = std::strtod(budget.c_str(), nullptr);
+  return budget.ends_with('%') ? number / 100 * length : number;
+}
+
+std::optional<double> optional_number(const JsonFields& fields, const std::string& key) {
+  return fields.has(key) ? std::optional(fields.number(key)) : std::nullopt;
+}
+
+nlohmann::json or_null(const std::optional<double>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+}  // namespace
+
+std::string fidelity_csv(std::span<const CacheConfig> configs,
+                         std::span<const FidelityText> texts) {
+  std::string csv = fmt::format("text,{},metric,value\n", kConfigColumns);
+  const auto add = [&](const FidelityText& text, std::size_t c, const std::string& metric,
+                       double value) {
+    if (std::isfinite(value))
+      csv += fmt::format("{},{},{},{}\n", csv_field(text.name),
+                         config_columns(configs[c], configs[c].budget.resolve(text.tokens)), metric,
+                         value);
+  };
+  for (const FidelityText& text : texts)
+    for (std::size_t c = 0; c < configs.size(); ++c) {
+      add(text, c, "kl", text.kl[c]);
+      for (const auto& [metric, values] : text.figures) add(text, c, metric, values[c]);
+    }
+  return csv;
+}
+
+void add_fidelity(ordered_json& json, const Fidelity& fidelity,
+                  std::span<const CacheConfig> configs, std::span<const FidelityText> texts) {
+  json["texts"] = ordered_json::array();
+  for (const FidelityText& text : texts) json["texts"].push_back(text.name);
+  json["default_metric"] = fidelity.standard;
+  for (const FidelityMetric& metric : fidelity.metrics)
+    json["metrics"][metric.metric] = metric_json(metric, configs);
+  for (std::size_t b = 0; b < fidelity.ceiling.size(); ++b)
+    json["ceiling"][fidelity.metrics.front().within[b].budget] =
+        number_or_null(fidelity.ceiling[b]);
+}
+
+nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
+                       std::uint32_t budget_tokens, const std::string& weights_xxh3) {
+  const nlohmann::json top = parse_json(read_text_file(file, kMaxBytes), file.string());
+  const JsonFields fields(top, file.string());
+  fields.check_format(kFidelityFormat);
+  if (fields.text("weights_xxh3") != weights_xxh3)
+    throw std::runtime_error(fmt::format(
+        "{}: was measured on other weights ({}, of {}) than the run's ({})", file.string(),
+        fields.text("weights_xxh3"), fields.text("model"), weights_xxh3));
+  const JsonFields metrics = fields.object("metrics");
+  if (!metrics.has(metric))
+    throw std::runtime_error(fmt::format(
+        "{}: did not measure {}, which decides here; give --metric", file.string(), metric));
+  const JsonFields own = metrics.object(metric), within = own.object("within");
+  const double length = fields.number("tokens");
+  std::string nearest;
+  double least = std::numeric_limits<double>::infinity();
+  for (const auto& [budget, value] : within.json().items()) {
+    const double apart =
+        std::abs(std::log(tokens_of(budget, length) / static_cast<double>(budget_tokens)));
+    if (apart < least) least = apart, nearest = budget;
+  }
+  if (nearest.empty()) throw std::runtime_error(own.where() + ": key 'within' is empty");
+  return {{"metric", metric},
+          {"budget", nearest},
+          {"rho", or_null(optional_number(within, nearest))},
+          {"rho_low", or_null(optional_number(own.object("within_low"), nearest))},
+          {"rho_high", or_null(optional_number(own.object("within_high"), nearest))},
+          {"regret", or_null(optional_number(own.object("regret"), nearest))},
+          {"pooled", or_null(optional_number(own, "pooled"))},
+          {"texts", fields.list("texts").size()},
+          {"tokens", length},
+          {"file_xxh3", xxh3_hex(read_text_file(file, kMaxBytes))}};
+}
+
+std::string evidence_text(const nlohmann::json& evidence) {
+  const auto number = [&](const char* key) {
+    return evidence[key].is_number() ? fmt::format("{:.2f}", evidence[key].get<double>())
+                                     : std::string("unknown");
+  };
+  return fmt::format(
+      "{} orders policies as the closed loop does with rho {} ({} to {}) at a budget of {}, regret "
+      "{}; measured on {} texts",
+      evidence["metric"].get<std::string>(), number("rho"), number("rho_low"), number("rho_high"),
+      evidence["budget"].get<std::string>(), number("regret"),
+      evidence["texts"].get<std::size_t>());
+}
+
+}  // namespace kvlab

@@ -1,0 +1,124 @@
+#include "engine/loop/tune/race.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace kvlab {
+namespace {
+
+using Rounds = std::vector<std::vector<std::size_t>>;
+
+class Runner {
+ public:
+  Runner(const RaceField& field, const RaceRun& run)
+      : field_(field), run_(run), rounds_(race_texts(field.lengths.size())) {
+    const auto all = static_cast<double>(
+        std::accumulate(field.lengths.begin(), field.lengths.end(), std::uint64_t{0}));
+    race_.exhaustive = static_cast<std::uint64_t>(all) * (field.contenders + 1);
+    limit_ = std::max(field.share * static_cast<double>(race_.exhaustive), 3 * all);
+    scores_.resize(field.contenders);
+    left_.resize(field.contenders);
+    std::iota(left_.begin(), left_.end(), std::size_t{0});
+  }
+
+  Race race() {
+    for (std::size_t round = 0; round < rounds_.size(); ++round) {
+      const std::size_t most = affordable(round);
+      if (left_.size() > most) left_.resize(most), spared(round);
+      add_texts(round);
+      race_.rounds.push_back({rounds_[round], standings()});
+      left_.clear();
+      for (const RaceEntry& entry : race_.rounds.back().entries)
+        if (entry.fate == RaceFate::stays) left_.push_back(entry.contender);
+      if (left_.size() == 1) break;
+    }
+    race_.first = left_;
+    return std::move(race_);
+  }
+
+ private:
+  /// How many may run in this round, if every later one has half of the one before it.
+  std::size_t affordable(std::size_t round) const {
+    double each = 0, full = 0, share = 1;
+    for (std::size_t r = round; r < rounds_.size(); ++r, share /= 2) {
+      each += share * length_of(r);
+      full += length_of(r);
+    }
+    const double room = limit_ - static_cast<double>(race_.work) - full;
+    return std::max<std::size_t>(2, static_cast<std::size_t>(std::max(room / each, 0.0)));
+  }
+
+  double length_of(std::size_t round) const {
+    double tokens = 0;
+    for (const std::size_t text : rounds_[round])
+      tokens += static_cast<double>(field_.lengths[text]);
+    return tokens;
+  }
+
+  /// Marks those of the round before that no longer take part.
+  void spared(std::size_t round) {
+    race_.limited = true;
+    if (round == 0) return;
+    for (RaceEntry& entry : race_.rounds.back().entries)
+      if (entry.fate == RaceFate::stays && std::ranges::find(left_, entry.contender) == left_.end())
+        entry.fate = RaceFate::spared;
+  }
+
+  void add_texts(std::size_t round) {
+    for (const std::size_t text : rounds_[round]) {
+      auto scores = run_(text, left_);
+      for (std::size_t i = 0; i < left_.size(); ++i)
+        scores_[left_[i]].push_back(std::move(scores[i]));
+      race_.work += field_.lengths[text] * (left_.size() + 1);
+    }
+  }
+
+  /// Those that ran, over all text so far.
+  std::vector<RaceEntry> standings() const {
+    std::size_t total = 0;
+    for (const auto& text : scores_[left_.front()]) total += text.size();
+    ScoreBlocks blocks(left_.size());
+    for (std::size_t text = 0; text < scores_[left_.front()].size(); ++text) {
+      std::vector<std::span<const double>> scores;
+      for (const std::size_t contender : left_) scores.emplace_back(scores_[contender][text]);
+      blocks.add(scores, ScoreBlocks::block_tokens(total));
+    }
+    const PairedBootstrap bootstrap(blocks);
+    std::vector<std::size_t> order(left_.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::ranges::stable_sort(order, {}, [&](std::size_t i) { return bootstrap.mean(i); });
+    std::vector<RaceEntry> entries;
+    for (const std::size_t i : order) {
+      const Difference behind = bootstrap.difference(i, order.front());
+      entries.push_back({left_[i], bootstrap.mean(i), behind,
+                         behind.told_apart() ? RaceFate::behind : RaceFate::stays});
+    }
+    return entries;
+  }
+
+  const RaceField& field_;
+  const RaceRun& run_;
+  Rounds rounds_;
+  double limit_ = 0;
+  std::vector<std::size_t> left_;                         // the best first
+  std::vector<std::vector<std::vector<double>>> scores_;  // [contender][text, as they came][token]
+  Race race_;
+};
+
+}  // namespace
+
+Rounds race_texts(std::size_t texts) {
+  const std::size_t part = std::max<std::size_t>(1, texts / 4);
+  Rounds rounds;
+  for (std::size_t text = 0; text < texts; ++text) {
+    const std::size_t round = std::min<std::size_t>(text / part, 2);
+    if (round == rounds.size()) rounds.emplace_back();
+    rounds[round].push_back(text);
+  }
+  return rounds;
+}
+
+Race run_race(const RaceField& field, const RaceRun& run) { return Runner(field, run).race(); }
+
+}  // namespace kvlab

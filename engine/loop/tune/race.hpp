@@ -1,0 +1,59 @@
+// A race in the closed loop: many contenders over little text, few over all of it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "engine/loop/statistics.hpp"
+
+namespace kvlab {
+
+/// Why a contender takes no part in the next round.
+enum class RaceFate {
+  stays,
+  behind,  ///< the leader is ahead, by a paired block bootstrap
+  spared   ///< not shown to be behind; the work would have been too much
+};
+
+struct RaceEntry {
+  std::size_t contender;
+  double kl;          ///< mean nats over all text so far
+  Difference behind;  ///< its KL less the leader's
+  RaceFate fate;
+};
+
+struct RaceRound {
+  std::vector<std::size_t> texts;  ///< those that were added
+  std::vector<RaceEntry> entries;  ///< the leader first
+};
+
+struct Race {
+  std::vector<RaceRound> rounds;
+  /// The winner, and behind it those that cannot be told apart from it.
+  std::vector<std::size_t> first;
+  std::uint64_t work = 0;        ///< configuration-tokens of the closed loop, the full cache's too
+  std::uint64_t exhaustive = 0;  ///< what all of the grid over all texts would have been
+  bool limited = false;          ///< contenders were spared for the work's sake
+};
+
+struct RaceField {
+  std::size_t contenders;              ///< the grid, 0 being the open loop's first
+  std::vector<std::uint64_t> lengths;  ///< of the texts, tokens
+  double share = 0.25;  ///< of the exhaustive work; two contenders always run, over all texts
+};
+
+/// Runs the contenders (indices) and the full cache over a text: KL by token [contender][token].
+using RaceRun = std::function<std::vector<std::vector<double>>(
+    std::size_t text, std::span<const std::size_t> contenders)>;
+
+/// Texts by round: a quarter of them, as many again, the rest.
+std::vector<std::vector<std::size_t>> race_texts(std::size_t texts);
+
+/// Each round runs those that are left over more text. Those that the leader is ahead of leave; so
+/// do the last in order where the next rounds, halved each, would be more work than there may be.
+/// Ends when one is left, or the text is.
+Race run_race(const RaceField& field, const RaceRun& run);
+
+}  // namespace kvlab

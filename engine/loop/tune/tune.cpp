@@ -1,0 +1,238 @@
+#include "engine/loop/tune/tune.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+
+#include "engine/loop/eval/table.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
+#include "sim/run/results.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/process.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr double kOpenShare = 0.4;  // of the bar
+
+std::uint32_t common_budget(const TuneRequest& request) {
+  const Budget& budget = request.grid.front().budget;
+  const auto tokens_in = [&](const LoopText& text) {
+    return budget.resolve(static_cast<std::uint32_t>(text.ids.size()));
+  };
+  const std::uint32_t first = tokens_in(request.texts.front());
+  for (const LoopText& text : request.texts)
+    if (tokens_in(text) != first)
+      throw std::invalid_argument(fmt::format(
+          "--budget: {} is {} tokens of {} and {} of {}; give a number of tokens", budget.text(),
+          first, request.texts.front().name, tokens_in(text), text.name));
+  return first;
+}
+
+/// The figures of every text; a trace that is made for it goes at once.
+std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& sketch,
+                                       const TuneRequest& request) {
+  std::vector<OpenLoopFigures> figures;
+  for (std::size_t t = 0; t < request.texts.size(); ++t) {
+    const TemporaryFolder scratch;
+    const auto show = [&, t](double done) {
+      if (request.progress)
+        request.progress(kOpenShare * (static_cast<double>(t) + done) /
+                         static_cast<double>(request.texts.size()));
+    };
+    figures.push_back(open_loop_figures(backend, request.texts[t], request.grid,
+                                        {.sketch = sketch,
+                                         .capture = scratch / "trace",
+                                         .every_output_error = request.every_output_error,
+                                         .threads = request.threads,
+                                         .device = request.device,
+                                         .progress = show}));
+  }
+  return figures;
+}
+
+/// The mean over texts, lower being better.
+std::vector<double> cost_of(const std::vector<OpenLoopFigures>& figures, const std::string& metric,
+                            std::size_t configs) {
+  const MetricInfo* const info = find_metric(metric);
+  std::vector<double> cost(configs);
+  for (const OpenLoopFigures& text : figures) {
+    const auto found = text.find(metric);
+    if (!info || found == text.end())
+      throw std::invalid_argument(
+          fmt::format("--metric: '{}' is not a figure of these texts", metric));
+    for (std::size_t c = 0; c < configs; ++c)
+      cost[c] += (info->higher_is_better ? -1 : 1) * found->second[c] /
+                 static_cast<double>(figures.size());
+  }
+  for (double& value : cost)  // what has no figure comes last
+    if (std::isnan(value)) value = std::numeric_limits<double>::infinity();
+  return cost;
+}
+
+Race race(const Sweep& sweep, const TuneRequest& request, const std::vector<std::size_t>& order) {
+  RaceField field{.contenders = order.size(), .lengths = {}, .share = request.share};
+  for (const LoopText& text : request.texts) field.lengths.push_back(text.ids.size());
+  std::size_t texts_done = 0;
+  return run_race(field, [&](std::size_t text, std::span<const std::size_t> contenders) {
+    std::vector<CacheConfig> configs;
+    for (const std::size_t contender : contenders)
+      configs.push_back(request.grid[order[contender]]);
+    const auto show = [&](double done) {
+      if (request.progress)
+        request.progress(kOpenShare + (1 - kOpenShare) * (static_cast<double>(texts_done) + done) /
+                                          static_cast<double>(request.texts.size()));
+    };
+    auto kl = closed_loop_kl(sweep, request.texts[text], configs, request.threads, show);
+    ++texts_done;
+    return kl;
+  });
+}
+
+/// All that entered the last round answer, and the full cache.
+std::vector<TuneAnswers> ask(Backend& backend, const Tokenizer& tokenizer,
+                             const TuneRequest& request, const Tuning& tuning) {
+  TaskRequest task = *request.task;
+  std::vector<std::size_t> finalists;
+  for (const RaceEntry& entry : tuning.race.rounds.back().entries)
+    finalists.push_back(tuning.order[entry.contender]);
+  task.configs = {CacheConfig{}};
+  for (const std::size_t config : finalists) task.configs.push_back(request.grid[config]);
+  const TaskRun run = run_task(backend, tokenizer, task);
+  std::vector<TuneAnswers> answers;
+  for (std::size_t c = 0; c < run.configs.size(); ++c)
+    answers.push_back({c == 0 ? request.grid.size() : finalists[c - 1], 0, 0});
+  for (const TaskFigure& figure : task_figures(run.answers, run.places, run.modes)) {
+    if (figure.words || figure.depth) continue;
+    const double part = figure.value / static_cast<double>(run.modes.size());
+    if (figure.metric == "exact_match") answers[figure.config].right += part;
+    if (figure.metric == "log_likelihood") answers[figure.config].log_likelihood += part;
+  }
+  return answers;
+}
+
+bool answers_better(const TuneAnswers& a, const TuneAnswers& b) {
+  return a.right != b.right ? a.right > b.right : a.log_likelihood > b.log_likelihood;
+}
+
+/// The best at the task among those that KL cannot tell apart; without a task, the race's first.
+std::size_t choose(const Tuning& tuning) {
+  const std::vector<std::size_t> tied = tuning.tied();
+  const TuneAnswers* best = nullptr;
+  for (const std::size_t config : tied)
+    for (const TuneAnswers& answer : tuning.answers)
+      if (answer.config == config && (!best || answers_better(answer, *best))) best = &answer;
+  return best ? best->config : tied.front();
+}
+
+std::string_view name_of(RaceFate fate) {
+  switch (fate) {
+    case RaceFate::behind:
+      return "behind";
+    case RaceFate::spared:
+      return "left out for the work's sake";
+    default:
+      return "stays";
+  }
+}
+
+json race_json(const Tuning& tuning, const TuneRequest& request) {
+  json rounds = json::array();
+  for (const RaceRound& round : tuning.race.rounds) {
+    json texts = json::array(), entries = json::array();
+    for (const std::size_t text : round.texts) texts.push_back(request.texts[text].name);
+    for (const RaceEntry& entry : round.entries)
+      entries.push_back({{"policy", request.grid[tuning.order[entry.contender]].policy.text()},
+                         {"kl", entry.kl},
+                         {"behind", json::parse(json_text(difference_json(entry.behind)))},
+                         {"fate", name_of(entry.fate)}});
+    rounds.push_back({{"texts_added", texts}, {"standings", entries}});
+  }
+  return rounds;
+}
+
+json answers_json(const Tuning& tuning, const TuneRequest& request) {
+  json answers = json::array();
+  for (const TuneAnswers& answer : tuning.answers)
+    answers.push_back({{"policy", answer.config == request.grid.size()
+                                      ? "full"
+                                      : request.grid[answer.config].policy.text()},
+                       {"exact_match", answer.right},
+                       {"log_likelihood", answer.log_likelihood}});
+  return answers;
+}
+
+}  // namespace
+
+std::vector<std::size_t> Tuning::tied() const {
+  std::vector<std::size_t> configs;
+  for (const std::size_t contender : race.first) configs.push_back(order[contender]);
+  return configs;
+}
+
+Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
+            const Tokenizer& tokenizer, const TuneRequest& request) {
+  if (request.grid.size() < 2)
+    throw std::invalid_argument("--policy: one configuration is nothing to choose from; give more");
+  Tuning tuning;
+  tuning.budget_tokens = common_budget(request);
+  const std::vector<OpenLoopFigures> figures = open_loop(backend, sketch, request);
+  tuning.metric = request.metric.empty() ? standard_figure(figures) : request.metric;
+  tuning.figure = cost_of(figures, tuning.metric, request.grid.size());
+  tuning.order.resize(request.grid.size());
+  std::iota(tuning.order.begin(), tuning.order.end(), std::size_t{0});
+  std::ranges::stable_sort(tuning.order, {}, [&](std::size_t c) { return tuning.figure[c]; });
+  tuning.race = race(sweep, request, tuning.order);
+  if (request.task) tuning.answers = ask(backend, tokenizer, request, tuning);
+  tuning.winner = choose(tuning);
+  return tuning;
+}
+
+PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
+                          const Backend& backend) {
+  CacheConfig cache = request.grid[tuning.winner];
+  cache.budget = {.extent = tokens(static_cast<std::uint32_t>(tuning.budget_tokens))};
+  json ties = json::array(), texts = json::array(), open = json::array();
+  for (const std::size_t config : tuning.tied())
+    if (config != tuning.winner) ties.push_back(request.grid[config].policy.text());
+  for (const LoopText& text : request.texts)
+    texts.push_back({{"name", text.name},
+                     {"tokens", text.ids.size()},
+                     {"prompt_tokens", text.prompt_tokens},
+                     {"ids_xxh3", xxh3_hex(std::as_bytes(std::span(text.ids)))}});
+  for (const std::size_t config : tuning.order)
+    open.push_back(
+        {{"policy", request.grid[config].policy.text()},
+         {tuning.metric,
+          std::isfinite(tuning.figure[config]) ? json(tuning.figure[config]) : json(nullptr)}});
+  json run{{"kvlab", KVLAB_VERSION},
+           {"loop", "closed"},
+           {"metric", "kl"},
+           {"texts", texts},
+           {"open_loop", {{"metric", tuning.metric}, {"ranking", open}}},
+           {"rounds", race_json(tuning, request)},
+           {"ties", ties},
+           {"work",
+            {{"configuration_tokens", tuning.race.work},
+             {"exhaustive", tuning.race.exhaustive},
+             {"limited", tuning.race.limited}}}};
+  if (request.task) {
+    const auto best =
+        std::ranges::min_element(tuning.answers.begin() + 1, tuning.answers.end(), answers_better);
+    run["task"] = {{"asked", request.task->spec.text()},
+                   {"answers", answers_json(tuning, request)},
+                   {"winner", request.grid[best->config].policy.text()}};
+  }
+  return {.cache = std::move(cache),
+          .model = backend.config().name,
+          .weights_xxh3 = backend.weights_xxh3(),
+          .run = std::move(run)};
+}
+
+}  // namespace kvlab

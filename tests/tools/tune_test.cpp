@@ -1,0 +1,161 @@
+// The grid, the race, and the whole of `kvlab tune`.
+#include "engine/loop/tune/tune.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "engine/cpu_backend.hpp"
+#include "engine/loop/tune/grid.hpp"
+#include "engine/output_sketch.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+TEST_CASE("A bare name stands for its variants, and settings for themselves") {
+  std::vector<std::string> texts;
+  for (const PolicySpec& spec : policy_variants("h2o", 64, {})) texts.push_back(spec.text());
+  CHECK(texts.size() == 8);
+  CHECK(std::ranges::find(texts, "h2o:sinks=4:recent=90%") != texts.end());
+  CHECK(std::ranges::find(texts, "h2o:sinks=0:recent=50%") != texts.end());
+  CHECK(policy_variants("lru", 64, {}).size() == 10);    // its default guards nothing recent
+  CHECK(policy_variants("window", 64, {}).size() == 2);  // the oldest leave first anyway
+  REQUIRE(policy_variants("h2o:recent=10%", 64, {}).size() == 1);
+  CHECK(policy_variants("h2o:recent=10%", 64, {})[0].text() == "h2o:sinks=0:recent=10%");
+  CHECK(policy_variants("h2o", 4, {}).size() == 4);  // four sinks do not fit
+  CHECK_THROWS_AS(policy_variants("full", 64, {}), std::invalid_argument);
+  CHECK_THROWS_AS(policy_variants("h2o:sinks=64", 64, {}), std::invalid_argument);
+  const auto names = tunable_policies({});
+  CHECK(std::ranges::find(names, "random") == names.end());
+  CHECK(std::ranges::find(names, "h2o") != names.end());
+}
+
+TEST_CASE("Parameters are tried around their defaults, within their range") {
+  const auto near = [](double standard, double least, double most) {
+    return parameter_values(standard, least, most);
+  };
+  const auto decay = near(0.99, 0, 1);
+  REQUIRE(decay.size() == 3);
+  CHECK(decay[0] == Approx(0.96));
+  CHECK(decay[2] == Approx(0.9975));
+  CHECK(near(32, 1, 4096) == std::vector<double>{8, 32, 128});
+  CHECK(near(2, 1, 4) == std::vector<double>{1, 2, 4});
+  CHECK(near(0, 0, 10) == std::vector<double>{0});
+}
+
+TEST_CASE("Rounds take a quarter of the texts, as many again, then the rest") {
+  using Rounds = std::vector<std::vector<std::size_t>>;
+  CHECK(race_texts(1) == Rounds{{0}});
+  CHECK(race_texts(3) == Rounds{{0}, {1}, {2}});
+  CHECK(race_texts(8) == Rounds{{0, 1}, {2, 3}, {4, 5, 6, 7}});
+}
+
+/// KL by token of contenders whose means are given, with noise that all of them share, and noise of
+/// their own.
+RaceRun invented(const std::vector<double>& means, double own = 0.05) {
+  return [means, own](std::size_t text, std::span<const std::size_t> contenders) {
+    std::vector<std::vector<double>> scores;
+    for (const std::size_t contender : contenders) {
+      auto& tokens = scores.emplace_back();
+      for (std::size_t i = 0; i < 1024; ++i) {
+        const auto place = static_cast<double>(i + 1024 * text);
+        tokens.push_back(means[contender] + std::sin(place) +
+                         own * std::sin(place * static_cast<double>(contender + 2) * 0.7));
+      }
+    }
+    return scores;
+  };
+}
+
+TEST_CASE("A race ends with the best ahead, at a quarter of the work") {
+  std::vector<double> means(40);
+  for (std::size_t i = 0; i < means.size(); ++i)
+    means[i] = 1 + 0.05 * std::fabs(static_cast<double>(i) - 5);  // the open loop's sixth
+  const Race race =
+      run_race({.contenders = 40, .lengths = std::vector<std::uint64_t>(8, 1024)}, invented(means));
+  CHECK(race.first == std::vector<std::size_t>{5});
+  CHECK(race.exhaustive == 41 * 8 * 1024);
+  CHECK(race.work <= race.exhaustive / 4);
+  std::uint64_t work = 0;
+  for (const RaceRound& round : race.rounds)
+    work += round.texts.size() * 1024 * (round.entries.size() + 1);
+  CHECK(race.work == work);
+  CHECK(race.rounds.front().entries.front().contender == 5);
+}
+
+TEST_CASE("What cannot be told apart is said to be so, over all text") {
+  const std::vector<double> means{1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
+  const Race race = run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(4, 1024)},
+                             invented(means, 0.5));
+  std::vector<std::size_t> first = race.first;
+  std::ranges::sort(first);
+  CHECK(first.size() >= 2);
+  CHECK(std::ranges::all_of(first, [](std::size_t contender) { return contender < 3; }));
+  CHECK(race.rounds.size() == 3);
+  CHECK(race.work <= race.exhaustive / 4);
+}
+
+TEST_CASE("Those that were left out for the work's sake are not called behind") {
+  const Race race = run_race({.contenders = 24, .lengths = std::vector<std::uint64_t>(4, 1024)},
+                             invented(std::vector<double>(24, 1.0), 0.5));
+  CHECK(race.limited);
+  std::size_t spared = 0, next = 0;
+  for (const RaceEntry& entry : race.rounds[0].entries) {
+    spared += entry.fate == RaceFate::spared;
+    next += entry.fate == RaceFate::stays;
+  }
+  CHECK(spared > 0);
+  CHECK(next == race.rounds[1].entries.size());
+}
+
+TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
+  const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/tiny";
+  const Model model = Model::load(directory, 2);
+  const auto backend = cpu_backend(model, 2);
+  const Tokenizer tokenizer = Tokenizer::load(directory / "tokenizer.json");
+  TuneRequest request;
+  for (const char* name : {"carroll-alice", "austen-emma"}) {
+    const std::string path = std::string(KVLAB_SOURCE_DIR "/tools/texts/") + name + ".txt";
+    auto ids = tokenizer.encode(read_text_file(path, 1 << 20), false);
+    ids.resize(300);
+    request.texts.push_back({.name = name, .ids = ids, .prompt_tokens = 100, .trace = {}});
+  }
+  for (const char* policy : {"window", "lru", "h2o", "sink"})
+    for (PolicySpec& spec : policy_variants(policy, 32, {}))
+      request.grid.push_back(
+          {.policy = spec, .budget = parse_budget("32"), .positions = spec.entry->info.positions});
+  request.threads = 2;
+  request.task = TaskRequest{
+      .words = {30}, .depths = {0.5}, .draws = 2, .configs = {}, .chat = {}, .answers = {}};
+  const OutputSketch sketch = output_sketch(directory, kSketchSeed, 2);
+  const Tuning tuning = tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
+  CHECK(tuning.metric == "residual_error");
+  CHECK(tuning.race.work <= tuning.race.exhaustive / 4);
+  CHECK(std::ranges::count(tuning.tied(), tuning.winner) == 1);
+  CHECK(tuning.answers.front().config == request.grid.size());  // the full cache
+
+  const PolicyFile file = policy_file_of(tuning, request, *backend);
+  const test::TemporaryFolder folder;
+  write_policy_file(folder / "policy.json", file);
+  const PolicyFile read = read_policy_file(folder / "policy.json");
+  CHECK(read.cache.policy.text() == request.grid[tuning.winner].policy.text());
+  CHECK(read.cache.budget.extent.tokens == 32);
+  CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.race.rounds.size());
+
+  // By what the race says: the winner's KL beats or ties every other of the last round.
+  const auto& last = tuning.race.rounds.back().entries;
+  for (const RaceEntry& entry : last) CHECK(entry.kl >= last.front().kl);
+
+  request.metric = "nothing";
+  CHECK(test::error_of<std::invalid_argument>([&] {
+          tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
+        }).find("nothing") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,199 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "engine/loop/tune/grid.hpp"
+#include "engine/loop/tune/tune.hpp"
+#include "sim/run/results.hpp"
+#include "tools/loop_model.hpp"
+#include "tools/options.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kMostShown = 8;  // of each round
+
+void add_options(po::options_description& options) {
+  add_loop_options(options);
+  auto add = options.add_options();
+  add("budget", text_option("B"), "tokens that a decoded query may span, or a share: 256, 10%");
+  add("policy", text_option("P,..."),
+      "policies: a bare name stands for its variants (guards and parameters), h2o:recent=25% for "
+      "itself (default: all that there are, but random)");
+  add_source_option(options);
+  add("metric", text_option("METRIC"),
+      "what puts the grid in order before the race (default: what deploy goes by)");
+  add("work", number_option("PERCENT", 25), "of what the closed loop of the whole grid would cost");
+  add("task", text_option("passkey|needle|recall"),
+      "among those that KL cannot tell apart, the one with most right answers wins");
+  add("words", number_option("N", 250), "--task: words of the context");
+  add("draws", number_option("N", 4), "--task: questions at each of five depths");
+  add("seed", number_option("N", 0), "of random draws");
+  add("out", text_option("FILE"), "the policy file; an older one is replaced");
+  add_common_options(options);
+}
+
+/// All variants at the budget, each once.
+std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget& budget,
+                                 std::uint32_t tokens, const CompiledPolicies& compiled) {
+  std::vector<std::string> names = tunable_policies(compiled);
+  if (options.count("policy")) names = split_list(options["policy"].as<std::string>());
+  std::vector<CacheConfig> grid;
+  for (const std::string& name : names)
+    for (PolicySpec& spec : policy_variants(name, tokens, compiled)) {
+      const Positions positions = spec.entry->info.positions;
+      const auto same = [&](const CacheConfig& other) {
+        return other.policy.text() == spec.text();
+      };
+      if (std::ranges::none_of(grid, same))
+        grid.push_back({.policy = std::move(spec),
+                        .budget = budget,
+                        .positions = positions,
+                        .seed = seed_from(options)});
+    }
+  return grid;
+}
+
+std::optional<TaskRequest> task_from(const po::variables_map& options) {
+  if (!options.count("task")) return std::nullopt;
+  const std::string name = options["task"].as<std::string>();
+  TaskRequest task;
+  if (name == "needle")
+    task.spec.kind = TaskKind::needle;
+  else if (name == "recall")
+    task.spec.kind = TaskKind::recall;
+  else if (name != "passkey")
+    throw std::invalid_argument(
+        fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+  task.words = {count_from(options, "words", 1, 1'000'000)};
+  task.draws = count_from(options, "draws", 1, 100'000);
+  task.seed = seed_from(options);
+  task.answers.progress = progress_bar("task");
+  return task;
+}
+
+void check_metric(const po::variables_map& options) {
+  if (!options.count("metric")) return;
+  const std::string name = options["metric"].as<std::string>();
+  std::vector<std::string_view> known;
+  for (const MetricInfo& metric : all_metrics())
+    if (metric.ranks) known.push_back(metric.name);
+  if (std::ranges::find(known, name) == known.end())
+    throw std::invalid_argument(
+        fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
+}
+
+void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t index) {
+  const RaceRound& round = tuning.race.rounds[index];
+  std::vector<std::string> texts;
+  for (const std::size_t text : round.texts) texts.push_back(request.texts[text].name);
+  fmt::print("\nround {}: {} in the closed loop, {} added\n", index + 1, round.entries.size(),
+             fmt::join(texts, ", "));
+  for (std::size_t i = 0; i < std::min(round.entries.size(), kMostShown); ++i) {
+    const RaceEntry& entry = round.entries[i];
+    const char* fate = entry.fate == RaceFate::behind   ? "behind"
+                       : entry.fate == RaceFate::spared ? "left out for the work's sake"
+                                                        : "";
+    fmt::print("  {:<44} KL {:.4f}   {}\n",
+               request.grid[tuning.order[entry.contender]].policy.text(), entry.kl,
+               i == 0 ? std::string("leads")
+                      : fmt::format("+{:.4f} ({:.4f} to {:.4f}) {}", entry.behind.mean,
+                                    entry.behind.interval.low, entry.behind.interval.high, fate));
+  }
+  if (round.entries.size() > kMostShown)
+    fmt::print("  and {} more\n", round.entries.size() - kMostShown);
+}
+
+void print_answers(const Tuning& tuning, const TuneRequest& request) {
+  if (tuning.answers.empty()) return;
+  fmt::print("\n{}: right answers\n", request.task->spec.text());
+  for (const TuneAnswers& answer : tuning.answers)
+    fmt::print(
+        "  {:<44} {:>4.0f}%\n",
+        answer.config == request.grid.size() ? "full" : request.grid[answer.config].policy.text(),
+        100 * answer.right);
+}
+
+void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::string& out) {
+  const std::vector<std::size_t> tied = tuning.tied();
+  const std::string winner = request.grid[tuning.winner].policy.text();
+  if (tied.size() == 1)
+    fmt::print("\n{} is ahead of all others in KL\n", winner);
+  else {
+    std::vector<std::string> names;
+    for (const std::size_t config : tied) names.push_back(request.grid[config].policy.text());
+    fmt::print("\ncannot be told apart in KL: {}\n", fmt::join(names, ", "));
+  }
+  fmt::print(
+      "closed loop: {} configuration-tokens, {:.0f}% of the {} of the whole grid\n",
+      tuning.race.work,
+      100 * static_cast<double>(tuning.race.work) / static_cast<double>(tuning.race.exhaustive),
+      tuning.race.exhaustive);
+  fmt::print(
+      "{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n", out,
+      winner, tuning.budget_tokens, out);
+}
+
+int run(const po::variables_map& options) {
+  check_loop_options(options);
+  const std::string out = required(options, "out", "--out policy.json");
+  const Budget budget = parse_budget(required(options, "budget", "--budget B, tokens or a share"));
+  if (budget.all)
+    throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");
+  check_metric(options);
+  TuneRequest request{.texts = {},
+                      .grid = {},
+                      .metric = options.count("metric") ? options["metric"].as<std::string>() : "",
+                      .share = static_cast<double>(number_from(options, "work", 1, 100)) / 100,
+                      .every_output_error = every_output_error_from(options),
+                      .threads = threads_from(options),
+                      .task = task_from(options),
+                      .progress = progress_bar("tune")};
+  const auto compiled = policy_sources_from(options);
+  if (!budget.extent.is_share)  // refuses what is wrong before a model is loaded
+    grid_of(options, budget, budget.extent.tokens, compiled);
+  const LoopModel model = load_loop_model(options);
+  request.texts = loop_texts_from(options, model);
+  request.device = model.replayer.get();
+  const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
+  request.grid = grid_of(options, budget, budget.resolve(length), compiled);
+  if (request.task) request.task->chat = read_chat_frame(model.directory);
+
+  const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, request.threads);
+  const Tuning tuning = tune(*model.backend, model.sweep, sketch, model.tokenizer, request);
+  const PolicyFile file = policy_file_of(tuning, request, *model.backend);
+  write_policy_file(out, file);
+  if (options["json"].as<bool>()) {
+    print_json({{"policy_file", out},
+                {"policy", file.cache.policy.name},
+                {"params", file.cache.policy.params_text()},
+                {"budget_tokens", file.cache.budget.extent.tokens},
+                {"grid", request.grid.size()},
+                {"evidence", file.run}});
+    return 0;
+  }
+  fmt::print("{} configurations in the order of {}, over {} texts\n", request.grid.size(),
+             tuning.metric, request.texts.size());
+  for (std::size_t r = 0; r < tuning.race.rounds.size(); ++r) print_round(tuning, request, r);
+  print_answers(tuning, request);
+  print_verdict(tuning, request, out);
+  return 0;
+}
+
+}  // namespace
+
+Command tune_command() {
+  return {
+      .name = "tune",
+      .summary = "from texts to a policy file: a grid in the open loop, a race in the closed one",
+      .usage = "--model DIR [--text FILE...] [--trace TRACE...] --budget B --out FILE [options]",
+      .example =
+          "kvlab tune --model engine/models/tiny --text tools/texts/carroll-alice.txt "
+          "tools/texts/austen-emma.txt --prompt-tokens 128 --max-tokens 512 --budget 64 "
+          "--out policy.json",
+      .add_options = add_options,
+      .run = run};
+}
+
+}  // namespace kvlab

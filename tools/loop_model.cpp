@@ -1,0 +1,124 @@
+#include "tools/loop_model.hpp"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <set>
+#include <stdexcept>
+
+#include "engine/cpu_backend.hpp"
+#include "engine/loop/device/layered_loop.hpp"
+#include "sim/device/cuda_replay.hpp"
+#include "tools/options.hpp"
+#include "traces/base/files.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
+constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
+
+std::vector<std::string> paths_of(const po::variables_map& options, const char* name) {
+  return options.count(name) ? options[name].as<std::vector<std::string>>()
+                             : std::vector<std::string>{};
+}
+
+/// A text's traces and rows go by its file's name without the extension.
+std::string name_of_text(const std::string& path) {
+  return std::filesystem::path(path).stem().string();
+}
+
+std::vector<std::int32_t> ids_of(const std::string& path, const LoopModel& model,
+                                 std::size_t tokens) {
+  std::vector<std::int32_t> ids;
+  if (model.backend->config().bos >= 0) ids.push_back(model.backend->config().bos);
+  const auto text = model.tokenizer.encode(read_text_file(path, kMaxTextBytes), false);
+  ids.insert(ids.end(), text.begin(), text.end());
+  if (ids.size() < tokens)
+    throw std::invalid_argument(fmt::format("--text {}: has {} tokens; --max-tokens asks for {}",
+                                            path, ids.size(), tokens));
+  ids.resize(tokens);
+  return ids;
+}
+
+}  // namespace
+
+LoopModel load_loop_model(const po::variables_map& options) {
+  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
+  const unsigned threads = threads_from(options);
+  LoopModel loaded{.directory = directory,
+                   .backend = nullptr,
+                   .sweep = {},
+                   .replayer = nullptr,
+                   .tokenizer = Tokenizer::load(directory + "/tokenizer.json")};
+  if (device_from(options) == Device::cuda) {
+    loaded.backend = load_backend(Device::cuda, directory, threads);
+    loaded.sweep =
+        sweep_by_device_layers(*loaded.backend->device_model(), loaded.backend->batches());
+    loaded.replayer = cuda_replayer();
+  } else {
+    const Model model = Model::load(directory, threads);
+    loaded.backend = cpu_backend(model, threads);
+    loaded.sweep = sweep_by_layers(model);
+  }
+  return loaded;
+}
+
+void add_loop_options(po::options_description& options) {
+  auto add = options.add_options();
+  const auto files = [](const char* name) {
+    return po::value<std::vector<std::string>>()->value_name(name)->multitoken();
+  };
+  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
+  add("text", files("FILE..."), "texts; the first --max-tokens of each are used");
+  add("trace", files("TRACE..."),
+      "traces of the model, with whatever was added to them, instead of texts or beside them");
+  add("prompt-tokens", number_option("P", 512), "tokens of each text that are its prompt");
+  add("max-tokens", number_option("T", 2560), "tokens of each text, the prompt included");
+  add("output-error", text_option("sample|all", "sample"),
+      "errors on every eighth query, or on all of them");
+}
+
+void check_loop_options(const po::variables_map& options) {
+  if (!options.count("text") && !options.count("trace"))
+    throw std::invalid_argument(
+        "--text: missing; give one or more files: --text FILE, or traces: --trace TRACE");
+  const std::int64_t tokens = number_from(options, "max-tokens", 3, kMostTokens);
+  count_from(options, "prompt-tokens", 1, tokens - 2);
+  every_output_error_from(options);
+  std::set<std::string> names;
+  for (const std::string& path : paths_of(options, "text"))
+    if (!names.insert(name_of_text(path)).second)
+      throw std::invalid_argument(
+          fmt::format("--text: two files are called {}; rename one, results are told apart by it",
+                      name_of_text(path)));
+}
+
+std::vector<LoopText> loop_texts_from(const po::variables_map& options, const LoopModel& model) {
+  const auto tokens = static_cast<std::size_t>(number_from(options, "max-tokens", 3, kMostTokens));
+  const std::uint32_t prompt =
+      count_from(options, "prompt-tokens", 1, static_cast<std::int64_t>(tokens) - 2);
+  std::vector<LoopText> texts;
+  for (const std::string& path : paths_of(options, "text"))
+    texts.push_back({.name = name_of_text(path),
+                     .ids = ids_of(path, model, tokens),
+                     .prompt_tokens = prompt,
+                     .trace = {}});
+  for (const std::string& path : paths_of(options, "trace"))
+    texts.push_back(text_of_trace(path, model.backend->weights_xxh3(), threads_from(options)));
+  std::set<std::string> names;
+  for (const LoopText& text : texts)
+    if (!names.insert(text.name).second)
+      throw std::invalid_argument(
+          fmt::format("--trace: two texts or traces are called {}; rename one", text.name));
+  return texts;
+}
+
+bool every_output_error_from(const po::variables_map& options) {
+  const std::string text = options["output-error"].as<std::string>();
+  if (text != "sample" && text != "all")
+    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", text));
+  return text == "all";
+}
+
+}  // namespace kvlab

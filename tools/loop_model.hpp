@@ -1,0 +1,36 @@
+// A model for commands that run the open loop beside the closed one, and the texts that they take.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/loop/fidelity/measure.hpp"
+#include "engine/output_sketch.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
+#include "sim/head_replayer.hpp"
+#include "tools/command.hpp"
+
+namespace kvlab {
+
+/// A model on the device that was asked for, loaded once.
+struct LoopModel {
+  std::string directory;
+  std::unique_ptr<Backend> backend;
+  Sweep sweep;                             ///< the fastest closed loop there is on the device
+  std::shared_ptr<HeadReplayer> replayer;  ///< none on the CPU
+  Tokenizer tokenizer;
+};
+LoopModel load_loop_model(const po::variables_map& options);
+
+/// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`.
+void add_loop_options(po::options_description& options);
+/// Throws std::invalid_argument: neither a text nor a trace, two of one name, numbers out of range.
+void check_loop_options(const po::variables_map& options);
+/// The first `--max-tokens` of each text, behind the model's first token where it has one; then the
+/// traces. Throws for a text that is shorter and for what text_of_trace() refuses.
+std::vector<LoopText> loop_texts_from(const po::variables_map& options, const LoopModel& model);
+/// Whether errors are taken on all queries.
+bool every_output_error_from(const po::variables_map& options);
+
+}  // namespace kvlab
