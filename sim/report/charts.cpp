@@ -157,6 +157,16 @@ std::string layer_tics(const HeadGrid& grid) {
   return tics;
 }
 
+/// Labels at 1, 2 and 5 times the powers of ten between two positive numbers.
+std::string log_tics(double low, double high) {
+  std::string tics;
+  for (double power = std::pow(10, std::floor(std::log10(low))); power <= high; power *= 10)
+    for (const double digit : {1.0, 2.0, 5.0})
+      if (const double at = digit * power; at >= low && at <= high)
+        tics += fmt::format("{}'{:g}' {:g}", tics.empty() ? "" : ", ", at, at);
+  return tics;
+}
+
 }  // namespace
 
 std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& styles,
@@ -203,14 +213,18 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
 
 std::string scatter_chart(const std::vector<ScatterPoint>& points, std::string_view x_label,
                           std::string_view y_label, std::string_view name) {
+  constexpr double kRoom = 1.25;  // beyond the outermost points
   std::string blocks, plots;
   std::size_t drawn = 0;
+  double left = 0, right = 0, low = 0, high = 0;
   for (const ScatterPoint& point : points) {
     if (!(point.x > 0 && point.y > 0)) continue;
     blocks += fmt::format("$p{} << EOD\n{} {}\nEOD\n", drawn, point.x, point.y);
     plots += fmt::format("{}$p{} using 1:2 with points pt {} ps 1 lw 1.6 lc rgb '{}' notitle",
                          drawn ? ", \\\n  " : "", drawn, std::max(point.style.point, 1),
                          light_of(point.style.colour));
+    left = drawn ? std::min(left, point.x) : point.x, right = std::max(right, point.x);
+    low = drawn ? std::min(low, point.y) : point.y, high = std::max(high, point.y);
     ++drawn;
   }
   if (drawn == 0) return "";
@@ -219,8 +233,11 @@ std::string scatter_chart(const std::vector<ScatterPoint>& points, std::string_v
   const std::string script =
       frame() + blocks + layout.margins() +
       fmt::format(
-          "unset key\nset logscale xy\nset offsets graph 0.06, graph 0.06, graph 0.06, graph 0.06\n"
-          "set format '%g'\nset xlabel {} offset 0,0.4\nset ylabel {} offset 1.2,0\nplot {}\n",
+          "unset key\nset logscale xy\nset xrange [{}:{}]\nset yrange [{}:{}]\n"
+          "set xtics ({})\nset ytics ({})\n"
+          "set xlabel {} offset 0,0.4\nset ylabel {} offset 1.2,0\nplot {}\n",
+          left / kRoom, right * kRoom, low / kRoom, high * kRoom,
+          log_tics(left / kRoom, right * kRoom), log_tics(low / kRoom, high * kRoom),
           gnuplot_string(x_label), gnuplot_string(y_label), plots);
   return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name,
                     fmt::format("{} against {}", y_label, x_label));
