@@ -53,8 +53,7 @@ LoopModel load_loop_model(const po::variables_map& options) {
                    .tokenizer = Tokenizer::load(directory + "/tokenizer.json")};
   if (device_from(options) == Device::cuda) {
     loaded.backend = load_backend(Device::cuda, directory, threads);
-    loaded.sweep =
-        sweep_by_device_layers(*loaded.backend->device_model(), loaded.backend->batches());
+    loaded.sweep = sweep_by_device_layers(*loaded.backend->device_model());
     loaded.replayer = cuda_replayer();
   } else {
     const Model model = Model::load(directory, threads);

@@ -5,9 +5,9 @@
 
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
+#include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/host/transfer.hpp"
-#include "kernels/row_score.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -99,24 +99,7 @@ class CudaBackend final : public Backend, public BatchBackend {
   }
 
   std::vector<RowScore> score(const ScoredRows& rows) override {
-    constexpr const char* kWhat = "scoring logits";
-    std::vector<RowScore> scores;
-    if (rows.next.empty()) return scores;
-    const cuda::DeviceBuffer of_yardstick = cuda::upload(rows.yardstick_rows, kWhat);
-    const cuda::DeviceBuffer next = cuda::upload(rows.next, kWhat);
-    const cuda::DeviceBuffer scored(rows.next.size() * sizeof(kernels::ScoredRow), kWhat);
-    cuda::check(kernels::score_rows({.rows = static_cast<int>(rows.next.size()),
-                                     .vocab = static_cast<int>(model_.config().vocab),
-                                     .logits = rows.logits,
-                                     .yardstick = rows.yardstick,
-                                     .yardstick_rows = of_yardstick.as<std::int32_t>(),
-                                     .next = next.as<std::int32_t>(),
-                                     .scores = scored.as<kernels::ScoredRow>()},
-                                    nullptr),
-                kWhat);
-    for (const kernels::ScoredRow& row : cuda::download<kernels::ScoredRow>(scored))
-      scores.push_back({row.nll, row.kl, row.same_first != 0, row.first});
-    return scores;
+    return device_scores(rows, model_.config().vocab);
   }
 
   TraceHeader trace_header(nlohmann::json options) const override {

@@ -59,7 +59,7 @@ double mean(const std::vector<double>& values) {
 TEST_CASE("In float32 the loop on a device gives every token the CPU's log-likelihood", "[gpu]") {
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
-  const Sweep on_device = sweep_by_device_layers(tiny(Dtype::f32), backend->batches());
+  const Sweep on_device = sweep_by_device_layers(tiny(Dtype::f32));
   const std::vector<Ids> sequences{some_tokens(200), some_tokens(131)};
   for (const Prefill prefill : {Prefill{0}, Prefill{13}, Prefill{1}})
     for (const Positions positions : {Positions::original, Positions::cache}) {
@@ -85,8 +85,8 @@ TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16"
   const std::vector<Ids> sequences{some_tokens(300)};
   const std::vector<CacheConfig> configs = grid(Prefill{0}, Positions::original);
   const EvalOptions options{.prompt_tokens = 60, .threads = 2};
-  const auto by_layers = sweep_by_device_layers(*backend->device_model(), backend->batches())(
-                 sequences, configs, options),
+  const auto by_layers =
+                 sweep_by_device_layers(*backend->device_model())(sequences, configs, options),
              by_tokens = sweep_by_tokens(*backend)(sequences, configs, options);
   for (std::size_t c = 0; c < configs.size(); ++c) {
     INFO(configs[c].policy.text() << " budget " << configs[c].budget.text());
@@ -97,7 +97,7 @@ TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16"
 TEST_CASE("The loop by layers on a device refuses what it cannot hold to", "[gpu]") {
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
-  const Sweep sweep = sweep_by_device_layers(*backend->device_model(), backend->batches());
+  const Sweep sweep = sweep_by_device_layers(*backend->device_model());
   CacheConfig by_head = config_of("h2o", 24, Prefill{0}, Positions::original);
   by_head.head_budgets.assign(4, {24, 24});
   CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_head}, {}),

@@ -6,6 +6,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "engine/loop/device/layered_loop.hpp"
 #include "tools/commands/bench_replay.hpp"
 #include "tools/figures.hpp"
 #include "tools/options.hpp"
@@ -22,7 +23,7 @@ void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("what",
       po::value<std::vector<std::string>>()->value_name(
-          "decode|prefill|stream|evict|attention|replay"),
+          "decode|prefill|stream|evict|loop|attention|replay"),
       "what to measure");
   add("model", text_option("DIR"), "a checkpoint");
   add("random-weights", text_option("CONFIG.json"),
@@ -32,9 +33,10 @@ void add_options(po::options_description& options) {
   add("steps", number_option("N", 64), "decode: steps that are timed");
   add("capture", text_option("TRACE"),
       "decode: also time sampling with and without capture into this new trace");
-  add("tokens", number_option("N", 4096), "prefill: of the prompt");
+  add("tokens", number_option("N", 4096), "prefill: of the prompt; loop: of the sequence");
   add("chunk", number_option("N", 2048), "prefill: tokens at once");
-  add("prompt-tokens", number_option("N", 2048), "evict: tokens in each sequence at the start");
+  add("prompt-tokens", number_option("N", 2048),
+      "evict, loop: tokens in each sequence at the start");
   add("max-new-tokens", number_option("N", 2048), "evict: tokens that each sequence decodes");
   add("head-size", text_option("LIST"), "attention: 64, 96, 128");
   add("group", text_option("LIST"), "attention: query heads for each of 8 KV heads");
@@ -100,6 +102,16 @@ ordered_json stream(const po::variables_map& options) {
   return bench_stream(how);
 }
 
+ordered_json loop(const po::variables_map& options) {
+  LoopBenchOptions how{.model = model_from(options),
+                       .configs = grid_from(options),
+                       .tokens = count_from(options, "tokens", 4, kMostTokens),
+                       .threads = threads_from(options)};
+  how.prompt_tokens = count_from(options, "prompt-tokens", 1, how.tokens - 2);
+  how.configs.insert(how.configs.begin(), CacheConfig{});
+  return bench_loop(how);
+}
+
 ordered_json evict(const po::variables_map& options) {
   const std::vector<CacheConfig> grid = evicting_from(options);
   if (grid.size() != 1) throw std::invalid_argument("--budget: give one");
@@ -140,11 +152,11 @@ int run(const po::variables_map& options) {
   const auto words = options.count("what") ? options["what"].as<std::vector<std::string>>()
                                            : std::vector<std::string>{};
   const std::map<std::string, ordered_json (*)(const po::variables_map&)> benches{
-      {"decode", decode}, {"prefill", prefill},     {"stream", stream},
-      {"evict", evict},   {"attention", attention}, {"replay", bench_replay}};
+      {"decode", decode},       {"prefill", prefill},     {"stream", stream}, {"evict", evict},
+      {"attention", attention}, {"replay", bench_replay}, {"loop", loop}};
   if (words.size() != 1 || !benches.contains(words[0]))
     throw std::invalid_argument(
-        "what to measure? give one of: decode, prefill, stream, evict, attention, replay");
+        "what to measure? give one of: decode, prefill, stream, evict, loop, attention, replay");
   if (words[0] != "replay" && options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
   const ordered_json figures = benches.at(words[0])(options);
@@ -158,16 +170,17 @@ int run(const po::variables_map& options) {
 }  // namespace
 
 Command bench_command() {
-  return {.name = "bench",
-          .summary = "how fast the CUDA decoder and the replay are, beside what the machine can do",
-          .usage =
-              "decode|prefill|stream|evict --model DIR|--random-weights CONFIG.json [options]\n"
-              "       kvlab bench attention [options]\n"
-              "       kvlab bench replay [--trace TRACE] [options]",
-          .example = "kvlab bench decode --random-weights engine/models/configs/llama-3.1-8b.json",
-          .add_options = add_options,
-          .positional = "what",
-          .run = run};
+  return {
+      .name = "bench",
+      .summary = "how fast the CUDA decoder and the replay are, beside what the machine can do",
+      .usage =
+          "decode|prefill|stream|evict|loop --model DIR|--random-weights CONFIG.json [options]\n"
+          "       kvlab bench attention [options]\n"
+          "       kvlab bench replay [--trace TRACE] [options]",
+      .example = "kvlab bench decode --random-weights engine/models/configs/llama-3.1-8b.json",
+      .add_options = add_options,
+      .positional = "what",
+      .run = run};
 }
 
 }  // namespace kvlab

@@ -7,8 +7,8 @@
 #include "engine/loop/deploy.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/fidelity/table.hpp"
-#include "engine/tokenizer/tokenizer.hpp"
 #include "sim/report/html.hpp"
+#include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -50,23 +50,21 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
   std::vector<Confirmed> confirmed;
   const auto most = static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
   if (most == 0) return confirmed;
-  const std::string directory = required(options, "model", "--model DIR, which --confirm runs");
+  required(options, "model", "--model DIR, which --confirm runs");
   const std::string text = required(options, "text", "--text FILE, which --confirm scores");
-  const unsigned threads = threads_from(options);
-  const Model model = Model::load(directory, threads);
-  if (model.weights_xxh3() != run.info.traces.front().weights_xxh3)
+  const LoopModel model = load_loop_model(options);
+  if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
-                                            directory, run.info.traces.front().model));
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+                                            model.directory, run.info.traces.front().model));
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
   const std::size_t count = std::min(most, ballot.standings.size());
   for (std::size_t i = 0; i < count; ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
   const auto scores =
-      evaluate(model.config(), sweep_by_layers(model),
-               {tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
+      evaluate(model.backend->config(), model.sweep,
+               {model.tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
                {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
-                .threads = threads,
+                .threads = threads_from(options),
                 .progress = progress_bar("confirm")})
           .scores;
   for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});

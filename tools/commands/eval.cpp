@@ -161,10 +161,9 @@ Loaded load(Device device, const std::string& directory, unsigned threads, Way w
     return {nullptr, model.config(), model.weights_xxh3(), sweep_by_layers(model)};
   }
   std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
-  const Sweep sweep = way == Way::batches ? sweep_by_batches(backend->batches())
-                      : way == Way::tokens
-                          ? sweep_by_tokens(*backend)
-                          : sweep_by_device_layers(*backend->device_model(), backend->batches());
+  const Sweep sweep = way == Way::batches  ? sweep_by_batches(backend->batches())
+                      : way == Way::tokens ? sweep_by_tokens(*backend)
+                                           : sweep_by_device_layers(*backend->device_model());
   return {backend, backend->config(), backend->weights_xxh3(), sweep};
 }
 

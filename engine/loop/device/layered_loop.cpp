@@ -6,6 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/model/device_layers.hpp"
 #include "kernels/host/transfer.hpp"
 #include "sim/device/loop_attention.hpp"
@@ -22,15 +23,13 @@ constexpr std::size_t kReserve = 1u << 29;  // what CUDA loads later
 
 /// What a sweep keeps from sequence to sequence.
 struct DeviceLoop {
-  DeviceLoop(const DeviceModel& of, BatchBackend& scored_by)
-      : backend(scored_by),
-        model(of),
+  explicit DeviceLoop(const DeviceModel& of)
+      : model(of),
         layers(model, kTileRows, streams.first()),
         projections(kTileRows * (model.config().query_heads + 2 * model.config().kv_heads) *
                         model.key_bytes(),
                     "the closed loop") {}
 
-  BatchBackend& backend;
   const DeviceModel& model;
   Streams streams;
   Walks walks;
@@ -247,10 +246,11 @@ class SequenceRun {
     Ids rows(count);
     std::iota(rows.begin(), rows.end(), 0);
     const std::span next = std::span(ids_).subspan(span_.first_scored + first + 1, count);
-    for (const RowScore& score : on_.backend.score({.logits = logits.as<float>(),
+    for (const RowScore& score : device_scores({.logits = logits.as<float>(),
                                  .yardstick = yardstick.as<float>(),
                                  .yardstick_rows = rows,
-                                 .next = next})) {
+                                 .next = next},
+                                               config_.vocab)) {
       scores_[c].nll.push_back(score.nll);
       scores_[c].kl.push_back(is_yardstick(c) ? 0 : score.kl);
       scores_[c].same_first.push_back(is_yardstick(c) || score.same_first);
@@ -284,8 +284,8 @@ class SequenceRun {
 
 }  // namespace
 
-Sweep sweep_by_device_layers(const DeviceModel& model, BatchBackend& backend) {
-  const auto loop = std::make_shared<DeviceLoop>(model, backend);
+Sweep sweep_by_device_layers(const DeviceModel& model) {
+  const auto loop = std::make_shared<DeviceLoop>(model);
   return [loop](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                 const EvalOptions& options) {
     refuse(configs, loop->model.config());

@@ -2,11 +2,16 @@
 #include <stdexcept>
 
 #include "engine/loop/device/layered_loop.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 
-Sweep sweep_by_device_layers(const DeviceModel&, BatchBackend&) {
+Sweep sweep_by_device_layers(const DeviceModel&) {
   throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
+}
+
+nlohmann::ordered_json bench_loop(const LoopBenchOptions&) {
+  throw std::invalid_argument("it measures the closed loop on CUDA, which is not in this build");
 }
 
 }  // namespace kvlab

@@ -1,0 +1,50 @@
+// What the closed loop on a device costs, beside the products that it cannot do without.
+#include <algorithm>
+#include <chrono>
+
+#include "engine/cuda/bench/bench_tools.hpp"
+#include "engine/loop/device/layered_loop.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr int kRepeats = 3;  // the fastest counts
+
+/// Operations of all products of one configuration: every token through the layers, and the head
+/// for those that are scored.
+double product_flops(const ModelConfig& config, double tokens, double scored) {
+  const double heads = config.query_heads + 2.0 * config.kv_heads,
+               of_layer = config.hidden *
+                          ((heads + config.query_heads) * config.head_size + 3.0 * config.mlp);
+  return 2 * (tokens * config.layers * of_layer + scored * config.hidden * config.vocab);
+}
+
+}  // namespace
+
+nlohmann::ordered_json bench_loop(const LoopBenchOptions& options) {
+  const DeviceModel model = bench_model(options.model);
+  const Sweep sweep = sweep_by_device_layers(model);
+  const EvalOptions how{.prompt_tokens = options.prompt_tokens, .threads = options.threads};
+  const std::vector<std::vector<std::int32_t>> ids{bench_ids(options.tokens, model.config().vocab)};
+  double seconds = 0;
+  for (int run = 0; run <= kRepeats; ++run) {  // the first one compiles the policies' walks
+    const auto start = std::chrono::steady_clock::now();
+    sweep(ids, options.configs, how);
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    if (run > 0) seconds = run == 1 ? taken.count() : std::min(seconds, taken.count());
+  }
+  const double floor =
+      static_cast<double>(options.configs.size()) *
+      product_flops(model.config(), options.tokens, options.tokens - options.prompt_tokens - 1.0) /
+      matrix_flops_per_second(model.type());
+  nlohmann::ordered_json figures = bench_of("loop", model);
+  figures["configurations"] = options.configs.size();
+  figures["tokens"] = options.tokens;
+  figures["prompt_tokens"] = options.prompt_tokens;
+  figures["seconds"] = seconds;
+  figures["product_seconds_at_least"] = floor;
+  figures["times_the_products"] = seconds / floor;
+  return figures;
+}
+
+}  // namespace kvlab
