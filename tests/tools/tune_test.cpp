@@ -100,6 +100,22 @@ TEST_CASE("What cannot be told apart is said to be so, over all text") {
   CHECK(race.work <= race.exhaustive / 4);
 }
 
+TEST_CASE("A small lead on the first text decides nothing") {
+  const RaceRun run = [](std::size_t text, std::span<const std::size_t> contenders) {
+    std::vector<std::vector<double>> scores;
+    for (const std::size_t contender : contenders) {
+      // The first is 2% better on one text and 10% worse on the others; all others are far behind.
+      const double mean = contender > 1 ? 3 : contender == 1 ? 1.02 : text == 0 ? 1.0 : 1.12;
+      scores.emplace_back(1024, mean);
+    }
+    return scores;
+  };
+  const Race race =
+      run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(4, 1024)}, run);
+  CHECK(race.rounds.front().entries.front().contender == 0);
+  CHECK(race.first == std::vector<std::size_t>{1});
+}
+
 TEST_CASE("Those that were left out for the work's sake are not called behind") {
   const Race race = run_race({.contenders = 24, .lengths = std::vector<std::uint64_t>(4, 1024)},
                              invented(std::vector<double>(24, 1.0), 0.5));

@@ -7,6 +7,8 @@
 namespace kvlab {
 namespace {
 
+constexpr double kMargin = 0.05;  // of the leader's KL
+
 using Rounds = std::vector<std::vector<std::size_t>>;
 
 class Runner {
@@ -27,7 +29,7 @@ class Runner {
       const std::size_t most = affordable(round);
       if (left_.size() > most) left_.resize(most), spared(round);
       add_texts(round);
-      race_.rounds.push_back({rounds_[round], standings()});
+      race_.rounds.push_back({rounds_[round], standings(round + 1 < rounds_.size())});
       left_.clear();
       for (const RaceEntry& entry : race_.rounds.back().entries)
         if (entry.fate == RaceFate::stays) left_.push_back(entry.contender);
@@ -74,8 +76,9 @@ class Runner {
     }
   }
 
-  /// Those that ran, over all text so far.
-  std::vector<RaceEntry> standings() const {
+  /// Those that ran, over all text so far. As long as more is to come, a small difference decides
+  /// nothing: what is ahead on one text may be behind on the next.
+  std::vector<RaceEntry> standings(bool more) const {
     std::size_t total = 0;
     for (const auto& text : scores_[left_.front()]) total += text.size();
     ScoreBlocks blocks(left_.size());
@@ -91,8 +94,9 @@ class Runner {
     std::vector<RaceEntry> entries;
     for (const std::size_t i : order) {
       const Difference behind = bootstrap.difference(i, order.front());
+      const double margin = more ? kMargin * bootstrap.mean(order.front()) : 0;
       entries.push_back({left_[i], bootstrap.mean(i), behind,
-                         behind.told_apart() ? RaceFate::behind : RaceFate::stays});
+                         behind.interval.low > margin ? RaceFate::behind : RaceFate::stays});
     }
     return entries;
   }

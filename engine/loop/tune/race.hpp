@@ -13,7 +13,8 @@ namespace kvlab {
 /// Why a contender takes no part in the next round.
 enum class RaceFate {
   stays,
-  behind,  ///< the leader is ahead, by a paired block bootstrap
+  behind,  ///< the leader is ahead, by a paired block bootstrap; by 5% of its KL until the last
+           ///< round
   spared   ///< not shown to be behind; the work would have been too much
 };
 
