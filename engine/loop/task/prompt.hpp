@@ -21,9 +21,9 @@ std::string_view name_of(QueryMode mode);  ///< "query-aware", "query-agnostic"
 
 /// The ids are the same in both modes: only where one admission ends and the next begins differs.
 struct TaskPrompt {
-  std::vector<std::int32_t> context;   ///< with what comes before it
-  std::vector<std::int32_t> question;  ///< up to where the answer is to begin
-  std::vector<std::int32_t> answer;    ///< the right one
+  std::vector<std::int32_t> context;            ///< with what comes before it
+  std::vector<std::int32_t> question;           ///< up to where the answer is to begin
+  std::vector<std::int32_t> answer;             ///< the right one
   std::vector<std::string> expected, evidence;  ///< as in TaskDraw
 
   std::uint32_t tokens() const {  ///< without the answer
