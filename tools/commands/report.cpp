@@ -23,16 +23,17 @@ void add_options(po::options_description& options) {
 
 /// The page of whatever lies in the folder.
 std::string page_of(const std::filesystem::path& folder, const std::string& budget) {
-  if (std::filesystem::exists(folder / kEvalJson)) {
+  const bool of_eval = std::filesystem::exists(folder / kEvalJson);
+  if (of_eval || std::filesystem::exists(folder / kFidelityJson)) {
     if (!budget.empty())
       throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
-    return eval_page(folder);
+    return of_eval ? eval_page(folder) : fidelity_page(folder);
   }
-  if (std::filesystem::exists(folder / kFidelityJson)) {
-    if (!budget.empty())
-      throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
-    return fidelity_page(folder);
-  }
+  if (!std::filesystem::exists(folder / "run.json"))
+    throw std::runtime_error(
+        fmt::format("{}: holds no run.json, eval.json or fidelity.json; it should be a directory "
+                    "made by `kvlab replay`, `eval --out` or `fidelity`",
+                    folder.string()));
   return report_html(load_run(folder), {.budget = budget, .progress = progress_bar("report")});
 }
 
