@@ -124,14 +124,15 @@ int run(const po::variables_map& options) {
                           options.count("metric") ? options["metric"].as<std::string>()
                                                   : std::string(best_metric(loaded.rows)));
   const auto compiled = policy_sources_from(options);
+  nlohmann::json evidence = "unknown";
+  if (options.count("fidelity"))
+    evidence =
+        fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
+                          ballot.budget.least_tokens, loaded.info.traces.front().weights_xxh3);
   const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
   if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
-  file.run["fidelity"] = "unknown";
-  if (options.count("fidelity"))
-    file.run["fidelity"] =
-        fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
-                          ballot.budget.least_tokens, file.weights_xxh3);
+  file.run["fidelity"] = evidence;
   if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(figures, ballot, confirmed);
   write_policy_file(out, file);
 
@@ -146,8 +147,8 @@ int run(const po::variables_map& options) {
   }
   print_standings(figures, ballot);
   print_confirmed(figures, ballot, confirmed);
-  fmt::print("\n{}\n", file.run["fidelity"].is_object()
-                           ? evidence_text(file.run["fidelity"])
+  fmt::print("\n{}\n", evidence.is_object()
+                           ? evidence_text(evidence)
                            : fmt::format("{} decides; how well it predicts this model is unknown "
                                          "(kvlab fidelity measures it, --fidelity says it)",
                                          ballot.metric->name));
