@@ -119,7 +119,7 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
   const std::vector<std::size_t> tied = tuning.tied();
   const std::string winner = request.grid[tuning.winner].policy.text();
   if (tied.size() == 1)
-    fmt::print("\n{} is ahead of all others in KL\n", winner);
+    fmt::print("\n{} is ahead in KL of all that ran to the end\n", winner);
   else {
     std::vector<std::string> names;
     for (const std::size_t config : tied) names.push_back(request.grid[config].policy.text());

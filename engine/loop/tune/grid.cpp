@@ -74,7 +74,7 @@ std::vector<double> parameter_values(double standard, double least, double most)
     values.push_back(std::clamp(value, least, most));
   }
   std::ranges::sort(values);
-  values.erase(std::ranges::unique(values).begin(), values.end());
+  values.erase(std::unique(values.begin(), values.end()), values.end());
   return values;
 }
 
