@@ -89,7 +89,7 @@ Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
 void HeadStats::resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) {
   heads.resize(group);
   for (PerQueryHead& head : heads) {
-    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
+    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error, &head.squared})
       ratio->resize(span.blocks());
     head.spans.resize(span.named().size());
     for (BlockedRatio& ratio : head.spans) ratio.resize(span.blocks());
@@ -108,7 +108,7 @@ bool HeadStats::fits(const QuerySpan& span, std::uint32_t group, std::uint32_t c
          (projected.empty() || projected.size() == std::size_t{span.samples()} * columns) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
-                  blocked(head.error) && head.spans.size() == span.named().size() &&
+                  blocked(head.error) && blocked(head.squared) && head.spans.size() == span.named().size() &&
                   std::all_of(head.spans.begin(), head.spans.end(), blocked);
          });
 }
@@ -130,6 +130,7 @@ void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uin
 }
 
 void HeadStats::add_error(QuerySpan::Place place, std::uint32_t head, double error, double size) {
+  heads[head].squared.add(place.block, error, 1);
   error2[place.sample] += error;
   output2[place.sample] += size;
   if (size > 0)

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "policies/observation.hpp"
+#include "sim/calibration.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
@@ -98,6 +99,11 @@ class Replay {
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
   ProjectionColumns columns() const { return projection_columns(trace_); }
+  LayerFacts facts(std::uint32_t layer) const {
+    LayerFacts facts{columns(), residual_norms(layer), {}};
+    if (options_.calibration) facts.sensitivity = options_.calibration->of_layer(layer);
+    return facts;
+  }
   /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
   std::vector<float> residual_norms(std::uint32_t layer) const {
     if (!trace_.has_residuals()) return {};
@@ -237,6 +243,7 @@ class Replay {
           "trace {}: span decode needs decoded tokens, and it has none; --span all takes "
           "every query",
           trace_.directory().string()));
+    if (options_.calibration) check_calibration(*options_.calibration, trace_);
     layers_ = options_.layers;
     if (layers_.empty()) {
       layers_.resize(trace_.shape().layers);
@@ -328,8 +335,8 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
   if (--left_[l] > 0) return;
-  reduce_layer(layers_[l], job_.replay.span(), job_.configs, job_.replay.columns(),
-               job_.replay.residual_norms(job_.replay.layers()[l]));
+  reduce_layer(layers_[l], job_.replay.span(), job_.configs,
+               job_.replay.facts(job_.replay.layers()[l]));
   for (; joined_ < layers_.size() && left_[joined_] == 0; ++joined_) joint_->add(layers_[joined_]);
 }
 

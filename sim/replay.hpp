@@ -22,12 +22,14 @@ std::span<const std::string_view> replay_references();
 enum class Span { decode, all };
 
 class HeadReplayer;  // sim/head_replayer.hpp
+struct Calibration;  // sim/calibration.hpp
 
 struct ReplayOptions {
   Span span = Span::decode;
   bool every_output_error = false;  ///< false: every eighth query of the span
   bool plain = false;  ///< one configuration at a time, without lanes: what tests compare with
   HeadReplayer* elsewhere = nullptr;  ///< takes what it can off the CPU; null: nothing
+  std::shared_ptr<const Calibration> calibration = nullptr;  ///< for calibrated_error
   unsigned threads = 1;
   std::vector<std::uint32_t> layers;     ///< empty: all
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty

@@ -24,14 +24,21 @@ struct LayerOutcome {
   std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
   SquaredErrors residual;                       // behind W_o, by the residual stream's norm
   SquaredErrors kl;                             // halves of squared changes of log-likelihood
+  SquaredErrors calibrated;                     // by query head, times half its sensitivity
   /// [configuration][sample, draw]: changes of log-likelihood, heads summed; or empty.
   std::vector<std::vector<float>> changes;
 };
 
+/// What is known of a layer beside its outcomes.
+struct LayerFacts {
+  ProjectionColumns columns;
+  std::vector<float> norm2;             // of the residual stream, [sample]; or empty
+  std::span<const double> sensitivity;  // [query head], of a Calibration; or empty
+};
+
 /// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
-/// `norm2`: of the residual stream, [sample]; empty: not known.
 void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
-                  const ProjectionColumns& columns, std::span<const float> norm2);
+                  const LayerFacts& facts);
 
 /// The changes of log-likelihood of all layers together, whose squares are `kl_estimate_joint`.
 class JointChanges {

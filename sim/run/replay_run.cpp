@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "sim/calibration.hpp"
 #include "sim/run/kept.hpp"
 #include "sim/run/run_folder.hpp"
 #include "traces/base/files.hpp"
@@ -53,6 +54,8 @@ RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& t
     info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
                          config.prefill.text(), std::string(name_of(config.positions)),
                          config.seed});
+  if (const auto& calibration = request.options.calibration)
+    info.calibration = {calibration->path, calibration->xxh3};
   if (!request.grid.empty()) info.threshold = request.grid.front().threshold;
   for (const CacheConfig& config : request.grid)
     if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source) {

@@ -32,6 +32,7 @@ constexpr std::array kMetrics{
     MetricInfo{"residual_error", "residual error", false, true},
     MetricInfo{"kl_estimate", "estimate of KL", false, true},
     MetricInfo{"kl_estimate_joint", "estimate of KL, layers together", false, true},
+    MetricInfo{"calibrated_error", "calibrated error", false, true},
     MetricInfo{"evictions", "evictions", false, false},
     MetricInfo{"live_max", "most live tokens", false, false},
     MetricInfo{"kv_bytes", "bytes of keys and values", false, false},

@@ -26,7 +26,7 @@ class Tabulator {
 
   /// Errors of one layer, or of each.
   struct Errors {
-    Ratios layer, residual, kl;
+    Ratios layer, residual, kl, calibrated;
     Ratios joint;  ///< one, of all layers; or none
 
     /// Of a layer; of KV head `head` alone where that is not negative.
@@ -37,6 +37,7 @@ class Tabulator {
       if (head < 0) layer.push_back(&of.error[c]);
       residual.push_back(squares(of.residual));
       kl.push_back(squares(of.kl));
+      calibrated.push_back(squares(of.calibrated));
     }
   };
 
@@ -56,6 +57,7 @@ class Tabulator {
     add_layers("residual_error", errors.residual, layers, heads);
     add_layers("kl_estimate", errors.kl, layers, heads);
     add_layers("kl_estimate_joint", errors.joint, 1, heads * layers);
+    add_layers("calibrated_error", errors.calibrated, layers, heads);
     for (std::size_t s = 0; s < span_.named().size(); ++s)
       add_mean(
           kSpanRecall + span_.named()[s].name, outcomes,

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "sim/calibration.hpp"
 #include "sim/replay.hpp"
 #include "tests/sim/brute_force.hpp"
 
@@ -29,9 +30,12 @@ std::vector<Case> whole_grid(std::uint32_t tokens);
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 
+/// A calibration of the trace's model, whose heads all differ.
+std::shared_ptr<const Calibration> calibration_for(const TraceReader& trace);
+
 /// Fails, naming the case, unless all figures agree to `tolerance` (relative above 1; counts, bytes
 /// and tokens exactly) and the kept sets are identical at every query.
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
-                     const ReplayOptions& options, double tolerance);
+                     ReplayOptions options, double tolerance);
 
 }  // namespace kvlab

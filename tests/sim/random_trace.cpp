@@ -23,6 +23,7 @@ TraceHeader header_of(const RandomTrace& wanted) {
   header.rope_config = nlohmann::json{{"rope_type", "default"}, {"rope_theta", 10000.0}};
   header.softmax_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(wanted.head_size)));
   header.rounding = wanted.rounding;
+  header.weights_xxh3 = "0123456789abcdef";
   header.spans = wanted.spans;
   header.capture = nlohmann::json{{"engine", "random"},
                                   {"version", "1"},

@@ -5,6 +5,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
@@ -27,6 +28,8 @@ void add_options(po::options_description& options) {
   add_threshold_option(options);
   add("output-error", text_option("sample|all", "sample"),
       "take the output errors on every eighth query, or on all");
+  add("calibration", text_option("FILE"),
+      "of `kvlab calibrate`, of the traces' model: for calibrated_error");
   add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
   add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
   add("fresh", po::bool_switch(),
@@ -62,8 +65,13 @@ ReplayOptions replay_options(const po::variables_map& options, const ProcessGrou
   const std::string error = options["output-error"].as<std::string>();
   if (error != "sample" && error != "all")
     throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
+  std::shared_ptr<const Calibration> calibration;
+  if (options.count("calibration"))
+    calibration = std::make_shared<const Calibration>(
+        read_calibration(options["calibration"].as<std::string>()));
   return {.span = parse_span(options["span"].as<std::string>()),
           .every_output_error = error == "all",
+          .calibration = calibration,
           .threads = threads_in(group, options),
           .layers = layers_from(options),
           .progress = group.leads() ? progress_bar("replay") : nullptr};
