@@ -20,9 +20,9 @@ constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
 json lists_of(const std::vector<double>& values, std::uint32_t query_heads) {
   json lists = json::array();
   for (std::size_t first = 0; first < values.size(); first += query_heads)
-    lists.push_back(std::vector<double>(
-        values.begin() + static_cast<std::ptrdiff_t>(first),
-        values.begin() + static_cast<std::ptrdiff_t>(first + query_heads)));
+    lists.push_back(
+        std::vector<double>(values.begin() + static_cast<std::ptrdiff_t>(first),
+                            values.begin() + static_cast<std::ptrdiff_t>(first + query_heads)));
   return lists;
 }
 

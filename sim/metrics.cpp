@@ -108,7 +108,8 @@ bool HeadStats::fits(const QuerySpan& span, std::uint32_t group, std::uint32_t c
          (projected.empty() || projected.size() == std::size_t{span.samples()} * columns) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
-                  blocked(head.error) && blocked(head.squared) && head.spans.size() == span.named().size() &&
+                  blocked(head.error) && blocked(head.squared) &&
+                  head.spans.size() == span.named().size() &&
                   std::all_of(head.spans.begin(), head.spans.end(), blocked);
          });
 }

@@ -29,6 +29,7 @@ struct Command {
 };
 
 Command bench_command();
+Command calibrate_command();
 Command capture_command();
 Command demo_command();
 Command deploy_command();

@@ -205,13 +205,13 @@ class Measures {
   }
 
   void calibrated_errors() {
-    sums_of_layers("calibrated_error", [&](std::size_t layer, std::size_t first, std::size_t count,
-                                           std::uint32_t t) {
-      double sum = 0;
-      for (std::size_t h = first; h < first + count; ++h)
-        sum += 0.5 * s_.sensitivity[layer][h] * outcome_.queries[layer][h][t].error2;
-      return sum;
-    });
+    sums_of_layers("calibrated_error",
+                   [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
+                     double sum = 0;
+                     for (std::size_t h = first; h < first + count; ++h)
+                       sum += 0.5 * s_.sensitivity[layer][h] * outcome_.queries[layer][h][t].error2;
+                     return sum;
+                   });
   }
 
   /// Σ_h g (ô - o) of some query heads of a layer at one query.

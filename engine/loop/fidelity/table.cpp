@@ -113,7 +113,7 @@ void add_fidelity(ordered_json& json, const Fidelity& fidelity,
 }
 
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
-                       std::uint32_t budget_tokens, const std::string& weights_xxh3) {
+                                 std::uint32_t budget_tokens, const std::string& weights_xxh3) {
   const nlohmann::json top = parse_json(read_text_file(file, kMaxBytes), file.string());
   const JsonFields fields(top, file.string());
   fields.check_format(kFidelityFormat);
