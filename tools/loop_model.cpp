@@ -28,11 +28,13 @@ std::string name_of_text(const std::string& path) {
   return std::filesystem::path(path).stem().string();
 }
 
-std::vector<std::int32_t> ids_of(const std::string& path, const LoopModel& model,
-                                 std::size_t tokens) {
+}  // namespace
+
+std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
+                                      const ModelConfig& config, std::size_t tokens) {
   std::vector<std::int32_t> ids;
-  if (model.backend->config().bos >= 0) ids.push_back(model.backend->config().bos);
-  const auto text = model.tokenizer.encode(read_text_file(path, kMaxTextBytes), false);
+  if (config.bos >= 0) ids.push_back(config.bos);
+  const auto text = tokenizer.encode(read_text_file(path, kMaxTextBytes), false);
   ids.insert(ids.end(), text.begin(), text.end());
   if (ids.size() < tokens)
     throw std::invalid_argument(fmt::format("--text {}: has {} tokens; --max-tokens asks for {}",
@@ -40,8 +42,6 @@ std::vector<std::int32_t> ids_of(const std::string& path, const LoopModel& model
   ids.resize(tokens);
   return ids;
 }
-
-}  // namespace
 
 LoopModel load_loop_model(const po::variables_map& options) {
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
@@ -100,7 +100,7 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
   std::vector<LoopText> texts;
   for (const std::string& path : paths_of(options, "text"))
     texts.push_back({.name = name_of_text(path),
-                     .ids = ids_of(path, model, tokens),
+                     .ids = ids_of_text(path, model.tokenizer, model.backend->config(), tokens),
                      .prompt_tokens = prompt,
                      .trace = {}});
   for (const std::string& path : paths_of(options, "trace"))

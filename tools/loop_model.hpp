@@ -23,6 +23,11 @@ struct LoopModel {
 };
 LoopModel load_loop_model(const po::variables_map& options);
 
+/// The first `tokens` of the text `--text` names, behind the model's first token where it has one.
+/// Throws std::invalid_argument for a text that is shorter.
+std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
+                                      const ModelConfig& config, std::size_t tokens);
+
 /// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`.
 void add_loop_options(po::options_description& options);
 /// Throws std::invalid_argument: neither a text nor a trace, two of one name, numbers out of range.

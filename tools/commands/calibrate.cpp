@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "engine/tokenizer/tokenizer.hpp"
+#include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -17,7 +18,6 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;
-constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 constexpr double kMostOff = 0.2;  // of what half the noise says, before a warning is given
 
 void add_options(po::options_description& options) {
@@ -41,20 +41,6 @@ double noise_from(const po::variables_map& options) {
     throw std::invalid_argument(
         fmt::format("--noise: '{}' should be a number above 0 and at most 1", text));
   return noise;
-}
-
-/// Behind the model's first token, where it has one.
-std::vector<std::int32_t> ids_of(const std::string& path, const Tokenizer& tokenizer,
-                                 const ModelConfig& config, std::size_t tokens) {
-  std::vector<std::int32_t> ids;
-  if (config.bos >= 0) ids.push_back(config.bos);
-  const auto text = tokenizer.encode(read_text_file(path, kMaxTextBytes), false);
-  ids.insert(ids.end(), text.begin(), text.end());
-  if (ids.size() < tokens)
-    throw std::invalid_argument(fmt::format("--text {}: has {} tokens; --max-tokens asks for {}",
-                                            path, ids.size(), tokens));
-  ids.resize(tokens);
-  return ids;
 }
 
 json measured_json(const CalibrateResult& result, const std::vector<std::string>& texts,
@@ -101,9 +87,9 @@ int run(const po::variables_map& options) {
   const std::size_t tokens = count_from(options, "max-tokens", 128, kMostTokens);
   const Model model = Model::load(directory, threads);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
-  std::vector<std::vector<std::int32_t>> ids;
-  for (const std::string& path : texts)
-    ids.push_back(ids_of(path, tokenizer, model.config(), tokens));
+  std::vector<std::vector<std::int32_t>> ids(texts.size());
+  for (std::size_t t = 0; t < texts.size(); ++t)
+    ids[t] = ids_of_text(texts[t], tokenizer, model.config(), tokens);
   CalibrateResult result = calibrate(
       model, ids,
       {.noise = noise, .seed = seed, .threads = threads, .progress = progress_bar("calibrate")});

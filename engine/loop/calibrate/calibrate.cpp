@@ -196,11 +196,16 @@ Sensitivity sensitivity_of(const Sums& sums) {
   return s;
 }
 
+/// Of a layer, the head that is measured with half the noise too.
+std::uint32_t checked_head(std::uint32_t layer, std::uint32_t heads) {
+  return layer % std::max(heads, 1u);
+}
+
 /// Every head, and one of them with half the noise.
 std::vector<Variant> variants_of(std::uint32_t layer, std::uint32_t heads) {
   std::vector<Variant> variants;
   for (std::uint32_t head = 0; head < heads; ++head) variants.push_back({head, false});
-  variants.push_back({layer % heads, true});
+  variants.push_back({checked_head(layer, heads), true});
   return variants;
 }
 
@@ -250,7 +255,7 @@ CalibrateResult calibrate(const Model& model,
       calibration.sensitivity.push_back(s.value);
       calibration.standard_error.push_back(s.standard_error);
     }
-    const double own = calibration.of_layer(layer)[layer % shape.query_heads],
+    const double own = calibration.of_layer(layer)[checked_head(layer, shape.query_heads)],
                  own_half = sensitivity_of(sums[layer].back()).value;
     whole += own;
     half += own_half;
