@@ -200,6 +200,8 @@ TEST_CASE("A calibration that is none is refused by name") {
                                            "1000000", "--out", (folder / "d.json").string()}),
              ContainsSubstring("--text"));
   CHECK_FALSE(std::filesystem::exists(folder / "d.json"));
+  CHECK_THAT(refusal(calibrate_command(), calibrate_words(folder / "none" / "d.json")),
+             ContainsSubstring("--out"));
 }
 
 }  // namespace
