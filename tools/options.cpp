@@ -338,6 +338,14 @@ nlohmann::ordered_json number_or_null(double value) {
 
 void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }
 
+void refuse_missing_folder(const std::string& path, std::string_view option) {
+  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+  std::error_code error;
+  if (!folder.empty() && !std::filesystem::is_directory(folder, error))
+    throw std::runtime_error(fmt::format("{}: {} lies in no folder that there is; make {} first",
+                                         option, path, folder.string()));
+}
+
 void refuse_existing(const std::string& path, std::string_view option) {
   std::error_code error;
   if (std::filesystem::exists(std::filesystem::symlink_status(path, error)))

@@ -94,6 +94,9 @@ nlohmann::ordered_json number_or_null(double value);
 /// U+FFFD.
 void print_json(const nlohmann::ordered_json& json);
 
+/// Throws std::runtime_error if the folder that `path` would be in is none: before the work, not
+/// after it.
+void refuse_missing_folder(const std::string& path, std::string_view option);
 /// Throws std::runtime_error if `path` exists.
 void refuse_existing(const std::string& path, std::string_view option);
 
