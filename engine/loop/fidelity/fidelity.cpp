@@ -159,10 +159,10 @@ class Comparison {
 /// Metrics that every text has.
 std::vector<std::string> common_metrics(std::span<const FidelityText> texts) {
   std::vector<std::string> names;
-  for (const auto& [metric, values] : texts.front().figures)
+  for (const auto& entry : texts.front().figures)
     if (std::ranges::all_of(
-            texts, [&](const FidelityText& text) { return text.figures.contains(metric); }))
-      names.push_back(metric);
+            texts, [&](const FidelityText& text) { return text.figures.contains(entry.first); }))
+      names.push_back(entry.first);
   return names;
 }
 
