@@ -113,6 +113,7 @@ PairedBootstrap bootstrap_of(const ScoredSequences& sequences,
   ScoreBlocks blocks(scores.front().size());
   for (const auto& sequence : scores) {
     std::vector<std::span<const double>> values;
+    values.reserve(sequence.size());
     for (const LoopScores& one : sequence) values.emplace_back(one.*figure);
     blocks.add(values, ScoreBlocks::block_tokens(total));
   }
