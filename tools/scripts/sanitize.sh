@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# compute-sanitizer over every test case with the tag [gpu], some at a time:
+#
+#   tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS]
+#
+# BUILD holds tests/. TOOL is memcheck, racecheck, initcheck or synccheck. Each program mirrors its device memory, so
+# more than four at once (the default) fill a card. A case that takes longer than SECONDS (300) is cut short. Cases that
+# only repeat ("200 times") are left out. Prints a line for each case that is not clean, then how many were; logs stay
+# in BUILD/sanitize/TOOL. Exits 1 unless all are clean.
+set -euo pipefail
+
+build=${1:?BUILD} tool=${2:?TOOL} at_once=${3:-4} seconds=${4:-300}
+build=$(cd "$build" && pwd)
+logs=$build/sanitize/$tool
+rm -rf "$logs" && mkdir -p "$logs"
+
+# PROGRAM|CASE for each, in the order of the folders. api_calls needs what the tools hold; device_lost faults on purpose.
+cases() {
+  find "$build/tests" -name 'test_*' -type f -executable ! -name test_api_calls ! -name test_device_lost | sort |
+    while read -r program; do
+      "$program" --list-test-names-only '[gpu]' 2> /dev/null | sed 's/^ *//' | grep -v -e '^$' -e '200 ' |
+        sed "s|^|$program\||" || true
+    done
+}
+
+check() {
+  program=${1%%|*} name=${1#*|}
+  log=$logs/$(basename "$program").$(md5sum <<< "$name" | cut -c1-8)
+  if (cd "$(dirname "$program")" && timeout -s KILL "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 77 \
+    "$program" "${name//,/\\,}") > "$log" 2>&1; then
+    echo "clean"
+  else
+    case $? in
+      137) why="cut short" ;;
+      77) why=$(grep -m1 -o -E '(Race reported|Uninitialized|Invalid|Barrier error|Internal Sanitizer Error).{0,60}' "$log" || echo "named") ;;
+      *) why="the test itself failed" ;;
+    esac
+    echo "$(basename "$program"): $name: $why ($log)"
+  fi
+}
+export -f check
+export tool seconds logs
+
+# shellcheck disable=SC2016  # for the inner shell
+cases | tr '\n' '\0' | xargs -0 -n1 -P "$at_once" bash -c 'check "$0"' > "$logs/results"
+grep -v '^clean$' "$logs/results" || true
+clean=$(grep -c '^clean$' "$logs/results" || true)
+echo "$tool: $clean of $(wc -l < "$logs/results") cases are clean"
+[[ $clean -eq $(wc -l < "$logs/results") ]]
