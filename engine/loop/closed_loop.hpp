@@ -19,7 +19,7 @@ struct LoopScores {
   std::vector<double> kl;                ///< from the full cache's distribution, nats
   std::vector<std::uint8_t> same_first;  ///< the most probable token is the full cache's
   std::vector<float> seconds;            ///< that feeding took; empty where it is not by token
-  std::uint64_t kv_bytes_peak = 0;       ///< keys and values, float32, all layers and heads
+  std::uint64_t kv_bytes_peak = 0;  ///< keys and values, in the loop's dtype, all layers and heads
 };
 
 struct LoopOptions {

@@ -104,7 +104,9 @@ TEST_CASE("The loop by layers on a device refuses what it cannot hold to", "[gpu
                   std::invalid_argument);
   CacheConfig other = config_of("lru", 24, Prefill{0}, Positions::original);
   other.threshold = 0.1;
-  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, other}, {}),
+  CHECK_NOTHROW(sweep({some_tokens(60)}, std::vector{CacheConfig{}, other}, {}));
+  const CacheConfig usual = config_of("h2o", 24, Prefill{0}, Positions::original);
+  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, usual, other}, {}),
                   std::invalid_argument);
 }
 

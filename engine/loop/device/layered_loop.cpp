@@ -38,18 +38,25 @@ struct DeviceLoop {
   cuda::DeviceBuffer projections;  // [row of a tile, query heads, key heads, value heads, dim]
 };
 
+/// Whose threshold counts: it means nothing to a cache that never evicts.
+const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
+  const auto found = std::ranges::find_if(configs, &CacheConfig::evicts);
+  return found == configs.end() ? configs.front() : *found;
+}
+
 void refuse(std::span<const CacheConfig> configs, const ModelConfig& model) {
+  const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_for_decoder(config, model.layers, model.kv_heads);
     if (!config.head_budgets.empty())
       throw std::invalid_argument(
           "budgets by head: the closed loop by layers has one budget for all; --by-tokens takes "
           "them");
-    if (config.threshold != configs.front().threshold)
+    if (config.evicts() && config.threshold != threshold)
       throw std::invalid_argument(
           fmt::format("request thresholds {} and {}: the closed loop by layers has one for all; "
                       "--by-tokens takes both",
-                      configs.front().threshold, config.threshold));
+                      threshold, config.threshold));
   }
 }
 
@@ -100,7 +107,7 @@ class SequenceRun {
         segments_(segments_of(static_cast<std::uint32_t>(ids.size()), span_.prompt)),
         shape_(shape_of(on.model)),
         angles_(config_.rope, static_cast<std::uint32_t>(ids.size())),
-        arithmetic_(arithmetic_of(on.model, configs.front())),
+        arithmetic_(arithmetic_of(on.model, first_evicting(configs))),
         every_query_(segments_, false, 1),
         plan_{shape_, config_.rope, angles_, arithmetic_, every_query_, tokens(), options.sequence},
         tables_(plan_),
