@@ -69,6 +69,45 @@ TEST_CASE("The questions of a run are captured into a folder that is made") {
   CHECK_THROWS_AS(task(words), std::runtime_error);
 }
 
+std::vector<std::string> one_question(const std::vector<std::string>& more,
+                                      const std::string& model = kTiny) {
+  std::vector<std::string> words{
+      "passkey", "--model",          model, "--words",       "20",       "--depth", "0%", "--draws",
+      "1",       "--max-new-tokens", "2",   "--query-aware", "--device", "cpu"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+TEST_CASE("Folders are made where there are none above them") {
+  const test::TemporaryFolder folder;
+  const auto out = folder / "no" / "run", traces = folder / "no" / "such" / "traces";
+  CHECK(task(one_question({"--out", out.string(), "--capture", traces.string()})) == 0);
+  CHECK(std::filesystem::exists(traces / "20-0%-0-query-aware" / "manifest.json"));
+  CHECK(std::filesystem::exists(out / "task.json"));
+}
+
+TEST_CASE("A folder that another run fills is refused before a model is loaded, and left alone") {
+  const test::TemporaryFolder folder;
+  for (const std::string name : {"out", "capture"}) {
+    const std::string path = (folder / name).string();
+    std::filesystem::create_directories(path + ".part/trace");
+    CHECK(test::error_of([&] {
+            task(one_question({"--" + name, path}, "no model"));
+          }).starts_with(path + ".part exists; "));
+    CHECK(std::filesystem::exists(path + ".part/trace"));
+  }
+}
+
+TEST_CASE("A folder for tables in one for traces is refused, and the other way round") {
+  const test::TemporaryFolder folder;
+  const std::string outer = (folder / "run").string(), inner = (folder / "." / "run/in").string();
+  for (const auto& [out, traces] : {std::pair{outer, inner}, {inner, outer}, {outer, outer}}) {
+    CHECK(refusal(one_question({"--out", out, "--capture", traces}, "no model"))
+              .starts_with("--capture: " + traces + " and --out "));
+    CHECK_FALSE(std::filesystem::exists(outer));
+  }
+}
+
 TEST_CASE("What is wrong is named, with what would be right") {
   CHECK(refusal({}).starts_with("--task: missing; "));
   CHECK(refusal({"pass", "--model", kTiny}) ==

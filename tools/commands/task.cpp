@@ -1,8 +1,10 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <filesystem>
+#include <optional>
 
 #include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
@@ -241,21 +243,54 @@ ordered_json about(const TaskRun& run, const TaskRequest& request, const Backend
           {"interval", "95%: shares by Wilson's score, means by 1.96 standard errors"}};
 }
 
-void write_run(const std::string& out, const TaskRun& run, std::span<const TaskFigure> figures,
+/// The folders that were asked for, each of which appears when it is whole.
+struct RunFolders {
+  std::optional<AtomicFolder> out, capture;
+
+  /// Throws for what cannot be made, so that no work is lost to it.
+  explicit RunFolders(const po::variables_map& options) {
+    if (options.count("out") && options.count("capture"))
+      refuse_nested(options["out"].as<std::string>(), options["capture"].as<std::string>());
+    if (options.count("out")) make(out, options, "out");
+    if (options.count("capture")) make(capture, options, "capture");
+  }
+
+ private:
+  static void make(std::optional<AtomicFolder>& folder, const po::variables_map& options,
+                   const char* name) {
+    const std::string path =
+        required(options, name, fmt::format("--{} DIR, a directory to be made", name));
+    refuse_existing(path, fmt::format("--{}", name));
+    folder.emplace(path);
+  }
+
+  /// One could not appear whole where the other is in it.
+  static void refuse_nested(const std::string& out, const std::string& capture) {
+    const auto whole = [](const std::string& path) {
+      return (std::filesystem::absolute(path) / "").lexically_normal();
+    };
+    const std::filesystem::path a = whole(out), b = whole(capture);
+    const auto [rest_a, rest_b] =
+        std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // less the "" at the end
+    if (rest_a == --a.end() || rest_b == --b.end())
+      throw std::invalid_argument(
+          fmt::format("--capture: {} and --out {} should be two directories, neither in the other",
+                      capture, out));
+  }
+};
+
+void write_run(AtomicFolder& folder, const TaskRun& run, std::span<const TaskFigure> figures,
                const ordered_json& about) {
-  const std::filesystem::path folder = out;
-  std::filesystem::create_directories(folder);
   write_file_atomically(folder / "answers.csv", task_answers_csv(run));
   write_file_atomically(folder / "task.csv", task_figures_csv(run, figures));
   write_file_atomically(folder / "task.json", json_text(about) + "\n");
+  folder.commit();
 }
 
 int run(const po::variables_map& options) {
   TaskRequest request = request_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  for (const char* name : {"out", "capture"})
-    if (options.count(name))
-      refuse_existing(options[name].as<std::string>(), fmt::format("--{}", name));
+  RunFolders folders(options);
   std::string text;
   if (options.count("text")) {
     text = read_text_file(options["text"].as<std::string>(), kMaxTextBytes);
@@ -268,12 +303,14 @@ int run(const po::variables_map& options) {
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
 
   const TaskRun run = run_task(*backend, tokenizer, request);
-  if (options.count("capture"))
-    capture_tasks(*backend, tokenizer, directory, run, options["capture"].as<std::string>(),
-                  threads_from(options), progress_bar("capture"));
   const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
   ordered_json json = about(run, request, *backend);
-  if (options.count("out")) write_run(options["out"].as<std::string>(), run, figures, json);
+  if (folders.out) write_run(*folders.out, run, figures, json);
+  if (folders.capture) {
+    capture_tasks(*backend, tokenizer, directory, run, *folders.capture, threads_from(options),
+                  progress_bar("capture"));
+    folders.capture->commit();
+  }
   if (!options["json"].as<bool>()) {
     print_table(run, figures, request);
     return 0;

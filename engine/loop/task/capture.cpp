@@ -43,28 +43,21 @@ std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mo
 }
 
 void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const fs::path& model,
-                   const TaskRun& run, const fs::path& folder, unsigned threads,
+                   const TaskRun& run, const AtomicFolder& folder, unsigned threads,
                    const std::function<void(double)>& progress) {
   const OutputSketch sketch = output_sketch(model, kSketchSeed, threads);
-  fs::create_directory(folder);
-  try {
-    for (std::size_t p = 0; p < run.prompts.size(); ++p) {
-      for (const QueryMode mode : run.modes) {
-        TraceHeader header = backend.trace_header({{"task", run.task},
-                                                   {"mode", name_of(mode)},
-                                                   {"words", run.places[p].words},
-                                                   {"depth", run.places[p].depth},
-                                                   {"draw", run.draws[p]}});
-        header.spans = answer_spans(tokenizer, run.prompts[p]);
-        capture_one(backend, folder / task_trace_name(run, p, mode), std::move(header), sketch,
-                    run.prompts[p], mode);
-      }
-      if (progress) progress(static_cast<double>(p + 1) / static_cast<double>(run.prompts.size()));
+  for (std::size_t p = 0; p < run.prompts.size(); ++p) {
+    for (const QueryMode mode : run.modes) {
+      TraceHeader header = backend.trace_header({{"task", run.task},
+                                                 {"mode", name_of(mode)},
+                                                 {"words", run.places[p].words},
+                                                 {"depth", run.places[p].depth},
+                                                 {"draw", run.draws[p]}});
+      header.spans = answer_spans(tokenizer, run.prompts[p]);
+      capture_one(backend, folder / task_trace_name(run, p, mode), std::move(header), sketch,
+                  run.prompts[p], mode);
     }
-  } catch (...) {
-    std::error_code ignored;
-    fs::remove_all(folder, ignored);
-    throw;
+    if (progress) progress(static_cast<double>(p + 1) / static_cast<double>(run.prompts.size()));
   }
 }
 

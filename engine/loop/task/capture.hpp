@@ -8,6 +8,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/loop/task/table.hpp"
+#include "traces/base/files.hpp"
 
 namespace kvlab {
 
@@ -18,10 +19,10 @@ std::vector<NamedSpan> answer_spans(const Tokenizer& tokenizer, const TaskPrompt
 std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mode);
 
 /// Captures every question of a run in every mode under the full cache, with the right answer
-/// decoded behind it, into folders of `folder`, which is made; after an exception there is none.
-/// `model`: the checkpoint's directory, for the sketch of its output projections.
+/// decoded behind it, into folders of `folder`, which the caller commits. `model`: the checkpoint's
+/// directory, for the sketch of its output projections.
 void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const std::filesystem::path& model,
-                   const TaskRun& run, const std::filesystem::path& folder, unsigned threads,
+                   const TaskRun& run, const AtomicFolder& folder, unsigned threads,
                    const std::function<void(double)>& progress);
 
 }  // namespace kvlab

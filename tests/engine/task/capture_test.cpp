@@ -55,7 +55,9 @@ TEST_CASE("A question's trace has its segments, the right answer decoded, and th
   const test::TemporaryFolder folder;
   const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
   const TaskRun run = run_task(tiny(), tokenizer, two_questions());
-  capture_tasks(tiny(), tokenizer, kTiny, run, folder / "traces", 2, {});
+  AtomicFolder filled(folder / "traces");
+  capture_tasks(tiny(), tokenizer, kTiny, run, filled, 2, {});
+  filled.commit();
   std::size_t traces = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder / "traces"))
     ++traces;
@@ -88,9 +90,13 @@ TEST_CASE("Traces of questions that cannot all be written are not there") {
   const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
   TaskRun run = run_task(tiny(), tokenizer, two_questions());
   run.prompts[1].evidence = {"what nobody said"};
-  CHECK_THROWS_AS(capture_tasks(tiny(), tokenizer, kTiny, run, folder / "traces", 2, {}),
-                  std::invalid_argument);
-  CHECK_FALSE(std::filesystem::exists(folder / "traces"));
+  CHECK_THROWS_AS(
+      [&] {
+        const AtomicFolder filled(folder / "traces");
+        capture_tasks(tiny(), tokenizer, kTiny, run, filled, 2, {});
+      }(),
+      std::invalid_argument);
+  CHECK(std::filesystem::is_empty(folder.path()));
 }
 
 }  // namespace
