@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <set>
 #include <stdexcept>
 
@@ -57,6 +58,12 @@ void check_rows(const TensorView& tensor, const ShardInfo& shard,
   if (!ends || !std::is_sorted(rows.begin(), rows.end()))
     throw std::runtime_error(fmt::format("{}: check_rows must ascend from {} to {}", path.string(),
                                          shard.first, shard.first + shard.tokens - 1));
+}
+
+/// Times this, a finite gradient is finite.
+float largest_gradient_scale(Dtype dtype) {
+  if (dtype != Dtype::f16) return 1;
+  return std::nextafter(std::numeric_limits<float>::max() / 65504, 0.0f);  // which rounds up
 }
 
 }  // namespace
@@ -120,9 +127,11 @@ float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shap
            checker.expect(std::string(kGradientScaleTensor), Dtype::f32, {1}).data.data(), 1,
            &scale);
   checker.refuse_others();
-  if (!std::isfinite(scale) || scale <= 0)
-    throw std::runtime_error(fmt::format("{}: {} is {}; a positive number is expected",
-                                         file.path().string(), kGradientScaleTensor, scale));
+  const float most = largest_gradient_scale(shape.dtype);
+  if (!(scale > 0 && scale <= most))
+    throw std::runtime_error(fmt::format(
+        "{}: {} is {}; a positive number up to {:g} is expected for gradients in {}",
+        file.path().string(), kGradientScaleTensor, scale, most, torch_name(shape.dtype)));
   return scale;
 }
 

@@ -210,7 +210,7 @@ TEST_CASE("Damaged gradients are refused by name") {
   CHECK_THAT(opened(), ContainsSubstring("grad-00000.safetensors"));
 }
 
-TEST_CASE("A gradient that is not finite does not verify, nor does a scale") {
+TEST_CASE("A gradient that is not finite does not verify") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
   const ModelShape& shape = sample().header.shape;
@@ -226,15 +226,46 @@ TEST_CASE("A gradient that is not finite does not verify, nor does a scale") {
   CHECK_THAT(check.problems.front(),
              ContainsSubstring("grad-00000.safetensors: layer 1, draw 1, query head 2") &&
                  ContainsSubstring("token 17"));
+}
 
-  std::string bytes = read_bytes(path / "grad-00000.safetensors");
-  const float scale = 0.25f, none = std::numeric_limits<float>::quiet_NaN();
-  const std::string was(reinterpret_cast<const char*>(&scale), 4),
-      is(reinterpret_cast<const char*>(&none), 4);
-  bytes.replace(bytes.find(was), 4, is);
-  write_bytes(path / "grad-00000.safetensors", bytes);
-  CHECK_THAT(error_of([&] { TraceReader::open(path); }),
-             ContainsSubstring("grad_scale is nan; a positive number is expected"));
+/// What opening says once the first file's gradients, in `dtype`, are to be multiplied with
+/// `scale`.
+std::string error_of_scale(Dtype dtype, float scale) {
+  const TemporaryFolder folder;
+  const Sample s = make_sample(16, dtype, Rounding::none);
+  write_trace(folder / "t", s, 16);
+  write_gradients(folder / "t", 1, [] { return 60000.0f; });
+  const auto file = folder / "t" / "grad-00000.safetensors";
+  std::string bytes = read_bytes(file);
+  const float was = 0.25f;
+  const std::string old(reinterpret_cast<const char*>(&was), 4);
+  REQUIRE(bytes.find(old) != std::string::npos);
+  bytes.replace(bytes.find(old), 4, std::string(reinterpret_cast<const char*>(&scale), 4));
+  write_bytes(file, bytes);
+  return error_of([&] { TraceReader::open(folder / "t"); });
+}
+
+TEST_CASE("A scale that could make a finite gradient infinite is refused by name") {
+  const auto refused = [](const std::string& rest) {
+    return ContainsSubstring("grad-00000.safetensors: grad_scale is " + rest);
+  };
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  for (const Dtype dtype : {Dtype::f16, Dtype::bf16, Dtype::f32}) {
+    CHECK_THAT(error_of_scale(dtype, kNone), refused("nan; a positive number"));
+    CHECK_THAT(error_of_scale(dtype, 0), refused("0; a positive number"));
+    CHECK_THAT(error_of_scale(dtype, 1e36f), refused("1e+36; a positive number"));
+    CHECK(error_of_scale(dtype, 1).empty());
+  }
+  const float beyond = std::numeric_limits<float>::max() / 65504,
+              most = std::nextafter(beyond, 0.0f);
+  CHECK(std::isfinite(most * 65504));
+  CHECK_FALSE(std::isfinite(beyond * 65504));
+  CHECK(error_of_scale(Dtype::f16, most).empty());
+  CHECK_THAT(error_of_scale(Dtype::f16, beyond), refused("5."));
+  CHECK_THAT(error_of_scale(Dtype::bf16, 2),
+             refused("2; a positive number up to 1 is expected for gradients in bfl"));
+  CHECK_THAT(error_of_scale(Dtype::f32, 2),
+             refused("2; a positive number up to 1 is expected for gradients in float32"));
 }
 
 TEST_CASE("A trace that is sealed again has no gradients: they are of the whole") {
