@@ -323,12 +323,15 @@ std::function<void(double)> progress_bar(std::string label) {
 }
 
 std::vector<std::string> text_names(const std::vector<std::string>& paths) {
+  constexpr std::string_view kTaken = "all";  // what figures over all texts go by
+  if (std::ranges::find(paths, kTaken) != paths.end())
+    throw std::invalid_argument("--text: all is what figures over all texts go by; write ./all");
   std::vector<std::string> names;
-  for (const std::string& path : paths)
-    names.push_back(std::filesystem::path(path).stem().string());
-  for (std::size_t i = 0; i < names.size(); ++i)
-    for (std::size_t j = 0; j < i; ++j)
-      if (names[i] == names[j]) return paths;
+  for (const std::string& path : paths) {
+    std::string name = std::filesystem::path(path).stem().string();
+    if (name == kTaken || std::ranges::find(names, name) != names.end()) return paths;
+    names.push_back(std::move(name));
+  }
   return names;
 }
 
@@ -338,9 +341,11 @@ nlohmann::ordered_json number_or_null(double value) {
 
 void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }
 
-void refuse_missing_folder(const std::string& path, std::string_view option) {
+void refuse_unwritable(const std::string& path, std::string_view option) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code error;
+  if (std::filesystem::is_directory(path, error))
+    throw std::runtime_error(fmt::format("{}: {} is a folder; give a file", option, path));
   if (!folder.empty() && !std::filesystem::is_directory(folder, error))
     throw std::runtime_error(fmt::format("{}: {} lies in no folder that there is; make {} first",
                                          option, path, folder.string()));

@@ -85,7 +85,7 @@ std::string time_left(double first, double done, double seconds);
 std::function<void(double)> progress_bar(std::string label);
 
 /// What each text is called: its file's name without the extension, or the whole path where two
-/// would have one name.
+/// would have one name, or one would be `all`. Throws std::invalid_argument for a path `all`.
 std::vector<std::string> text_names(const std::vector<std::string>& paths);
 
 /// JSON has no infinity and no not-a-number: null stands for them.
@@ -94,9 +94,9 @@ nlohmann::ordered_json number_or_null(double value);
 /// U+FFFD.
 void print_json(const nlohmann::ordered_json& json);
 
-/// Throws std::runtime_error if the folder that `path` would be in is none: before the work, not
-/// after it.
-void refuse_missing_folder(const std::string& path, std::string_view option);
+/// Throws std::runtime_error if no file could be written at `path`, which is a folder or lies in
+/// none: before the work, not after it.
+void refuse_unwritable(const std::string& path, std::string_view option);
 /// Throws std::runtime_error if `path` exists.
 void refuse_existing(const std::string& path, std::string_view option);
 

@@ -22,6 +22,31 @@ struct Sequences {
   std::vector<std::size_t> text;
 };
 
+LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::size_t tokens,
+                         unsigned threads) {
+  const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : tokens / 2;
+  return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
+          .span = options.span,
+          .sequence = static_cast<std::uint32_t>(sequence),
+          .threads = threads,
+          .against_first = options.against_full,
+          .progress = {}};
+}
+
+/// Throws std::invalid_argument that names the text if nothing of a sequence of it is scored.
+void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) {
+  const std::string name =
+      text < options.names.size() ? options.names[text] : fmt::format("{}", text + 1);
+  if (ids.empty())
+    throw std::invalid_argument(
+        fmt::format("text {}: has no tokens; a longer one is needed", name));
+  try {
+    loop_span(static_cast<std::uint32_t>(ids.size()), loop_options(options, 0, ids.size(), 1));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(fmt::format("text {}: {}", name, error.what()));
+  }
+}
+
 /// Cuts texts into sequences, each behind the model's first token (where it has one).
 Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
                        const EvalOptions& options) {
@@ -32,6 +57,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
         fmt::format("window {}: should be at least {} tokens", window, first + 2));
   Sequences sequences;
   for (const Ids& text : texts) {
+    const auto index = static_cast<std::size_t>(&text - texts.data());
+    if (text.empty()) check_scored({}, index, options);
     std::size_t length = text.size();
     if (options.max_tokens) length = std::min<std::size_t>(length, options.max_tokens);
     const std::size_t step = options.stream ? std::max<std::size_t>(length, 1) : window - first;
@@ -47,24 +74,13 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
           ids.size() * 2 >= window &&
           (options.span == Span::all || ids.size() > std::size_t{options.prompt_tokens} + 1);
       if (start > 0 && !long_enough) continue;
+      check_scored(ids, index, options);
       sequences.ids.push_back(std::move(ids));
-      sequences.text.push_back(static_cast<std::size_t>(&text - texts.data()));
+      sequences.text.push_back(index);
     }
   }
-  if (sequences.ids.empty())
-    throw std::invalid_argument("text: has no tokens; a longer one is needed");
+  if (sequences.ids.empty()) throw std::invalid_argument("text: there is none; give one");
   return sequences;
-}
-
-LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::size_t tokens,
-                         unsigned threads) {
-  const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : tokens / 2;
-  return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
-          .span = options.span,
-          .sequence = static_cast<std::uint32_t>(sequence),
-          .threads = threads,
-          .against_first = options.against_full,
-          .progress = {}};
 }
 
 /// Sequence by sequence, `at_once` of them: run(ids, configs, LoopOptions).

@@ -20,6 +20,7 @@ struct EvalOptions {
   bool against_full = true;        ///< run the full cache too, for kl and same_first
   std::uint32_t block_tokens = 0;  ///< scores by so many tokens, too; 0: not
   unsigned threads = 1;
+  std::vector<std::string> names;  ///< of the texts, for errors; or none
   std::function<void(double)> progress;
 };
 
@@ -39,7 +40,8 @@ Sweep sweep_by_tokens(Backend& backend);
 Sweep sweep_by_batches(BatchBackend& backend);
 
 /// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
-/// token ids without special tokens. Throws std::invalid_argument.
+/// token ids without special tokens. Throws std::invalid_argument, for a text of which nothing
+/// would be scored before any is run.
 Evaluation evaluate(const ModelConfig& config, const Sweep& sweep,
                     const std::vector<std::vector<std::int32_t>>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options);

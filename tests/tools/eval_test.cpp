@@ -197,6 +197,32 @@ TEST_CASE("Few scored tokens are warned of") {
   CHECK(few_tokens_warning(few).starts_with("999 scored tokens"));
 }
 
+TEST_CASE("A text of which nothing would be scored is refused by name before any runs") {
+  bool ran = false;
+  const Sweep sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
+                          const EvalOptions& options) {
+    ran = true;
+    return invented([](std::size_t, std::size_t) { return 0.0; })(sequences, configs, options);
+  };
+  const auto refusal = [&](std::size_t length, EvalOptions options) {
+    return test::error_of<std::invalid_argument>([&] {
+      evaluate(ModelConfig{.trained_context = 1024, .bos = 1}, sweep,
+               {std::vector<std::int32_t>(100, 1), std::vector<std::int32_t>(length, 1)},
+               three_at_two_budgets(), options);
+    });
+  };
+  CHECK(refusal(0, {.names = {"long", "empty"}}) ==
+        "text empty: has no tokens; a longer one is needed");
+  CHECK(refusal(0, {.stream = true}) == "text 2: has no tokens; a longer one is needed");
+  CHECK(refusal(20, {.prompt_tokens = 20, .names = {"long", "short"}})
+            .starts_with("text short: a sequence of 21 tokens with a prompt of 20 leaves none"));
+  CHECK(refusal(1, {}).starts_with("text 2: a sequence of 2 tokens with a prompt of 1 "));
+  CHECK_FALSE(ran);
+  CHECK(refusal(21, {.prompt_tokens = 20}).empty());
+  CHECK(refusal(20, {.prompt_tokens = 20, .span = Span::all}).empty());
+  CHECK(refusal(1, {.span = Span::all}).empty());
+}
+
 TEST_CASE("An evaluation's folder is read back for its page, and damage is named") {
   const Evaluation evaluation = invented_evaluation();
   const std::vector<std::string> texts{"one", "two, too"};

@@ -8,6 +8,7 @@
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
+#include "tests/traces/temporary_folder.hpp"
 
 using namespace kvlab;
 using kvlab::test::error_of;
@@ -173,4 +174,43 @@ TEST_CASE("A misspelt option and a number that is none are told what would be ri
   CHECK(message({"--threads", "abc"}) == "--threads: 'abc' should be a whole number");
   CHECK(message({"--seed", "1.5"}) == "--seed: '1.5' should be a whole number");
   CHECK(message({"--request-threshold", "low"}) == "--request-threshold: 'low' should be a number");
+}
+
+TEST_CASE("What cannot be written is refused before the work: no folder there, or a folder") {
+  const kvlab::test::TemporaryFolder folder;
+  const std::string file = (folder / "a.json").string(), none = (folder / "b" / "a.json").string();
+  CHECK_NOTHROW(refuse_unwritable(file, "--out"));
+  CHECK_NOTHROW(refuse_unwritable("a.json", "--out"));
+  CHECK(error_of([&] { refuse_unwritable(none, "--out"); }) ==
+        fmt::format("--out: {} lies in no folder that there is; make {} first", none,
+                    (folder / "b").string()));
+  CHECK(error_of([&] { refuse_unwritable(folder.path().string(), "--out"); }) ==
+        fmt::format("--out: {} is a folder; give a file", folder.path().string()));
+  CHECK(error_of([&] { refuse_unwritable(file + "/", "--out"); }).starts_with("--out: " + file));
+}
+
+TEST_CASE("Commands refuse a folder for a file before they load a model") {
+  const kvlab::test::TemporaryFolder folder;
+  const std::string path = folder.path().string(), wrong = path + " is a folder; give a file";
+  const auto refusal = [](const Command& command, const std::vector<std::string>& words) {
+    return error_of<std::exception>([&] { run_command(command, words); });
+  };
+  CHECK(refusal(tune_command(), {"--model", "none", "--text", "t", "--budget", "8", "--out",
+                                 path}) == "--out: " + wrong);
+  CHECK(refusal(calibrate_command(), {"--model", "none", "--text", "t", "--out", path}) ==
+        "--out: " + wrong);
+  CHECK(refusal(fidelity_command(), {"--model", "none", "--text", "t", "--policy", "h2o,sink,lru",
+                                     "--budget", "8", "--out", path + "/out", "--report", path}) ==
+        "--report: " + wrong);
+}
+
+TEST_CASE("Texts go by their files' names, or by their paths where those would not tell") {
+  CHECK(text_names({"a/one.txt", "b/two.txt"}) == std::vector<std::string>{"one", "two"});
+  const std::vector<std::string> twice{"a/one.txt", "b/one.txt"};
+  CHECK(text_names(twice) == twice);
+  const std::vector<std::string> all{"a/all.txt", "b/two.txt"};
+  CHECK(text_names(all) == all);
+  CHECK(error_of<std::invalid_argument>([] { text_names({"all"}); }) ==
+        "--text: all is what figures over all texts go by; write ./all");
+  CHECK(text_names({"./all"}) == std::vector<std::string>{"./all"});
 }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <filesystem>
 
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/loop_model.hpp"
@@ -81,11 +80,7 @@ int run(const po::variables_map& options) {
   const std::string out = required(options, "out", "--out FILE, the calibration file");
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
-  // What cannot be written is refused now, not after minutes.
-  if (const auto folder = std::filesystem::absolute(out).parent_path();
-      !std::filesystem::is_directory(folder) || std::filesystem::is_directory(out))
-    throw std::invalid_argument(
-        fmt::format("--out: {} should be a file in a folder that is there", out));
+  refuse_unwritable(out, "--out");
   const auto texts = options["text"].as<std::vector<std::string>>();
   const unsigned threads = threads_from(options);
   const double noise = noise_from(options);

@@ -65,6 +65,7 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
                {model.tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
                {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
                 .threads = threads_from(options),
+                .names = {text},
                 .progress = progress_bar("confirm")})
           .scores;
   for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});

@@ -170,7 +170,9 @@ Loaded load(Device device, const std::string& directory, unsigned threads, Way w
 int run(const po::variables_map& options) {
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
-  const EvalOptions how = eval_options(options);
+  const auto& paths = options["text"].as<std::vector<std::string>>();
+  EvalOptions how = eval_options(options);
+  how.names = text_names(paths);
   threshold_from(options);  // refuses what is out of range, whatever uses it
   std::vector<CacheConfig> configs;
   const auto compiled = policy_sources_from(options);
@@ -188,21 +190,19 @@ int run(const po::variables_map& options) {
     configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,
                                model.weights_xxh3));
 
-  const auto& paths = options["text"].as<std::vector<std::string>>();
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : paths)
     texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
   const Evaluation evaluation = evaluate(model.config, model.sweep, texts, std::move(configs), how);
   if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
-  const std::vector<std::string> names = text_names(paths);
   nlohmann::ordered_json json{{"model", model.config.name},
                               {"weights_xxh3", model.weights_xxh3},
                               {"kvlab", KVLAB_VERSION},
                               {"span", options["span"].as<std::string>()}};
-  json.update(eval_json(evaluation, names));
+  json.update(eval_json(evaluation, how.names));
   if (folder) {
-    write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, names));
+    write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, how.names));
     write_file_atomically(*folder / kEvalJson, json_text(json, 1) + "\n");
     folder->commit();
   }
@@ -211,7 +211,7 @@ int run(const po::variables_map& options) {
     return 0;
   }
   print_table(evaluation.scores);
-  print_texts(evaluation, names);
+  print_texts(evaluation, how.names);
   print_contenders(evaluation);
   return 0;
 }

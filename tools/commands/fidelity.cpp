@@ -86,7 +86,7 @@ int run(const po::variables_map& options) {
   const std::string out = required(options, "out", "--out OUT, a directory to be made");
   refuse_existing(out, "--out");
   if (options.count("report"))
-    refuse_missing_folder(options["report"].as<std::string>(), "--report");
+    refuse_unwritable(options["report"].as<std::string>(), "--report");
   const std::vector<CacheConfig> configs = grid_from(options);
   check_fidelity_grid(configs);
   AtomicFolder folder(out);

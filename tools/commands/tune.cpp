@@ -138,7 +138,7 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
 int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out policy.json");
-  refuse_missing_folder(out, "--out");
+  refuse_unwritable(out, "--out");
   const Budget budget = parse_budget(required(options, "budget", "--budget B, tokens or a share"));
   if (budget.all)
     throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");
