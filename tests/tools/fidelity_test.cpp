@@ -29,7 +29,8 @@ std::vector<CacheConfig> grid(const std::vector<std::string>& policies,
 /// A text whose tokens all have a configuration's mean, and one figure or two.
 FidelityText text_of(const std::string& name, const std::vector<double>& kl,
                      OpenLoopFigures figures) {
-  FidelityText text{.name = name, .tokens = 64, .kl = kl, .figures = std::move(figures)};
+  FidelityText text{
+      .name = name, .tokens = 64, .prompt_tokens = 32, .kl = kl, .figures = std::move(figures)};
   for (const double mean : kl) text.kl_tokens.emplace_back(64, mean);
   return text;
 }
@@ -75,12 +76,8 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   const std::vector<FidelityText> texts{
       text_of("one", {3, 2, 1, .3, .2, .1}, {{"nll_recall", {30, 20, 10, 1, 2, 3}}}),
       text_of("two", {3, 1, 2, .3, .2, .1}, {{"nll_recall", {30, 20, 10, 1, 2, 3}}})};
-  nlohmann::ordered_json json{{"format", kFidelityFormat},
-                              {"model", "m"},
-                              {"weights_xxh3", "ab"},
-                              {"kvlab", "1"},
-                              {"tokens", 100},
-                              {"prompt_tokens", 50}};
+  nlohmann::ordered_json json{
+      {"format", kFidelityFormat}, {"model", "m"}, {"weights_xxh3", "ab"}, {"kvlab", "1"}};
   add_fidelity(json, assess_fidelity(configs, texts), configs, texts);
   const test::TemporaryFolder folder;
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
@@ -89,6 +86,7 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   CHECK(page.find("budget 16") != std::string::npos);
   CHECK(page.find("<td class=\"n\">3 of 3</td>") != std::string::npos);
   CHECK(page.find("<svg") != std::string::npos);
+  CHECK(page.find("64, 32 of them prompt<") != std::string::npos);
 
   const auto file = folder / kFidelityJson;
   const nlohmann::json evidence = fidelity_evidence(file, "nll_recall", 13, "ab");
@@ -107,6 +105,35 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   write_file_atomically(file, json_text(json));
   CHECK(test::error_of([&] { fidelity_page(folder.path()); }).find("default_metric") !=
         std::string::npos);
+}
+
+TEST_CASE("A share of texts that differ in length is no evidence at a budget in tokens") {
+  const test::TemporaryFolder folder;
+  const auto file = folder / kFidelityJson;
+  const auto evidence_at = [&](const std::string& budget, std::uint32_t second_tokens) {
+    const auto configs = grid({"window", "sink", "h2o"}, {budget});
+    std::vector<FidelityText> texts{text_of("one", {3, 2, 1}, {{"nll_recall", {30, 20, 10}}}),
+                                    text_of("two", {3, 1, 2}, {{"nll_recall", {30, 20, 10}}})};
+    texts[1].tokens = second_tokens;
+    nlohmann::ordered_json json{
+        {"format", kFidelityFormat}, {"model", "m"}, {"weights_xxh3", "ab"}, {"kvlab", "1"}};
+    add_fidelity(json, assess_fidelity(configs, texts), configs, texts);
+    write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
+    write_file_atomically(file, json_text(json));
+    return fidelity_evidence(file, "nll_recall", 13, "ab");
+  };
+  const nlohmann::json evidence = evidence_at("25%", 64);
+  CHECK(evidence["budget"] == "25%");
+  CHECK(evidence["tokens"] == nlohmann::json{{"one", 64}, {"two", 64}});
+  CHECK(evidence["file_xxh3"] == xxh3_hex(read_text_file(file, 1 << 20)));
+  CHECK(evidence_at("16", 96)["tokens"]["two"] == 96);
+  CHECK(fidelity_page(folder.path()).find("64, 32 of them prompt; 96, 32 of them prompt") !=
+        std::string::npos);
+  CHECK(
+      test::error_of([&] { evidence_at("25%", 96); }) ==
+      file.string() +
+          ": tokens: 2 are of 2 lengths, so that 25% is no number of tokens; measure texts of one "
+          "length, or budgets in tokens");
 }
 
 TEST_CASE("A text is captured, replayed and run over the same ids") {

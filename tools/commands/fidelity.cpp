@@ -85,8 +85,7 @@ int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out OUT, a directory to be made");
   refuse_existing(out, "--out");
-  if (options.count("report"))
-    refuse_unwritable(options["report"].as<std::string>(), "--report");
+  if (options.count("report")) refuse_unwritable(options["report"].as<std::string>(), "--report");
   const std::vector<CacheConfig> configs = grid_from(options);
   check_fidelity_grid(configs);
   AtomicFolder folder(out);
@@ -100,9 +99,7 @@ int run(const po::variables_map& options) {
   ordered_json json = {{"format", kFidelityFormat},
                        {"model", model.backend->config().name},
                        {"weights_xxh3", model.backend->weights_xxh3()},
-                       {"kvlab", KVLAB_VERSION},
-                       {"tokens", texts.front().ids.size()},
-                       {"prompt_tokens", texts.front().prompt_tokens}};
+                       {"kvlab", KVLAB_VERSION}};
   add_fidelity(json, fidelity, configs, measured);
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, measured));
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");

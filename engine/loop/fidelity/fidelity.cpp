@@ -181,6 +181,7 @@ FidelityText fidelity_text(const LoopText& text, std::vector<std::vector<double>
                            OpenLoopFigures figures) {
   FidelityText result{.name = text.name,
                       .tokens = static_cast<std::uint32_t>(text.ids.size()),
+                      .prompt_tokens = text.prompt_tokens,
                       .kl_tokens = std::move(kl_tokens),
                       .kl = {},
                       .figures = std::move(figures)};

@@ -14,7 +14,7 @@ namespace kvlab {
 /// What one text showed, by configuration.
 struct FidelityText {
   std::string name;
-  std::uint32_t tokens = 0;
+  std::uint32_t tokens = 0, prompt_tokens = 0;
   std::vector<std::vector<double>> kl_tokens;  ///< nats to the full cache, closed loop, by token
   std::vector<double> kl;                      ///< their means
   OpenLoopFigures figures;                     ///< of the open loop, by metric

@@ -174,6 +174,19 @@ class FidelityPage {
             rows));
   }
 
+  /// Once for texts of one length, or else in the order of the texts.
+  std::string tokens() const {
+    const JsonFields all = fields_.object("tokens"), prompts = fields_.object("prompt_tokens");
+    std::vector<std::string> lengths;
+    for (const json& text : fields_.list("texts")) {
+      const std::string name = text.is_string() ? text.get<std::string>() : "?";
+      lengths.push_back(fmt::format("{}, {} of them prompt", all.whole(name), prompts.whole(name)));
+    }
+    if (std::ranges::adjacent_find(lengths, std::ranges::not_equal_to{}) == lengths.end())
+      lengths.resize(std::min<std::size_t>(lengths.size(), 1));
+    return fmt::format("{}", fmt::join(lengths, "; "));
+  }
+
   std::string provenance() const {
     std::vector<std::string> texts;
     for (const json& text : fields_.list("texts"))
@@ -187,8 +200,7 @@ class FidelityPage {
         "Where this comes from", "",
         html_terms({{"weights", "<code>" + escape(fields_.text("weights_xxh3")) + "</code>"},
                     {"texts", join_names(texts)},
-                    {"tokens", fmt::format("{}, {} of them prompt", fields_.whole("tokens"),
-                                           fields_.whole("prompt_tokens"))},
+                    {"tokens", tokens()},
                     {"policies", policies},
                     {"kvlab", escape(fields_.text("kvlab"))}}));
   }

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <limits>
 #include <optional>
+#include <set>
 #include <stdexcept>
 
 #include "engine/loop/eval/table.hpp"
@@ -66,10 +67,19 @@ ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConf
   return json;
 }
 
-/// Tokens of a budget as asked for, in texts of so many tokens.
-double tokens_of(const std::string& budget, double length) {
+/// Tokens of a budget as asked for, in texts of so many tokens by their names. Throws
+/// std::runtime_error for a share of texts that differ in length.
+double tokens_of(const std::string& budget, const JsonFields& tokens) {
   const double number = std::strtod(budget.c_str(), nullptr);
-  return budget.ends_with('%') ? number / 100 * length : number;
+  if (!budget.ends_with('%')) return number;
+  std::set<std::uint64_t> lengths;
+  for (const auto& [text, length] : tokens.json().items()) lengths.insert(tokens.whole(text));
+  if (lengths.size() != 1)
+    throw std::runtime_error(fmt::format(
+        "{}: {} are of {} lengths, so that {} is no number of tokens; measure texts of one length, "
+        "or budgets in tokens",
+        tokens.where(), tokens.json().size(), lengths.size(), budget));
+  return number / 100 * static_cast<double>(*lengths.begin());
 }
 
 std::optional<double> optional_number(const JsonFields& fields, const std::string& key) {
@@ -103,7 +113,11 @@ std::string fidelity_csv(std::span<const CacheConfig> configs,
 void add_fidelity(ordered_json& json, const Fidelity& fidelity,
                   std::span<const CacheConfig> configs, std::span<const FidelityText> texts) {
   json["texts"] = ordered_json::array();
-  for (const FidelityText& text : texts) json["texts"].push_back(text.name);
+  for (const FidelityText& text : texts) {
+    json["texts"].push_back(text.name);
+    json["tokens"][text.name] = text.tokens;
+    json["prompt_tokens"][text.name] = text.prompt_tokens;
+  }
   json["default_metric"] = fidelity.standard;
   for (const FidelityMetric& metric : fidelity.metrics)
     json["metrics"][metric.metric] = metric_json(metric, configs);
@@ -114,7 +128,8 @@ void add_fidelity(ordered_json& json, const Fidelity& fidelity,
 
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
                                  std::uint32_t budget_tokens, const std::string& weights_xxh3) {
-  const nlohmann::json top = parse_json(read_text_file(file, kMaxBytes), file.string());
+  const std::string text = read_text_file(file, kMaxBytes);
+  const nlohmann::json top = parse_json(text, file.string());
   const JsonFields fields(top, file.string());
   fields.check_format(kFidelityFormat);
   if (fields.text("weights_xxh3") != weights_xxh3)
@@ -126,12 +141,12 @@ nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::s
     throw std::runtime_error(fmt::format(
         "{}: did not measure {}, which decides here; give --metric", file.string(), metric));
   const JsonFields own = metrics.object(metric), within = own.object("within");
-  const double length = fields.number("tokens");
+  const JsonFields tokens = fields.object("tokens");
   std::string nearest;
   double least = std::numeric_limits<double>::infinity();
   for (const auto& [budget, value] : within.json().items()) {
     const double apart =
-        std::abs(std::log(tokens_of(budget, length) / static_cast<double>(budget_tokens)));
+        std::abs(std::log(tokens_of(budget, tokens) / static_cast<double>(budget_tokens)));
     if (apart < least) least = apart, nearest = budget;
   }
   if (nearest.empty()) throw std::runtime_error(own.where() + ": key 'within' is empty");
@@ -143,8 +158,8 @@ nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::s
           {"regret", or_null(optional_number(own.object("regret"), nearest))},
           {"pooled", or_null(optional_number(own, "pooled"))},
           {"texts", fields.list("texts").size()},
-          {"tokens", length},
-          {"file_xxh3", xxh3_hex(read_text_file(file, kMaxBytes))}};
+          {"tokens", tokens.json()},
+          {"file_xxh3", xxh3_hex(text)}};
 }
 
 std::string evidence_text(const nlohmann::json& evidence) {

@@ -11,7 +11,7 @@
 
 namespace kvlab {
 
-inline constexpr int kFidelityFormat = 1;
+inline constexpr int kFidelityFormat = 2;
 inline constexpr const char* kFidelityCsv = "fidelity.csv";
 inline constexpr const char* kFidelityJson = "fidelity.json";
 
@@ -19,13 +19,14 @@ inline constexpr const char* kFidelityJson = "fidelity.json";
 /// `kl` is the truth.
 std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
-/// Adds `texts`, `metrics`, `default_metric` and `ceiling` to what is there.
+/// Adds `texts`, `tokens` and `prompt_tokens` by text, `metrics`, `default_metric` and `ceiling` to
+/// what is there.
 void add_fidelity(nlohmann::ordered_json& json, const Fidelity& fidelity,
                   std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
 /// How good a figure was when it was measured, from a fidelity.json: at the budget that is nearest
 /// in tokens. Throws std::runtime_error that names the file: broken, of other weights, without this
-/// metric.
+/// metric, of shares of texts that differ in length.
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
                                  std::uint32_t budget_tokens, const std::string& weights_xxh3);
 
