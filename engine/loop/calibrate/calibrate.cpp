@@ -16,7 +16,7 @@ namespace kvlab {
 namespace {
 
 constexpr std::size_t kBlockTokens = 64;  // whose mean is one draw of the standard error
-constexpr std::size_t kLogitRows = 48;    // rows of logits held at once
+constexpr std::size_t kLogitRows = 48;    // rows of logits computed at once
 
 /// Noise in one head's output.
 struct Variant {
@@ -26,9 +26,8 @@ struct Variant {
 
 /// Of a layer's variant, over all sequences.
 struct Sums {
-  std::vector<double> kl;       // by block of tokens
-  std::vector<double> noise2;   // likewise: squared norms
-  std::vector<double> weights;  // likewise: tokens
+  std::vector<double> kl;      // by block of tokens
+  std::vector<double> noise2;  // likewise: squared norms
 };
 
 /// One sequence: the states of the full run, and what noise does to what follows.
@@ -50,7 +49,12 @@ class NoisyRun {
       outputs_.push_back(attend(layer, x, threads_));
       finish(layer, outputs_.back(), x, threads_);
     }
-    after_ = std::move(x);
+    const std::size_t vocab = model.config().vocab;
+    logits_.resize(tokens_ * vocab);
+    for (std::size_t first = 0; first < tokens_; first += kLogitRows)
+      model.logits(x.data() + first * model.config().hidden,
+                   std::min<std::size_t>(kLogitRows, tokens_ - first),
+                   logits_.data() + first * vocab, threads_);
   }
 
   /// Adds what every variant of a layer does to the sums. `done`: called for each variant.
@@ -77,7 +81,6 @@ class NoisyRun {
         };
         sums[i].kl.push_back(sum(kl[i]));
         sums[i].noise2.push_back(sum(noise2[i]));
-        sums[i].weights.push_back(static_cast<double>(count));
       }
   }
 
@@ -149,14 +152,13 @@ class NoisyRun {
   std::vector<std::vector<double>> divergences(const std::vector<std::vector<float>>& x) const {
     const std::size_t vocab = model_.config().vocab, hidden = model_.config().hidden;
     std::vector<std::vector<double>> kl(x.size(), std::vector<double>(tokens_));
-    std::vector<float> full(kLogitRows * vocab), other(full.size());
+    std::vector<float> other(kLogitRows * vocab);
     for (std::size_t first = 0; first < tokens_; first += kLogitRows) {
       const std::size_t count = std::min<std::size_t>(kLogitRows, tokens_ - first);
-      model_.logits(after_.data() + first * hidden, count, full.data(), threads_);
       for (std::size_t i = 0; i < x.size(); ++i) {
         model_.logits(x[i].data() + first * hidden, count, other.data(), threads_);
         parallel_for(count, threads_, [&](std::size_t row) {
-          kl[i][first + row] = score_row(std::span(full).subspan(row * vocab, vocab),
+          kl[i][first + row] = score_row(std::span(logits_).subspan((first + row) * vocab, vocab),
                                          std::span(other).subspan(row * vocab, vocab), 0)
                                    .kl;
         });
@@ -173,7 +175,7 @@ class NoisyRun {
   unsigned threads_;
   RopeTable rope_;
   std::vector<std::vector<float>> before_, outputs_;  // by layer: [token, hidden], [token, width]
-  std::vector<float> after_;                          // [token, hidden]
+  std::vector<float> logits_;                         // of the full run: [token, vocab]
 };
 
 /// 2 KL / E‖noise‖², and its standard error over blocks.
