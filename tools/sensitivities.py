@@ -60,6 +60,7 @@ class Trace:
             decoded = [part for part in self.manifest["segments"] if part["kind"] == "decode"]
             self.decoded = [range(part["start"], part["start"] + part["tokens"]) for part in decoded]
             newest, checksum = self.manifest["format"], self.manifest["tokens_xxh3"]
+            covered = sum(shard["tokens"] for shard in self.shards)
         except OSError as error:
             raise Refused(f"{path}: {error.strerror}; a finished trace is expected") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -71,8 +72,10 @@ class Trace:
         tokens = self.directory / "tokens.safetensors"
         if xxh3_of(tokens) != checksum:
             raise Refused(f"{tokens}: does not have the manifest's checksum; `kvlab trace verify` says more")
-        self.ids = safetensors.torch.load_file(tokens)["ids"].long()
-        covered = sum(shard["tokens"] for shard in self.shards)
+        stored = safetensors.torch.load_file(tokens)
+        if "ids" not in stored:
+            raise Refused(f"{tokens}: has no tensor 'ids'; a trace's tokens are expected")
+        self.ids = stored["ids"].long()
         if covered != len(self.ids):
             raise Refused(f"{path}: shards of {covered} tokens; {len(self.ids)} were fed")
 
@@ -122,7 +125,7 @@ class GradientFiles:
             name = f"grad-{index:05}.safetensors"
             self.entries.append({"file": name, "first": shard["first"], "tokens": shard["tokens"]})
             self.files.append(TensorFile(trace.directory / name, tensors))
-            self.exponents.append([0] * shape.layers)
+            self.exponents.append([None] * shape.layers)  # of zeros alone: none
 
     def put(self, layer, gradient):
         """`gradient` [draws, tokens, heads, head_size]."""
@@ -140,9 +143,9 @@ class GradientFiles:
     def finish(self):
         """Returns what the manifest says of the files."""
         for file, entry, exponents in zip(self.files, self.entries, self.exponents):
-            largest = max(exponents)
+            largest = max((exponent for exponent in exponents if exponent is not None), default=0)
             for layer, exponent in enumerate(exponents):
-                if exponent != largest:
+                if exponent not in (None, largest):
                     name = f"layers.{layer}.grad"
                     file.write(name, (file.read(name).float() * 2.0 ** (exponent - largest)).half())
             file.write("grad_scale", torch.tensor([2.0**largest]))
@@ -337,7 +340,7 @@ def main(argv=None):
         print(f"sensitivities.py: {one_line(error, 120)}; --device cpu may have more", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("sensitivities.py: interrupted; nothing was added", file=sys.stderr)
+        print("sensitivities.py: interrupted; the traces named above have gradients", file=sys.stderr)
         return 2
     except (Refused, OSError, safetensors.SafetensorError) as error:
         print(f"sensitivities.py: {one_line(error)}", file=sys.stderr)
