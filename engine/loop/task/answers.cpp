@@ -134,7 +134,7 @@ class TaskLoop {
   std::vector<RowScore> score(const float* logits, const Ids& next) {
     Ids itself(next.size());
     std::iota(itself.begin(), itself.end(), 0);
-    const std::vector<RowScore> scores = backend_.score(
+    std::vector<RowScore> scores = backend_.score(
         {.logits = logits, .yardstick = logits, .yardstick_rows = itself, .next = next});
     for (std::size_t i = 0; i < scores.size(); ++i)
       if (next[i] >= 0 && !std::isfinite(scores[i].nll))

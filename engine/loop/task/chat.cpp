@@ -51,7 +51,7 @@ std::string default_system_message(std::string_view chat_template) {
        at = plain.find(opening, at + 1)) {
     const std::size_t begin = at + opening.size(), end = plain.find(kEnd, begin);
     if (end == std::string::npos) return "";
-    const std::string message = plain.substr(begin, end - begin);
+    std::string message = plain.substr(begin, end - begin);
     if (!message.empty() && message.find_first_of("'\"{}") == std::string::npos) return message;
   }
   return "";
