@@ -16,7 +16,6 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
-constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 std::vector<std::string> paths_of(const po::variables_map& options, const char* name) {
   return options.count(name) ? options[name].as<std::vector<std::string>>()
@@ -34,7 +33,7 @@ std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& 
                                       const ModelConfig& config, std::size_t tokens) {
   std::vector<std::int32_t> ids;
   if (config.bos >= 0) ids.push_back(config.bos);
-  const auto text = tokenizer.encode(read_text_file(path, kMaxTextBytes), false);
+  const auto text = tokenizer.encode(read_text(path), false);
   ids.insert(ids.end(), text.begin(), text.end());
   if (ids.size() < tokens)
     throw std::invalid_argument(fmt::format("--text {}: has {} tokens; --max-tokens asks for {}",
@@ -111,13 +110,6 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
       throw std::invalid_argument(
           fmt::format("--trace: two texts or traces are called {}; rename one", text.name));
   return texts;
-}
-
-bool every_output_error_from(const po::variables_map& options) {
-  const std::string text = options["output-error"].as<std::string>();
-  if (text != "sample" && text != "all")
-    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", text));
-  return text == "all";
 }
 
 }  // namespace kvlab

@@ -35,7 +35,5 @@ void check_loop_options(const po::variables_map& options);
 /// The first `--max-tokens` of each text, behind the model's first token where it has one; then the
 /// traces. Throws for a text that is shorter and for what text_of_trace() refuses.
 std::vector<LoopText> loop_texts_from(const po::variables_map& options, const LoopModel& model);
-/// Whether errors are taken on all queries.
-bool every_output_error_from(const po::variables_map& options);
 
 }  // namespace kvlab

@@ -335,8 +335,15 @@ std::vector<std::string> text_names(const std::vector<std::string>& paths) {
   return names;
 }
 
-nlohmann::ordered_json number_or_null(double value) {
-  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+bool every_output_error_from(const po::variables_map& options) {
+  const std::string text = options["output-error"].as<std::string>();
+  if (text != "sample" && text != "all")
+    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", text));
+  return text == "all";
+}
+
+std::string read_text(const std::string& path) {
+  return read_text_file(path, std::size_t{1} << 30);
 }
 
 void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }

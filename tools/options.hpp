@@ -88,8 +88,11 @@ std::function<void(double)> progress_bar(std::string label);
 /// would have one name, or one would be `all`. Throws std::invalid_argument for a path `all`.
 std::vector<std::string> text_names(const std::vector<std::string>& paths);
 
-/// JSON has no infinity and no not-a-number: null stands for them.
-nlohmann::ordered_json number_or_null(double value);
+/// `--output-error`: whether errors are taken on all queries, not on a sample.
+bool every_output_error_from(const po::variables_map& options);
+/// A text of at most 1 GiB. Throws as read_text_file() does.
+std::string read_text(const std::string& path);
+
 /// One JSON value on standard output. Bytes that are not UTF-8 (in a folder's name, say) become
 /// U+FFFD.
 void print_json(const nlohmann::ordered_json& json);

@@ -13,8 +13,6 @@ namespace {
 
 using nlohmann::json;
 
-json number_or_null(double value) { return std::isfinite(value) ? json(value) : json(nullptr); }
-
 const MetricInfo& ranking_metric(const std::string& name) {
   std::vector<std::string> known;
   for (const MetricInfo& metric : all_metrics()) {

@@ -160,7 +160,7 @@ std::span<const MetricInfo> all_metrics() { return kMetrics; }
 
 const MetricInfo* find_metric(std::string_view name) {
   static constexpr MetricInfo kOfSpan{"span_recall", "recall of a span", true, false};
-  if (name.starts_with("span_recall:") && name.size() > 12) return &kOfSpan;
+  if (name.starts_with(kSpanRecall) && name.size() > kSpanRecall.size()) return &kOfSpan;
   const auto found = std::find_if(kMetrics.begin(), kMetrics.end(),
                                   [&](const MetricInfo& metric) { return metric.name == name; });
   return found == kMetrics.end() ? nullptr : &*found;
@@ -195,13 +195,17 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
 
 std::string_view best_metric(std::span<const ResultRow> rows) {
   std::set<std::string_view> traces;
-  std::map<std::string_view, std::set<std::string_view>> of_metric;
+  std::map<std::string, std::set<std::string_view>> of_metric;
   for (const ResultRow& row : rows) {
     traces.insert(row.trace);
     of_metric[row.metric].insert(row.trace);
   }
-  for (const std::string_view metric : {"kl_estimate", "residual_error", "layer_error"})
-    if (of_metric[metric] == traces) return metric;
+  return best_metric([&](const std::string& metric) { return of_metric[metric] == traces; });
+}
+
+std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace) {
+  for (const char* metric : {"kl_estimate", "residual_error", "layer_error"})
+    if (in_every_trace(metric)) return metric;
   return "nll_recall";
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -46,6 +47,8 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
 /// What deployment goes by: of the figures that order policies as the closed loop does, the best
 /// that every trace of the rows has (docs/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
+/// The same, where `in_every_trace(metric)` says what there is.
+std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
 
 /// RFC 4180, "\n" between records; numbers in the shortest form that reads back to the same value.
 std::string results_csv(std::span<const ResultRow> rows);

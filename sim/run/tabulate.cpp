@@ -12,7 +12,6 @@ namespace kvlab {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-const std::string kSpanRecall = "span_recall:";  // and the span's name
 
 /// Turns outcomes into rows.
 class Tabulator {
@@ -60,7 +59,7 @@ class Tabulator {
     add_layers("calibrated_error", errors.calibrated, layers, heads);
     for (std::size_t s = 0; s < span_.named().size(); ++s)
       add_mean(
-          kSpanRecall + span_.named()[s].name, outcomes,
+          std::string(kSpanRecall) + span_.named()[s].name, outcomes,
           [s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; },
           span_.queries_after(span_.named()[s]));
     add_totals(outcomes);

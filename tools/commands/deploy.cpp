@@ -17,8 +17,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
-
 void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("run", text_option("RUN"), "a run of `kvlab replay`");
@@ -60,14 +58,13 @@ std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
   const std::size_t count = std::min(most, ballot.standings.size());
   for (std::size_t i = 0; i < count; ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
-  const auto scores =
-      evaluate(model.backend->config(), model.sweep,
-               {model.tokenizer.encode(read_text_file(text, kMaxTextBytes), false)}, configs,
-               {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
-                .threads = threads_from(options),
-                .names = {text},
-                .progress = progress_bar("confirm")})
-          .scores;
+  const auto scores = evaluate(model.backend->config(), model.sweep,
+                               {model.tokenizer.encode(read_text(text), false)}, configs,
+                               {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
+                                .threads = threads_from(options),
+                                .names = {text},
+                                .progress = progress_bar("confirm")})
+                          .scores;
   for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});
   std::stable_sort(confirmed.begin(), confirmed.end(), [](const Confirmed& a, const Confirmed& b) {
     return a.score.nll < b.score.nll;

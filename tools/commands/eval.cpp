@@ -17,7 +17,6 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
-constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -191,8 +190,7 @@ int run(const po::variables_map& options) {
                                model.weights_xxh3));
 
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : paths)
-    texts.push_back(tokenizer.encode(read_text_file(path, kMaxTextBytes), false));
+  for (const std::string& path : paths) texts.push_back(tokenizer.encode(read_text(path), false));
   const Evaluation evaluation = evaluate(model.config, model.sweep, texts, std::move(configs), how);
   if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);

@@ -62,15 +62,12 @@ unsigned threads_in(const ProcessGroup& group, const po::variables_map& options)
 }
 
 ReplayOptions replay_options(const po::variables_map& options, const ProcessGroup& group) {
-  const std::string error = options["output-error"].as<std::string>();
-  if (error != "sample" && error != "all")
-    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", error));
   std::shared_ptr<const Calibration> calibration;
   if (options.count("calibration"))
     calibration = std::make_shared<const Calibration>(
         read_calibration(options["calibration"].as<std::string>()));
   return {.span = parse_span(options["span"].as<std::string>()),
-          .every_output_error = error == "all",
+          .every_output_error = every_output_error_from(options),
           .calibration = calibration,
           .threads = threads_in(group, options),
           .layers = layers_from(options),
@@ -106,7 +103,7 @@ void print_table(const Run& run, const std::string& out) {
       print_metric(figures, *find_metric(name), width);
   std::set<std::string> of_spans;
   for (const ResultRow& row : run.rows)
-    if (row.metric.starts_with("span_recall:")) of_spans.insert(row.metric);
+    if (row.metric.starts_with(kSpanRecall)) of_spans.insert(row.metric);
   for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
   fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
              out);

@@ -19,7 +19,6 @@ using nlohmann::ordered_json;
 
 constexpr std::int64_t kMostWords = 1'000'000, kMostDraws = 100'000, kMostNeedles = 64;
 constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
-constexpr std::size_t kMaxTextBytes = std::size_t{1} << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -293,7 +292,7 @@ int run(const po::variables_map& options) {
   RunFolders folders(options);
   std::string text;
   if (options.count("text")) {
-    text = read_text_file(options["text"].as<std::string>(), kMaxTextBytes);
+    text = read_text(options["text"].as<std::string>());
     request.text = text;
   }
   if (!options["no-chat"].as<bool>()) request.chat = read_chat_frame(directory);

@@ -92,9 +92,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
              fmt::join(texts, ", "));
   for (std::size_t i = 0; i < std::min(round.entries.size(), kMostShown); ++i) {
     const RaceEntry& entry = round.entries[i];
-    const char* fate = entry.fate == RaceFate::behind   ? "behind"
-                       : entry.fate == RaceFate::spared ? "left out for the work's sake"
-                                                        : "";
+    const std::string_view fate = entry.fate == RaceFate::stays ? "" : name_of(entry.fate);
     fmt::print("  {:<44} KL {:.4f}   {}\n",
                request.grid[tuning.order[entry.contender]].policy.text(), entry.kl,
                i == 0 ? std::string("leads")

@@ -30,6 +30,9 @@ std::string json_quoted(std::string_view text);
 std::string json_text(const nlohmann::json& json, int indent = 2);
 std::string json_text(const nlohmann::ordered_json& json, int indent = 2);
 
+/// JSON has no infinity and no not-a-number: null stands for them.
+nlohmann::ordered_json number_or_null(double value);
+
 /// The member `key`, or null if `object` has none or holds a JSON null there.
 const nlohmann::json* json_find(const nlohmann::json& object, std::string_view key);
 

@@ -18,10 +18,6 @@ using nlohmann::ordered_json;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-ordered_json number_or_null(double value) {
-  return std::isfinite(value) ? ordered_json(value) : ordered_json(nullptr);
-}
-
 std::string budget_text(const CacheConfig& config) {
   return config.evicts() ? config.budget.text() : "all";
 }

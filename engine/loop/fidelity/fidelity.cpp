@@ -190,14 +190,9 @@ FidelityText fidelity_text(const LoopText& text, std::vector<std::vector<double>
 }
 
 std::string standard_figure(std::span<const OpenLoopFigures> figures) {
-  std::vector<ResultRow> rows;
-  for (std::size_t text = 0; text < figures.size(); ++text)
-    for (const auto& [metric, values] : figures[text]) {
-      ResultRow& row = rows.emplace_back();
-      row.trace = fmt::format("{}", text);
-      row.metric = metric;
-    }
-  return std::string(best_metric(rows));
+  return std::string(best_metric([&](const std::string& metric) {
+    return std::ranges::all_of(figures, [&](const auto& text) { return text.contains(metric); });
+  }));
 }
 
 const FidelityMetric* Fidelity::find(const std::string& metric) const {

@@ -23,10 +23,6 @@ using nlohmann::ordered_json;
 constexpr std::size_t kMostMisordered = 10;  // shown, of each metric and budget
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
 
-ordered_json number_or_null(double value) {
-  return std::isfinite(value) ? ordered_json(value) : ordered_json(nullptr);
-}
-
 ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfig> configs) {
   ordered_json list = ordered_json::array();
   for (const Misordered& wrong : budget.misordered) {

@@ -112,6 +112,17 @@ class Runner {
 
 }  // namespace
 
+std::string_view name_of(RaceFate fate) {
+  switch (fate) {
+    case RaceFate::behind:
+      return "behind";
+    case RaceFate::spared:
+      return "left out for the work's sake";
+    default:
+      return "stays";
+  }
+}
+
 Rounds race_texts(std::size_t texts) {
   const std::size_t part = std::max<std::size_t>(1, texts / 4);
   Rounds rounds;

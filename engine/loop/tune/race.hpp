@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "engine/loop/statistics.hpp"
@@ -17,6 +18,8 @@ enum class RaceFate {
            ///< round
   spared   ///< not shown to be behind; the work would have been too much
 };
+
+std::string_view name_of(RaceFate fate);
 
 struct RaceEntry {
   std::size_t contender;

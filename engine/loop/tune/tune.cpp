@@ -131,17 +131,6 @@ std::size_t choose(const Tuning& tuning) {
   return best ? best->config : tied.front();
 }
 
-std::string_view name_of(RaceFate fate) {
-  switch (fate) {
-    case RaceFate::behind:
-      return "behind";
-    case RaceFate::spared:
-      return "left out for the work's sake";
-    default:
-      return "stays";
-  }
-}
-
 json race_json(const Tuning& tuning, const TuneRequest& request) {
   json rounds = json::array();
   for (const RaceRound& round : tuning.race.rounds) {
@@ -150,7 +139,7 @@ json race_json(const Tuning& tuning, const TuneRequest& request) {
     for (const RaceEntry& entry : round.entries)
       entries.push_back({{"policy", request.grid[tuning.order[entry.contender]].policy.text()},
                          {"kl", entry.kl},
-                         {"behind", json::parse(json_text(difference_json(entry.behind)))},
+                         {"behind", difference_json(entry.behind)},
                          {"fate", name_of(entry.fate)}});
     rounds.push_back({{"texts_added", texts}, {"standings", entries}});
   }
