@@ -42,24 +42,29 @@ std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& 
   return ids;
 }
 
-LoopModel load_loop_model(const po::variables_map& options) {
+LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const unsigned threads = threads_from(options);
   LoopModel loaded{.directory = directory,
                    .backend = nullptr,
                    .sweep = {},
-                   .replayer = nullptr,
                    .tokenizer = Tokenizer::load(directory + "/tokenizer.json")};
-  if (device_from(options) == Device::cuda) {
-    loaded.backend = load_backend(Device::cuda, directory, threads);
-    loaded.sweep = sweep_by_device_layers(*loaded.backend->device_model());
-    loaded.replayer = cuda_replayer();
-  } else {
+  if (device_from(options) == Device::cpu) {
     const Model model = Model::load(directory, threads);
     loaded.backend = cpu_backend(model, threads);
     loaded.sweep = sweep_by_layers(model);
+    return loaded;
   }
+  loaded.backend = load_backend(Device::cuda, directory, threads);
+  Backend& backend = *loaded.backend;
+  loaded.sweep = way == LoopWay::batches  ? sweep_by_batches(backend.batches())
+                 : way == LoopWay::tokens ? sweep_by_tokens(backend)
+                                          : sweep_by_device_layers(*backend.device_model());
   return loaded;
+}
+
+std::shared_ptr<HeadReplayer> loop_replayer(const po::variables_map& options) {
+  return device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
 }
 
 void add_loop_options(po::options_description& options) {

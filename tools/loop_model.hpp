@@ -1,4 +1,5 @@
-// A model for commands that run the open loop beside the closed one, and the texts that they take.
+// A model for commands that run the closed loop, and the texts of those that run the open one
+// beside it.
 #pragma once
 
 #include <memory>
@@ -13,15 +14,19 @@
 
 namespace kvlab {
 
+/// How a closed loop goes on a CUDA device; on the CPU always by layers, which is the fastest.
+enum class LoopWay { layers, tokens, batches };
+
 /// A model on the device that was asked for, loaded once.
 struct LoopModel {
   std::string directory;
   std::unique_ptr<Backend> backend;
-  Sweep sweep;                             ///< the fastest closed loop there is on the device
-  std::shared_ptr<HeadReplayer> replayer;  ///< none on the CPU
+  Sweep sweep;
   Tokenizer tokenizer;
 };
-LoopModel load_loop_model(const po::variables_map& options);
+LoopModel load_loop_model(const po::variables_map& options, LoopWay way = LoopWay::layers);
+/// What replays on that device; null on the CPU.
+std::shared_ptr<HeadReplayer> loop_replayer(const po::variables_map& options);
 
 /// The first `tokens` of the text `--text` names, behind the model's first token where it has one.
 /// Throws std::invalid_argument for a text that is shorter.

@@ -4,33 +4,13 @@
 #include <cmath>
 
 #include "engine/decoder.hpp"
-#include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
-#include "traces/base/safetensors.hpp"
+#include "tests/loop_fixture.hpp"
 
 namespace kvlab {
 namespace {
 
 const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
-
-std::vector<std::int32_t> some_tokens(std::size_t count) {
-  const Tokenizer tokenizer = Tokenizer::load(kModel + "/tokenizer.json");
-  const std::string text = read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20);
-  std::vector<std::int32_t> ids{0};
-  for (const std::int32_t id : tokenizer.encode(text, false)) ids.push_back(id);
-  REQUIRE(ids.size() >= count);
-  ids.resize(count);
-  return ids;
-}
-
-CacheConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
-                      Positions positions) {
-  return {.policy = parse_policy(policy),
-          .budget = {.extent = tokens(budget)},
-          .prefill = prefill,
-          .positions = positions,
-          .seed = 3};
-}
 
 /// -ln p(next) of every decoded token but the last, by the decoder.
 std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,

@@ -5,32 +5,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/tokenizer/tokenizer.hpp"
 #include "tests/engine/cuda_fixture.hpp"
-#include "traces/base/safetensors.hpp"
+#include "tests/loop_fixture.hpp"
 
 namespace kvlab {
 namespace {
-
-/// Of the demo's text, behind the model's first token.
-Ids some_tokens(std::size_t count) {
-  static const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
-  const std::string text = read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20);
-  Ids ids{0};
-  for (const std::int32_t id : tokenizer.encode(text, false)) ids.push_back(id);
-  REQUIRE(ids.size() >= count);
-  ids.resize(count);
-  return ids;
-}
-
-CacheConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
-                      Positions positions) {
-  return {.policy = parse_policy(policy),
-          .budget = {.extent = tokens(budget)},
-          .prefill = prefill,
-          .positions = positions,
-          .seed = 3};
-}
 
 /// The full cache and every policy, guarded and not, at two budgets.
 std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {

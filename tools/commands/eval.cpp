@@ -3,12 +3,11 @@
 #include <cmath>
 #include <optional>
 
-#include "engine/loop/device/layered_loop.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/policy_file.hpp"
-#include "engine/tokenizer/tokenizer.hpp"
+#include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -137,33 +136,10 @@ EvalOptions eval_options(const po::variables_map& options) {
           .progress = progress_bar("eval")};
 }
 
-/// The model on the device that was asked for.
-struct Loaded {
-  std::shared_ptr<Backend> backend;  ///< on a device; or null
-  ModelConfig config;
-  std::string weights_xxh3;
-  Sweep sweep;
-};
-
-enum class Way { layers, tokens, batches };
-
-Way way_from(const po::variables_map& options) {
-  if (options["batched"].as<bool>()) return Way::batches;
-  return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? Way::tokens
-                                                                         : Way::layers;
-}
-
-/// On the CPU always layer by layer.
-Loaded load(Device device, const std::string& directory, unsigned threads, Way way) {
-  if (device == Device::cpu) {
-    const Model model = Model::load(directory, threads);
-    return {nullptr, model.config(), model.weights_xxh3(), sweep_by_layers(model)};
-  }
-  std::shared_ptr<Backend> backend = load_backend(device, directory, threads);
-  const Sweep sweep = way == Way::batches  ? sweep_by_batches(backend->batches())
-                      : way == Way::tokens ? sweep_by_tokens(*backend)
-                                           : sweep_by_device_layers(*backend->device_model());
-  return {backend, backend->config(), backend->weights_xxh3(), sweep};
+LoopWay way_from(const po::variables_map& options) {
+  if (options["batched"].as<bool>()) return LoopWay::batches;
+  return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? LoopWay::tokens
+                                                                         : LoopWay::layers;
 }
 
 int run(const po::variables_map& options) {
@@ -179,23 +155,26 @@ int run(const po::variables_map& options) {
     configs = grid_from(options, {}, compiled);
   else
     refuse_lone_budget(options);
-  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   std::optional<AtomicFolder> folder;
-  if (options.count("out")) refuse_existing(options["out"].as<std::string>(), "--out");
-  if (options.count("out")) folder.emplace(options["out"].as<std::string>());
-  const Loaded model = load(device_from(options), directory, how.threads, way_from(options));
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  if (options.count("out")) {
+    refuse_existing(options["out"].as<std::string>(), "--out");
+    folder.emplace(options["out"].as<std::string>());
+  }
+  const LoopModel model = load_loop_model(options, way_from(options));
+  const ModelConfig& config = model.backend->config();
+  const std::string weights_xxh3 = model.backend->weights_xxh3();
   if (options.count("policy-file"))
-    configs.push_back(deployed(options["policy-file"].as<std::string>(), compiled, model.config,
-                               model.weights_xxh3));
+    configs.push_back(
+        deployed(options["policy-file"].as<std::string>(), compiled, config, weights_xxh3));
 
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : paths) texts.push_back(tokenizer.encode(read_text(path), false));
-  const Evaluation evaluation = evaluate(model.config, model.sweep, texts, std::move(configs), how);
+  for (const std::string& path : paths)
+    texts.push_back(model.tokenizer.encode(read_text(path), false));
+  const Evaluation evaluation = evaluate(config, model.sweep, texts, std::move(configs), how);
   if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
-  nlohmann::ordered_json json{{"model", model.config.name},
-                              {"weights_xxh3", model.weights_xxh3},
+  nlohmann::ordered_json json{{"model", config.name},
+                              {"weights_xxh3", weights_xxh3},
                               {"kvlab", KVLAB_VERSION},
                               {"span", options["span"].as<std::string>()}};
   json.update(eval_json(evaluation, how.names));

@@ -57,6 +57,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
                                   const std::filesystem::path& traces) {
   const unsigned threads = threads_from(options);
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, threads);
+  const auto replayer = loop_replayer(options);
   const auto bar = progress_bar("fidelity");
   std::vector<FidelityText> measured;
   for (std::size_t t = 0; t < texts.size(); ++t) {
@@ -72,7 +73,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
                            .capture = traces / texts[t].name,
                            .every_output_error = every_output_error_from(options),
                            .threads = threads,
-                           .device = model.replayer.get(),
+                           .device = replayer.get(),
                            .progress = part(0, 0.3)});
     measured.push_back(fidelity_text(
         texts[t], closed_loop_kl(model.sweep, texts[t], configs, threads, part(0.3, 1)),

@@ -154,7 +154,8 @@ int run(const po::variables_map& options) {
     grid_of(options, budget, budget.extent.tokens, compiled);
   const LoopModel model = load_loop_model(options);
   request.texts = loop_texts_from(options, model);
-  request.device = model.replayer.get();
+  const auto replayer = loop_replayer(options);
+  request.device = replayer.get();
   const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
   request.grid = grid_of(options, budget, budget.resolve(length), compiled);
   if (request.task) request.task->chat = read_chat_frame(model.directory);
