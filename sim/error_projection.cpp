@@ -19,14 +19,14 @@ void add_product(const float* full, const float* kept, float factor, std::uint32
 
 }  // namespace
 
-ProjectionColumns projection_columns(const TraceReader& trace) {
-  return {trace.has_residuals() ? kResidualColumns : 0, trace.draws()};
+ProjectionColumns projection_columns(const TraceReader& trace, Span span) {
+  return {trace.has_residuals() ? kResidualColumns : 0, trace.draws(span)};
 }
 
 std::vector<float> sampled_gradients(const TraceReader& trace, std::uint32_t layer,
                                      std::uint32_t kv_head, const QuerySpan& span) {
   const std::size_t group = trace.shape().group(), dim = trace.shape().head_size,
-                    draws = trace.draws();
+                    draws = trace.draws(span.span());
   const std::vector<std::uint32_t> queries = span.sampled_queries();
   std::vector<float> gradients(queries.size() * draws * group * dim);
   for (std::uint32_t draw = 0; draw < draws; ++draw)
@@ -39,7 +39,7 @@ std::vector<float> sampled_gradients(const TraceReader& trace, std::uint32_t lay
 
 ErrorProjection::ErrorProjection(const TraceReader& trace, std::uint32_t layer,
                                  std::uint32_t kv_head, const QuerySpan& span)
-    : columns_(projection_columns(trace)),
+    : columns_(projection_columns(trace, span.span())),
       group_(trace.shape().group()),
       head_size_(trace.shape().head_size) {
   if (columns_.residual) sketch_ = trace.sketch(layer, kv_head, kResidualColumns);

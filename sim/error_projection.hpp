@@ -19,11 +19,12 @@ inline constexpr std::uint32_t kResidualColumns = 32;
 /// The numbers that a query's error becomes: first directions of the residual stream, then draws.
 struct ProjectionColumns {
   std::uint32_t residual = 0;  ///< kResidualColumns, or 0: the trace has no sketch
-  std::uint32_t draws = 0;     ///< of gradients
+  std::uint32_t draws = 0;     ///< of gradients of the span
 
   std::uint32_t all() const { return residual + draws; }
 };
-ProjectionColumns projection_columns(const TraceReader& trace);
+/// Gradients count only where they were summed over the queries of `span`.
+ProjectionColumns projection_columns(const TraceReader& trace, Span span);
 
 /// The gradients of a KV head's query heads at the sampled queries: [sample, draw, group, dim].
 std::vector<float> sampled_gradients(const TraceReader& trace, std::uint32_t layer,

@@ -37,12 +37,12 @@ double jackknife(std::span<const double> replicates) {
 
 }  // namespace
 
-QuerySpan::QuerySpan(const std::vector<Segment>& segments, bool decode_only,
-                     std::uint32_t sample_every, std::vector<NamedSpan> named)
-    : every_(sample_every), named_(std::move(named)) {
+QuerySpan::QuerySpan(const std::vector<Segment>& segments, Span span, std::uint32_t sample_every,
+                     std::vector<NamedSpan> named)
+    : span_(span), every_(sample_every), named_(std::move(named)) {
   for (const Segment& segment : segments) {
     index_.resize(segment.start + segment.tokens, -1);
-    if (decode_only && segment.kind != SegmentKind::decode) continue;
+    if (span == Span::decode && segment.kind != SegmentKind::decode) continue;
     for (std::uint32_t i = 0; i < segment.tokens; ++i)
       index_[segment.start + i] = static_cast<std::int32_t>(size_++);
   }

@@ -13,11 +13,12 @@ namespace kvlab {
 /// The queries that figures are taken over, in order; the errors on a sample of them.
 class QuerySpan {
  public:
-  /// All queries, or those of decode segments. `sample_every`: errors on every such query of the
-  /// span. `named`: tokens that `span_recall` is about.
-  QuerySpan(const std::vector<Segment>& segments, bool decode_only, std::uint32_t sample_every,
+  /// `sample_every`: errors on every such query of the span. `named`: tokens that `span_recall` is
+  /// about.
+  QuerySpan(const std::vector<Segment>& segments, Span span, std::uint32_t sample_every,
             std::vector<NamedSpan> named = {});
 
+  Span span() const { return span_; }
   std::uint32_t size() const { return size_; }
   std::uint32_t samples() const { return (size_ + every_ - 1) / every_; }
   bool contains(std::uint32_t query) const { return query < index_.size() && index_[query] >= 0; }
@@ -50,6 +51,7 @@ class QuerySpan {
 
  private:
   std::vector<std::int32_t> index_;  // [token]: which query of the span, or -1
+  Span span_;
   std::uint32_t size_ = 0, every_;
   std::vector<NamedSpan> named_;
 };

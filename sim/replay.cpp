@@ -41,7 +41,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                       AlignedVector<float>(head_floats),
                       {},
                       {}};
-  if (projection_columns(trace).all() > 0)
+  if (projection_columns(trace, span.span()).all() > 0)
     tensors.projection = std::make_unique<const ErrorProjection>(trace, layer, kv_head, span);
   for (std::uint32_t g = 0; g < shape.group(); ++g)
     trace.read(Part::q, layer, kv_head * shape.group() + g, 0, trace.tokens(),
@@ -90,15 +90,15 @@ class Replay {
                                     ? std::optional(trace.shape().dtype)
                                     : std::nullopt,
                     .threshold16 = request_threshold16(threshold_of(configs))},
-        span_(trace.segments(), options.span == Span::decode,
-              options.every_output_error ? 1 : kSampleEvery, trace.header().spans) {
+        span_(trace.segments(), options.span, options.every_output_error ? 1 : kSampleEvery,
+              trace.header().spans) {
     check();
     for (const CacheConfig& config : configs) add(config);
   }
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
-  ProjectionColumns columns() const { return projection_columns(trace_); }
+  ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
   LayerFacts facts(std::uint32_t layer) const {
     LayerFacts facts{columns(), residual_norms(layer), {}};
     if (options_.calibration) facts.sensitivity = options_.calibration->of_layer(layer);

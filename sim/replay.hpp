@@ -20,8 +20,6 @@ inline constexpr std::string_view kSpanRecall = "span_recall:";  ///< and a span
 /// The references of the replay, as parse_policy wants them.
 std::span<const std::string_view> replay_references();
 
-enum class Span { decode, all };
-
 class HeadReplayer;  // sim/head_replayer.hpp
 struct Calibration;  // sim/calibration.hpp
 

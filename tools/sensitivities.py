@@ -281,7 +281,8 @@ def add_to(trace, model, shape, arguments):
     files = GradientFiles(trace, arguments.draws, shape)
     try:
         sensitivities(model, shape, trace.ids, queries, uniforms, files.put)
-        grad = {"draws": arguments.draws, "seed": arguments.seed, "files": files.finish()}
+        grad = {"draws": arguments.draws, "seed": arguments.seed, "span": arguments.span}
+        grad["files"] = files.finish()
         write_manifest(trace.directory, manifest | {"extras": extras | {"grad": grad}})
     except BaseException:
         files.discard()

@@ -28,6 +28,8 @@ std::vector<std::size_t> sketch_shape(const ModelShape& shape) {
 
 }  // namespace
 
+std::string_view name_of(Span span) { return span == Span::decode ? "decode" : "all"; }
+
 double sketch_normal(std::uint64_t seed, std::uint64_t index) {
   const std::uint64_t key = split_mix(seed);
   const double u = uniform(split_mix(key ^ (2 * index))),

@@ -25,6 +25,10 @@ struct ShardInfo {
   std::string xxh3;
 };
 
+/// Which queries count: those of decode segments, or all.
+enum class Span { decode, all };
+std::string_view name_of(Span span);
+
 /// Some tokens of a trace under a name: `span_recall` is measured over them.
 struct NamedSpan {
   std::string name;
@@ -55,6 +59,7 @@ struct TraceExtras {
   struct Gradients {
     std::uint32_t draws;
     std::uint64_t seed;
+    Span span;                     ///< the queries whose tokens' log-likelihoods were summed
     std::vector<ShardInfo> files;  ///< beside the shards
   };
   std::optional<Gradients> gradients;

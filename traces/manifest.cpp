@@ -39,6 +39,16 @@ SegmentKind parse_kind(const std::string& name, std::string_view what) {
                           json_quoted(name)));
 }
 
+/// `decode` where there is none: so it was before traces said it, unless asked otherwise.
+Span parse_span(const json& object, std::string_view what) {
+  if (!object.contains("span")) return Span::decode;
+  const std::string name = json_string(object, "span", what);
+  for (const Span span : {Span::decode, Span::all})
+    if (name == kvlab::name_of(span)) return span;
+  throw error(what, fmt::format("span {} is not known; \"decode\" or \"all\" is expected",
+                                json_quoted(name)));
+}
+
 /// 16 lower-case hex digits, or nothing where that is allowed.
 std::string parse_hash(const json& object, std::string_view key, std::string_view what,
                        bool may_be_empty) {
@@ -171,6 +181,7 @@ json extras_json(const TraceExtras& extras) {
   if (const auto& gradients = extras.gradients)
     object["grad"] = {{"draws", gradients->draws},
                       {"seed", gradients->seed},
+                      {"span", kvlab::name_of(gradients->span)},
                       {"files", shards_json(gradients->files)}};
   return object;
 }
@@ -199,9 +210,9 @@ TraceExtras parse_extras(const json& object, std::uint32_t tokens, std::string_v
   if (object.contains("grad")) {
     const json& gradients = json_object(object, "grad", where);
     const std::string what_grad = where + ".grad";
-    json_refuse_unknown(gradients, what_grad, {"draws", "seed", "files"});
+    json_refuse_unknown(gradients, what_grad, {"draws", "seed", "span", "files"});
     extras.gradients = {json_get<std::uint32_t>(gradients, "draws", what_grad, 1, kMaxDraws),
-                        parse_seed(gradients, what_grad),
+                        parse_seed(gradients, what_grad), parse_span(gradients, what_grad),
                         parse_shards(gradients, "files", gradient_name, tokens, what_grad)};
   }
   return extras;

@@ -48,6 +48,16 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
 
 std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
 
+/// Whether the two spans have the same queries from the first of `span` on.
+bool agree_from_first(const std::vector<Segment>& segments, Span span, Span other) {
+  const auto in = [](Span which) {
+    return [=](const Segment& s) { return which == Span::all || s.kind == SegmentKind::decode; };
+  };
+  const auto first = std::ranges::find_if(segments, in(span));
+  return std::all_of(first, segments.end(),
+                     [&](const Segment& s) { return in(span)(s) == in(other)(s); });
+}
+
 }  // namespace
 
 TraceReader TraceReader::open(const fs::path& directory) {
@@ -78,6 +88,11 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
         open_shard(directory / shard.file, trace.header(), shard, trace.extras().residual_norm2));
   trace.open_extras();
   return trace;
+}
+
+std::uint32_t TraceReader::draws(Span span) const {
+  const auto& gradients = extras().gradients;
+  return gradients && agree_from_first(segments(), span, gradients->span) ? gradients->draws : 0;
 }
 
 void TraceReader::open_extras() {

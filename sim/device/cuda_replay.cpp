@@ -44,7 +44,7 @@ class Replayer final : public CudaReplayer {
                                     .rounding = trace.header().rounding == Rounding::model_dtype
                                                     ? std::optional(trace.shape().dtype)
                                                     : std::nullopt};
-    const QuerySpan span(trace.segments(), false, 1);
+    const QuerySpan span(trace.segments(), Span::all, 1);
     const ReplayPlan plan{trace, 0, rope, arithmetic, span, threads, {}};
     std::vector<ReplayUnit> units;
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
@@ -70,7 +70,7 @@ class Replayer final : public CudaReplayer {
     const Grid grid(plan.configs, common.tokens, !plan.span.named().empty());
     const Tables tables(common);
     UnitSizes sizes = sizes_of(common, grid, plan.configs.size());
-    sizes.columns = projection_columns(plan.trace);
+    sizes.columns = projection_columns(plan.trace, plan.span.span());
     const std::size_t landing = sizes.land_at_once(units.size(), plan.threads) * sizes.landing(),
                       at_once = std::min(units_at_once(sizes, landing), units.size());
     for (std::size_t first = 0; first < units.size(); first += at_once) {

@@ -104,6 +104,7 @@ class Sweep {
       for (std::size_t u = 0; u < job(t)->units(); ++u) ids_.push_back({job_hash_, t, u});
   }
 
+  const std::vector<TraceReader>& traces() const { return traces_; }
   const RunInfo& info() const { return info_; }
   const nlohmann::json& job_json() const { return job_json_; }
   std::string fingerprint() const { return fmt::format("{:016x}", job_hash_); }
@@ -233,8 +234,22 @@ std::vector<std::size_t> missing_units(const ReplayRequest& request, const Sweep
   return missing;
 }
 
+/// Says whose gradients the replay leaves out: those that were summed over other queries than its.
+void note_other_gradients(const ReplayRequest& request, const std::vector<TraceReader>& traces) {
+  std::string names;
+  for (std::size_t t = 0; t < traces.size(); ++t)
+    if (traces[t].draws() > traces[t].draws(request.options.span))
+      names += (names.empty() ? "" : ", ") + request.traces[t];
+  if (!names.empty())
+    request.notice(
+        fmt::format("no kl_estimate of {}: the gradients are not of --span {}; "
+                    "tools/sensitivities.py with it and --replace makes them",
+                    names, name_of(request.options.span)));
+}
+
 Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& sweep,
          ProcessGroup& group) {
+  note_other_gradients(request, sweep.traces());
   RunFolder folder(out, sweep.job_json(), request.fresh);
   const auto& units = sweep.units();
   const auto missing = missing_units(request, sweep, folder);

@@ -241,8 +241,6 @@ std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view
   return rows;
 }
 
-std::string_view name_of(Span span) { return span == Span::decode ? "decode" : "all"; }
-
 Span parse_span(std::string_view text) {
   if (text == "decode") return Span::decode;
   if (text == "all") return Span::all;

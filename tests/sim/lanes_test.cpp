@@ -90,8 +90,11 @@ TEST_CASE("lanes measure what the plain replay measures, and keep the very sets 
   for (const RandomTrace& wanted : shapes()) {
     const Traced traced(wanted);
     const std::vector<Case> cases = whole_grid(traced.trace.tokens());
-    for (const Span span : {Span::decode, Span::all})
-      check_equal(traced.trace, cases, span, span == Span::all);
+    for (const Span span : {Span::decode, Span::all}) {
+      RandomTrace own = wanted;
+      own.gradients_of = span;
+      check_equal(Traced(own).trace, cases, span, span == Span::all);
+    }
     std::vector<std::uint32_t> every(traced.trace.tokens());
     std::iota(every.begin(), every.end(), 0u);
     for (const Case& c : cases) {

@@ -107,9 +107,10 @@ std::vector<float> interleave(const std::vector<brute::Matrix>& heads, const Seg
 }  // namespace
 
 void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                          std::uint64_t seed) {
+                          std::uint64_t seed, Span span) {
   Draws normals(seed);
-  test::write_gradients(directory, draws, [&] { return static_cast<float>(normals.normal()); });
+  test::write_gradients(
+      directory, draws, [&] { return static_cast<float>(normals.normal()); }, span);
 }
 
 TraceReader write_random_trace(const std::filesystem::path& directory, const RandomTrace& wanted) {
@@ -143,7 +144,8 @@ TraceReader write_random_trace(const std::filesystem::path& directory, const Ran
     writer.end();
   }
   writer.finish();
-  if (wanted.draws) add_random_gradients(directory, wanted.draws, wanted.seed + 2000);
+  if (wanted.draws)
+    add_random_gradients(directory, wanted.draws, wanted.seed + 2000, wanted.gradients_of);
   return TraceReader::open(directory);
 }
 

@@ -20,13 +20,14 @@ struct RandomTrace {
   bool silent_first = false;  ///< the first value is zero, and so is the first output
   bool residuals = true;      ///< with what residual_error needs
   std::uint32_t draws = 3;    ///< of gradients
+  Span gradients_of = Span::decode;
   std::vector<NamedSpan> spans;
   std::uint64_t seed = 1;
 };
 
 /// Adds random gradients to a finished trace.
 void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                          std::uint64_t seed);
+                          std::uint64_t seed, Span span = Span::decode);
 
 /// Writes the trace to `directory`, which must not exist, and opens it. Its check rows are computed
 /// in float64.

@@ -71,6 +71,11 @@ RandomTrace half_precision_not_rounded() {
           .seed = 4};
 }
 
+RandomTrace with_gradients_of_all(RandomTrace wanted) {
+  wanted.gradients_of = Span::all;
+  return wanted;
+}
+
 ReplayResult replay_all(const TraceReader& trace, const std::vector<Case>& cases,
                         Span span = Span::decode, unsigned threads = 2) {
   return replay(trace, kSequence, replay_configs(cases), {.span = span, .threads = threads});
@@ -112,7 +117,7 @@ TEST_CASE("replay agrees with the brute force on the decoded span: single heads 
 }
 
 TEST_CASE("replay agrees with the brute force on all queries: single heads in float32") {
-  const Traced traced(single_heads());
+  const Traced traced(with_gradients_of_all(single_heads()));
   check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
                   {.span = Span::all, .threads = 2}, kTolerance);
 }
@@ -123,13 +128,13 @@ TEST_CASE("replay agrees with the brute force on the decoded span: two turns, ro
 }
 
 TEST_CASE("replay agrees with the brute force on all queries: two turns, rounded to bf16") {
-  const Traced traced(two_turns_in_bf16());
+  const Traced traced(with_gradients_of_all(two_turns_in_bf16()));
   check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
                   {.span = Span::all, .threads = 2}, kTolerance);
 }
 
 TEST_CASE("replay agrees with the brute force on a prompt without an answer, in groups of four") {
-  const Traced traced(prompt_only_in_groups_of_four());
+  const Traced traced(with_gradients_of_all(prompt_only_in_groups_of_four()));
   check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
                   {.span = Span::all, .threads = 2}, kTolerance);
 }
@@ -140,7 +145,7 @@ TEST_CASE("replay agrees with the brute force on f16 that was not rounded after 
 }
 
 TEST_CASE("replay agrees with the brute force on errors at every query, one with a zero output") {
-  const Traced traced(half_precision_not_rounded());
+  const Traced traced(with_gradients_of_all(half_precision_not_rounded()));
   const ReplayOptions options{.span = Span::all, .every_output_error = true, .threads = 2};
   std::vector<Case> cases = whole_grid(traced.trace.tokens());
   for (Case& c : cases) c.replay.threshold = 0.1;
@@ -165,6 +170,28 @@ TEST_CASE("replay agrees with the brute force where logits reach 80") {
   for (const Measurement& m : replay_all(traced.trace, cases).measurements)
     if (std::isnan(m.value)) FAIL(cases[m.config].text << " " << m.metric << " is NaN");
   check_agreement(traced.trace, cases, {.threads = 2}, kTolerance);
+}
+
+TEST_CASE("gradients of other queries than the replay's are left out") {
+  const std::vector<Case> cases{make_case("h2o", 16, 0, false)};
+  const auto has_estimates = [&](RandomTrace wanted, Span of, Span span) {
+    wanted.gradients_of = of;
+    std::size_t estimates = 0, residual = 0;
+    for (const Measurement& m : replay_all(Traced(wanted).trace, cases, span).measurements) {
+      estimates += m.metric.starts_with("kl_estimate");
+      residual += m.metric == "residual_error";
+    }
+    CHECK(residual > 0);
+    return estimates > 0;
+  };
+  for (const RandomTrace& wanted : {single_heads(), two_turns_in_bf16()}) {
+    CHECK(has_estimates(wanted, Span::decode, Span::decode));
+    CHECK(has_estimates(wanted, Span::all, Span::all));
+    CHECK_FALSE(has_estimates(wanted, Span::decode, Span::all));
+  }
+  // What is decoded last of all knows of no other queries.
+  CHECK(has_estimates(single_heads(), Span::all, Span::decode));
+  CHECK_FALSE(has_estimates(two_turns_in_bf16(), Span::all, Span::decode));
 }
 
 TEST_CASE("the full cache has recall 1, no errors, no misses and no evictions, exactly") {

@@ -96,13 +96,14 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   for (const RandomTrace& wanted : shapes()) {
-    const test::TemporaryFolder folder;
-    const TraceReader trace = write_random_trace(folder / "trace", wanted);
-    std::vector<Case> cases;
-    for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
-    const auto configs = replay_configs(cases);
-
     for (const Span span : {Span::decode, Span::all}) {
+      const test::TemporaryFolder folder;
+      RandomTrace own = wanted;
+      own.gradients_of = span;
+      const TraceReader trace = write_random_trace(folder / "trace", own);
+      std::vector<Case> cases;
+      for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
+      const auto configs = replay_configs(cases);
       std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>>
           kept;
       const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {

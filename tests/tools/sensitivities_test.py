@@ -90,6 +90,7 @@ class SensitivitiesTest(ScriptTest):
         for span, first in (("decode", 40), ("all", 0)):
             trace = self.added(self.short, f"differences-{span}", "--draws", 3, "--span", span)
             queries, tokens = drawn.pop()
+            self.assertEqual(manifest_of(trace)["extras"]["grad"]["span"], span)
             self.assertEqual(queries.tolist(), list(range(first, 70)))
             self.assertEqual(len(tokens.unique(dim=0)), 3)
             ids = torch.tensor(ids_of(trace))
@@ -111,7 +112,7 @@ class SensitivitiesTest(ScriptTest):
         manifest, before = manifest_of(trace), manifest_of(self.long)
         grad = manifest["extras"].pop("grad")
         self.assertEqual(manifest, before)
-        self.assertEqual({key: grad[key] for key in ("draws", "seed")}, {"draws": 2, "seed": 9})
+        self.assertEqual(grad | {"files": []}, {"draws": 2, "seed": 9, "span": "decode", "files": []})
         self.assertEqual([path.name for path in trace.glob("*.part")], [])
         for index, (entry, shard) in enumerate(zip(grad["files"], manifest["shards"], strict=True)):
             path = trace / f"grad-{index:05}.safetensors"

@@ -155,6 +155,8 @@ TEST_CASE("Gradients are read as they were written, times their scale") {
   const TemporaryFolder folder;
   const TraceReader trace = open_verified_trace(write_with_gradients(folder, 3), 2);
   REQUIRE(trace.draws() == 3);
+  CHECK(trace.draws(Span::decode) == 3);
+  CHECK(trace.draws(Span::all) == 0);
   const ModelShape& shape = trace.shape();
   const std::size_t size = shape.head_size, heads = shape.query_heads;
   std::vector<float> rows(4 * size);
@@ -169,6 +171,18 @@ TEST_CASE("Gradients are read as they were written, times their scale") {
     CHECK(rows[i] == static_cast<float>(element) * (late ? 0.5f : 0.25f));
   }
   CHECK_THROWS(trace.gradient(0, 0, 3, 0, 1, rows.data()));
+}
+
+TEST_CASE("Gradients of before their span was recorded are those of decoded queries") {
+  const TemporaryFolder folder;
+  const auto path = write_with_gradients(folder, 2);
+  json manifest = json::parse(read_bytes(path / "manifest.json"));
+  CHECK(manifest["extras"]["grad"]["span"] == "decode");
+  manifest["extras"]["grad"].erase("span");
+  write_bytes(path / "manifest.json", manifest.dump());
+  const TraceReader trace = open_verified_trace(path, 2);
+  CHECK(trace.draws(Span::decode) == 2);
+  CHECK(trace.draws(Span::all) == 0);
 }
 
 TEST_CASE("Damaged gradients are refused by name") {
@@ -190,6 +204,8 @@ TEST_CASE("Damaged gradients are refused by name") {
   CHECK_THAT(error_with([](json& g) { g["draws"] = 0; }), ContainsSubstring("draws"));
   CHECK_THAT(error_with([](json& g) { g["draws"] = 65; }), ContainsSubstring("draws"));
   CHECK_THAT(error_with([](json& g) { g.erase("seed"); }), ContainsSubstring("seed"));
+  CHECK_THAT(error_with([](json& g) { g["span"] = "prompt"; }),
+             ContainsSubstring("extras.grad: span \"prompt\" is not known"));
   CHECK_THAT(error_with([](json& g) { g["novel"] = 1; }), ContainsSubstring("novel"));
   CHECK_THAT(error_with([](json& g) { g["files"].erase(1); }),
              ContainsSubstring("1 files listed; 1100 tokens take 2"));

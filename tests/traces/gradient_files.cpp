@@ -6,11 +6,11 @@
 namespace kvlab::test {
 
 void write_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                     const std::function<float()>& next) {
+                     const std::function<float()>& next, Span span) {
   const std::string path = (directory / kManifestFile).string();
   Manifest manifest = parse_manifest(read_text_file(path, 1'000'000), path);
   const ModelShape& shape = manifest.header.shape;
-  TraceExtras::Gradients gradients{draws, 5, {}};
+  TraceExtras::Gradients gradients{draws, 5, span, {}};
   for (const ShardInfo& shard : manifest.shards) {
     const std::size_t count =
         std::size_t{draws} * shape.query_heads * shard.tokens * shape.head_size;

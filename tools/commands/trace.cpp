@@ -47,7 +47,9 @@ Json extras_json(const TraceReader& trace) {
   if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
   if (const auto& sketch = trace.extras().sketch) extras["sketch"] = {{"seed", sketch->seed}};
   if (const auto& gradients = trace.extras().gradients)
-    extras["grad"] = {{"draws", gradients->draws}, {"seed", gradients->seed}};
+    extras["grad"] = {{"draws", gradients->draws},
+                      {"seed", gradients->seed},
+                      {"span", kvlab::name_of(gradients->span)}};
   return extras;
 }
 
@@ -55,7 +57,9 @@ std::string extras_text(const TraceReader& trace) {
   std::vector<std::string> parts;
   if (trace.extras().residual_norm2) parts.emplace_back("residual norms");
   if (trace.sketch_file()) parts.emplace_back("sketch of the output projections");
-  if (trace.draws()) parts.push_back(fmt::format("gradients of {} draws", trace.draws()));
+  if (const auto& gradients = trace.extras().gradients)
+    parts.push_back(fmt::format("gradients of {} draws over {} queries", gradients->draws,
+                                kvlab::name_of(gradients->span)));
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 

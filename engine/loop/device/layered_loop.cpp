@@ -108,7 +108,7 @@ class SequenceRun {
         shape_(shape_of(on.model)),
         angles_(config_.rope, static_cast<std::uint32_t>(ids.size())),
         arithmetic_(arithmetic_of(on.model, first_evicting(configs))),
-        every_query_(segments_, false, 1),
+        every_query_(segments_, Span::all, 1),
         plan_{shape_, config_.rope, angles_, arithmetic_, every_query_, tokens(), options.sequence},
         tables_(plan_),
         rows_(LoopAttention::rows(ids.size())),
