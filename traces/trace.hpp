@@ -106,9 +106,9 @@ class TraceReader {
   bool has_residuals() const { return extras().residual_norm2 && extras().sketch; }
   /// Draws of the gradients; 0: the trace has none.
   std::uint32_t draws() const { return extras().gradients ? extras().gradients->draws : 0; }
-  /// Those that serve a replay over `span`; 0 also where the gradients are of other queries: from the
-  /// first query of `span` on, the spans of both have to be the same. (A gradient at a query knows of
-  /// no earlier ones. So those of all queries serve the one answer to a prompt.)
+  /// Those that serve a replay over `span`; 0 also where the gradients are of other queries: from
+  /// the first query of `span` on, the spans of both have to be the same. (A gradient at a query
+  /// knows of no earlier ones. So those of all queries serve the one answer to a prompt.)
   std::uint32_t draws(Span span) const;
   /// One draw's gradient with respect to a query head's output before the output projection, at
   /// tokens [first, first + count): to [count, head_size]. Throws std::logic_error where the trace

@@ -1,6 +1,9 @@
 // The folder in which a run is made, and the units of work that wait in it.
 #include "sim/run/run_folder.hpp"
 
+#include <fmt/format.h>
+
+#include "sim/run/replay_run.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/sim/random_trace.hpp"
@@ -53,6 +56,22 @@ TEST_CASE("units that were packed and come in any order make the figures of a re
   odd[1].stats.error2.pop_back();
   ReplayGathering again(job);
   CHECK_THROWS_WITH(again.put(0, odd), ContainsSubstring("another replay"));
+}
+
+TEST_CASE("a replay over other queries than the gradients' says that it leaves them out") {
+  const TemporaryFolder folder;
+  write_random_trace(folder / "trace", {});
+  std::string said;
+  ProcessGroup alone;
+  for (const Span span : {Span::decode, Span::all}) {
+    const std::string out = fmt::format("run-{}", name_of(span));
+    ReplayRequest request{.traces = {(folder / "trace").string()},
+                          .grid = grid(),
+                          .options = {.span = span},
+                          .notice = [&](const std::string& line) { said += line; }};
+    replay_to(request, folder / out, alone);
+    CHECK(said.starts_with("no kl_estimate of ") == (span == Span::all));
+  }
 }
 
 TEST_CASE("a unit that was cut, changed or is another's is refused by the file's name") {
