@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""How attention is spread: sparsity, heavy hitters, and whether they last (docs/results/attention-shape.md).
+
+Zhang et al. 2023, H2O (arXiv:2306.14048), sections 3.1 and 3.2; Liu et al. 2023, Scissorhands (arXiv:2305.17118),
+section 3.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import numpy
+from experiment import Experiment, main, table
+from trace_reader import Trace
+
+QUESTION = """
+Eviction can work because attention is uneven. Three measures of that, by layer, under the full cache:
+
+- *sparsity*: the share of a row's entries that are under 1% of the row's largest (H2O, section 3.1);
+- *heavy hitters*: how much of all attention the 5% and 20% of the tokens with the largest sums receive, and the slope of
+  log sum against log rank over the first fifth of the tokens: a power law is a straight line (H2O, section 3.2);
+- *persistence*: of the tokens that receive more than the mean in the second half of the text, and were there in the
+  first, the share that already did in the first half (Scissorhands, section 3).
+"""
+
+
+def measures(attention):
+    """Sparsity, share of the first 5% and 20%, slope, persistence of one head's [query, key] probabilities."""
+    tokens = len(attention)
+    rows = numpy.arange(1, tokens + 1)
+    seen = numpy.tri(tokens, dtype=bool)
+    sparse = ((attention < 0.01 * attention.max(axis=1, keepdims=True)) & seen).sum() / rows.sum()
+    mass = numpy.sort(attention.sum(axis=0))[::-1]
+    first = numpy.cumsum(mass) / mass.sum()
+    fifth = tokens // 5
+    slope = numpy.polyfit(numpy.log(rows[:fifth]), numpy.log(mass[:fifth] + 1e-12), 1)[0]
+    half = tokens // 2
+    early, late = attention[:half, :half].sum(axis=0), attention[half:, :half].sum(axis=0)
+    # Both sums by the queries that could see the token: an old token has had more of them in the first half.
+    early /= half - numpy.arange(half)
+    important, was = late > late.mean(), early > early.mean()
+    lasting = (important & was).sum() / max(1, important.sum())
+    return sparse, first[tokens // 20], first[fifth], slope, lasting
+
+
+def attention_shape():
+    experiment = Experiment(__doc__)
+    tokens = experiment.arguments.tokens or experiment.quick(512, 2048)
+    options = ["--model", experiment.arguments.model, "--prompt-file", experiment.arguments.text[0], "--teacher-forced",
+               "--prompt-tokens", tokens // 2, "--max-tokens", tokens]  # fmt: skip
+    trace = Trace(experiment.kvlab(["capture"], *options))
+    lines = []
+    for layer in range(trace.layers):
+        by_head = numpy.array([measures(attention) for attention in trace.attention(layer)])
+        lines.append([layer, *(f"{value:.2f}" for value in by_head.mean(axis=0))])
+    lines.append(["all", *(f"{numpy.mean([float(line[column]) for line in lines]):.2f}" for column in range(1, 6))])
+    header = ["layer", "sparsity", "first 5% receive", "first 20% receive", "slope", "persistence"]
+    experiment.section(f"## By layer, means of the heads, {trace.tokens} tokens\n\n" + table(header, lines))
+    experiment.write("The shape of attention", QUESTION)
+
+
+main(attention_shape)

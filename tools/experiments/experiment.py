@@ -1,0 +1,179 @@
+"""What the experiments share: running kvlab, reading its tables, and a page of Markdown that no hand has touched.
+
+Each script beside this one makes one page of docs/results/, from its own run alone. All take
+
+    --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
+
+and `--quick` is what a CPU does in minutes: fewer tokens, budgets and questions.
+"""
+
+import argparse
+import csv
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TEXTS = sorted((ROOT / "tools/texts").glob("*.txt"))
+
+
+class Refused(Exception):
+    """What was asked cannot be done: one line."""
+
+
+def parse_arguments(purpose):
+    parser = argparse.ArgumentParser(description=purpose)
+    parser.add_argument("--kvlab", default=str(ROOT / "build/kvlab"), help="the command (default: build/kvlab)")
+    parser.add_argument("--model", required=True, help="checkpoint, such as engine/models/smollm2")
+    parser.add_argument("--text", nargs="+", default=[str(text) for text in TEXTS], help="default: tools/texts/*.txt")
+    parser.add_argument("--tokens", type=int, help="tokens of each text")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--quick", action="store_true", help="what a CPU does in minutes")
+    parser.add_argument("--out", required=True, help="the page to write")
+    return parser.parse_args()
+
+
+class Experiment:
+    """One page: the runs it is made of, and their tables."""
+
+    def __init__(self, purpose):
+        self.arguments = parse_arguments(purpose)
+        self.commands, self.sections = [], []
+        self.scratch = tempfile.TemporaryDirectory()
+
+    def quick(self, small, whole):
+        return small if self.arguments.quick else whole
+
+    @property
+    def tokens(self):
+        return self.arguments.tokens or self.quick(1024, 2560)
+
+    def kvlab(self, command, *options, table=None):
+        """Runs `kvlab command`; returns the rows of the table that it wrote, as dictionaries, or where it wrote."""
+        out = pathlib.Path(self.scratch.name) / str(len(self.commands))
+        options = [*map(str, options)]
+        if self.arguments.device:
+            options += ["--device", self.arguments.device]
+        self.commands.append(" ".join(["kvlab", *command, *(name_of(option) for option in options)]))
+        print(self.commands[-1], file=sys.stderr)
+        done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise Refused(f"kvlab {' '.join(command)} ended with {done.returncode}")
+        if not table:
+            return out
+        with open(out / table, newline="") as file:
+            return list(csv.DictReader(file))
+
+    def eval(self, policies, budgets, *options, tokens=None, prompt=None):
+        """The closed loop over every text: rows of eval.csv, of all texts together."""
+        tokens = tokens or self.tokens
+        rows = self.kvlab(
+            ["eval"], "--model", self.arguments.model, "--text", *self.arguments.text, "--window", tokens,
+            "--max-tokens", tokens, "--prompt-tokens", prompt or tokens // 5, "--policy", ",".join(policies),
+            "--budget", ",".join(map(str, budgets)), *options, table="eval.csv",
+        )  # fmt: skip
+        return [row for row in rows if row["text"] == "all"]
+
+    def policies(self):
+        """Every registered policy, in the registry's order."""
+        done = subprocess.run([self.arguments.kvlab, "policies", "--json"], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)["policies"]
+
+    def refusal(self, policy):
+        """kvlab's own words if its engine cannot run `policy`; None if it can."""
+        few = ["--max-tokens", "32", "--window", "32", "--prompt-tokens", "16", "--budget", "12"]
+        device = ["--device", self.arguments.device] if self.arguments.device else []
+        done = subprocess.run(
+            [self.arguments.kvlab, "eval", "--model", self.arguments.model, "--text", self.arguments.text[0],
+             "--policy", policy, *few, *device],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return done.stderr.strip().splitlines()[-1] if done.returncode else None
+
+    def section(self, text):
+        self.sections.append(text.strip())
+
+    def write(self, title, question):
+        model = pathlib.Path(self.arguments.model).name
+        version = subprocess.run([self.arguments.kvlab, "--version"], capture_output=True, text=True).stdout.strip()
+        texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
+        made = [
+            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: `{model}`. Texts:",
+            f"{texts}. {version}, on {self.arguments.device or 'the default device'}.",
+        ]
+        commands = "\n".join(f"    {line}" for command in self.commands for line in folded(command))
+        page = [f"# {title}", question.strip(), "\n".join(made), *self.sections, "## The runs", commands]
+        path = pathlib.Path(self.arguments.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join(page) + "\n")
+
+
+def name_of(option):
+    """A path as somebody else would write it: without the folders of this machine."""
+    path = pathlib.Path(option)
+    if not path.is_absolute():
+        return option
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def folded(command, width=112):
+    """`command` in lines that a shell takes as one."""
+    lines = [""]
+    for word in command.split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return lines
+
+
+def values(rows, metric, by=("policy", "params", "budget")):
+    """{(policy, params, budget): (value, standard error)} of one metric."""
+    return {
+        tuple(row[name] for name in by): (float(row["value"]), float(row["stderr"] or "nan"))
+        for row in rows
+        if row["metric"] == metric
+    }
+
+
+def figure(pair, digits=3):
+    """A value, rounded to `digits`, with its standard error at the same place."""
+    value, error = pair
+    places = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
+    return f"{value:.{places}f}" if math.isnan(error) else f"{value:.{places}f} ± {error:.{places}f}"
+
+
+def table(header, rows):
+    """Markdown of rows of texts."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def name_of_policy(policy, params):
+    return f"`{policy}:{params}`" if params else f"`{policy}`"
+
+
+def ranking(found, budgets, best=min):
+    """A line for each policy, a column for each budget; the `best` of a column is bold unless half of them have it."""
+    budgets = [str(budget) for budget in budgets]
+    names = list(dict.fromkeys(key[:2] for key in found if key[2] in budgets))
+    lines = [[name_of_policy(*name)] for name in names]
+    for budget in budgets:
+        column = [found[(*name, budget)] for name in names]
+        first = best(value for value, _ in column)
+        shared = sum(value == first for value, _ in column) * 2 > len(column)
+        for line, cell in zip(lines, column):
+            line.append(f"**{figure(cell)}**" if cell[0] == first and not shared else figure(cell))
+    return table(["policy", *budgets], lines)
+
+
+def main(experiment):
+    """Runs a script; what is refused is one line and exit 2."""
+    try:
+        experiment()
+    except (Refused, OSError) as error:
+        print(f"{pathlib.Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""H2O's question: do heavy hitters beat what is cheaper, at every share of the cache (docs/results/heavy-hitters.md)?
+
+Zhang et al. 2023 (arXiv:2306.14048), figures 4 and 8, with KL where they have accuracy.
+"""
+
+from experiment import Experiment, main, ranking, values
+
+QUESTION = """
+H2O keeps the tokens that have received most attention, and the recent ones. How far is the model's prediction from that
+of the full cache, when a share of the tokens is kept? KL is in nats; the best of each column is bold.
+"""
+CONTENDERS = ["h2o", "a2sf", "tova", "lru", "lru:sinks=4:recent=50%", "sink", "window", "random:sinks=4:recent=50%"]
+
+
+def heavy_hitters():
+    experiment = Experiment(__doc__)
+    registered = {policy["name"] for policy in experiment.policies()}
+    policies = [policy for policy in CONTENDERS if policy.split(":")[0] in registered]
+    shares = experiment.quick(["10%", "20%", "50%"], ["4%", "10%", "20%", "40%", "60%", "80%", "100%"])
+    rows = experiment.eval(policies, shares)
+    experiment.section("## KL\n\n" + ranking(values(rows, "kl"), shares))
+    agreement = values(rows, "top1_agreement")
+    experiment.section("## How often the likeliest token is the full cache's\n\n" + ranking(agreement, shares, best=max))
+    experiment.write("Heavy hitters at every share of the cache", QUESTION)
+
+
+main(heavy_hitters)

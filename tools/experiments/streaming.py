@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""StreamingH2O against StreamingLLM, by cache size (docs/results/streaming.md).
+
+Both number the kept tokens anew; one keeps sinks and the last tokens, the other heavy hitters and the last tokens.
+"""
+
+from experiment import Experiment, main, ranking, values
+
+QUESTION = """
+Under a cache of a fixed size, is it better to keep the tokens that received most attention (`streaming_h2o`), or only
+sinks and the last ones (`sink`)? Every token is decoded; positions are those in the cache. The best of each column is
+bold.
+"""
+
+
+def streaming():
+    experiment = Experiment(__doc__)
+    sizes = experiment.quick([32, 128], [32, 64, 128, 256, 512, 1024])
+    policies = ["sink", "streaming_h2o", "streaming_h2o:sinks=4", "h2o", "window"]
+    rows = experiment.eval(policies, sizes, "--prefill", "stream", "--span", "all", "--positions", "cache")
+    for metric, name in (("perplexity", "Perplexity"), ("kl", "KL to the full cache, nats")):
+        experiment.section(f"## {name}\n\n" + ranking(values(rows, metric), sizes))
+    experiment.write("StreamingH2O and StreamingLLM, by cache size", QUESTION)
+
+
+main(streaming)
