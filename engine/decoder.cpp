@@ -33,6 +33,7 @@ class Decoder::Impl {
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
       for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
         heads_.emplace_back(shape, asked_.live_set(layer, head));
+    share_layers();
   }
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
@@ -58,6 +59,7 @@ class Decoder::Impl {
         model_.logits(x + (part.size() - 1) * config_.hidden, 1, logits_.data(), threads_);
     }
     if (all_logits) std::copy_n(all_logits->end() - config_.vocab, config_.vocab, logits_.begin());
+    if (kind == SegmentKind::prompt) end_prompt();
     return logits_;
   }
 
@@ -96,6 +98,7 @@ class Decoder::Impl {
       run_layers(together, ids, Rows::shared);
       const Impl& first = *together.front();
       keep_logits(together, first.work_.x.data() + (ids.size() - 1) * first.config_.hidden, 1);
+      for (Impl* const one : together) one->end_prompt();
     }
     copy_logits(all, logits);
   }
@@ -136,6 +139,20 @@ class Decoder::Impl {
   };
   /// Whether decoders that run together have rows of their own, equally many, or the same ones.
   enum class Rows { own, shared };
+
+  void end_prompt() {
+    for (HeadCache& head : heads_) head.end_prompt();
+  }
+
+  /// Under scope=layer the heads of a layer order their tokens by the same ranks.
+  void share_layers() {
+    for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+      std::vector<AgedSet*> heads;
+      for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
+        heads.push_back(&cache(layer, head).aged());
+      share_ranks(heads);
+    }
+  }
 
   /// Nobody leaves and nothing is observed: chunks do not matter.
   bool any_chunk() const {

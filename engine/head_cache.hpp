@@ -53,6 +53,10 @@ class HeadCache {
               const RopeTable& rope);
   /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
   std::span<const Observation> observe();
+  /// That was the end of a prompt segment.
+  void end_prompt() { live_.end_prompt(); }
+  /// For share_ranks().
+  AgedSet& aged() { return live_; }
 
   const LiveSet& live() const { return live_; }
   /// Rows that keys and values take up: at most twice the live tokens, or a few.

@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
 
 namespace kvlab {
 
 AgedSet::AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity)
     : AgedSet(*spec.entry, spec.packed_params(), spec.entry->info.evicts ? budget : kNoBudget,
-              guards, identity) {}
+              guards, identity) {
+  modifiers_ = spec.modifiers;
+}
 
 AgedSet::AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget,
                  Guards guards, Identity identity)
@@ -39,9 +42,28 @@ bool AgedSet::has_state(std::size_t age, std::span<const std::byte> other) const
   return one == two;
 }
 
-void AgedSet::fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const {
+std::vector<std::uint64_t> AgedSet::ranks(std::uint32_t now) const {
   std::vector<std::uint64_t> ranks(size_);
   ops_.rank(states_.data(), positions_.data(), size_, params_.data(), step(now, 0), ranks.data());
+  return ranks;
+}
+
+/// Scope, then smooth.
+std::vector<std::uint64_t> AgedSet::modified_ranks(std::uint32_t now) const {
+  std::vector<std::uint64_t> all;
+  if (modifiers_.scope == Modifiers::Scope::head) {
+    all = ranks(now);
+  } else {
+    if (!layer_) throw std::logic_error("scope=layer: a cache makes room without its layer");
+    const auto sums = layer_->at(now);
+    all.assign(sums.begin(), sums.end());
+  }
+  if (modifiers_.smooths(after_prompt_)) smooth_ranks(all, modifiers_.smooth, modifiers_.pool);
+  return all;
+}
+
+void AgedSet::fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const {
+  const std::vector<std::uint64_t> ranks = modified_ranks(now);
   keys.resize(size_);
   for (std::uint32_t i = 0; i < size_; ++i)
     keys[i] = {guards_.guard(positions_[i], now), ranks[i], positions_[i]};
@@ -125,6 +147,7 @@ void AgedSet::admit(std::uint32_t first, std::uint32_t count) {
   live_max_ = std::max(live_max_, size_);
   admitted_first_ = first;
   admitted_count_ = count;
+  after_prompt_ = false;
 }
 
 void AgedSet::observe(const Seen& seen) {

@@ -7,11 +7,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "policies/catalogue.hpp"
+#include "policies/ranks.hpp"
 
 namespace kvlab {
 
@@ -46,8 +48,11 @@ class AgedSet {
 
   /// How many tokens have to leave before the next admission.
   std::uint32_t surplus() const {
-    return budget_ == kNoBudget || size_ < budget_ ? 0 : size_ - (budget_ - 1);
+    return budget_ == kNoBudget ? 0 : modifiers_.surplus(size_, budget_, after_prompt_);
   }
+  const Modifiers& modifiers() const { return modifiers_; }
+  /// The policy's ranks by age, were `now` admitted next; no modifier has touched them.
+  std::vector<std::uint64_t> ranks(std::uint32_t now) const;
   /// The place of each live token, by age, in the order of leaving, were `now` admitted next.
   std::vector<LeavingKey> leaving_keys(std::uint32_t now) const;
 
@@ -55,6 +60,11 @@ class AgedSet {
   /// age.
   void observe(const Seen& seen);
   void observe(std::span<const Observation> seen);
+  /// The last admission was the end of a prompt segment.
+  void end_prompt() { after_prompt_ = true; }
+
+  /// Under scope=layer, before room is made for the first time: what the layer's caches share.
+  void share(std::shared_ptr<LayerRanks> layer) { layer_ = std::move(layer); }
 
  protected:
   /// `budget` in tokens. `guards` of a policy that never evicts are not looked at.
@@ -64,9 +74,14 @@ class AgedSet {
           Identity identity);
 
   /// Step 1: who leaves, were `now` admitted next, so that at most budget - 1 are live: ages,
-  /// ascending. Until the next call. The rule as it is written: the first by leaving_keys().
+  /// ascending. Until the next call.
+  std::span<const std::uint32_t> find_leaving(std::uint32_t now) {
+    return surplus() == 1 && leaves_by_own_rank() ? find_victim(now) : find_victims(now);
+  }
+  /// The rule as it is written: the first by leaving_keys().
   std::span<const std::uint32_t> find_victims(std::uint32_t now);
-  /// find_victims() where one leaves: one vector loop over the tokens that no guard holds.
+  /// find_victims() where one leaves by its own rank: one vector loop over the tokens that no guard
+  /// holds.
   std::span<const std::uint32_t> find_victim(std::uint32_t now);
   /// Takes the tokens of these ages out, ascending.
   void evict(std::span<const std::uint32_t> ages);
@@ -77,19 +92,26 @@ class AgedSet {
   Step step(std::uint32_t now, std::uint32_t queries) const;
   std::byte* slot(std::size_t age) { return states_.data() + age * ops_.slot_bytes; }
   void reserve(std::size_t count);
+  bool leaves_by_own_rank() const {
+    return modifiers_.scope == Modifiers::Scope::head && !modifiers_.smooths(after_prompt_);
+  }
   std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
+  std::vector<std::uint64_t> modified_ranks(std::uint32_t now) const;
   void fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const;
 
   PolicyOps ops_;
   std::vector<std::byte> params_;
   std::uint32_t budget_;
   Guards guards_;
+  Modifiers modifiers_;
+  std::shared_ptr<LayerRanks> layer_;  // under scope=layer
   Identity identity_;
   std::vector<std::uint32_t> positions_;  // [age], with room to spare
   std::vector<std::byte> states_;         // [age, slot_bytes], likewise
   std::vector<std::uint32_t> victims_;
   std::vector<LeavingKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
+  bool after_prompt_ = false;
   std::uint64_t evictions_ = 0;
 };
 

@@ -4,6 +4,8 @@
 
 #include <stdexcept>
 
+#include "policies/modifiers_text.hpp"
+
 namespace kvlab {
 
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence) {
@@ -29,6 +31,13 @@ void check_for_decoder(const CacheConfig& config, std::uint32_t layers, std::uin
     throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
                                             given, layers, kv_heads,
                                             std::size_t{layers} * kv_heads));
+}
+
+void refuse_modifiers(const CacheConfig& config, std::string_view who, std::string_view instead) {
+  if (!config.evicts() || config.policy.modifiers == Modifiers{}) return;
+  throw std::invalid_argument(
+      fmt::format("policy {}: {} does not know {}; {} does", config.policy.name, who,
+                  fmt::join(modifier_texts(config.policy.modifiers, {}), ", "), instead));
 }
 
 }  // namespace kvlab

@@ -23,11 +23,14 @@ struct CacheConfig {
 
   /// Whether tokens ever leave: not under `full`. A reference evicts.
   bool evicts() const { return !policy.entry || policy.entry->info.evicts; }
+  /// Whether the KV heads of a layer keep one set.
+  bool evicts_by_layer() const { return policy.modifiers.scope == Modifiers::Scope::layer; }
 };
 
 /// Tokens that enter a cache together.
 struct Admission {
   std::uint32_t first, tokens;
+  bool ends_prompt = false;  ///< the last one of a prompt segment
 };
 
 /// A configuration for a sequence of known length.
@@ -59,5 +62,9 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
 /// What a decoder refuses. Throws std::invalid_argument: a reference of the replay, budgets by head
 /// of another shape.
 void check_for_decoder(const CacheConfig& config, std::uint32_t layers, std::uint32_t kv_heads);
+
+/// Throws std::invalid_argument where the policy has modifiers: for those who do not know them yet.
+/// `instead`: who does.
+void refuse_modifiers(const CacheConfig& config, std::string_view who, std::string_view instead);
 
 }  // namespace kvlab

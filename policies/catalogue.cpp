@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "policies/modifiers_text.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -57,9 +59,7 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   }
 }
 
-bool is_reserved(std::string_view word) {
-  return word == "scope" || word == "page" || word == "storage";
-}
+bool is_reserved(std::string_view word) { return word == "page" || word == "storage"; }
 
 std::string hint(std::string_view word, std::span<const std::string> candidates) {
   if (const auto near = nearest_name(word, candidates))
@@ -73,12 +73,14 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   const std::string what = fmt::format("policy {}: {}", spec.name, key);
   if (is_reserved(key))
     throw std::invalid_argument(what + " is reserved for a later version; leave it out");
+  if (setting == "once") return void(spec.modifiers.once = true);
   if (equals == std::string_view::npos)
     throw std::invalid_argument(
         fmt::format("policy {}: '{}' should read parameter=value", spec.name, setting));
   const std::string_view value = setting.substr(equals + 1);
   if (key == "sinks") return void(spec.sinks = parse_extent(value, what, 0));
   if (key == "recent") return void(spec.recent = parse_extent(value, what, 0));
+  if (is_modifier(key)) return set_modifier(spec.modifiers, key, value, what);
 
   std::vector<std::string> known;
   for (std::size_t i = 0; i < spec.entry->params.size(); ++i) {
@@ -94,6 +96,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     return;
   }
   known.insert(known.end(), {"sinks", "recent"});
+  known.insert(known.end(), modifier_names().begin(), modifier_names().end());
   throw std::invalid_argument(
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
 }
@@ -141,6 +144,8 @@ std::string PolicySpec::params_text() const {
     parts.push_back(fmt::format("{}={}", entry->params[i].name, params[i]));
   parts.push_back("sinks=" + text_of(sinks));
   parts.push_back("recent=" + text_of(recent));
+  for (std::string& text : modifier_texts(modifiers, entry->info.modifiers))
+    parts.push_back(std::move(text));
   return fmt::format("{}", fmt::join(parts, ":"));
 }
 
@@ -176,6 +181,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   for (const ParamInfo& param : spec.entry->params) spec.params.push_back(param.standard);
   spec.sinks = spec.entry->info.sinks;
   spec.recent = spec.entry->info.recent;
+  spec.modifiers = spec.entry->info.modifiers;
   if (parts.size() > 1 && !spec.entry->info.evicts)
     throw std::invalid_argument(
         fmt::format("policy {} never evicts: it takes no parameters and no guards", spec.name));
@@ -187,6 +193,9 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
       throw std::invalid_argument(fmt::format("policy {}: {} is given twice; once would be right",
                                               spec.name, given.back()));
   }
+  const bool asks_pool = std::ranges::find(given, "pool") != given.end();
+  if (spec.modifiers.smooth == 0 && !asks_pool) spec.modifiers.pool = Modifiers::Pool::mean;
+  check_modifiers(spec.modifiers, spec.entry->info);
   return spec;
 }
 

@@ -26,11 +26,13 @@ struct PolicySpec {
   std::string name;
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
+  Modifiers modifiers;
 
   /// The parameters as the entry's hooks take them.
   std::vector<std::byte> packed_params() const;
 
-  /// Every parameter and guard, defaults too, as asked: `decay=0.9:sinks=0:recent=50%`.
+  /// Every parameter and guard, defaults too, as asked: `decay=0.9:sinks=0:recent=50%`. Of the
+  /// modifiers those that are there, and those that the policy has and this has not.
   std::string params_text() const;
   /// `name:` and params_text(): parses back to the same spec.
   std::string text() const;

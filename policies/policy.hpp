@@ -28,6 +28,8 @@
 
 #include <cstdint>
 
+#include "policies/modifiers.hpp"
+
 namespace kvlab {
 
 /// What a policy observes. Only that is computed; the rest costs nothing.
@@ -71,6 +73,7 @@ struct PolicyInfo {
   bool evicts = true;         ///< false: takes no budget
   Extent sinks = {};          ///< default guards
   Extent recent = {};
+  Modifiers modifiers = {};  ///< likewise
   Positions positions = Positions::original;
 };
 

@@ -1,6 +1,7 @@
 #include "policies/tally.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "policies/observation.hpp"
 
@@ -11,12 +12,18 @@ Tally::Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t token
       live_(&live),
       threshold16_(threshold16),
       seen_(needs_ == Needs::nothing ? 0 : tokens),
+      largest_(needs_ == Needs::mass && live.modifiers().group == Modifiers::Group::max ? tokens
+                                                                                        : 0),
       asked_(needs_ == Needs::requests ? tokens : 0) {}
 
 void Tally::add_row(std::span<const float> p, std::uint32_t age) {
   if (needs_ == Needs::mass && age < live_->tail()) {
     const float weight = live_->weight(age);
-    for (std::size_t i = 0; i < p.size(); ++i) seen_[i].mass += fixed_mass(weight, p[i]);
+    if (largest_.empty())
+      for (std::size_t i = 0; i < p.size(); ++i) seen_[i].mass += fixed_mass(weight, p[i]);
+    else
+      for (std::size_t i = 0; i < p.size(); ++i)
+        largest_[i] = std::max(largest_[i], fixed_mass(weight, p[i]));
   }
   if (needs_ == Needs::requests) {
     const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
@@ -26,6 +33,7 @@ void Tally::add_row(std::span<const float> p, std::uint32_t age) {
 }
 
 void Tally::end_query(std::uint32_t position) {
+  for (std::size_t i = 0; i < largest_.size(); ++i) seen_[i].mass += std::exchange(largest_[i], 0);
   for (std::size_t i = 0; i < asked_.size(); ++i) {
     if (!asked_[i]) continue;
     ++seen_[i].requests;

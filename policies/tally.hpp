@@ -37,7 +37,8 @@ class Tally {
   const AgedSet* live_ = nullptr;
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
-  std::vector<std::uint8_t> asked_;  // requested by some head of this query
+  std::vector<std::uint64_t> largest_;  // under group=max: of this query's heads
+  std::vector<std::uint8_t> asked_;     // requested by some head of this query
 };
 
 }  // namespace kvlab

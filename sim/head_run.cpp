@@ -56,6 +56,7 @@ void HeadRun::begin_admission() {
 void HeadRun::finish_admission() {
   seen_.set_queries(admission().tokens);
   live_.observe(seen_.seen());
+  if (admission().ends_prompt) live_.end_prompt();
   ++next_;
 }
 

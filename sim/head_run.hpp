@@ -55,6 +55,8 @@ class HeadRun {
   void attend(std::uint32_t query, SharedRows& rows);
 
   const LiveSet& live() const { return live_; }
+  /// For share_ranks().
+  AgedSet& aged() { return live_; }
   const HeadStats& stats() const { return stats_; }
 
  private:

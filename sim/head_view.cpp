@@ -22,6 +22,7 @@ ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& se
     const std::uint32_t chunk = dense ? segment.tokens : is_prompt ? config.prefill.chunk : 1;
     for (std::uint32_t done = 0; done < segment.tokens; done += chunk)
       resolved.admissions.push_back({segment.start + done, std::min(chunk, segment.tokens - done)});
+    if (is_prompt && segment.tokens > 0) resolved.admissions.back().ends_prompt = true;
     resolved.in_dense_prompt.resize(segment.start + segment.tokens, dense);
   }
   return resolved;

@@ -62,6 +62,17 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
   return tensors;
 }
 
+HeadOutcome outcome_of(const HeadRun& run) {
+  return {run.stats(), run.live().evictions(), run.live().live_max(), run.live().size()};
+}
+
+/// What the KV heads of a layer came to that evict together: by KV head, then configuration. Empty
+/// where it is not computed, or has been taken.
+struct LayerOutcomes {
+  std::mutex mutex;
+  std::vector<std::vector<HeadOutcome>> heads;
+};
+
 /// Requests are counted once for all configurations.
 double threshold_of(std::span<const CacheConfig> configs) {
   const double threshold = configs.empty() ? CacheConfig{}.threshold : configs.front().threshold;
@@ -91,7 +102,8 @@ class Replay {
                                     : std::nullopt,
                     .threshold16 = request_threshold16(threshold_of(configs))},
         span_(trace.segments(), options.span, options.every_output_error ? 1 : kSampleEvery,
-              trace.header().spans) {
+              trace.header().spans),
+        by_layer_(trace.shape().layers) {
     check();
     for (const CacheConfig& config : configs) add(config);
   }
@@ -161,11 +173,40 @@ class Replay {
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
+    std::vector<std::size_t> by_layer, by_head;
+    for (const std::size_t c : which)
+      (configs_[c].evicts_by_layer() ? by_layer : by_head).push_back(c);
+    if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
+    if (by_head.empty()) return;
     const HeadTensors tensors = read_head(trace_, layer, kv_head, span_);
     if (options_.plain)
-      run_plainly(which, layer, kv_head, tensors.view, outcomes);
+      run_plainly(by_head, layer, kv_head, tensors.view, outcomes);
     else
-      run_lanes(which, layer, kv_head, tensors.view, outcomes);
+      run_lanes(by_head, layer, kv_head, tensors.view, outcomes);
+  }
+
+  /// One layer through configurations whose caches evict together. `watcher` may be empty: gets
+  /// every run of a KV head before it starts.
+  std::vector<LayerRun> run_layer_together(
+      std::span<const std::size_t> which, std::uint32_t layer, const QuerySpan* span,
+      const std::function<void(std::uint32_t, HeadRun&)>& watcher) const {
+    std::vector<HeadTensors> tensors;
+    std::vector<SharedRows> rows;
+    for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
+      tensors.push_back(read_head(trace_, layer, h, span_));
+      rows.push_back(shared_rows(tensors.back().view));
+    }
+    std::vector<LayerRun> runs;
+    for (const std::size_t c : which) {
+      LayerRun& run = runs.emplace_back();
+      for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
+        run.push_back(make_run(c, layer, h, tensors[h].view, {}));
+        if (span) run.back()->measure(span);
+        if (watcher) watcher(h, *run.back());
+      }
+    }
+    run_layer(trace_.tokens(), rows, runs);
+    return runs;
   }
 
   HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
@@ -204,6 +245,23 @@ class Replay {
   SharedRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
 
  private:
+  /// Whoever asks first for a KV head runs its layer; the others find theirs.
+  void take_from_layer(std::span<const std::size_t> which, ReplayUnit unit,
+                       std::vector<HeadOutcome>& outcomes) const {
+    LayerOutcomes& layer = by_layer_[unit.layer];
+    const std::lock_guard lock(layer.mutex);
+    layer.heads.resize(trace_.shape().kv_heads);
+    if (layer.heads[unit.kv_head].empty()) {
+      const auto runs = run_layer_together(which, unit.layer, &span_, {});
+      for (std::uint32_t h = 0; h < layer.heads.size(); ++h) {
+        layer.heads[h].clear();
+        for (const LayerRun& run : runs) layer.heads[h].push_back(outcome_of(*run[h]));
+      }
+    }
+    const auto own = std::exchange(layer.heads[unit.kv_head], {});
+    for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = own[i];
+  }
+
   void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                  const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
     HeadLanes lanes = make_lanes(which, layer, kv_head, view, &span_);
@@ -230,8 +288,7 @@ class Replay {
     for (std::size_t i = 0; i < which.size(); ++i) {
       HeadOutcome& outcome = outcomes[which[i]];
       if (const auto& run = runs[i])
-        outcome = {run->stats(), run->live().evictions(), run->live().live_max(),
-                   run->live().size()};
+        outcome = outcome_of(*run);
       else
         outcome = {(next_topk++)->stats};
     }
@@ -274,6 +331,7 @@ class Replay {
   HeadArithmetic arithmetic_;
   QuerySpan span_;
   std::vector<std::uint32_t> layers_;
+  mutable std::vector<LayerOutcomes> by_layer_;  // [layer]
 };
 
 }  // namespace
@@ -380,13 +438,19 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     throw std::invalid_argument(fmt::format(
         "layer {}, KV head {}: the trace {} has {} layers of {} KV heads", layer, kv_head,
         trace.directory().string(), trace.shape().layers, trace.shape().kv_heads));
-  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span());
   std::vector<KeptSet> kept;
   const auto keep = [&](std::uint32_t query, std::span<const std::uint32_t> live) {
     if (std::binary_search(queries.begin(), queries.end(), query))
       kept.push_back({query, {live.begin(), live.end()}});
   };
   const std::size_t only[] = {0};
+  if (config.evicts_by_layer()) {
+    job.run_layer_together(only, layer, nullptr, [&](std::uint32_t h, HeadRun& run) {
+      if (h == kv_head) run.watch(keep);
+    });
+    return kept;
+  }
+  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span());
   if (!options.plain) {
     HeadLanes lanes = job.make_lanes(only, layer, kv_head, tensors.view, nullptr);
     lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });

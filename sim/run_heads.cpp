@@ -30,4 +30,24 @@ void run_head(std::uint32_t tokens, SharedRows& rows,
   }
 }
 
+void run_layer(std::uint32_t tokens, std::span<SharedRows> rows, std::span<const LayerRun> runs) {
+  for (const LayerRun& run : runs) {
+    std::vector<AgedSet*> caches;
+    for (const auto& head : run) caches.push_back(&head->aged());
+    share_ranks(caches);
+  }
+  const std::uint32_t block = rows.front().block_queries();
+  for (std::uint32_t first = 0; first < tokens; first += block) {
+    const std::uint32_t count = std::min(block, tokens - first);
+    const auto wants = [&](const LayerRun& run) {
+      return anybody_wants(first, count, run, nullptr);
+    };
+    if (std::ranges::any_of(runs, wants))
+      for (SharedRows& head : rows) head.compute(first, count);
+    for (const LayerRun& run : runs)
+      for (std::uint32_t query = first; query < first + count; ++query)
+        for (std::size_t head = 0; head < rows.size(); ++head) run[head]->attend(query, rows[head]);
+  }
+}
+
 }  // namespace kvlab

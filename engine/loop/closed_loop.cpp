@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 
 #include "policies/observation.hpp"
@@ -38,6 +39,12 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
           .v = p.v.data() + kv_offset,
           .kv_token_stride = shape.kv_heads * dim};
 }
+
+/// Where the attention of a configuration goes: [token, query_heads, dim].
+struct Target {
+  std::size_t config;
+  float* out;
+};
 
 class ClosedLoop {
  public:
@@ -109,34 +116,58 @@ class ClosedLoop {
   /// Attention of configurations first, first + 1, … into `outputs`, one each.
   void attend(std::uint32_t layer, std::size_t first, const Projections& p,
               std::vector<std::vector<float>>& outputs) {
-    std::vector<std::vector<std::uint64_t>> live_max(shape_.kv_heads);
+    std::vector<Target> by_layer, by_head;
+    for (std::size_t i = 0; i < outputs.size(); ++i)
+      (configs_[first + i].evicts_by_layer() ? by_layer : by_head)
+          .push_back({first + i, outputs[i].data()});
+    if (!by_head.empty()) attend_by_head(layer, p, by_head);
+    if (!by_layer.empty()) attend_by_layer(layer, p, by_layer);
+  }
+
+  void attend_by_head(std::uint32_t layer, const Projections& p, std::span<const Target> targets) {
     parallel_for(shape_.kv_heads, options_.threads, [&](std::size_t h) {
       const auto kv_head = static_cast<std::uint32_t>(h);
       const HeadView view = view_of(p, shape_, tokens_, kv_head);
       std::vector<std::unique_ptr<HeadRun>> runs;
-      for (std::size_t i = 0; i < outputs.size(); ++i) {
-        runs.push_back(make_run(first + i, layer, kv_head, view));
-        const std::size_t dim = shape_.head_size;
-        runs.back()->write_outputs({.out = outputs[i].data() + kv_head * shape_.group() * dim,
-                                    .token_stride = shape_.query_heads * dim,
-                                    .head_stride = dim});
-      }
+      for (const Target& target : targets) runs.push_back(make_run(target, layer, kv_head, view));
       SharedRows rows(view, rope_, arithmetic_);
       run_head(tokens_, rows, runs, nullptr);
-      for (const auto& run : runs) live_max[h].push_back(run->live().live_max());
+      for (std::size_t i = 0; i < runs.size(); ++i) count_bytes(targets[i], *runs[i]);
     });
-    for (const auto& head : live_max)
-      for (std::size_t i = 0; i < head.size(); ++i)
-        scores_[first + i].kv_bytes_peak += head[i] * 2 * shape_.head_size * sizeof(float);
   }
 
-  std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
-                                    const HeadView& view) {
-    const ResolvedConfig& config = configs_[c];
+  void attend_by_layer(std::uint32_t layer, const Projections& p, std::span<const Target> targets) {
+    std::vector<SharedRows> rows;
+    std::vector<LayerRun> runs(targets.size());
+    for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
+      const HeadView view = view_of(p, shape_, tokens_, h);
+      rows.emplace_back(view, rope_, arithmetic_);
+      for (std::size_t i = 0; i < targets.size(); ++i)
+        runs[i].push_back(make_run(targets[i], layer, h, view));
+    }
+    run_layer(tokens_, rows, runs);
+    for (std::size_t i = 0; i < targets.size(); ++i)
+      for (const auto& run : runs[i]) count_bytes(targets[i], *run);
+  }
+
+  void count_bytes(const Target& target, const HeadRun& run) {
+    const std::lock_guard lock(bytes_mutex_);
+    scores_[target.config].kv_bytes_peak +=
+        std::uint64_t{run.live().live_max()} * 2 * shape_.head_size * sizeof(float);
+  }
+
+  std::unique_ptr<HeadRun> make_run(const Target& target, std::uint32_t layer,
+                                    std::uint32_t kv_head, const HeadView& view) {
+    const ResolvedConfig& config = configs_[target.config];
     HeadArithmetic arithmetic = arithmetic_;
     arithmetic.threshold16 = config.threshold16();
-    return std::make_unique<HeadRun>(config.live_set(layer, kv_head), config.positions,
-                                     config.admissions, view, rope_, arithmetic);
+    auto run = std::make_unique<HeadRun>(config.live_set(layer, kv_head), config.positions,
+                                         config.admissions, view, rope_, arithmetic);
+    const std::size_t dim = shape_.head_size;
+    run->write_outputs({.out = target.out + kv_head * shape_.group() * dim,
+                        .token_stride = shape_.query_heads * dim,
+                        .head_stride = dim});
+    return run;
   }
 
   void score() {
@@ -186,6 +217,7 @@ class ClosedLoop {
   HeadArithmetic arithmetic_;
   std::vector<std::vector<float>> hidden_;  // by configuration: [token, hidden]
   std::vector<LoopScores> scores_;
+  std::mutex bytes_mutex_;  // of kv_bytes_peak, in scores_
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <array>
 #include <stdexcept>
 
+#include "policies/modifiers_text.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -17,9 +18,9 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
-constexpr std::array<std::string_view, 12> kKeys{"format", "policy",    "params",  "guards",
-                                                 "budget", "positions", "prefill", "threshold",
-                                                 "seed",   "model",     "run",     "source"};
+constexpr std::array<std::string_view, 13> kKeys{
+    "format",  "policy",    "params", "guards", "modifiers", "budget", "positions",
+    "prefill", "threshold", "seed",   "model",  "run",       "source"};
 
 [[noreturn]] void fail(const JsonFields& fields, std::string_view what) {
   throw std::runtime_error(fmt::format("{}: {}", fields.where(), what));
@@ -39,15 +40,28 @@ void refuse_reserved_and_unknown(const JsonFields& fields, const json& top) {
   }
 }
 
-/// A guard or parameter as the command line writes it: 4, "50%".
+/// A guard, parameter or modifier as the command line writes it: 4, "50%", yes.
 std::string setting_text(const JsonFields& fields, const std::string& key) {
   const json& value = fields.any(key);
   if (value.is_number_unsigned()) return fmt::format("{}", value.get<std::uint64_t>());
   if (value.is_number()) return fmt::format("{}", value.get<double>());
+  if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
   std::string text = value.is_string() ? value.get<std::string>() : ":";
   // A colon would smuggle in another setting.
   if (text.find(':') != std::string::npos)
     fail(fields, fmt::format("key '{}' should be a number, or a share such as \"50%\"", key));
+  return text;
+}
+
+/// `:every=64:once=yes`; those that are not there are as the policy has them.
+std::string modifiers_from(const JsonFields& modifiers, const JsonFields& file) {
+  std::string text;
+  for (const auto& [name, value] : file.any("modifiers").items()) {
+    if (!is_modifier(name))
+      fail(modifiers, fmt::format("unknown modifier {}; known: {}", json_quoted(name),
+                                  fmt::join(modifier_names(), ", ")));
+    text += fmt::format(":{}={}", name, setting_text(modifiers, name));
+  }
   return text;
 }
 
@@ -69,6 +83,7 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
     fail(guards, "should hold sinks and recent, and nothing else");
   for (const char* guard : {"sinks", "recent"})
     text += fmt::format(":{}={}", guard, setting_text(guards, guard));
+  if (fields.has("modifiers")) text += modifiers_from(fields.object("modifiers"), fields);
   return parse_policy(text, {}, compiled);
 }
 
@@ -129,6 +144,21 @@ PolicyFile file_from(const JsonFields& fields, const json& top, const CompiledPo
   return file;
 }
 
+/// The modifiers that the command line would show.
+nlohmann::ordered_json modifiers_json(const PolicySpec& policy) {
+  nlohmann::ordered_json object = nlohmann::ordered_json::object();
+  for (const auto& [name, value] :
+       modifier_settings(policy.modifiers, policy.entry->info.modifiers)) {
+    if (name == "every" || name == "smooth")
+      object[std::string(name)] = std::stoul(value);
+    else if (name == "once")
+      object[std::string(name)] = value == "yes";
+    else
+      object[std::string(name)] = value;
+  }
+  return object;
+}
+
 /// A guard as policy.json writes it: tokens as a number, a share as text.
 json guard_json(Extent extent) {
   if (!extent.is_share) return extent.tokens;
@@ -169,6 +199,8 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
       {"seed", cache.seed},
       {"model", {{"name", file.model}, {"weights_xxh3", file.weights_xxh3}}},
       {"run", file.run}};
+  if (const auto modifiers = modifiers_json(cache.policy); !modifiers.empty())
+    top["modifiers"] = modifiers;
   if (const auto& source = cache.policy.entry->source)
     top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
   write_file_atomically(path, json_text(top) + "\n");

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <map>
 #include <memory>
@@ -55,10 +56,18 @@ class Verifier::Watch final : public DecoderObserver {
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h)
         at(layer, h).shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
+    for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      std::vector<AgedSet*> shadows;
+      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h)
+        shadows.push_back(at(layer, h).shadow.get());
+      share_ranks(shadows);
+    }
   }
 
-  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind,
-                 bool) override {
+  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
+                 bool new_segment) override {
+    if (in_prompt_ && (kind == SegmentKind::decode || new_segment)) end_prompt();
+    in_prompt_ = kind == SegmentKind::prompt;
     admissions_.push_back({first, static_cast<std::uint32_t>(ids.size())});
   }
 
@@ -113,14 +122,19 @@ class Verifier::Watch final : public DecoderObserver {
   VerifyReport finish();  ///< asks (c)
 
  private:
-  std::optional<Parting> run_free(const RopeTable& rope, std::uint32_t layer,
-                                  std::uint32_t kv_head);
+  std::vector<std::optional<Parting>> run_free(const RopeTable& rope, std::uint32_t layer,
+                                               std::uint32_t first, std::uint32_t count);
 
   template <class... Args>
   void differ(fmt::format_string<Args...> format, Args&&... args) {
     if (report.identical)
       report.first_difference = fmt::format(format, std::forward<Args>(args)...);
     report.identical = false;
+  }
+
+  void end_prompt() {
+    admissions_.back().ends_prompt = true;
+    for (WatchedHead& head : heads_) head.shadow->end_prompt();
   }
 
   void compare_states(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& shadow,
@@ -230,6 +244,11 @@ class Verifier::Watch final : public DecoderObserver {
     const LiveSet& live = *head.shadow;
     const double weight = age < live.tail() ? static_cast<double>(live.weight(age)) : 0.0;
     std::vector<std::uint8_t> sure(keys.size()), unclear(keys.size());
+    std::vector<double> mass(keys.size()), plain_mass(keys.size());
+    const bool by_largest = live.modifiers().group == Modifiers::Group::max;
+    const auto give = [&](double& sum, double one) {
+      sum = by_largest ? std::max(sum, one) : sum + one;
+    };
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
       const Row row = row_of(
@@ -238,8 +257,8 @@ class Verifier::Watch final : public DecoderObserver {
       const double largest = *std::max_element(p.begin(), p.end());
       const double relative = relative_error(row, threshold * largest);
       for (std::size_t i = 0; i < p.size(); ++i) {
-        expected[i].mass += weight * p[i];
-        expected[i].plain_mass += weight * (rounding_ ? row.plain[i] : p[i]);
+        give(mass[i], weight * p[i]);
+        give(plain_mass[i], weight * (rounding_ ? row.plain[i] : p[i]));
         // The relative error of a probability, and the absolute one of its Q32.32.
         const double slack = relative * threshold * largest + 0x1p-31;
         sure[i] |= p[i] > threshold * largest + slack;
@@ -248,6 +267,8 @@ class Verifier::Watch final : public DecoderObserver {
     }
     for (std::size_t i = 0; i < keys.size(); ++i) {
       ++expected[i].queries;
+      expected[i].mass += mass[i];
+      expected[i].plain_mass += plain_mass[i];
       if (sure[i])
         ++expected[i].requests, expected[i].last_request = query;
       else
@@ -264,6 +285,7 @@ class Verifier::Watch final : public DecoderObserver {
   double worst_plain_ = 0;
   std::vector<WatchedHead> heads_;  // [layer, kv_head]
   std::vector<Admission> admissions_;
+  bool in_prompt_ = false;  // the last admission was of a prompt
 };
 
 namespace {
@@ -308,39 +330,52 @@ class FreeRun {
 
 }  // namespace
 
-std::optional<Parting> Verifier::Watch::run_free(const RopeTable& rope, std::uint32_t layer,
-                                                 std::uint32_t kv_head) {
-  const WatchedHead& head = at(layer, kv_head);
+/// The KV heads of a layer from `first` on, query by query.
+std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& rope,
+                                                              std::uint32_t layer,
+                                                              std::uint32_t first,
+                                                              std::uint32_t count) {
   const std::size_t dim = shape_.head_size;
-  const HeadView view{.tokens = rope.positions(),
-                      .group = shape_.group(),
-                      .head_size = shape_.head_size,
-                      .q = head.q.data(),
-                      .q_head_stride = dim,
-                      .q_token_stride = shape_.group() * dim,
-                      .k = head.k.data(),
-                      .v = head.v.data(),
-                      .kv_token_stride = dim};
   const HeadArithmetic arithmetic{config_.softmax_scale(), rounding_, asked_.threshold16()};
-  FreeRun free(head, layer, kv_head);
-  std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
-                                           admissions_, view, rope, arithmetic));
-  runs[0]->watch_admissions(
-      [&](std::uint32_t now, const LiveSet& live) { free.compare(now, live); });
-  SharedRows rows(view, rope, arithmetic);
-  run_head(view.tokens, rows, runs, nullptr);
-  return free.parting;
+  std::deque<FreeRun> free;
+  std::vector<SharedRows> rows;
+  LayerRun runs;
+  for (std::uint32_t kv_head = first; kv_head < first + count; ++kv_head) {
+    const WatchedHead& head = at(layer, kv_head);
+    const HeadView view{.tokens = rope.positions(),
+                        .group = shape_.group(),
+                        .head_size = shape_.head_size,
+                        .q = head.q.data(),
+                        .q_head_stride = dim,
+                        .q_token_stride = shape_.group() * dim,
+                        .k = head.k.data(),
+                        .v = head.v.data(),
+                        .kv_token_stride = dim};
+    FreeRun& own = free.emplace_back(head, layer, kv_head);
+    runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
+                                             admissions_, view, rope, arithmetic));
+    runs.back()->watch_admissions(
+        [&own](std::uint32_t now, const LiveSet& live) { own.compare(now, live); });
+    rows.emplace_back(view, rope, arithmetic);
+  }
+  run_layer(rope.positions(), rows, {&runs, 1});
+  std::vector<std::optional<Parting>> partings;
+  for (const FreeRun& one : free) partings.push_back(one.parting);
+  return partings;
 }
 
 VerifyReport Verifier::Watch::finish() {
   if (admissions_.empty()) return report;
   const RopeTable rope(config_.rope, admissions_.back().first + admissions_.back().tokens);
   std::vector<std::optional<Parting>> partings(heads_.size());
-  parallel_for(heads_.size(), how_.threads, [&](std::size_t i) {
-    const auto layer = static_cast<std::uint32_t>(i / shape_.kv_heads);
-    if (looks_at(layer))
-      partings[i] = run_free(rope, layer, static_cast<std::uint32_t>(i % shape_.kv_heads));
+  const std::uint32_t together = asked_.evicts_by_layer() ? shape_.kv_heads : 1;
+  parallel_for(heads_.size() / together, how_.threads, [&](std::size_t i) {
+    const std::size_t first = i * together;
+    const auto layer = static_cast<std::uint32_t>(first / shape_.kv_heads);
+    if (!looks_at(layer)) return;
+    const auto own =
+        run_free(rope, layer, static_cast<std::uint32_t>(first % shape_.kv_heads), together);
+    std::ranges::copy(own, partings.begin() + static_cast<std::ptrdiff_t>(first));
   });
   for (std::size_t i = 0; i < partings.size(); ++i) {
     report.heads += looks_at(static_cast<std::uint32_t>(i / shape_.kv_heads));

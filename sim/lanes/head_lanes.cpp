@@ -19,6 +19,7 @@ Kind kind_of(const CacheConfig& config) {
   if (config.policy.name == kOracleMass) return Kind::nested;
   if (config.positions == Positions::cache) return Kind::squeezed;
   const PolicyInfo& info = config.policy.entry->info;
+  if (config.policy.modifiers != Modifiers{}) return Kind::feedback;  // sets of budgets differ
   return info.order == Order::nested && info.needs == Needs::nothing ? Kind::nested
                                                                      : Kind::feedback;
 }

@@ -67,6 +67,21 @@ TEST_CASE("a policy file reads back as it was written") {
   CHECK(read_bytes(path) == before);
 }
 
+TEST_CASE("modifiers read back as they were written, and are there only where they modify") {
+  const TemporaryFolder folder;
+  const auto path = folder / "policy.json";
+  write_policy_file(path, h2o_file());
+  CHECK(!json::parse(read_bytes(path)).contains("modifiers"));
+  for (const char* text : {"h2o:every=64:scope=layer", "h2o:once:smooth=3:pool=max:group=max"}) {
+    PolicyFile file = h2o_file();
+    file.cache.policy = parse_policy(text);
+    write_policy_file(path, file);
+    CHECK(read_policy_file(path).cache.policy.modifiers == file.cache.policy.modifiers);
+  }
+  const json written = json::parse(read_bytes(path))["modifiers"];
+  CHECK(written == json{{"once", true}, {"smooth", 3}, {"pool", "max"}, {"group", "max"}});
+}
+
 TEST_CASE("every policy that evicts can be deployed with its defaults") {
   const TemporaryFolder folder;
   for (const PolicyEntry& entry : policy_catalogue()) {
@@ -144,6 +159,11 @@ TEST_CASE("a policy file that would not run is refused by file and key") {
       {"/model", "tiny", "model"},
       {"/scope", "head", "reserved"},
       {"/posture", 1, "unknown key"},
+      {"/modifiers", {{"evry", 4}}, "unknown modifier"},
+      {"/modifiers", {{"every", 0}}, "at least 1"},
+      {"/modifiers", {{"every", "4:once"}}, "every"},
+      {"/modifiers", {{"pool", "max"}}, "smooth"},
+      {"/modifiers", 3, "modifiers"},
   }));
   CAPTURE(bad.pointer, bad.value);
   const std::string message = refusal_with(bad.pointer, bad.value);

@@ -55,6 +55,20 @@ TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in 
         check(*backend, cache(entry, 32, prefill, positions), turns);
 }
 
+TEST_CASE("Bursts, compression of prompts, layers and groups: the same tokens in every mode") {
+  const auto backend = load_backend(Device::cpu, kModel, 2);
+  const auto turns = two_turns(70);
+  for (const std::string modifiers : {":every=64", ":once:smooth=2", ":smooth=3:pool=max:every=8",
+                                      ":scope=layer", ":every=64:scope=layer:smooth=1"})
+    for (const std::string policy : {"h2o", "lru", "window", "h2o:group=max"})
+      for (const Prefill prefill : {Prefill{0}, Prefill{16}})
+        for (const Positions positions : {Positions::original, Positions::cache}) {
+          ResolvedConfig options = cache(*parse_policy(policy).entry, 32, prefill, positions);
+          options.policy = parse_policy(policy + modifiers);
+          check(*backend, options, turns);
+        }
+}
+
 TEST_CASE("Budgets by layer and KV head are verified head by head") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
   ResolvedConfig options = cache(*parse_policy("h2o").entry, 32, Prefill{0}, Positions::original);

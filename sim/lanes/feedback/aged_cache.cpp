@@ -3,7 +3,7 @@
 namespace kvlab {
 
 std::span<const std::uint32_t> AgedCache::make_room(std::uint32_t now) {
-  const auto victims = surplus() == 1 ? find_victim(now) : find_victims(now);
+  const auto victims = find_leaving(now);
   for (const std::uint32_t age : victims) {
     const std::uint32_t position = positions()[age];
     bits_[position / 64] &= ~(std::uint64_t{1} << position % 64);

@@ -53,7 +53,8 @@ bool FeedbackRun::observes(std::uint32_t query) const {
 
 /// Whether what the query gives is what it gives in every cache that still has all tokens.
 bool FeedbackRun::has_whole_row(std::uint32_t query) const {
-  return visible_ == query + 1 && (cache_.needs() != Needs::mass || weight_of(query) == 1.0f);
+  return visible_ == query + 1 &&
+         (cache_.needs() != Needs::mass || (weight_of(query) == 1.0f && !by_largest()));
 }
 
 void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
@@ -73,8 +74,9 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
       see_kept(query, rows, room);
   }
   if (!cursor_.ends_at(query)) return;
-  cursor_.advance();
   cache_.observe(seen_);
+  if (cursor_.current().ends_prompt) cache_.end_prompt();
+  cursor_.advance();
 }
 
 /// Tokens older than a victim have lost a younger one from now on.
@@ -297,12 +299,14 @@ void FeedbackRun::take_own_row(std::uint32_t head, GatherRoom& room) const {
 
 void FeedbackRun::take_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
   const float weight = weight_of(query);
-  if (weight != 1.0f) {
+  if (weight != 1.0f || by_largest()) {
     std::fill(room.mass.begin(), room.mass.begin() + visible_, std::uint64_t{0});
     for (std::uint32_t head = 0; head < rows.group(); ++head)
-      for (std::size_t i = 0; i < visible_; ++i)
-        room.mass[i] +=
+      for (std::size_t i = 0; i < visible_; ++i) {
+        const std::uint64_t mass =
             fixed_mass(weight, room.kept[kept_index(i, head, room.mass.size())] / room.sum[head]);
+        room.mass[i] = by_largest() ? std::max(room.mass[i], mass) : room.mass[i] + mass;
+      }
   } else {
     for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
       row_loops().masses(room.kept.data() + quad * room.mass.size() * kQuad, visible_,

@@ -59,6 +59,8 @@ class FeedbackRun {
                     const PlaceTable& places, GatherRoom& room);
   void take_squeezed(std::uint32_t query, GroupRows& unrounded, const PlaceTable& places,
                      GatherRoom& room);
+  /// Whether a group gives what its largest head gives, not the sum.
+  bool by_largest() const { return cache_.modifiers().group == Modifiers::Group::max; }
   bool has_whole_row(std::uint32_t query) const;
   void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherRoom& room) const;
   void rotate_queries(std::uint32_t query, std::uint32_t quad, const PlaceTable& places,

@@ -1,0 +1,53 @@
+// What modifies the rule of eviction: when room is made, what a group of query heads gives, and
+// what becomes of ranks before tokens are ordered. They belong to the rule and apply to any policy.
+//
+// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+#include <cstdint>
+
+namespace kvlab {
+
+/// Without a modifier: as the members are initialised.
+struct Modifiers {
+  enum class Pool { mean, max };
+  enum class Scope { head, layer };
+  enum class Group { sum, max };
+
+  /// Room is made only when at least budget - 1 + `every` tokens are live, and then down to
+  /// budget - 1.
+  std::uint32_t every = 1;
+  /// Room is made only right after a prompt segment; decoded tokens stay.
+  bool once = false;
+  /// A rank becomes the mean or maximum of those of the live tokens at most so many places away by
+  /// age; see smooths().
+  std::uint32_t smooth = 0;
+  Pool pool = Pool::mean;
+  /// layer: a token's rank is the sum over the layer's KV heads, which keep one set.
+  Scope scope = Scope::head;
+  /// What the query heads of a group give a token in one query: the sum of their masses, or the
+  /// largest.
+  Group group = Group::sum;
+
+  constexpr bool operator==(const Modifiers&) const = default;
+
+  /// How many of `live` tokens leave before the next admission; budgets are below 2^31.
+  /// `after_prompt`: the last admission ended a prompt segment.
+  constexpr std::uint32_t surplus(std::uint32_t live, std::uint32_t budget,
+                                  bool after_prompt) const {
+    const std::uint32_t kept = budget - 1;
+    if (once && !after_prompt) return 0;
+    return live < std::uint64_t{kept} + every ? 0 : live - kept;
+  }
+  /// Whether ranks are smoothed where room is made now: in a burst, and after a prompt segment.
+  constexpr bool smooths(bool after_prompt) const {
+    return smooth > 0 && (every > 1 || once || after_prompt);
+  }
+  /// How many tokens may be live at most, where at most `admitted` enter together; not under
+  /// `once`, which has no bound.
+  constexpr std::uint64_t capacity(std::uint32_t budget, std::uint64_t admitted) const {
+    return std::uint64_t{budget - 1} + every - 1 + admitted;
+  }
+};
+
+}  // namespace kvlab
