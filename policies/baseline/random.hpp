@@ -23,10 +23,13 @@ struct Random {
   static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step& step) {
     const std::uint64_t head = std::uint64_t{step.layer} << 32 | step.kv_head;
     const std::uint64_t when = std::uint64_t{token.position} << 32 | step.now;
-    return mix(mix(mix(mix(step.seed) ^ step.sequence) ^ head) ^ when);
+    return mix(mix(mix(mix(step.seed) ^ step.sequence) ^ head) ^ when) >> kSpare;
   }
 
  private:
+  /// Bits left for sums over a layer's KV heads (scope=layer).
+  static constexpr int kSpare = 8;
+
   static constexpr std::uint64_t mix(std::uint64_t x) {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
+#include "policies/modifiers_text.hpp"
 #include "sim/replay.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -35,11 +36,12 @@ std::string_view name_of(Needs needs) {
 
 std::string_view name_of(Order order) { return order == Order::nested ? "nested" : "feedback"; }
 
-/// The default guards that guard anything: "sinks=4 recent=50%", or "".
+/// The default guards that guard anything, and modifiers: "sinks=4 recent=50% once", or "".
 std::string guards_of(const PolicyInfo& info) {
   std::vector<std::string> parts;
   if (info.sinks != Extent{}) parts.push_back("sinks=" + text_of(info.sinks));
   if (info.recent != Extent{}) parts.push_back("recent=" + text_of(info.recent));
+  for (std::string& text : modifier_texts(info.modifiers, {})) parts.push_back(std::move(text));
   return fmt::format("{}", fmt::join(parts, " "));
 }
 
@@ -61,7 +63,9 @@ void print_text(const std::vector<PolicyEntry>& entries) {
   fmt::print(
       "Written name:param=value:guard=value, as in h2o:sinks=4:recent=25%.\n"
       "Any policy that evicts takes the guards sinks and recent: tokens, or a share of the "
-      "budget.\n");
+      "budget;\n"
+      "and the modifiers every=W, once, smooth=R, pool=mean|max, scope=head|layer, "
+      "group=sum|max.\n");
   for (const PolicyEntry& entry : entries) {
     const PolicyInfo& info = entry.info;
     fmt::print("\n{}\n  {}\n", info.name, info.summary);
@@ -120,6 +124,7 @@ ordered_json to_json(const PolicyEntry& entry) {
           {"weighted", info.weighted},
           {"sinks", text_of(info.sinks)},
           {"recent", text_of(info.recent)},
+          {"modifiers", modifier_texts(info.modifiers, {})},
           {"params", params},
           {"positions", name_of(info.positions)},
           {"slot_bytes", entry.slot_bytes},
