@@ -14,6 +14,7 @@
 #include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
+#include "sim/lanes/layer_lanes.hpp"
 #include "sim/oracle.hpp"
 #include "sim/run/tabulate.hpp"
 #include "sim/run_heads.hpp"
@@ -185,28 +186,30 @@ class Replay {
       run_lanes(by_head, layer, kv_head, tensors.view, outcomes);
   }
 
-  /// One layer through configurations whose caches evict together. `watcher` may be empty: gets
-  /// every run of a KV head before it starts.
-  std::vector<LayerRun> run_layer_together(
-      std::span<const std::size_t> which, std::uint32_t layer, const QuerySpan* span,
-      const std::function<void(std::uint32_t, HeadRun&)>& watcher) const {
+  /// One layer through configurations whose caches evict together: outcomes by KV head, then
+  /// configuration. `span` may be null: nothing is measured. `keep`, which may be empty, gets what
+  /// the first configuration keeps for each query on `kept_head`.
+  using KeepSet = std::function<void(std::uint32_t, std::span<const std::uint32_t>)>;
+  std::vector<std::vector<HeadOutcome>> run_layer_together(std::span<const std::size_t> which,
+                                                           std::uint32_t layer,
+                                                           const QuerySpan* span,
+                                                           std::uint32_t kept_head,
+                                                           const KeepSet& keep) const {
     std::vector<HeadTensors> tensors;
-    std::vector<SharedRows> rows;
+    std::vector<HeadView> views;
     for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
       tensors.push_back(read_head(trace_, layer, h, span_));
-      rows.push_back(shared_rows(tensors.back().view));
+      views.push_back(tensors.back().view);
     }
-    std::vector<LayerRun> runs;
-    for (const std::size_t c : which) {
-      LayerRun& run = runs.emplace_back();
-      for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
-        run.push_back(make_run(c, layer, h, tensors[h].view, {}));
-        if (span) run.back()->measure(span);
-        if (watcher) watcher(h, *run.back());
-      }
-    }
-    run_layer(trace_.tokens(), rows, runs);
-    return runs;
+    if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
+    LaneConfigs configs;
+    for (const std::size_t c : which) configs.push_back(&configs_[c]);
+    LayerLanes lanes(configs, {0, sequence_, layer, 0}, views, rope_, arithmetic_, span);
+    if (keep)
+      lanes.watch(kept_head,
+                  [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
+    lanes.run();
+    return lanes.outcomes();
   }
 
   HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
@@ -251,15 +254,31 @@ class Replay {
     LayerOutcomes& layer = by_layer_[unit.layer];
     const std::lock_guard lock(layer.mutex);
     layer.heads.resize(trace_.shape().kv_heads);
-    if (layer.heads[unit.kv_head].empty()) {
-      const auto runs = run_layer_together(which, unit.layer, &span_, {});
-      for (std::uint32_t h = 0; h < layer.heads.size(); ++h) {
-        layer.heads[h].clear();
-        for (const LayerRun& run : runs) layer.heads[h].push_back(outcome_of(*run[h]));
+    if (layer.heads[unit.kv_head].empty())
+      layer.heads = run_layer_together(which, unit.layer, &span_, 0, {});
+    auto own = std::exchange(layer.heads[unit.kv_head], {});
+    for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
+  }
+
+  std::vector<std::vector<HeadOutcome>> run_layer_plainly(
+      std::span<const std::size_t> which, std::uint32_t layer, std::span<const HeadView> views,
+      const QuerySpan* span, std::uint32_t kept_head, const KeepSet& keep) const {
+    std::vector<SharedRows> rows;
+    for (const HeadView& view : views) rows.push_back(shared_rows(view));
+    std::vector<LayerRun> runs;
+    for (const std::size_t c : which) {
+      LayerRun& run = runs.emplace_back();
+      for (std::uint32_t h = 0; h < views.size(); ++h) {
+        run.push_back(make_run(c, layer, h, views[h], {}));
+        if (span) run.back()->measure(span);
+        if (keep && h == kept_head) run.back()->watch(keep);
       }
     }
-    const auto own = std::exchange(layer.heads[unit.kv_head], {});
-    for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = own[i];
+    run_layer(trace_.tokens(), rows, runs);
+    std::vector<std::vector<HeadOutcome>> outcomes(views.size());
+    for (const LayerRun& run : runs)
+      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(outcome_of(*run[h]));
+    return outcomes;
   }
 
   void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
@@ -445,9 +464,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   };
   const std::size_t only[] = {0};
   if (config.evicts_by_layer()) {
-    job.run_layer_together(only, layer, nullptr, [&](std::uint32_t h, HeadRun& run) {
-      if (h == kv_head) run.watch(keep);
-    });
+    job.run_layer_together(only, layer, nullptr, kv_head, keep);
     return kept;
   }
   const HeadTensors tensors = read_head(trace, layer, kv_head, job.span());

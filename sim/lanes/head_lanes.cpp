@@ -41,6 +41,18 @@ std::string chain_order(const ResolvedConfig& c) {
 
 }  // namespace
 
+std::unique_ptr<FeedbackLane> squeezed_lane(LaneConfigs configs, AgedSet::Identity identity,
+                                            const HeadView& view, const RopeTable& rope,
+                                            const HeadArithmetic& arithmetic,
+                                            const QuerySpan* span) {
+  HeadArithmetic exact = arithmetic;
+  exact.rounding.reset();
+  return std::make_unique<FeedbackLane>(
+      std::move(configs), identity, view, span,
+      std::make_unique<PlaceTable>(rope, rope.cosines(0).size()),
+      arithmetic.rounding ? std::make_unique<GroupRows>(view, rope, exact) : nullptr);
+}
+
 HeadLanes::HeadLanes(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
                      const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span)
     : count_(configs.size()), view_(view), rows_(view, rope, arithmetic) {
@@ -71,16 +83,9 @@ void HeadLanes::plan(const LaneConfigs& configs, LiveSet::Identity identity, con
       case Kind::feedback:
         add(std::make_unique<FeedbackLane>(std::move(own), identity, view_, span), indices);
         break;
-      case Kind::squeezed: {
-        HeadArithmetic exact = arithmetic;
-        exact.rounding.reset();
-        add(std::make_unique<FeedbackLane>(
-                std::move(own), identity, view_, span,
-                std::make_unique<PlaceTable>(rope, rope.cosines(0).size()),
-                arithmetic.rounding ? std::make_unique<GroupRows>(view_, rope, exact) : nullptr),
-            indices);
+      case Kind::squeezed:
+        add(squeezed_lane(std::move(own), identity, view_, rope, arithmetic, span), indices);
         break;
-      }
     }
   }
 }

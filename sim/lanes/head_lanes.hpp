@@ -3,9 +3,15 @@
 
 #include <memory>
 
-#include "sim/lanes/lane.hpp"
+#include "sim/lanes/feedback/feedback_lane.hpp"
 
 namespace kvlab {
+
+/// The lane of configurations at squeezed positions.
+std::unique_ptr<FeedbackLane> squeezed_lane(LaneConfigs configs, AgedSet::Identity identity,
+                                            const HeadView& view, const RopeTable& rope,
+                                            const HeadArithmetic& arithmetic,
+                                            const QuerySpan* span);
 
 /// Takes one KV head through `configs`.
 class HeadLanes {

@@ -20,7 +20,8 @@ bool FeedbackLane::wants_row(std::uint32_t query) const {
   return observes_ || (span_ && span_->contains(query));
 }
 
-void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
+/// The lane's own rows for the queries to come.
+void FeedbackLane::prepare(std::uint32_t first, std::uint32_t count) {
   bool wanted = observes_;
   for (std::uint32_t query = first; query < first + count; ++query) wanted |= wants_row(query);
   if (unrounded_ && wanted) {
@@ -28,18 +29,32 @@ void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& r
     for (const auto& run : runs_) from = std::min(from, run->first_shared());
     unrounded_->compute(first, count, from);
   }
-  const auto step = [&](std::size_t c, std::uint32_t query) {
-    runs_[c]->attend(query, rows, unrounded_ ? unrounded_.get() : &rows, places_.get(), room_);
-    if (watcher_) watcher_(c, query, runs_[c]->visible());
-  };
+}
+
+void FeedbackLane::step(std::size_t config, std::uint32_t query, GroupRows& rows) {
+  runs_[config]->attend(query, rows, unrounded_ ? unrounded_.get() : &rows, places_.get(), room_);
+  if (watcher_) watcher_(config, query, runs_[config]->visible());
+}
+
+void FeedbackLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
+  prepare(first, count);
   // A row stays near while all configurations take it; keys of one's own are more than a row.
   if (places_) {
     for (std::size_t c = 0; c < runs_.size(); ++c)
-      for (std::uint32_t query = first; query < first + count; ++query) step(c, query);
+      for (std::uint32_t query = first; query < first + count; ++query) step(c, query, rows);
   } else {
     for (std::uint32_t query = first; query < first + count; ++query)
-      for (std::size_t c = 0; c < runs_.size(); ++c) step(c, query);
+      for (std::size_t c = 0; c < runs_.size(); ++c) step(c, query, rows);
   }
+}
+
+void FeedbackLane::attend_together(std::span<const std::unique_ptr<FeedbackLane>> heads,
+                                   std::uint32_t first, std::uint32_t count,
+                                   std::span<GroupRows> rows) {
+  for (const auto& head : heads) head->prepare(first, count);
+  for (std::uint32_t query = first; query < first + count; ++query)
+    for (std::size_t c = 0; c < heads.front()->runs_.size(); ++c)
+      for (std::size_t h = 0; h < heads.size(); ++h) heads[h]->step(c, query, rows[h]);
 }
 
 std::vector<HeadOutcome> FeedbackLane::outcomes() {

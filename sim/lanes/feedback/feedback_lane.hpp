@@ -24,7 +24,17 @@ class FeedbackLane final : public Lane {
   std::vector<HeadOutcome> outcomes() override;
   void watch(LaneWatcher watcher) override { watcher_ = std::move(watcher); }
 
+  /// attend() of the lanes of a layer's KV heads, query by query, so that their caches may evict
+  /// together. `rows` by KV head.
+  static void attend_together(std::span<const std::unique_ptr<FeedbackLane>> heads,
+                              std::uint32_t first, std::uint32_t count, std::span<GroupRows> rows);
+  /// A configuration's cache: for share_ranks().
+  AgedSet& aged(std::size_t config) { return runs_[config]->aged(); }
+
  private:
+  void prepare(std::uint32_t first, std::uint32_t count);
+  void step(std::size_t config, std::uint32_t query, GroupRows& rows);
+
   const QuerySpan* span_;
   std::unique_ptr<GroupRows> unrounded_;
   std::unique_ptr<PlaceTable> places_;

@@ -35,6 +35,7 @@ class FeedbackRun {
               GatherRoom& room);
 
   const AgedCache& cache() const { return cache_; }
+  AgedSet& aged() { return cache_; }
   HeadStats& stats() { return stats_; }
   /// The live tokens that the last query could see.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
