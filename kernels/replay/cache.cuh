@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/replay/old_keys.cuh"
+#include "kernels/replay/smooth.cuh"
 #include "kernels/replay/victim.cuh"
 #include "policies/bytes.hpp"
 
@@ -118,7 +119,7 @@ class ReplayCache {
 
   /// Makes room for the current admission's tokens and admits them.
   __device__ void begin() {
-    const std::uint32_t leaving = surplus();
+    const std::uint32_t leaving = surplus(progress_.admission);
     std::uint32_t first = progress_.live;
     if (leaving == 1 && now_.tokens == 1 && progress_.victim > 0) {
       first = static_cast<std::uint32_t>(progress_.victim - 1);
@@ -149,8 +150,11 @@ class ReplayCache {
     if (next_.tokens > 0) next_ = admission(progress_.admission + 1);
   }
 
-  /// Whether one token leaves, for one to enter, when the next admission begins.
-  __device__ bool ranks_next() const { return surplus() == 1 && next_.tokens == 1; }
+  /// Whether one token leaves by its own rank, for one to enter, when the next admission begins.
+  __device__ bool ranks_next() const {
+    return next_.tokens == 1 && surplus(progress_.admission + 1) == 1 &&
+           !smooths(progress_.admission + 1);
+  }
   /// How many positions from the sinks on are unguarded at `now`.
   __device__ std::uint32_t unguarded(std::uint32_t now) const {
     const std::uint32_t kept = guards_.sinks + (guards_.recent == 0 ? 0 : guards_.recent - 1);
@@ -203,9 +207,18 @@ class ReplayCache {
   __device__ ReplayAdmission admission(std::uint32_t index) const {
     return at_.args.admissions[at_.rule.admissions + index];
   }
-  __device__ std::uint32_t surplus() const {
-    const std::uint32_t budget = at_.rule.rule.budget;
-    return budget == kUnlimited || progress_.live < budget ? 0 : progress_.live - (budget - 1);
+  /// Whether the admission before that one ended a prompt segment; only where it matters.
+  __device__ bool is_after_prompt(std::uint32_t index) const {
+    return at_.rule.looks_back && index > 0 && admission(index - 1).ends_prompt;
+  }
+  /// How many tokens leave before an admission.
+  __device__ std::uint32_t surplus(std::uint32_t index) const {
+    if (progress_.live < at_.rule.room_at) return 0;
+    if (at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index)) return 0;
+    return progress_.live - (at_.rule.rule.budget - 1);
+  }
+  __device__ bool smooths(std::uint32_t index) const {
+    return at_.rule.looks_back && at_.rule.modifiers.smooths(is_after_prompt(index));
   }
 
   __device__ void move_in() {
@@ -284,6 +297,7 @@ class ReplayCache {
       ranks[i] = P::rank(state(i), Token{positions_[i]}, params_, leaves);
     if (at_.thread == 0) shared_.moves = shared_.gone = 0;
     __syncthreads();
+    if (smooths(progress_.admission)) smooth(ranks);
     progress_.live = kept;
     progress_.gone = now;
     if (kept > 0) {
@@ -317,6 +331,14 @@ class ReplayCache {
     }
     if (kept == 0) empty(0, live);
     mark_live();
+  }
+
+  /// What was seen is of no account between two admissions.
+  __device__ void smooth(std::uint64_t* ranks) const {
+    const ReplayCaches& caches = at_.args.caches;
+    smooth_ranks({ranks, positions_, live_words_, progress_.live, caches.seen + at_.first_slot,
+                  caches.fillers + at_.first_slot},
+                 at_.rule.modifiers);
   }
 
   __device__ void number_by_age(std::uint32_t now) {

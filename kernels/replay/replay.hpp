@@ -137,12 +137,16 @@ cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream);
 /// Tokens that enter together.
 struct ReplayAdmission {
   std::uint32_t first, tokens;
+  bool ends_prompt = false;
 };
 
 /// One configuration.
 struct ReplayRule {
   PairRule rule;
-  bool squeezed;  ///< live tokens are numbered by age
+  Modifiers modifiers;    ///< each KV head by itself, the group summed
+  std::uint32_t room_at;  ///< room is made when so many tokens are live; kUnlimited: never
+  bool looks_back;        ///< where it matters whether a prompt segment has just ended
+  bool squeezed;          ///< live tokens are numbered by age
   std::uint64_t seed;
   std::int64_t first_slot;   ///< among a unit's
   std::uint32_t slots;       ///< the most that are ever live

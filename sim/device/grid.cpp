@@ -15,23 +15,25 @@ using kernels::Type;
 namespace {
 
 /// Who is live depends on what is observed, how many are does not.
-Grid::Counts counts_of(const std::vector<Admission>& admissions, std::uint32_t budget) {
+Grid::Counts counts_of(const ResolvedConfig& config) {
+  const std::uint32_t budget = config.budget_tokens;
   Grid::Counts counts{};
-  for (const Admission& admission : admissions) {
-    const std::uint32_t kept =
-        budget == kNoBudget ? counts.live : std::min(counts.live, budget - 1);
-    counts.evictions += counts.live - kept;
-    counts.live = kept + admission.tokens;
+  bool after_prompt = false;
+  for (const Admission& admission : config.admissions) {
+    const std::uint32_t leaving =
+        budget == kNoBudget ? 0
+                            : config.policy.modifiers.surplus(counts.live, budget, after_prompt);
+    counts.evictions += leaving;
+    counts.live += admission.tokens - leaving;
     counts.most_live = std::max(counts.most_live, counts.live);
+    after_prompt = admission.ends_prompt;
   }
   return counts;
 }
 
 }  // namespace
 
-std::uint32_t most_live(const ResolvedConfig& config) {
-  return counts_of(config.admissions, config.budget_tokens).most_live;
-}
+std::uint32_t most_live(const ResolvedConfig& config) { return counts_of(config).most_live; }
 
 namespace {
 
@@ -45,6 +47,16 @@ std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
   }
   return sets;
 }
+
+std::uint32_t room_at(const ResolvedConfig& config) {
+  const std::uint64_t live =
+      std::uint64_t{config.budget_tokens} - 1 + config.policy.modifiers.every;
+  return config.budget_tokens == kNoBudget || live >= kernels::kUnlimited
+             ? kernels::kUnlimited
+             : static_cast<std::uint32_t>(live);
+}
+
+bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }
 
 /// Four classes for each doubling: a launch is laid out for its largest cache.
 int size_class_of(std::uint32_t slots) {
@@ -68,10 +80,13 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
   for (const ResolvedConfig* resolved : configs) {
     const ResolvedConfig& config = *resolved;
     const PolicyEntry& policy = *config.policy.entry;
-    const Counts counts = counts_of(config.admissions, config.budget_tokens);
-    const bool is_walked = walks_all || !is_window(policy);
+    const Counts counts = counts_of(config);
+    const bool is_walked = walks_all || !is_window(config.policy);
     const std::uint32_t slots = is_walked ? counts.most_live : 0;
     rules.push_back({.rule = {config.budget_tokens, config.guards.sinks, config.guards.recent},
+                     .modifiers = config.policy.modifiers,
+                     .room_at = room_at(config),
+                     .looks_back = looks_back(config.policy.modifiers),
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
                      .first_slot = own_units ? 0 : unit_slots,
@@ -86,7 +101,7 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
     if (policy.params_bytes)
       policy.write_params(config.policy.params, &params[rules.back().params]);
     for (const Admission& admission : config.admissions)
-      admissions.push_back({admission.first, admission.tokens});
+      admissions.push_back({admission.first, admission.tokens, admission.ends_prompt});
     admissions.push_back({tokens, 0});
     const auto index = static_cast<std::int32_t>(rules.size() - 1);
     if (is_walked) {

@@ -16,8 +16,15 @@ namespace kvlab {
 kernels::Type type_of(const std::optional<Dtype>& rounding);
 /// Whether what its caches attend follows from their admissions alone: sinks, and a run of the
 /// newest, or everything. No cache has to be walked.
-inline bool is_window(const PolicyEntry& policy) {
-  return policy.info.oldest_first || !policy.info.evicts;
+inline bool is_window(const PolicySpec& policy) {
+  const PolicyInfo& info = policy.entry->info;
+  return !info.evicts || (info.oldest_first && policy.modifiers == Modifiers{});
+}
+
+/// Whether the walks know its modifiers: ranks of several KV heads are not summed there, nor is the
+/// largest of a group taken.
+inline bool walks_know(const Modifiers& modifiers) {
+  return modifiers.scope == Modifiers::Scope::head && modifiers.group == Modifiers::Group::sum;
 }
 
 /// The most tokens that a cache of it holds at once.

@@ -5,6 +5,7 @@
 
 #include "policies/live_set.hpp"
 #include "policies/modifiers_text.hpp"
+#include "policies/pooled_rank.hpp"
 #include "policies/ranks.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
@@ -118,6 +119,23 @@ TEST_CASE("ranks are smoothed by age, rounded down, and do not overflow") {
       REQUIRE(most[i] == *std::max_element(begin, end));
     }
   }
+}
+
+TEST_CASE("one rank is smoothed on a device as all are on the host") {
+  std::mt19937_64 draw(6);
+  for (const Pool pool : {Pool::mean, Pool::max})
+    for (const std::uint32_t places : {1u, 3u, 900u}) {
+      std::vector<std::uint64_t> ranks(40);
+      for (auto& rank : ranks) rank = kMost - draw() % 5 * (draw() % 3) * (draw() >> 4);
+      const auto wanted = smoothed(ranks, places, pool);
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        PooledRank pooled(pool);
+        for (std::size_t j = i - std::min<std::size_t>(i, places);
+             j < std::min(ranks.size(), i + places + 1); ++j)
+          pooled.take(ranks[j]);
+        REQUIRE(pooled.value() == wanted[i]);
+      }
+    }
 }
 
 TEST_CASE("a layer's ranks are summed up to the largest number, and its caches keep one set") {

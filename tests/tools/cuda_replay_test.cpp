@@ -138,6 +138,46 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
   }
 }
 
+TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder / "trace", shapes()[1]);
+  std::vector<CacheConfig> grid;
+  for (const std::string modifiers : {":every=2", ":every=16", ":every=500", ":smooth=2", ":once",
+                                      ":once:smooth=3:pool=max", ":every=9:smooth=1000"})
+    for (const std::string policy : {"h2o", "lru:sinks=2", "window", "random"})
+      for (const std::uint32_t chunk : {0u, 7u, 1u})
+        for (const Positions positions : {Positions::original, Positions::cache})
+          grid.push_back({.policy = parse_policy(policy + modifiers),
+                          .budget = {.extent = tokens(12)},
+                          .prefill = {chunk},
+                          .positions = positions});
+  std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>> kept;
+  const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
+    kept[{unit, config, query}] = {live.begin(), live.end()};
+  });
+  const auto text = [&](std::size_t c) {
+    return grid[c].policy.text() + " " + grid[c].prefill.text() + " " +
+           std::string(name_of(grid[c].positions));
+  };
+  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace.header(), config));
+  ReplayOptions options{.span = Span::all, .plain = true};
+  const ReplayResult here = replay(trace, kSequence, grid, options);
+  options.elsewhere = device.get();
+  check_equal(replay(trace, kSequence, grid, options), here, text);
+  options.elsewhere = nullptr;
+  std::vector<std::uint32_t> every(trace.tokens());
+  for (std::uint32_t t = 0; t < trace.tokens(); ++t) every[t] = t;
+  for (std::size_t c = 0; c < grid.size(); ++c)
+    for (const KeptSet& set : kept_sets(trace, kSequence, grid[c], options, 0, 0, every)) {
+      INFO(text(c) << " query " << set.query);
+      REQUIRE(kept[{0, c, set.query}] == set.positions);
+    }
+  CacheConfig by_layer = grid.front();
+  by_layer.policy = parse_policy("h2o:scope=layer");
+  CHECK(!device->takes(trace.header(), by_layer));
+}
+
 TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto trace =

@@ -19,6 +19,8 @@ std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {
       if (entry.info.evicts)
         configs.push_back(config_of(entry.info.name, budget, prefill, positions));
   configs.push_back(config_of("lru:sinks=4:recent=50%", 40, prefill, positions));
+  for (const char* policy : {"h2o:every=16", "lru:once", "window:every=5", "h2o:smooth=2:every=7"})
+    configs.push_back(config_of(policy, 24, prefill, positions));
   return configs;
 }
 
@@ -86,6 +88,9 @@ TEST_CASE("The loop by layers on a device refuses what it cannot hold to", "[gpu
   CHECK_NOTHROW(sweep({some_tokens(60)}, std::vector{CacheConfig{}, other}, {}));
   const CacheConfig usual = config_of("h2o", 24, Prefill{0}, Positions::original);
   CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, usual, other}, {}),
+                  std::invalid_argument);
+  const CacheConfig by_layer = config_of("h2o:scope=layer", 24, Prefill{0}, Positions::original);
+  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_layer}, {}),
                   std::invalid_argument);
 }
 

@@ -48,7 +48,8 @@ void refuse(std::span<const CacheConfig> configs, const ModelConfig& model) {
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_for_decoder(config, model.layers, model.kv_heads);
-    refuse_modifiers(config, "the closed loop on CUDA", "--device cpu");
+    if (!walks_know(config.policy.modifiers))
+      refuse_modifiers(config, "the closed loop on CUDA", "--device cpu");
     if (!config.head_budgets.empty())
       throw std::invalid_argument(
           "budgets by head: the closed loop by layers has one budget for all; --by-tokens takes "
