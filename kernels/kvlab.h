@@ -32,7 +32,7 @@ typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
 /* --- Policies ------------------------------------------------------------------------------- */
 
 /** What a policy looks at. */
-typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2 } kvlab_needs;
+typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH = 3 } kvlab_needs;
 
 /** A policy of the registry. */
 typedef struct kvlab_policy kvlab_policy;
@@ -172,10 +172,10 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
 /** What the queries of a kvlab_prefill_attention give to each key. */
 typedef struct {
   kvlab_prefill_args prefill;  /**< as given there; rows are read, values, out and lse are not */
-  kvlab_needs needs;           /**< KVLAB_MASS or KVLAB_REQUESTS */
+  kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
   int keys_end;                /**< no query sees a slot from here on */
   uint32_t position;           /**< of the first query */
-  const uint32_t* threshold16; /**< one number, for KVLAB_REQUESTS */
+  const uint32_t* threshold16; /**< one number, for requests */
   kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
   void* workspace;
 } kvlab_observe_args;

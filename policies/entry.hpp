@@ -18,7 +18,7 @@ struct PolicySource {
   std::string path;  ///< as asked for
   std::string text;
   std::string xxh3;  ///< of the text, 16 hex digits
-  std::string type;  ///< qualified name of the struct: kvlab::Tova
+  std::string type;  ///< qualified name of the struct: kvlab::Peak
 };
 
 /// `text` as a C++ literal: for #line.

@@ -96,7 +96,7 @@ void check_modifiers(const Modifiers& modifiers, const PolicyInfo& info) {
         fmt::format("policy {}: pool=max does nothing without smooth; smooth=R, places on either "
                     "side, would be right",
                     info.name));
-  if (modifiers.group == Modifiers::Group::max && info.needs != Needs::mass)
+  if (modifiers.group == Modifiers::Group::max && !needs_mass(info.needs))
     throw std::invalid_argument(
         fmt::format("policy {}: group=max is about mass, which {} does not observe; leave it out",
                     info.name, info.name));

@@ -33,7 +33,11 @@
 namespace kvlab {
 
 /// What a policy observes. Only that is computed; the rest costs nothing.
-enum class Needs { nothing, mass, requests };
+enum class Needs { nothing, mass, requests, both };
+constexpr bool needs_mass(Needs needs) { return needs == Needs::mass || needs == Needs::both; }
+constexpr bool needs_requests(Needs needs) {
+  return needs == Needs::requests || needs == Needs::both;
+}
 
 /// nested: the rank of a token depends neither on the budget nor on what was evicted before, so the
 /// kept sets of two budgets are nested. feedback: it may depend on both.

@@ -137,7 +137,8 @@ consteval void check_hooks() {
                 "observe(Slot&, const Observation&, const Params&, const Step&)`");
   static_assert(
       P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
-      "policy: has observe(), but kInfo.needs says nothing: say Needs::mass or Needs::requests");
+      "policy: has observe(), but kInfo.needs says nothing: say Needs::mass, Needs::requests or "
+      "Needs::both");
   static_assert(
       !P::kInfo.weighted || (hooks::HasWeight<P> && hooks::HasTail<P>),
       "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, const "

@@ -12,12 +12,11 @@ Tally::Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t token
       live_(&live),
       threshold16_(threshold16),
       seen_(needs_ == Needs::nothing ? 0 : tokens),
-      largest_(needs_ == Needs::mass && live.modifiers().group == Modifiers::Group::max ? tokens
-                                                                                        : 0),
-      asked_(needs_ == Needs::requests ? tokens : 0) {}
+      largest_(needs_mass(needs_) && live.modifiers().group == Modifiers::Group::max ? tokens : 0),
+      asked_(needs_requests(needs_) ? tokens : 0) {}
 
 void Tally::add_row(std::span<const float> p, std::uint32_t age) {
-  if (needs_ == Needs::mass && age < live_->tail()) {
+  if (needs_mass(needs_) && age < live_->tail()) {
     const float weight = live_->weight(age);
     if (largest_.empty())
       for (std::size_t i = 0; i < p.size(); ++i) seen_[i].mass += fixed_mass(weight, p[i]);
@@ -25,7 +24,7 @@ void Tally::add_row(std::span<const float> p, std::uint32_t age) {
       for (std::size_t i = 0; i < p.size(); ++i)
         largest_[i] = std::max(largest_[i], fixed_mass(weight, p[i]));
   }
-  if (needs_ == Needs::requests) {
+  if (needs_requests(needs_)) {
     const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
     for (std::size_t i = 0; i < p.size(); ++i)
       asked_[i] |= requested(fixed_mass(1.0f, p[i]), row_max, threshold16_);

@@ -19,7 +19,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
 
 bool HeadRun::observes(std::uint32_t query) const {
   if (live_.needs() == Needs::nothing) return false;
-  return live_.needs() == Needs::requests || age_of(query) < live_.tail();
+  return needs_requests(live_.needs()) || age_of(query) < live_.tail();
 }
 
 bool HeadRun::wants_row(std::uint32_t query) const {

@@ -175,14 +175,15 @@ class Verifier::Watch final : public DecoderObserver {
       const Expected& e = expected[i];
       const Observation& seen = head.seen[i];
       ++report.observations;
-      if (head.shadow->needs() == Needs::mass) {
+      if (needs_mass(head.shadow->needs())) {
         const double mass = std::ldexp(static_cast<double>(seen.mass), -32);
         const double rows = heads * std::max(1u, e.queries);
         double error = std::fabs(mass - e.mass) / rows;
         if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
         worst_plain_ = std::max(worst_plain_, std::fabs(e.plain_mass - e.mass) / rows);
         report.worst_mass = std::max(report.worst_mass, error);
-      } else {
+      }
+      if (needs_requests(head.shadow->needs())) {
         const bool count_fits =
             seen.requests >= e.requests && seen.requests <= e.requests + e.unclear;
         const bool last_fits =

@@ -18,7 +18,7 @@ namespace kvlab::kernels {
 /// age and rounded to `type`, like any others.) Nothing of the size queries x keys is in memory.
 struct ObserveArgs {
   AttentionShape shape;
-  Needs needs;  ///< mass or requests: only that is counted
+  Needs needs;  ///< mass, requests or both: only that is counted
   int first, queries;
   int keys_end;            ///< no query sees a slot from here on; sizes the grid
   int younger = 0;         ///< queries of the admission after these: the last one's age
@@ -38,7 +38,8 @@ struct ObserveArgs {
 };
 std::size_t observe_workspace(const AttentionShape& shape, int queries);
 /// Sums are of integers: equal bits, whatever the parts. Work: 2 * head_size operations for each
-/// (query, query head, visible key), half of attention's. Refused: Needs::nothing.
+/// (query, query head, visible key), half of attention's; twice that
+/// for both. Refused: Needs::nothing.
 cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream);
 
 /// The end of an admission: steps 2 and 4 of the rule and step 1 of the next one. For every pair:

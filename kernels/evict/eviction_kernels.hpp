@@ -38,7 +38,7 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
   return (policy.oldest_first || !args.two_frames) && state.rules && state.seeds &&
          state.sequence_ids && (policy.slot_bytes == 0 || state.states) &&
          (policy.params_bytes == 0 || state.params) &&
-         (policy.needs != Needs::requests || state.threshold16);
+         (!needs_requests(policy.needs) || state.threshold16);
 }
 
 /// The fast kernels, an attention and a launch behind it. Squeezed positions need SlotCache::ages,

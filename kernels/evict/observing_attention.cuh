@@ -123,7 +123,7 @@ __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
   if (head < block.plan.group) {
     const float2 row = __ldcg(&block.plan.rows.softmax[block.pair.index * kMostGroup + head]);
     shared.softmax[head] = row;
-    if constexpr (P::kInfo.needs == Needs::requests)
+    if constexpr (needs_requests(P::kInfo.needs))
       shared.floors[head] = request_floor(fixed_mass(1.0f, row.y),
                                           block.args.policy.threshold16[block.pair.sequence]);
   }
@@ -156,22 +156,22 @@ struct Received {
   bool requested = false;
 
   __device__ void add(float p, float floor, const PairBlock<P>& block) {
-    if constexpr (P::kInfo.needs == Needs::requests)
-      requested |= p >= floor;
-    else if constexpr (P::kInfo.weighted)
+    if constexpr (needs_requests(P::kInfo.needs)) requested |= p >= floor;
+    if constexpr (!needs_mass(P::kInfo.needs)) return;
+    if constexpr (P::kInfo.weighted)
       weighted += fixed_mass(P::tail(block.params) > 0 ? P::weight(0, block.params) : 0.0f, p);
     else
       sum.add(p);
   }
   __device__ Observation observation(const PairBlock<P>& block) const {
     Observation seen{.queries = 1};
-    if constexpr (P::kInfo.needs == Needs::requests) {
+    if constexpr (needs_requests(P::kInfo.needs)) {
       seen.requests = requested ? 1 : 0;
       seen.last_request = requested ? block.now : 0;
-    } else {
+    }
+    if constexpr (needs_mass(P::kInfo.needs))
       seen.mass =
           P::kInfo.weighted ? weighted : sum.total(static_cast<std::uint32_t>(block.plan.group));
-    }
     return seen;
   }
 };

@@ -28,15 +28,17 @@ __device__ Observation observation_of(const EvictingAttentionArgs& args, const P
   for (int head = 0; head < group; ++head) {
     const std::int64_t row = std::int64_t{pair.index} * group + head;
     const float p = rows.p[row * cache.most_slots + slot];
-    if constexpr (P::kInfo.needs == Needs::mass) {
+    if constexpr (needs_mass(P::kInfo.needs)) {
       float weight = 1;
       if constexpr (P::kInfo.weighted) weight = P::tail(params) > 0 ? P::weight(0, params) : 0.0f;
       seen.mass += fixed_mass(weight, p);
-    } else if (requested(fixed_mass(1.0f, p), fixed_mass(1.0f, rows.largest[row]),
-                         args.policy.threshold16[pair.sequence])) {
-      seen.requests = 1;
-      seen.last_request = args.now[pair.sequence];
     }
+    if constexpr (needs_requests(P::kInfo.needs))
+      if (requested(fixed_mass(1.0f, p), fixed_mass(1.0f, rows.largest[row]),
+                    args.policy.threshold16[pair.sequence])) {
+        seen.requests = 1;
+        seen.last_request = args.now[pair.sequence];
+      }
   }
   return seen;
 }

@@ -328,8 +328,8 @@ bool supported(const ObserveArgs& args) {
   const auto aligned = [](const void* pointer) { return pointer != nullptr && aligned16(pointer); };
   if (!aligned(args.q) || !aligned(args.keys) || !aligned(args.workspace)) return false;
   if (args.rows == nullptr || args.seen == nullptr) return false;
-  return args.needs == Needs::mass ||
-         (args.needs == Needs::requests && args.threshold16 != nullptr);
+  return (needs_mass(args.needs) || needs_requests(args.needs)) &&
+         (!needs_requests(args.needs) || args.threshold16 != nullptr);
 }
 
 int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
@@ -351,7 +351,10 @@ cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
             .padded = round_up(args.queries, kQueries),
             .base2_scale = args.shape.softmax_scale * kLog2E,
             .terms = static_cast<RowTerm*>(args.workspace)};
-  if (args.needs == Needs::requests) return launch<Count::requests>(plan, stream);
+  if (needs_requests(args.needs)) {
+    const cudaError_t error = launch<Count::requests>(plan, stream);
+    if (error != cudaSuccess || !needs_mass(args.needs)) return error;
+  }
   // Only queries of age < tail weigh anything.
   const std::int64_t silent = std::int64_t{args.younger} + args.queries - args.tail;
   if (silent >= args.queries) return cudaSuccess;

@@ -70,7 +70,8 @@ class ReplayHits {
 /// One query's look at the live tokens.
 template <class P, int kQuads>
 struct QueryLook {
-  static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
+  static constexpr bool kAsks = needs_requests(P::kInfo.needs);
+  static constexpr bool kSums = needs_mass(P::kInfo.needs);
   Quads<kQuads> over;   ///< 1 / sum; 0 where there is no head
   Quads<kQuads> least;  ///< e from which on a head requests a token; infinite where there is none
   float weight;
@@ -86,9 +87,8 @@ struct QueryLook {
       float bound = __int_as_float(0x7f800000);
       if (is_head) bound = least_requested(sum, most, shape.threshold16);
       least = quads_of_lanes<kQuads>(bound);
-    } else {
-      over = quads_of_lanes<kQuads>(is_head ? 1 / sum : 0.0f);
     }
+    if constexpr (kSums) over = quads_of_lanes<kQuads>(is_head ? 1 / sum : 0.0f);
   }
 
   __device__ Observation seen(const Quads<kQuads>& e) const {
@@ -96,9 +96,8 @@ struct QueryLook {
     if constexpr (kAsks) {
       seen.requests = asked(e) ? 1 : 0;
       seen.last_request = query;
-    } else {
-      seen.mass = mass(e);
     }
+    if constexpr (kSums) seen.mass = mass(e);
     return seen;
   }
 

@@ -20,7 +20,7 @@ class ReplayWalk {
   using Exponentials = Quads<kQuads>;
   using Look = QueryLook<P, kQuads>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
-  static constexpr bool kAsks = P::kInfo.needs == Needs::requests;
+  static constexpr bool kAsks = needs_requests(P::kInfo.needs);
   static constexpr int kHeads = 4 * kQuads;
   static constexpr int kStrip = replay_strip(kSqueezed);
 

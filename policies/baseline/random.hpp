@@ -21,9 +21,13 @@ struct Random {
 
   static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
   static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step& step) {
+    return draw(token.position, step) >> kSpare;
+  }
+  /// 64 random bits for the token at `position` of the cache and the time of `step`.
+  static constexpr std::uint64_t draw(std::uint32_t position, const Step& step) {
     const std::uint64_t head = std::uint64_t{step.layer} << 32 | step.kv_head;
-    const std::uint64_t when = std::uint64_t{token.position} << 32 | step.now;
-    return mix(mix(mix(mix(step.seed) ^ step.sequence) ^ head) ^ when) >> kSpare;
+    const std::uint64_t when = std::uint64_t{position} << 32 | step.now;
+    return mix(mix(mix(mix(step.seed) ^ step.sequence) ^ head) ^ when);
   }
 
  private:

@@ -132,8 +132,8 @@ struct OpsOf {
     const Seen all = seen;
     for (std::size_t i = begin; i < end; ++i) {
       Observation one;
-      if constexpr (P::kInfo.needs == Needs::mass) one.mass = all.mass[i];
-      if constexpr (P::kInfo.needs == Needs::requests) {
+      if constexpr (needs_mass(P::kInfo.needs)) one.mass = all.mass[i];
+      if constexpr (needs_requests(P::kInfo.needs)) {
         one.requests = all.requests[i];
         one.last_request = all.last_request ? all.last_request[i] : one.requests ? all.query : 0;
       }

@@ -7,7 +7,7 @@
 namespace kvlab {
 
 struct PolicyStruct {
-  std::string name;  ///< qualified: kvlab::Tova
+  std::string name;  ///< qualified: kvlab::Peak
   unsigned line;     ///< where it begins, from 1
 };
 

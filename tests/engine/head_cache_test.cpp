@@ -87,13 +87,13 @@ std::vector<Observation> brute_observations(const std::vector<std::vector<Row>>&
     for (const Row& row : rows[i]) {
       const double largest = *std::max_element(row.p.begin(), row.p.end());
       for (std::size_t age = 0; age < row.p.size(); ++age) {
-        if (needs == Needs::mass) seen[age].mass += fixed_mass(1, static_cast<float>(row.p[age]));
+        if (needs_mass(needs)) seen[age].mass += fixed_mass(1, static_cast<float>(row.p[age]));
         if (row.p[age] >= 655.0 / 65536 * largest) asked[age] = true;
       }
     }
     for (std::size_t age = 0; age < asked.size(); ++age) {
       ++seen[age].queries;
-      if (needs != Needs::requests || !asked[age]) continue;
+      if (!needs_requests(needs) || !asked[age]) continue;
       ++seen[age].requests;
       seen[age].last_request = first + i;
     }

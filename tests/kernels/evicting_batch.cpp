@@ -327,13 +327,15 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
     const std::uint32_t position = pair.live->positions()[i];
     const Observation& seen = seen_[static_cast<std::size_t>(pair.first) + pair.slot_of[position]];
     wrong += seen.queries == 1 ? 0 : 1;
-    if (needs == Needs::mass) {
-      wrong += seen.requests == 0 && seen.last_request == 0 ? 0 : 1;
+    if (!needs_requests(needs)) wrong += seen.requests == 0 && seen.last_request == 0 ? 0 : 1;
+    if (!needs_mass(needs)) wrong += seen.mass == 0 ? 0 : 1;
+    if (needs_mass(needs)) {
       if (!spec_.entry->info.weighted)
         worst = std::max(
             worst, std::abs(static_cast<double>(seen.mass) * 0x1p-32 - mass[i]) / (mass[i] + 1e-6));
-    } else {
-      wrong += seen.mass == 0 && seen.last_request == (seen.requests ? now : 0) ? 0 : 1;
+    }
+    if (needs_requests(needs)) {
+      wrong += seen.last_request == (seen.requests ? now : 0) ? 0 : 1;
       wrong += static_cast<int>(seen.requests) >= sure[i] &&
                        static_cast<int>(seen.requests) <= possible[i]
                    ? 0

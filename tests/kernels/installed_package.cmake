@@ -14,6 +14,6 @@ execute_process(COMMAND ${WORK}/build/evict COMMAND_ERROR_IS_FATAL ANY)
 # A policy source needs no checkout: the installed command has the headers in it.
 execute_process(COMMAND ${prefix}/bin/kvlab policies --policy-source ${POLICY} WORKING_DIRECTORY ${WORK}
                 OUTPUT_VARIABLE policies COMMAND_ERROR_IS_FATAL ANY)
-if(NOT policies MATCHES "\ntova\n")
+if(NOT policies MATCHES "\npeak\n")
   message(FATAL_ERROR "the installed kvlab does not know the policy of ${POLICY}:\n${policies}")
 endif()

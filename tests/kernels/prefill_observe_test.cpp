@@ -176,24 +176,20 @@ std::vector<Expected> expect(const PrefillChunk& chunk, const Asked& asked) {
 void check_mass(const PrefillChunk& chunk, const std::vector<Observation>& seen,
                 const std::vector<Expected>& expected) {
   double error = 0, plain_error = 0, largest = 0;
-  bool others = true;
   for (int h = 0; h < chunk.size().kv_heads; ++h)
     for (std::size_t i = chunk.begin(h); i < chunk.begin(h) + chunk.visible(h); ++i) {
       error = std::max(error, std::abs(std::ldexp(double(seen[i].mass), -32) - expected[i].mass));
       plain_error = std::max(plain_error, std::abs(expected[i].plain_mass - expected[i].mass));
       largest = std::max(largest, expected[i].mass);
-      others = others && seen[i].requests == 0 && seen[i].last_request == 0 && seen[i].queries == 0;
     }
   INFO("error " << error << ", plain attention's " << plain_error << ", largest " << largest);
   // 2^-17: float32 logits of up to 100, as any float32 attention has them.
   CHECK(error <= 2 * plain_error + std::ldexp(largest, -17));
-  CHECK(others);
 }
 
 void check_requests(const PrefillChunk& chunk, const std::vector<Observation>& seen,
                     const std::vector<Expected>& expected) {
   int bad = 0;
-  bool others = true;
   for (int h = 0; h < chunk.size().kv_heads; ++h)
     for (std::size_t i = chunk.begin(h); i < chunk.begin(h) + chunk.visible(h); ++i) {
       const Observation& key = seen[i];
@@ -202,10 +198,21 @@ void check_requests(const PrefillChunk& chunk, const std::vector<Observation>& s
       if (key.requests > 0 &&
           (key.last_request < right.last_surely || key.last_request > right.last_perhaps))
         ++bad;
-      others = others && key.mass == 0 && key.queries == 0;
     }
   CHECK(bad == 0);
-  CHECK(others);
+}
+
+/// Whether what was not asked for is as it was.
+bool has_only(const PrefillChunk& chunk, const std::vector<Observation>& seen, Needs needs) {
+  bool only = true;
+  for (int h = 0; h < chunk.size().kv_heads; ++h)
+    for (std::size_t i = chunk.begin(h); i < chunk.begin(h) + chunk.visible(h); ++i) {
+      const Observation& key = seen[i];
+      if (!needs_mass(needs)) only = only && key.mass == 0;
+      if (!needs_requests(needs)) only = only && key.requests == 0 && key.last_request == 0;
+      only = only && key.queries == 0;
+    }
+  return only;
 }
 
 void check_rest_untouched(const PrefillChunk& chunk, const std::vector<Observation>& seen) {
@@ -228,15 +235,15 @@ std::vector<Observation> run(const PrefillChunk& chunk, const Asked& asked) {
 }
 
 void run_and_check(const PrefillSize& size, const Asked& asked) {
-  INFO(size.text() << (asked.needs == Needs::mass ? " mass" : " requests") << " tau " << asked.tau
+  INFO(size.text() << (needs_mass(asked.needs) ? " mass" : "")
+                   << (needs_requests(asked.needs) ? " requests" : "") << " tau " << asked.tau
                    << " tail " << asked.tail << " parts " << asked.parts);
   const PrefillChunk chunk(size);
   const auto seen = run(chunk, asked);
   const auto expected = expect(chunk, asked);
-  if (asked.needs == Needs::mass)
-    check_mass(chunk, seen, expected);
-  else
-    check_requests(chunk, seen, expected);
+  if (needs_mass(asked.needs)) check_mass(chunk, seen, expected);
+  if (needs_requests(asked.needs)) check_requests(chunk, seen, expected);
+  CHECK(has_only(chunk, seen, asked.needs));
   check_rest_untouched(chunk, seen);
 }
 
@@ -247,7 +254,7 @@ TEST_CASE("the second pass agrees with float64 for every type, head size and gro
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128})
       for (const int group : {1, 2, 3, 4, 7, 8})
-        for (const Needs needs : {Needs::mass, Needs::requests})
+        for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
           run_and_check({.type = type,
                          .head_size = head_size,
                          .group = group,
@@ -262,14 +269,14 @@ TEST_CASE("the second pass takes any first slot and number of queries", "[gpu]")
   for (const Type type : {Type::bf16, Type::f32})
     for (const int first : {0, 1, 63, 127, 128, 129, 300})
       for (const int queries : {1, 63, 64, 65, 127, 128, 129, 200})
-        for (const Needs needs : {Needs::mass, Needs::requests})
+        for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
           run_and_check({.type = type, .kv_heads = 1, .first = first, .queries = queries},
                         {.needs = needs});
 }
 
 TEST_CASE("the second pass takes more queries than one block walks over", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Needs needs : {Needs::mass, Needs::requests})
+  for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
     run_and_check({.head_size = 64, .group = 1, .kv_heads = 1, .first = 3, .queries = 2100},
                   {.needs = needs});
 }
@@ -277,7 +284,7 @@ TEST_CASE("the second pass takes more queries than one block walks over", "[gpu]
 TEST_CASE("the second pass takes KV heads of unequal length, wherever they begin", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f32})
-    for (const Needs needs : {Needs::mass, Needs::requests})
+    for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
       run_and_check({.type = type, .kv_heads = 3, .first = 5, .queries = 100, .ragged = true},
                     {.needs = needs});
 }
@@ -311,7 +318,7 @@ TEST_CASE("thresholds from none to the largest alone decide requests", "[gpu]") 
 TEST_CASE("the second pass holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const Needs needs : {Needs::mass, Needs::requests}) {
+    for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       PrefillSize size{.type = type, .first = 70, .queries = 130, .equal_keys = true};
       run_and_check(size, {.needs = needs, .tau = 0.999});
       size.equal_keys = false;
@@ -323,7 +330,7 @@ TEST_CASE("the second pass holds for logits of 80 either way and for equal ones"
 TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const Needs needs : {Needs::mass, Needs::requests}) {
+    for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       const PrefillChunk chunk({.type = type, .group = 3, .first = 11, .queries = 300});
       const auto whole = run(chunk, {.needs = needs});
       for (const int parts : {2, 3, 7})
@@ -343,7 +350,7 @@ TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[g
 TEST_CASE("the second pass gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const Needs needs : {Needs::mass, Needs::requests}) {
+    for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       const PrefillChunk chunk({.type = type, .first = 100, .queries = 300});
       const auto seen = run(chunk, {.needs = needs});
       Observer observer(chunk, {.needs = needs});

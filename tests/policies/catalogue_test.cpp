@@ -25,9 +25,10 @@ std::string guards_refusal(std::string_view text, std::uint32_t budget) {
 
 }  // namespace
 
-TEST_CASE("the catalogue holds the design's seven policies") {
+TEST_CASE("the catalogue holds the design's policies that need no column") {
   for (const std::string_view name :
-       {"full", "window", "sink", "lru", "h2o", "streaming_h2o", "random"}) {
+       {"full", "window", "sink", "lru", "h2o", "streaming_h2o", "random", "tova", "snapkv", "nacl",
+        "lfu", "scissorhands", "lazy_eviction", "a2sf", "h2o_mean", "roco"}) {
     INFO(name);
     CHECK(std::ranges::count(policy_catalogue(), name,
                              [](const PolicyEntry& entry) { return entry.info.name; }) == 1);
@@ -43,6 +44,15 @@ TEST_CASE("defaults are those of the design's table") {
   CHECK(text("h2o") == "h2o:sinks=0:recent=50%");
   CHECK(text("streaming_h2o") == "streaming_h2o:sinks=0:recent=50%");
   CHECK(text("random") == "random:sinks=0:recent=0");
+  CHECK(text("tova") == "tova:sinks=0:recent=0");
+  CHECK(text("snapkv") == "snapkv:window=32:sinks=0:recent=32");
+  CHECK(text("nacl") == "nacl:proxy=32:random=0.35:sinks=4:recent=5%");
+  CHECK(text("lfu") == "lfu:sinks=0:recent=50%");
+  CHECK(text("scissorhands") == "scissorhands:window=400:sinks=0:recent=10");
+  CHECK(text("lazy_eviction") == "lazy_eviction:sinks=0:recent=25%");
+  CHECK(text("a2sf") == "a2sf:keep=0.98:sinks=0:recent=50%");
+  CHECK(text("h2o_mean") == "h2o_mean:sinks=0:recent=50%");
+  CHECK(text("roco") == "roco:spread=1:sinks=0:recent=10");
   const auto squeezed = [](std::string_view name) {
     return parse_policy(name).entry->info.positions == Positions::cache;
   };
@@ -206,5 +216,5 @@ TEST_CASE("a slip is near at two edits, or a third of the word") {
   const std::vector<std::string> names{"window", "streaming_h2o"};
   CHECK(nearest_name("windwo", names) == "window");
   CHECK(nearest_name("strming_h20", names) == "streaming_h2o");
-  CHECK_FALSE(nearest_name("tova", names));
+  CHECK_FALSE(nearest_name("quest", names));
 }

@@ -1,19 +1,18 @@
-# The registry with two lines more: tova, taken from docs/adding-a-policy.md, and leaky of the tests. Both
-# have what none of the registry's own has: weights and parameters.
+# The registry with two lines more: peak, taken from docs/adding-a-policy.md, and leaky of the tests.
 set(extended ${CMAKE_CURRENT_BINARY_DIR}/extended)
 set(page ${PROJECT_SOURCE_DIR}/docs/adding-a-policy.md)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${page})
 file(READ ${page} text)
-if(NOT text MATCHES "```cpp\n(// tova: [^`]+)```")
-  message(FATAL_ERROR "${page}: has no block ```cpp that begins with '// tova: '")
+if(NOT text MATCHES "```cpp\n(// peak: [^`]+)```")
+  message(FATAL_ERROR "${page}: has no block ```cpp that begins with '// peak: '")
 endif()
-file(GENERATE OUTPUT ${extended}/policies/tova.hpp CONTENT "${CMAKE_MATCH_1}")
-if(NOT text MATCHES "```text\n(tova.hpp [^`]+)```")
-  message(FATAL_ERROR "${page}: has no block ```text that begins with 'tova.hpp '")
+file(GENERATE OUTPUT ${extended}/policies/peak.hpp CONTENT "${CMAKE_MATCH_1}")
+if(NOT text MATCHES "```text\n(peak.hpp [^`]+)```")
+  message(FATAL_ERROR "${page}: has no block ```text that begins with 'peak.hpp '")
 endif()
-set(tova_line "${CMAKE_MATCH_1}")
+set(peak_line "${CMAKE_MATCH_1}")
 file(READ ${KVLAB_REGISTRY} lines)
-file(WRITE ${extended}/registry.txt "${lines}\n${tova_line}\nleaky.hpp Leaky\n")
+file(WRITE ${extended}/registry.txt "${lines}\n${peak_line}\nleaky.hpp Leaky\n")
 configure_file(leaky.hpp ${extended}/policies/leaky.hpp COPYONLY)
 kvlab_generate_registry(${extended}/registry.txt ${extended}/policies/registry.hpp)
 

@@ -1,5 +1,5 @@
-// leaky: a policy for the tests alone, with all that a policy may have: parameters, weights, and
-// arithmetic on doubles.
+// leaky: a policy for the tests alone, with all that a policy may have: parameters, weights, both
+// mass and requests, and arithmetic on doubles.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -10,7 +10,7 @@ struct Leaky {
   static constexpr PolicyInfo kInfo{.name = "leaky",
                                     .summary = "accumulated mass that leaks at each observation",
                                     .citation = "made up for the tests",
-                                    .needs = Needs::mass,
+                                    .needs = Needs::both,
                                     .weighted = true,
                                     .sinks = tokens(1),
                                     .recent = percent(25)};

@@ -15,7 +15,7 @@ namespace {
 std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {
   std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
   for (const PolicyEntry& entry : policy_catalogue())
-    for (const std::uint32_t budget : {24u, 70u})
+    for (const std::uint32_t budget : {36u, 70u})
       if (entry.info.evicts)
         configs.push_back(config_of(entry.info.name, budget, prefill, positions));
   configs.push_back(config_of("lru:sinks=4:recent=50%", 40, prefill, positions));

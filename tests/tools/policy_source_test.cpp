@@ -21,9 +21,9 @@ using Catch::Matchers::ContainsSubstring;
 namespace {
 
 /// The page's own example.
-std::string tova_text() {
+std::string peak_text() {
   const std::string page = read_bytes(KVLAB_SOURCE_DIR "/docs/adding-a-policy.md");
-  const std::size_t begin = page.find("```cpp\n// tova: ") + 7;
+  const std::size_t begin = page.find("```cpp\n// peak: ") + 7;
   return page.substr(begin, page.find("```", begin) - begin);
 }
 
@@ -80,9 +80,9 @@ std::vector<std::vector<std::uint32_t>> kept(const PolicySpec& spec) {
 }  // namespace
 
 TEST_CASE("the policy of a header is the struct that declares kInfo") {
-  const PolicyStruct tova = found(tova_text());
-  CHECK(tova.name == "kvlab::Tova");
-  CHECK(tova.line == 15);
+  const PolicyStruct peak = found(peak_text());
+  CHECK(peak.name == "kvlab::Peak");
+  CHECK(peak.line == 15);
   CHECK(found("struct A { static constexpr PolicyInfo kInfo{}; };").name == "A");
   CHECK(found("namespace a::b {\nstruct X {};\n struct P final : X {\n struct Params {};\n"
               "static constexpr kvlab::PolicyInfo\n kInfo{.name = \"p\"};\n};\nstruct Y {};}")
@@ -132,10 +132,10 @@ TEST_CASE("a compiled policy does what the registry's does") {
 }
 
 TEST_CASE("two texts of one struct live side by side") {
-  const auto lowest = compiled(tova_text());
-  const auto highest = compiled(replaced(tova_text(), "return slot.mass;", "return ~slot.mass;"));
+  const auto lowest = compiled(peak_text());
+  const auto highest = compiled(replaced(peak_text(), "return slot.most;", "return ~slot.most;"));
   const auto live = [](const auto& entry) {
-    return kept(parse_policy("tova:recent=4", {}, entry));
+    return kept(parse_policy("peak:recent=4", {}, entry));
   };
   CHECK_FALSE(live(lowest) == live(highest));
   CHECK_FALSE(lowest->source->xxh3 == highest->source->xxh3);
@@ -149,8 +149,7 @@ TEST_CASE("parameters of a compiled policy are checked like any other's") {
 }
 
 TEST_CASE("a mistake is shown at the header's own line") {
-  const std::string broken =
-      compile_error(replaced(tova_text(), "slot.mass = seen.mass;", "slot.mass = sen.mass;"));
+  const std::string broken = compile_error(replaced(peak_text(), "= seen.mass >", "= sen.mass >"));
   CHECK(broken.starts_with("my.hpp: does not compile\n"));
   CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:32:17: error: "));
   CHECK_THAT(broken, !ContainsSubstring("policies/"));
@@ -159,15 +158,15 @@ TEST_CASE("a mistake is shown at the header's own line") {
 
 TEST_CASE("what check_policy says comes through, at the struct's line") {
   CHECK(
-      compile_error(replaced(tova_text(), "void observe", "void obsrve")) ==
+      compile_error(replaced(peak_text(), "void observe", "void obsrve")) ==
       "my.hpp: does not compile\n"
       "my.hpp:15: error: policy: kInfo.needs asks for observations, so it needs `static constexpr "
       "void observe(Slot&, const Observation&, const Params&, const Step&)`");
-  CHECK(compile_error(replaced(tova_text(), "PolicyInfo kInfo", "PolicyInfo info")) ==
+  CHECK(compile_error(replaced(peak_text(), "PolicyInfo kInfo", "PolicyInfo info")) ==
         "my.hpp: does not compile\n"
         "my.hpp:15: error: policy: needs `static constexpr PolicyInfo kInfo{...}`");
   CHECK(
-      compile_error(replaced(tova_text(), "constexpr std::uint64_t rank", "std::uint64_t rank")) ==
+      compile_error(replaced(peak_text(), "constexpr std::uint64_t rank", "std::uint64_t rank")) ==
       "my.hpp: does not compile\n"
       "my.hpp:15: error: policy: every hook must be constexpr, so that one text compiles for host "
       "and device");
@@ -175,30 +174,30 @@ TEST_CASE("what check_policy says comes through, at the struct's line") {
 
 TEST_CASE("a policy's own mistake is shown without what follows from it") {
   const std::string broken =
-      compile_error(replaced(tova_text(), "std::uint64_t rank", "std::uint64 rank"));
+      compile_error(replaced(peak_text(), "std::uint64_t rank", "std::uint64 rank"));
   CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:34:"));
   CHECK_THAT(broken, !ContainsSubstring("policy: needs"));
 }
 
 TEST_CASE("names of kvlab's own are taken") {
-  CHECK(compile_error(replaced(tova_text(), "\"tova\"", "\"h2o\"")) ==
+  CHECK(compile_error(replaced(peak_text(), "\"peak\"", "\"h2o\"")) ==
         "my.hpp: kInfo.name 'h2o' is taken by a policy of kvlab; give another");
-  CHECK_THAT(compile_error(replaced(tova_text(), "\"tova\"", "\"oracle_mass\"")),
+  CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"oracle_mass\"")),
              ContainsSubstring("is taken"));
-  CHECK_THAT(compile_error(replaced(tova_text(), "\"tova\"", "\"to:va\"")),
+  CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"pe:ak\"")),
              ContainsSubstring("should be letters, digits and underscores"));
 }
 
 TEST_CASE("a path with odd characters is a path like any other") {
   const TemporaryFolder folder;
   const auto path = folder / "my \"odd\\ {0}.hpp";
-  write_bytes(path, tova_text());
+  write_bytes(path, peak_text());
   CHECK(compile_policy_source(path)->source->path == path.string());
 }
 
 TEST_CASE("without a compiler the error says what to do") {
   const TemporaryFolder folder;
-  write_bytes(folder / "my.hpp", tova_text());
+  write_bytes(folder / "my.hpp", peak_text());
   const char* const before = getenv("CXX");
   const std::string restored = before ? before : "";
   setenv("CXX", "/nowhere/c++", 1);
@@ -213,31 +212,31 @@ TEST_CASE("without a compiler the error says what to do") {
 TEST_CASE("a policy file names the source, and runs from that text alone") {
   const TemporaryFolder folder;
   const auto path = folder / "policy.json";
-  const auto entry = compiled(tova_text());
-  const auto other = compiled(tova_text() + "// another text\n");
-  const auto renamed = compiled(replaced(tova_text(), "\"tova\"", "\"nova\""));
-  PolicyFile file{.cache = {.policy = parse_policy("tova:sinks=1", {}, entry),
+  const auto entry = compiled(peak_text());
+  const auto other = compiled(peak_text() + "// another text\n");
+  const auto renamed = compiled(replaced(peak_text(), "\"peak\"", "\"leak\""));
+  PolicyFile file{.cache = {.policy = parse_policy("peak:sinks=1", {}, entry),
                             .budget = {.extent = tokens(64)}}};
   file.model = "tiny";
   write_policy_file(path, file);
-  CHECK(read_policy_file(path, entry).cache.policy.text() == "tova:sinks=1:recent=0");
+  CHECK(read_policy_file(path, entry).cache.policy.text() == "peak:sinks=1:recent=0");
   CHECK(read_policy_file(path, entry).cache.policy.entry == entry);
 
   const auto refused = [&](const auto& given) {
     return error_of([&] { read_policy_file(path, given); });
   };
-  CHECK_THAT(refused(nullptr), ContainsSubstring("policy.json: policy tova was compiled from ") &&
+  CHECK_THAT(refused(nullptr), ContainsSubstring("policy.json: policy peak was compiled from ") &&
                                    ContainsSubstring("give that text by --policy-source "));
   CHECK_THAT(refused(other), ContainsSubstring("was compiled from another text"));
-  CHECK_THAT(refused(renamed), ContainsSubstring("is nova"));
+  CHECK_THAT(refused(renamed), ContainsSubstring("is leak"));
 }
 
 TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, eval, verify") {
   const TemporaryFolder folder;
-  const std::string source = (folder / "tova.hpp").string(), run = (folder / "run").string(),
+  const std::string source = (folder / "peak.hpp").string(), run = (folder / "run").string(),
                     policy = (folder / "policy.json").string();
   const std::string model = KVLAB_SOURCE_DIR "/engine/models/tiny";
-  write_bytes(source, tova_text());
+  write_bytes(source, peak_text());
   const auto call = [](const std::string& name, std::vector<std::string> words) {
     for (const Command& command : all_commands())
       if (command.name == name) return run_command(command, words);
@@ -252,8 +251,8 @@ TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, 
                              "32", "--layers", "0", "--out", run})) == 0);
   const Run loaded = load_run(run);
   REQUIRE(loaded.info.sources.size() == 1);
-  CHECK(loaded.info.sources[0].policy == "tova");
-  const std::string text = tova_text();
+  CHECK(loaded.info.sources[0].policy == "peak");
+  const std::string text = peak_text();
   CHECK(loaded.info.sources[0].xxh3 == xxh3_hex(std::as_bytes(std::span(text))));
 
   const std::vector<std::string> deploy{run, "--budget", "32", "--out", policy};
@@ -267,6 +266,6 @@ TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, 
                              "--max-new-tokens", "40"})) == 0);
   CHECK(call("policies", with({})) == 0);
 
-  write_bytes(source, tova_text() + "\n");
+  write_bytes(source, peak_text() + "\n");
   CHECK_THAT(error_of([&] { call("deploy", with(deploy)); }), ContainsSubstring("another text"));
 }

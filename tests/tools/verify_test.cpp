@@ -3,7 +3,9 @@
 
 #include "engine/tokenizer/tokenizer.hpp"
 #include "policies/observation.hpp"
+#include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
+#include "tests/policies/leaky.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -22,8 +24,8 @@ std::vector<VerifyTurn> two_turns(std::uint32_t decode_tokens) {
 }
 
 ResolvedConfig cache(const PolicyEntry& entry, std::uint32_t budget, Prefill prefill,
-                     Positions positions) {
-  return resolve({.policy = parse_policy(entry.info.name),
+                     Positions positions, const CompiledPolicies& compiled = nullptr) {
+  return resolve({.policy = parse_policy(entry.info.name, {}, compiled),
                   .budget = {.extent = tokens(budget)},
                   .prefill = prefill,
                   .positions = positions,
@@ -67,6 +69,15 @@ TEST_CASE("Bursts, compression of prompts, layers and groups: the same tokens in
           options.policy = parse_policy(policy + modifiers);
           check(*backend, options, turns);
         }
+}
+
+TEST_CASE("A policy that needs mass and requests is verified by both") {
+  const auto backend = load_backend(Device::cpu, kModel, 2);
+  const CompiledPolicies compiled{
+      std::make_shared<const PolicyEntry>(PolicyEntry{make_ops<Leaky>()})};
+  for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
+    check(*backend, cache(*compiled.entries[0], 32, prefill, Positions::original, compiled),
+          two_turns(40));
 }
 
 TEST_CASE("Budgets by layer and KV head are verified head by head") {

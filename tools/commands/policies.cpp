@@ -30,6 +30,8 @@ std::string_view name_of(Needs needs) {
       return "mass";
     case Needs::requests:
       return "requests";
+    case Needs::both:
+      return "mass, requests";
   }
   throw std::logic_error("a policy needs something unknown");
 }

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Checks the pages for readers: links and anchors lead somewhere, lines hold at most 120 characters
-# (tables may be wider), pages at most 1,200 words, code and the bars of tables not counted.
+# (tables may be wider), pages at most 1,200 words, code, the bars of tables and what a command generates
+# not counted.
 set -euo pipefail
 export LC_ALL=C.UTF-8
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 failed=0
 complain() { echo "$*" && failed=1; }
 
-prose() { awk '/^```/ {code = !code; next} !code && !/^    /' "$1" | tr '|' ' ' | sed 's/---*//g'; }
+prose() {
+  awk '/^<!-- kvlab / {made = 1} /^<!-- end -->/ {made = 0} /^```/ {code = !code; next} !made && !code && !/^    /' "$1" | tr '|' ' ' | sed 's/---*//g'
+}
 anchors() {
   sed -n 's/^##* //p' "$1" | tr '[:upper:]' '[:lower:]' | sed 's/[^[:alnum:]_ -]//g; s/ /-/g'
 }

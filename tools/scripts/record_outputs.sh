@@ -44,8 +44,8 @@ done
 keep replay-span replay --trace "$work/trace" --policy $all --budget 5%,10%,33%,128 --span all --request-threshold 0.05 \
   --seed 7 --layers 0,2 --threads 1 --out "$work/run-span" --device "$device"
 keep_run replay-span "$work/run-span"
-sed -n '/^```cpp$/,/^```$/p' docs/adding-a-policy.md | awk '/^```/ {n++; next} n == 1' >"$work/tova.hpp"
-keep replay-source replay --trace "$work/trace" --policy-source "$work/tova.hpp" --policy tova,h2o --budget 48,20% \
+sed -n '/^```cpp$/,/^```$/p' docs/adding-a-policy.md | awk '/^```/ {n++; next} n == 1' >"$work/peak.hpp"
+keep replay-source replay --trace "$work/trace" --policy-source "$work/peak.hpp" --policy peak,h2o --budget 48,20% \
   --prefill dense,stream --out "$work/run-source" --device "$device"
 keep_run replay-source "$work/run-source"
 keep deploy deploy "$work/run-trace-original" --budget 64 --out "$work/policy.json"
@@ -60,7 +60,7 @@ done
 keep generate-file generate --model $model --prompt "It was a dark night" --policy-file "$work/policy.json" --device "$device"
 keep eval eval --model $model --text $text --policy $all --budget 32,96 --prefill dense,stream --max-tokens 400 --json \
   --device "$device"
-keep eval-source eval --model $model --text $text --policy-source "$work/tova.hpp" --budget 48 --max-tokens 300 --json \
+keep eval-source eval --model $model --text $text --policy-source "$work/peak.hpp" --budget 48 --max-tokens 300 --json \
   --device "$device"
 for positions in original cache; do
   keep "verify-$positions" verify --model $model --prompt-file $text --policy $all --budget 40 --positions $positions \

@@ -48,13 +48,13 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
 
 bool FeedbackRun::observes(std::uint32_t query) const {
   if (cache_.needs() == Needs::nothing) return false;
-  return cache_.needs() == Needs::requests || cursor_.age_of(query) < cache_.tail();
+  return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
 }
 
 /// Whether what the query gives is what it gives in every cache that still has all tokens.
 bool FeedbackRun::has_whole_row(std::uint32_t query) const {
   return visible_ == query + 1 &&
-         (cache_.needs() != Needs::mass || (weight_of(query) == 1.0f && !by_largest()));
+         (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
 }
 
 void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
@@ -98,8 +98,8 @@ void FeedbackRun::begin_observing() {
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
   if (seen_.queries == 1 && cache_.tail() > 0) return;  // the one query brings it all
-  mass_.assign(cache_.needs() == Needs::mass ? cache_.size() : 0, 0);
-  requests_.assign(cache_.needs() == Needs::requests ? cache_.size() : 0, 0);
+  mass_.assign(needs_mass(cache_.needs()) ? cache_.size() : 0, 0);
+  requests_.assign(needs_requests(cache_.needs()) ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);
   seen_.mass = mass_.data();
   seen_.requests = requests_.data();
@@ -108,8 +108,8 @@ void FeedbackRun::begin_observing() {
 
 void FeedbackRun::observe_all(std::uint32_t query, GroupRows& rows) {
   if (!observes(query)) return;
-  if (cache_.needs() == Needs::requests) add_requests(query, rows.asked(query));
-  if (cache_.needs() == Needs::mass) add_masses(rows.masses(query));
+  if (needs_requests(cache_.needs())) add_requests(query, rows.asked(query));
+  if (needs_mass(cache_.needs())) add_masses(rows.masses(query));
 }
 
 void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
@@ -173,8 +173,8 @@ void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, const Ga
 
 void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
   if (!observes(query)) return;
-  if (cache_.needs() == Needs::mass) take_masses(query, rows, room);
-  if (cache_.needs() == Needs::requests) take_requests(query, rows, room);
+  if (needs_mass(cache_.needs())) take_masses(query, rows, room);
+  if (needs_requests(cache_.needs())) take_requests(query, rows, room);
 }
 
 /// Probabilities from logits at squeezed positions; recall and misses from the full cache's rows.

@@ -1,0 +1,31 @@
+// Arithmetic that policies share: shares of Q32.32 masses, equal to the bit on host and device.
+//
+// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+#include <cstdint>
+
+namespace kvlab {
+
+/// A share in [0, 1] in units of 2^-32, to the nearest.
+constexpr std::uint64_t share32(double share) {
+  return static_cast<std::uint64_t>(share * 4294967296.0 + 0.5);
+}
+
+/// mass * share / 2^32, rounded down; `share` is at most 2^32. Exact: no bit is lost on the way.
+constexpr std::uint64_t part_of(std::uint64_t mass, std::uint64_t share) {
+  return (mass >> 32) * share + ((mass & 0xffff'ffffu) * share >> 32);
+}
+
+/// base^n by squaring: the same products in the same order everywhere.
+constexpr double power(double base, std::uint32_t n) {
+  if (n == 1) return base;  // a decoded token: no loop
+  double result = 1;
+  for (; n > 0; n >>= 1) {
+    if (n & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,57 @@
+// a2sf: H2O with forgetting. The token with the least accumulated attention leaves first, and what
+// was accumulated shrinks by `keep` with every query.
+//
+// Jo and Shin 2024, "A2SF: Accumulative Attention Scoring with Forgetting Factor", equation of
+// section 3: the mass of token k after query n is the sum over q of keep^(n - q) * p(q, k).
+// Deliberate differences from the paper and its code:
+//   - their alpha is searched for each model; `keep` is 0.98 unless given, by measurement
+//     (docs/policies.md);
+//   - half of the budget is recent, one token leaves a step;
+//   - one kept set for each KV head: the query heads of a group are summed;
+//   - an admission of n queries shrinks what was there by keep^n at once, and the factor and each
+//     product are rounded to units of 2^-32: integers, so that host and device agree;
+//   - ties: the older leaves.
+#pragma once
+
+#include "policies/fixed_point.hpp"
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct A2sf {
+  static constexpr PolicyInfo kInfo{
+      .name = "a2sf",
+      .summary = "the least accumulated attention leaves first, and old attention is forgotten",
+      .citation = "Jo and Shin 2024, A2SF, section 3 (arXiv:2407.20485)",
+      .needs = Needs::mass,
+      .weighted = true,
+      .recent = percent(50)};
+  struct Params {
+    double keep;
+  };
+  static constexpr Param<Params> kParams[] = {
+      {"keep", "share of the mass that is left after a query", &Params::keep, 0.98, 0, 1}};
+  struct Slot {
+    std::uint64_t mass;  // Q32.32
+  };
+
+  static constexpr float weight(std::uint32_t age, const Params& params) {
+    return age < tail(params) ? static_cast<float>(power(params.keep, age)) : 0.0f;
+  }
+  /// From here on keep^age is below exp(-24), so that no probability leaves half a unit of 2^-32.
+  static constexpr std::uint32_t tail(const Params& params) {
+    const double forgets = 1 - params.keep;
+    return forgets > 1e-8 ? static_cast<std::uint32_t>(24 / forgets) + 1 : kNoTail;
+  }
+
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
+                                const Step& step) {
+    slot.mass = part_of(slot.mass, share32(power(params.keep, step.queries))) + seen.mass;
+  }
+  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step&) {
+    return slot.mass;
+  }
+};
+
+}  // namespace kvlab

@@ -1,0 +1,63 @@
+// roco: by the mean and the standard deviation of a token's attention. A token whose attention is
+// low on average and steady leaves first; one that is sometimes looked at hard stays.
+//
+// Ren and Zhu 2024, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative
+// Language Model Inference", section 4 (RoCo: mean attention score, and an eviction scope that
+// leaves out the tokens of largest standard deviation).
+// Deliberate differences from the paper and its code (EasyKV):
+//   - a rank sees one token, so "the 30% of largest deviation are out of scope" cannot be said;
+//     ours adds the two: mean^2 + spread * deviation^2, whose order with spread=1 is that of the
+//     root mean square, and with spread=0 that of the mean;
+//   - the rank is in units of 2^-44, rounded down;
+//   - of an admission of many queries only the sum is known: its queries count as equal ones;
+//   - a group's query heads are summed; the 10 youngest are guarded, as in their code; one kept set
+//     for each KV head; one leaves a step; ties: the older leaves.
+#pragma once
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct Roco {
+  static constexpr PolicyInfo kInfo{
+      .name = "roco",
+      .summary = "the least mean attention leaves first, unless it varies much",
+      .citation = "Ren and Zhu 2024, RoCo, section 4 (arXiv:2402.06262)",
+      .needs = Needs::mass,
+      .recent = tokens(10)};
+  struct Params {
+    double spread;
+  };
+  static constexpr Param<Params> kParams[] = {
+      {"spread", "weight of the variance beside the mean's square", &Params::spread, 1, 0, 8}};
+  struct Slot {
+    std::uint64_t mass;  // Q32.32
+    double squares;      // sum over queries of what each gave, squared
+    std::uint32_t queries;
+  };
+
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) {
+    slot.mass = 0;
+    slot.squares = 0;
+    slot.queries = 0;
+  }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
+    const double given = static_cast<double>(seen.mass) * kUnit;
+    slot.mass += seen.mass;
+    slot.squares += given * given / (seen.queries > 0 ? seen.queries : 1);
+    slot.queries += seen.queries;
+  }
+  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params& params, const Step&) {
+    const double queries = slot.queries > 0 ? slot.queries : 1;
+    const double mean = static_cast<double>(slot.mass) * kUnit / queries;
+    const double square = mean * mean, variance = slot.squares / queries - square;
+    return static_cast<std::uint64_t>((square + (variance > 0 ? params.spread * variance : 0.0)) *
+                                      kFine);
+  }
+
+ private:
+  static constexpr double kUnit = 1.0 / 4294967296.0;  // 2^-32
+  static constexpr double kFine = 17592186044416.0;    // 2^44
+};
+
+}  // namespace kvlab

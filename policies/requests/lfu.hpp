@@ -1,0 +1,39 @@
+// lfu: least frequently requested. The token with the fewest requests so far leaves first; half of
+// the budget is recent, for a new token has no past.
+//
+// The caches' classic, with new entries set apart as in Robinson and Devarakonda 1990, "Data cache
+// management using frequency-based replacement", section 2; for attention, the counts of
+// Scissorhands without a window, or H2O with a threshold in place of the sum.
+// Deliberate differences from a cache of blocks:
+//   - a query requests many tokens at once: those it gives at least tau of its row's largest
+//     probability (docs/policies.md);
+//   - counts are never aged, and requests of recent tokens count; ties: the older leaves.
+#pragma once
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct Lfu {
+  static constexpr PolicyInfo kInfo{.name = "lfu",
+                                    .summary = "the least often requested leaves first",
+                                    .citation =
+                                        "after Robinson and Devarakonda 1990, frequency-based "
+                                        "replacement (doi:10.1145/98457.98523)",
+                                    .needs = Needs::requests,
+                                    .recent = percent(50)};
+  struct Params {};
+  struct Slot {
+    std::uint32_t requests;
+  };
+
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.requests = 0; }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
+    slot.requests += seen.requests;
+  }
+  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step&) {
+    return slot.requests;
+  }
+};
+
+}  // namespace kvlab

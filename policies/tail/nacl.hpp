@@ -1,0 +1,61 @@
+// nacl: proxy tokens and chance. The token that the prompt's last queries, the proxies, attend to
+// least leaves first, but for a random share of the budget.
+//
+// Chen et al. 2024, "NACL: A General and Effective KV Cache Eviction Framework for LLMs at
+// Inference Time", section 4 (proxy-tokens eviction, random eviction); shares of the authors' code
+// at 20%: 7 of 20 random, 1 of 20 guarded.
+// Deliberate differences from it:
+//   - theirs is `nacl:once`: chosen once, after the prompt;
+//   - the proxies are a number of queries, not 1% of the prompt: a weight knows no length;
+//   - the random tokens are drawn alike, each by a hash of its own, so their number varies a little
+//     about the share; theirs are drawn from a softmax over the scores of those that the proxies
+//     did not choose, which is nearly flat, for scores are small;
+//   - drawn afresh where decoding evicts: drawn once, the spared would in the end be all there is;
+//   - chunked prompts and decoding as in last_queries.hpp; one kept set for each KV head;
+//   - ties: the older leaves.
+#pragma once
+
+#include "policies/baseline/random.hpp"
+#include "policies/tail/last_queries.hpp"
+
+namespace kvlab {
+
+struct Nacl : LastQueries {
+  static constexpr PolicyInfo kInfo{
+      .name = "nacl",
+      .summary =
+          "the least attended by the prompt's last queries leaves first, but for some at random",
+      .citation = "Chen et al. 2024, NACL, section 4 (arXiv:2408.03675)",
+      .needs = Needs::mass,
+      .weighted = true,
+      .sinks = tokens(4),
+      .recent = percent(5)};
+  struct Params {
+    double proxy, random;
+  };
+  static constexpr Param<Params> kParams[] = {
+      {"proxy", "last queries that judge", &Params::proxy, 32, 1, 65536},
+      {"random", "share of the budget kept at random", &Params::random, 0.35, 0, 1}};
+
+  static constexpr std::uint32_t tail(const Params& params) {
+    return static_cast<std::uint32_t>(params.proxy);
+  }
+  static constexpr float weight(std::uint32_t age, const Params& params) {
+    return weight_in(age, tail(params));
+  }
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
+                                const Step& step) {
+    add(slot, seen, tail(params), step);
+  }
+  /// The spared are those whose draw is below the share of the live tokens that may stay at random.
+  static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params& params,
+                                      const Step& step) {
+    const double stay = step.budget < step.live ? step.budget : step.live;
+    const std::uint64_t share = share32(params.random * stay / (step.live > 0 ? step.live : 1));
+    const bool spared = (Random::draw(token.position, step) >> 32) < share;
+    return slot.mass | (spared ? std::uint64_t{1} << 55 : 0);
+  }
+};
+
+}  // namespace kvlab

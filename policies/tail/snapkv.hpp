@@ -1,0 +1,50 @@
+// snapkv: the token that the prompt's last queries, the observation window, attend to least leaves
+// first; the window's own tokens stay.
+//
+// Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4; window
+// and pooling of the authors' code: 32 queries, mean over 5 neighbours.
+// Deliberate differences from it:
+//   - theirs is `snapkv:once:smooth=2`: chosen once, after the prompt, by means over neighbours.
+//     Without, it goes on evicting while it decodes, and memory has one bound;
+//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one for
+//     each query head;
+//   - a prompt in chunks of fewer queries, and decoding where it evicts, forget in the measure that
+//     they are observed (last_queries.hpp): the paper has only a prompt in one piece;
+//   - the budget counts the query itself; ties: the older leaves.
+#pragma once
+
+#include "policies/tail/last_queries.hpp"
+
+namespace kvlab {
+
+struct SnapKV : LastQueries {
+  static constexpr PolicyInfo kInfo{
+      .name = "snapkv",
+      .summary = "the least attended by the prompt's last queries leaves first",
+      .citation = "Li et al. 2024, SnapKV, section 4 (arXiv:2404.14469)",
+      .needs = Needs::mass,
+      .weighted = true,
+      .recent = tokens(32)};
+  struct Params {
+    double window;
+  };
+  static constexpr Param<Params> kParams[] = {
+      {"window", "queries of the observation window", &Params::window, 32, 1, 65536}};
+
+  static constexpr std::uint32_t tail(const Params& params) {
+    return static_cast<std::uint32_t>(params.window);
+  }
+  static constexpr float weight(std::uint32_t age, const Params& params) {
+    return weight_in(age, tail(params));
+  }
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
+                                const Step& step) {
+    add(slot, seen, tail(params), step);
+  }
+  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step&) {
+    return slot.mass;
+  }
+};
+
+}  // namespace kvlab

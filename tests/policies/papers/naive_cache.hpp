@@ -1,0 +1,53 @@
+// A cache that remembers everything: each token's probability under each query it was live for.
+// What a policy's formula is computed from, as its paper writes it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sim/replay.hpp"
+
+namespace kvlab::papers {
+
+/// What the live tokens received from one query.
+struct Query {
+  std::vector<std::vector<float>> p;  ///< [query head][token]; 0 where a token was not seen
+  std::vector<bool> seen, requested;  ///< [token]
+  /// Σ over query heads of weight · p in units of 2^-32, each rounded.
+  std::uint64_t mass(std::uint32_t token, float weight = 1) const;
+};
+
+/// An admission whose queries are all done.
+struct Done {
+  std::uint32_t first, count;
+  std::uint32_t last() const { return first + count - 1; }
+  /// Queries after `query` in it.
+  std::uint32_t age(std::uint32_t query) const { return last() - query; }
+};
+
+struct History {
+  std::vector<Query> queries;  ///< [position]
+  std::vector<Done> admissions;
+};
+
+/// When room is made, and where.
+struct Moment {
+  std::uint32_t now, budget, live;
+  std::uint64_t seed;
+  std::uint32_t sequence, layer, kv_head;
+};
+
+/// What a token is worth: the smallest leaves first, by the first number, then by the second.
+using Worth = std::pair<double, double>;
+using Formula = std::function<Worth(const History&, std::uint32_t token, const Moment&)>;
+
+/// The kept set at each query of one KV head: the rule with `formula`. `config`'s policy gives the
+/// guards alone.
+std::vector<std::vector<std::uint32_t>> kept_by(const Formula& formula, const TraceReader& trace,
+                                                std::uint32_t sequence, const CacheConfig& config,
+                                                std::uint32_t layer, std::uint32_t kv_head);
+
+}  // namespace kvlab::papers
