@@ -8,9 +8,26 @@
 
 namespace kvlab {
 
+namespace {
+
+/// One set for all KV heads of a layer has one size.
+void check_layer_budgets(const CacheConfig& config) {
+  if (!config.evicts_by_layer()) return;
+  for (std::size_t layer = 0; layer < config.head_budgets.size(); ++layer)
+    for (const std::uint32_t budget : config.head_budgets[layer])
+      if (budget != config.head_budgets[layer].front())
+        throw std::invalid_argument(
+            fmt::format("policy {}: under scope=layer the KV heads of a layer keep one set, and in "
+                        "layer {} budgets of {} and {} tokens are asked for; one would be right",
+                        config.policy.name, layer, config.head_budgets[layer].front(), budget));
+}
+
+}  // namespace
+
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
+  check_layer_budgets(config);
   if (!config.evicts()) return resolved;
   resolved.budget_tokens = config.budget.resolve(length);
   if (config.policy.entry) resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);

@@ -163,6 +163,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
       admit(piece, logits, on_chunk);
     start += count;
   }
+  if (kind == SegmentKind::prompt) cache_->end_prompt(sequence, tokens(sequence));
   set_row(sequence);
   restore_logits(others);
 }
@@ -189,7 +190,8 @@ void CudaDecoder::admit(const Piece& piece, float* logits, const OnChunk& on_chu
 
   for (const PromptPart& part : parts)
     layers_.embed(piece.device_ids + part.first, part.rows, x_of(part));
-  const auto admission = cache_->admit(piece.sequence, behind, static_cast<std::uint32_t>(count));
+  const auto admission = cache_->admit(piece.sequence, behind, static_cast<std::uint32_t>(count),
+                                       piece.kind == SegmentKind::prompt && piece.is_last);
   const bool watched = watch_ && watch_->watches(piece.sequence);
   if (watched)
     watch_->begin(piece.sequence, piece.ids, behind, piece.kind,
@@ -245,6 +247,7 @@ void CudaDecoder::feed_alone(const Piece& piece, float* logits) {
   const bool watched = watch_ && watch_->watches(sequence);
   for (std::size_t i = 0; i < piece.ids.size(); ++i) {
     batch_.copy_next(sequence, piece.device_ids + i, 1);
+    cache_->before_token(sequence, tokens(sequence));
     step.launch(stream_.get());
     if (watched) {
       const CacheWatch::Fed one{sequence, piece.ids[i], tokens(sequence), piece.kind,
@@ -322,10 +325,12 @@ void CudaDecoder::choose(int rows) {
   batch_.note_published();
 }
 
-void CudaDecoder::before_step(int rows) const {
+void CudaDecoder::before_step(int rows) {
   check_rows(rows);
   for (int row = 0; row < rows; ++row)
     if (tokens(row) > 0) check_capacity(tokens(row) + std::uint64_t{1});
+  for (int row = 0; row < rows; ++row)
+    if (tokens(row) > 0) cache_->before_token(row, tokens(row));
 }
 
 void CudaDecoder::after_step(int rows, Next next) {

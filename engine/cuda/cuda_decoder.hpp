@@ -137,7 +137,7 @@ class CudaDecoder {
   void keep_logits(std::size_t rows);
   void restore_logits(std::size_t rows);
 
-  void before_step(int rows) const;
+  void before_step(int rows);
   void after_step(int rows, Next next);
   void run_graph(int rows, Next next);
   const cuda::Graph& graph(int rows, Next next);

@@ -17,6 +17,11 @@ enum class KeyRotation {
   two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
 };
 
+/// Whether room for a decoded token is made by the step itself; else by a shrink before it.
+inline bool makes_room_at_once(const Modifiers& modifiers) {
+  return modifiers.every == 1 && !modifiers.once && modifiers.scope == Modifiers::Scope::head;
+}
+
 struct CudaDecoderOptions {
   int sequences = 1;
   std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
@@ -38,6 +43,12 @@ struct CudaDecoderOptions {
   // Where it evicts:
   const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
   const PolicyInfo& policy() const { return entry()->info; }
+  /// Whether some cache has modifiers of the rule.
+  bool modified() const {
+    return std::ranges::any_of(caches, [](const ResolvedConfig& cache) {
+      return cache.evicts() && cache.policy.modifiers != Modifiers{};
+    });
+  }
   bool observes() const { return policy().needs != Needs::nothing; }
   KeyRotation rotation() const {
     if (caches.front().positions == Positions::original) return KeyRotation::by_position;

@@ -19,6 +19,11 @@ __device__ inline int live_slots(const SlotCache& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
+/// How many live tokens make room necessary; kUnlimited: none do.
+__device__ inline std::uint32_t room_at(const PolicyState& policy, int pair) {
+  return policy.room_at != nullptr ? policy.room_at[pair] : policy.rules[pair].budget;
+}
+
 __device__ inline Guards guards_of(const PairRule& rule) {
   return {.sinks = rule.sinks, .recent = rule.recent};
 }

@@ -44,7 +44,7 @@ cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream);
 
 /// The end of an admission: steps 2 and 4 of the rule and step 1 of the next one. For every pair:
 /// admits the new tokens to the policy, shows it what each live token has received, then keeps the
-/// last budget - 1 in the order of leaving.
+/// last budget - 1 in the order of leaving; all where fewer than PolicyState::room_at are live.
 ///
 /// Tokens lie in `from`: lengths[pair] older ones, and behind them admitted[sequence] new ones in
 /// order, of which keys and values are written and the rest is not. Those that stay go to `to`, in
@@ -62,6 +62,12 @@ struct ShrinkArgs {
   Observation* seen;  // [slot of from], from observe_queries; queries is filled in here.
                       // Null where the policy needs nothing
   void* workspace;    // shrink_workspace() bytes, not shared by calls at one time
+  /// What becomes of ranks before tokens are ordered. by_layer: the KV heads of a sequence hold the
+  /// same tokens, and a token's rank is the sum over them. Then each rank becomes the mean or
+  /// maximum of those at most `smooth` places away by age.
+  bool by_layer = false;
+  std::uint32_t smooth = 0;
+  Modifiers::Pool pool = Modifiers::Pool::mean;
 };
 std::size_t shrink_workspace(const SlotCache& from);
 

@@ -51,6 +51,9 @@ struct PolicyState {
   const std::uint32_t* sequence_ids;  // [sequence]: what Step::sequence says
   std::uint32_t layer;
   Observation* seen;  ///< [slot]: what each live token received, for verification; or null
+  /// [pair]: room is made only when so many tokens are live; kUnlimited: never. Null: at the
+  /// budget.
+  const std::uint32_t* room_at = nullptr;
 };
 
 /// One decoded token a sequence, which is at next_slots already (key, value and position; not its

@@ -46,6 +46,7 @@ struct PairBlock {
   std::int64_t first;
   std::uint32_t now;
   PairRule rule;
+  std::uint32_t full;  ///< live tokens of which one has to leave; kUnlimited: nobody does
   typename P::Params params;
   Step attended;
 
@@ -56,6 +57,7 @@ struct PairBlock {
     newest = args.cache.next_slots[index];
     first = args.cache.first_slot[index];
     rule = args.policy.rules[index];
+    full = room_at(args.policy, index);
     params = params_of<P>(args.policy, pair);
     live = min(live_slots(args.cache, pair), args.cache.most_slots);
     attended = step_of(args.policy, pair, now, static_cast<std::uint32_t>(live), 1);
@@ -63,8 +65,7 @@ struct PairBlock {
   }
 
   __device__ bool is_full() const {
-    return P::kInfo.evicts && rule.budget != kUnlimited &&
-           static_cast<std::uint32_t>(live) >= rule.budget;
+    return P::kInfo.evicts && full != kUnlimited && static_cast<std::uint32_t>(live) >= full;
   }
   __device__ typename P::Slot* state(int slot) const {
     return reinterpret_cast<typename P::Slot*>(args.policy.states) + first + slot;

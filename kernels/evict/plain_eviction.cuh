@@ -78,7 +78,8 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   }
   const Leaving victim = block_first_to_leave(mine, leaving);
   if (threadIdx.x != 0) return;
-  const bool full = rule.budget != kUnlimited && static_cast<std::uint32_t>(live) >= rule.budget;
+  const std::uint32_t most = room_at(policy, pair.index);
+  const bool full = most != kUnlimited && static_cast<std::uint32_t>(live) >= most;
   cache.lengths[pair.index] = live;
   cache.next_slots[pair.index] = P::kInfo.evicts && full ? victim.slot : live;
 }

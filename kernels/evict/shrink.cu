@@ -2,14 +2,64 @@
 //
 // Bytes: choosing reads 12 a live token some times over (from the L2 cache); the move reads and
 // writes what stays: 4 * head_size * bytes_of(type) and a state for each token, the floor.
+#include "kernels/device/pair.cuh"
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/evict/shrink.cuh"
 #include "kernels/launch.cuh"
+#include "policies/pooled_rank.hpp"
 
 namespace kvlab::kernels {
 namespace {
 
 constexpr int kThreads = 1024;
+
+/// Ranks by age, and each slot's age, in workspace.sources: a thread for each slot of a pair (y).
+/// New tokens lie in order behind the older ones.
+__global__ void __launch_bounds__(kShrinkThreads)
+    number_ranks(const __grid_constant__ ShrinkArgs args) {
+  const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
+  const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x;
+  if (pair.idle() || slot >= pair.live()) return;
+  const std::uint32_t* const positions = args.from.positions + pair.first_slot;
+  std::uint32_t age = slot;
+  if (slot < pair.older) {
+    age = 0;
+    for (std::uint32_t i = 0; i < pair.older; ++i) age += positions[i] < positions[slot] ? 1 : 0;
+  }
+  const std::size_t row = std::size_t(pair.index) * args.from.most_slots;
+  const ShrinkWorkspace workspace = shrink_parts(args);
+  workspace.sources[row + slot] = static_cast<std::int32_t>(age);
+  workspace.by_age[row + age] = workspace.ranks[row + slot];
+}
+
+/// The rank at an age: a pair's own, or the saturating sum over the sequence's KV heads.
+__device__ std::uint64_t rank_at(const ShrinkArgs& args, const ShrinkPair& pair,
+                                 std::uint32_t age) {
+  const std::uint64_t* const by_age = shrink_parts(args).by_age;
+  if (!args.by_layer) return by_age[std::size_t(pair.index) * args.from.most_slots + age];
+  std::uint64_t sum = 0;
+  for (int head = 0; head < args.from.kv_heads; ++head) {
+    const std::size_t row = std::size_t(pair.sequence) * args.from.kv_heads + head;
+    const std::uint64_t rank = by_age[row * args.from.most_slots + age];
+    sum = sum + rank < sum ? ~std::uint64_t{0} : sum + rank;
+  }
+  return sum;
+}
+
+/// Ranks as the modifiers want them, from those by age.
+__global__ void __launch_bounds__(kShrinkThreads)
+    modify_ranks(const __grid_constant__ ShrinkArgs args) {
+  const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
+  const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x, live = pair.live();
+  if (pair.idle() || slot >= live) return;
+  const ShrinkWorkspace workspace = shrink_parts(args);
+  const std::size_t at = std::size_t(pair.index) * args.from.most_slots + slot;
+  const auto age = static_cast<std::uint32_t>(workspace.sources[at]);
+  const std::uint32_t reach = min(args.smooth, live), end = min(age + reach + 1, live);
+  PooledRank pooled(args.pool);
+  for (std::uint32_t a = age - min(age, reach); a < end; ++a) pooled.take(rank_at(args, pair, a));
+  workspace.ranks[at] = pooled.value();
+}
 
 /// Who stays, and where to: a block for each pair.
 __global__ void __launch_bounds__(kThreads)
@@ -19,7 +69,8 @@ __global__ void __launch_bounds__(kThreads)
   if (pair.idle()) return;
   const std::uint32_t live = pair.live();
   const PairRule rule = args.policy.rules[pair.index];
-  const std::uint32_t kept = rule.budget == kUnlimited ? live : min(live, rule.budget - 1);
+  const bool stays_whole = rule.budget == kUnlimited || live < room_at(args.policy, pair.index);
+  const std::uint32_t kept = stays_whole ? live : min(live, rule.budget - 1);
   const std::size_t row = std::size_t(pair.index) * args.from.most_slots;
   const ShrinkWorkspace workspace = shrink_parts(args);
   const LeavingKeys keys{workspace.ranks + row,
@@ -101,7 +152,7 @@ bool whole(const SlotCache& cache) {
 
 std::size_t shrink_workspace(const SlotCache& from) {
   return std::size_t(from.sequences) * from.kv_heads * from.most_slots *
-         (sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
+         (2 * sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
 }
 
 namespace {
@@ -147,6 +198,12 @@ cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStrea
           cudaLaunchKernel(policy.settle_tokens, grid, dim3(kShrinkThreads), parameters, 0, stream);
       error != cudaSuccess)
     return error;
+  if (args.by_layer || args.smooth > 0) {
+    number_ranks<<<grid, kShrinkThreads, 0, stream>>>(args);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    modify_ranks<<<grid, kShrinkThreads, 0, stream>>>(args);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
   return keep_last_to_leave(args, policy.slot_bytes, stream);
 }
 

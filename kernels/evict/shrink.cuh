@@ -14,13 +14,14 @@ struct ShrinkWorkspace {
   std::uint64_t* ranks;   // [pair, most_slots]
   std::int32_t* sources;  // [pair, most_slots]: which slot of `from` each slot of `to` gets
   std::int32_t* holes;    // [pair, most_slots]: slots to fill, where a shrink is in place
+  std::uint64_t* by_age;  // [pair, most_slots]: ranks, where they are modified
 };
 inline __host__ __device__ ShrinkWorkspace shrink_parts(const ShrinkArgs& args) {
   const std::size_t slots = std::size_t(args.from.sequences) * args.from.kv_heads *
                             static_cast<std::size_t>(args.from.most_slots);
   auto* const ranks = static_cast<std::uint64_t*>(args.workspace);
-  auto* const sources = reinterpret_cast<std::int32_t*>(ranks + slots);
-  return {ranks, sources, sources + slots};
+  auto* const sources = reinterpret_cast<std::int32_t*>(ranks + 2 * slots);
+  return {ranks, sources, sources + slots, ranks + slots};
 }
 
 /// One pair of a shrink. `older` must be read before anything writes lengths.

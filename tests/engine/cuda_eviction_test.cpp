@@ -70,6 +70,27 @@ TEST_CASE("In float32 every policy's logits are the CPU decoder's, in every mode
       }
 }
 
+TEST_CASE("In float32 logits under modifiers are the CPU decoder's", "[gpu]") {
+  if (no_device()) return;
+  for (const std::string modifiers :
+       {":every=16", ":every=7:smooth=2", ":once:smooth=3:pool=max", ":smooth=2", ":scope=layer",
+        ":every=64:scope=layer:smooth=1"})
+    for (const std::string policy : {"window", "sink", "lru", "h2o"})
+      for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}})
+        for (const Positions positions : {Positions::original, Positions::cache}) {
+          const ResolvedConfig options = cache(policy + modifiers, 48, prefill, positions);
+          CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
+          Decoder cpu(cpu_tiny(), options, 2);
+          CAPTURE(policy, modifiers, prefill.text(), name_of(positions));
+          CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
+          CHECK(cuda.evictions() == cpu.evictions());
+        }
+  CHECK_THROWS_WITH(
+      CudaSequence(tiny(Dtype::f32),
+                   {.tokens = 220, .cache = cache("h2o:group=max", 48, {}, Positions::original)}),
+      "policy h2o: the CUDA decoder does not know group=max; --device cpu does");
+}
+
 TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {
   if (no_device()) return;
   for (const char* policy : {"window", "sink"}) {
@@ -109,7 +130,8 @@ std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions p
   }
   for (std::uint32_t i = 0; i < model.layers * model.kv_heads; ++i) {
     if (i % model.kv_heads == 0) caches[0].head_budgets.emplace_back();
-    caches[0].head_budgets.back().push_back((16 + 4 * (i % 8)) * scale);
+    const std::uint32_t kind = caches[0].evicts_by_layer() ? i / model.kv_heads : i;
+    caches[0].head_budgets.back().push_back((16 + 4 * (kind % 8)) * scale);
   }
   return caches;
 }
@@ -119,6 +141,7 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& po
                                  Positions positions, const ParityShape& shape) {
   const auto caches = parity_caches(policy, positions, model.config(), shape.scale);
   CudaDecoder decoder(model, {.sequences = 4,
+                              .slots = caches[0].policy.modifiers.once ? 400u * shape.scale : 0,
                               .prefill_tokens = 24 * static_cast<std::uint32_t>(shape.scale),
                               .caches = caches,
                               .watched = true,
@@ -266,6 +289,19 @@ TEST_CASE(
         CAPTURE(policy, plain, name_of(positions));
         check_parity(parity(tiny(Dtype::bf16), policy, plain, positions, {}));
       }
+}
+
+TEST_CASE("Sequences of a batch under modifiers pass the three questions", "[gpu]") {
+  if (no_device()) return;
+  for (const std::string modifiers :
+       {":every=16", ":every=64", ":smooth=2", ":every=9:smooth=1000:pool=max", ":once:smooth=2",
+        ":scope=layer", ":every=16:scope=layer:smooth=1"})
+    for (const std::string policy : {"h2o", "lru", "window", "random"})
+      for (const bool plain : {false, true})
+        for (const Positions positions : {Positions::original, Positions::cache}) {
+          CAPTURE(policy, modifiers, plain, name_of(positions));
+          check_parity(parity(tiny(Dtype::bf16), policy + modifiers, plain, positions, {}));
+        }
 }
 
 // Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration

@@ -3,7 +3,7 @@
 #include <limits>
 #include <random>
 
-#include "policies/live_set.hpp"
+#include "policies/cache_config.hpp"
 #include "policies/modifiers_text.hpp"
 #include "policies/pooled_rank.hpp"
 #include "policies/ranks.hpp"
@@ -119,6 +119,18 @@ TEST_CASE("ranks are smoothed by age, rounded down, and do not overflow") {
       REQUIRE(most[i] == *std::max_element(begin, end));
     }
   }
+}
+
+TEST_CASE("one set for a layer's KV heads has one budget") {
+  CacheConfig config{.policy = parse_policy("h2o:scope=layer"),
+                     .budget = {.extent = tokens(9)},
+                     .head_budgets = {{8, 8}, {9, 9}}};
+  CHECK(resolve(config, 100).budget_of(1, 0) == 9);
+  config.head_budgets[1][1] = 7;
+  CHECK(
+      error_of<std::invalid_argument>([&] { resolve(config, 100); }) ==
+      "policy h2o: under scope=layer the KV heads of a layer keep one set, and in layer 1 budgets "
+      "of 9 and 7 tokens are asked for; one would be right");
 }
 
 TEST_CASE("one rank is smoothed on a device as all are on the host") {

@@ -73,8 +73,13 @@ class DeviceCache {
 
   /// Begins to admit `tokens` behind those fed. One admission at a time; it must not outlive the
   /// cache.
+  /// `ends_prompt`: a prompt segment ends with it.
   virtual std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed,
-                                                 std::uint32_t tokens) = 0;
+                                                 std::uint32_t tokens, bool ends_prompt) = 0;
+  /// Before a step that feeds one token to the sequence behind `fed`.
+  virtual void before_token(int /*sequence*/, std::uint32_t /*fed*/) {}
+  /// A prompt segment has ended with the last of `fed` tokens.
+  virtual void end_prompt(int /*sequence*/, std::uint32_t /*fed*/) {}
   /// A step of the first `rows` sequences; attention puts out to `outputs`. Neither may outlive the
   /// cache.
   virtual std::unique_ptr<const CacheStep> step(int rows,

@@ -22,13 +22,20 @@ const auto& named(const List& list, std::string_view policy) {
       fmt::format("policy {}: is not compiled for the device; --device cpu has it", policy));
 }
 
+/// The kernels sum over a group.
+void refuse_group(const ResolvedConfig& cache) {
+  CacheConfig group = cache;
+  group.policy.modifiers = {.group = cache.policy.modifiers.group};
+  refuse_modifiers(group, "the CUDA decoder", "--device cpu");
+}
+
 /// Refuses caches that one launch cannot serve.
 const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
                                            const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
     check_for_decoder(cache, model.config().layers, model.config().kv_heads);
-    refuse_modifiers(cache, "the CUDA decoder", "--device cpu");
+    refuse_group(cache);
     if (cache.policy.entry != first.policy.entry || cache.positions != first.positions)
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy and one kind of positions");
@@ -95,7 +102,8 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       storage_("the cache's slots", model, slots_, options_),
       work_("attention", model, slots_, options_),
       branch_(kernels_, storage_->cache(0, options_.sequences), static_cast<int>(config_.layers),
-              work_->workspaces, stream) {
+              work_->workspaces, stream),
+      counts_(slots_.first_slots().size()) {
   storage_->clear(slots_, options_);
   cuda::write(work_->inv_freq, config_.rope.inv_freq, "RoPE's frequencies");
   check(cuda::fill_iota(work_->iota, options_.rows(), stream), "a prompt");
@@ -128,7 +136,10 @@ std::uint32_t EvictingCache::prefill_chunk(int sequence) const {
 std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
   std::uint64_t live = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
-    live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
+    if (counts(sequence))
+      live += counts_of(layer, pair).most;
+    else
+      live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
   });
   return live * 2 * model_.key_bytes();
 }
@@ -136,7 +147,8 @@ std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
 std::uint64_t EvictingCache::evictions(int sequence, std::uint32_t behind) const {
   std::uint64_t left = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
-    left += behind - slots_.older(layer, pair, behind);
+    left += behind -
+            (counts(sequence) ? counts_of(layer, pair).behind : slots_.older(layer, pair, behind));
   });
   return left;
 }
@@ -150,6 +162,7 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
     const std::size_t at = layer * slots_.pairs() + pair;
     const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
     const std::uint32_t live = slots_.older(layer, pair, tokens);
+    counts_of(layer, pair) = {.live = live, .behind = live, .most = live};
     for (const bool key : {true, false})
       check(
           cuda::fill_normal(
@@ -172,6 +185,86 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
       check(kernels::number_by_age(storage_->cache_of(layer, sequence), stream_), kWhat);
   check(cudaStreamSynchronize(stream_), kWhat);
+}
+
+// --- Modifiers -----------------------------------------------------------------------------------
+
+std::uint32_t EvictingCache::surplus(std::uint32_t layer, std::size_t pair,
+                                     bool after_prompt) const {
+  const std::uint32_t budget = slots_.budget(layer, pair);
+  return budget == kNoBudget
+             ? 0
+             : slots_.modifiers(pair).surplus(counts_of(layer, pair).live, budget, after_prompt);
+}
+
+/// Live tokens at most while more are admitted behind `fed`, without those.
+std::uint32_t EvictingCache::older(int sequence, std::uint32_t layer, std::size_t pair,
+                                   std::uint32_t fed) const {
+  return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
+}
+
+void EvictingCache::modify(kernels::ShrinkArgs& args, int sequence, bool after_prompt) const {
+  const Modifiers& own = modifiers(sequence);
+  args.by_layer = own.scope == Modifiers::Scope::layer;
+  args.smooth = own.smooths(after_prompt) ? own.smooth : 0;
+  args.pool = own.pool;
+}
+
+/// Where it lies, if room has to be made before more is admitted behind `fed`.
+void EvictingCache::make_room(int sequence, std::uint32_t fed, bool after_prompt) {
+  std::uint64_t leaving = 0;
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const std::uint32_t own = surplus(layer, pair, after_prompt);
+    counts_of(layer, pair).live -= own;
+    leaving += own;
+  });
+  if (leaving == 0) return;
+  const AdmissionMemory& memory = reserve(static_cast<std::uint32_t>(slots_.most()));
+  const Admitted nothing{fed, 0};
+  check(cudaMemcpyAsync(work_->nothing, &nothing, sizeof nothing, cudaMemcpyHostToDevice, stream_),
+        "making room");
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+    const kernels::SlotCache cache = storage_->cache_of(layer, sequence);
+    kernels::ShrinkArgs args{.from = cache,
+                             .to = cache,
+                             .policy = storage_->policy_of_shrink(layer, sequence, false),
+                             .to_states = storage_->states,
+                             .now = &work_->nothing->now,
+                             .admitted = &work_->nothing->tokens,
+                             .seen = nullptr,
+                             .workspace = memory.shrink_workspace};
+    modify(args, sequence, after_prompt);
+    check(kernels::shrink(kernels_, args, stream_), "making room");
+    if (rotation_ == KeyRotation::by_age)
+      check(kernels::number_by_age(cache, stream_), "numbering by age");
+  }
+}
+
+/// Tokens of an admission that makes room before it and, for the next, behind it.
+void EvictingCache::count_admission(int sequence, std::uint32_t tokens, bool ends_prompt) {
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    Counts& own = counts_of(layer, pair);
+    own.live -= surplus(layer, pair, false);
+    own.behind = own.live;
+    own.live += tokens;
+    own.most = std::max(own.most, own.live);
+    own.live -= surplus(layer, pair, ends_prompt);
+  });
+}
+
+void EvictingCache::before_token(int sequence, std::uint32_t fed) {
+  if (!counts(sequence)) return;
+  if (!makes_room_at_once(modifiers(sequence))) make_room(sequence, fed, false);
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    Counts& own = counts_of(layer, pair);
+    own.live -= surplus(layer, pair, false);  // by the step itself
+    own.behind = own.live++;
+    own.most = std::max(own.most, own.live);
+  });
+}
+
+void EvictingCache::end_prompt(int sequence, std::uint32_t fed) {
+  if (counts(sequence)) make_room(sequence, fed, true);
 }
 
 }  // namespace kvlab

@@ -42,8 +42,10 @@ class EvictingCache final : public DeviceCache {
 
   BatchState::Row row(std::uint32_t fed) const override;
   std::uint32_t prefill_chunk(int sequence) const override;
-  std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed,
-                                         std::uint32_t tokens) override;
+  std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed, std::uint32_t tokens,
+                                         bool ends_prompt) override;
+  void before_token(int sequence, std::uint32_t fed) override;
+  void end_prompt(int sequence, std::uint32_t fed) override;
   std::unique_ptr<const CacheStep> step(int rows, const LayerOutputMemory& outputs) const override;
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
   std::uint64_t evictions(int sequence, std::uint32_t behind) const override;
@@ -59,6 +61,11 @@ class EvictingCache final : public DeviceCache {
  private:
   class Prompt;
   class Step;
+  /// Of a sequence under modifiers, what follows from all that was admitted: live tokens of a KV
+  /// head now, before the last admission, and at most.
+  struct Counts {
+    std::uint32_t live = 0, behind = 0, most = 0;
+  };
   /// As a shrink takes it.
   struct Admitted {
     std::uint32_t now, tokens;
@@ -84,6 +91,23 @@ class EvictingCache final : public DeviceCache {
       for (std::size_t head = 0; head < config_.kv_heads; ++head) each(layer, first + head);
   }
 
+  const Modifiers& modifiers(int sequence) const {
+    return options_.caches[static_cast<std::size_t>(sequence)].policy.modifiers;
+  }
+  bool counts(int sequence) const { return modifiers(sequence) != Modifiers{}; }
+  Counts& counts_of(std::uint32_t layer, std::size_t pair) {
+    return counts_[layer * slots_.pairs() + pair];
+  }
+  const Counts& counts_of(std::uint32_t layer, std::size_t pair) const {
+    return counts_[layer * slots_.pairs() + pair];
+  }
+  std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
+  std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
+  void make_room(int sequence, std::uint32_t fed, bool after_prompt);
+  void count_admission(int sequence, std::uint32_t tokens, bool ends_prompt);
+  /// What a shrink does to ranks.
+  void modify(kernels::ShrinkArgs& args, int sequence, bool after_prompt) const;
+
   const DeviceModel& model_;
   const ModelConfig& config_;
   const BatchState& batch_;
@@ -97,6 +121,7 @@ class EvictingCache final : public DeviceCache {
   cuda::Placed<Work> work_;
   cuda::Placed<AdmissionMemory> admission_;
   ObserverBranch branch_;
+  std::vector<Counts> counts_;  // [layer, pair]
 };
 
 }  // namespace kvlab

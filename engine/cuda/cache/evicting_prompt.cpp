@@ -51,12 +51,14 @@ const AdmissionMemory& EvictingCache::reserve(std::uint32_t slots) {
 
 class EvictingCache::Prompt final : public DeviceAdmission {
  public:
-  Prompt(EvictingCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens)
+  Prompt(EvictingCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens,
+         bool ends_prompt)
       : DeviceAdmission(cache.config_.layers, tokens),
         cache_(cache),
         options_(cache.options_.caches[static_cast<std::size_t>(sequence)]),
         sequence_(sequence),
         fed_(fed),
+        ends_prompt_(ends_prompt),
         // In two frames nothing is numbered anew until something has left.
         squeezes_(cache.rotation_ == KeyRotation::by_age ||
                   (cache.rotation_ == KeyRotation::two_frames && fed > 0)),
@@ -134,12 +136,13 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     }
     shrink({.from = cache_.storage_->cache_of(layer, sequence_),
             .to = cache,
-            .policy = cache_.storage_->policy_of(layer, sequence_),
+            .policy = cache_.storage_->policy_of_shrink(layer, sequence_, is_once()),
             .to_states = memory_.states,
             .now = &cache_.work_->nothing->now,
             .admitted = &cache_.work_->nothing->tokens,
             .seen = nullptr,
-            .workspace = memory_.shrink_workspace});
+            .workspace = memory_.shrink_workspace},
+           false);
     if (squeezes_) squeeze_keys(squeeze_shape({.first = 0, .rows = 0}), true);
   }
 
@@ -149,7 +152,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     const std::size_t first_pair = static_cast<std::size_t>(sequence_) * cache_.config_.kv_heads;
     std::uint32_t older = 0;
     for (std::size_t head = 0; head < cache_.config_.kv_heads; ++head)
-      older = std::max(older, cache_.slots_.older(layer, first_pair + head, fed_));
+      older = std::max(older, cache_.older(sequence_, layer, first_pair + head, fed_));
     check(kernels::observe_queries({.shape = shape(),
                                     .needs = cache_.options_.policy().needs,
                                     .first = static_cast<int>(part.first),
@@ -173,7 +176,8 @@ class EvictingCache::Prompt final : public DeviceAdmission {
   /// Those that stay go to their slots.
   void keep(std::uint32_t layer) {
     const kernels::SlotCache to = cache_.storage_->cache_of(layer, sequence_);
-    kernels::PolicyState policy = cache_.storage_->policy_of(layer, sequence_);
+    kernels::PolicyState policy =
+        cache_.storage_->policy_of_shrink(layer, sequence_, is_once() && !ends_prompt_);
     policy.states = memory_.states;
     shrink({.from = memory_.cache,
             .to = to,
@@ -182,12 +186,19 @@ class EvictingCache::Prompt final : public DeviceAdmission {
             .now = &cache_.work_->admitted->now,
             .admitted = &cache_.work_->admitted->tokens,
             .seen = memory_.seen,
-            .workspace = memory_.shrink_workspace});
+            .workspace = memory_.shrink_workspace},
+           ends_prompt_);
     if (cache_.rotation_ == KeyRotation::by_age)
       check(kernels::number_by_age(to, cache_.stream_), "numbering by age");
+    if (layer + 1 == cache_.config_.layers && cache_.counts(sequence_))
+      cache_.count_admission(sequence_, tokens(), ends_prompt_);
   }
 
-  void shrink(const kernels::ShrinkArgs& args) {
+  /// Room is made only behind a prompt segment.
+  bool is_once() const { return options_.policy.modifiers.once; }
+
+  void shrink(kernels::ShrinkArgs args, bool after_prompt) {
+    cache_.modify(args, sequence_, after_prompt);
     check(kernels::shrink(cache_.kernels_, args, cache_.stream_), "a shrink");
   }
 
@@ -231,7 +242,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
   std::uint32_t most_slots() const {
     std::uint32_t older = 0;
     cache_.each_head(sequence_, [&](std::uint32_t layer, std::size_t pair) {
-      older = std::max(older, cache_.slots_.older(layer, pair, fed_));
+      older = std::max(older, cache_.older(sequence_, layer, pair, fed_));
     });
     return std::max(older + tokens(), static_cast<std::uint32_t>(cache_.slots_.most()));
   }
@@ -260,14 +271,15 @@ class EvictingCache::Prompt final : public DeviceAdmission {
   const ResolvedConfig& options_;
   int sequence_;
   std::uint32_t fed_;
+  bool ends_prompt_;
   bool squeezes_;  ///< keys are read rotated by age
   const AdmissionMemory& memory_;
   std::uint32_t tail_ = kNoTail;
 };
 
 std::unique_ptr<DeviceAdmission> EvictingCache::admit(int sequence, std::uint32_t fed,
-                                                      std::uint32_t tokens) {
-  return std::make_unique<Prompt>(*this, sequence, fed, tokens);
+                                                      std::uint32_t tokens, bool ends_prompt) {
+  return std::make_unique<Prompt>(*this, sequence, fed, tokens, ends_prompt);
 }
 
 }  // namespace kvlab

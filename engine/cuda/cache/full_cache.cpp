@@ -174,7 +174,7 @@ class FullCache::Step final : public CacheStep {
 };
 
 std::unique_ptr<DeviceAdmission> FullCache::admit(int sequence, std::uint32_t fed,
-                                                  std::uint32_t tokens) {
+                                                  std::uint32_t tokens, bool /*ends_prompt*/) {
   return std::make_unique<Prompt>(*this, sequence, fed, tokens);
 }
 

@@ -18,8 +18,8 @@ class FullCache final : public DeviceCache {
 
   BatchState::Row row(std::uint32_t fed) const override;
   std::uint32_t prefill_chunk(int sequence) const override;
-  std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed,
-                                         std::uint32_t tokens) override;
+  std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed, std::uint32_t tokens,
+                                         bool ends_prompt) override;
   std::unique_ptr<const CacheStep> step(int rows, const LayerOutputMemory& outputs) const override;
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
   void pretend(int sequence, std::uint32_t tokens) override;

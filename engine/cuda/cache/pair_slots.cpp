@@ -11,7 +11,7 @@ PairSlots::PairSlots(const ModelConfig& config, std::span<const ResolvedConfig> 
   for (std::uint32_t layer = 0; layer < config.layers; ++layer)
     for (std::size_t pair = 0; pair < pairs(); ++pair) {
       guards(layer, pair);  // refuses what does not fit
-      std::uint32_t slots = budget(layer, pair);
+      std::uint32_t slots = capacity(layer, pair);
       if (most_tokens > 0) slots = std::min(slots, most_tokens);
       if (slots >= std::uint32_t{1} << 31)
         throw std::invalid_argument("a cache without a budget needs a length; give one of them");
@@ -23,6 +23,13 @@ PairSlots::PairSlots(const ModelConfig& config, std::span<const ResolvedConfig> 
 
 std::uint32_t PairSlots::budget(std::uint32_t layer, std::size_t pair) const {
   return caches_[pair / kv_heads_].budget_of(layer, static_cast<std::uint32_t>(pair % kv_heads_));
+}
+
+std::uint32_t PairSlots::capacity(std::uint32_t layer, std::size_t pair) const {
+  const std::uint32_t tokens = budget(layer, pair);
+  const Modifiers& own = modifiers(pair);
+  if (tokens == kNoBudget || own.once) return kNoBudget;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(tokens, 1), kNoBudget));
 }
 
 Guards PairSlots::guards(std::uint32_t layer, std::size_t pair) const {

@@ -22,12 +22,17 @@ class PairSlots {
   int most() const { return most_; }                                ///< of a pair
   std::uint32_t budget(std::uint32_t layer, std::size_t pair) const;
   Guards guards(std::uint32_t layer, std::size_t pair) const;
+  const Modifiers& modifiers(std::size_t pair) const {
+    return caches_[pair / kv_heads_].policy.modifiers;
+  }
   /// [layer, pair], in slots from the cache's begin.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
-  /// Live tokens at most while `n` are admitted behind `fed`, and how many of them were older.
+  /// How many tokens are still live when more are admitted behind `fed`, without modifiers.
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
 
  private:
+  std::uint32_t capacity(std::uint32_t layer, std::size_t pair) const;
+
   std::size_t kv_heads_;
   std::vector<ResolvedConfig> caches_;
   std::vector<std::int64_t> first_slots_;

@@ -23,6 +23,12 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const Pai
   lengths = arena.take<std::int32_t>(pairs);
   next_slots = arena.take<std::int32_t>(pairs);
   rules = arena.take<kernels::PairRule>(pairs);
+  step_room_at = shrink_room_at = never = nullptr;
+  if (options.modified()) {
+    step_room_at = arena.take<std::uint32_t>(pairs);
+    shrink_room_at = arena.take<std::uint32_t>(pairs);
+    never = arena.take<std::uint32_t>(pairs);
+  }
   params = arena.take<std::byte>(sequences * params_bytes_);
   thresholds = arena.take<std::uint32_t>(sequences);
   sequence_ids = arena.take<std::uint32_t>(sequences);
@@ -33,13 +39,24 @@ void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& option
   constexpr const char* kWhat = "the cache's tables";
   const std::size_t pairs = slots.first_slots().size();
   std::vector<kernels::PairRule> all_rules;
+  std::vector<std::uint32_t> of_steps, of_shrinks;
   for (std::size_t layer = 0; layer < pairs / pairs_; ++layer)
     for (std::size_t pair = 0; pair < pairs_; ++pair) {
       const Guards guards = slots.guards(static_cast<std::uint32_t>(layer), pair);
       all_rules.push_back({.budget = slots.budget(static_cast<std::uint32_t>(layer), pair),
                            .sinks = guards.sinks,
                            .recent = guards.recent});
+      const std::uint32_t budget = all_rules.back().budget;
+      const Modifiers& modifiers = slots.modifiers(pair);
+      of_steps.push_back(makes_room_at_once(modifiers) ? budget : kernels::kUnlimited);
+      of_shrinks.push_back(budget == kNoBudget ? kernels::kUnlimited
+                                               : budget - 1 + modifiers.every);
     }
+  if (step_room_at) {
+    cuda::write(step_room_at, of_steps, kWhat);
+    cuda::write(shrink_room_at, of_shrinks, kWhat);
+    cuda::write(never, std::vector<std::uint32_t>(pairs, kernels::kUnlimited), kWhat);
+  }
   std::vector<std::byte> all_params(options.caches.size() * params_bytes_);
   std::vector<std::uint32_t> all_thresholds, ids;
   std::vector<std::uint64_t> all_seeds;
@@ -82,7 +99,8 @@ kernels::PolicyState SlotStorage::policy(std::uint32_t layer) const {
           .seeds = seeds,
           .sequence_ids = sequence_ids,
           .layer = layer,
-          .seen = seen};
+          .seen = seen,
+          .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr};
 }
 
 kernels::SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
@@ -101,6 +119,16 @@ kernels::PolicyState SlotStorage::policy_of(std::uint32_t layer, int sequence) c
   one.threshold16 += sequence;
   one.seeds += sequence;
   one.sequence_ids += sequence;
+  if (one.room_at) one.room_at += std::ptrdiff_t{sequence} * shape_.kv_heads;
+  return one;
+}
+
+kernels::PolicyState SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence,
+                                                   bool stays) const {
+  kernels::PolicyState one = policy_of(layer, sequence);
+  if (one.room_at)
+    one.room_at = (stays ? never : shrink_room_at) + layer * pairs_ +
+                  std::ptrdiff_t{sequence} * shape_.kv_heads;
   return one;
 }
 

@@ -24,6 +24,8 @@ class SlotStorage {
   /// One layer of one sequence alone.
   kernels::SlotCache cache_of(std::uint32_t layer, int sequence) const;
   kernels::PolicyState policy_of(std::uint32_t layer, int sequence) const;
+  /// policy_of() for a shrink, which makes room where a step leaves that to it; unless `stays`.
+  kernels::PolicyState policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
 
   std::byte *keys, *values;            // [slot, dim]
   std::uint32_t *positions, *ages;     // [slot]; ages only where rotated by age, else null
@@ -32,7 +34,10 @@ class SlotStorage {
   std::int64_t* first_slots;           // [layer, pair]
   std::int32_t *lengths, *next_slots;  // [layer, pair]
   kernels::PairRule* rules;            // [layer, pair]
-  std::byte* params;                   // [sequence, params_bytes], as the next three
+  /// [layer, pair], null without modifiers: live tokens at which a step and a shrink make room.
+  std::uint32_t *step_room_at, *shrink_room_at;
+  std::uint32_t* never;  // [layer, pair]: kUnlimited
+  std::byte* params;     // [sequence, params_bytes], as the next three
   std::uint32_t *thresholds, *sequence_ids;
   std::uint64_t* seeds;
 
