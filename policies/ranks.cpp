@@ -15,8 +15,9 @@ void smooth_by_mean(std::vector<std::uint64_t>& ranks, std::size_t places) {
   std::vector<Wide> sums(count + 1);  // of the first i
   for (std::size_t i = 0; i < count; ++i) sums[i + 1] = sums[i] + ranks[i];
   for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t begin = i - std::min(i, places), end = std::min(count, i + places + 1);
-    ranks[i] = static_cast<std::uint64_t>((sums[end] - sums[begin]) / (end - begin));
+    const std::size_t older = std::min(i, places), younger = std::min(count - 1 - i, places);
+    const Wide sum = sums[i + 1 + younger] - sums[i - older];
+    ranks[i] = static_cast<std::uint64_t>(sum / (older + 1 + younger));
   }
 }
 

@@ -165,8 +165,12 @@ class Run {
   /// In place: `most` tokens may be admitted at a time behind the budget's; else they go through a
   /// cache of their own, of `most` slots a pair.
   Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t most, bool in_place,
-      Draw draw = draw_observation)
-      : policy_(policy), pairs_(std::move(pairs)), in_place_(in_place), draw_(draw) {
+      Draw draw = draw_observation, std::string modifiers = "")
+      : policy_(policy),
+        pairs_(std::move(pairs)),
+        in_place_(in_place),
+        draw_(draw),
+        modifiers_text_(std::move(modifiers)) {
     std::vector<std::uint32_t> capacities;
     std::vector<double> params;
     for (std::size_t i = 0; i < pairs_.size(); ++i) {
@@ -179,10 +183,17 @@ class Run {
                             .sequence = id(sequence(i)),
                             .layer = kLayer,
                             .kv_head = static_cast<std::uint32_t>(i % kKvHeads)}));
-      const std::uint32_t kept = budget == kNoBudget ? kMostTokens : budget - 1;
+      modifiers_ = spec.modifiers;
+      const std::uint32_t kept =
+          budget == kNoBudget ? kMostTokens : budget - 1 + modifiers_.every - 1;
       capacities.push_back(in_place ? kept + most : std::max(kept, 1u));
       if (i % kKvHeads == 0) params.insert(params.end(), spec.params.begin(), spec.params.end());
       needs_ = spec.entry->info.needs;
+    }
+    for (std::size_t i = 0; i < live_.size(); i += kKvHeads) {
+      std::vector<AgedSet*> heads;
+      for (int h = 0; h < kKvHeads; ++h) heads.push_back(live_[i + h].get());
+      share_ranks(heads);
     }
     resident_ = std::make_unique<Cache>(capacities, policy.slot_bytes);
     resident_->upload();
@@ -212,6 +223,11 @@ class Run {
   ShrinkArgs args() const {
     ShrinkArgs shrink = args_between(working(), *resident_);
     shrink.seen = needs_ == Needs::nothing ? nullptr : seen_->data();
+    if (modifiers_ == Modifiers{}) return shrink;
+    shrink.policy.room_at = room_at_->data();
+    shrink.by_layer = modifiers_.scope == Modifiers::Scope::layer;
+    shrink.smooth = modifiers_.smooth;
+    shrink.pool = modifiers_.pool;
     return shrink;
   }
 
@@ -251,18 +267,22 @@ class Run {
     if (!spec.entry->info.evicts) return spec;
     if (text == "leaky") text += sequence(pair) == 1 ? ":keep=0.5" : ":slope=0.5";
     text += ":sinks=" + std::to_string(pairs_[pair].sinks) +
-            ":recent=" + std::to_string(pairs_[pair].recent);
+            ":recent=" + std::to_string(pairs_[pair].recent) + modifiers_text_;
     return parse_policy(text);
   }
 
   void fill_rules(const std::vector<double>& params) {
     std::vector<PairRule> rules, unlimited;
+    std::vector<std::uint32_t> room_at;
     std::vector<std::uint64_t> seeds;
     std::vector<std::uint32_t> ids;
     for (const Pair& pair : pairs_) {
       rules.push_back({pair.budget, pair.sinks, pair.recent});
       unlimited.push_back({kUnlimited, 0, 0});
+      room_at.push_back(pair.budget == kNoBudget ? kUnlimited : pair.budget - 1 + modifiers_.every);
     }
+    room_at_ =
+        std::make_unique<DeviceArray<std::uint32_t>>(std::span<const std::uint32_t>(room_at));
     for (std::size_t s = 0; s < next_.size(); ++s) {
       seeds.push_back(seed(static_cast<int>(s)));
       ids.push_back(id(static_cast<int>(s)));
@@ -353,8 +373,10 @@ class Run {
       for (const std::uint32_t position : live.positions())
         seen.push_back(draw_(position, first, count));
       live.observe(seen);
-      live.make_room(first + count);
     }
+    for (std::size_t i = 0; i < pairs_.size(); ++i)
+      if (const std::uint32_t count = counts[sequence(i)])
+        live_[i]->make_room(next_[sequence(i)] + count);
     for (std::size_t s = 0; s < counts.size(); ++s) next_[s] += counts[s];
   }
 
@@ -390,13 +412,15 @@ class Run {
   std::vector<Pair> pairs_;
   bool in_place_;
   Draw draw_;
+  std::string modifiers_text_;
+  Modifiers modifiers_;
   Needs needs_ = Needs::nothing;
   std::vector<std::unique_ptr<LiveSet>> live_;
   std::vector<std::uint32_t> next_;  // [sequence]: position to come
   std::unique_ptr<Cache> resident_, scratch_;
   std::unique_ptr<DeviceArray<PairRule>> rules_, unlimited_;
   std::unique_ptr<DeviceArray<std::uint64_t>> seeds_;
-  std::unique_ptr<DeviceArray<std::uint32_t>> ids_, now_, admitted_;
+  std::unique_ptr<DeviceArray<std::uint32_t>> ids_, now_, admitted_, room_at_;
   std::unique_ptr<DeviceArray<double>> params_;
   std::unique_ptr<DeviceArray<std::byte>> workspace_;
   std::unique_ptr<DeviceArray<Observation>> seen_;
@@ -447,6 +471,26 @@ TEST_CASE("token by token is the decode rule", "[gpu]") {
     run.admit({30, 7});
     for (int step = 0; step < 40; ++step) run.admit({1, step % 3 == 0 ? 0u : 1u}, &graph);
   }
+}
+
+TEST_CASE("under modifiers a shrink leaves what the rule leaves", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string modifiers :
+       {":every=5", ":every=16:smooth=3", ":every=9:smooth=100000:pool=max", ":every=4:scope=layer",
+        ":every=30:scope=layer:smooth=2"})
+    for (const bool in_place : {true, false})
+      for (const DevicePolicy& policy : device_policies()) {
+        if (policy.name == "full") continue;
+        INFO(policy.name << modifiers << (in_place ? " in place" : " from elsewhere"));
+        Run run(policy, {{40, 0, 0}, {40, 0, 0}, {64, 4, 32}, {64, 4, 32}, {1, 0, 0}, {1, 0, 0}},
+                1300, in_place, draw_observation, modifiers);
+        std::mt19937 random(9);
+        run.admit({50, 1100, 20});
+        for (int step = 0; step < 20; ++step) run.admit({3, 1, step % 2 == 0 ? 0u : 1u});
+        run.shuffle(random);
+        run.admit({200, 9, 2});
+        for (int step = 0; step < 9; ++step) run.admit({1, 7, 1});
+      }
 }
 
 TEST_CASE("equal scores leave by age", "[gpu]") {
