@@ -7,9 +7,10 @@
 
 namespace kvlab {
 
-/// A share in [0, 1] in units of 2^-32, to the nearest.
+/// A share in [0, 1] in units of 2^-32, to the nearest: adding 2^52 rounds to an integer.
 constexpr std::uint64_t share32(double share) {
-  return static_cast<std::uint64_t>(share * 4294967296.0 + 0.5);
+  constexpr double kTwo32 = 4294967296.0, kTwo52 = 4503599627370496.0;
+  return static_cast<std::uint64_t>((share * kTwo32 + kTwo52) - kTwo52);
 }
 
 /// mass * share / 2^32, rounded down; `share` is at most 2^32. Exact: no bit is lost on the way.
