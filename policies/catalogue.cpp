@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "policies/modifiers_text.hpp"
+#include "policies/presets.hpp"
 
 namespace kvlab {
 namespace {
@@ -101,6 +102,36 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
 }
 
+/// `h2o:preset=NAME:more` with the preset's own settings instead of its name, but for those that
+/// `more` gives; any other text as it is.
+std::string without_preset(std::string_view text) {
+  const auto parts = split(text, ':');
+  const auto named = std::ranges::find_if(
+      parts, [](std::string_view part) { return part.starts_with("preset="); });
+  if (parts[0] != "h2o" || named == parts.end()) return std::string(text);
+
+  const std::string_view name = named->substr(std::string_view("preset=").size());
+  const auto presets = h2o_presets();
+  const auto preset = std::ranges::find(presets, name, &Preset::name);
+  if (preset == presets.end()) {
+    std::vector<std::string> known;
+    for (const Preset& one : presets) known.emplace_back(one.name);
+    throw std::invalid_argument(
+        fmt::format("policy h2o: unknown preset '{}'{}", name, hint(name, known)));
+  }
+  if (preset->policy.empty())
+    throw std::invalid_argument(fmt::format("policy h2o: the rule cannot hold preset {} ({}): {}",
+                                            name, preset->code, preset->deviates));
+  const auto key = [](std::string_view part) { return part.substr(0, part.find('=')); };
+  const auto own = split(preset->policy, ':');
+  std::vector<std::string_view> kept{own[0]};
+  for (const std::string_view part : std::span(own).subspan(1))
+    if (std::ranges::find(parts, key(part), key) == parts.end()) kept.push_back(part);
+  for (const std::string_view part : std::span(parts).subspan(1))
+    if (part != *named) kept.push_back(part);
+  return fmt::format("{}", fmt::join(kept, ":"));
+}
+
 std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), std::size_t{0});
@@ -156,7 +187,8 @@ std::string PolicySpec::text() const {
 
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references,
                         const CompiledPolicies& compiled) {
-  const auto parts = split(text, ':');
+  const std::string asked = without_preset(text);
+  const auto parts = split(asked, ':');
   PolicySpec spec;
   spec.name = parts[0];
   std::vector<std::string> known;

@@ -4,6 +4,7 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/modifiers_text.hpp"
+#include "policies/presets.hpp"
 #include "sim/replay.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -80,6 +81,10 @@ void print_text(const std::vector<PolicyEntry>& entries) {
     if (entry.source)
       fmt::print("  compiled   from {} (xxh3 {})\n", entry.source->path, entry.source->xxh3);
   }
+  fmt::print("\nWhat other projects call H2O, written h2o:preset=NAME:\n\n");
+  for (const Preset& preset : h2o_presets())
+    fmt::print("  {:15}  {:35}  {}\n", preset.name,
+               preset.policy.empty() ? "the rule cannot hold it" : preset.policy, preset.code);
   fmt::print("\nReferences, for comparison only (never deployed, no parameters, no guards):\n");
   for (const Reference& reference : kReferences)
     fmt::print("\n{}\n  {}\n  bounds     {}\n", reference.name, reference.summary,
@@ -134,12 +139,18 @@ ordered_json to_json(const PolicyEntry& entry) {
 }
 
 ordered_json to_json(const std::vector<PolicyEntry>& entries) {
-  ordered_json policies = ordered_json::array(), references = ordered_json::array();
+  ordered_json policies = ordered_json::array(), references = ordered_json::array(),
+               presets = ordered_json::array();
   for (const PolicyEntry& entry : entries) policies.push_back(to_json(entry));
   for (const Reference& reference : kReferences)
     references.push_back(
         {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});
-  return {{"policies", policies}, {"references", references}};
+  for (const Preset& preset : h2o_presets())
+    presets.push_back({{"name", preset.name},
+                       {"policy", preset.policy},
+                       {"code", preset.code},
+                       {"deviates", preset.deviates}});
+  return {{"policies", policies}, {"references", references}, {"h2o_presets", presets}};
 }
 
 void add_options(po::options_description& options) {

@@ -46,9 +46,7 @@ def measures(attention):
 def attention_shape():
     experiment = Experiment(__doc__)
     tokens = experiment.arguments.tokens or experiment.quick(512, 2048)
-    options = ["--model", experiment.arguments.model, "--prompt-file", experiment.arguments.text[0], "--teacher-forced",
-               "--prompt-tokens", tokens // 2, "--max-tokens", tokens]  # fmt: skip
-    trace = Trace(experiment.kvlab(["capture"], *options))
+    trace = Trace(experiment.capture(tokens))
     lines = []
     for layer in range(trace.layers):
         by_head = numpy.array([measures(attention) for attention in trace.attention(layer)])

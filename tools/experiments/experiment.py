@@ -53,7 +53,7 @@ class Experiment:
 
     def kvlab(self, command, *options, table=None):
         """Runs `kvlab command`; returns the rows of the table that it wrote, as dictionaries, or where it wrote."""
-        out = pathlib.Path(self.scratch.name) / str(len(self.commands))
+        out = pathlib.Path(self.scratch.name) / f"{command[0]}-{len(self.commands)}"
         options = [*map(str, options)]
         if self.arguments.device:
             options += ["--device", self.arguments.device]
@@ -62,10 +62,18 @@ class Experiment:
         done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
         if done.returncode:
             raise Refused(f"kvlab {' '.join(command)} ended with {done.returncode}")
-        if not table:
-            return out
-        with open(out / table, newline="") as file:
+        return self.rows(out / table) if table else out
+
+    def rows(self, path):
+        with open(path, newline="") as file:
             return list(csv.DictReader(file))
+
+    def capture(self, tokens):
+        """A trace of the first text."""
+        return self.kvlab(
+            ["capture"], "--model", self.arguments.model, "--prompt-file", self.arguments.text[0], "--teacher-forced",
+            "--prompt-tokens", tokens // 4, "--max-tokens", tokens,
+        )  # fmt: skip
 
     def eval(self, policies, budgets, *options, tokens=None, prompt=None):
         """The closed loop over every text: rows of eval.csv, of all texts together."""
@@ -77,10 +85,13 @@ class Experiment:
         )  # fmt: skip
         return [row for row in rows if row["text"] == "all"]
 
-    def policies(self):
-        """Every registered policy, in the registry's order."""
+    def registry(self):
+        """What `kvlab policies --json` says: the registered policies, in order, and H2O's presets."""
         done = subprocess.run([self.arguments.kvlab, "policies", "--json"], capture_output=True, text=True, check=True)
-        return json.loads(done.stdout)["policies"]
+        return json.loads(done.stdout)
+
+    def policies(self):
+        return self.registry()["policies"]
 
     def refusal(self, policy):
         """kvlab's own words if its engine cannot run `policy`; None if it can."""

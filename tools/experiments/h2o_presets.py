@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""One name, many policies: what public codes call H2O, side by side (docs/results/h2o.md)."""
+
+import json
+
+from experiment import Experiment, figure, main, table, values
+
+QUESTION = """
+The authors of H2O released five versions of it, and eleven other public codes say "H2O" too. They keep different
+tokens. `h2o:preset=NAME` is the nearest to each of them that the one rule can do. How much does the name leave open?
+
+*Overlap* is of the tokens kept, with those of `h2o` as it is here: tokens and queries in both, over those in either, of
+the one head that a replay draws.
+"""
+
+
+def overlaps(kept):
+    """{policy: overlap with h2o's} from a run's kept.json: [position, first query, last query] for each stay."""
+    stays = {(series["policy"], series["params"]): series["lifetimes"] for series in kept["series"]}
+
+    def seen(lifetimes):
+        return {(position, query) for position, first, last in lifetimes for query in range(first, last + 1)}
+
+    own = seen(stays["h2o", "sinks=0:recent=50%"])
+    return {name: len(own & seen(other)) / len(own | seen(other)) for name, other in stays.items()}
+
+
+def h2o_presets():
+    experiment = Experiment(__doc__)
+    presets = experiment.registry()["h2o_presets"]
+    held = [preset for preset in presets if preset["policy"]]
+    refused = {preset["name"]: why for preset in held if (why := experiment.refusal(preset["policy"]))}
+    policies = list(dict.fromkeys(["h2o", *(one["policy"] for one in held if one["name"] not in refused)]))
+    budget = experiment.quick(128, 256)
+
+    trace = experiment.capture(experiment.tokens)
+    run = experiment.kvlab(["replay"], "--trace", trace, "--policy", ",".join(policies), "--budget", budget)
+    overlap = overlaps(json.loads((run / "kept.json").read_text()))
+    error = values([row for row in experiment.rows(run / "results.csv") if row["layer"] == "all"], "residual_error")
+    kl = values(experiment.eval(policies, [budget]), "kl")
+    task = experiment.kvlab(
+        ["task", "passkey"], "--model", experiment.arguments.model, "--policy", ",".join(policies), "--budget", budget // 2,
+        "--words", experiment.quick(150, 250), "--depth", "10%,50%,90%", "--draws", experiment.quick(1, 4),
+        "--query-agnostic", table="task.csv",
+    )  # fmt: skip
+    answers = values([row | {"stderr": ""} for row in task if row["words"] == row["depth"] == "all"], "exact_match")
+
+    spelt = {name: asked for asked, name in zip(policies, dict.fromkeys(key[:2] for key in kl if key[2] != "all"))}
+    lines = []
+    for name, asked in spelt.items():
+        presets_of = [f"`{preset['name']}`" for preset in held if preset["policy"] == asked] or ["(default)"]
+        at, half = (*name, str(budget)), (*name, str(budget // 2))
+        lines.append([", ".join(presets_of), f"`{asked}`", f"{overlap[name]:.2f}", figure(error[at]), figure(kl[at]),
+                      figure(answers[half], 2)])  # fmt: skip
+    header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
+    experiment.section(
+        f"## Side by side\n\nBudget {budget}; the pass key, asked later, under a budget of {budget // 2}: the share of "
+        "right answers.\n\n" + table(header, lines)
+    )
+    codes = [[f"`{one['name']}`", one["code"], f"`{one['policy']}`" if one["policy"] else "not held",
+              refused.get(one["name"]) or one["deviates"]] for one in presets]  # fmt: skip
+    experiment.section("## What each is\n\n" + table(["preset", "code", "here", "what differs"], codes))
+    experiment.write('What "H2O" means', QUESTION)
+
+
+main(h2o_presets)
