@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "policies/mass/presets.hpp"
 #include "policies/modifiers_text.hpp"
-#include "policies/presets.hpp"
 
 namespace kvlab {
 namespace {

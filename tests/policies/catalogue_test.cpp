@@ -1,8 +1,11 @@
 #include "policies/catalogue.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <ranges>
 
+#include "policies/mass/presets.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 
@@ -217,4 +220,25 @@ TEST_CASE("a slip is near at two edits, or a third of the word") {
   CHECK(nearest_name("windwo", names) == "window");
   CHECK(nearest_name("strming_h20", names) == "streaming_h2o");
   CHECK_FALSE(nearest_name("quest", names));
+}
+
+TEST_CASE("a preset of h2o stands for what another project calls H2O") {
+  for (const Preset& preset : h2o_presets()) {
+    const std::string asked = fmt::format("h2o:preset={}", preset.name);
+    INFO(asked);
+    if (preset.policy.empty())
+      CHECK(error_of<std::invalid_argument>([&] { parse_policy(asked); }) ==
+            fmt::format("policy h2o: the rule cannot hold preset {} ({}): {}", preset.name,
+                        preset.code, preset.deviates));
+    else
+      CHECK(parse_policy(asked).text() == parse_policy(preset.policy).text());
+  }
+  CHECK(parse_policy("h2o:preset=kvpress").name == "h2o_mean");
+  CHECK(parse_policy("h2o:every=8:preset=sparse_vllm").text() ==
+        parse_policy("h2o:scope=layer:group=max:every=8").text());
+  CHECK(error_of<std::invalid_argument>([] { parse_policy("h2o:preset=kvpres"); }) ==
+        "policy h2o: unknown preset 'kvpres'; did you mean 'kvpress'?");
+  CHECK(error_of<std::invalid_argument>([] {
+          parse_policy("lru:preset=kvpress");
+        }).starts_with("policy lru: unknown parameter 'preset'"));
 }

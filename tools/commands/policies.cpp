@@ -3,8 +3,8 @@
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
+#include "policies/mass/presets.hpp"
 #include "policies/modifiers_text.hpp"
-#include "policies/presets.hpp"
 #include "sim/replay.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"

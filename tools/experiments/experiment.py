@@ -68,11 +68,11 @@ class Experiment:
         with open(path, newline="") as file:
             return list(csv.DictReader(file))
 
-    def capture(self, tokens):
+    def capture(self, tokens, prompt=None):
         """A trace of the first text."""
         return self.kvlab(
             ["capture"], "--model", self.arguments.model, "--prompt-file", self.arguments.text[0], "--teacher-forced",
-            "--prompt-tokens", tokens // 4, "--max-tokens", tokens,
+            "--prompt-tokens", prompt or tokens // 4, "--max-tokens", tokens,
         )  # fmt: skip
 
     def eval(self, policies, budgets, *options, tokens=None, prompt=None):
@@ -95,7 +95,7 @@ class Experiment:
 
     def refusal(self, policy):
         """kvlab's own words if its engine cannot run `policy`; None if it can."""
-        few = ["--max-tokens", "32", "--window", "32", "--prompt-tokens", "16", "--budget", "12"]
+        few = ["--max-tokens", "192", "--window", "192", "--prompt-tokens", "96", "--budget", "100"]
         device = ["--device", self.arguments.device] if self.arguments.device else []
         done = subprocess.run(
             [self.arguments.kvlab, "eval", "--model", self.arguments.model, "--text", self.arguments.text[0],
@@ -112,8 +112,8 @@ class Experiment:
         version = subprocess.run([self.arguments.kvlab, "--version"], capture_output=True, text=True).stdout.strip()
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         made = [
-            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: `{model}`. Texts:",
-            f"{texts}. {version}, on {self.arguments.device or 'the default device'}.",
+            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: `{model}`.",
+            f"Texts: {texts}. {version}, on {self.arguments.device or 'the default device'}.",
         ]
         commands = "\n".join(f"    {line}" for command in self.commands for line in folded(command))
         page = [f"# {title}", question.strip(), "\n".join(made), *self.sections, "## The runs", commands]
@@ -130,14 +130,17 @@ def name_of(option):
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
-def folded(command, width=112):
-    """`command` in lines that a shell takes as one."""
+def folded(command, width=110):
+    """`command` in lines that a shell takes as one: broken between words, and within lists that are too long."""
     lines = [""]
     for word in command.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
+        if lines[-1] and len(lines[-1]) + len(word) + 1 > width:
             lines[-1] += " \\"
             lines.append("   ")
         lines[-1] += (" " if lines[-1] else "") + word
+        while len(lines[-1]) > width and "," in lines[-1][:width]:
+            cut = lines[-1].rindex(",", 0, width) + 1
+            lines[-1:] = [lines[-1][:cut] + "\\", lines[-1][cut:]]
     return lines
 
 

@@ -30,28 +30,29 @@ def h2o_presets():
     presets = experiment.registry()["h2o_presets"]
     held = [preset for preset in presets if preset["policy"]]
     refused = {preset["name"]: why for preset in held if (why := experiment.refusal(preset["policy"]))}
-    policies = list(dict.fromkeys(["h2o", *(one["policy"] for one in held if one["name"] not in refused)]))
+    policies = list(dict.fromkeys(one["policy"] for one in held if one["name"] not in refused))
     budget = experiment.quick(128, 256)
 
-    trace = experiment.capture(experiment.tokens)
+    trace = experiment.capture(experiment.tokens, prompt=experiment.tokens // 2)
     run = experiment.kvlab(["replay"], "--trace", trace, "--policy", ",".join(policies), "--budget", budget)
     overlap = overlaps(json.loads((run / "kept.json").read_text()))
     error = values([row for row in experiment.rows(run / "results.csv") if row["layer"] == "all"], "residual_error")
-    kl = values(experiment.eval(policies, [budget]), "kl")
+    kl = values(experiment.eval(policies, [budget], prompt=experiment.tokens // 2), "kl")
     task = experiment.kvlab(
-        ["task", "passkey"], "--model", experiment.arguments.model, "--policy", ",".join(policies), "--budget", budget // 2,
-        "--words", experiment.quick(150, 250), "--depth", "10%,50%,90%", "--draws", experiment.quick(1, 4),
-        "--query-agnostic", table="task.csv",
+        ["task", "passkey"], "--model", experiment.arguments.model, "--policy", ",".join(policies),
+        "--budget", budget // 2, "--words", experiment.quick(150, 250), "--depth", "10%,50%,90%",
+        "--draws", experiment.quick(1, 4), "--query-agnostic", table="task.csv",
     )  # fmt: skip
     answers = values([row | {"stderr": ""} for row in task if row["words"] == row["depth"] == "all"], "exact_match")
 
-    spelt = {name: asked for asked, name in zip(policies, dict.fromkeys(key[:2] for key in kl if key[2] != "all"))}
+    names = list(dict.fromkeys(key[:2] for key in kl if key[2] != "all"))  # in the order of `policies`
     lines = []
-    for name, asked in spelt.items():
-        presets_of = [f"`{preset['name']}`" for preset in held if preset["policy"] == asked] or ["(default)"]
+    for name, asked in zip(names, policies, strict=True):
+        presets_of = [f"`{preset['name']}`" for preset in held if preset["policy"] == asked]
         at, half = (*name, str(budget)), (*name, str(budget // 2))
-        lines.append([", ".join(presets_of), f"`{asked}`", f"{overlap[name]:.2f}", figure(error[at]), figure(kl[at]),
-                      figure(answers[half], 2)])  # fmt: skip
+        shared = f"{overlap[name]:.2f}" if name in overlap else "not drawn"
+        figures = [figure(error[at]), figure(kl[at]), figure(answers[half], 2)]
+        lines.append([", ".join(presets_of), f"`{asked}`", shared, *figures])
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
         f"## Side by side\n\nBudget {budget}; the pass key, asked later, under a budget of {budget // 2}: the share of "

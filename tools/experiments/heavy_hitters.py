@@ -21,7 +21,8 @@ def heavy_hitters():
     rows = experiment.eval(policies, shares)
     experiment.section("## KL\n\n" + ranking(values(rows, "kl"), shares))
     agreement = values(rows, "top1_agreement")
-    experiment.section("## How often the likeliest token is the full cache's\n\n" + ranking(agreement, shares, best=max))
+    same = ranking(agreement, shares, best=max)
+    experiment.section("## How often the likeliest token is the full cache's\n\n" + same)
     experiment.write("Heavy hitters at every share of the cache", QUESTION)
 
 

@@ -24,11 +24,10 @@ def by_kl(experiment, policies, budgets):
 
     names.sort(key=times_the_least)
     ordered = {(*name, str(budget)): found[(*name, str(budget))] for name in names for budget in budgets}
-    overall = [[name_of_policy(*name), f"{times_the_least(name):.2f}"] for name in names]
+    lines = [[name_of_policy(*name), f"{times_the_least(name):.2f}"] for name in names]
+    overall = table(["policy", "times the least"], lines)
     experiment.section("## By KL\n\nThe best of all budgets first.\n\n" + ranking(ordered, budgets))
-    experiment.section(
-        "KL as a multiple of the least at its budget, geometric mean:\n\n" + table(["policy", "times the least"], overall)
-    )
+    experiment.section("KL as a multiple of the least at its budget, geometric mean:\n\n" + overall)
 
 
 def by_pass_key(experiment, policies, budgets):
@@ -60,7 +59,8 @@ def leaderboard():
     by_kl(experiment, policies, budgets)
     by_pass_key(experiment, policies, experiment.quick([64, 128], [64, 128, 256, 512]))
     if refused:
-        experiment.section("## Not run\n\n" + table(["policy", "why"], [[f"`{name}`", why] for name, why in refused.items()]))
+        reasons = [[f"`{name}`", why] for name, why in refused.items()]
+        experiment.section("## Not run\n\n" + table(["policy", "why"], reasons))
     experiment.write("Leaderboard", QUESTION)
 
 

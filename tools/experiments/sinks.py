@@ -26,12 +26,12 @@ def sinks():
         for metric, name in (("perplexity", "Perplexity"), ("kl", "KL to the full cache, nats")):
             found = values(rows, metric)
             lines = [
-                [f"{count} sinks", *(figure(found["sink", f"sinks={count}:recent=0", str(budget)]) for budget in budgets)]
+                [count, *(figure(found["sink", f"sinks={count}:recent=0", str(budget)]) for budget in budgets)]
                 for count in counts
             ]
             if metric == "perplexity":
                 lines.append(["full cache", figure(found["full", "", "all"]), *[""] * (len(budgets) - 1)])
-            experiment.section(f"## {name}, positions `{mode}`\n\n" + table(["", *map(str, budgets)], lines))
+            experiment.section(f"## {name}, positions `{mode}`\n\n" + table(["sinks", *map(str, budgets)], lines))
     experiment.write("Sinks: how many, and at which positions", QUESTION)
 
 

@@ -1,4 +1,4 @@
-#include "policies/presets.hpp"
+#include "policies/mass/presets.hpp"
 
 namespace kvlab {
 
@@ -6,16 +6,16 @@ std::span<const Preset> h2o_presets() {
   static constexpr Preset kPresets[] = {
       {"paper", "h2o:recent=1", "Zhang et al. 2023, algorithm 1",
        "there the token that comes in may be its own first victim"},
-      {"mask_sim", "h2o:recent=50%", "FMInference/H2O, h2o_hf/utils_hh",
+      {"mask_sim", "h2o", "FMInference/H2O, h2o_hf/utils_hh",
        "there a token that leaves the recent ones is unseen for one step and may come back; sums "
        "are in float16 and freeze"},
-      {"real_drop", "h2o:recent=50%", "FMInference/H2O, h2o_hf/utils_real_drop",
+      {"real_drop", "h2o", "FMInference/H2O, h2o_hf/utils_real_drop",
        "there a decoded query sees one token more; sums are over the batch, in float16"},
-      {"flexgen", "h2o:recent=50%", "FMInference/H2O, h2o_flexgen",
+      {"flexgen", "h2o", "FMInference/H2O, h2o_flexgen",
        "there the oldest recent token always becomes a heavy one, whatever it received"},
       {"lm_eval", "", "FMInference/H2O, h2o_hf/utils_lm_eval",
        "its sums look at queries that are still to come"},
-      {"llama_recipes", "h2o:recent=50%", "meta-llama/llama-recipes, H2O",
+      {"llama_recipes", "h2o", "meta-llama/llama-recipes, H2O",
        "there the first query head of each group counts alone"},
       {"kvcache_factory", "h2o:recent=64:once", "KVCache-Factory, H2OKVCluster",
        "there every query head keeps its own set by default"},
