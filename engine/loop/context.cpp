@@ -9,11 +9,12 @@ namespace kvlab {
 
 std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                            std::uint32_t length) {
-  if (cache.positions == Positions::original || !cache.evicts()) return length;
+  const Modifiers& modifiers = cache.policy.modifiers;
+  if (cache.positions == Positions::original || !cache.evicts() || modifiers.once) return length;
   const std::uint32_t admission =
       cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
   return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(length, std::uint64_t{cache.budget_tokens} - 1 + admission));
+      std::min<std::uint64_t>(length, modifiers.capacity(cache.budget_tokens, admission)));
 }
 
 std::string squeezed_cache(const ModelConfig& config) {
