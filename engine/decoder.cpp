@@ -24,7 +24,7 @@ class Decoder::Impl {
  public:
   Impl(const Model& model, ResolvedConfig cache, unsigned threads)
       : model_(model), config_(model.config()), asked_(std::move(cache)), threads_(threads) {
-    check_for_decoder(asked_, config_.layers, config_.kv_heads);
+    check_for_decoder(asked_, config_.heads());
     const HeadShape shape{.head_size = config_.head_size,
                           .group = config_.query_heads / config_.kv_heads,
                           .positions = asked_.positions,

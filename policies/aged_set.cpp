@@ -5,6 +5,8 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "policies/budgets/layer_budgets.hpp"
+
 namespace kvlab {
 
 AgedSet::AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity)
@@ -102,6 +104,10 @@ std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
 }
 
 std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
+  if (shares_slots_ && after_prompt_) {
+    if (!layer_budgets_) throw std::logic_error("ada(): a cache makes room without its layer");
+    budget_ = layer_budgets_->of(*this, now);
+  }
   const std::uint32_t leaving = surplus();
   victims_.clear();
   if (leaving == 0) return victims_;

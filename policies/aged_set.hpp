@@ -17,6 +17,8 @@
 
 namespace kvlab {
 
+class LayerBudgets;  // policies/budgets/layer_budgets.hpp
+
 inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
 
 class AgedSet {
@@ -65,6 +67,13 @@ class AgedSet {
 
   /// Under scope=layer, before room is made for the first time: what the layer's caches share.
   void share(std::shared_ptr<LayerRanks> layer) { layer_ = std::move(layer); }
+  /// Likewise of a set that shares slots.
+  void share(std::shared_ptr<LayerBudgets> layer) { layer_budgets_ = std::move(layer); }
+  /// From a prompt's end on, the budget is a mean over the KV heads of the layer: under ada().
+  void share_slots() { shares_slots_ = true; }
+  bool shares_slots() const { return shares_slots_; }
+  /// In tokens; under ada() the mean until a prompt has ended. kNoBudget: never evicts.
+  std::uint32_t budget() const { return budget_; }
 
  protected:
   /// `budget` in tokens. `guards` of a policy that never evicts are not looked at.
@@ -76,6 +85,7 @@ class AgedSet {
   /// Step 1: who leaves, were `now` admitted next, so that at most budget - 1 are live: ages,
   /// ascending. Until the next call.
   std::span<const std::uint32_t> find_leaving(std::uint32_t now) {
+    if (shares_slots_) return find_victims(now);
     return surplus() == 1 && leaves_by_own_rank() ? find_victim(now) : find_victims(now);
   }
   /// The rule as it is written: the first by leaving_keys().
@@ -104,14 +114,15 @@ class AgedSet {
   std::uint32_t budget_;
   Guards guards_;
   Modifiers modifiers_;
-  std::shared_ptr<LayerRanks> layer_;  // under scope=layer
+  std::shared_ptr<LayerRanks> layer_;            // under scope=layer
+  std::shared_ptr<LayerBudgets> layer_budgets_;  // under ada()
   Identity identity_;
   std::vector<std::uint32_t> positions_;  // [age], with room to spare
   std::vector<std::byte> states_;         // [age, slot_bytes], likewise
   std::vector<std::uint32_t> victims_;
   std::vector<LeavingKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
-  bool after_prompt_ = false;
+  bool after_prompt_ = false, shares_slots_ = false;
   std::uint64_t evictions_ = 0;
 };
 

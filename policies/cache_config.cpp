@@ -2,17 +2,50 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "policies/modifiers_text.hpp"
 
 namespace kvlab {
-
 namespace {
 
-/// One set for all KV heads of a layer has one size.
-void check_layer_budgets(const CacheConfig& config) {
-  if (!config.evicts_by_layer()) return;
+/// Empty where all heads have one budget.
+HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length, HeadCounts model) {
+  const Budget& budget = config.budget;
+  if (budget.is_even() || budget.split == Budget::Split::ada) return {};
+  const std::string what = "budget " + budget.text();
+  if (model.layers == 0)
+    throw std::invalid_argument(what + ": differs by head, which has to be that of a model");
+  HeadBudgets heads = budget.heads;
+  if (heads.empty()) {
+    const std::uint32_t least = config.policy.entry ? least_budget(config.policy) : 1;
+    for (const std::uint32_t own :
+         pyramid_budgets(budget.resolve(length), length, least, model.layers))
+      heads.push_back({own});
+  }
+  check_shape(heads, model, what);
+  for (auto& layer : heads) layer.resize(model.kv_heads, layer.front());
+  return heads;
+}
+
+void check_guards(const ResolvedConfig& config) {
+  for (std::size_t l = 0; l < config.head_budgets.size(); ++l)
+    for (const std::uint32_t own : config.head_budgets[l]) try {
+        resolve_guards(config.policy, own);
+      } catch (const std::invalid_argument& error) {
+        throw std::invalid_argument(
+            fmt::format("budget {}: layer {}: {}", config.budget.text(), l, error.what()));
+      }
+}
+
+/// One kept set for a layer has one budget.
+void check_layers_even(const ResolvedConfig& config) {
+  if (config.shares_slots())
+    throw std::invalid_argument(
+        fmt::format("budget {}: shares a layer's slots among its heads, and under scope=layer they "
+                    "keep one set; leave one of them out",
+                    config.budget.text()));
   for (std::size_t layer = 0; layer < config.head_budgets.size(); ++layer)
     for (const std::uint32_t budget : config.head_budgets[layer])
       if (budget != config.head_budgets[layer].front())
@@ -24,30 +57,52 @@ void check_layer_budgets(const CacheConfig& config) {
 
 }  // namespace
 
-ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence) {
+ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_head) const {
+  ResolvedConfig own = *this;
+  if (head_budgets.empty() || !evicts()) return own;
+  own.budget_tokens = budget_of(layer, kv_head);
+  if (policy.entry) own.guards = resolve_guards(policy, own.budget_tokens);
+  own.head_budgets.clear();
+  return own;
+}
+
+ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence,
+                       HeadCounts model) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
-  check_layer_budgets(config);
   if (!config.evicts()) return resolved;
   resolved.budget_tokens = config.budget.resolve(length);
-  if (config.policy.entry) resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
+  resolved.head_budgets = budgets_by_head(config, length, model);
+  for (const auto& layer : resolved.head_budgets)
+    resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
+  if (!config.policy.entry) return resolved;
+  resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
+  check_guards(resolved);
+  if (config.policy.modifiers.scope == Modifiers::Scope::layer) check_layers_even(resolved);
   return resolved;
 }
 
-void check_for_decoder(const CacheConfig& config, std::uint32_t layers, std::uint32_t kv_heads) {
+void check_for_decoder(const ResolvedConfig& config, HeadCounts model) {
   if (!config.policy.entry)
     throw std::invalid_argument(fmt::format(
         "policy {} is a reference of the replay; a decoder needs a policy", config.policy.name));
   std::size_t given = 0;
-  bool fits = config.head_budgets.empty() || config.head_budgets.size() == layers;
+  bool fits = config.head_budgets.empty() || config.head_budgets.size() == model.layers;
   for (const auto& heads : config.head_budgets) {
     given += heads.size();
-    fits = fits && heads.size() == kv_heads;
+    fits = fits && heads.size() == model.kv_heads;
   }
   if (!fits)
     throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
-                                            given, layers, kv_heads,
-                                            std::size_t{layers} * kv_heads));
+                                            given, model.layers, model.kv_heads,
+                                            std::size_t{model.layers} * model.kv_heads));
+}
+
+void refuse_shared_slots(const CacheConfig& config, std::string_view who,
+                         std::string_view instead) {
+  if (config.shares_slots())
+    throw std::invalid_argument(
+        fmt::format("budget {}: {} does not know it; {} does", config.budget.text(), who, instead));
 }
 
 void refuse_modifiers(const CacheConfig& config, std::string_view who, std::string_view instead) {

@@ -12,19 +12,23 @@ namespace kvlab {
 /// A cache as asked for: on the command line, in policy.json, of a replay, a loop or a decoder.
 struct CacheConfig {
   PolicySpec policy = parse_policy("full");
-  Budget budget{.extent = {}, .all = true};
+  Budget budget{.all = true};
   Prefill prefill = {};
   Positions positions = Positions::original;
   std::uint64_t seed = 0;
   double threshold = 0.01;  ///< tau, of requests
-  /// Tokens [layer][kv_head], beside a `budget` that is the largest of them; empty: `budget` for
-  /// all.
-  std::vector<std::vector<std::uint32_t>> head_budgets = {};
 
   /// Whether tokens ever leave: not under `full`. A reference evicts.
   bool evicts() const { return !policy.entry || policy.entry->info.evicts; }
-  /// Whether the KV heads of a layer keep one set.
-  bool evicts_by_layer() const { return policy.modifiers.scope == Modifiers::Scope::layer; }
+  /// Whether the KV heads of a layer keep one set, or share their slots: who leaves is found for
+  /// all of them.
+  bool evicts_by_layer() const {
+    return policy.modifiers.scope == Modifiers::Scope::layer || shares_slots();
+  }
+  /// A reference does not; a policy does under ada().
+  bool shares_slots() const {
+    return policy.entry && evicts() && budget.split == Budget::Split::ada;
+  }
 };
 
 /// Tokens that enter a cache together.
@@ -36,8 +40,9 @@ struct Admission {
 /// A configuration for a sequence of known length.
 struct ResolvedConfig : CacheConfig {
   std::uint32_t sequence = 0;               ///< which one of a run: random draws are by it too
-  std::uint32_t budget_tokens = kNoBudget;  ///< kNoBudget: nobody leaves
+  std::uint32_t budget_tokens = kNoBudget;  ///< the largest; kNoBudget: nobody leaves
   Guards guards = {};                       ///< of that budget
+  HeadBudgets head_budgets = {};            ///< empty: all heads have budget_tokens
   std::vector<Admission> admissions = {};   ///< where they are known beforehand: in a replay
   std::vector<bool> in_dense_prompt = {};   ///< [token], likewise
 
@@ -48,20 +53,33 @@ struct ResolvedConfig : CacheConfig {
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {seed, sequence, layer, kv_head};
   }
+  /// In tokens; kNoBudget: nobody leaves.
+  std::uint32_t mean_tokens() const {
+    return head_budgets.empty() ? budget_tokens : mean_budget(head_budgets);
+  }
+  /// What one KV head alone does: budget_tokens and guards are its own.
+  ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
   /// The empty cache of one KV head. Throws std::invalid_argument where the guards do not fit its
   /// budget.
   LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
-    return {policy, budget_of(layer, kv_head), identity(layer, kv_head)};
+    LiveSet live{policy, budget_of(layer, kv_head), identity(layer, kv_head)};
+    if (shares_slots()) live.share_slots();
+    return live;
   }
 };
 
-/// `config` for a sequence of at most `length` tokens. Throws std::invalid_argument where the
-/// guards do not fit the budget.
-ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0);
+/// `config` for a sequence of at most `length` tokens in a model of so many heads, which may be
+/// left out where the budget is even. Throws std::invalid_argument where the guards do not fit a
+/// budget, or budgets by head not the model.
+ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
+                       HeadCounts model = {});
 
 /// What a decoder refuses. Throws std::invalid_argument: a reference of the replay, budgets by head
 /// of another shape.
-void check_for_decoder(const CacheConfig& config, std::uint32_t layers, std::uint32_t kv_heads);
+void check_for_decoder(const ResolvedConfig& config, HeadCounts model);
+
+/// Throws std::invalid_argument under ada(): for those who do not know it yet.
+void refuse_shared_slots(const CacheConfig& config, std::string_view who, std::string_view instead);
 
 /// Throws std::invalid_argument where the policy has modifiers: for those who do not know them yet.
 /// `instead`: who does.

@@ -50,6 +50,9 @@ Extent parse_extent(std::string_view text, std::string_view what, double least) 
   return share;
 }
 
+constexpr std::pair<std::string_view, Budget::Split> kSplits[] = {
+    {"pyramid", Budget::Split::pyramid}, {"ada", Budget::Split::ada}};
+
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   for (std::size_t start = 0;;) {
@@ -231,17 +234,24 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   return spec;
 }
 
-std::string Budget::text() const { return all ? "all" : text_of(extent); }
-
-std::uint32_t Budget::resolve(std::uint32_t length) const {
-  return all ? length : std::max(1u, extent.resolve(length));
-}
-
 Budget parse_budget(std::string_view text) {
   if (text == "null")
     throw std::invalid_argument(
         "budget: null is reserved for a later version; give tokens or a share");
+  if (text == "all") return {.all = true};
+  for (const auto& [name, split] : kSplits) {
+    if (!text.starts_with(name) || !text.substr(name.size()).starts_with('(')) continue;
+    if (!text.ends_with(')'))
+      throw std::invalid_argument(fmt::format("budget: '{}' should end in a )", text));
+    const std::string_view mean = text.substr(name.size() + 1, text.size() - name.size() - 2);
+    return {.extent = parse_extent(mean, fmt::format("budget: {}", name), 1), .split = split};
+  }
   return {.extent = parse_extent(text, "budget", 1)};
+}
+
+std::uint32_t least_budget(const PolicySpec& spec) {
+  const auto fixed = [](Extent guard) { return guard.is_share ? 0u : guard.tokens; };
+  return std::max({1u, fixed(spec.sinks) + 1, fixed(spec.sinks) + fixed(spec.recent)});
 }
 
 Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget) {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "policies/budgets/budget.hpp"
 #include "policies/entry.hpp"
 #include "policies/rule.hpp"
 
@@ -44,21 +45,15 @@ struct PolicySpec {
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references = {},
                         const CompiledPolicies& compiled = {});
 
-/// A budget as asked for: `128`, `20%` or `all`.
-struct Budget {
-  Extent extent;
-  bool all = false;
-
-  std::string text() const;
-  /// In tokens; a share is rounded down from `length`, at least 1. `all` is the length.
-  std::uint32_t resolve(std::uint32_t length) const;
-};
-/// Throws std::invalid_argument for 0, a negative number, or more than 100%.
+/// Parses `128`, `20%`, `pyramid(20%)`, `ada(128)`. Throws std::invalid_argument for 0, a negative
+/// number, or more than 100%.
 Budget parse_budget(std::string_view text);
 
 /// The guards of `spec` in tokens. Throws std::invalid_argument unless sinks + recent <= budget and
 /// sinks < budget.
 Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget);
+/// The smallest budget that guards given in tokens fit, were there no others; 1 of a reference.
+std::uint32_t least_budget(const PolicySpec& spec);
 
 /// original, cache. Throws std::invalid_argument otherwise.
 Positions parse_positions(std::string_view text);

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "policies/aged_set.hpp"
+#include "policies/budgets/layer_budgets.hpp"
 
 namespace kvlab {
 namespace {
@@ -60,9 +61,13 @@ std::span<const std::uint64_t> LayerRanks::at(std::uint32_t now) {
 }
 
 void share_ranks(std::span<AgedSet* const> heads) {
+  const std::vector<const AgedSet*> all(heads.begin(), heads.end());
+  if (heads.front()->shares_slots()) {
+    const auto budgets = std::make_shared<LayerBudgets>(all, heads.front()->budget());
+    for (AgedSet* const head : heads) head->share(budgets);
+  }
   if (heads.front()->modifiers().scope != Modifiers::Scope::layer) return;
-  const auto ranks =
-      std::make_shared<LayerRanks>(std::vector<const AgedSet*>(heads.begin(), heads.end()));
+  const auto ranks = std::make_shared<LayerRanks>(all);
   for (AgedSet* const head : heads) head->share(ranks);
 }
 

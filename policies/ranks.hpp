@@ -40,8 +40,8 @@ class LayerRanks {
   std::vector<std::uint64_t> sums_;
 };
 
-/// Joins the caches of one sequence and layer, which stay where they are, under scope=layer; under
-/// scope=head does nothing.
+/// Joins the caches of one sequence and layer, which stay where they are: under scope=layer by
+/// their ranks, under ada() by their slots. Does nothing where each evicts by itself.
 void share_ranks(std::span<AgedSet* const> heads);
 
 }  // namespace kvlab

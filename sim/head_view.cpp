@@ -12,10 +12,10 @@ void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, co
 }
 
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
-                       std::uint32_t sequence) {
+                       std::uint32_t sequence, HeadCounts model) {
   const std::uint32_t length =
       segments.empty() ? 0 : segments.back().start + segments.back().tokens;
-  ResolvedConfig resolved = resolve(config, length, sequence);
+  ResolvedConfig resolved = resolve(config, length, sequence, model);
   for (const Segment& segment : segments) {
     const bool is_prompt = segment.kind == SegmentKind::prompt;
     const bool dense = is_prompt && config.prefill.chunk == 0;

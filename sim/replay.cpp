@@ -129,7 +129,7 @@ class Replay {
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
     for (const ResolvedConfig& config : configs_)
-      tokens.push_back(config.evicts() ? config.budget_tokens : trace_.tokens());
+      tokens.push_back(config.evicts() ? config.mean_tokens() : trace_.tokens());
     return tokens;
   }
 
@@ -202,8 +202,9 @@ class Replay {
       views.push_back(tensors.back().view);
     }
     if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
+    const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
     LaneConfigs configs;
-    for (const std::size_t c : which) configs.push_back(&configs_[c]);
+    for (const auto& config : own) configs.push_back(config.get());
     LayerLanes lanes(configs, {0, sequence_, layer, 0}, views, rope_, arithmetic_, span);
     if (keep)
       lanes.watch(kept_head,
@@ -212,11 +213,26 @@ class Replay {
     return lanes.outcomes();
   }
 
-  HeadLanes make_lanes(std::span<const std::size_t> which, std::uint32_t layer,
-                       std::uint32_t kv_head, const HeadView& view, const QuerySpan* span) const {
+  /// `configs`: configs_of_head().
+  HeadLanes make_lanes(const std::vector<std::shared_ptr<const ResolvedConfig>>& configs,
+                       std::uint32_t layer, std::uint32_t kv_head, const HeadView& view,
+                       const QuerySpan* span) const {
     LaneConfigs lanes;
-    for (const std::size_t c : which) lanes.push_back(&configs_[c]);
+    for (const auto& config : configs) lanes.push_back(config.get());
     return {std::move(lanes), {0, sequence_, layer, kv_head}, view, rope_, arithmetic_, span};
+  }
+
+  /// With the head's own budgets.
+  std::vector<std::shared_ptr<const ResolvedConfig>> configs_of_head(
+      std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head) const {
+    std::vector<std::shared_ptr<const ResolvedConfig>> configs;
+    for (const std::size_t c : which)
+      if (configs_[c].head_budgets.empty())
+        configs.emplace_back(std::shared_ptr<void>(), &configs_[c]);
+      else
+        configs.push_back(
+            std::make_shared<const ResolvedConfig>(configs_[c].of_head(layer, kv_head)));
+    return configs;
   }
 
   std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
@@ -230,8 +246,9 @@ class Replay {
     if (config.policy.name == kOracleTopk) return nullptr;
     if (config.policy.name != kOracleMass) return run(config.live_set(layer, kv_head));
     const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
-    auto oracle = run(LiveSet(future_mass_ops(), future_mass_params(*masses), config.budget_tokens,
-                              Guards{}, config.identity(layer, kv_head)));
+    auto oracle =
+        run(LiveSet(future_mass_ops(), future_mass_params(*masses),
+                    config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
     oracle->follow_oracle(masses);
     return oracle;
   }
@@ -283,7 +300,8 @@ class Replay {
 
   void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                  const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
-    HeadLanes lanes = make_lanes(which, layer, kv_head, view, &span_);
+    const auto configs = configs_of_head(which, layer, kv_head);
+    HeadLanes lanes = make_lanes(configs, layer, kv_head, view, &span_);
     lanes.run();
     std::vector<HeadOutcome> own = lanes.outcomes();
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
@@ -300,7 +318,7 @@ class Replay {
       if (runs.back())
         runs.back()->measure(&span_);
       else
-        topk.add(configs_[c].budget_tokens, configs_[c].in_dense_prompt);
+        topk.add(configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt);
     }
     run_head(trace_.tokens(), rows, runs, &topk);
     auto next_topk = topk.configurations().begin();
@@ -336,10 +354,8 @@ class Replay {
     if (!config.policy.entry && config.positions == Positions::cache)
       throw std::invalid_argument(
           fmt::format("policy {}: a reference keeps original positions", config.policy.name));
-    if (!config.head_budgets.empty())
-      throw std::invalid_argument(
-          fmt::format("policy {}: budgets by head are not replayed", config.policy.name));
-    configs_.push_back(resolve(config, trace_.segments(), sequence_));
+    configs_.push_back(resolve(config, trace_.segments(), sequence_,
+                               {trace_.shape().layers, trace_.shape().kv_heads}));
   }
 
   const TraceReader& trace_;
@@ -469,7 +485,8 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   }
   const HeadTensors tensors = read_head(trace, layer, kv_head, job.span());
   if (!options.plain) {
-    HeadLanes lanes = job.make_lanes(only, layer, kv_head, tensors.view, nullptr);
+    const auto own = job.configs_of_head(only, layer, kv_head);
+    HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
     lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
     lanes.run();
     return kept;

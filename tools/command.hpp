@@ -28,6 +28,7 @@ struct Command {
   int (*run)(const po::variables_map&);
 };
 
+Command allocate_command();
 Command bench_command();
 Command calibrate_command();
 Command capture_command();

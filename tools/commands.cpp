@@ -7,7 +7,7 @@ std::vector<Command> all_commands() {
       demo_command(),     capture_command(),   trace_command(),    replay_command(),
       report_command(),   deploy_command(),    generate_command(), eval_command(),
       fidelity_command(), calibrate_command(), tune_command(),     task_command(),
-      verify_command(),   policies_command(),  bench_command(),
+      allocate_command(), verify_command(),    policies_command(), bench_command(),
   };
 }
 

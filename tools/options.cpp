@@ -11,6 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
@@ -87,7 +88,7 @@ Axes axes_from(const po::variables_map& options, std::span<const std::string_vie
                              [&](const auto& t) { return policy_from(t, references, compiled); });
   if (options.count("budget"))
     axes.budgets = parse_list(options["budget"].as<std::string>(),
-                              [](const auto& t) { return parse_budget(t); });
+                              [](const auto& t) { return read_budget(t); });
   axes.prefills = parse_list(options["prefill"].as<std::string>(),
                              [](const auto& t) { return parse_prefill(t); });
   if (options.count("positions"))
@@ -115,7 +116,8 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
 
   std::vector<CacheConfig> configs;
   for (const Budget& budget : axes.budgets) {
-    if (policy.entry && !budget.extent.is_share) resolve_guards(policy, budget.extent.tokens);
+    if (policy.entry && !budget.extent.is_share && !budget.all)
+      resolve_guards(policy, budget.extent.tokens);
     config.budget = budget;
     for (const Prefill& prefill : axes.prefills)
       for (const Positions position : positions) {
@@ -193,7 +195,8 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
   add("policy", text_option("P,..."), text.c_str());
   add_source_option(options);
   add("budget", text_option("B,..."),
-      "tokens that a decoded query may span, or a share of the length: 64,128,20%");
+      "tokens that a decoded query may span, or a share of the length: 64,128,20%; by head: "
+      "@FILE, or a mean shared as in pyramid(20%)");
   add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");
   add("positions", text_option("original|cache"),

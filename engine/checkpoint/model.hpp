@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "policies/budgets/budget.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -30,6 +31,7 @@ struct ModelConfig {
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
+  HeadCounts heads() const { return {layers, kv_heads}; }
   float softmax_scale() const;  ///< 1 / sqrt(head_size)
 };
 

@@ -139,8 +139,9 @@ class BatchLoop {
       std::vector<ResolvedConfig> caches;
       for (const Window& window : windows)
         for (const std::size_t c : batch)
-          caches.push_back(
-              resolve(configs_[c], window.tokens(), static_cast<std::uint32_t>(window.sequence)));
+          caches.push_back(resolve(configs_[c], window.tokens(),
+                                   static_cast<std::uint32_t>(window.sequence),
+                                   backend_.config().heads()));
       auto decoder = backend_.batch_decoder(caches, windows.front().tokens());
       if (!decoder) return {};
       const CacheConfig& cache = configs_[batch.front()];

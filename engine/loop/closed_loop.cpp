@@ -67,7 +67,7 @@ class ClosedLoop {
     if (prompt < tokens_) segments.push_back({prompt, tokens_ - prompt, SegmentKind::decode});
     first_scored_ = first_scored;
     for (const CacheConfig& config : configs)
-      configs_.push_back(resolve(config, segments, options.sequence));
+      configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
   }
 
   std::vector<LoopScores> run() {

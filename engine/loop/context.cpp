@@ -10,7 +10,9 @@ namespace kvlab {
 std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                            std::uint32_t length) {
   const Modifiers& modifiers = cache.policy.modifiers;
-  if (cache.positions == Positions::original || !cache.evicts() || modifiers.once) return length;
+  if (cache.positions == Positions::original || !cache.evicts() || modifiers.once ||
+      cache.shares_slots())
+    return length;
   const std::uint32_t admission =
       cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
   return static_cast<std::uint32_t>(

@@ -39,7 +39,8 @@ class DecoderLoop {
         seconds_(configs.size()),
         scores_(configs.size()) {
     for (const CacheConfig& config : configs)
-      decoders_.push_back(backend.decoder(resolve(config, tokens_, options.sequence), tokens_));
+      decoders_.push_back(backend.decoder(
+          resolve(config, tokens_, options.sequence, backend.config().heads()), tokens_));
   }
 
   std::vector<LoopScores> run() {

@@ -78,6 +78,16 @@ json reference_scores(const Figures& figures, const Ballot& ballot) {
   return scores;
 }
 
+/// A column of a run's figures as a budget, a share of the traces' length in tokens.
+Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
+  for (const RunConfig& config : info.grid)
+    if (config.budget == column.text && config.budgets.size() == info.traces.front().layers)
+      return budget_of_heads(config.budgets);
+  Budget budget{.extent = tokens(column.least_tokens)};
+  if (!column.text.starts_with('@')) budget.split = parse_budget(column.text).split;
+  return budget;
+}
+
 }  // namespace
 
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
@@ -105,7 +115,7 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figur
       if (source.policy == series.policy)
         own = require_source(compiled, source.policy, source.path, source.xxh3, "run.json");
     return {.policy = parse_policy(text, {}, own),
-            .budget = {.extent = tokens(ballot.budget.least_tokens)},
+            .budget = budget_of(run.info, ballot.budget),
             .prefill = parse_prefill(series.prefill),
             .positions = parse_positions(series.positions),
             .seed = series.seed,

@@ -170,7 +170,7 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
     result.scores.push_back(
         score_of(configs[c], configs[c].evicts() ? configs[c].budget.resolve(length) : length, c,
                  scored, options.against_full, options.block_tokens));
-  result.pairs = pairs_of(configs, scored, options.against_full);
+  result.pairs = pairs_of(result.scores, scored, options.against_full);
   return result;
 }
 

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "policies/modifiers_text.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -95,42 +96,27 @@ CompiledPolicies source_of(const JsonFields& fields, const CompiledPolicies& com
                         fields.where());
 }
 
-std::uint32_t budget_tokens(const json& value, const std::string& where) {
-  const std::uint32_t tokens = whole_number(value, where);
-  if (tokens == 0 || tokens > 0x7fff'ffffu)
-    throw std::runtime_error(where + ": should be a number of tokens, at least 1");
-  return tokens;
-}
-
-void read_budgets(const JsonFields& fields, CacheConfig& cache) {
+/// Tokens, a list of them by layer and KV head, or how a mean is shared: "pyramid(128)".
+Budget budget_from(const JsonFields& fields, const PolicySpec& policy) {
   const json& budget = fields.any("budget");
-  const std::string where = fields.where() + ": budget";
-  std::uint32_t most = 0;
-  if (!budget.is_array()) {
-    most = budget_tokens(budget, where);
-    resolve_guards(cache.policy, most);
-  } else {
-    for (const json& layer : budget) {
-      const std::size_t l = cache.head_budgets.size();
-      if (!layer.is_array() || layer.empty() || layer.size() != budget.front().size())
-        fail(fields, fmt::format("budget[{}] should be a list of tokens, one for each KV head", l));
-      auto& heads = cache.head_budgets.emplace_back();
-      for (const json& head : layer)
-        heads.push_back(budget_tokens(head, fmt::format("{}[{}][{}]", where, l, heads.size())));
-      most = std::max(most, *std::max_element(heads.begin(), heads.end()));
-    }
-    if (cache.head_budgets.empty()) fail(fields, "budget holds no layers");
+  if (budget.is_string()) {
+    const Budget shared = parse_budget(budget.get<std::string>());
+    if (shared.split == Budget::Split::even)
+      fail(fields, "budget should be tokens, a list of them, or such as \"pyramid(128)\"");
+    return shared;
   }
-  for (const auto& heads : cache.head_budgets)
-    for (const std::uint32_t own : heads) resolve_guards(cache.policy, own);
-  cache.budget = {.extent = tokens(most)};
+  const Budget own = budget_from_json(budget, fields.where() + ": budget");
+  if (own.is_even()) resolve_guards(policy, own.extent.tokens);
+  for (const auto& layer : own.heads)
+    for (const std::uint32_t tokens : layer) resolve_guards(policy, tokens);
+  return own;
 }
 
 PolicyFile file_from(const JsonFields& fields, const json& top, const CompiledPolicies& compiled) {
   PolicyFile file;
   CacheConfig& cache = file.cache;
   cache.policy = policy_from(fields, source_of(fields, compiled));
-  read_budgets(fields, cache);
+  cache.budget = budget_from(fields, cache.policy);
   cache.positions = parse_positions(fields.text("positions"));
   cache.prefill = parse_prefill(fields.text("prefill"));
   cache.threshold = fields.number("threshold");
@@ -185,7 +171,10 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
   for (std::size_t i = 0; i < cache.policy.params.size(); ++i)
     params[std::string(cache.policy.entry->params[i].name)] = cache.policy.params[i];
   json budget = cache.budget.extent.tokens;
-  if (!cache.head_budgets.empty()) budget = cache.head_budgets;
+  if (!cache.budget.heads.empty())
+    budget = cache.budget.heads;
+  else if (!cache.budget.is_even())
+    budget = cache.budget.text();
   nlohmann::ordered_json top{
       {"format", kPolicyFormat},
       {"policy", cache.policy.name},
@@ -207,12 +196,8 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
 }
 
 void check_shape(const PolicyFile& file, const ModelShape& shape) {
-  const auto& budgets = file.cache.head_budgets;
-  if (!budgets.empty() &&
-      (budgets.size() != shape.layers || budgets.front().size() != shape.kv_heads))
-    throw std::runtime_error(
-        fmt::format("policy file: budgets for {} layers x {} KV heads; the model has {} x {}",
-                    budgets.size(), budgets.front().size(), shape.layers, shape.kv_heads));
+  const HeadBudgets& budgets = file.cache.budget.heads;
+  if (!budgets.empty()) check_shape(budgets, {shape.layers, shape.kv_heads}, "policy file");
 }
 
 std::string model_mismatch(const PolicyFile& file, const std::string& model,

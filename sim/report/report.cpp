@@ -213,6 +213,13 @@ class Page {
                         "Blue: the policy loses less than window does; orange: more.",
                         heat_map(grid_of(*winner_, window), Shading::difference,
                                  name + " less window, by layer and head", "map_difference"));
+    if (const auto oracle = counterpart(figures_, *winner_, kOracleMass))
+      figures += figure(name + " less oracle_mass",
+                        "Its regret: what it loses beyond a rule that knows what every token will "
+                        "be given under the full cache. Orange: there is something left to win. "
+                        "The rule is strong for recall, no bound: blue is possible.",
+                        heat_map(grid_of(*winner_, oracle), Shading::difference,
+                                 name + " less oracle_mass, by layer and head", "map_regret"));
     return html_section(
         "Where it is lost",
         fmt::format("−ln recall by layer and KV head at a budget of {}.", escape(budget_.text)),

@@ -43,6 +43,12 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
                       trace.name));
 }
 
+/// One number stands for a layer of one.
+HeadBudgets budgets_of(const Budget& budget) {
+  if (!budget.heads.empty() || budget.file.empty()) return budget.heads;
+  return {{budget.extent.tokens}};
+}
+
 RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& traces) {
   RunInfo info{.version = KVLAB_VERSION,
                .span = request.options.span,
@@ -52,8 +58,8 @@ RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& t
     info.traces.push_back(describe(traces[i], request.traces[i]));
   for (const CacheConfig& config : request.grid)
     info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
-                         config.prefill.text(), std::string(name_of(config.positions)),
-                         config.seed});
+                         config.prefill.text(), std::string(name_of(config.positions)), config.seed,
+                         budgets_of(config.budget)});
   if (const auto& calibration = request.options.calibration)
     info.calibration = {calibration->path, calibration->xxh3};
   if (!request.grid.empty()) info.threshold = request.grid.front().threshold;

@@ -5,6 +5,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "sim/budgets/budget_file.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
 #include "traces/manifest.hpp"
@@ -54,17 +55,23 @@ RunTrace trace_from(const JsonFields& fields) {
 }
 
 json to_json(const RunConfig& config) {
-  return {{"policy", config.policy},   {"params", config.params},       {"budget", config.budget},
-          {"prefill", config.prefill}, {"positions", config.positions}, {"seed", config.seed}};
+  json top{{"policy", config.policy},   {"params", config.params},       {"budget", config.budget},
+           {"prefill", config.prefill}, {"positions", config.positions}, {"seed", config.seed}};
+  if (!config.budgets.empty()) top["budgets"] = config.budgets;
+  return top;
 }
 
 RunConfig config_from(const JsonFields& fields) {
+  HeadBudgets budgets;
+  if (fields.has("budgets"))
+    budgets = budget_from_json(fields.list("budgets"), fields.where() + ": budgets").heads;
   return {.policy = fields.text("policy"),
           .params = fields.text("params"),
           .budget = fields.text("budget"),
           .prefill = fields.text("prefill"),
           .positions = fields.text("positions"),
-          .seed = fields.whole("seed")};
+          .seed = fields.whole("seed"),
+          .budgets = std::move(budgets)};
 }
 
 json to_json(const RunSource& source) {

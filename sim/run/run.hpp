@@ -36,6 +36,7 @@ RunTrace describe(const TraceReader& trace, const std::string& path);
 struct RunConfig {
   std::string policy, params, budget, prefill, positions;
   std::uint64_t seed = 0;
+  HeadBudgets budgets = {};  ///< what the budget's file said; empty: there was none
 
   bool operator==(const RunConfig&) const = default;
 };

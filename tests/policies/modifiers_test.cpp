@@ -123,12 +123,13 @@ TEST_CASE("ranks are smoothed by age, rounded down, and do not overflow") {
 
 TEST_CASE("one set for a layer's KV heads has one budget") {
   CacheConfig config{.policy = parse_policy("h2o:scope=layer"),
-                     .budget = {.extent = tokens(9)},
-                     .head_budgets = {{8, 8}, {9, 9}}};
-  CHECK(resolve(config, 100).budget_of(1, 0) == 9);
-  config.head_budgets[1][1] = 7;
+                     .budget = budget_of_heads({{8, 8}, {9, 9}})};
+  CHECK(resolve(config, 100, 0, {2, 2}).budget_of(1, 0) == 9);
+  config.budget = budget_of_heads({{8, 8}, {9, 7}});
   CHECK(
-      error_of<std::invalid_argument>([&] { resolve(config, 100); }) ==
+      error_of<std::invalid_argument>([&] {
+        resolve(config, 100, 0, {2, 2});
+      }) ==
       "policy h2o: under scope=layer the KV heads of a layer keep one set, and in layer 1 budgets "
       "of 9 and 7 tokens are asked for; one would be right");
 }

@@ -18,6 +18,7 @@ struct Case {
   std::string text;  ///< for messages
   CacheConfig replay;
   brute::Config brute;
+  HeadBudgets heads = {};  ///< of the brute force too: each head by itself; empty: brute.budget
 };
 
 /// The guards are the page's for `policy`, unless `sinks` and `recent` give them, in tokens.
@@ -27,6 +28,14 @@ Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t ch
 /// Every policy and reference, prefill mode, position mode and budget that fits: the least, 2, a
 /// small one and one above `tokens`.
 std::vector<Case> whole_grid(std::uint32_t tokens);
+
+/// With the guards that are the page's at each head's budget.
+Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std::uint32_t chunk,
+                       bool squeezed);
+
+/// Every policy and reference under budgets that differ from head to head and from layer to layer,
+/// in every prefill and position mode.
+std::vector<Case> by_head_grid(const ModelShape& shape, std::uint32_t tokens);
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 

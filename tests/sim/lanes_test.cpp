@@ -86,10 +86,28 @@ void check_equal(const TraceReader& trace, const std::vector<Case>& cases, Span 
   }
 }
 
+TEST_CASE("lanes measure what the plain replay measures where a layer's heads evict together") {
+  const Traced traced(shapes()[1]);  // of two KV heads, two turns
+  std::vector<Case> cases;
+  for (const char* policy : {"h2o", "lru:sinks=2", "streaming_h2o", "window"})
+    for (const std::uint32_t chunk : {0u, 7u})
+      for (const char* budget : {"ada(14)", "ada(30%)", "pyramid(14)"}) {
+        Case c = make_case("h2o", 14, chunk, policy == std::string("streaming_h2o"));
+        const bool is_even = budget == std::string("pyramid(14)");
+        c.replay.policy = parse_policy(std::string(policy) + (is_even ? ":scope=layer" : ""));
+        c.replay.budget = parse_budget(budget);
+        c.text = c.replay.policy.text() + " at " + budget;
+        cases.push_back(c);
+      }
+  check_equal(traced.trace, cases, Span::decode, false);
+}
+
 TEST_CASE("lanes measure what the plain replay measures, and keep the very sets that it keeps") {
   for (const RandomTrace& wanted : shapes()) {
     const Traced traced(wanted);
     const std::vector<Case> cases = whole_grid(traced.trace.tokens());
+    check_equal(traced.trace, by_head_grid(traced.trace.shape(), traced.trace.tokens()),
+                Span::decode, false);
     for (const Span span : {Span::decode, Span::all}) {
       RandomTrace own = wanted;
       own.gradients_of = span;

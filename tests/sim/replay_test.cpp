@@ -172,6 +172,32 @@ TEST_CASE("replay agrees with the brute force where logits reach 80") {
   check_agreement(traced.trace, cases, {.threads = 2}, kTolerance);
 }
 
+TEST_CASE("replay agrees with the brute force of each head alone under budgets by head") {
+  for (RandomTrace wanted : {single_heads(), two_turns_in_bf16()}) {
+    wanted.gradients_of = Span::all;
+    const Traced traced(wanted);
+    const auto cases = by_head_grid(traced.trace.shape(), traced.trace.tokens());
+    for (const bool plain : {true, false})
+      check_agreement(traced.trace, cases, {.span = Span::all, .plain = plain, .threads = 2},
+                      kTolerance);
+  }
+}
+
+TEST_CASE("budgets by layer, and PyramidKV's, are those of every head of a layer") {
+  const Traced traced(two_turns_in_bf16());
+  const ModelShape& shape = traced.trace.shape();
+  REQUIRE(shape.layers == 2);
+  std::vector<Case> cases{make_case_by_head("h2o", {{37, 37}, {3, 3}}, 0, false), {}, {}, {}};
+  for (std::size_t c = 1; c < 4; ++c) cases[c] = cases[0];
+  cases[1].replay.budget = budget_of_heads({{37}, {3}});
+  cases[2].replay.budget = parse_budget("pyramid(20)");
+  cases[3].replay.budget = parse_budget("pyramid(18.02%)");  // of 111 tokens
+  cases[2].heads = cases[3].heads = {{39, 39}, {1, 1}};
+  check_agreement(traced.trace, cases, {.threads = 2}, kTolerance);
+  const ReplayResult result = replay_all(traced.trace, cases);
+  CHECK(result.budget_tokens == std::vector<std::uint32_t>{20, 20, 20, 20});
+}
+
 TEST_CASE("gradients of other queries than the replay's are left out") {
   const std::vector<Case> cases{make_case("h2o", 16, 0, false)};
   const auto has_estimates = [&](RandomTrace wanted, Span of, Span span) {

@@ -106,8 +106,9 @@ TEST_CASE("the page holds every section and needs nothing else") {
         "Where this comes from", "queries and keys come from the full-cache run",
         "0123456789abcdef", "fedcba9876543210", "prefers-color-scheme: dark"})
     CHECK_THAT(html, ContainsSubstring(part));
-  // Four curves, two maps, one kept head.
-  CHECK(count_of(html, "<svg ") == 7);
+  // Four curves, three maps (regret too), one kept head.
+  CHECK(count_of(html, "<svg ") == 8);
+  CHECK_THAT(html, ContainsSubstring("less oracle_mass"));
   CHECK_FALSE(std::regex_search(html, std::regex("<script|<link|<img|@import|url\\(|http")));
   // Ids are unique, and every reference leads to one of them.
   std::map<std::string, int> ids;

@@ -15,7 +15,8 @@ const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
 /// -ln p(next) of every decoded token but the last, by the decoder.
 std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,
                            std::uint32_t prompt, const CacheConfig& config) {
-  Decoder decoder(model, resolve(config, static_cast<std::uint32_t>(ids.size())), 1);
+  Decoder decoder(
+      model, resolve(config, static_cast<std::uint32_t>(ids.size()), 0, model.config().heads()), 1);
   decoder.feed(std::span(ids).first(prompt), SegmentKind::prompt);
   std::vector<double> nll;
   for (std::size_t i = prompt; i + 1 < ids.size(); ++i) {
@@ -58,13 +59,19 @@ TEST_CASE("The closed loop takes budgets by layer and KV head") {
   const Model model = Model::load(kModel, 2);
   const std::vector<std::int32_t> ids = some_tokens(120);
   CacheConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);
-  for (std::uint32_t i = 0; i < 4; ++i) config.head_budgets.push_back({20 + 10 * i, 25 + 10 * i});
+  HeadBudgets heads;
+  for (std::uint32_t i = 0; i < 4; ++i) heads.push_back({20 + 10 * i, 25 + 10 * i});
+  config.budget = budget_of_heads(heads);
+  CacheConfig shared = config_of("h2o", 20, Prefill{0}, Positions::original);
+  shared.budget = parse_budget("ada(20)");
   const std::vector<CacheConfig> configs{config_of("full", 1, Prefill{1}, Positions::original),
-                                         config};
-  const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = 20, .threads = 1});
-  const std::vector<double> expected = decode(model, ids, 20, config);
-  for (std::size_t i = 0; i < expected.size(); ++i)
-    REQUIRE(std::fabs(scores[1].nll[i] - expected[i]) <= 1e-4);
+                                         config, shared};
+  const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = 50, .threads = 1});
+  for (std::size_t c = 1; c < 3; ++c) {
+    const std::vector<double> expected = decode(model, ids, 50, configs[c]);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      REQUIRE(std::fabs(scores[c].nll[i] - expected[i]) <= 1e-4);
+  }
   CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
 }
 

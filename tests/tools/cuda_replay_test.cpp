@@ -185,7 +185,7 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   std::vector<CacheConfig> grid;
   for (const char* policy : {"lru", "window", "h2o", "sink", "streaming_h2o", "random", "full",
                              "lru:sinks=4:recent=50%"})
-    for (const char* budget : {"5%", "20%", "60%"}) {
+    for (const char* budget : {"5%", "20%", "60%", "pyramid(20%)", "ada(20%)"}) {
       CacheConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
       config.positions = config.policy.entry->info.positions;
       grid.push_back(config);

@@ -80,7 +80,10 @@ TEST_CASE("The loop by layers on a device refuses what it cannot hold to", "[gpu
   const auto backend = load_cuda_backend(kTiny);
   const Sweep sweep = sweep_by_device_layers(*backend->device_model());
   CacheConfig by_head = config_of("h2o", 24, Prefill{0}, Positions::original);
-  by_head.head_budgets.assign(4, {24, 24});
+  by_head.budget = budget_of_heads({4, {24, 24}});
+  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_head}, {}),
+                  std::invalid_argument);
+  by_head.budget = parse_budget("ada(24)");
   CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_head}, {}),
                   std::invalid_argument);
   CacheConfig other = config_of("lru", 24, Prefill{0}, Positions::original);

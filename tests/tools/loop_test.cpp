@@ -1,10 +1,12 @@
 // The commands, one after another, as a person would type them: capture, replay, report, deploy,
 // generate, and the demo that strings them together.
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 
 #include "engine/loop/policy_file.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/run/run.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
@@ -155,6 +157,66 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
              ContainsSubstring("8, 16, 50%"));
   CHECK_THAT(refusal(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--out", policy}),
              ContainsSubstring("--model: missing"));
+}
+
+TEST_CASE(
+    "budgets by head go from a run's errors to a file, a replay, a deployment and the engine") {
+  const TemporaryFolder folder;
+  capture(folder / "trace");
+  const auto path = [&](const char* name) { return (folder / name).string(); };
+  const auto replay_with = [&](const std::string& budget, const char* out, Words more = {}) {
+    Words words{"--trace",  path("trace"), "--policy", "h2o",
+                "--budget", budget,        "--out",    path(out)};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  REQUIRE(run_command(replay_command(), replay_with("4,8,16,32", "curves")) == 0);
+  REQUIRE(run_command(allocate_command(), {path("curves"), "--budget", "12", "--out", path("b")}) ==
+          0);
+  const Budget by_head = read_budget("@" + path("b"));
+  CHECK(by_head.heads.size() == 4);
+  CHECK(by_head.resolve(100) == 12);
+
+  const std::string budgets = "12,@" + path("b") + ",pyramid(12)";
+  REQUIRE(run_command(replay_command(), replay_with(budgets, "run")) == 0);
+  const Run run = load_run(folder / "run");
+  CHECK(run.info.grid.at(1).budgets == by_head.heads);
+  CHECK(run.info.grid.at(2).budgets.empty());
+  // What is kept at the end is what every head may keep.
+  for (const ResultRow& row : run.rows) {
+    if (row.policy != "full") CHECK(row.budget_tokens == 12);
+    if (row.policy != "h2o" || row.metric != "kv_bytes" || row.head < 0) continue;
+    const auto layer = static_cast<std::size_t>(row.layer),
+               head = static_cast<std::size_t>(row.head);
+    const std::size_t tokens = row.budget == "12"            ? 12
+                               : row.budget == "pyramid(12)" ? std::array{23, 16, 8, 1}.at(layer)
+                                                             : by_head.heads.at(layer).at(head);
+    CHECK(row.value == static_cast<double>(tokens * 2 * 64 * 4));
+  }
+  for (const std::string& budget : {"@" + path("b"), std::string("pyramid(12)")}) {
+    REQUIRE(run_command(deploy_command(),
+                        {path("run"), "--budget", budget, "--out", path("policy.json")}) == 0);
+    const PolicyFile file = read_policy_file(path("policy.json"));
+    CHECK(file.cache.budget.heads == (budget.starts_with('@') ? by_head.heads : HeadBudgets{}));
+    CHECK(file.cache.budget.text() == (budget.starts_with('@') ? "by head" : budget));
+    CHECK(run_command(generate_command(),
+                      {"--model", kModel, "--prompt", "It was", "--max-new-tokens", "30",
+                       "--policy-file", path("policy.json")}) == 0);
+  }
+  CHECK(run_command(verify_command(),
+                    {"--model", kModel, "--prompt", "It was a dark and stormy night, and the wind",
+                     "--max-new-tokens", "30", "--policy", "h2o", "--budget", budgets}) == 0);
+
+  // An unfinished replay does not go on under another file's budgets.
+  RunInfo other = run.info;
+  other.grid.at(1).budgets.at(3).at(1) += 1;
+  CHECK(job_of(run.info, "") == job_of(load_run(folder / "run").info, ""));
+  CHECK(job_of(run.info, "") != job_of(other, ""));
+  write_bytes(folder / "b", "[[9, 9], [9, 9], [9, 9]]");
+  CHECK_THAT(refusal(replay_command(), replay_with(budgets, "other")),
+             ContainsSubstring("budgets for 3 layers x 2 KV heads; the model has 4 x 2"));
+  CHECK_FALSE(std::filesystem::exists(folder / "other"));
+  CHECK_FALSE(std::filesystem::exists(folder / "other.part"));
 }
 
 TEST_CASE(

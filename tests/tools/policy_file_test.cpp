@@ -54,7 +54,7 @@ TEST_CASE("a policy file reads back as it was written") {
   const PolicyFile read = read_policy_file(path);
   CHECK(read.cache.policy.text() == h2o_file().cache.policy.text());
   CHECK(read.cache.budget.text() == "128");
-  CHECK(read.cache.head_budgets.empty());
+  CHECK(read.cache.budget.is_even());
   CHECK(read.cache.positions == Positions::cache);
   CHECK(read.cache.prefill.text() == "chunk:32");
   CHECK(read.cache.threshold == 0.02);
@@ -109,13 +109,14 @@ TEST_CASE("a policy file becomes the configuration of a cache") {
 TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
-  file.cache.head_budgets = {{100, 200}, {300, 50}};
+  file.cache.budget = budget_of_heads({{100, 200}, {300, 50}});
   write_policy_file(folder / "policy.json", file);
   const PolicyFile read = read_policy_file(folder / "policy.json");
-  CHECK(read.cache.head_budgets == file.cache.head_budgets);
-  CHECK(read.cache.budget.text() == "300");
+  CHECK(read.cache.budget.heads == file.cache.budget.heads);
+  CHECK(read.cache.budget.text() == "by head");
+  CHECK(read.cache.budget.resolve(1000) == 163);
   check_shape(read, kShape);
-  const ResolvedConfig resolved = resolve(read.cache, 1000);
+  const ResolvedConfig resolved = resolve(read.cache, 1000, 0, {2, 2});
   for (std::uint32_t i = 0; i < 4; ++i)
     CHECK(resolved.budget_of(i / 2, i % 2) == std::array{100u, 200u, 300u, 50u}[i]);
   ModelShape other = kShape;

@@ -82,9 +82,20 @@ TEST_CASE("A policy that needs mass and requests is verified by both") {
 
 TEST_CASE("Budgets by layer and KV head are verified head by head") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
-  ResolvedConfig options = cache(*parse_policy("h2o").entry, 32, Prefill{0}, Positions::original);
-  for (std::uint32_t i = 0; i < 4; ++i) options.head_budgets.push_back({16 + 8 * i, 20 + 8 * i});
-  check(*backend, options, two_turns(40));
+  const auto turns = two_turns(40);
+  HeadBudgets heads;
+  for (std::uint32_t i = 0; i < 4; ++i) heads.push_back({16 + 8 * i, 20 + 8 * i});
+  for (const Budget& budget :
+       {budget_of_heads(heads), parse_budget("pyramid(32)"), parse_budget("ada(32)")})
+    for (const char* policy : {"h2o", "lru:sinks=2", "random"})
+      for (const Positions positions : {Positions::original, Positions::cache})
+        check(*backend,
+              resolve({.policy = parse_policy(policy),
+                       .budget = budget,
+                       .prefill = {policy == std::string("random") ? 16u : 0u},
+                       .positions = positions},
+                      200, 0, backend->config().heads()),
+              turns);
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ void print_table(const std::vector<EvalScore>& scores) {
       return std::isnan(value) ? "-" : fmt::format("{:.4f}", value);
     };
     fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8.1f} KiB\n",
-               score.config.policy.text(), score.budget_tokens, name_of(score.config.positions),
+               score.label(), score.budget_tokens, name_of(score.config.positions),
                fmt::format("{:.3f}{}", score.perplexity, error), nats(score.kl), nats(score.kl_p50),
                nats(score.kl_p90), nats(score.kl_p99),
                std::isnan(score.same_first) ? "-" : fmt::format("{:.1f}%", 100 * score.same_first),
@@ -91,7 +91,7 @@ void print_texts(const Evaluation& evaluation, const std::vector<std::string>& n
   for (const EvalScore& score : evaluation.scores) {
     if (!score.config.evicts()) continue;
     const bool against_full = !std::isnan(score.kl);
-    fmt::print("{:<40} {:>6} {:>9.4f} ± {:.4f}\n", score.config.policy.text(), score.budget_tokens,
+    fmt::print("{:<40} {:>6} {:>9.4f} ± {:.4f}\n", score.label(), score.budget_tokens,
                against_full ? score.kl : score.nll,
                against_full ? score.kl_deviation : score.nll_deviation);
   }
@@ -105,7 +105,7 @@ void print_contenders(const Evaluation& evaluation) {
     std::vector<std::string> tied;
     for (const Evaluation::Contender& contender : contenders)
       if (!contender.behind.told_apart())
-        tied.push_back(evaluation.scores[contender.score].config.policy.text());
+        tied.push_back(evaluation.scores[contender.score].label());
     if (tied.size() == 1)
       fmt::print("\nat {}: {} is ahead of all others\n", budget, tied.front());
     else

@@ -71,7 +71,7 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
       {"turns", turns},
       {"policy", cache.policy.name},
       {"params", cache.policy.params_text()},
-      {"budget_tokens", cache.evicts() ? ordered_json(cache.budget_tokens) : ordered_json("all")},
+      {"budget_tokens", cache.evicts() ? ordered_json(cache.mean_tokens()) : ordered_json("all")},
       {"positions", name_of(cache.positions)},
       {"prefill", cache.prefill.text()},
       {"prompt_tokens", conversation.prompt_pace().tokens},
@@ -98,7 +98,7 @@ int run(const po::variables_map& options) {
   for (const auto& turn : turns)
     longest_prompt = std::max(longest_prompt, static_cast<std::uint32_t>(turn.size()));
   if (asked.file) check_shape(*asked.file, config.shape());
-  const ResolvedConfig cache = resolve(asked.cache, length);
+  const ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
   if (!options["beyond-context"].as<bool>())
     refuse_beyond_context(config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
                           squeezed_cache(config));

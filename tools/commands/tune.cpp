@@ -4,6 +4,7 @@
 
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/run/results.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
@@ -137,7 +138,7 @@ int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out policy.json");
   refuse_unwritable(out, "--out");
-  const Budget budget = parse_budget(required(options, "budget", "--budget B, tokens or a share"));
+  const Budget budget = read_budget(required(options, "budget", "--budget B, tokens or a share"));
   if (budget.all)
     throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");
   check_metric(options);

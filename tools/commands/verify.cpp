@@ -102,7 +102,8 @@ int run(const po::variables_map& options) {
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   for (const CacheConfig& config : grid) {
     const VerifyReport report = verify_decoder(
-        *backend, resolve(config, dialogue.length), dialogue.turns, sampling_from(options),
+        *backend, resolve(config, dialogue.length, 0, backend->config().heads()), dialogue.turns,
+        sampling_from(options),
         {.threads = threads, .check_every = count_from(options, "check-every", 1, 1 << 30)});
     ok = ok && report.ok();
     if (options["json"].as<bool>())

@@ -34,8 +34,9 @@ const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
                                            const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
-    check_for_decoder(cache, model.config().layers, model.config().kv_heads);
+    check_for_decoder(cache, model.config().heads());
     refuse_group(cache);
+    refuse_shared_slots(cache, "the CUDA decoder", "--device cpu");
     if (cache.policy.entry != first.policy.entry || cache.positions != first.positions)
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy and one kind of positions");

@@ -44,16 +44,16 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   return found == configs.end() ? configs.front() : *found;
 }
 
-void refuse(std::span<const CacheConfig> configs, const ModelConfig& model) {
+void refuse(std::span<const CacheConfig> configs) {
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
-    check_for_decoder(config, model.layers, model.kv_heads);
     if (!walks_know(config.policy.modifiers))
       refuse_modifiers(config, "the closed loop on CUDA", "--device cpu");
-    if (!config.head_budgets.empty())
+    if (!config.budget.is_even())
       throw std::invalid_argument(
-          "budgets by head: the closed loop by layers has one budget for all; --by-tokens takes "
-          "them");
+          fmt::format("budget {}: the closed loop by layers has one for all heads on a device; "
+                      "--by-tokens or --device cpu takes it",
+                      config.budget.text()));
     if (config.evicts() && config.threshold != threshold)
       throw std::invalid_argument(
           fmt::format("request thresholds {} and {}: the closed loop by layers has one for all; "
@@ -115,8 +115,10 @@ class SequenceRun {
         tables_(plan_),
         rows_(LoopAttention::rows(ids.size())),
         scores_(configs.size()) {
-    for (const CacheConfig& config : configs)
-      resolved_.push_back(resolve(config, segments_, options.sequence));
+    for (const CacheConfig& config : configs) {
+      resolved_.push_back(resolve(config, segments_, options.sequence, config_.heads()));
+      check_for_decoder(resolved_.back(), config_.heads());
+    }
     for (const ResolvedConfig& config : resolved_) pointers_.push_back(&config);
     Ids padded = ids;
     padded.resize(rows_, ids.front());
@@ -297,7 +299,7 @@ Sweep sweep_by_device_layers(const DeviceModel& model) {
   const auto loop = std::make_shared<DeviceLoop>(model);
   return [loop](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                 const EvalOptions& options) {
-    refuse(configs, loop->model.config());
+    refuse(configs);
     return sweep_in_turn(sequences, options, [&](const Ids& ids, const LoopOptions& how) {
       return SequenceRun(*loop, ids, configs, how).run();
     });

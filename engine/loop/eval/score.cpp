@@ -1,5 +1,7 @@
 #include "engine/loop/eval/score.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -137,15 +139,22 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
   return score;
 }
 
-std::vector<EvalPair> pairs_of(std::span<const CacheConfig> configs,
-                               const ScoredSequences& sequences, bool against_full) {
+std::string EvalScore::label() const {
+  const std::string policy = config.policy.text();
+  return config.evicts() && !config.budget.is_even()
+             ? fmt::format("{} at {}", policy, config.budget.text())
+             : policy;
+}
+
+std::vector<EvalPair> pairs_of(std::span<const EvalScore> scores, const ScoredSequences& sequences,
+                               bool against_full) {
   const PairedBootstrap nll = bootstrap_of(sequences, &LoopScores::nll);
   const PairedBootstrap kl = bootstrap_of(sequences, &LoopScores::kl);
   std::vector<EvalPair> pairs;
-  for (std::size_t b = 0; b < configs.size(); ++b)
-    for (std::size_t a = b + 1; a < configs.size(); ++a) {
-      const bool same_budget = configs[a].evicts() && configs[b].evicts() &&
-                               configs[a].budget.text() == configs[b].budget.text();
+  for (std::size_t b = 0; b < scores.size(); ++b)
+    for (std::size_t a = b + 1; a < scores.size(); ++a) {
+      const bool same_budget = scores[a].config.evicts() && scores[b].config.evicts() &&
+                               scores[a].budget_tokens == scores[b].budget_tokens;
       if (b > 0 && !same_budget) continue;
       pairs.push_back({.a = a,
                        .b = b,
@@ -157,10 +166,13 @@ std::vector<EvalPair> pairs_of(std::span<const CacheConfig> configs,
 
 std::vector<std::string> Evaluation::budgets() const {
   std::vector<std::string> budgets;
-  for (const EvalScore& score : scores)
-    if (const std::string text = score.config.budget.text();
-        score.config.evicts() && std::ranges::find(budgets, text) == budgets.end())
-      budgets.push_back(text);
+  std::vector<std::uint32_t> known;
+  for (const EvalScore& score : scores) {
+    if (!score.config.evicts() || std::ranges::find(known, score.budget_tokens) != known.end())
+      continue;
+    known.push_back(score.budget_tokens);
+    budgets.push_back(score.config.budget.text());
+  }
   return budgets;
 }
 
@@ -168,9 +180,13 @@ std::vector<Evaluation::Contender> Evaluation::contenders(const std::string& bud
   const auto figure = [&](std::size_t s) {
     return std::isnan(scores[s].kl) ? scores[s].nll : scores[s].kl;
   };
+  const auto named = std::ranges::find_if(scores, [&](const EvalScore& score) {
+    return score.config.evicts() && score.config.budget.text() == budget;
+  });
   std::vector<Contender> found;
+  if (named == scores.end()) return found;
   for (std::size_t s = 0; s < scores.size(); ++s)
-    if (scores[s].config.evicts() && scores[s].config.budget.text() == budget)
+    if (scores[s].config.evicts() && scores[s].budget_tokens == named->budget_tokens)
       found.push_back({s, {0, {0, 0}}});
   std::ranges::stable_sort(found, [&](const Contender& x, const Contender& y) {
     return figure(x.score) < figure(y.score);

@@ -37,6 +37,9 @@ struct EvalScore {
   std::vector<EvalText> texts;
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN of one text
   std::vector<EvalBlock> blocks;       ///< where they were asked for
+
+  /// The policy, and the budget where heads differ in it.
+  std::string label() const;
 };
 
 /// Two configurations over the same tokens: `a` less `b`, nats.
@@ -48,17 +51,19 @@ struct EvalPair {
 
 struct Evaluation {
   std::vector<EvalScore> scores;
-  /// Every configuration with the first one, and every two at one budget.
+  /// Every configuration with the first one, and every two of one budget in tokens (the mean where
+  /// heads differ).
   std::vector<EvalPair> pairs;
 
-  /// Those that evict at a budget (as asked), the best first by KL, or by nll without the full
-  /// cache; and whether the best is ahead of each.
+  /// Those that evict at as many tokens as a budget (as asked), the best first by KL, or by nll
+  /// without the full cache; and whether the best is ahead of each.
   struct Contender {
     std::size_t score;
     Difference behind;  ///< its figure less the best's; 0 of the best itself
   };
   std::vector<Contender> contenders(const std::string& budget) const;
-  /// Budgets that configurations which evict were asked for, in their order.
+  /// Budgets that configurations which evict were asked for, in their order; of those of as many
+  /// tokens the first.
   std::vector<std::string> budgets() const;
 };
 
@@ -74,7 +79,7 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
                    const ScoredSequences& sequences, bool against_full, std::size_t block_tokens);
 
 /// The pairs of an evaluation, by the block bootstrap.
-std::vector<EvalPair> pairs_of(std::span<const CacheConfig> configs,
-                               const ScoredSequences& sequences, bool against_full);
+std::vector<EvalPair> pairs_of(std::span<const EvalScore> scores, const ScoredSequences& sequences,
+                               bool against_full);
 
 }  // namespace kvlab

@@ -101,8 +101,8 @@ class TaskLoop {
     std::uint32_t longest = 0;
     for (const Row& row : rows) {
       const std::uint32_t tokens = prompt_of(row).tokens();
-      caches.push_back(
-          resolve(configs_[row.config], tokens, static_cast<std::uint32_t>(row.prompt)));
+      caches.push_back(resolve(configs_[row.config], tokens, static_cast<std::uint32_t>(row.prompt),
+                               backend_.config().heads()));
       longest = std::max(longest, tokens);
     }
     return backend_.batch_decoder(caches, longest + longest_answer(rows));

@@ -186,7 +186,8 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
 PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                           const Backend& backend) {
   CacheConfig cache = request.grid[tuning.winner];
-  cache.budget = {.extent = tokens(static_cast<std::uint32_t>(tuning.budget_tokens))};
+  cache.budget.extent = tokens(static_cast<std::uint32_t>(tuning.budget_tokens));
+  cache.budget.all = false;
   json ties = json::array(), texts = json::array(), open = json::array();
   for (const std::size_t config : tuning.tied())
     if (config != tuning.winner) ties.push_back(request.grid[config].policy.text());

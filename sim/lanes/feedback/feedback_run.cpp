@@ -43,6 +43,7 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
       view_(view),
       span_(span),
       tally_(1, view.group) {
+  if (config.shares_slots()) cache_.share_slots();
   if (span) stats_.resize(*span, view.group, view.projected());
 }
 

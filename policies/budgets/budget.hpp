@@ -1,0 +1,57 @@
+// A budget as asked for, and what it comes to for each head of a model.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+/// Tokens [layer][kv_head].
+using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
+
+/// A model's layers, and the KV heads of each.
+struct HeadCounts {
+  std::uint32_t layers = 0, kv_heads = 0;
+};
+
+/// `128`, `20%`, `all`, `pyramid(20%)`, `ada(20%)`, or what a file says of each head.
+struct Budget {
+  /// How `extent`, a mean, is shared: every head has it; over layers as in PyramidKV; over the
+  /// heads of a layer by their ranks after the prompt, as in Ada-KV.
+  enum class Split { even, pyramid, ada };
+
+  Extent extent = {};  ///< of a head; the mean, rounded, where heads differ
+  bool all = false;
+  Split split = Split::even;
+  HeadBudgets heads = {};  ///< of a file; a layer of one number has it for all its heads
+  std::string file = {};   ///< its path, as asked for
+
+  std::string text() const;
+  /// In tokens, the mean where heads differ; a share is rounded down from `length`, at least 1.
+  /// `all` is the length.
+  std::uint32_t resolve(std::uint32_t length) const;
+  /// Whether all heads have one budget, which resolve() says.
+  bool is_even() const { return split == Split::even && heads.empty(); }
+};
+
+/// The mean, each layer counting alike, rounded.
+std::uint32_t mean_budget(const HeadBudgets& heads);
+
+/// What a file at `file` says. Throws std::invalid_argument that is to follow the file's name: no
+/// layers, layers of different numbers of heads, a number that is 0.
+Budget budget_of_heads(HeadBudgets heads, std::string file = {});
+
+/// Throws std::invalid_argument: not so many layers, or KV heads.
+void check_shape(const HeadBudgets& heads, HeadCounts model, const std::string& what);
+
+/// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): from
+/// 2 · mean − last in the first layer down to `last`, a twentieth of the mean, in equal steps;
+/// where the first layer would have more than `length`, it has that, and the last one the more. The
+/// sum is `layers` times the mean, exactly. `least`: what the last layer has at least.
+std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t length,
+                                           std::uint32_t least, std::uint32_t layers);
+
+}  // namespace kvlab

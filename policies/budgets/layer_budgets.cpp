@@ -1,0 +1,53 @@
+#include "policies/budgets/layer_budgets.hpp"
+
+#include <algorithm>
+
+#include "policies/aged_set.hpp"
+
+namespace kvlab {
+namespace {
+
+struct Place {
+  LeavingKey key;
+  std::size_t head;
+
+  bool operator<(const Place& other) const {
+    if (key < other.key) return true;
+    return !(other.key < key) && head < other.head;
+  }
+};
+
+}  // namespace
+
+std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<LeavingKey>> heads,
+                                       std::uint32_t mean) {
+  const std::size_t safe = (mean + 4) / 5 - 1;  // a budget is for the token to come, too
+  std::vector<Place> free;
+  std::vector<std::uint32_t> budgets;
+  std::size_t live = 0;
+  for (std::size_t h = 0; h < heads.size(); ++h) {
+    std::vector<LeavingKey> keys = heads[h];
+    std::ranges::sort(keys, [](const LeavingKey& a, const LeavingKey& b) { return b < a; });
+    for (std::size_t i = safe; i < keys.size(); ++i) free.push_back({keys[i], h});
+    live += keys.size();
+    budgets.push_back(static_cast<std::uint32_t>(keys.size()) + 1);
+  }
+  const std::size_t kept = heads.size() * (std::size_t{mean} - 1);
+  if (live <= kept) return std::vector<std::uint32_t>(heads.size(), mean);
+  const auto leaving = static_cast<std::ptrdiff_t>(live - kept);
+  std::nth_element(free.begin(), free.begin() + leaving - 1, free.end());
+  for (std::ptrdiff_t i = 0; i < leaving; ++i) --budgets[free[static_cast<std::size_t>(i)].head];
+  return budgets;
+}
+
+std::uint32_t LayerBudgets::of(const AgedSet& head, std::uint32_t now) {
+  if (now_ != now) {
+    now_ = now;
+    std::vector<std::vector<LeavingKey>> keys;
+    for (const AgedSet* const one : heads_) keys.push_back(one->leaving_keys(now));
+    budgets_ = ada_budgets(keys, mean_);
+  }
+  return budgets_[static_cast<std::size_t>(std::ranges::find(heads_, &head) - heads_.begin())];
+}
+
+}  // namespace kvlab

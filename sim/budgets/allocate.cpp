@@ -1,0 +1,188 @@
+#include "sim/budgets/allocate.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+
+#include "sim/run/ranking.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kFewestBudgets = 3;
+constexpr std::string_view kMetrics[] = {"kl_estimate", "residual_error"};
+
+/// Error lost per token from `a` to `b`.
+double fall(const CurvePoint& a, const CurvePoint& b) {
+  return (a.error - b.error) / static_cast<double>(b.tokens - a.tokens);
+}
+
+std::vector<std::size_t> policies_of(const Figures& figures) {
+  std::vector<std::size_t> found;
+  for (std::size_t s = 0; s < figures.series().size(); ++s)
+    if (!figures.series()[s].is_reference() && !figures.series()[s].is_full()) found.push_back(s);
+  return found;
+}
+
+std::size_t series_of(const Figures& figures, const std::string& policy) {
+  std::vector<std::size_t> named;
+  std::vector<std::string> known;
+  for (const std::size_t s : policies_of(figures)) {
+    const Series& series = figures.series()[s];
+    known.push_back(series.label);
+    if (series.label == policy) return s;
+    if (policy.empty() || series.policy == policy) named.push_back(s);
+  }
+  if (named.size() == 1) return named.front();
+  throw std::invalid_argument(fmt::format(
+      "--policy: {}; give one of {}",
+      named.empty() ? fmt::format("{} is not in this run", policy.empty() ? "a policy" : policy)
+                    : fmt::format("the run has {} such", named.size()),
+      fmt::join(known, ", ")));
+}
+
+std::string metric_of(const Figures& figures, std::size_t series, const std::string& asked) {
+  const auto has = [&](std::string_view metric) {
+    return std::ranges::any_of(figures.budgets(), [&](const BudgetColumn& budget) {
+      return figures.average(series, budget.text, metric, {0, 0}).has_value() ||
+             figures.average(series, budget.text, metric).has_value();
+    });
+  };
+  if (!asked.empty() && std::ranges::find(kMetrics, asked) == std::end(kMetrics))
+    throw std::invalid_argument(
+        fmt::format("--metric: '{}' should be one of {}", asked, fmt::join(kMetrics, ", ")));
+  for (const std::string_view metric : kMetrics)
+    if ((asked.empty() || asked == metric) && has(metric)) return std::string(metric);
+  throw std::invalid_argument(fmt::format(
+      "the run has no {}; it takes a trace with {}",
+      asked.empty() ? fmt::format("{}", fmt::join(kMetrics, " and no ")) : asked,
+      asked == kMetrics[0] ? "gradients (tools/sensitivities.py)"
+                           : "residual norms and a sketch (format 2), as captures have"));
+}
+
+/// The length that all traces have.
+std::uint32_t common_length(const RunInfo& info) {
+  for (const RunTrace& trace : info.traces)
+    if (trace.tokens != info.traces.front().tokens)
+      throw std::invalid_argument(fmt::format(
+          "the traces {} and {} have {} and {} tokens; allocate from traces of one "
+          "length, or one trace",
+          info.traces.front().name, trace.name, info.traces.front().tokens, trace.tokens));
+  return info.traces.front().tokens;
+}
+
+/// Those that are one number for all heads, and less than the whole.
+std::vector<BudgetColumn> even_budgets(const Figures& figures, std::size_t series,
+                                       const std::string& metric, std::uint32_t length) {
+  std::vector<BudgetColumn> budgets;
+  for (const BudgetColumn& column : figures.budgets()) {
+    const bool even = !column.text.starts_with('@') && parse_budget(column.text).is_even();
+    const bool again = !budgets.empty() && budgets.back().least_tokens == column.least_tokens;
+    if (even && !again && column.least_tokens < length &&
+        figures.average(series, column.text, metric))
+      budgets.push_back(column);
+  }
+  if (budgets.size() < kFewestBudgets)
+    throw std::invalid_argument(
+        fmt::format("{} of {} at {} budgets below the trace's length; a curve takes at least {}: "
+                    "kvlab replay --budget 5%,10%,20%,40%",
+                    metric, figures.series()[series].label, budgets.size(), kFewestBudgets));
+  return budgets;
+}
+
+Curve curve_of(const Figures& figures, std::size_t series, const std::string& metric,
+               const std::vector<BudgetColumn>& budgets, std::uint32_t length, Scope head) {
+  Curve curve;
+  for (const BudgetColumn& budget : budgets) {
+    const auto average = figures.average(series, budget.text, metric, head);
+    if (!average)
+      throw std::invalid_argument(
+          fmt::format("the run has no {} of layer {}, KV head {}", metric, head.layer, head.head));
+    curve.push_back({budget.least_tokens, average->mean});
+  }
+  curve.push_back({length, 0});
+  return curve;
+}
+
+}  // namespace
+
+Curve lower_hull(const Curve& curve) {
+  Curve hull;
+  for (const CurvePoint& point : curve) {
+    while (hull.size() > 1 && fall(hull[hull.size() - 2], hull.back()) <= fall(hull.back(), point))
+      hull.pop_back();
+    hull.push_back(point);
+  }
+  return hull;
+}
+
+double error_at(const Curve& hull, std::uint32_t tokens) {
+  for (std::size_t i = 1; i < hull.size(); ++i)
+    if (tokens <= hull[i].tokens)
+      return hull[i - 1].error - fall(hull[i - 1], hull[i]) * (tokens - hull[i - 1].tokens);
+  return hull.back().error;
+}
+
+std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint64_t total) {
+  struct Piece {
+    std::size_t curve, point;  // from `point` to the next
+    double fall;
+  };
+  std::vector<Piece> pieces;
+  std::vector<std::uint32_t> tokens;
+  std::uint64_t most = 0;
+  for (std::size_t c = 0; c < hulls.size(); ++c) {
+    tokens.push_back(hulls[c].front().tokens);
+    most += hulls[c].back().tokens;
+    for (std::size_t i = 0; i + 1 < hulls[c].size(); ++i)
+      pieces.push_back({c, i, fall(hulls[c][i], hulls[c][i + 1])});
+  }
+  const std::uint64_t least = std::accumulate(tokens.begin(), tokens.end(), std::uint64_t{0});
+  if (total < least || total > most)
+    throw std::invalid_argument(
+        fmt::format("{} tokens over all heads; from {} to {} were measured", total, least, most));
+  std::ranges::stable_sort(pieces, [](const Piece& a, const Piece& b) { return a.fall > b.fall; });
+  std::uint64_t left = total - least;
+  for (const Piece& piece : pieces) {
+    const Curve& hull = hulls[piece.curve];
+    const std::uint64_t length = hull[piece.point + 1].tokens - hull[piece.point].tokens;
+    const std::uint64_t taken = std::min(left, length);
+    tokens[piece.curve] += static_cast<std::uint32_t>(taken);
+    left -= taken;
+  }
+  return tokens;
+}
+
+Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
+  if (!run.info.layers.empty())
+    throw std::invalid_argument("the run has some layers only; replay all of them");
+  const Figures figures(run.rows);
+  const RunTrace& trace = run.info.traces.front();
+  const std::uint32_t length = common_length(run.info);
+  const std::size_t series = series_of(figures, request.policy);
+  Allocation result{.policy = figures.series()[series].label,
+                    .metric = metric_of(figures, series, request.metric),
+                    .mean_tokens = request.budget.resolve(length)};
+  const auto budgets = even_budgets(figures, series, result.metric, length);
+  if (result.mean_tokens < budgets.front().least_tokens || result.mean_tokens > length)
+    throw std::invalid_argument(fmt::format(
+        "--budget: {} is {} tokens; should be from {}, the run's least budget, to {}",
+        request.budget.text(), result.mean_tokens, budgets.front().least_tokens, length));
+  std::vector<Curve> hulls;
+  for (std::int32_t layer = 0; layer < static_cast<std::int32_t>(trace.layers); ++layer)
+    for (std::int32_t head = 0; head < static_cast<std::int32_t>(trace.kv_heads); ++head)
+      hulls.push_back(
+          lower_hull(curve_of(figures, series, result.metric, budgets, length, {layer, head})));
+  const auto tokens = share_tokens(hulls, std::uint64_t{result.mean_tokens} * hulls.size());
+  for (std::size_t i = 0; i < hulls.size(); ++i) {
+    if (i % trace.kv_heads == 0) result.heads.emplace_back();
+    result.heads.back().push_back(tokens[i]);
+    result.even += error_at(hulls[i], result.mean_tokens);
+    result.shared += error_at(hulls[i], tokens[i]);
+  }
+  return result;
+}
+
+}  // namespace kvlab

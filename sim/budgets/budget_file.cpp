@@ -1,0 +1,67 @@
+#include "sim/budgets/budget_file.hpp"
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+#include "policies/catalogue.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
+
+std::uint32_t tokens_from(const json& value, const std::string& where) {
+  const std::uint32_t tokens = whole_number(value, where);
+  if (tokens == 0 || tokens > 0x7fff'ffffu)
+    throw std::runtime_error(where + ": should be a number of tokens, at least 1");
+  return tokens;
+}
+
+}  // namespace
+
+Budget budget_from_json(const json& value, const std::string& where, std::string file) {
+  if (!value.is_array())
+    return {.extent = tokens(tokens_from(value, where)), .file = std::move(file)};
+  HeadBudgets heads;
+  const bool by_head = !value.empty() && value.front().is_array();
+  for (const json& layer : value) {
+    const std::string at = fmt::format("{}[{}]", where, heads.size());
+    if (layer.is_array() != by_head)
+      throw std::runtime_error(
+          at + (by_head ? ": should be a list of tokens, one for each KV head, as before"
+                        : ": should be a number of tokens, as before"));
+    auto& own = heads.emplace_back();
+    if (!by_head) own.push_back(tokens_from(layer, at));
+    if (by_head)
+      for (const json& head : layer)
+        own.push_back(tokens_from(head, fmt::format("{}[{}]", at, own.size())));
+  }
+  try {
+    return budget_of_heads(std::move(heads), std::move(file));
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(fmt::format("{}{}", where, error.what()));
+  }
+}
+
+Budget read_budget(std::string_view text) {
+  if (!text.starts_with('@')) return parse_budget(text);
+  const std::string file(text.substr(1));
+  if (file.empty()) throw std::invalid_argument("budget: '@' should be followed by a file's path");
+  return budget_from_json(parse_json(read_text_file(file, kMaxBytes), file), file + ": budgets",
+                          file);
+}
+
+std::string budgets_text(const HeadBudgets& heads) {
+  std::string text = "[";
+  for (std::size_t l = 0; l < heads.size(); ++l)
+    text += fmt::format("{}\n  [{}]", l ? "," : "", fmt::join(heads[l], ", "));
+  return text + "\n]\n";
+}
+
+}  // namespace kvlab

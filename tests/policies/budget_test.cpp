@@ -1,0 +1,114 @@
+// Budgets that differ by layer and head: how they are written, and what they come to.
+#include "policies/budgets/budget.hpp"
+
+#include <numeric>
+
+#include "policies/cache_config.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+using kvlab::test::error_of;
+
+namespace {
+
+std::string refusal(const std::string& policy, const Budget& budget, HeadCounts model,
+                    std::uint32_t length = 1000) {
+  const CacheConfig config{.policy = parse_policy(policy), .budget = budget};
+  return error_of<std::invalid_argument>([&] { resolve(config, length, 0, model); });
+}
+
+}  // namespace
+
+TEST_CASE("a budget reads back as it was written") {
+  for (const char* text : {"128", "20%", "all", "pyramid(20%)", "pyramid(64)", "ada(12.5%)"})
+    CHECK(parse_budget(text).text() == text);
+  CHECK(parse_budget("pyramid(20%)").resolve(1000) == 200);
+  CHECK(parse_budget("all").resolve(1000) == 1000);
+  CHECK_FALSE(parse_budget("pyramid(20%)").is_even());
+  CHECK(budget_of_heads({{1, 2}}, "b.json").text() == "@b.json");
+}
+
+TEST_CASE("an allocator's mean is a budget like any other") {
+  const auto refused = [](const char* text) {
+    return error_of<std::invalid_argument>([&] { parse_budget(text); });
+  };
+  CHECK_THAT(refused("pyramid(0)"), ContainsSubstring("budget: pyramid: '0' should be a whole"));
+  CHECK_THAT(refused("pyramid(nan)"), ContainsSubstring("budget: pyramid: 'nan' should be"));
+  CHECK_THAT(refused("ada(120%)"), ContainsSubstring("at most 100%"));
+  CHECK_THAT(refused("pyramid(20%"), ContainsSubstring("should end in a )"));
+  CHECK_THAT(refused("pyramid"), ContainsSubstring("budget: 'pyramid' should be"));
+  CHECK_THAT(refused("cone(20%)"), ContainsSubstring("budget: 'cone(20%)' should be"));
+}
+
+TEST_CASE(
+    "PyramidKV's series falls evenly, from twice the mean less the last, and sums to the mean") {
+  CHECK(pyramid_budgets(100, 10'000, 1, 5) == std::vector<std::uint32_t>{195, 148, 100, 52, 5});
+  // The first layer has no more than all tokens, the last one no less than its guards need.
+  CHECK(pyramid_budgets(100, 160, 1, 3) == std::vector<std::uint32_t>{160, 100, 40});
+  CHECK(pyramid_budgets(100, 10'000, 20, 3) == std::vector<std::uint32_t>{180, 100, 20});
+  CHECK(pyramid_budgets(100, 50, 1, 3) == std::vector<std::uint32_t>{100, 100, 100});
+  CHECK(pyramid_budgets(7, 1000, 1, 1) == std::vector<std::uint32_t>{7});
+  CHECK(pyramid_budgets(1, 1000, 1, 4) == std::vector<std::uint32_t>{1, 1, 1, 1});
+  CHECK(pyramid_budgets(0x7fff'ffff, 0xffff'ffff, 1, 2).front() > 0x7fff'ffff);
+  for (const std::uint32_t mean : {1u, 2u, 19u, 63u, 200u, 999u})
+    for (const std::uint32_t layers : {1u, 2u, 7u, 30u, 32u})
+      for (const std::uint32_t length : {1u, 64u, 300u, 5000u}) {
+        const auto budgets = pyramid_budgets(mean, length, 1, layers);
+        CHECK(std::accumulate(budgets.begin(), budgets.end(), std::uint64_t{0}) ==
+              std::uint64_t{mean} * layers);
+        CHECK(std::is_sorted(budgets.rbegin(), budgets.rend()));
+        CHECK(budgets.back() >= 1);
+        if (mean <= length) CHECK(budgets.front() <= length);
+      }
+}
+
+TEST_CASE("each head has its own budget and the guards that belong to it") {
+  CacheConfig config{.policy = parse_policy("h2o:sinks=2"),
+                     .budget = budget_of_heads({{8, 40}, {20, 4}})};
+  const ResolvedConfig resolved = resolve(config, 1000, 3, {2, 2});
+  CHECK(resolved.budget_tokens == 40);
+  CHECK(resolved.guards.recent == 20);
+  CHECK(resolved.budget.resolve(1000) == 18);
+  CHECK(resolved.budget_of(1, 1) == 4);
+  const ResolvedConfig own = resolved.of_head(1, 0);
+  CHECK(own.budget_tokens == 20);
+  CHECK(own.guards.recent == 10);
+  CHECK(own.guards.sinks == 2);
+  CHECK(own.budget_of(1, 0) == 20);
+  CHECK(own.sequence == 3);
+
+  config.budget = budget_of_heads({{8}, {20}});
+  CHECK(resolve(config, 1000, 0, {2, 3}).head_budgets == HeadBudgets{{8, 8, 8}, {20, 20, 20}});
+  config.policy = parse_policy("sink");
+  config.budget = parse_budget("pyramid(6)");
+  CHECK(resolve(config, 1000, 0, {3, 1}).head_budgets == HeadBudgets{{7}, {6}, {5}});
+  config.policy = parse_policy("full");
+  CHECK(resolve(config, 1000).head_budgets.empty());
+}
+
+TEST_CASE("budgets by head that do not fit are refused") {
+  CHECK_THAT(
+      refusal("h2o", budget_of_heads({{8, 8}}, "b.json"), {2, 2}),
+      ContainsSubstring("budget @b.json: budgets for 1 layers x 2 KV heads; the model has 2 x 2"));
+  CHECK_THAT(refusal("h2o", budget_of_heads({{8, 8}, {8, 8}}), {2, 3}),
+             ContainsSubstring("budget by head: budgets for 2 layers x 2 KV heads"));
+  CHECK_THAT(refusal("sink", budget_of_heads({{8, 8}, {8, 4}}, "b.json"), {2, 2}),
+             ContainsSubstring("budget @b.json: layer 1: policy sink: sinks=4 should be below"));
+  CHECK_THAT(refusal("h2o", budget_of_heads({{8}}, "b.json"), {}), ContainsSubstring("of a model"));
+  CHECK_THAT(refusal("h2o", parse_budget("pyramid(8)"), {}), ContainsSubstring("of a model"));
+  CHECK_THAT(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {8, 9}}), {2, 2}),
+             ContainsSubstring("in layer 1 budgets of 8 and 9 tokens are asked for"));
+  CHECK(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {9, 9}}), {2, 2}).empty());
+  CHECK_THAT(refusal("h2o:scope=layer", parse_budget("ada(8)"), {2, 2}),
+             ContainsSubstring("budget ada(8): shares a layer's slots"));
+  CHECK(refusal("h2o", parse_budget("ada(8)"), {2, 2}).empty());
+  const auto heads = [](HeadBudgets budgets) {
+    return error_of<std::invalid_argument>([&] { budget_of_heads(std::move(budgets), "b.json"); });
+  };
+  CHECK(heads({}) == " holds no layers");
+  CHECK_THAT(heads({{1, 2}, {3}}), ContainsSubstring("[1]: 1 numbers; layer 0 has 2"));
+  CHECK_THAT(heads({{}, {}}), ContainsSubstring("[0]: 0 numbers"));
+  CHECK_THAT(heads({{1, 2}, {3, 0}}), ContainsSubstring("[1][1]: should be a number of tokens"));
+}
