@@ -259,7 +259,7 @@ class Decoder::Impl {
       const auto bytes = live.state(age);
       states.insert(states.end(), bytes.begin(), bytes.end());
     }
-    observer_->observed(layer, head, {live.positions(), states}, seen);
+    observer_->observed(layer, head, {live.positions(), states, live.brought()}, seen);
   }
 
   HeadCache& cache(std::size_t layer, std::size_t head) {

@@ -15,7 +15,8 @@ namespace kvlab {
 /// The live tokens of one KV head, by age.
 struct LiveTokens {
   std::span<const std::uint32_t> positions;
-  std::span<const std::byte> states;  ///< [token, slot_bytes]: the policy's
+  std::span<const std::byte> states;    ///< [token, slot_bytes]: the policy's
+  std::span<const float> columns = {};  ///< [token, columns of the policy]
 
   std::uint32_t size() const { return static_cast<std::uint32_t>(positions.size()); }
 };

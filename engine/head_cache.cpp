@@ -13,7 +13,10 @@ constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 }  // namespace
 
 HeadCache::HeadCache(const HeadShape& shape, LiveSet live)
-    : shape_(shape), live_(std::move(live)), keys_(0, shape.head_size) {}
+    : shape_(shape),
+      live_(std::move(live)),
+      columns_(live_.columns(), shape.head_size),
+      keys_(0, shape.head_size) {}
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
@@ -50,7 +53,8 @@ void HeadCache::compact() {
 }
 
 void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
-  live_.admit(admission.first, admission.tokens);
+  const KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
+  live_.admit(admission.first, admission.tokens, columns_.admit(rows, admission.brought, 0));
   place_rows();
   store(admission, rope);
   if (shape_.positions == Positions::cache) squeeze(rope);

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "policies/columns/columns.hpp"
 #include "policies/live_set.hpp"
 #include "policies/tally.hpp"
 #include "traces/base/numeric/panels.hpp"
@@ -37,6 +38,7 @@ struct HeadAdmission {
   std::size_t key_stride;
   float* lse;  // [token, group], natural logarithm
   std::size_t lse_stride;
+  const BroughtColumns* brought = nullptr;  ///< [token of the admission]; null: none
 };
 
 class HeadCache {
@@ -76,6 +78,7 @@ class HeadCache {
 
   HeadShape shape_;
   LiveSet live_;
+  ColumnMaker columns_;
   std::vector<std::uint32_t> victims_;
   std::vector<std::uint32_t> row_of_slot_;  // [slot]; kNoRow where a slot holds no token
   std::vector<std::uint32_t> rows_;         // by age

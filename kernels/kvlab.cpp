@@ -136,6 +136,7 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      cudaStream_t stream) {
   if (policy == nullptr || args == nullptr || !known(args->cache.type))
     return cudaErrorInvalidValue;
+  if (policy->kernels.columns > 0) return cudaErrorNotSupported;
   EvictingAttentionArgs converted{};
   converted.cache = cache_of(args->cache);
   converted.policy = state_of(args->policy);
@@ -205,6 +206,7 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
                          cudaStream_t stream) {
   if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
   if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
+  if (policy->kernels.columns > 0) return cudaErrorNotSupported;
   // kvlab_observe knows no policy, hence no weights: what it counted would be wrong.
   if (policy->kernels.weighted && args->seen != nullptr) return cudaErrorNotSupported;
   return shrink(policy->kernels,

@@ -38,6 +38,7 @@ typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH
 typedef struct kvlab_policy kvlab_policy;
 
 /** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process.
+ *  One that reads columns is there, but launches nothing yet: cudaErrorNotSupported.
  */
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** The names, from 0 on; NULL behind the last. */

@@ -11,17 +11,21 @@ namespace kvlab {
 
 AgedSet::AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity)
     : AgedSet(*spec.entry, spec.packed_params(), spec.entry->info.evicts ? budget : kNoBudget,
-              guards, identity) {
+              guards, identity, spec.columns) {
   modifiers_ = spec.modifiers;
 }
 
 AgedSet::AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget,
-                 Guards guards, Identity identity)
+                 Guards guards, Identity identity, std::vector<std::string> columns)
     : ops_(ops),
       params_(std::move(params)),
       budget_(budget),
       guards_(guards),
-      identity_(identity) {}
+      identity_(identity),
+      columns_(std::move(columns)) {
+  const PolicyInfo& info = ops_.info;
+  if (columns_.empty()) columns_.assign(info.columns, info.columns + info.column_count());
+}
 
 Step AgedSet::step(std::uint32_t now, std::uint32_t queries) const {
   return {.now = now,
@@ -46,7 +50,7 @@ bool AgedSet::has_state(std::size_t age, std::span<const std::byte> other) const
 
 std::vector<std::uint64_t> AgedSet::ranks(std::uint32_t now) const {
   std::vector<std::uint64_t> ranks(size_);
-  ops_.rank(states_.data(), positions_.data(), size_, params_.data(), step(now, 0), ranks.data());
+  ops_.rank(states_.data(), tokens(), size_, params_.data(), step(now, 0), ranks.data());
   return ranks;
 }
 
@@ -97,9 +101,8 @@ std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
     last = size_;  // a guard gives way: the recent first
   else if (first == last)
     first = 0;
-  victims_.assign(
-      1, static_cast<std::uint32_t>(ops_.first_least(states_.data(), positions_.data(), first, last,
-                                                     params_.data(), step(now, 0))));
+  victims_.assign(1, static_cast<std::uint32_t>(ops_.first_least(
+                         states_.data(), tokens(), first, last, params_.data(), step(now, 0))));
   return victims_;
 }
 
@@ -132,6 +135,9 @@ void AgedSet::evict(std::span<const std::uint32_t> ages) {
                       count = (v + 1 < ages.size() ? ages[v + 1] : size_) - from;
     std::memmove(positions_.data() + kept, positions_.data() + from, count * sizeof(std::uint32_t));
     if (ops_.slot_bytes > 0) std::memmove(slot(kept), slot(from), count * ops_.slot_bytes);
+    if (const std::size_t width = columns_.size(); width > 0)
+      std::memmove(brought_.data() + kept * width, brought_.data() + from * width,
+                   count * width * sizeof(float));
     kept += count;
   }
   size_ = static_cast<std::uint32_t>(kept);
@@ -142,14 +148,20 @@ void AgedSet::reserve(std::size_t count) {
   if (count <= positions_.size()) return;
   positions_.resize(count + count / 4);
   states_.resize(positions_.size() * ops_.slot_bytes);
+  brought_.resize(positions_.size() * columns_.size());
 }
 
-void AgedSet::admit(std::uint32_t first, std::uint32_t count) {
+void AgedSet::admit(std::uint32_t first, std::uint32_t count, const float* brought) {
+  if (!columns_.empty() && !brought)
+    throw std::logic_error("a cache: tokens came without the columns of its policy");
   reserve(std::size_t{size_} + count);
   const std::uint32_t old = size_;
   size_ += count;
   std::iota(positions_.begin() + old, positions_.begin() + size_, first);
-  ops_.admit(slot(old), positions_.data() + old, count, params_.data(), step(first, count));
+  if (!columns_.empty())
+    std::copy_n(brought, count * columns_.size(), brought_.data() + old * columns_.size());
+  ops_.admit(slot(old), tokens().from(old, columns_.size()), count, params_.data(),
+             step(first, count));
   live_max_ = std::max(live_max_, size_);
   admitted_first_ = first;
   admitted_count_ = count;

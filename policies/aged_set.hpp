@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,13 @@ class AgedSet {
   float weight(std::uint32_t age) const { return ops_.weight(age, params_.data()); }
   /// Weights are 0 from this age on; kNoTail: never.
   std::uint32_t tail() const { return ops_.tail(params_.data()); }
+
+  /// Names of what a token brings at its admission, in order.
+  const std::vector<std::string>& columns() const { return columns_; }
+  /// What the live tokens brought, [age, columns()].
+  std::span<const float> brought() const {
+    return std::span(brought_).first(size_ * columns_.size());
+  }
 
   /// The state of the token at an age; padding may be anything.
   std::span<const std::byte> state(std::size_t age) const {
@@ -80,7 +88,7 @@ class AgedSet {
   AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity);
   /// A set under other hooks than the registry's: for references.
   AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget, Guards guards,
-          Identity identity);
+          Identity identity, std::vector<std::string> columns = {});
 
   /// Step 1: who leaves, were `now` admitted next, so that at most budget - 1 are live: ages,
   /// ascending. Until the next call.
@@ -95,12 +103,16 @@ class AgedSet {
   std::span<const std::uint32_t> find_victim(std::uint32_t now);
   /// Takes the tokens of these ages out, ascending.
   void evict(std::span<const std::uint32_t> ages);
-  /// Step 2: admits `count` tokens from position `first` on.
-  void admit(std::uint32_t first, std::uint32_t count);
+  /// Step 2: admits `count` tokens from position `first` on. `brought` [count, columns()]: what
+  /// they bring; null where that is nothing. Throws std::logic_error where it is not.
+  void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
 
  private:
   Step step(std::uint32_t now, std::uint32_t queries) const;
   std::byte* slot(std::size_t age) { return states_.data() + age * ops_.slot_bytes; }
+  Tokens tokens() const {
+    return {positions_.data(), columns_.empty() ? nullptr : brought_.data()};
+  }
   void reserve(std::size_t count);
   bool leaves_by_own_rank() const {
     return modifiers_.scope == Modifiers::Scope::head && !modifiers_.smooths(after_prompt_);
@@ -119,6 +131,8 @@ class AgedSet {
   Identity identity_;
   std::vector<std::uint32_t> positions_;  // [age], with room to spare
   std::vector<std::byte> states_;         // [age, slot_bytes], likewise
+  std::vector<std::string> columns_;
+  std::vector<float> brought_;  // [age, columns_], likewise
   std::vector<std::uint32_t> victims_;
   std::vector<LeavingKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;

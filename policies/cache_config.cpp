@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "policies/columns/columns.hpp"
 #include "policies/modifiers_text.hpp"
 
 namespace kvlab {
@@ -82,10 +83,27 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   return resolved;
 }
 
+std::string column_beyond_decoders(const PolicySpec& policy) {
+  for (const std::string& name : policy.columns)
+    if (!built_in_column(name)) return name;
+  return "";
+}
+
+void check_for_device(const PolicySpec& policy) {
+  if (!policy.columns.empty())
+    throw std::invalid_argument(
+        fmt::format("policy {}: its column {} is not computed on CUDA yet; --device cpu has it",
+                    policy.name, policy.columns.front()));
+}
+
 void check_for_decoder(const ResolvedConfig& config, HeadCounts model) {
   if (!config.policy.entry)
     throw std::invalid_argument(fmt::format(
         "policy {} is a reference of the replay; a decoder needs a policy", config.policy.name));
+  if (const std::string column = column_beyond_decoders(config.policy); !column.empty())
+    throw std::invalid_argument(fmt::format(
+        "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace",
+        config.policy.name, column, built_in_column_names()));
   std::size_t given = 0;
   bool fits = config.head_budgets.empty() || config.head_budgets.size() == model.layers;
   for (const auto& heads : config.head_budgets) {

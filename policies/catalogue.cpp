@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "policies/columns/columns.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers_text.hpp"
 
@@ -71,6 +72,20 @@ std::string hint(std::string_view word, std::span<const std::string> candidates)
   return fmt::format("; known: {}", fmt::join(candidates, ", "));
 }
 
+/// Where among a policy's columns the one is that a setting names, if any.
+constexpr std::string_view kNamed = "name=";
+std::optional<std::size_t> named_place(const PolicyInfo& info) {
+  for (std::size_t i = 0; i < info.column_count(); ++i)
+    if (std::string_view(info.columns[i]).starts_with(kNamed)) return i;
+  return std::nullopt;
+}
+
+std::vector<std::string> standard_columns(const PolicyInfo& info) {
+  std::vector<std::string> names(info.columns, info.columns + info.column_count());
+  if (const auto place = named_place(info)) names[*place].erase(0, kNamed.size());
+  return names;
+}
+
 void apply_setting(PolicySpec& spec, std::string_view setting) {
   const std::size_t equals = setting.find('=');
   const std::string_view key = setting.substr(0, equals);
@@ -84,9 +99,11 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   const std::string_view value = setting.substr(equals + 1);
   if (key == "sinks") return void(spec.sinks = parse_extent(value, what, 0));
   if (key == "recent") return void(spec.recent = parse_extent(value, what, 0));
+  if (key == "name" && named_place(spec.entry->info)) return spec.name_column(value);
   if (is_modifier(key)) return set_modifier(spec.modifiers, key, value, what);
 
   std::vector<std::string> known;
+  if (named_place(spec.entry->info)) known.emplace_back("name");
   for (std::size_t i = 0; i < spec.entry->params.size(); ++i) {
     const ParamInfo& param = spec.entry->params[i];
     known.emplace_back(param.name);
@@ -171,9 +188,28 @@ std::vector<std::byte> PolicySpec::packed_params() const {
   return packed;
 }
 
+std::string PolicySpec::named_column() const {
+  const auto place = entry ? named_place(entry->info) : std::nullopt;
+  return place ? columns[*place] : "";
+}
+
+void PolicySpec::name_column(std::string_view column) {
+  const auto place = entry ? named_place(entry->info) : std::nullopt;
+  if (!place)
+    throw std::invalid_argument(fmt::format("policy {}: it asks for no column by name", name));
+  if (!is_column_name(column))
+    throw std::invalid_argument(
+        fmt::format("policy {}: name: '{}' should be a column's name: up to 64 letters, digits, "
+                    "'_', '-' and '.'",
+                    name, column));
+  columns[*place] = column;
+}
+
 std::string PolicySpec::params_text() const {
   if (!entry || !entry->info.evicts) return "";
   std::vector<std::string> parts;
+  if (const std::string column = named_column(); !column.empty())
+    parts.push_back(fmt::format("{}{}", kNamed, column));
   for (std::size_t i = 0; i < params.size(); ++i)
     parts.push_back(fmt::format("{}={}", entry->params[i].name, params[i]));
   parts.push_back("sinks=" + text_of(sinks));
@@ -214,6 +250,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
     return spec;
   }
   for (const ParamInfo& param : spec.entry->params) spec.params.push_back(param.standard);
+  spec.columns = standard_columns(spec.entry->info);
   spec.sinks = spec.entry->info.sinks;
   spec.recent = spec.entry->info.recent;
   spec.modifiers = spec.entry->info.modifiers;

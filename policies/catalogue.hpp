@@ -28,12 +28,20 @@ struct PolicySpec {
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
   Modifiers modifiers;
+  std::vector<std::string> columns;  ///< as entry->info.columns, with the one that `name=` gives
+
+  /// The name that `name=` gives; empty where the policy does not ask for one.
+  std::string named_column() const;
+  /// Makes `name` the column that the policy asks for. Throws std::invalid_argument: it asks for
+  /// none, or this is no name.
+  void name_column(std::string_view name);
 
   /// The parameters as the entry's hooks take them.
   std::vector<std::byte> packed_params() const;
 
   /// Every parameter and guard, defaults too, as asked: `decay=0.9:sinks=0:recent=50%`. Of the
-  /// modifiers those that are there, and those that the policy has and this has not.
+  /// modifiers those that are there, and those that the policy has and this has not. A column's
+  /// name comes first.
   std::string params_text() const;
   /// `name:` and params_text(): parses back to the same spec.
   std::string text() const;

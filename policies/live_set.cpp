@@ -31,7 +31,7 @@ std::span<const std::uint32_t> LiveSet::make_room(std::uint32_t now) {
   return victims;
 }
 
-void LiveSet::admit(std::uint32_t first, std::uint32_t count) {
+void LiveSet::admit(std::uint32_t first, std::uint32_t count, const float* brought) {
   for (std::uint32_t i = 0; i < count; ++i) {
     if (free_.empty()) {
       slots_.push_back(slot_count_++);
@@ -40,7 +40,7 @@ void LiveSet::admit(std::uint32_t first, std::uint32_t count) {
       free_.pop_back();
     }
   }
-  AgedSet::admit(first, count);
+  AgedSet::admit(first, count, brought);
 }
 
 }  // namespace kvlab

@@ -30,8 +30,9 @@ class LiveSet : public AgedSet {
   /// Step 1: evicts until at most budget - 1 tokens are live; `now` is the position to be admitted
   /// next. Returns the victims' ages, ascending, as they were before leaving.
   std::span<const std::uint32_t> make_room(std::uint32_t now);
-  /// Step 2: admits `count` tokens from position `first` on. Reuses freed slots first.
-  void admit(std::uint32_t first, std::uint32_t count);
+  /// Step 2: admits `count` tokens from position `first` on, as AgedSet does. Reuses freed slots
+  /// first.
+  void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
 
  private:
   std::vector<std::uint32_t> slots_, free_;

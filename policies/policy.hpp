@@ -63,6 +63,9 @@ constexpr Extent percent(std::uint32_t share) {
   return {.share_ppm = share * 10'000u, .is_share = true};
 }
 
+/// How many columns a policy may have.
+inline constexpr std::uint32_t kMaxColumns = 4;
+
 /// A policy's description of itself. Written with designated initialisers, so that a misspelt field
 /// does not compile.
 struct PolicyInfo {
@@ -79,6 +82,15 @@ struct PolicyInfo {
   Extent recent = {};
   Modifiers modifiers = {};  ///< likewise
   Positions positions = Positions::original;
+  /// Numbers that a token brings at its admission and that never change: token.column[i] is the
+  /// i-th of these. `name=NAME`: the one that the setting `name` asks for, NAME by default.
+  const char* columns[kMaxColumns] = {};
+
+  constexpr std::uint32_t column_count() const {
+    std::uint32_t count = 0;
+    while (count < kMaxColumns && columns[count]) ++count;
+    return count;
+  }
 };
 
 /// One parameter of a policy: a member of its Params, all of which are doubles (an integer up to
@@ -93,7 +105,8 @@ struct Param {
 };
 
 struct Token {
-  std::uint32_t position;  ///< counts tokens of the sequence from 0
+  std::uint32_t position;          ///< counts tokens of the sequence from 0
+  float column[kMaxColumns] = {};  ///< what it brings, in the order of PolicyInfo::columns
 };
 
 struct Step {

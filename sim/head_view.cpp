@@ -4,6 +4,21 @@
 
 namespace kvlab {
 
+std::vector<float> columns_of(const std::vector<std::string>& names, const HeadView& view,
+                              const std::vector<Admission>& admissions) {
+  std::vector<float> all;
+  if (names.empty()) return all;
+  ColumnMaker maker(names, view.head_size);
+  for (const Admission& admission : admissions) {
+    const KeyValueRows rows{view.key(admission.first),
+                            view.v + admission.first * view.kv_token_stride, view.kv_token_stride,
+                            admission.tokens};
+    const float* const columns = maker.admit(rows, view.brought, admission.first);
+    all.insert(all.end(), columns, columns + admission.tokens * names.size());
+  }
+  return all;
+}
+
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y) {
   rope.rotate(x, head_size, position, y);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "policies/cache_config.hpp"
+#include "policies/columns/columns.hpp"
 #include "sim/error_projection.hpp"
 #include "traces/base/numeric/dtype.hpp"
 #include "traces/base/numeric/rope.hpp"
@@ -25,6 +26,7 @@ struct HeadView {
   const float* v = nullptr;  // [token, dim]
   std::size_t kv_token_stride = 0;
   const ErrorProjection* projection = nullptr;  ///< null: none is taken
+  const BroughtColumns* brought = nullptr;      ///< columns that are not computed; null: none
 
   /// Columns of the projection.
   std::uint32_t projected() const { return projection ? projection->columns() : 0; }
@@ -36,6 +38,12 @@ struct HeadView {
   std::uint32_t heads_in(std::uint32_t quad) const { return std::min(group - quad * 4, 4u); }
   const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
 };
+
+/// What the tokens of a view bring a policy, admission by admission, [token, names]; empty where
+/// there are no names. `admissions`: of the whole view. Throws std::logic_error where a column that
+/// is not computed is not there.
+std::vector<float> columns_of(const std::vector<std::string>& names, const HeadView& view,
+                              const std::vector<Admission>& admissions);
 
 /// What else decides a row's arithmetic.
 struct HeadArithmetic {

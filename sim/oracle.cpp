@@ -12,15 +12,16 @@ const std::uint64_t* masses_of(const void* params) {
   return *static_cast<const std::uint64_t* const*>(params);
 }
 
-void admit_nothing(void*, const std::uint32_t*, std::size_t, const void*, const Step&) {}
+void admit_nothing(void*, Tokens, std::size_t, const void*, const Step&) {}
 
-void rank_by_mass(const void*, const std::uint32_t* positions, std::size_t count,
-                  const void* params, const Step&, std::uint64_t* ranks) {
-  for (std::size_t i = 0; i < count; ++i) ranks[i] = masses_of(params)[positions[i]];
+void rank_by_mass(const void*, Tokens tokens, std::size_t count, const void* params, const Step&,
+                  std::uint64_t* ranks) {
+  for (std::size_t i = 0; i < count; ++i) ranks[i] = masses_of(params)[tokens.positions[i]];
 }
 
-std::size_t least_mass(const void*, const std::uint32_t* positions, std::size_t begin,
-                       std::size_t end, const void* params, const Step&) {
+std::size_t least_mass(const void*, Tokens tokens, std::size_t begin, std::size_t end,
+                       const void* params, const Step&) {
+  const std::uint32_t* const positions = tokens.positions;
   const auto* const least =
       std::min_element(positions + begin, positions + end, [&](std::uint32_t a, std::uint32_t b) {
         return masses_of(params)[a] < masses_of(params)[b];

@@ -30,17 +30,34 @@ constexpr std::uint32_t kSampleEvery = 8;
 struct HeadTensors {
   AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
   std::unique_ptr<const ErrorProjection> projection;
+  std::unique_ptr<const BroughtColumns> brought;
   HeadView view;
 };
 
+/// The columns that a trace brings, of those that `configs` ask for.
+std::unique_ptr<const BroughtColumns> read_columns(const TraceReader& trace, std::uint32_t layer,
+                                                   std::uint32_t kv_head,
+                                                   std::span<const ResolvedConfig> configs) {
+  auto brought = std::make_unique<BroughtColumns>();
+  for (const ResolvedConfig& config : configs)
+    for (const std::string& name : config.policy.columns) {
+      if (built_in_column(name) || brought->contains(name)) continue;
+      std::vector<float>& column = (*brought)[name];
+      column.resize(trace.tokens());
+      trace.column(name, layer, kv_head, column.data());
+    }
+  return brought;
+}
+
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                      const QuerySpan& span) {
+                      const QuerySpan& span, std::span<const ResolvedConfig> configs) {
   const ModelShape& shape = trace.shape();
   const std::size_t head_floats = std::size_t{trace.tokens()} * shape.head_size;
   HeadTensors tensors{AlignedVector<float>(shape.group() * head_floats),
                       AlignedVector<float>(head_floats),
                       AlignedVector<float>(head_floats),
                       {},
+                      read_columns(trace, layer, kv_head, configs),
                       {}};
   if (projection_columns(trace, span.span()).all() > 0)
     tensors.projection = std::make_unique<const ErrorProjection>(trace, layer, kv_head, span);
@@ -59,7 +76,8 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .k = tensors.k.data(),
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size,
-                  .projection = tensors.projection.get()};
+                  .projection = tensors.projection.get(),
+                  .brought = tensors.brought.get()};
   return tensors;
 }
 
@@ -73,6 +91,20 @@ struct LayerOutcomes {
   std::mutex mutex;
   std::vector<std::vector<HeadOutcome>> heads;
 };
+
+/// Throws unless each column of a policy is computed, or the trace brings it.
+void check_columns(const PolicySpec& policy, const TraceReader& trace) {
+  std::vector<std::string> there;
+  for (const TraceExtras::Column& column : trace.extras().columns) there.push_back(column.name);
+  for (const std::string& name : policy.columns)
+    if (!built_in_column(name) && !trace.has_column(name))
+      throw std::invalid_argument(fmt::format(
+          "policy {}: column {}: the trace {} has {}; tools/columns.py adds one, and {} are "
+          "computed",
+          policy.name, name, trace.directory().string(),
+          there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
+          built_in_column_names()));
+}
 
 /// Requests are counted once for all configurations.
 double threshold_of(std::span<const CacheConfig> configs) {
@@ -111,6 +143,7 @@ class Replay {
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
+  std::span<const ResolvedConfig> configs() const { return configs_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
   LayerFacts facts(std::uint32_t layer) const {
     LayerFacts facts{columns(), residual_norms(layer), {}};
@@ -179,7 +212,7 @@ class Replay {
       (configs_[c].evicts_by_layer() ? by_layer : by_head).push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
     if (by_head.empty()) return;
-    const HeadTensors tensors = read_head(trace_, layer, kv_head, span_);
+    const HeadTensors tensors = read_head(trace_, layer, kv_head, span_, configs_);
     if (options_.plain)
       run_plainly(by_head, layer, kv_head, tensors.view, outcomes);
     else
@@ -198,7 +231,7 @@ class Replay {
     std::vector<HeadTensors> tensors;
     std::vector<HeadView> views;
     for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
-      tensors.push_back(read_head(trace_, layer, h, span_));
+      tensors.push_back(read_head(trace_, layer, h, span_, configs_));
       views.push_back(tensors.back().view);
     }
     if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
@@ -354,6 +387,7 @@ class Replay {
     if (!config.policy.entry && config.positions == Positions::cache)
       throw std::invalid_argument(
           fmt::format("policy {}: a reference keeps original positions", config.policy.name));
+    check_columns(config.policy, trace_);
     configs_.push_back(resolve(config, trace_.segments(), sequence_,
                                {trace_.shape().layers, trace_.shape().kv_heads}));
   }
@@ -483,7 +517,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     job.run_layer_together(only, layer, nullptr, kv_head, keep);
     return kept;
   }
-  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span());
+  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span(), job.configs());
   if (!options.plain) {
     const auto own = job.configs_of_head(only, layer, kv_head);
     HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);

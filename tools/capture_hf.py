@@ -9,9 +9,11 @@ Exits 2 with one line if anything is wrong with the input.
 
 import bisect
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
+import re
 import sys
 
 try:
@@ -50,6 +52,7 @@ except ImportError as missing:
     sys.exit(2)
 
 PLAIN_TOKENS = 64  # that are also fed to the model as it is
+COMPUTED_COLUMNS = ("key_norm", "value_norm", "value_norm1", "key_cosine")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -281,6 +284,37 @@ def spans_of(model, ids, texts):
     return [span_of(tokenizer, ids, text) for text in texts]
 
 
+def columns_of(texts):
+    """name -> function, from NAME=module:function each. Modules are looked for in the working directory too."""
+    columns = {}
+    for text in texts:
+        parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)
+        if not parts:
+            raise Refused(
+                f"--column {text}: should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
+            )
+        name, module, function = parts.groups()
+        if name in COMPUTED_COLUMNS or name in columns:
+            raise Refused(f"--column {name}: is {'given twice' if name in columns else 'computed by kvlab'}")
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        try:
+            columns[name] = getattr(importlib.import_module(module), function)
+        except Exception as error:
+            raise Refused(f"--column {text}: {one_line(error)}") from None
+    return columns
+
+
+def add_columns(writer, columns):
+    for name, function in columns.items():
+        try:
+            writer.add_column(name, function)
+        except (Refused, OSError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise Refused(f"--column {name}: {type(error).__name__}: {one_line(error)}") from None
+
+
 def add_options(parser):
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
@@ -333,6 +367,13 @@ def add_options(parser):
         action="append",
         default=[],
         help="a part of the prompt that is there once: the trace gets its tokens as a span; repeatable",
+    )
+    add(
+        "--column",
+        metavar="NAME=module:function",
+        action="append",
+        default=[],
+        help="a number for each token, layer and KV head (docs/columns.md): function(q, k, v, layer); repeatable",
     )
 
 
@@ -416,6 +457,7 @@ def run(arguments):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
     refuse_beyond_context(arguments, config, ids)
     spans = spans_of(arguments.model, ids, arguments.span_of)
+    columns = columns_of(arguments.column)
     device = arguments.device or default_device()
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
     shape = shape_of(model)
@@ -425,6 +467,7 @@ def run(arguments):
     writer = TraceWriter(arguments.out, describe(arguments, model, shape, spans), rope, sketch, SEED)
     try:
         capture(HookedModel(model, shape, rope, writer, plain), arguments, ids)
+        add_columns(writer, columns)
         writer.finish()
     except (
         Refused,

@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 
+import safetensors
 import safetensors.torch
 import torch
 import xxhash
@@ -236,6 +237,27 @@ class TraceWriter:
         checksum = write_tensors(self.directory / name, self.open.tensors(first, count), texts)
         self.shards.append({"file": name, "first": first, "tokens": count, "xxh3": checksum})
 
+    def add_column(self, name, function):
+        """After the last token. function(q, k, v, layer), of the whole trace before RoPE, gives [kv_heads, tokens]."""
+        if self.row() > 0:
+            self.seal()
+        shape = (self.description["config"]["kv_heads"], len(self.ids))
+        files = [safetensors.safe_open(self.directory / shard["file"], "pt") for shard in self.shards]
+        tensors = {}
+        for layer in range(self.description["config"]["layers"]):
+            parts = [
+                torch.cat([file.get_tensor(f"layers.{layer}.{part}") for file in files], dim=1) for part in "qkv"
+            ]
+            values = torch.as_tensor(function(*parts, layer)).float()
+            if tuple(values.shape) != shape:
+                raise Refused(f"--column {name}: layer {layer} is {list(values.shape)}; {list(shape)} is expected")
+            if not torch.isfinite(values).all():
+                raise Refused(f"--column {name}: layer {layer}: a value is not finite")
+            tensors[f"layers.{layer}.column.{name}"] = values.contiguous().cpu()
+        file = f"column-{name}.safetensors"
+        checksum = write_tensors(self.directory / file, tensors)
+        self.extras.setdefault("columns", []).append({"name": name, "file": file, "xxh3": checksum})
+
     def finish(self):
         if self.row() > 0:
             self.seal()
@@ -253,7 +275,8 @@ class TraceWriter:
     def abandon(self):
         """After an error: the sealed shards stay, or nothing at all. Returns what to say of them."""
         if self.shards:
-            return f"; `kvlab trace seal {self.directory}` keeps its first {self.first_open()} tokens"
+            kept = min(self.first_open(), len(self.ids))
+            return f"; `kvlab trace seal {self.directory}` keeps its first {kept} tokens"
         for name in ("tokens.safetensors", SKETCH):
             (self.directory / name).unlink(missing_ok=True)
         self.directory.rmdir()

@@ -71,4 +71,31 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
   return seed;
 }
 
+std::string column_file(std::string_view name) {
+  return fmt::format("column-{}.safetensors", name);
+}
+
+std::string column_tensor(std::uint32_t layer, std::string_view name) {
+  return layer_tensor(layer, fmt::format("column.{}", name));
+}
+
+bool is_trace_column_name(std::string_view name) {
+  constexpr std::size_t kLongest = 64;
+  constexpr std::string_view kLetters =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
+  return !name.empty() && name.size() <= kLongest &&
+         name.find_first_not_of(kLetters) == std::string_view::npos;
+}
+
+void check_column_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                          std::uint32_t tokens, std::string_view name) {
+  const std::size_t wanted[] = {shape.kv_heads, tokens};
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    file.at(column_tensor(layer, name), Dtype::f32, wanted);
+  if (file.tensors().size() != shape.layers)
+    throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
+                                         file.path().string(), file.tensors().size(),
+                                         shape.layers));
+}
+
 }  // namespace kvlab

@@ -63,7 +63,23 @@ struct TraceExtras {
     std::vector<ShardInfo> files;  ///< beside the shards
   };
   std::optional<Gradients> gradients;
+  /// Numbers that a program has given each token, for the policies that read them.
+  struct Column {
+    std::string name, xxh3;
+  };
+  std::vector<Column> columns;  ///< in files of their own, column_file()
 };
+
+/// column-NAME.safetensors
+std::string column_file(std::string_view name);
+/// layers.3.column.NAME
+std::string column_tensor(std::uint32_t layer, std::string_view name);
+/// What a column may be called: up to 64 letters, digits, '_', '-' and '.'.
+bool is_trace_column_name(std::string_view name);
+/// Throws std::runtime_error unless the file holds a column of a trace of this shape, and nothing
+/// else.
+void check_column_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                          std::uint32_t tokens, std::string_view name);
 
 /// Writes DIRECTORY/output.safetensors, in bf16.
 TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const ModelShape& shape,

@@ -183,6 +183,9 @@ json extras_json(const TraceExtras& extras) {
                       {"seed", gradients->seed},
                       {"span", kvlab::name_of(gradients->span)},
                       {"files", shards_json(gradients->files)}};
+  for (const TraceExtras::Column& column : extras.columns)
+    object["columns"].push_back(
+        {{"name", column.name}, {"file", column_file(column.name)}, {"xxh3", column.xxh3}});
   return object;
 }
 
@@ -191,9 +194,32 @@ std::uint64_t parse_seed(const json& object, std::string_view what) {
   return static_cast<std::uint64_t>(json_get<std::int64_t>(object, "seed", what, 0, INT64_MAX));
 }
 
+/// Names that differ, each with a file called by it.
+std::vector<TraceExtras::Column> parse_columns(const json& list, std::string_view what) {
+  std::vector<TraceExtras::Column> columns;
+  for (const json& item : list) {
+    const std::string where = fmt::format("{}.columns[{}]", what, columns.size());
+    json_refuse_unknown(item, where, {"name", "file", "xxh3"});
+    TraceExtras::Column column{json_string(item, "name", where),
+                               parse_hash(item, "xxh3", where, false)};
+    if (!is_trace_column_name(column.name))
+      throw error(where, fmt::format("the name is {}; up to 64 letters, digits, '_', '-' and '.' "
+                                     "are expected",
+                                     json_quoted(column.name)));
+    if (const std::string file = json_string(item, "file", where); file != column_file(column.name))
+      throw error(where, fmt::format("\"file\" is {}; {} is expected", json_quoted(file),
+                                     column_file(column.name)));
+    for (const TraceExtras::Column& other : columns)
+      if (other.name == column.name)
+        throw error(where, fmt::format("the name {} is there twice", json_quoted(column.name)));
+    columns.push_back(std::move(column));
+  }
+  return columns;
+}
+
 TraceExtras parse_extras(const json& object, std::uint32_t tokens, std::string_view what) {
   const std::string where = fmt::format("{}: extras", what);
-  json_refuse_unknown(object, where, {"residual_norm2", "sketch", "grad"});
+  json_refuse_unknown(object, where, {"residual_norm2", "sketch", "grad", "columns"});
   TraceExtras extras;
   if (object.contains("residual_norm2")) {
     json_refuse_unknown(json_object(object, "residual_norm2", where), where, {});
@@ -215,6 +241,8 @@ TraceExtras parse_extras(const json& object, std::uint32_t tokens, std::string_v
                         parse_seed(gradients, what_grad), parse_span(gradients, what_grad),
                         parse_shards(gradients, "files", gradient_name, tokens, what_grad)};
   }
+  if (object.contains("columns"))
+    extras.columns = parse_columns(json_array(object, "columns", where), where);
   return extras;
 }
 

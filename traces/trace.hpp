@@ -115,6 +115,10 @@ class TraceReader {
   /// has none.
   void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
                 std::uint32_t first, std::uint32_t count, float* to) const;
+  bool has_column(std::string_view name) const;
+  /// A column of a KV head, to [tokens]. Throws std::logic_error where the trace has it not.
+  void column(std::string_view name, std::uint32_t layer, std::uint32_t kv_head, float* to) const;
+  std::span<const SafetensorsFile> column_files() const { return column_files_; }
   std::span<const SafetensorsFile> gradient_files() const { return gradient_files_; }
   const SafetensorsFile* sketch_file() const { return sketch_file_ ? &*sketch_file_ : nullptr; }
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
@@ -122,6 +126,7 @@ class TraceReader {
   void release() const {
     for (const SafetensorsFile& file : files_) file.release();
     for (const SafetensorsFile& file : gradient_files_) file.release();
+    for (const SafetensorsFile& file : column_files_) file.release();
   }
   const SafetensorsFile& tokens_file() const { return tokens_file_; }
   const std::string& tokens_xxh3() const { return manifest_.tokens_xxh3; }
@@ -144,6 +149,7 @@ class TraceReader {
   std::optional<SafetensorsFile> sketch_file_;
   std::vector<SafetensorsFile> gradient_files_;  // by shard, or none
   std::vector<float> gradient_scales_;           // likewise
+  std::vector<SafetensorsFile> column_files_;    // as extras().columns
   std::string hash_;
 };
 

@@ -108,6 +108,26 @@ void TraceReader::open_extras() {
       gradient_scales_.push_back(
           check_gradient_tensors(gradient_files_.back(), shape(), info, gradients->draws));
     }
+  for (const TraceExtras::Column& column : extras().columns) {
+    column_files_.push_back(SafetensorsFile::open(directory_ / column_file(column.name)));
+    check_column_tensors(column_files_.back(), shape(), tokens(), column.name);
+  }
+}
+
+bool TraceReader::has_column(std::string_view name) const {
+  return std::ranges::any_of(
+      extras().columns, [&](const TraceExtras::Column& column) { return column.name == name; });
+}
+
+void TraceReader::column(std::string_view name, std::uint32_t layer, std::uint32_t kv_head,
+                         float* to) const {
+  for (std::size_t i = 0; i < column_files_.size(); ++i) {
+    if (extras().columns[i].name != name) continue;
+    const TensorView& tensor = column_files_[i].at(column_tensor(layer, name));
+    const std::size_t bytes = std::size_t{tokens()} * sizeof(float);
+    return to_float(Dtype::f32, tensor.data.data() + kv_head * bytes, tokens(), to);
+  }
+  throw std::logic_error(fmt::format("trace: it has no column {}", name));
 }
 
 void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,

@@ -52,7 +52,7 @@ void remove_parts(const fs::path& directory) {
     const std::string name = entry.path().filename().string();
     const bool ours = name.starts_with("shard-") || name.starts_with(kTokensFile) ||
                       name.starts_with(kSketchFile) || name.starts_with(kManifestFile) ||
-                      name.starts_with("grad-");
+                      name.starts_with("grad-") || name.starts_with("column-");
     if (ours && name.ends_with(".part")) fs::remove(entry.path());
   }
 }

@@ -172,6 +172,8 @@ std::vector<std::string> damaged_files(const TraceReader& trace, unsigned thread
   if (trace.sketch_file()) files.emplace_back(trace.sketch_file(), trace.extras().sketch->xxh3);
   for (std::size_t i = 0; i < trace.gradient_files().size(); ++i)
     files.emplace_back(&trace.gradient_files()[i], trace.extras().gradients->files[i].xxh3);
+  for (std::size_t i = 0; i < trace.column_files().size(); ++i)
+    files.emplace_back(&trace.column_files()[i], trace.extras().columns[i].xxh3);
   std::vector<std::string> problems(files.size());
   parallel_for(files.size(), threads, [&](std::size_t i) {
     const auto& [file, wanted] = files[i];
@@ -207,6 +209,22 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
           fmt::format("{}: layer {}, KV head {}: a value is not finite", kSketchFile, layer, head));
     }
   }
+  return problems;
+}
+
+/// Columns that are not finite: the first place of each layer.
+std::vector<std::string> wrong_columns(const TraceReader& trace) {
+  std::vector<std::string> problems;
+  for (std::size_t i = 0; i < trace.column_files().size(); ++i)
+    for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
+      const std::string name = column_tensor(layer, trace.extras().columns[i].name);
+      const TensorView& tensor = trace.column_files()[i].at(name);
+      const std::size_t wrong = first_not_finite(Dtype::f32, tensor.data);
+      if (wrong < tensor.elements())
+        problems.push_back(fmt::format("{}: {}: KV head {}: the value of token {} is not finite",
+                                       trace.column_files()[i].path().filename().string(), name,
+                                       wrong / trace.tokens(), wrong % trace.tokens()));
+    }
   return problems;
 }
 
@@ -250,6 +268,7 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   add_problems(check, damaged_files(trace, threads));
   if (check.ok) add_problems(check, wrong_extras(trace));
   if (check.ok) add_problems(check, wrong_gradients(trace, threads));
+  if (check.ok) add_problems(check, wrong_columns(trace));
   if (!check.ok) {  // rows of damaged files say nothing
     shorten(check.problems);
     return check;

@@ -66,8 +66,10 @@ class ClosedLoop {
     if (prompt > 0) segments.push_back({0, prompt, SegmentKind::prompt});
     if (prompt < tokens_) segments.push_back({prompt, tokens_ - prompt, SegmentKind::decode});
     first_scored_ = first_scored;
-    for (const CacheConfig& config : configs)
+    for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
+      check_for_decoder(configs_.back(), model.config().heads());
+    }
   }
 
   std::vector<LoopScores> run() {

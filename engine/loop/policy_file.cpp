@@ -75,11 +75,13 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
     fail(fields, fmt::format("policy '{}' should be the name of a policy that evicts", name));
   const JsonFields params = fields.object("params"), guards = fields.object("guards");
   std::string text = name;
-  for (const ParamInfo& param : plain.entry->params)
-    text += fmt::format(":{}={}", param.name, setting_text(params, std::string(param.name)));
-  if (fields.any("params").size() != plain.entry->params.size())
-    fail(params,
-         fmt::format("holds more than the {} parameters of {}", plain.entry->params.size(), name));
+  std::vector<std::string> settings;
+  if (!plain.named_column().empty()) settings.emplace_back("name");
+  for (const ParamInfo& param : plain.entry->params) settings.emplace_back(param.name);
+  for (const std::string& setting : settings)
+    text += fmt::format(":{}={}", setting, setting_text(params, setting));
+  if (fields.any("params").size() != settings.size())
+    fail(params, fmt::format("holds more than the {} parameters of {}", settings.size(), name));
   if (fields.any("guards").size() != 2)
     fail(guards, "should hold sinks and recent, and nothing else");
   for (const char* guard : {"sinks", "recent"})
@@ -168,6 +170,8 @@ PolicyFile read_policy_file(const std::filesystem::path& path, const CompiledPol
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file) {
   const CacheConfig& cache = file.cache;
   json params = json::object();
+  if (const std::string column = cache.policy.named_column(); !column.empty())
+    params["name"] = column;
   for (std::size_t i = 0; i < cache.policy.params.size(); ++i)
     params[std::string(cache.policy.entry->params[i].name)] = cache.policy.params[i];
   json budget = cache.budget.extent.tokens;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <deque>
 #include <limits>
@@ -22,6 +23,8 @@ constexpr double kFloatError = 1e-5;  // of a float32 probability
 /// The evicting run of one KV head, as it is watched.
 struct WatchedHead {
   std::unique_ptr<LiveSet> shadow;           // the simulator's, fed with the engine's observations
+  std::unique_ptr<ColumnMaker> maker;        // the simulator's too; null where there are no columns
+  std::vector<float> columns;                // the engine's, of the admission in progress
   std::vector<float> q, k, v;                // [token, group, dim], [token, dim]
   std::vector<std::vector<double>> rotated;  // [token][dim]: keys at original positions, float64
   std::vector<Observation> seen;             // of the admission in progress, by age
@@ -54,8 +57,12 @@ class Verifier::Watch final : public DecoderObserver {
         reference_(config.rope, shape_.head_size, config.softmax_scale()),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
-      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h)
-        at(layer, h).shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
+      for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
+        WatchedHead& head = at(layer, h);
+        head.shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
+        if (const auto& names = head.shadow->columns(); !names.empty())
+          head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size);
+      }
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
       std::vector<AgedSet*> shadows;
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h)
@@ -86,13 +93,14 @@ class Verifier::Watch final : public DecoderObserver {
     report.evictions += actual.size();
     ++report.admissions;
     head.victims[now] = std::move(actual);
-    head.shadow->admit(now, admissions_.back().tokens);
+    if (!head.maker) head.shadow->admit(now, admissions_.back().tokens);
   }
 
   void observed(std::uint32_t layer, std::uint32_t kv_head, const LiveTokens& live,
                 std::span<const Observation> seen) override {
     WatchedHead& head = at(layer, kv_head);
     head.seen.assign(seen.begin(), seen.end());
+    if (head.maker) admit_with_columns(layer, kv_head, head, live);
     head.shadow->observe(seen);
     compare_states(layer, kv_head, *head.shadow, live);
   }
@@ -103,6 +111,7 @@ class Verifier::Watch final : public DecoderObserver {
     for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
       WatchedHead& head = at(layer, h);
       append(head, h, q, k, v);
+      if (head.maker) compare_columns(layer, h, head);
       if (head.shadow->needs() != Needs::nothing && admissions_.size() % how_.check_every == 0)
         check_observations(head);
     }
@@ -149,6 +158,41 @@ class Verifier::Watch final : public DecoderObserver {
         return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
                       now, live.positions[i]);
     }
+  }
+
+  /// The columns are the engine's here; compare_columns() holds them to their definition.
+  void admit_with_columns(std::uint32_t layer, std::uint32_t kv_head, WatchedHead& head,
+                          const LiveTokens& live) {
+    const Admission& admission = admissions_.back();
+    const std::size_t own = admission.tokens * head.shadow->columns().size();
+    if (live.columns.size() < own) {
+      head.columns.assign(own, 0.0f);
+      differ("layer {} head {} position {}: the engine shows no columns", layer, kv_head,
+             admission.first);
+    } else {
+      head.columns.assign(live.columns.end() - static_cast<std::ptrdiff_t>(own),
+                          live.columns.end());
+    }
+    head.shadow->admit(admission.first, admission.tokens, head.columns.data());
+    if (!std::ranges::equal(head.shadow->brought(), live.columns))
+      differ("layer {} head {} position {}: the columns of a live token have changed", layer,
+             kv_head, admission.first);
+  }
+
+  /// After append(): what the keys and values of the admission come to, bit for bit.
+  void compare_columns(std::uint32_t layer, std::uint32_t kv_head, WatchedHead& head) {
+    const Admission& admission = admissions_.back();
+    const std::size_t offset = std::size_t{admission.first} * shape_.head_size;
+    const float* const columns = head.maker->admit(
+        {head.k.data() + offset, head.v.data() + offset, shape_.head_size, admission.tokens},
+        nullptr, 0);
+    for (std::size_t i = 0; i < head.columns.size(); ++i)
+      if (std::bit_cast<std::uint32_t>(columns[i]) != std::bit_cast<std::uint32_t>(head.columns[i]))
+        return differ(
+            "layer {} head {} position {}: column {} is {:.9g} in the engine, {:.9g} in "
+            "the simulator",
+            layer, kv_head, admission.first + i / head.shadow->columns().size(),
+            head.shadow->columns()[i % head.shadow->columns().size()], head.columns[i], columns[i]);
   }
 
   /// Keeps one head's part of an admission's tensors.

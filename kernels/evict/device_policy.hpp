@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -17,6 +18,7 @@ struct DevicePolicy {
   Needs needs;
   bool oldest_first;         ///< may be squeezed in two frames
   bool weighted;             ///< observe_queries takes its weights and tail
+  std::uint32_t columns;     ///< that it reads: such a policy does not run here yet
   std::size_t slot_bytes;    ///< of a state, PolicyState::states; 0: none
   std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue.

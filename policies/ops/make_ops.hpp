@@ -32,13 +32,13 @@ struct OpsOf {
     write_params<P>(values, to);
   }
 
-  [[gnu::flatten]] static void admit(void* slots, const std::uint32_t* positions, std::size_t count,
+  [[gnu::flatten]] static void admit(void* slots, Tokens tokens, std::size_t count,
                                      const void* params, const Step& step) {
     const Slots slot{static_cast<Slot*>(slots)};
     const Params own = params_of(params);
     for (std::size_t i = 0; i < count; ++i) {
       auto&& one = slot[i];
-      P::admit(one, Token{positions[i]}, own, step);
+      P::admit(one, token_at(tokens, i), own, step);
     }
   }
 
@@ -62,24 +62,23 @@ struct OpsOf {
     }
   }
 
-  [[gnu::flatten]] static void rank(const void* slots, const std::uint32_t* positions,
-                                    std::size_t count, const void* params, const Step& step,
-                                    std::uint64_t* ranks) {
+  [[gnu::flatten]] static void rank(const void* slots, Tokens tokens, std::size_t count,
+                                    const void* params, const Step& step, std::uint64_t* ranks) {
     const ConstSlots slot{static_cast<const Slot*>(slots)};
     const Params own = params_of(params);
     const Step now = step;
     for (std::size_t i = 0; i < count; ++i)
-      ranks[i] = P::rank(slot[i], Token{positions[i]}, own, now);
+      ranks[i] = P::rank(slot[i], token_at(tokens, i), own, now);
   }
 
-  [[gnu::flatten]] static std::size_t first_least(const void* slots, const std::uint32_t* positions,
+  [[gnu::flatten]] static std::size_t first_least(const void* slots, Tokens tokens,
                                                   std::size_t begin, std::size_t end,
                                                   const void* params, const Step& step) {
     const ConstSlots slot{static_cast<const Slot*>(slots)};
     const Params own = params_of(params);
     const Step now = step;
     const auto rank_of = [&](std::size_t i) {
-      return P::rank(slot[i], Token{positions[i]}, own, now);
+      return P::rank(slot[i], token_at(tokens, i), own, now);
     };
     std::uint64_t least = ~std::uint64_t{0};
     for (std::size_t i = begin; i < end; ++i) {
@@ -115,6 +114,13 @@ struct OpsOf {
   }
 
  private:
+  [[gnu::always_inline]] static Token token_at(const Tokens& tokens, std::size_t i) {
+    constexpr std::uint32_t kCount = P::kInfo.column_count();
+    Token token{tokens.positions[i]};
+    for (std::uint32_t c = 0; c < kCount; ++c) token.column[c] = tokens.columns[i * kCount + c];
+    return token;
+  }
+
   [[gnu::always_inline]] static Params params_of(const void* params) {
     if constexpr (std::is_empty_v<Params>)
       return {};

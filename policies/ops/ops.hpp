@@ -17,6 +17,16 @@ struct ParamInfo {
   double standard, least, most;
 };
 
+/// Some tokens, by age, as their hooks see them.
+struct Tokens {
+  const std::uint32_t* positions;
+  const float* columns;  ///< [token, column_count()]; null of a policy that has none
+
+  Tokens from(std::size_t age, std::size_t column_count) const {
+    return {positions + age, columns ? columns + age * column_count : nullptr};
+  }
+};
+
 /// What some tokens, by age, received in one admission: columns, for vector loops.
 struct Seen {
   const std::uint64_t* mass = nullptr;          ///< where the policy needs mass
@@ -34,21 +44,25 @@ struct PolicyOps {
   std::span<const ParamInfo> params;
   std::size_t slot_bytes;    ///< of one state; 0: none
   std::size_t params_bytes;  ///< of Params; 0: none
+
+  /// Bytes that a live token costs beside its key and value: state and columns.
+  std::size_t token_bytes() const { return slot_bytes + info.column_count() * sizeof(float); }
+
   /// Writes params_bytes: one value for each parameter.
   void (*write_params)(std::span<const double> values, std::byte* to);
 
-  void (*admit)(void* slots, const std::uint32_t* positions, std::size_t count, const void* params,
+  void (*admit)(void* slots, Tokens tokens, std::size_t count, const void* params,
                 const Step& step);
   /// No-ops for a policy that needs nothing: of columns, and of one observation for each token.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,
                        const Step& step);
-  void (*rank)(const void* slots, const std::uint32_t* positions, std::size_t count,
-               const void* params, const Step& step, std::uint64_t* ranks);
+  void (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
+               const Step& step, std::uint64_t* ranks);
   /// The first of the lowest ranks in [begin, end), begin < end.
-  std::size_t (*first_least)(const void* slots, const std::uint32_t* positions, std::size_t begin,
-                             std::size_t end, const void* params, const Step& step);
+  std::size_t (*first_least)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
+                             const void* params, const Step& step);
   float (*weight)(std::uint32_t age, const void* params);  ///< 1 without the hook
   std::uint32_t (*tail)(const void* params);               ///< kNoTail without the hook
   /// Makes the padding of one state zeros, where the compiler can.

@@ -17,7 +17,8 @@ class Replayer final : public CudaReplayer {
     const ModelShape& shape = header.shape;
     const PolicyEntry* const entry = config.policy.entry.get();
     return entry && walks_know(config.policy.modifiers) && config.budget.is_even() &&
-           kernels::has_text(*entry) && shape.group() <= kernels::kMostReplayGroup &&
+           config.policy.columns.empty() && kernels::has_text(*entry) &&
+           shape.group() <= kernels::kMostReplayGroup &&
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
            header.rope.rotated() % 4 == 0;
   }

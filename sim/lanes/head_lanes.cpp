@@ -75,7 +75,7 @@ void HeadLanes::plan(const LaneConfigs& configs, LiveSet::Identity identity, con
         if (span) add(std::make_unique<TopkLane>(std::move(own), view_.group, *span), indices);
         break;
       case Kind::nested: {
-        auto order = own.front()->policy.entry ? nested_order(*own.back(), identity, view_.tokens)
+        auto order = own.front()->policy.entry ? nested_order(*own.back(), identity, view_)
                                                : future_order(future_masses());
         add(std::make_unique<NestedLane>(std::move(own), std::move(order), view_, span), indices);
         break;

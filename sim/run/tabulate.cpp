@@ -117,9 +117,9 @@ class Tabulator {
     if (zeros) total("zero_outputs", zeros);
   }
 
-  /// Policy state, position and, where positions are squeezed, rank.
+  /// Policy state and columns, position and, where positions are squeezed, rank.
   std::uint64_t state_bytes_per_token() const {
-    const std::uint64_t slot = config_.policy.entry ? config_.policy.entry->slot_bytes : 8;
+    const std::uint64_t slot = config_.policy.entry ? config_.policy.entry->token_bytes() : 8;
     return slot + 4 + (config_.positions == Positions::cache ? 4 : 0);
   }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "policies/policy.hpp"
 
@@ -28,6 +29,23 @@ constexpr Observation draw_observation(std::uint32_t position, std::uint32_t fir
     seen.last_request = first + count - 1 - static_cast<std::uint32_t>(bits >> 50) % queries;
   }
   return seen;
+}
+
+/// Column `which` of the token at `position`: of either sign, and often equal.
+constexpr float draw_column(std::uint32_t position, std::uint32_t which) {
+  const std::uint64_t bits = draw_bits(std::uint64_t{position} << 8 | which);
+  return static_cast<float>(static_cast<std::int64_t>(bits % 4 ? bits % 2000 : bits % 7) - 1000) /
+         8;
+}
+
+/// What the `count` tokens from `first` on bring, [token, columns].
+inline std::vector<float> draw_columns(std::uint32_t first, std::uint32_t count,
+                                       std::size_t columns) {
+  std::vector<float> all;
+  for (std::uint32_t position = first; position < first + count; ++position)
+    for (std::size_t c = 0; c < columns; ++c)
+      all.push_back(draw_column(position, static_cast<std::uint32_t>(c)));
+  return all;
 }
 
 }  // namespace kvlab

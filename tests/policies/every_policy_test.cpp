@@ -52,7 +52,8 @@ Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chun
   Replayed result;
   for (const Admission& admission : conversation(chunk)) {
     live.make_room(admission.first);
-    live.admit(admission.first, admission.count);
+    live.admit(admission.first, admission.count,
+               draw_columns(admission.first, admission.count, live.columns().size()).data());
     result.kept.emplace_back(live.positions().begin(), live.positions().end());
     live.observe(draw_all(live, admission));
   }
@@ -221,12 +222,13 @@ TEST_CASE("a policy's loops give the same bits for every instruction set") {
       const auto run = [&](const PolicyOps& ops) {
         const auto params = parse_policy(ops.info.name).packed_params();
         std::vector<std::byte> states(kTokens * ops.slot_bytes);
-        ops.admit(states.data(), positions.data(), kTokens, params.data(), step);
+        const auto columns = draw_columns(0, kTokens, ops.info.column_count());
+        const Tokens tokens{positions.data(), columns.data()};
+        ops.admit(states.data(), tokens, kTokens, params.data(), step);
         ops.observe(states.data(), seen, kTokens, params.data(), step);
         std::vector<std::uint64_t> ranks(kTokens);
-        ops.rank(states.data(), positions.data(), kTokens, params.data(), step, ranks.data());
-        ranks.push_back(
-            ops.first_least(states.data(), positions.data(), 3, 200, params.data(), step));
+        ops.rank(states.data(), tokens, kTokens, params.data(), step, ranks.data());
+        ranks.push_back(ops.first_least(states.data(), tokens, 3, 200, params.data(), step));
         CHECK(ranks[ranks.back()] == *std::min_element(ranks.begin() + 3, ranks.begin() + 200));
         return std::pair(states, ranks);
       };

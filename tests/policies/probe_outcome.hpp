@@ -71,11 +71,14 @@ inline Outcome run_on_host(const PolicySpec& spec, std::span<const Step> steps,
               .leave_after = std::vector<std::uint32_t>(kSteps * kTokens),
               .slots = std::vector<std::byte>(kTokens * entry.slot_bytes),
               .weights = {}};
-  entry.admit(out.slots.data(), indices.data(), kTokens, params.data(), steps[0]);
+  // The probe's tokens bring zeros, as those of the device do.
+  const std::vector<float> columns(kTokens * entry.info.column_count());
+  const Tokens tokens{indices.data(), columns.data()};
+  entry.admit(out.slots.data(), tokens, kTokens, params.data(), steps[0]);
   for (std::uint32_t s = 0; s < kSteps; ++s) {
     const std::span ranks = std::span(out.ranks).subspan(s * kTokens, kTokens);
     entry.observe_each(out.slots.data(), &seen[s * kTokens], kTokens, params.data(), steps[s]);
-    entry.rank(out.slots.data(), indices.data(), kTokens, params.data(), steps[s], ranks.data());
+    entry.rank(out.slots.data(), tokens, kTokens, params.data(), steps[s], ranks.data());
     place(ranks, steps[s].now, std::span(out.leave_after).subspan(s * kTokens, kTokens));
   }
   const std::uint32_t tail = entry.tail(params.data());

@@ -7,6 +7,7 @@
 #include "policies/observation.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
+#include "tests/policies/draw.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -146,7 +147,7 @@ bool stays_nested(const PolicyOps& ops, std::span<const double> params) {
       const std::uint32_t count = now == 0 ? 9 : now % 40 == 0 ? 4 : 1;
       for (LiveSet& set : sets) {
         set.make_room(now);
-        set.admit(now, count);
+        set.admit(now, count, draw_columns(now, count, set.columns().size()).data());
         std::vector<Observation> seen(set.size());
         for (Observation& one : seen)
           one = {draw() % 1000, static_cast<std::uint32_t>(draw() % 2), now, 1};

@@ -95,7 +95,7 @@ std::uint64_t rank_of(const PolicyEntry& entry) {
   const std::uint64_t mass = 40;
   const std::uint32_t position = 0;
   std::uint64_t rank = 0;
-  entry.rank(&mass, &position, 1, nullptr, {}, &rank);
+  entry.rank(&mass, {&position, nullptr}, 1, nullptr, {}, &rank);
   return rank;
 }
 

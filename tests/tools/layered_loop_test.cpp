@@ -16,7 +16,7 @@ std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {
   std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
   for (const PolicyEntry& entry : policy_catalogue())
     for (const std::uint32_t budget : {36u, 70u})
-      if (entry.info.evicts)
+      if (entry.info.evicts && entry.info.column_count() == 0)
         configs.push_back(config_of(entry.info.name, budget, prefill, positions));
   configs.push_back(config_of("lru:sinks=4:recent=50%", 40, prefill, positions));
   for (const char* policy : {"h2o:every=16", "lru:once", "window:every=5", "h2o:smooth=2:every=7"})

@@ -93,6 +93,14 @@ TEST_CASE("every policy that evicts can be deployed with its defaults") {
   }
 }
 
+TEST_CASE("a policy file names the column that its policy reads") {
+  const TemporaryFolder folder;
+  PolicyFile file = h2o_file();
+  file.cache.policy = parse_policy("column:name=key_norm:keep=-1:recent=9");
+  write_policy_file(folder / "policy.json", file);
+  CHECK(read_policy_file(folder / "policy.json").cache.policy.text() == file.cache.policy.text());
+}
+
 TEST_CASE("a policy file becomes the configuration of a cache") {
   PolicyFile file = h2o_file();
   check_shape(file, kShape);

@@ -6,6 +6,7 @@
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
+#include "tests/traces/column_files.hpp"
 #include "tests/traces/gradient_files.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -292,6 +293,86 @@ TEST_CASE("A trace that is sealed again has no gradients: they are of the whole"
   CHECK(seal_trace(path) == kTokens);
   CHECK(open_verified_trace(path, 1).draws() == 0);
   CHECK_FALSE(std::filesystem::exists(path / "grad-00002.safetensors.part"));
+}
+
+// --- columns
+// ---------------------------------------------------------------------------------------
+
+std::filesystem::path write_with_columns(const TemporaryFolder& folder) {
+  write_trace(folder / "t", sample(), kTokens);
+  write_column(folder / "t", "score", [](auto layer, auto head, auto token) {
+    return static_cast<float>(1000 * (10 * layer + head)) - 0.5f * static_cast<float>(token);
+  });
+  write_column(folder / "t", "zero", [](auto, auto, auto) { return 0.0f; });
+  return folder / "t";
+}
+
+TEST_CASE("Columns are read as they were written, by layer, KV head and token") {
+  const TemporaryFolder folder;
+  const TraceReader trace = open_verified_trace(write_with_columns(folder), 1);
+  CHECK(trace.has_column("score"));
+  CHECK(trace.has_column("zero"));
+  CHECK_FALSE(trace.has_column("scor"));
+  std::vector<float> values(kTokens);
+  trace.column("score", 1, 1, values.data());
+  for (std::uint32_t t = 0; t < kTokens; ++t)
+    REQUIRE(values[t] == 11000 - 0.5f * static_cast<float>(t));
+  CHECK_THROWS_AS(trace.column("other", 0, 0, values.data()), std::logic_error);
+}
+
+TEST_CASE("A column of another shape, with a value that is not finite, or not there is named") {
+  const TemporaryFolder folder;
+  const auto path = write_with_columns(folder);
+  const std::string manifest = read_bytes(path / "manifest.json");
+  const auto error_with = [&](auto change) {
+    json changed = json::parse(manifest);
+    change(changed["extras"]["columns"]);
+    write_bytes(path / "manifest.json", changed.dump());
+    return error_of([&] { TraceReader::open(path); });
+  };
+  CHECK_THAT(error_with([](json& c) { c[1]["name"] = "score"; }),
+             ContainsSubstring("columns[1]") && ContainsSubstring("column-score.safetensors"));
+  CHECK_THAT(error_with([](json& c) { c[1] = c[0]; }),
+             ContainsSubstring("columns[1]: the name \"score\" is there twice"));
+  CHECK_THAT(error_with([](json& c) { c[0]["name"] = "../x"; }),
+             ContainsSubstring("up to 64 letters"));
+  CHECK_THAT(error_with([](json& c) { c[0].erase("xxh3"); }), ContainsSubstring("xxh3"));
+  write_bytes(path / "manifest.json", manifest);
+
+  const auto file = path / "column-score.safetensors";
+  const std::string bytes = read_bytes(file);
+  std::string damaged = bytes;
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  damaged.replace(bytes.size() - 8, 4, std::string(reinterpret_cast<const char*>(&nan), 4));
+  write_bytes(file, damaged);
+  CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
+             ContainsSubstring("column-score.safetensors: damaged"));
+  json renewed = json::parse(manifest);
+  renewed["extras"]["columns"][0]["xxh3"] = xxh3_hex(damaged);
+  write_bytes(path / "manifest.json", renewed.dump());
+  CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
+             ContainsSubstring("layers.1.column.score: KV head 1: the value of token 1098 is not"));
+  std::filesystem::remove(file);
+  CHECK_THAT(error_of([&] { TraceReader::open(path); }),
+             ContainsSubstring("column-score.safetensors"));
+
+  const TemporaryFolder other;
+  const Sample shorter = make_sample(kTokens - 1, Dtype::f32, Rounding::none);
+  write_trace(other / "t", shorter, kTokens - 1);
+  write_column(other / "t", "score", [](auto, auto, auto) { return 1.0f; });
+  std::filesystem::copy(other / "t" / "column-score.safetensors", file);
+  CHECK_THAT(error_of([&] { TraceReader::open(path); }),
+             ContainsSubstring("layers.0.column.score") && ContainsSubstring("1099"));
+}
+
+TEST_CASE("A trace that is sealed again has no columns: they are of the whole") {
+  const TemporaryFolder folder;
+  const auto path = write_with_columns(folder);
+  std::filesystem::remove(path / "manifest.json");
+  write_bytes(path / "column-more.safetensors.part", "x");
+  CHECK(seal_trace(path) == kTokens);
+  CHECK(open_verified_trace(path, 1).extras().columns.empty());
+  CHECK_FALSE(std::filesystem::exists(path / "column-more.safetensors.part"));
 }
 
 TEST_CASE("A sealed trace keeps its extras, and the spans that lie within it") {

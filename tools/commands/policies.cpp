@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers_text.hpp"
@@ -37,7 +38,27 @@ std::string_view name_of(Needs needs) {
   throw std::logic_error("a policy needs something unknown");
 }
 
+std::vector<std::string> columns_of(const PolicyInfo& info) {
+  return {info.columns, info.columns + info.column_count()};
+}
+
+/// "mass, the column value_norm1".
+std::string needs_of(const PolicyInfo& info) {
+  std::string needs(name_of(info.needs));
+  if (info.column_count() == 0) return needs;
+  const std::string columns = fmt::format("column {}", fmt::join(columns_of(info), ", "));
+  return info.needs == Needs::nothing ? columns : needs + ", " + columns;
+}
+
 std::string_view name_of(Order order) { return order == Order::nested ? "nested" : "feedback"; }
+
+/// Whether a decoder computes all that the policy reads.
+bool decodes(const PolicyInfo& info) {
+  PolicySpec spec;
+  for (const std::string& column : columns_of(info))
+    spec.columns.push_back(column.substr(column.find('=') + 1));
+  return column_beyond_decoders(spec).empty();
+}
 
 /// The default guards that guard anything, and modifiers: "sinks=4 recent=50% once", or "".
 std::string guards_of(const PolicyInfo& info) {
@@ -74,8 +95,7 @@ void print_text(const std::vector<PolicyEntry>& entries) {
     fmt::print("\n{}\n  {}\n", info.name, info.summary);
     if (info.evicts) fmt::print("  guards     {}\n", or_none(guards_of(info)));
     for (const ParamInfo& param : entry.params) fmt::print("  parameter  {}\n", describe(param));
-    fmt::print("  needs      {}; {} bytes of state a slot\n", name_of(info.needs),
-               entry.slot_bytes);
+    fmt::print("  needs      {}; {} bytes of state a slot\n", needs_of(info), entry.token_bytes());
     fmt::print("  order      {}\n  positions  {}\n  source     {}\n", name_of(info.order),
                name_of(info.positions), info.citation);
     if (entry.source)
@@ -106,8 +126,9 @@ void print_markdown(const std::vector<PolicyEntry>& entries) {
     std::vector<std::string> params;
     for (const ParamInfo& param : entry.params) params.push_back(describe(param));
     fmt::print("| `{}` | {} | {} | {} | {} | {} | {} | {} | {} |\n", info.name, info.summary,
-               name_of(info.needs), name_of(info.order), code_or_blank(guards_of(info)),
-               fmt::join(params, "; "), name_of(info.positions), entry.slot_bytes, info.citation);
+               needs_of(info), name_of(info.order), code_or_blank(guards_of(info)),
+               fmt::join(params, "; "), name_of(info.positions), entry.token_bytes(),
+               info.citation);
   }
   fmt::print("\n| reference | what it does | bounds |\n| --- | --- | --- |\n");
   for (const Reference& reference : kReferences)
@@ -127,6 +148,8 @@ ordered_json to_json(const PolicyEntry& entry) {
           {"summary", info.summary},
           {"evicts", info.evicts},
           {"needs", name_of(info.needs)},
+          {"columns", columns_of(info)},
+          {"decodes", decodes(info)},
           {"order", name_of(info.order)},
           {"weighted", info.weighted},
           {"sinks", text_of(info.sinks)},
@@ -135,6 +158,7 @@ ordered_json to_json(const PolicyEntry& entry) {
           {"params", params},
           {"positions", name_of(info.positions)},
           {"slot_bytes", entry.slot_bytes},
+          {"token_bytes", entry.token_bytes()},
           {"citation", info.citation}};
 }
 

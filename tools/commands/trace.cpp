@@ -30,6 +30,7 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   for (std::size_t i = 0; i < trace.shards().size(); ++i)
     bytes += trace.shard_file(i).bytes().size();
   for (const SafetensorsFile& file : trace.gradient_files()) bytes += file.bytes().size();
+  for (const SafetensorsFile& file : trace.column_files()) bytes += file.bytes().size();
   if (trace.sketch_file()) bytes += trace.sketch_file()->bytes().size();
   return bytes;
 }
@@ -50,6 +51,7 @@ Json extras_json(const TraceReader& trace) {
     extras["grad"] = {{"draws", gradients->draws},
                       {"seed", gradients->seed},
                       {"span", kvlab::name_of(gradients->span)}};
+  for (const auto& column : trace.extras().columns) extras["columns"].push_back(column.name);
   return extras;
 }
 
@@ -60,6 +62,7 @@ std::string extras_text(const TraceReader& trace) {
   if (const auto& gradients = trace.extras().gradients)
     parts.push_back(fmt::format("gradients of {} draws over {} queries", gradients->draws,
                                 kvlab::name_of(gradients->span)));
+  for (const auto& column : trace.extras().columns) parts.push_back("column " + column.name);
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 

@@ -37,6 +37,7 @@ const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
     check_for_decoder(cache, model.config().heads());
     refuse_group(cache);
     refuse_shared_slots(cache, "the CUDA decoder", "--device cpu");
+    check_for_device(cache.policy);
     if (cache.policy.entry != first.policy.entry || cache.positions != first.positions)
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy and one kind of positions");

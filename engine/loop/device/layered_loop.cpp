@@ -49,6 +49,7 @@ void refuse(std::span<const CacheConfig> configs) {
   for (const CacheConfig& config : configs) {
     if (!walks_know(config.policy.modifiers))
       refuse_modifiers(config, "the closed loop on CUDA", "--device cpu");
+    check_for_device(config.policy);
     if (!config.budget.is_even())
       throw std::invalid_argument(
           fmt::format("budget {}: the closed loop by layers has one for all heads on a device; "

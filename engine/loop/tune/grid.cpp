@@ -55,7 +55,8 @@ bool fits(const PolicySpec& spec, std::uint32_t budget_tokens) {
 std::vector<std::string> tunable_policies(const CompiledPolicies& compiled) {
   std::vector<std::string> names;
   const auto add = [&](const PolicyEntry& entry) {
-    if (entry.info.evicts && std::string_view(entry.info.name) != "random")
+    const PolicyInfo& info = entry.info;
+    if (info.evicts && info.column_count() == 0 && std::string_view(info.name) != "random")
       names.emplace_back(entry.info.name);
   };
   for (const PolicyEntry& entry : policy_catalogue()) add(entry);

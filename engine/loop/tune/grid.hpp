@@ -9,7 +9,8 @@
 
 namespace kvlab {
 
-/// The policies that stand where none is named: all that evict but `random`.
+/// The policies that stand where none is named: all that evict but `random`, and but those with
+/// columns, which not every device has.
 std::vector<std::string> tunable_policies(const CompiledPolicies& compiled);
 
 /// `text` as asked for where it names settings ("h2o:recent=25%"). A bare name stands for its

@@ -12,8 +12,8 @@ std::span<const std::uint32_t> AgedCache::make_room(std::uint32_t now) {
   return victims;
 }
 
-void AgedCache::admit(std::uint32_t first, std::uint32_t count) {
-  AgedSet::admit(first, count);
+void AgedCache::admit(std::uint32_t first, std::uint32_t count, const float* brought) {
+  AgedSet::admit(first, count, brought);
   for (std::uint32_t position = first; position < first + count; ++position)
     bits_[position / 64] |= std::uint64_t{1} << position % 64;
 }

@@ -22,7 +22,7 @@ class AgedCache : public AgedSet {
 
   /// Returns the ages of those who left, ascending, as they were before.
   std::span<const std::uint32_t> make_room(std::uint32_t now);
-  void admit(std::uint32_t first, std::uint32_t count);
+  void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
 
  private:
   std::vector<std::uint64_t> bits_;

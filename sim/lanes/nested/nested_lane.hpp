@@ -97,7 +97,7 @@ class NestedLane final : public Lane {
 
 /// The order of a registered policy.
 std::unique_ptr<NestedOrder> nested_order(const ResolvedConfig& config, LiveSet::Identity identity,
-                                          std::uint32_t tokens);
+                                          const HeadView& view);
 /// `oracle_mass`: least future mass of the full cache first. `masses` [token]: all that it gives.
 std::unique_ptr<NestedOrder> future_order(std::vector<std::uint64_t> masses);
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -8,7 +9,7 @@ namespace {
 
 class PolicyOrder final : public NestedOrder {
  public:
-  PolicyOrder(const ResolvedConfig& config, LiveSet::Identity identity, std::uint32_t tokens)
+  PolicyOrder(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view)
       : ops_(*config.policy.entry),
         step_{.budget = config.budget_tokens,
               .seed = config.seed,
@@ -16,7 +17,9 @@ class PolicyOrder final : public NestedOrder {
               .layer = identity.layer,
               .kv_head = identity.kv_head},
         params_(config.policy.packed_params()),
-        states_(tokens * ops_.slot_bytes) {}
+        states_(view.tokens * ops_.slot_bytes),
+        width_(config.policy.columns.size()),
+        columns_(columns_of(config.policy.columns, view, config.admissions)) {}
 
   void rank(std::span<const std::uint32_t> positions, std::uint32_t now,
             std::span<std::uint64_t> ranks) const override {
@@ -27,8 +30,11 @@ class PolicyOrder final : public NestedOrder {
     for (std::size_t i = 0; i < positions.size() && ops_.slot_bytes > 0; ++i)
       std::memcpy(gathered_.data() + i * ops_.slot_bytes,
                   states_.data() + positions[i] * ops_.slot_bytes, ops_.slot_bytes);
-    ops_.rank(gathered_.data(), positions.data(), positions.size(), params_.data(), step,
-              ranks.data());
+    gathered_columns_.resize(positions.size() * width_);
+    for (std::size_t i = 0; i < positions.size() && width_ > 0; ++i)
+      std::copy_n(columns_of_token(positions[i]), width_, gathered_columns_.data() + i * width_);
+    ops_.rank(gathered_.data(), {positions.data(), gathered_columns_.data()}, positions.size(),
+              params_.data(), step, ranks.data());
   }
 
   void admit(std::uint32_t first, std::uint32_t count) override {
@@ -36,7 +42,8 @@ class PolicyOrder final : public NestedOrder {
     step.now = first;
     step.queries = count;
     for (std::uint32_t position = first; position < first + count; ++position)
-      ops_.admit(states_.data() + position * ops_.slot_bytes, &position, 1, params_.data(), step);
+      ops_.admit(states_.data() + position * ops_.slot_bytes,
+                 {&position, columns_of_token(position)}, 1, params_.data(), step);
   }
 
   void spend(std::uint32_t, GroupRows&) override {}
@@ -44,10 +51,17 @@ class PolicyOrder final : public NestedOrder {
   bool oldest_first() const override { return ops_.info.oldest_first; }
 
  private:
+  const float* columns_of_token(std::size_t token) const {
+    return columns_.data() + token * width_;
+  }
+
   const PolicyOps& ops_;
   Step step_;
   std::vector<std::byte> params_, states_;  // states_: [token]
+  std::size_t width_;                       // columns of the policy
+  std::vector<float> columns_;              // [token, width_]
   mutable std::vector<std::byte> gathered_;
+  mutable std::vector<float> gathered_columns_;
 };
 
 class FutureOrder final : public NestedOrder {
@@ -73,8 +87,8 @@ class FutureOrder final : public NestedOrder {
 }  // namespace
 
 std::unique_ptr<NestedOrder> nested_order(const ResolvedConfig& config, LiveSet::Identity identity,
-                                          std::uint32_t tokens) {
-  return std::make_unique<PolicyOrder>(config, identity, tokens);
+                                          const HeadView& view) {
+  return std::make_unique<PolicyOrder>(config, identity, view);
 }
 
 std::unique_ptr<NestedOrder> future_order(std::vector<std::uint64_t> masses) {

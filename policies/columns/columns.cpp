@@ -1,0 +1,107 @@
+#include "policies/columns/columns.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <utility>
+
+#include "policies/columns/column_sums.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kLongestName = 64;
+
+constexpr std::pair<std::string_view, BuiltInColumn> kBuiltIn[] = {
+    {"key_norm", BuiltInColumn::key_norm},
+    {"value_norm", BuiltInColumn::value_norm},
+    {"value_norm1", BuiltInColumn::value_norm1},
+    {"key_cosine", BuiltInColumn::key_cosine}};
+
+/// A vector as policies/columns/column_sums.hpp reads it.
+auto reader(const float* x) {
+  return [x](std::uint32_t d) { return x[d]; };
+}
+
+float norm(const float* x, std::uint32_t size) {
+  return std::sqrt(sum_of_squares(size, reader(x)));
+}
+
+}  // namespace
+
+std::optional<BuiltInColumn> built_in_column(std::string_view name) {
+  for (const auto& [known, column] : kBuiltIn)
+    if (name == known) return column;
+  return std::nullopt;
+}
+
+std::string built_in_column_names() {
+  std::vector<std::string_view> names;
+  for (const auto& [name, column] : kBuiltIn) names.push_back(name);
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+bool is_column_name(std::string_view name) {
+  const auto fits = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
+           c == '-' || c == '.';
+  };
+  return !name.empty() && name.size() <= kLongestName && std::ranges::all_of(name, fits);
+}
+
+ColumnMaker::ColumnMaker(std::vector<std::string> names, std::uint32_t head_size)
+    : names_(std::move(names)), head_size_(head_size) {
+  for (const std::string& name : names_)
+    wants_direction_ |= built_in_column(name) == BuiltInColumn::key_cosine;
+  if (wants_direction_) unit_keys_.resize(head_size_);
+}
+
+const float* ColumnMaker::admit(const KeyValueRows& rows, const BroughtColumns* brought,
+                                std::size_t first) {
+  if (names_.empty()) return nullptr;
+  if (wants_direction_) add_unit_keys(rows);
+  columns_.resize(rows.tokens * names_.size());
+  for (std::size_t c = 0; c < names_.size(); ++c) {
+    const auto column = built_in_column(names_[c]);
+    const float* from = nullptr;
+    if (!column) {
+      const auto found = brought ? brought->find(names_[c]) : BroughtColumns::const_iterator{};
+      if (!brought || found == brought->end() || found->second.size() < first + rows.tokens)
+        throw std::logic_error(fmt::format("column {}: nobody brings it", names_[c]));
+      from = found->second.data() + first;
+    }
+    for (std::size_t i = 0; i < rows.tokens; ++i)
+      columns_[i * names_.size() + c] =
+          column ? built_in(*column, rows.k + i * rows.stride, rows.v + i * rows.stride) : from[i];
+  }
+  return columns_.data();
+}
+
+/// The mean's length does not matter to a cosine: their sum serves.
+void ColumnMaker::add_unit_keys(const KeyValueRows& rows) {
+  for (std::size_t i = 0; i < rows.tokens; ++i) {
+    const float* const key = rows.k + i * rows.stride;
+    const float length = norm(key, head_size_);
+    for (std::uint32_t d = 0; length > 0 && d < head_size_; ++d) unit_keys_[d] += key[d] / length;
+  }
+  unit_keys_norm_ = norm(unit_keys_.data(), head_size_);
+}
+
+float ColumnMaker::built_in(BuiltInColumn column, const float* key, const float* value) const {
+  switch (column) {
+    case BuiltInColumn::key_norm:
+      return norm(key, head_size_);
+    case BuiltInColumn::value_norm:
+      return norm(value, head_size_);
+    case BuiltInColumn::value_norm1:
+      return sum_of_magnitudes(head_size_, reader(value));
+    case BuiltInColumn::key_cosine:
+      return cosine_from(sum_of_products(head_size_, reader(key), reader(unit_keys_.data())),
+                         norm(key, head_size_), unit_keys_norm_);
+  }
+  throw std::logic_error("a column that is not known");
+}
+
+}  // namespace kvlab

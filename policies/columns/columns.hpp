@@ -1,0 +1,66 @@
+// Columns: numbers that a token brings at its admission and that never change. Some are built in,
+// computed from keys and values; any other has to come from elsewhere.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvlab {
+
+/// What is computed from a token's key, before RoPE, or its value.
+enum class BuiltInColumn {
+  key_norm,     ///< Euclidean norm of the key
+  value_norm,   ///< of the value
+  value_norm1,  ///< sum of the value's magnitudes
+  key_cosine,   ///< of the key with the mean of the unit keys up to its own admission's end
+};
+std::optional<BuiltInColumn> built_in_column(std::string_view name);
+/// "key_norm, value_norm, …": for messages.
+std::string built_in_column_names();
+
+/// Sum over the group's query heads of the magnitudes of W_o v: needs the model's weights.
+inline constexpr std::string_view kValueOutNorm1 = "value_out_norm1";
+
+/// Up to 64 letters, digits, '_', '-' and '.'.
+bool is_column_name(std::string_view name);
+
+/// Columns of one KV head by name, [token].
+using BroughtColumns = std::map<std::string, std::vector<float>, std::less<>>;
+
+/// Keys before RoPE and values of the tokens of an admission, float32; rows are `stride` apart.
+struct KeyValueRows {
+  const float *k, *v;
+  std::size_t stride;
+  std::uint32_t tokens;
+};
+
+/// The columns of one KV head, admission by admission.
+class ColumnMaker {
+ public:
+  ColumnMaker(std::vector<std::string> names, std::uint32_t head_size);
+
+  /// What the next admission's tokens bring, [token, names]; null where there are no names. Valid
+  /// until the next call. What is not built in is taken from `brought`, where the admission begins
+  /// at `first`. Throws std::logic_error where it is not there.
+  const float* admit(const KeyValueRows& rows, const BroughtColumns* brought, std::size_t first);
+
+ private:
+  void add_unit_keys(const KeyValueRows& rows);
+  float built_in(BuiltInColumn column, const float* key, const float* value) const;
+
+  std::vector<std::string> names_;
+  std::uint32_t head_size_;
+  bool wants_direction_ = false;
+  std::vector<float> unit_keys_;  // [dim]: their sum, over all tokens so far
+  float unit_keys_norm_ = 0;
+  std::vector<float> columns_;  // of the last admission
+};
+
+}  // namespace kvlab

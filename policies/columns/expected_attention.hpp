@@ -1,0 +1,27 @@
+// expected_attention: what queries to come will give a token, were they drawn as those before. The
+// token that can expect least, times the length of its value, leaves first.
+//
+// Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future
+// Queries Distribution", section 3. The column `expected_attention` is the paper's score, by
+// tools/columns.py; the engine cannot compute it yet, so this policy is replayed and not deployed.
+// Deliberate differences:
+//   - a decoded token's score takes the queries' mean and covariance as they were at the end of the
+//     prompt before it; the paper compresses a prompt once;
+//   - heads of a group are averaged, as the authors' code does.
+#pragma once
+
+#include "policies/columns/lagkv.hpp"
+
+namespace kvlab {
+
+struct ExpectedAttention : ByColumn {
+  static constexpr PolicyInfo kInfo{
+      .name = "expected_attention",
+      .summary = "the least attention to be expected from queries to come leaves first",
+      .citation = "Devoto et al. 2025, Expected Attention, section 3 (arXiv:2510.00636)",
+      .order = Order::nested,
+      .sinks = tokens(4),
+      .columns = {"expected_attention"}};
+};
+
+}  // namespace kvlab

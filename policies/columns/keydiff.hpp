@@ -1,0 +1,33 @@
+// keydiff: keys that point where most keys point tell the least. The token whose key is most like
+// the mean of the unit keys leaves first.
+//
+// Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction", algorithm 1. Deliberate
+// differences:
+//   - the mean is over every key up to the end of the token's own admission, evicted ones too, and
+//     stays what it was then; the paper takes it anew over the keys that are live;
+//   - keys are compared before RoPE, as they are stored; the paper compares them as attention uses
+//     them.
+#pragma once
+
+#include "policies/ordered.hpp"
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct KeyDiff {
+  static constexpr PolicyInfo kInfo{
+      .name = "keydiff",
+      .summary = "the key most like the mean of the keys leaves first",
+      .citation = "Park et al. 2025, KeyDiff, algorithm 1 (arXiv:2504.15364)",
+      .order = Order::nested,
+      .columns = {"key_cosine"}};
+  struct Params {};
+  struct Slot {};
+
+  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
+  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
+    return ordered(-token.column[0]);
+  }
+};
+
+}  // namespace kvlab

@@ -1,0 +1,206 @@
+"""Tests tools/columns.py: columns_test.py KVLAB. Formulas are written here once more, token by token."""
+
+import contextlib
+import io
+import json
+import math
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import numpy
+    import xxhash  # noqa: F401
+except ImportError as missing:
+    print(f"skipped: {sys.executable} cannot import {missing.name}; KVLAB_HF_PYTHON may name a Python that can")
+    sys.exit(0)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KVLAB = sys.argv[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import columns  # noqa: E402
+
+PROMPT, LAYER, HEAD = 573, 2, 1  # of the sample trace; what is looked at
+
+
+def kvlab(*arguments):
+    return subprocess.run([KVLAB, *map(str, arguments)], capture_output=True, text=True)
+
+
+def dot(a, b):
+    return math.fsum(float(x) * float(y) for x, y in zip(a, b))
+
+
+def unit(x):
+    length = math.sqrt(dot(x, x))
+    return [float(v) / length for v in x]
+
+
+class ColumnsTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.at = pathlib.Path(folder.name)
+        self.path = self.at / "trace"
+        shutil.copytree(ROOT / "traces/samples/tiny-story", self.path)
+
+    def run_main(self, *arguments):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                code = columns.main(list(map(str, arguments)))
+            except SystemExit as end:
+                code = end.code
+        return code, errors.getvalue()
+
+    def add(self, name, *arguments):
+        self.assertEqual(self.run_main(self.path, "--column", name, *arguments), (0, ""))
+        trace = columns.Trace(self.path)
+        file = columns.Tensors(self.path / f"column-{name}.safetensors")
+        return trace, file.read(f"layers.{LAYER}.column.{name}")[HEAD]
+
+    def check_refused(self, words, *arguments):
+        before = {path.name: path.read_bytes() for path in self.path.iterdir()}
+        code, errors = self.run_main(*arguments)
+        self.assertEqual(code, 2)
+        self.assertEqual(errors.count("\n"), 1)
+        self.assertIn(words, errors)
+        self.assertEqual({path.name: path.read_bytes() for path in self.path.iterdir()}, before)
+
+    def test_lagkv(self):
+        lag, sinks = 100, 4
+        trace, column = self.add("lagkv", "--lag", lag)
+        k, v = (trace.part(LAYER, part)[HEAD] for part in "kv")
+        partitions = (trace.tokens - sinks) // lag
+        for p in range(partitions - 1):
+            first, behind = sinks + p * lag, sinks + (p + 1) * lag
+            sums = numpy.zeros(lag)
+            for states in (k, v):
+                low = [min(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.size)]
+                high = [max(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.size)]
+                spreads = []
+                for t in range(first, first + lag):
+                    place = [(float(states[t][d]) - low[d]) / (high[d] - low[d]) for d in range(trace.size)]
+                    mean = math.fsum(place) / trace.size
+                    spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in place) / (trace.size - 1)))
+                most = max(spreads)
+                total = math.fsum(math.exp(s - most) for s in spreads)
+                sums += [math.exp(s - most) / total for s in spreads]
+            order = sorted(range(lag), key=lambda i: sums[i])
+            for place, i in enumerate(order):
+                self.assertAlmostEqual(column[first + i], place / lag, places=6)
+        self.assertTrue((column[:sinks] == 1).all())
+        self.assertTrue((column[sinks + (partitions - 1) * lag :] == 1).all())
+
+    def test_redundancy(self):
+        def share(t, end):
+            means = [
+                math.fsum(dot(units[i], units[j]) for j in range(end) if j != i) / end for i in range(end)
+            ]
+            most = max(means)
+            return math.exp(means[t] - most) / math.fsum(math.exp(m - most) for m in means)
+
+        short = self.shortened(120, 100)
+        self.assertEqual(self.run_main(short, "--column", "redundancy"), (0, ""))
+        trace = columns.Trace(short)
+        file = columns.Tensors(short / "column-redundancy.safetensors")
+        column = file.read(f"layers.{LAYER}.column.redundancy")[HEAD]
+        units = [unit(key) for key in trace.part(LAYER, "k")[HEAD]]
+        for t, end in ((0, 100), (57, 100), (99, 100), (100, 101), (119, 120)):
+            self.assertAlmostEqual(column[t] / share(t, end), 1, places=5)
+
+    def shortened(self, tokens, prompt):
+        """A trace of the first tokens of the sample, for columns.py alone."""
+        trace = columns.Trace(self.path)
+        short = self.at / "short"
+        short.mkdir()
+        parts = {
+            f"layers.{layer}.{part}": numpy.ascontiguousarray(trace.part(layer, part)[:, :tokens])
+            for layer in range(trace.layers)
+            for part in "qkv"
+        }
+        (short / "shard-00000.safetensors").write_bytes(columns.safetensors_bytes(parts))
+        shutil.copy(self.path / "tokens.safetensors", short)
+        manifest = trace.manifest | {
+            "tokens": tokens,
+            "shards": trace.manifest["shards"][:1],
+            "segments": [
+                {"start": 0, "tokens": prompt, "kind": "prompt"},
+                {"start": prompt, "tokens": tokens - prompt, "kind": "decode"},
+            ],
+        }
+        (short / "manifest.json").write_text(json.dumps(manifest))
+        return short
+
+    def test_expected_attention(self):
+        future, sinks = 50, 4
+        trace, column = self.add("expected_attention", "--future", future)
+        frequencies = trace.fixed.read("inv_freq").astype(float)
+        scale, half = float(trace.fixed.read("softmax_scale")[0]), len(frequencies)
+        q, k, v = (trace.part(LAYER, part).astype(float) for part in "qkv")
+
+        def as_complex(x):  # dimensions i and i + half are a number's two parts
+            return x[..., :half] + 1j * x[..., half : 2 * half]
+
+        def as_real(z):
+            return numpy.concatenate([z.real, z.imag], axis=-1)
+
+        # The mean over positions of a turn, as a number for each pair of dimensions.
+        ahead = range(PROMPT, PROMPT + future)
+        turn = numpy.array([sum(numpy.exp(1j * p * f) for p in ahead) / future for f in frequencies])
+        positions = numpy.arange(trace.tokens)
+        keys = as_real(as_complex(k[HEAD]) * numpy.exp(1j * numpy.outer(positions, frequencies)))
+        group = trace.group()
+        wanted = numpy.zeros(trace.tokens)
+        for g in range(group):
+            turned = as_real(as_complex(q[HEAD * group + g, sinks:PROMPT]) * turn)  # linear: so are the moments
+            mean = turned.mean(axis=0)
+            spread = [float((((turned - mean) @ key) ** 2).mean()) for key in keys]
+            logits = numpy.array([scale * dot(key, mean) + scale**2 / 2 * s for key, s in zip(keys, spread)])
+            most = logits[sinks:PROMPT].max()
+            wanted += numpy.exp(logits - most) / numpy.exp(logits[sinks:PROMPT] - most).sum() / group
+        wanted *= numpy.sqrt((v[HEAD] ** 2).sum(axis=-1))
+        self.assertTrue(numpy.allclose(column, wanted, rtol=1e-5))
+
+    def test_value_out_norm1(self):
+        trace, column = self.add("value_out_norm1", "--model", ROOT / "engine/models/tiny")
+        weights = columns.Tensors(ROOT / "engine/models/tiny/model.safetensors")
+        weight = weights.read(f"model.layers.{LAYER}.self_attn.o_proj.weight")
+        v = trace.part(LAYER, "v")[HEAD]
+        for t in (0, 1, 500, 1011):
+            total = 0
+            for g in range(trace.group()):
+                begin = (HEAD * trace.group() + g) * trace.size
+                total += math.fsum(abs(dot(row[begin : begin + trace.size], v[t])) for row in weight)
+            self.assertAlmostEqual(column[t] / total, 1, places=5)
+
+    def test_a_trace_with_columns_is_replayed(self):
+        for name in ("lagkv", "expected_attention", "redundancy"):
+            self.add(name)
+        self.add("value_out_norm1", "--model", ROOT / "engine/models/tiny")
+        self.assertEqual(self.run_main(self.path, "--column", "lagkv", "--lag", 64, "--replace"), (0, ""))
+        done = kvlab("trace", "verify", self.path)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        policies = "lagkv,expected_attention,r_kv,criticalkv,column:name=redundancy:keep=-1,h2o"
+        done = kvlab("replay", "--trace", self.path, "--policy", policies, "--budget", 64, "--out", self.at / "run")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        other = ["--policy", "column:name=other", "--budget", 64, "--out", self.at / "no"]
+        done = kvlab("replay", "--trace", self.path, *other)
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(done.stderr.count("\n"), 1)
+        self.assertIn("has only expected_attention, redundancy, value_out_norm1, lagkv", done.stderr.replace("\n", " "))
+        self.assertFalse((self.at / "no").exists())
+
+    def test_refusals(self):
+        self.check_refused("--model", self.path, "--column", "value_out_norm1")
+        self.check_refused("invalid choice", self.path, "--column", "key_norm")
+        self.check_refused("a finished trace is expected", self.at, "--column", "lagkv")
+        self.check_refused("--lag", self.path, "--column", "lagkv", "--lag", "1")
+        self.add("redundancy")
+        self.check_refused("--replace", self.path, "--column", "redundancy")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""Adds columns to finished traces: one number a token, for the policies that read them (docs/columns.md).
+
+Needs numpy and xxhash; no model but for value_out_norm1.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+import numpy
+import xxhash
+
+FORMAT = 2
+WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
+BUILT_IN = ("key_norm", "value_norm", "value_norm1", "key_cosine")
+
+
+class Refused(Exception):
+    """Bad input: one line that says what, where, and what would be right."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+class Tensors:
+    """A safetensors file; tensors are widened to float32."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            self.bytes = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+            size = int.from_bytes(self.bytes[:8].tobytes(), "little")
+            self.header = json.loads(self.bytes[8 : 8 + size].tobytes())
+        except (OSError, ValueError) as error:
+            raise Refused(f"{path}: cannot be read as safetensors: {error}") from None
+        self.start = 8 + size
+
+    def names(self):
+        return [name for name in self.header if name != "__metadata__"]
+
+    def read(self, name):
+        if name not in self.header:
+            raise Refused(f"{self.path}: no tensor {name}")
+        entry = self.header[name]
+        begin, end = (self.start + offset for offset in entry["data_offsets"])
+        raw = self.bytes[begin:end]
+        if entry["dtype"] == "BF16":
+            values = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+        elif entry["dtype"] in ("F32", "F16"):
+            values = raw.view({"F32": numpy.float32, "F16": numpy.float16}[entry["dtype"]])
+            values = values.astype(numpy.float32)
+        else:
+            raise Refused(f"{self.path}: {name} is {entry['dtype']}; F32, F16 or BF16 is expected")
+        return values.reshape(entry["shape"])
+
+
+def write_by_rename(path, content):
+    """Writes PATH.part, syncs, renames. Returns the checksum."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    finally:
+        part.unlink(missing_ok=True)
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def safetensors_bytes(tensors):
+    """tensors: name -> float32 array."""
+    header, at = {}, 0
+    for name, values in tensors.items():
+        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(v.tobytes() for v in tensors.values())
+
+
+class Trace:
+    def __init__(self, directory):
+        self.directory, self.name = pathlib.Path(directory), str(directory)
+        path = self.directory / "manifest.json"
+        try:
+            self.manifest = json.loads(path.read_text())
+            config = self.manifest["config"]
+            self.layers, self.heads = config["layers"], config["query_heads"]
+            self.kv_heads, self.size = config["kv_heads"], config["head_size"]
+            self.tokens, self.segments = self.manifest["tokens"], self.manifest["segments"]
+            self.shards = [Tensors(self.directory / shard["file"]) for shard in self.manifest["shards"]]
+        except OSError as error:
+            raise Refused(f"{path}: {error.strerror}; a finished trace is expected") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refused(f"{path}: not a manifest of a trace: {error}") from None
+        self.fixed = Tensors(self.directory / "tokens.safetensors")
+
+    def part(self, layer, name):
+        """[heads, tokens, head_size], before RoPE."""
+        return numpy.concatenate([shard.read(f"layers.{layer}.{name}") for shard in self.shards], axis=1)
+
+    def group(self):
+        return self.heads // self.kv_heads
+
+    def admission_ends(self):
+        """[tokens]: where each token's admission ends: a prompt's segment at once, decoded tokens one by one."""
+        ends = []
+        for segment in self.segments:
+            end = segment["start"] + segment["tokens"]
+            each = range(segment["start"] + 1, end + 1)
+            ends += [end] * segment["tokens"] if segment["kind"] == "prompt" else each
+        return numpy.array(ends)
+
+    def add(self, name, layers, replace):
+        """layers: for each an array [kv_heads, tokens]."""
+        manifest = self.manifest | {"format": FORMAT}
+        manifest.setdefault("spans", [])
+        extras = dict(manifest.get("extras", {}))
+        columns = list(extras.get("columns", []))
+        if any(column["name"] == name for column in columns) and not replace:
+            raise Refused(f"{self.name}: has a column {name} already; --replace makes it again")
+        tensors = {}
+        for layer, values in enumerate(layers):
+            values = numpy.ascontiguousarray(values, dtype=numpy.float32)
+            if values.shape != (self.kv_heads, self.tokens):
+                wanted = [self.kv_heads, self.tokens]
+                raise Refused(f"column {name}: layer {layer} is {list(values.shape)}; {wanted} is expected")
+            if not numpy.isfinite(values).all():
+                raise Refused(f"column {name}: layer {layer}: a value is not finite; nothing can be stored")
+            tensors[f"layers.{layer}.column.{name}"] = values
+        columns = [column for column in columns if column["name"] != name]
+        if len(columns) < len(extras.get("columns", [])):  # its file is about to be replaced
+            self.write_manifest(manifest | {"extras": extras | {"columns": columns}})
+        file = f"column-{name}.safetensors"
+        checksum = write_by_rename(self.directory / file, safetensors_bytes(tensors))
+        columns.append({"name": name, "file": file, "xxh3": checksum})
+        self.write_manifest(manifest | {"extras": extras | {"columns": columns}})
+
+    def write_manifest(self, manifest):
+        self.manifest = manifest
+        write_by_rename(self.directory / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+# ---------------------------------------------------------------------------------------------
+# Columns: each takes (trace, layer, arguments) and returns [kv_heads, tokens]
+
+
+def softmax(x):
+    e = numpy.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def lag_scores(states, lag):
+    """[partitions, lag] of one head, [partitions * lag, dim]: by the range of the partition behind each."""
+    parts = states.reshape(-1, lag, states.shape[-1]).astype(numpy.float64)
+    low, high = parts[1:].min(axis=1, keepdims=True), parts[1:].max(axis=1, keepdims=True)
+    relative = (parts[:-1] - low) / numpy.maximum(high - low, 1e-12)
+    return softmax(relative.std(axis=-1, ddof=1))
+
+
+def lagkv(trace, layer, arguments):
+    """LagKV: a token's place in its partition by the mean of its key's and its value's score; 1: not scored yet."""
+    lag, sinks = arguments.lag, arguments.sinks
+    k, v = trace.part(layer, "k"), trace.part(layer, "v")
+    column = numpy.ones((trace.kv_heads, trace.tokens))
+    partitions = max(0, (trace.tokens - sinks) // lag)
+    if partitions < 2:
+        return column
+    inner = slice(sinks, sinks + partitions * lag)
+    for head in range(trace.kv_heads):
+        scores = (lag_scores(k[head, inner], lag) + lag_scores(v[head, inner], lag)) / 2
+        places = scores.argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable") / lag
+        column[head, sinks : sinks + (partitions - 1) * lag] = places.reshape(-1)
+    return column
+
+
+def mean_rotation(trace, first, count):
+    """cos and sin [head_size / 2 pairs] averaged over positions; 1 and 0 for dimensions that do not turn."""
+    frequencies = trace.fixed.read("inv_freq").astype(numpy.float64)
+    angles = numpy.outer(numpy.arange(first, first + count), frequencies)
+    factor = float(trace.fixed.read("rope_factor")[0])
+    return factor * numpy.cos(angles).mean(axis=0), factor * numpy.sin(angles).mean(axis=0)
+
+
+def rotation_matrix(cos, sin, size):
+    """R with R x = x rotated: dimensions i and i + half go together."""
+    half, matrix = len(cos), numpy.eye(size)
+    first, second = numpy.arange(half), numpy.arange(half) + half
+    matrix[first, first], matrix[second, second] = cos, cos
+    matrix[first, second], matrix[second, first] = -sin, sin
+    return matrix
+
+
+def rotated(trace, x):
+    """x [tokens, head_size] at its own positions."""
+    half = trace.fixed.read("inv_freq").astype(numpy.float64)
+    angles = numpy.outer(numpy.arange(len(x)), half)
+    factor = float(trace.fixed.read("rope_factor")[0])
+    cos, sin = factor * numpy.cos(angles), factor * numpy.sin(angles)
+    n, y = len(half), x.astype(numpy.float64)
+    y[:, :n], y[:, n : 2 * n] = x[:, :n] * cos - x[:, n : 2 * n] * sin, x[:, n : 2 * n] * cos + x[:, :n] * sin
+    return y
+
+
+def expected_attention(trace, layer, arguments):
+    """Expected Attention: what queries drawn as those of the latest prompt would give, times the value's length."""
+    q, k, v = (trace.part(layer, name) for name in "qkv")
+    scale, sinks = float(trace.fixed.read("softmax_scale")[0]), arguments.sinks
+    lengths = numpy.sqrt((v.astype(numpy.float64) ** 2).sum(axis=-1))
+    keys = numpy.stack([rotated(trace, k[head]) for head in range(trace.kv_heads)])
+    column = numpy.zeros((trace.kv_heads, trace.tokens))
+    segments = trace.segments
+    for index, segment in enumerate(segments):
+        first, end = segment["start"], segment["start"] + segment["tokens"]
+        if segment["kind"] == "prompt" or index == 0:
+            seen = end
+            rotation = rotation_matrix(*mean_rotation(trace, seen, arguments.future), trace.size)
+        past = min(sinks, seen - 1)
+        for head in range(trace.kv_heads):
+            total = numpy.zeros(end - first)
+            for g in range(trace.group()):
+                queries = q[head * trace.group() + g, past:seen].astype(numpy.float64)
+                mean = rotation @ queries.mean(axis=0)
+                spread = rotation @ numpy.cov(queries.T, bias=True) @ rotation.T
+                logits = scale * keys[head] @ mean
+                logits += scale**2 / 2 * numpy.einsum("ni,ij,nj->n", keys[head], spread, keys[head])
+                known = logits[past:seen]
+                total += numpy.exp(logits[first:end] - known.max()) / numpy.exp(known - known.max()).sum()
+            column[head, first:end] = total / trace.group() * lengths[head, first:end]
+    return column
+
+
+def redundancy(trace, layer, arguments):
+    """R-KV: the softmax, over the tokens up to the admission's end, of each key's mean cosine with the others."""
+    k, ends = trace.part(layer, "k").astype(numpy.float64), trace.admission_ends()
+    column = numpy.zeros((trace.kv_heads, trace.tokens))
+    for head in range(trace.kv_heads):
+        unit = k[head] / numpy.maximum(numpy.sqrt((k[head] ** 2).sum(axis=-1, keepdims=True)), 1e-12)
+        for end in numpy.unique(ends):
+            # A mean of cosines is a product with the sum of unit keys, less one's own.
+            own = (unit[:end] ** 2).sum(axis=-1)
+            shares = softmax((unit[:end] @ unit[:end].sum(axis=0) - own) / end)
+            column[head, :end][ends[:end] == end] = shares[ends[:end] == end]
+    return column
+
+
+def output_projections(trace, directory):
+    """Reads o_proj of each layer, by the index file where there is one."""
+    directory = pathlib.Path(directory)
+    files = [Tensors(path) for path in sorted(directory.glob("*.safetensors"))]
+    if not files:
+        raise Refused(f"{directory}: no *.safetensors; the checkpoint's folder is expected")
+
+    def of_layer(layer):
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        for file in files:
+            if name in file.header:
+                weight = file.read(name)
+                wanted = trace.heads * trace.size
+                if weight.shape[1] != wanted:
+                    raise Refused(f"{file.path}: {name} takes {weight.shape[1]} inputs; the trace has {wanted}")
+                return weight
+        raise Refused(f"{directory}: no tensor {name}")
+
+    return of_layer
+
+
+def value_out_norm1(trace, layer, arguments):
+    """Σ over the group's query heads of the magnitudes of W_o v."""
+    if arguments.model is None:
+        raise Refused("column value_out_norm1: needs --model DIR, the checkpoint that the trace was captured from")
+    weight = output_projections(trace, arguments.model)(layer)
+    v = trace.part(layer, "v")
+    column = numpy.zeros((trace.kv_heads, trace.tokens))
+    for query_head in range(trace.heads):
+        own = weight[:, query_head * trace.size : (query_head + 1) * trace.size]
+        head = query_head // trace.group()
+        column[head] += numpy.abs(v[head] @ own.T).sum(axis=-1, dtype=numpy.float64)
+    return column
+
+
+COLUMNS = {f.__name__: f for f in (lagkv, expected_attention, redundancy, value_out_norm1)}
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        print(f"{self.prog}: {message}; --help lists all", file=sys.stderr)
+        sys.exit(2)
+
+
+def whole_number(least):
+    def parse(text):
+        value = int(text) if text.isdigit() else -1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} on")
+        return value
+
+    return parse
+
+
+def parse_arguments(argv):
+    parser = Parser(prog="columns.py", description="Adds a column to finished traces.")
+    add = parser.add_argument
+    add("traces", metavar="TRACE", nargs="+", help="finished traces")
+    add("--column", metavar="NAME", required=True, choices=sorted(COLUMNS), help=", ".join(sorted(COLUMNS)))
+    add("--model", metavar="DIR", help="for value_out_norm1: the traces' checkpoint")
+    add("--sinks", metavar="N", type=whole_number(0), default=4, help="first tokens that are not scored (default: 4)")
+    add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens of a partition (default: 128)")
+    add(
+        "--future",
+        metavar="N",
+        type=whole_number(1),
+        default=512,
+        help="expected_attention: positions ahead that queries are taken from (default: 512)",
+    )
+    add("--replace", action="store_true", help="where a trace has the column already")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    try:
+        for trace in [Trace(directory) for directory in arguments.traces]:
+            compute = COLUMNS[arguments.column]
+            layers = [compute(trace, layer, arguments) for layer in range(trace.layers)]
+            trace.add(arguments.column, layers, arguments.replace)
+            print(f"{trace.name}: column {arguments.column} of {trace.tokens} tokens")
+    except (Refused, OSError) as error:
+        print(f"columns.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
