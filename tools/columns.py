@@ -167,9 +167,11 @@ def lag_scores(states, lag):
 
 
 def lagkv(trace, layer, arguments):
-    """LagKV: a token's place in its partition by the mean of its key's and its value's score; 1: not scored yet."""
+    """LagKV: a token's place in its partition by the mean of its key's (behind RoPE) and its value's score; 1: not
+    scored yet."""
     lag, sinks = arguments.lag, arguments.sinks
-    k, v = trace.part(layer, "k"), trace.part(layer, "v")
+    k = numpy.stack([rotated(trace, keys) for keys in trace.part(layer, "k")])
+    v = trace.part(layer, "v")
     column = numpy.ones((trace.kv_heads, trace.tokens))
     partitions = max(0, (trace.tokens - sinks) // lag)
     if partitions < 2:

@@ -72,7 +72,11 @@ class ColumnsTest(unittest.TestCase):
     def test_lagkv(self):
         lag, sinks = 100, 4
         trace, column = self.add("lagkv", "--lag", lag)
-        k, v = (trace.part(LAYER, part)[HEAD] for part in "kv")
+        k, v = (trace.part(LAYER, part)[HEAD].astype(float) for part in "kv")
+        for f, frequency in enumerate(trace.fixed.read("inv_freq").astype(float)):  # dimensions f and f + half
+            half = len(trace.fixed.read("inv_freq"))
+            turned = (k[:, f] + 1j * k[:, f + half]) * numpy.exp(1j * frequency * numpy.arange(trace.tokens))
+            k[:, f], k[:, f + half] = turned.real, turned.imag
         partitions = (trace.tokens - sinks) // lag
         for p in range(partitions - 1):
             first, behind = sinks + p * lag, sinks + (p + 1) * lag
