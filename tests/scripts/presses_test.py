@@ -20,39 +20,50 @@ sys.path.insert(0, str(ROOT / "tools"))
 import columns  # noqa: E402
 
 FIXTURE = json.loads((ROOT / "tests/data/policies/presses.json").read_text())
-PROMPT, SETTINGS = FIXTURE["prompt"], FIXTURE["settings"]
-
-
-def drawn(name):
-    return (numpy.array(FIXTURE[name]) / FIXTURE["unit"]).astype(numpy.float32)
+SETTINGS = FIXTURE["settings"]
 
 
 def one(value):
     return numpy.array([value], dtype=numpy.float32)
 
 
+def random_tensors(prompt):
+    drawn = {name: numpy.array(prompt[name]) / prompt["unit"] for name in ("q", "k", "v", "o_proj")}
+    return drawn | {"inv_freq": numpy.array(prompt["inv_freq"])}
+
+
+def captured_tensors(prompt):
+    trace, layer = columns.Trace(ROOT / "traces/samples/tiny-story"), prompt["layer"]
+    tensors = {part: trace.part(layer, part) for part in "qkv"} | {"inv_freq": trace.fixed.read("inv_freq")}
+    return tensors | {"o_proj": columns.output_projections(trace, ROOT / "engine/models/tiny")(layer)}
+
+
 class PressesTest(unittest.TestCase):
-    """The prompt as a trace of one layer, with its output projection as a checkpoint."""
+    """A prompt as a trace of one layer, with its output projection as a checkpoint."""
+
+    name, tensors = "random", staticmethod(random_tensors)
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.at = pathlib.Path(folder.name)
-        parts = {part: numpy.ascontiguousarray(drawn(part)[:, :PROMPT]) for part in "qkv"}
+        self.at, self.prompt = pathlib.Path(folder.name), FIXTURE[self.name]
+        tokens = self.prompt["prompt"]
+        tensors = {name: values.astype(numpy.float32) for name, values in self.tensors(self.prompt).items()}
+        parts = {part: numpy.ascontiguousarray(tensors[part][:, :tokens]) for part in "qkv"}
         heads, _, size = parts["q"].shape
+        self.group = heads // len(parts["k"])
         self.write("shard-00000", {f"layers.0.{part}": values for part, values in parts.items()})
-        frequencies = numpy.array(FIXTURE["inv_freq"], dtype=numpy.float32)
-        fixed = {"inv_freq": frequencies, "rope_factor": one(1), "softmax_scale": one(size**-0.5)}
+        fixed = {"inv_freq": tensors["inv_freq"], "rope_factor": one(1), "softmax_scale": one(size**-0.5)}
         self.write("tokens", fixed)
         manifest = {
             "config": {"layers": 1, "query_heads": heads, "kv_heads": len(parts["k"]), "head_size": size},
-            "tokens": PROMPT,
-            "segments": [{"start": 0, "tokens": PROMPT, "kind": "prompt"}],
+            "tokens": tokens,
+            "segments": [{"start": 0, "tokens": tokens, "kind": "prompt"}],
             "shards": [{"file": "shard-00000.safetensors"}],
         }
         (self.at / "manifest.json").write_text(json.dumps(manifest))
         (self.at / "model").mkdir()
-        self.write("model/model", {"model.layers.0.self_attn.o_proj.weight": drawn("o_proj")})
+        self.write("model/model", {"model.layers.0.self_attn.o_proj.weight": tensors["o_proj"]})
 
     def write(self, name, tensors):
         (self.at / f"{name}.safetensors").write_bytes(columns.safetensors_bytes(tensors))
@@ -63,14 +74,14 @@ class PressesTest(unittest.TestCase):
         return columns.Tensors(self.at / f"column-{name}.safetensors").read(f"layers.0.column.{name}")
 
     def compare(self, ours, name, first=0):
-        theirs = numpy.array(FIXTURE["columns"][name])
+        theirs = numpy.array(self.prompt["columns"][name])
         self.assertEqual(ours.shape, theirs.shape)
         worst = numpy.abs(ours / theirs - 1)[:, first:].max()
         self.assertLess(worst, 1e-5)
 
     def test_lagkv(self):
         ours = self.column("lagkv", "--lag", SETTINGS["lag"], "--sinks", SETTINGS["sinks"])
-        self.assertTrue(numpy.array_equal(ours, numpy.array(FIXTURE["columns"]["lagkv"], dtype=numpy.float32)))
+        self.assertTrue(numpy.array_equal(ours, numpy.array(self.prompt["columns"]["lagkv"], dtype=numpy.float32)))
 
     def test_expected_attention(self):
         arguments = ["--future", SETTINGS["future"], "--sinks", SETTINGS["sinks"]]
@@ -79,8 +90,11 @@ class PressesTest(unittest.TestCase):
 
     def test_value_out_norm1(self):
         ours = self.column("value_out_norm1", "--model", self.at / "model")
-        group = len(FIXTURE["q"]) // len(FIXTURE["k"])
-        self.compare(ours / group, "value_out_norm1")  # kvpress: the group's mean, here its sum
+        self.compare(ours / self.group, "value_out_norm1")  # kvpress: the group's mean, here its sum
+
+
+class CapturedPressesTest(PressesTest):
+    name, tensors = "captured", staticmethod(captured_tensors)
 
 
 if __name__ == "__main__":
