@@ -235,6 +235,29 @@ TEST_CASE("kvpress ranks the tokens of a captured prompt as our policies do") {
     }
 }
 
+TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
+  for (const bool drawn : {true, false}) {
+    const test::TemporaryFolder folder;
+    write(folder / "trace", drawn ? random_sequence(1) : captured_sequence());
+    const TraceReader trace = TraceReader::open(folder / "trace");
+    const std::uint32_t query[] = {trace.prompt_tokens()};
+    for (const auto& [mean, theirs] :
+         (drawn ? random_prompt() : captured_prompt()).at("ada").items()) {
+      // One more for the token to come.
+      const std::string budget = "ada(" + std::to_string(std::stoul(mean) + 1) + ")";
+      const CacheConfig config{.policy = parse_policy("h2o:preset=kvpress"),
+                               .budget = parse_budget(budget)};
+      for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
+        INFO((drawn ? "drawn " : "captured ") << budget << " head " << kv_head);
+        auto wanted = theirs.at(kv_head).get<Tokens>();
+        wanted.push_back(query[0]);
+        CHECK(kept_sets(trace, 0, config, {.plain = true}, 0, kv_head, query)[0].positions ==
+              wanted);
+      }
+    }
+  }
+}
+
 /// `budget`: what their query sees.
 struct Cache {
   std::string policy;
