@@ -11,6 +11,7 @@
 #include "policies/live_set.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
+#include "tests/kernels/device_policies.hpp"
 #include "tests/policies/draw.hpp"
 #include "tests/skip.hpp"
 
@@ -451,7 +452,7 @@ TEST_CASE("prompts and later turns leave what the rule leaves, in place and from
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool in_place : {true, false})
-    for (const DevicePolicy& policy : device_policies()) {
+    for (const DevicePolicy& policy : test::policies_that_run()) {
       INFO(policy.name << (in_place ? " in place" : " from elsewhere"));
       Run run(policy, all_kinds(), 5800, in_place);
       std::mt19937 random(8);
@@ -464,7 +465,7 @@ TEST_CASE("prompts and later turns leave what the rule leaves, in place and from
 
 TEST_CASE("token by token is the decode rule", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : device_policies()) {
+  for (const DevicePolicy& policy : test::policies_that_run()) {
     INFO(policy.name);
     Run run(policy, {{3, 0, 0}, {8, 2, 4}, {5, 0, 5}, {1, 0, 0}}, 30, true);
     CapturedGraph graph([&](cudaStream_t stream) { return shrink(policy, run.args(), stream); });
@@ -479,7 +480,7 @@ TEST_CASE("under modifiers a shrink leaves what the rule leaves", "[gpu]") {
        {":every=5", ":every=16:smooth=3", ":every=9:smooth=100000:pool=max", ":every=4:scope=layer",
         ":every=30:scope=layer:smooth=2"})
     for (const bool in_place : {true, false})
-      for (const DevicePolicy& policy : device_policies()) {
+      for (const DevicePolicy& policy : test::policies_that_run()) {
         if (policy.name == "full") continue;
         INFO(policy.name << modifiers << (in_place ? " in place" : " from elsewhere"));
         Run run(policy, {{40, 0, 0}, {40, 0, 0}, {64, 4, 32}, {64, 4, 32}, {1, 0, 0}, {1, 0, 0}},
@@ -495,7 +496,7 @@ TEST_CASE("under modifiers a shrink leaves what the rule leaves", "[gpu]") {
 
 TEST_CASE("equal scores leave by age", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : device_policies()) {
+  for (const DevicePolicy& policy : test::policies_that_run()) {
     INFO(policy.name);
     Run run(policy, {{100, 0, 0}, {1000, 4, 100}}, 3500, false, draw_equal);
     run.admit({2049});
@@ -517,7 +518,7 @@ TEST_CASE("a shrink works at every length around its blocks", "[gpu]") {
 
 TEST_CASE("a shrink gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : device_policies()) {
+  for (const DevicePolicy& policy : test::policies_that_run()) {
     Run run(policy, {{200, 4, 100}, {90, 0, 0}}, 1200, true);
     run.admit({700});
     const auto first = run.once_more({300});
