@@ -21,6 +21,12 @@ EvictionKernels kernels_of(const std::string& spec,
   throw std::invalid_argument("no kernels of " + spec);
 }
 
+/// A policy under guards that the smallest budget holds: some keep a number of recent tokens.
+std::string fitting(std::string_view name) {
+  const Extent recent = parse_policy(name).recent;
+  return std::string(name) + (recent.is_share || recent.tokens <= 5 ? "" : ":recent=5");
+}
+
 void run_steps(EvictingBatch& batch, int steps) {
   const Stream stream;
   for (int step = 0; step < steps; ++step) {
@@ -57,8 +63,7 @@ TEST_CASE("every policy evicts on the device as on the host, step by step", "[gp
   if (!has_device()) return skip("no CUDA device");
   for (const DevicePolicy& policy : test::policies_that_run())
     for (const Positions numbering : {Positions::original, Positions::cache})
-      // Guards that fit the smallest budget, whatever the policy's own are.
-      run({.policy = std::string(policy.name) + (policy.name == "snapkv" ? ":recent=5" : ""),
+      run({.policy = fitting(policy.name),
            .sequences = 3,
            .budgets = {17, 33, 64, 65, 8},
            .prompt = 7,
