@@ -38,7 +38,7 @@ std::uint32_t mean_budget(const HeadBudgets& heads) {
     for (const std::uint32_t own : layer) sum += own;
     count += layer.size();
   }
-  return static_cast<std::uint32_t>((2 * sum + count) / (2 * count));
+  return count == 0 ? 0 : static_cast<std::uint32_t>((2 * sum + count) / (2 * count));
 }
 
 Budget budget_of_heads(HeadBudgets heads, std::string file) {
