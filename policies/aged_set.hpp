@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "policies/catalogue.hpp"
-#include "policies/ranks.hpp"
+#include "policies/modifiers/ranks.hpp"
 
 namespace kvlab {
 

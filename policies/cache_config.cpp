@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "policies/columns/columns.hpp"
-#include "policies/modifiers_text.hpp"
+#include "policies/modifiers/text.hpp"
 
 namespace kvlab {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "policies/columns/columns.hpp"
 #include "policies/mass/presets.hpp"
-#include "policies/modifiers_text.hpp"
+#include "policies/modifiers/text.hpp"
 
 namespace kvlab {
 namespace {

@@ -28,7 +28,7 @@
 
 #include <cstdint>
 
-#include "policies/modifiers.hpp"
+#include "policies/modifiers/modifiers.hpp"
 
 namespace kvlab {
 

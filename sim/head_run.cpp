@@ -13,7 +13,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
       admissions_(admissions),
       view_(view),
       arithmetic_(arithmetic),
-      columns_(columns_of(live_.columns(), view, admissions)),
+      columns_(live_.columns(), view, admissions),
       out_(view.head_size) {
   if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic.softmax_scale);
 }
@@ -49,8 +49,7 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
 void HeadRun::begin_admission() {
   if (admission_watcher_) admission_watcher_(admission().first, live_);
   live_.make_room(admission().first);
-  live_.admit(admission().first, admission().tokens,
-              columns_.empty() ? nullptr : &columns_[admission().first * live_.columns().size()]);
+  live_.admit(admission().first, admission().tokens, columns_.from(admission().first));
   if (squeezed_) squeezed_->place(live_);
   seen_ = Tally(live_, arithmetic_.threshold16, live_.size());
 }

@@ -81,7 +81,7 @@ class HeadRun {
   std::size_t next_ = 0;
   HeadView view_;
   HeadArithmetic arithmetic_;
-  std::vector<float> columns_;  // [token, columns of the policy]
+  TokenColumns columns_;
   std::optional<SqueezedKeys> squeezed_;
   std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
   const QuerySpan* span_ = nullptr;

@@ -4,19 +4,18 @@
 
 namespace kvlab {
 
-std::vector<float> columns_of(const std::vector<std::string>& names, const HeadView& view,
-                              const std::vector<Admission>& admissions) {
-  std::vector<float> all;
-  if (names.empty()) return all;
+TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView& view,
+                           const std::vector<Admission>& admissions)
+    : width_(names.size()) {
+  if (names.empty()) return;
   ColumnMaker maker(names, view.head_size);
   for (const Admission& admission : admissions) {
     const KeyValueRows rows{view.key(admission.first),
                             view.v + admission.first * view.kv_token_stride, view.kv_token_stride,
                             admission.tokens};
     const float* const columns = maker.admit(rows, view.brought, admission.first);
-    all.insert(all.end(), columns, columns + admission.tokens * names.size());
+    values_.insert(values_.end(), columns, columns + admission.tokens * width_);
   }
-  return all;
 }
 
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,

@@ -39,11 +39,25 @@ struct HeadView {
   const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
 };
 
-/// What the tokens of a view bring a policy, admission by admission, [token, names]; empty where
-/// there are no names. `admissions`: of the whole view. Throws std::logic_error where a column that
-/// is not computed is not there.
-std::vector<float> columns_of(const std::vector<std::string>& names, const HeadView& view,
-                              const std::vector<Admission>& admissions);
+/// What the tokens of a view bring a policy.
+class TokenColumns {
+ public:
+  /// `admissions`: of the whole view. Throws std::logic_error where a column that is not computed
+  /// is not there.
+  TokenColumns(const std::vector<std::string>& names, const HeadView& view,
+               const std::vector<Admission>& admissions);
+
+  /// Columns of a token.
+  std::size_t width() const { return width_; }
+  /// [token from `first` on, width()]; null of a policy without columns.
+  const float* from(std::size_t first) const {
+    return width_ == 0 ? nullptr : values_.data() + first * width_;
+  }
+
+ private:
+  std::size_t width_;
+  std::vector<float> values_;  // [token, width_]
+};
 
 /// What else decides a row's arithmetic.
 struct HeadArithmetic {

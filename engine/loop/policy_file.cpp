@@ -6,7 +6,7 @@
 #include <array>
 #include <stdexcept>
 
-#include "policies/modifiers_text.hpp"
+#include "policies/modifiers/text.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"

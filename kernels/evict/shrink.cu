@@ -6,7 +6,7 @@
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/evict/shrink.cuh"
 #include "kernels/launch.cuh"
-#include "policies/pooled_rank.hpp"
+#include "policies/modifiers/pooled_rank.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -40,8 +40,7 @@ __device__ std::uint64_t rank_at(const ShrinkArgs& args, const ShrinkPair& pair,
   std::uint64_t sum = 0;
   for (int head = 0; head < args.from.kv_heads; ++head) {
     const std::size_t row = std::size_t(pair.sequence) * args.from.kv_heads + head;
-    const std::uint64_t rank = by_age[row * args.from.most_slots + age];
-    sum = sum + rank < sum ? ~std::uint64_t{0} : sum + rank;
+    sum = saturating_sum(sum, by_age[row * args.from.most_slots + age]);
   }
   return sum;
 }

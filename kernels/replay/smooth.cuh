@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/replay/replay.hpp"
-#include "policies/pooled_rank.hpp"
+#include "policies/modifiers/pooled_rank.hpp"
 
 namespace kvlab::kernels {
 

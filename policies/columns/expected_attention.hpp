@@ -10,11 +10,11 @@
 //   - heads of a group are averaged, as the authors' code does.
 #pragma once
 
-#include "policies/columns/lagkv.hpp"
+#include "policies/columns/by_column.hpp"
 
 namespace kvlab {
 
-struct ExpectedAttention : ByColumn {
+struct ExpectedAttention : LowestLeaves {
   static constexpr PolicyInfo kInfo{
       .name = "expected_attention",
       .summary = "the least attention to be expected from queries to come leaves first",

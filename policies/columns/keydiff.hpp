@@ -9,25 +9,17 @@
 //     them.
 #pragma once
 
-#include "policies/ordered.hpp"
-#include "policies/policy.hpp"
+#include "policies/columns/by_column.hpp"
 
 namespace kvlab {
 
-struct KeyDiff {
+struct KeyDiff : HighestLeaves {
   static constexpr PolicyInfo kInfo{
       .name = "keydiff",
       .summary = "the key most like the mean of the keys leaves first",
       .citation = "Park et al. 2025, KeyDiff, algorithm 1 (arXiv:2504.15364)",
       .order = Order::nested,
       .columns = {"key_cosine"}};
-  struct Params {};
-  struct Slot {};
-
-  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
-  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
-    return ordered(-token.column[0]);
-  }
 };
 
 }  // namespace kvlab

@@ -7,25 +7,17 @@
 //   - one token leaves at each step, where the paper compresses a prompt once.
 #pragma once
 
-#include "policies/ordered.hpp"
-#include "policies/policy.hpp"
+#include "policies/columns/by_column.hpp"
 
 namespace kvlab {
 
-struct Knorm {
+struct Knorm : HighestLeaves {
   static constexpr PolicyInfo kInfo{
       .name = "knorm",
       .summary = "the longest key leaves first",
       .citation = "Devoto et al. 2024, L2 norm, section 3 (arXiv:2406.11430)",
       .order = Order::nested,
       .columns = {"key_norm"}};
-  struct Params {};
-  struct Slot {};
-
-  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
-  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
-    return ordered(-token.column[0]);
-  }
 };
 
 }  // namespace kvlab

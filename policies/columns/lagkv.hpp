@@ -12,23 +12,11 @@
 //   - the paper holds 16 first tokens, the guard here 4.
 #pragma once
 
-#include "policies/ordered.hpp"
-#include "policies/policy.hpp"
+#include "policies/columns/by_column.hpp"
 
 namespace kvlab {
 
-/// A column that says how much a token matters: the lowest leaves first.
-struct ByColumn {
-  struct Params {};
-  struct Slot {};
-
-  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
-  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
-    return ordered(token.column[0]);
-  }
-};
-
-struct LagKV : ByColumn {
+struct LagKV : LowestLeaves {
   static constexpr PolicyInfo kInfo{
       .name = "lagkv",
       .summary = "the token least told by the range of those after it leaves first",

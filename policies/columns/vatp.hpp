@@ -13,14 +13,7 @@
 
 namespace kvlab {
 
-/// Accumulated attention times a column that is not negative.
-struct WeighedMass : AccumulatedMass {
-  static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params&, const Step&) {
-    return ordered(static_cast<double>(slot.mass) * static_cast<double>(token.column[0]));
-  }
-};
-
-struct Vatp : WeighedMass {
+struct Vatp : AccumulatedMass {
   static constexpr PolicyInfo kInfo{
       .name = "vatp",
       .summary = "the least accumulated attention times the value's magnitude leaves first",
@@ -28,6 +21,10 @@ struct Vatp : WeighedMass {
       .needs = Needs::mass,
       .recent = percent(50),
       .columns = {"value_norm1"}};
+
+  static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params&, const Step&) {
+    return ordered(static_cast<double>(slot.mass) * static_cast<double>(token.column[0]));
+  }
 };
 
 }  // namespace kvlab

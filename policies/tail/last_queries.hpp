@@ -7,19 +7,27 @@
 namespace kvlab {
 
 struct LastQueries {
+  struct Params {
+    double window;  // W
+  };
   struct Slot {
     std::uint64_t mass;  // Q32.32
   };
 
-  static constexpr float weight_in(std::uint32_t age, std::uint32_t window) {
-    return age < window ? 1.0f : 0.0f;
+  static constexpr std::uint32_t tail(const Params& params) {
+    return static_cast<std::uint32_t>(params.window);
   }
+  static constexpr float weight(std::uint32_t age, const Params& params) {
+    return age < tail(params) ? 1.0f : 0.0f;
+  }
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
 
   /// An admission of W queries or more: what its last W gave, exactly. Of fewer, n: what was there
   /// shrinks by (W - n) / W, so that what remains weighs as much as W queries would. One number a
   /// token cannot hold a window that slides.
-  static constexpr void add(Slot& slot, const Observation& seen, std::uint32_t window,
-                            const Step& step) {
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
+                                const Step& step) {
+    const std::uint32_t window = tail(params);
     const double left = step.queries < window ? window - step.queries : 0;
     slot.mass = part_of(slot.mass, share32(left / window)) + seen.mass;
   }

@@ -30,24 +30,13 @@ struct Nacl : LastQueries {
       .weighted = true,
       .sinks = tokens(4),
       .recent = percent(5)};
-  struct Params {
-    double proxy, random;
+  struct Params : LastQueries::Params {  // the window is of the proxies
+    double random;
   };
   static constexpr Param<Params> kParams[] = {
-      {"proxy", "last queries that judge", &Params::proxy, 32, 1, 65536},
+      {"proxy", "last queries that judge", &Params::window, 32, 1, 65536},
       {"random", "share of the budget kept at random", &Params::random, 0.35, 0, 1}};
 
-  static constexpr std::uint32_t tail(const Params& params) {
-    return static_cast<std::uint32_t>(params.proxy);
-  }
-  static constexpr float weight(std::uint32_t age, const Params& params) {
-    return weight_in(age, tail(params));
-  }
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
-  static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
-                                const Step& step) {
-    add(slot, seen, tail(params), step);
-  }
   /// The spared are those whose draw is below the share of the live tokens that may stay at random.
   static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params& params,
                                       const Step& step) {

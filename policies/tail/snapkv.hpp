@@ -25,23 +25,9 @@ struct SnapKV : LastQueries {
       .needs = Needs::mass,
       .weighted = true,
       .recent = tokens(32)};
-  struct Params {
-    double window;
-  };
   static constexpr Param<Params> kParams[] = {
       {"window", "queries of the observation window", &Params::window, 32, 1, 65536}};
 
-  static constexpr std::uint32_t tail(const Params& params) {
-    return static_cast<std::uint32_t>(params.window);
-  }
-  static constexpr float weight(std::uint32_t age, const Params& params) {
-    return weight_in(age, tail(params));
-  }
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
-  static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
-                                const Step& step) {
-    add(slot, seen, tail(params), step);
-  }
   static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step&) {
     return slot.mass;
   }

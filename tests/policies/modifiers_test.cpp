@@ -4,9 +4,9 @@
 #include <random>
 
 #include "policies/cache_config.hpp"
-#include "policies/modifiers_text.hpp"
-#include "policies/pooled_rank.hpp"
-#include "policies/ranks.hpp"
+#include "policies/modifiers/pooled_rank.hpp"
+#include "policies/modifiers/ranks.hpp"
+#include "policies/modifiers/text.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 

@@ -5,7 +5,7 @@
 #include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
 #include "policies/mass/presets.hpp"
-#include "policies/modifiers_text.hpp"
+#include "policies/modifiers/text.hpp"
 #include "sim/replay.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"

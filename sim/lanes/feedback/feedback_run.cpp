@@ -37,7 +37,7 @@ void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
 FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
                          const HeadView& view, const QuerySpan* span)
     : cache_(config.policy, config.budget_tokens, config.guards, identity, view.tokens),
-      columns_(columns_of(cache_.columns(), view, config.admissions)),
+      columns_(cache_.columns(), view, config.admissions),
       squeezed_(config.positions == Positions::cache),
       old_keys_(view),
       cursor_(config.admissions),
@@ -63,8 +63,7 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
                          const PlaceTable* places, GatherRoom& room) {
   if (cursor_.begins_at(query)) {
     make_room(query);
-    cache_.admit(query, cursor_.current().tokens,
-                 columns_.empty() ? nullptr : &columns_[query * cache_.columns().size()]);
+    cache_.admit(query, cursor_.current().tokens, columns_.from(query));
     begin_observing();
   }
   visible_ = cache_.size() - cursor_.age_of(query);

@@ -86,7 +86,7 @@ class FeedbackRun {
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
-  std::vector<float> columns_;  // [token, columns of the policy]
+  TokenColumns columns_;
   bool squeezed_;
   AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
   AdmissionCursor cursor_;

@@ -18,8 +18,7 @@ class PolicyOrder final : public NestedOrder {
               .kv_head = identity.kv_head},
         params_(config.policy.packed_params()),
         states_(view.tokens * ops_.slot_bytes),
-        width_(config.policy.columns.size()),
-        columns_(columns_of(config.policy.columns, view, config.admissions)) {}
+        columns_(config.policy.columns, view, config.admissions) {}
 
   void rank(std::span<const std::uint32_t> positions, std::uint32_t now,
             std::span<std::uint64_t> ranks) const override {
@@ -30,9 +29,10 @@ class PolicyOrder final : public NestedOrder {
     for (std::size_t i = 0; i < positions.size() && ops_.slot_bytes > 0; ++i)
       std::memcpy(gathered_.data() + i * ops_.slot_bytes,
                   states_.data() + positions[i] * ops_.slot_bytes, ops_.slot_bytes);
-    gathered_columns_.resize(positions.size() * width_);
-    for (std::size_t i = 0; i < positions.size() && width_ > 0; ++i)
-      std::copy_n(columns_of_token(positions[i]), width_, gathered_columns_.data() + i * width_);
+    const std::size_t width = columns_.width();
+    gathered_columns_.resize(positions.size() * width);
+    for (std::size_t i = 0; i < positions.size() && width > 0; ++i)
+      std::copy_n(columns_.from(positions[i]), width, gathered_columns_.data() + i * width);
     ops_.rank(gathered_.data(), {positions.data(), gathered_columns_.data()}, positions.size(),
               params_.data(), step, ranks.data());
   }
@@ -42,8 +42,8 @@ class PolicyOrder final : public NestedOrder {
     step.now = first;
     step.queries = count;
     for (std::uint32_t position = first; position < first + count; ++position)
-      ops_.admit(states_.data() + position * ops_.slot_bytes,
-                 {&position, columns_of_token(position)}, 1, params_.data(), step);
+      ops_.admit(states_.data() + position * ops_.slot_bytes, {&position, columns_.from(position)},
+                 1, params_.data(), step);
   }
 
   void spend(std::uint32_t, GroupRows&) override {}
@@ -51,15 +51,10 @@ class PolicyOrder final : public NestedOrder {
   bool oldest_first() const override { return ops_.info.oldest_first; }
 
  private:
-  const float* columns_of_token(std::size_t token) const {
-    return columns_.data() + token * width_;
-  }
-
   const PolicyOps& ops_;
   Step step_;
   std::vector<std::byte> params_, states_;  // states_: [token]
-  std::size_t width_;                       // columns of the policy
-  std::vector<float> columns_;              // [token, width_]
+  TokenColumns columns_;
   mutable std::vector<std::byte> gathered_;
   mutable std::vector<float> gathered_columns_;
 };

@@ -8,6 +8,12 @@
 
 namespace kvlab {
 
+/// What scope=layer adds ranks by: a + b, or the largest number where that is larger.
+constexpr std::uint64_t saturating_sum(std::uint64_t a, std::uint64_t b) {
+  const std::uint64_t sum = a + b;
+  return sum < a ? ~std::uint64_t{0} : sum;
+}
+
 /// Without a modifier: as the members are initialised.
 struct Modifiers {
   enum class Pool { mean, max };

@@ -1,12 +1,12 @@
 // One smoothed rank from its neighbours', one after another: for a device, which has no integer of
-// 128 bits. On the host smooth_ranks() (policies/ranks.hpp) does all at once.
+// 128 bits. On the host smooth_ranks() (policies/modifiers/ranks.hpp) does all at once.
 //
 // Included by CUDA code: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <cstdint>
 
-#include "policies/modifiers.hpp"
+#include "policies/modifiers/modifiers.hpp"
 
 namespace kvlab {
 

@@ -1,4 +1,4 @@
-#include "policies/modifiers_text.hpp"
+#include "policies/modifiers/text.hpp"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "policies/ranks.hpp"
+#include "policies/modifiers/ranks.hpp"
 
 #include <algorithm>
 #include <stdexcept>

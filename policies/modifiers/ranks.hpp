@@ -7,17 +7,11 @@
 #include <span>
 #include <vector>
 
-#include "policies/modifiers.hpp"
+#include "policies/modifiers/modifiers.hpp"
 
 namespace kvlab {
 
 class AgedSet;
-
-/// a + b, or the largest number where that is larger.
-constexpr std::uint64_t saturating_sum(std::uint64_t a, std::uint64_t b) {
-  const std::uint64_t sum = a + b;
-  return sum < a ? ~std::uint64_t{0} : sum;
-}
 
 /// Every rank [age] becomes the mean, rounded down, or the maximum of those at most `places` away.
 void smooth_ranks(std::vector<std::uint64_t>& ranks, std::uint32_t places, Modifiers::Pool pool);
