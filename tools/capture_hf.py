@@ -43,7 +43,8 @@ try:
     )
     from output_sketch import SEED, output_sketch
     from tokenizers import Tokenizer
-    from trace_writer import FORMAT, SHARD_TOKENS, Refused, TraceWriter, one_line, xxh3_of
+    from trace_files import FORMAT, Refused, one_line, xxh3_of
+    from trace_writer import SHARD_TOKENS, TraceWriter
 except ImportError as missing:
     print(
         f"capture_hf.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",

@@ -6,73 +6,15 @@ Needs numpy and xxhash; no model but for value_out_norm1.
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 
 import numpy
-import xxhash
-
-FORMAT = 2
-WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
-BUILT_IN = ("key_norm", "value_norm", "value_norm1", "key_cosine")
-
-
-class Refused(Exception):
-    """Bad input: one line that says what, where, and what would be right."""
-
+from trace_files import FORMAT, Refused, write_by_rename, write_manifest
+from trace_reader import Tensors, Trace
 
 # ---------------------------------------------------------------------------------------------
 # Files
-
-
-class Tensors:
-    """A safetensors file; tensors are widened to float32."""
-
-    def __init__(self, path):
-        self.path = path
-        try:
-            self.bytes = numpy.memmap(path, dtype=numpy.uint8, mode="r")
-            size = int.from_bytes(self.bytes[:8].tobytes(), "little")
-            self.header = json.loads(self.bytes[8 : 8 + size].tobytes())
-        except (OSError, ValueError) as error:
-            raise Refused(f"{path}: cannot be read as safetensors: {error}") from None
-        self.start = 8 + size
-
-    def names(self):
-        return [name for name in self.header if name != "__metadata__"]
-
-    def read(self, name):
-        if name not in self.header:
-            raise Refused(f"{self.path}: no tensor {name}")
-        entry = self.header[name]
-        begin, end = (self.start + offset for offset in entry["data_offsets"])
-        raw = self.bytes[begin:end]
-        if entry["dtype"] == "BF16":
-            values = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
-        elif entry["dtype"] in ("F32", "F16"):
-            values = raw.view({"F32": numpy.float32, "F16": numpy.float16}[entry["dtype"]])
-            values = values.astype(numpy.float32)
-        else:
-            raise Refused(f"{self.path}: {name} is {entry['dtype']}; F32, F16 or BF16 is expected")
-        return values.reshape(entry["shape"])
-
-
-def write_by_rename(path, content):
-    """Writes PATH.part, syncs, renames. Returns the checksum."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-    finally:
-        part.unlink(missing_ok=True)
-    return xxhash.xxh3_64_hexdigest(content)
 
 
 def safetensors_bytes(tensors):
@@ -86,67 +28,31 @@ def safetensors_bytes(tensors):
     return len(text).to_bytes(8, "little") + text + b"".join(v.tobytes() for v in tensors.values())
 
 
-class Trace:
-    def __init__(self, directory):
-        self.directory, self.name = pathlib.Path(directory), str(directory)
-        path = self.directory / "manifest.json"
-        try:
-            self.manifest = json.loads(path.read_text())
-            config = self.manifest["config"]
-            self.layers, self.heads = config["layers"], config["query_heads"]
-            self.kv_heads, self.size = config["kv_heads"], config["head_size"]
-            self.tokens, self.segments = self.manifest["tokens"], self.manifest["segments"]
-            self.shards = [Tensors(self.directory / shard["file"]) for shard in self.manifest["shards"]]
-        except OSError as error:
-            raise Refused(f"{path}: {error.strerror}; a finished trace is expected") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refused(f"{path}: not a manifest of a trace: {error}") from None
-        self.fixed = Tensors(self.directory / "tokens.safetensors")
-
-    def part(self, layer, name):
-        """[heads, tokens, head_size], before RoPE."""
-        return numpy.concatenate([shard.read(f"layers.{layer}.{name}") for shard in self.shards], axis=1)
-
-    def group(self):
-        return self.heads // self.kv_heads
-
-    def admission_ends(self):
-        """[tokens]: where each token's admission ends: a prompt's segment at once, decoded tokens one by one."""
-        ends = []
-        for segment in self.segments:
-            end = segment["start"] + segment["tokens"]
-            each = range(segment["start"] + 1, end + 1)
-            ends += [end] * segment["tokens"] if segment["kind"] == "prompt" else each
-        return numpy.array(ends)
-
-    def add(self, name, layers, replace):
-        """layers: for each an array [kv_heads, tokens]."""
-        manifest = self.manifest | {"format": FORMAT}
-        manifest.setdefault("spans", [])
-        extras = dict(manifest.get("extras", {}))
-        columns = list(extras.get("columns", []))
-        if any(column["name"] == name for column in columns) and not replace:
-            raise Refused(f"{self.name}: has a column {name} already; --replace makes it again")
-        tensors = {}
-        for layer, values in enumerate(layers):
-            values = numpy.ascontiguousarray(values, dtype=numpy.float32)
-            if values.shape != (self.kv_heads, self.tokens):
-                wanted = [self.kv_heads, self.tokens]
-                raise Refused(f"column {name}: layer {layer} is {list(values.shape)}; {wanted} is expected")
-            if not numpy.isfinite(values).all():
-                raise Refused(f"column {name}: layer {layer}: a value is not finite; nothing can be stored")
-            tensors[f"layers.{layer}.column.{name}"] = values
-        columns = [column for column in columns if column["name"] != name]
-        if len(columns) < len(extras.get("columns", [])):  # its file is about to be replaced
-            self.write_manifest(manifest | {"extras": extras | {"columns": columns}})
-        file = f"column-{name}.safetensors"
-        checksum = write_by_rename(self.directory / file, safetensors_bytes(tensors))
-        columns.append({"name": name, "file": file, "xxh3": checksum})
-        self.write_manifest(manifest | {"extras": extras | {"columns": columns}})
-
-    def write_manifest(self, manifest):
-        self.manifest = manifest
-        write_by_rename(self.directory / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+def add_column(trace, name, layers, replace):
+    """layers: for each an array [kv_heads, tokens]."""
+    manifest = trace.manifest | {"format": FORMAT}
+    manifest.setdefault("spans", [])
+    extras = dict(manifest.get("extras", {}))
+    columns = list(extras.get("columns", []))
+    if any(column["name"] == name for column in columns) and not replace:
+        raise Refused(f"{trace.name}: has a column {name} already; --replace makes it again")
+    tensors = {}
+    for layer, values in enumerate(layers):
+        values = numpy.ascontiguousarray(values, dtype=numpy.float32)
+        if values.shape != (trace.kv_heads, trace.tokens):
+            wanted = [trace.kv_heads, trace.tokens]
+            raise Refused(f"column {name}: layer {layer} is {list(values.shape)}; {wanted} is expected")
+        if not numpy.isfinite(values).all():
+            raise Refused(f"column {name}: layer {layer}: a value is not finite; nothing can be stored")
+        tensors[f"layers.{layer}.column.{name}"] = values
+    columns = [column for column in columns if column["name"] != name]
+    if len(columns) < len(extras.get("columns", [])):  # its file is about to be replaced
+        write_manifest(trace.directory, manifest | {"extras": extras | {"columns": columns}})
+    file, content = f"column-{name}.safetensors", safetensors_bytes(tensors)
+    checksum = write_by_rename(trace.directory / file, lambda part: part.write_bytes(content))
+    columns.append({"name": name, "file": file, "xxh3": checksum})
+    trace.manifest = manifest | {"extras": extras | {"columns": columns}}
+    write_manifest(trace.directory, trace.manifest)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -170,7 +76,7 @@ def lagkv(trace, layer, arguments):
     """LagKV: a token's place in its partition by the mean of its key's (behind RoPE) and its value's score; 1: not
     scored yet."""
     lag, sinks = arguments.lag, arguments.sinks
-    k = numpy.stack([rotated(trace, keys) for keys in trace.part(layer, "k")])
+    k = numpy.stack([trace.rotated(keys) for keys in trace.part(layer, "k")])
     v = trace.part(layer, "v")
     column = numpy.ones((trace.kv_heads, trace.tokens))
     partitions = max(0, (trace.tokens - sinks) // lag)
@@ -201,23 +107,12 @@ def rotation_matrix(cos, sin, size):
     return matrix
 
 
-def rotated(trace, x):
-    """x [tokens, head_size] at its own positions."""
-    half = trace.fixed.read("inv_freq").astype(numpy.float64)
-    angles = numpy.outer(numpy.arange(len(x)), half)
-    factor = float(trace.fixed.read("rope_factor")[0])
-    cos, sin = factor * numpy.cos(angles), factor * numpy.sin(angles)
-    n, y = len(half), x.astype(numpy.float64)
-    y[:, :n], y[:, n : 2 * n] = x[:, :n] * cos - x[:, n : 2 * n] * sin, x[:, n : 2 * n] * cos + x[:, :n] * sin
-    return y
-
-
 def expected_attention(trace, layer, arguments):
     """Expected Attention: what queries drawn as those of the latest prompt would give, times the value's length."""
     q, k, v = (trace.part(layer, name) for name in "qkv")
     scale, sinks = float(trace.fixed.read("softmax_scale")[0]), arguments.sinks
     lengths = numpy.sqrt((v.astype(numpy.float64) ** 2).sum(axis=-1))
-    keys = numpy.stack([rotated(trace, k[head]) for head in range(trace.kv_heads)])
+    keys = numpy.stack([trace.rotated(k[head]) for head in range(trace.kv_heads)])
     column = numpy.zeros((trace.kv_heads, trace.tokens))
     segments = trace.segments
     for index, segment in enumerate(segments):
@@ -337,7 +232,7 @@ def main(argv=None):
         for trace in [Trace(directory) for directory in arguments.traces]:
             compute = COLUMNS[arguments.column]
             layers = [compute(trace, layer, arguments) for layer in range(trace.layers)]
-            trace.add(arguments.column, layers, arguments.replace)
+            add_column(trace, arguments.column, layers, arguments.replace)
             print(f"{trace.name}: column {arguments.column} of {trace.tokens} tokens")
     except (Refused, OSError) as error:
         print(f"columns.py: {' '.join(str(error).split())}", file=sys.stderr)

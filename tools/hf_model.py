@@ -8,7 +8,7 @@ import pathlib
 import torch
 import transformers
 import xxhash
-from trace_writer import Refused, one_line, xxh3_of
+from trace_files import Refused, one_line, xxh3_of
 from transformers.utils import cached_file
 
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])

@@ -31,7 +31,8 @@ try:
         weights_xxh3,
         whole_number,
     )
-    from trace_writer import FORMAT, Refused, TensorFile, one_line, write_manifest, xxh3_of
+    from trace_files import FORMAT, Refused, one_line, write_manifest, xxh3_of
+    from trace_writer import TensorFile
 except ImportError as missing:
     print(
         f"sensitivities.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",

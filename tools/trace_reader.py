@@ -1,4 +1,4 @@
-"""Reads kvlab traces into numpy, as docs/trace.md says: for scripts that look at attention itself.
+"""Reads kvlab traces into numpy, as docs/trace.md says: for scripts that look at keys, values and attention.
 
 Checks no checksums: `kvlab trace verify` does.
 """
@@ -7,66 +7,94 @@ import json
 import pathlib
 
 import numpy
-
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
-
-
-def read_tensors(path):
-    """{name: array} of a safetensors file, mapped; bfloat16 is widened when it is sliced (see as_float32)."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    data = numpy.memmap(path, mode="r", offset=8 + size)
-    tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            tensors[name] = data[first:last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors
+from trace_files import Refused
 
 
-def as_float32(array):
-    """bfloat16 (mapped as its bits) and float16, widened."""
-    if array.dtype == numpy.uint16:
-        return (array.astype(numpy.uint32) << 16).view(numpy.float32)
-    return array.astype(numpy.float32)
+class Tensors:
+    """A safetensors file; tensors are widened to float32."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            self.bytes = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+            size = int.from_bytes(self.bytes[:8].tobytes(), "little")
+            self.header = json.loads(self.bytes[8 : 8 + size].tobytes())
+        except (OSError, ValueError) as error:
+            raise Refused(f"{path}: cannot be read as safetensors: {error}") from None
+        self.start = 8 + size
+
+    def names(self):
+        return [name for name in self.header if name != "__metadata__"]
+
+    def read(self, name):
+        if name not in self.header:
+            raise Refused(f"{self.path}: no tensor {name}")
+        entry = self.header[name]
+        begin, end = (self.start + offset for offset in entry["data_offsets"])
+        raw = self.bytes[begin:end]
+        if entry["dtype"] == "BF16":
+            values = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+        elif entry["dtype"] in ("F32", "F16"):
+            values = raw.view({"F32": numpy.float32, "F16": numpy.float16}[entry["dtype"]])
+            values = values.astype(numpy.float32)
+        else:
+            raise Refused(f"{self.path}: {name} is {entry['dtype']}; F32, F16 or BF16 is expected")
+        return values.reshape(entry["shape"])
 
 
 class Trace:
-    """A finished trace; see `layer`."""
+    """A finished trace."""
 
     def __init__(self, directory):
-        self.directory = pathlib.Path(directory)
-        self.manifest = json.loads((self.directory / "manifest.json").read_text())
-        config = self.manifest["config"]
-        self.layers, self.head_size = config["layers"], config["head_size"]
-        self.query_heads, self.kv_heads = config["query_heads"], config["kv_heads"]
-        self.tokens, self.segments = self.manifest["tokens"], self.manifest["segments"]
-        fed = read_tensors(self.directory / "tokens.safetensors")
-        self.inv_freq, self.rope_factor = fed["inv_freq"], float(fed["rope_factor"][0])
-        self.softmax_scale = float(fed["softmax_scale"][0])
-        self.shards = [read_tensors(self.directory / shard["file"]) for shard in self.manifest["shards"]]
+        self.directory, self.name = pathlib.Path(directory), str(directory)
+        path = self.directory / "manifest.json"
+        try:
+            self.manifest = json.loads(path.read_text())
+            config = self.manifest["config"]
+            self.layers, self.heads = config["layers"], config["query_heads"]
+            self.kv_heads, self.size = config["kv_heads"], config["head_size"]
+            self.tokens, self.segments = self.manifest["tokens"], self.manifest["segments"]
+            self.shards = [Tensors(self.directory / shard["file"]) for shard in self.manifest["shards"]]
+        except OSError as error:
+            raise Refused(f"{path}: {error.strerror}; a finished trace is expected") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refused(f"{path}: not a manifest of a trace: {error}") from None
+        self.fixed = Tensors(self.directory / "tokens.safetensors")
 
-    def layer(self, index):
-        """Queries [query head, token, dim], keys and values [KV head, token, dim], before RoPE, float32."""
-        parts = ([shard[f"layers.{index}.{name}"] for shard in self.shards] for name in "qkv")
-        return tuple(as_float32(numpy.concatenate(part, axis=1)) for part in parts)
+    def part(self, layer, name):
+        """[heads, tokens, head_size], before RoPE."""
+        return numpy.concatenate([shard.read(f"layers.{layer}.{name}") for shard in self.shards], axis=1)
 
-    def rotated(self, vectors):
-        """[head, token, dim] at the tokens' own positions: dimensions i and i + rotated / 2 turn together."""
-        angles = numpy.arange(vectors.shape[1])[:, None] * self.inv_freq.astype(numpy.float64)
-        cos, sin = (numpy.float32(self.rope_factor) * f(angles).astype(numpy.float32) for f in (numpy.cos, numpy.sin))
-        half = len(self.inv_freq)
-        low, high, rest = vectors[..., :half], vectors[..., half : 2 * half], vectors[..., 2 * half :]
-        return numpy.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
+    def group(self):
+        return self.heads // self.kv_heads
 
-    def attention(self, index):
-        """Of each query head of a layer: [query, key] probabilities under the full cache, float32."""
-        queries, keys, _ = self.layer(index)
-        queries, keys = self.rotated(queries), self.rotated(keys)
+    def admission_ends(self):
+        """[tokens]: where each token's admission ends: a prompt's segment at once, decoded tokens one by one."""
+        ends = []
+        for segment in self.segments:
+            end = segment["start"] + segment["tokens"]
+            each = range(segment["start"] + 1, end + 1)
+            ends += [end] * segment["tokens"] if segment["kind"] == "prompt" else each
+        return numpy.array(ends)
+
+    def rotated(self, x):
+        """x [tokens, head_size] of one head at the tokens' own positions, float64."""
+        frequencies = self.fixed.read("inv_freq").astype(numpy.float64)
+        angles = numpy.outer(numpy.arange(len(x)), frequencies)
+        factor = float(self.fixed.read("rope_factor")[0])
+        cos, sin = factor * numpy.cos(angles), factor * numpy.sin(angles)
+        n, y = len(frequencies), x.astype(numpy.float64)
+        y[:, :n], y[:, n : 2 * n] = x[:, :n] * cos - x[:, n : 2 * n] * sin, x[:, n : 2 * n] * cos + x[:, :n] * sin
+        return y
+
+    def attention(self, layer):
+        """Of each query head: [query, key] probabilities under the full cache, float32."""
+        queries, keys = self.part(layer, "q"), self.part(layer, "k")
+        scale = float(self.fixed.read("softmax_scale")[0])
         future = numpy.triu(numpy.ones((self.tokens, self.tokens), dtype=bool), 1)
-        for head in range(self.query_heads):
-            logits = queries[head] @ keys[head // (self.query_heads // self.kv_heads)].T * self.softmax_scale
+        for head in range(self.heads):
+            query, key = (self.rotated(x).astype(numpy.float32) for x in (queries[head], keys[head // self.group()]))
+            logits = query @ key.T * scale
             logits[future] = -numpy.inf
             logits -= logits.max(axis=1, keepdims=True)
             numpy.exp(logits, out=logits)

@@ -8,9 +8,8 @@ import pathlib
 import safetensors
 import safetensors.torch
 import torch
-import xxhash
+from trace_files import Refused, sync, write_by_rename, write_manifest, xxh3_of
 
-FORMAT = 2
 SHARD_TOKENS = 1024
 CHECK_ROWS = 16
 CHECK_GRID = [round(i * (SHARD_TOKENS - 1) / (CHECK_ROWS - 1)) for i in range(CHECK_ROWS)]
@@ -18,56 +17,8 @@ SKETCH = "output.safetensors"
 LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard ends with
 
 
-class Refused(Exception):
-    """Bad input: one line that says what, where, and what would be right."""
-
-
-def one_line(error, most=300):
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[:most] + "..."
-
-
-# ---------------------------------------------------------------------------------------------
-# Files
-
-
-def xxh3_of(path):
-    digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sync(path, flags):
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_by_rename(path, write):
-    """write(PATH.part), sync, rename, sync the folder. Returns the file's checksum."""
-    part = path.with_name(path.name + ".part")
-    try:
-        write(part)
-        sync(part, os.O_RDWR)
-        checksum = xxh3_of(part)
-        os.replace(part, path)
-        sync(path.parent, os.O_RDONLY)
-        return checksum
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def write_tensors(path, tensors, metadata=None):
     return write_by_rename(path, lambda part: safetensors.torch.save_file(tensors, part, metadata))
-
-
-def write_manifest(directory, manifest):
-    text = json.dumps(manifest, indent=1) + "\n"
-    write_by_rename(directory / "manifest.json", lambda part: part.write_text(text))
 
 
 class TensorFile:

@@ -1,0 +1,52 @@
+"""How files of a trace are written by Python, whole or not at all; needs xxhash."""
+
+import json
+import os
+
+import xxhash
+
+FORMAT = 2
+
+
+class Refused(Exception):
+    """Bad input: one line that says what, where, and what would be right."""
+
+
+def one_line(error, most=300):
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def xxh3_of(path):
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path, flags):
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_by_rename(path, write):
+    """write(PATH.part), sync, rename, sync the folder. Returns the file's checksum."""
+    part = path.with_name(path.name + ".part")
+    try:
+        write(part)
+        sync(part, os.O_RDWR)
+        checksum = xxh3_of(part)
+        os.replace(part, path)
+        sync(path.parent, os.O_RDONLY)
+        return checksum
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_manifest(directory, manifest):
+    text = json.dumps(manifest, indent=1) + "\n"
+    write_by_rename(directory / "manifest.json", lambda part: part.write_text(text))
