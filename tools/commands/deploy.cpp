@@ -22,8 +22,8 @@ void add_options(po::options_description& options) {
   add("run", text_option("RUN"), "a run of `kvlab replay`");
   add("budget", text_option("B"), "a budget of the run");
   add("metric", text_option("METRIC"),
-      "what decides: kl_estimate, residual_error, layer_error, nll_recall, recall, miss_rate, "
-      "output_error, … (default: the first of the first four that every trace of the run has)");
+      "what decides: kl_estimate_joint, kl_estimate, residual_error, layer_error, nll_recall, "
+      "recall, … (default: the first of the first five that every trace of the run has)");
   add("fidelity", text_option("FILE"),
       "a fidelity.json of `kvlab fidelity`: how well what decides predicted this model");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
