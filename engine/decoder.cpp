@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "engine/head_cache.hpp"
+#include "policies/executor.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -24,7 +25,7 @@ class Decoder::Impl {
  public:
   Impl(const Model& model, ResolvedConfig cache, unsigned threads)
       : model_(model), config_(model.config()), asked_(std::move(cache)), threads_(threads) {
-    check_for_decoder(asked_, config_.heads());
+    check_held(kDecoder, asked_, config_.heads());
     const HeadShape shape{.head_size = config_.head_size,
                           .group = config_.query_heads / config_.kv_heads,
                           .positions = asked_.positions,

@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "policies/columns/columns.hpp"
-#include "policies/modifiers/text.hpp"
-
 namespace kvlab {
 namespace {
 
@@ -81,53 +78,6 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   check_guards(resolved);
   if (config.policy.modifiers.scope == Modifiers::Scope::layer) check_layers_even(resolved);
   return resolved;
-}
-
-std::string column_beyond_decoders(const PolicySpec& policy) {
-  for (const std::string& name : policy.columns)
-    if (!built_in_column(name)) return name;
-  return "";
-}
-
-void check_for_device(const PolicySpec& policy) {
-  if (!policy.columns.empty())
-    throw std::invalid_argument(
-        fmt::format("policy {}: its column {} is not computed on CUDA yet; --device cpu has it",
-                    policy.name, policy.columns.front()));
-}
-
-void check_for_decoder(const ResolvedConfig& config, HeadCounts model) {
-  if (!config.policy.entry)
-    throw std::invalid_argument(fmt::format(
-        "policy {} is a reference of the replay; a decoder needs a policy", config.policy.name));
-  if (const std::string column = column_beyond_decoders(config.policy); !column.empty())
-    throw std::invalid_argument(fmt::format(
-        "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace",
-        config.policy.name, column, built_in_column_names()));
-  std::size_t given = 0;
-  bool fits = config.head_budgets.empty() || config.head_budgets.size() == model.layers;
-  for (const auto& heads : config.head_budgets) {
-    given += heads.size();
-    fits = fits && heads.size() == model.kv_heads;
-  }
-  if (!fits)
-    throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
-                                            given, model.layers, model.kv_heads,
-                                            std::size_t{model.layers} * model.kv_heads));
-}
-
-void refuse_shared_slots(const CacheConfig& config, std::string_view who,
-                         std::string_view instead) {
-  if (config.shares_slots())
-    throw std::invalid_argument(
-        fmt::format("budget {}: {} does not know it; {} does", config.budget.text(), who, instead));
-}
-
-void refuse_modifiers(const CacheConfig& config, std::string_view who, std::string_view instead) {
-  if (!config.evicts() || config.policy.modifiers == Modifiers{}) return;
-  throw std::invalid_argument(
-      fmt::format("policy {}: {} does not know {}; {} does", config.policy.name, who,
-                  fmt::join(modifier_texts(config.policy.modifiers, {}), ", "), instead));
 }
 
 }  // namespace kvlab

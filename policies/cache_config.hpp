@@ -75,21 +75,4 @@ struct ResolvedConfig : CacheConfig {
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
                        HeadCounts model = {});
 
-/// The first column of a policy that no decoder computes; empty: it computes all.
-std::string column_beyond_decoders(const PolicySpec& policy);
-
-/// Throws std::invalid_argument for a policy with columns: on a device they are not computed yet.
-void check_for_device(const PolicySpec& policy);
-
-/// What a decoder refuses. Throws std::invalid_argument: a reference of the replay, a column that
-/// it cannot compute, budgets by head of another shape.
-void check_for_decoder(const ResolvedConfig& config, HeadCounts model);
-
-/// Throws std::invalid_argument under ada(): for those who do not know it yet.
-void refuse_shared_slots(const CacheConfig& config, std::string_view who, std::string_view instead);
-
-/// Throws std::invalid_argument where the policy has modifiers: for those who do not know them yet.
-/// `instead`: who does.
-void refuse_modifiers(const CacheConfig& config, std::string_view who, std::string_view instead);
-
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "policies/executor.hpp"
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/numeric/softmax.hpp"
@@ -68,7 +69,7 @@ class ClosedLoop {
     first_scored_ = first_scored;
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
-      check_for_decoder(configs_.back(), model.config().heads());
+      check_held(kDecoder, configs_.back(), model.config().heads());
     }
   }
 

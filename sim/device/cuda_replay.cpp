@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "kernels/host/transfer.hpp"
+#include "policies/executor.hpp"
 #include "sim/device/batch.hpp"
 
 namespace kvlab {
@@ -16,8 +17,7 @@ class Replayer final : public CudaReplayer {
   bool takes(const TraceHeader& header, const CacheConfig& config) const override {
     const ModelShape& shape = header.shape;
     const PolicyEntry* const entry = config.policy.entry.get();
-    return entry && walks_know(config.policy.modifiers) && config.budget.is_even() &&
-           config.policy.columns.empty() && kernels::has_text(*entry) &&
+    return refusal(kCudaReplay, config).empty() && kernels::has_text(*entry) &&
            shape.group() <= kernels::kMostReplayGroup &&
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
            header.rope.rotated() % 4 == 0;

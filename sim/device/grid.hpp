@@ -21,12 +21,6 @@ inline bool is_window(const PolicySpec& policy) {
   return !info.evicts || (info.oldest_first && policy.modifiers == Modifiers{});
 }
 
-/// Whether the walks know its modifiers: ranks of several KV heads are not summed there, nor is the
-/// largest of a group taken.
-inline bool walks_know(const Modifiers& modifiers) {
-  return modifiers.scope == Modifiers::Scope::head && modifiers.group == Modifiers::Group::sum;
-}
-
 /// The most tokens that a cache of it holds at once.
 std::uint32_t most_live(const ResolvedConfig& config);
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "engine/decoder.hpp"
+#include "policies/executor.hpp"
 #include "tests/catch.hpp"
 #include "tests/loop_fixture.hpp"
 
@@ -38,7 +39,7 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
     for (const Positions positions : {Positions::original, Positions::cache}) {
       std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
       for (const PolicyEntry& entry : policy_catalogue())
-        if (entry.info.evicts && column_beyond_decoders(parse_policy(entry.info.name)).empty())
+        if (entry.info.evicts && column_beyond(kDecoder, parse_policy(entry.info.name)).empty())
           configs.push_back(config_of(entry.info.name, 40, prefill, positions));
       const auto scores =
           run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});

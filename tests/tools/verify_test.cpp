@@ -2,6 +2,7 @@
 #include "engine/loop/verify.hpp"
 
 #include "engine/tokenizer/tokenizer.hpp"
+#include "policies/executor.hpp"
 #include "policies/observation.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
@@ -54,7 +55,7 @@ TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in 
   for (const PolicyEntry& entry : policy_catalogue())
     for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
       for (const Positions positions : {Positions::original, Positions::cache})
-        if (column_beyond_decoders(parse_policy(entry.info.name)).empty())
+        if (column_beyond(kDecoder, parse_policy(entry.info.name)).empty())
           check(*backend, cache(entry, 32, prefill, positions), turns);
 }
 

@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
-#include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
+#include "policies/executor.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
 #include "sim/replay.hpp"
@@ -57,7 +57,7 @@ bool decodes(const PolicyInfo& info) {
   PolicySpec spec;
   for (const std::string& column : columns_of(info))
     spec.columns.push_back(column.substr(column.find('=') + 1));
-  return column_beyond_decoders(spec).empty();
+  return column_beyond(kDecoder, spec).empty();
 }
 
 /// The default guards that guard anything, and modifiers: "sinks=4 recent=50% once", or "".

@@ -7,6 +7,7 @@
 
 #include "engine/cuda/fill.hpp"
 #include "kernels/host/transfer.hpp"
+#include "policies/executor.hpp"
 
 namespace kvlab {
 namespace {
@@ -22,22 +23,12 @@ const auto& named(const List& list, std::string_view policy) {
       fmt::format("policy {}: is not compiled for the device; --device cpu has it", policy));
 }
 
-/// The kernels sum over a group.
-void refuse_group(const ResolvedConfig& cache) {
-  CacheConfig group = cache;
-  group.policy.modifiers = {.group = cache.policy.modifiers.group};
-  refuse_modifiers(group, "the CUDA decoder", "--device cpu");
-}
-
 /// Refuses caches that one launch cannot serve.
 const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
                                            const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
-    check_for_decoder(cache, model.config().heads());
-    refuse_group(cache);
-    refuse_shared_slots(cache, "the CUDA decoder", "--device cpu");
-    check_for_device(cache.policy);
+    check_held(kCudaDecoder, cache, model.config().heads());
     if (cache.policy.entry != first.policy.entry || cache.positions != first.positions)
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy and one kind of positions");

@@ -9,6 +9,7 @@
 #include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/model/device_layers.hpp"
 #include "kernels/host/transfer.hpp"
+#include "policies/executor.hpp"
 #include "sim/device/loop_attention.hpp"
 
 namespace kvlab {
@@ -47,14 +48,7 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
 void refuse(std::span<const CacheConfig> configs) {
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
-    if (!walks_know(config.policy.modifiers))
-      refuse_modifiers(config, "the closed loop on CUDA", "--device cpu");
-    check_for_device(config.policy);
-    if (!config.budget.is_even())
-      throw std::invalid_argument(
-          fmt::format("budget {}: the closed loop by layers has one for all heads on a device; "
-                      "--by-tokens or --device cpu takes it",
-                      config.budget.text()));
+    check_held(kCudaLoop, config);
     if (config.evicts() && config.threshold != threshold)
       throw std::invalid_argument(
           fmt::format("request thresholds {} and {}: the closed loop by layers has one for all; "
@@ -118,7 +112,7 @@ class SequenceRun {
         scores_(configs.size()) {
     for (const CacheConfig& config : configs) {
       resolved_.push_back(resolve(config, segments_, options.sequence, config_.heads()));
-      check_for_decoder(resolved_.back(), config_.heads());
+      check_held(kCudaLoop, resolved_.back(), config_.heads());
     }
     for (const ResolvedConfig& config : resolved_) pointers_.push_back(&config);
     Ids padded = ids;

@@ -1,0 +1,71 @@
+#include "policies/executor.hpp"
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+#include "policies/columns/columns.hpp"
+
+namespace kvlab {
+namespace {
+
+std::string refused_columns(const Executor& executor, const PolicySpec& policy) {
+  const std::string column = column_beyond(executor, policy);
+  if (column.empty()) return "";
+  if (built_in_column(column))
+    return fmt::format("policy {}: {} does not know its column {}; {} does", policy.name,
+                       executor.name, column, executor.instead);
+  return fmt::format(
+      "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace",
+      policy.name, column, built_in_column_names());
+}
+
+}  // namespace
+
+std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
+  for (const std::string& name : policy.columns)
+    if (executor.columns == Columns::none || !built_in_column(name)) return name;
+  return "";
+}
+
+std::string refusal(const Executor& executor, const CacheConfig& config) {
+  const PolicySpec& policy = config.policy;
+  if (!policy.entry)
+    return fmt::format("policy {} is a reference of the replay; {} needs a policy", policy.name,
+                       executor.name);
+  if (!config.evicts()) return "";
+  const auto unknown = [&](const std::string& what) {
+    return fmt::format("{} does not know {}; {} does", executor.name, what, executor.instead);
+  };
+  const std::string of_budget = fmt::format("budget {}: ", config.budget.text());
+  if (config.shares_slots() && !executor.shared_slots) return of_budget + unknown("it");
+  if (!config.budget.is_even() && !executor.head_budgets)
+    return of_budget + unknown("budgets by head");
+  const std::string of_policy = fmt::format("policy {}: ", policy.name);
+  if (policy.modifiers.scope == Modifiers::Scope::layer && !executor.scope_layer)
+    return of_policy + unknown("scope=layer");
+  if (policy.modifiers.group == Modifiers::Group::max && !executor.group_max)
+    return of_policy + unknown("group=max");
+  return refused_columns(executor, policy);
+}
+
+void check_held(const Executor& executor, const CacheConfig& config) {
+  if (const std::string why = refusal(executor, config); !why.empty())
+    throw std::invalid_argument(why);
+}
+
+void check_held(const Executor& executor, const ResolvedConfig& config, HeadCounts model) {
+  check_held(executor, config);
+  std::size_t given = 0;
+  bool fits = config.head_budgets.empty() || config.head_budgets.size() == model.layers;
+  for (const auto& heads : config.head_budgets) {
+    given += heads.size();
+    fits = fits && heads.size() == model.kv_heads;
+  }
+  if (!fits)
+    throw std::invalid_argument(fmt::format("budgets: {} given; {} layers of {} KV heads need {}",
+                                            given, model.layers, model.kv_heads,
+                                            std::size_t{model.layers} * model.kv_heads));
+}
+
+}  // namespace kvlab

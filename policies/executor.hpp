@@ -1,0 +1,54 @@
+// Who runs which caches, beside the plain replay, which runs all: one line for each executor of the
+// rule says what it knows of all that may be asked of a cache. What is not in the table, everybody
+// knows.
+#pragma once
+
+#include <string>
+
+#include "policies/cache_config.hpp"
+
+namespace kvlab {
+
+/// Which columns a policy may read: none, or those that are computed from keys and values. Others
+/// lie beside a trace.
+enum class Columns { none, built_in };
+
+/// What it knows is true here; an executor that learns something turns that to true in its line
+/// below, and has no other gate.
+struct Executor {
+  const char* name;           ///< of messages: "the CUDA decoder"
+  const char* instead;        ///< who knows the rest: "--device cpu"
+  bool head_budgets = false;  ///< unequal ones: of a file, pyramid()
+  bool shared_slots = false;  ///< ada()
+  bool scope_layer = false;
+  bool group_max = false;
+  Columns columns = Columns::none;
+};
+
+/// The CPU's, and the closed loop there.
+inline constexpr Executor kDecoder{.name = "a decoder",
+                                   .instead = "a replay",
+                                   .head_budgets = true,
+                                   .shared_slots = true,
+                                   .scope_layer = true,
+                                   .group_max = true,
+                                   .columns = Columns::built_in};
+inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
+                                       .instead = "--device cpu",
+                                       .head_budgets = true,
+                                       .scope_layer = true};
+inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA", .instead = "--device cpu"};
+inline constexpr Executor kCudaReplay{.name = "the CUDA replay", .instead = "--device cpu"};
+
+/// The first column of the policy that the executor has not; empty: it has all.
+std::string column_beyond(const Executor& executor, const PolicySpec& policy);
+
+/// Why the executor cannot run such a cache, in one line; empty: it can.
+std::string refusal(const Executor& executor, const CacheConfig& config);
+
+/// Throws std::invalid_argument with the refusal, if there is one.
+void check_held(const Executor& executor, const CacheConfig& config);
+/// Likewise, also where budgets by head are of another shape than the model's.
+void check_held(const Executor& executor, const ResolvedConfig& config, HeadCounts model);
+
+}  // namespace kvlab

@@ -1,0 +1,58 @@
+// What each executor of the rule refuses, and in which words.
+#include "policies/executor.hpp"
+
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+CacheConfig asked(const std::string& policy, const std::string& budget = "20%") {
+  return {.policy = parse_policy(policy), .budget = parse_budget(budget)};
+}
+
+constexpr Executor kPlain{.name = "an engine", .instead = "--device cpu"};
+
+}  // namespace
+
+TEST_CASE("Every executor runs what has no more than bursts, smoothing and guards") {
+  for (const Executor& executor : {kPlain, kDecoder, kCudaDecoder, kCudaLoop, kCudaReplay})
+    for (const char* policy : {"full", "h2o:every=64", "lru:once:smooth=3:pool=max:sinks=4"})
+      CHECK(refusal(executor, asked(policy)) == "");
+}
+
+TEST_CASE("An executor refuses what it does not know, in one line that names it and who does") {
+  CHECK(refusal(kPlain, asked("h2o", "ada(20%)")) ==
+        "budget ada(20%): an engine does not know it; --device cpu does");
+  CHECK(refusal(kPlain, asked("h2o", "pyramid(64)")) ==
+        "budget pyramid(64): an engine does not know budgets by head; --device cpu does");
+  CHECK(refusal(kPlain, asked("h2o:every=64:scope=layer")) ==
+        "policy h2o: an engine does not know scope=layer; --device cpu does");
+  CHECK(refusal(kPlain, asked("h2o:group=max")) ==
+        "policy h2o: an engine does not know group=max; --device cpu does");
+  CHECK(refusal(kPlain, asked("knorm")) ==
+        "policy knorm: an engine does not know its column key_norm; --device cpu does");
+  for (const char* policy : {"h2o:scope=layer", "h2o:group=max", "knorm", "column:name=key_cosine"})
+    for (const char* budget : {"64", "pyramid(64)"})
+      CHECK(refusal(kDecoder, asked(policy, budget)) == "");
+  CHECK(refusal(kDecoder, asked("h2o", "ada(64)")) == "");
+}
+
+TEST_CASE("Who runs no trace refuses columns that only a trace has, and references") {
+  for (const Executor& executor : {kPlain, kDecoder})
+    CHECK(refusal(executor, asked("lagkv")) ==
+          "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, value_norm1, "
+          "key_cosine and no other; a replay reads it from a trace");
+  const std::string_view references[]{"oracle_mass"};
+  CHECK(refusal(kDecoder, {.policy = parse_policy("oracle_mass", references)}) ==
+        "policy oracle_mass is a reference of the replay; a decoder needs a policy");
+}
+
+TEST_CASE("Budgets by head are refused where they are not those of the model") {
+  ResolvedConfig config = resolve(asked("h2o", "64"), 100);
+  config.head_budgets = {{32, 64}, {64}};
+  CHECK_THROWS_WITH(check_held(kDecoder, config, {.layers = 2, .kv_heads = 2}),
+                    "budgets: 3 given; 2 layers of 2 KV heads need 4");
+  config.head_budgets[1].push_back(48);
+  CHECK_NOTHROW(check_held(kDecoder, config, {.layers = 2, .kv_heads = 2}));
+}
