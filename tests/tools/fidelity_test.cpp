@@ -152,8 +152,9 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   const auto configs = grid({"window", "sink", "h2o"}, {"16", "200"});
   const Sweep sweep = sweep_by_layers(loaded);
   const OpenLoopOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
-  const FidelityText measured = fidelity_text(text, closed_loop_kl(sweep, text, configs, 2, {}),
-                                              open_loop_figures(*backend, text, configs, options));
+  const FidelityText measured =
+      fidelity_text(text, closed_loop_kl(sweep, text, configs, 2, {}),
+                    run_open_loop(*backend, text, configs, options).figures);
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
   const auto& residual = measured.figures.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {
@@ -168,7 +169,7 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   CHECK(again.name == "prompt");
   CHECK(again.ids == text.ids);
   CHECK(again.prompt_tokens == 64);
-  CHECK(open_loop_figures(*backend, again, configs, options) == measured.figures);
+  CHECK(run_open_loop(*backend, again, configs, options).figures == measured.figures);
   CHECK(test::error_of([&] {
           text_of_trace(folder / "prompt", "0123456789abcdef", 2);
         }).find("other weights") != std::string::npos);

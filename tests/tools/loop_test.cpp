@@ -148,7 +148,8 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   const PolicyFile closed = read_policy_file(policy);
   const auto& confirmed = closed.run["confirmed"];
   REQUIRE(confirmed.size() == 2);
-  CHECK(confirmed[0]["perplexity"] <= confirmed[1]["perplexity"]);
+  CHECK(confirmed[0]["kl"] <= confirmed[1]["kl"]);
+  CHECK(confirmed[0]["ties_with_first"] == true);
   CHECK(confirmed[0]["policy"] == closed.cache.policy.name);
 
   CHECK(run_command(generate_command(), {"--model", kModel, "--prompt", "It was",

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <random>
 
-#include "engine/loop/deploy.hpp"
+#include "engine/loop/deploy/deploy.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "policies/live_set.hpp"
 #include "sim/source/policy_struct.hpp"

@@ -33,6 +33,12 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   const auto names = tunable_policies({});
   CHECK(std::ranges::find(names, "random") == names.end());
   CHECK(std::ranges::find(names, "h2o") != names.end());
+  // The policy's own guards, beside those that all policies are tried with.
+  texts.clear();
+  for (const PolicySpec& spec : policy_variants("nacl", 200, {})) texts.push_back(spec.text());
+  CHECK(std::ranges::find(texts, parse_policy("nacl").text()) != texts.end());
+  for (const PolicySpec& spec : policy_variants("roco", 200, {})) texts.push_back(spec.text());
+  CHECK(std::ranges::find(texts, parse_policy("roco:sinks=4").text()) != texts.end());
 }
 
 TEST_CASE("Parameters are tried around their defaults, within their range") {
@@ -88,7 +94,7 @@ TEST_CASE("A race ends with the best ahead, at a quarter of the work") {
   CHECK(race.rounds.front().entries.front().contender == 5);
 }
 
-TEST_CASE("What cannot be told apart is said to be so, over all text") {
+TEST_CASE("A race stops where more text would not tell those that are left apart") {
   const std::vector<double> means{1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
   const Race race = run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(4, 1024)},
                              invented(means, 0.5));
@@ -96,8 +102,37 @@ TEST_CASE("What cannot be told apart is said to be so, over all text") {
   std::ranges::sort(first);
   CHECK(first.size() >= 2);
   CHECK(std::ranges::all_of(first, [](std::size_t contender) { return contender < 3; }));
-  CHECK(race.rounds.size() == 3);
-  CHECK(race.work <= race.exhaustive / 4);
+  CHECK(race.end == RaceEnd::alike);
+  CHECK(race.rounds.size() == 1);
+}
+
+TEST_CASE("A race goes on where more text may tell those that are left apart") {
+  // A lead within its interval after a text, but not within what the interval would be after all.
+  const std::vector<double> means{1, 1.001, 3, 3, 3, 3, 3, 3};
+  const RaceRun run = [&](std::size_t, std::span<const std::size_t> contenders) {
+    std::vector<std::vector<double>> scores;
+    for (const std::size_t contender : contenders) {
+      auto& tokens = scores.emplace_back();
+      for (std::size_t i = 0; i < 1024; ++i)
+        tokens.push_back(means[contender] + (contender == 1 && i / 64 % 2 ? 0.008 : 0));
+      if (contender == 1)
+        for (double& token : tokens) token -= 0.004;
+    }
+    return scores;
+  };
+  const RaceField field{.contenders = 8, .lengths = std::vector<std::uint64_t>(8, 1024)};
+  const Race race = run_race(field, run);
+  CHECK_FALSE(race.rounds.front().entries[1].behind.told_apart());
+  CHECK(race.rounds.size() > 1);
+  CHECK(race.end != RaceEnd::alike);
+
+  // Too few tokens for an interval say nothing at all.
+  const Race brief = run_race({.contenders = 3, .lengths = {2, 2, 2}},
+                              [](std::size_t, std::span<const std::size_t> contenders) {
+                                return std::vector(contenders.size(), std::vector<double>(2, 1.0));
+                              });
+  CHECK(brief.rounds.size() == 3);
+  CHECK(brief.end == RaceEnd::text);
 }
 
 TEST_CASE("A small lead on the first text decides nothing") {
@@ -117,8 +152,10 @@ TEST_CASE("A small lead on the first text decides nothing") {
 }
 
 TEST_CASE("Those that were left out for the work's sake are not called behind") {
-  const Race race = run_race({.contenders = 24, .lengths = std::vector<std::uint64_t>(4, 1024)},
-                             invented(std::vector<double>(24, 1.0), 0.5));
+  std::vector<double> means;  // behind by too little to leave, and by enough to go on
+  for (std::size_t i = 0; i < 24; ++i) means.push_back(1 + 0.02 * static_cast<double>(i % 3));
+  const Race race =
+      run_race({.contenders = 24, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means));
   CHECK(race.limited);
   std::size_t spared = 0, next = 0;
   for (const RaceEntry& entry : race.rounds[0].entries) {
@@ -166,6 +203,23 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   // By what the race says: the winner's KL beats or ties every other of the last round.
   const auto& last = tuning.race.rounds.back().entries;
   for (const RaceEntry& entry : last) CHECK(entry.kl >= last.front().kl);
+
+  // One that keeps what it decodes is not the winner for free: it has to be ahead in KL.
+  REQUIRE(tuning.kv_bytes.size() == request.grid.size());
+  CHECK(std::ranges::max(tuning.kv_bytes) == tuning.least_kv_bytes());
+  TuneRequest alike = request;
+  alike.task.reset();
+  alike.grid.clear();
+  for (const char* policy : {"window:once:recent=31", "window:once"})
+    alike.grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
+  alike.grid.push_back({.policy = parse_policy("window"), .budget = parse_budget("32")});
+  const Tuning kept = tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike);
+  CHECK(kept.kv_bytes[0] == kept.kv_bytes[1]);
+  CHECK(kept.kv_bytes[0] > 5 * kept.kv_bytes[2]);
+  CHECK(policy_file_of(kept, alike, *backend)
+            .run["open_loop"]["ranking"][0]["bytes_of_least"]
+            .get<double>() > 5);
+  CHECK(kept.race.end == RaceEnd::alike);
 
   request.metric = "nothing";
   CHECK(test::error_of<std::invalid_argument>([&] {

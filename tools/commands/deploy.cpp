@@ -4,8 +4,10 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "engine/loop/deploy.hpp"
+#include "engine/loop/deploy/candidates.hpp"
+#include "engine/loop/deploy/confirm.hpp"
 #include "engine/loop/eval.hpp"
+#include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
 #include "sim/report/html.hpp"
 #include "tools/loop_model.hpp"
@@ -14,8 +16,6 @@
 
 namespace kvlab {
 namespace {
-
-using nlohmann::ordered_json;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -28,61 +28,55 @@ void add_options(po::options_description& options) {
       "a fidelity.json of `kvlab fidelity`: how well what decides predicted this model");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add("confirm", number_option("K", 0),
-      "settle the first K by perplexity in the closed loop (needs --model and --text)");
+      "settle the first K by KL in the closed loop, paired over the same tokens (needs --model and "
+      "--text)");
   add("model", text_option("DIR"), "--confirm: the model");
-  add("text", text_option("FILE"), "--confirm: text to score");
-  add("max-tokens", number_option("T", 0), "--confirm: use the first T tokens of the text; 0: all");
+  add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
+      "--confirm: texts to score");
+  add("max-tokens", number_option("T", 0),
+      "--confirm: use the first T tokens of each text; 0: all");
   add_source_option(options);
   add_common_options(options);
 }
 
-/// What the closed loop said of one standing.
-struct Confirmed {
-  std::size_t standing;
-  EvalScore score;
-};
-
-std::vector<Confirmed> confirm(const po::variables_map& options, const Run& run,
-                               const Figures& figures, const Ballot& ballot,
-                               const CompiledPolicies& compiled) {
-  std::vector<Confirmed> confirmed;
+/// The full cache and the first standings in the closed loop; empty where --confirm was not asked
+/// for.
+Evaluation evaluate_first(const po::variables_map& options, const Run& run, const Figures& figures,
+                          const Ballot& ballot, const CompiledPolicies& compiled) {
   const auto most = static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
-  if (most == 0) return confirmed;
+  if (most == 0) return {};
   required(options, "model", "--model DIR, which --confirm runs");
-  const std::string text = required(options, "text", "--text FILE, which --confirm scores");
+  if (!options.count("text"))
+    throw std::invalid_argument("--text: missing; give --text FILE..., which --confirm scores");
+  const auto& paths = options["text"].as<std::vector<std::string>>();
+  EvalOptions how{.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
+                  .threads = threads_from(options),
+                  .names = text_names(paths),
+                  .progress = progress_bar("confirm")};
   const LoopModel model = load_loop_model(options);
   if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
                                             model.directory, run.info.traces.front().model));
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
-  const std::size_t count = std::min(most, ballot.standings.size());
-  for (std::size_t i = 0; i < count; ++i)
+  for (std::size_t i = 0; i < std::min(most, ballot.standings.size()); ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
-  const auto scores = evaluate(model.backend->config(), model.sweep,
-                               {model.tokenizer.encode(read_text(text), false)}, configs,
-                               {.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
-                                .threads = threads_from(options),
-                                .names = {text},
-                                .progress = progress_bar("confirm")})
-                          .scores;
-  for (std::size_t i = 0; i < count; ++i) confirmed.push_back({i, scores[i + 1]});
-  std::stable_sort(confirmed.begin(), confirmed.end(), [](const Confirmed& a, const Confirmed& b) {
-    return a.score.nll < b.score.nll;
-  });
-  return confirmed;
+  std::vector<std::vector<std::int32_t>> texts;
+  for (const std::string& path : paths)
+    texts.push_back(model.tokenizer.encode(read_text(path), false));
+  Evaluation evaluation =
+      evaluate(model.backend->config(), model.sweep, texts, std::move(configs), how);
+  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
+    fmt::print(stderr, "kvlab deploy: {}\n", warning);
+  return evaluation;
 }
 
-ordered_json confirmed_json(const Figures& figures, const Ballot& ballot,
-                            const std::vector<Confirmed>& confirmed) {
-  ordered_json list = ordered_json::array();
-  for (const Confirmed& entry : confirmed)
-    list.push_back({{"policy", figures.series()[ballot.standings[entry.standing].series].label},
-                    {"perplexity", entry.score.perplexity},
-                    {"perplexity_stderr", entry.score.perplexity_error},
-                    {"kl", entry.score.kl},
-                    {"kl_stderr", entry.score.kl_error},
-                    {"tokens", entry.score.tokens}});
-  return list;
+/// One line of a list: what it says of a standing, and that it keeps more than others.
+void print_line(const Figures& figures, const Ballot& ballot, std::size_t standing,
+                const std::string& figure, std::string note) {
+  const std::string more = kept_more(ballot.kv_bytes[standing], ballot.least_kv_bytes());
+  if (!note.empty() && !more.empty()) note += ", ";
+  fmt::print("{} {:<30} {:>19}   {}\n", standing == ballot.winner ? '>' : ' ',
+             figures.series()[ballot.standings[standing].series].label, figure, note + more);
 }
 
 void print_standings(const Figures& figures, const Ballot& ballot) {
@@ -90,8 +84,7 @@ void print_standings(const Figures& figures, const Ballot& ballot) {
   for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
     const Standing& standing = ballot.standings[i];
     const bool first = standing.behind.traces == 0;
-    fmt::print("{} {:<30} {:>19}   {}\n", i == ballot.winner ? '>' : ' ',
-               figures.series()[standing.series].label, average_text(standing.score),
+    print_line(figures, ballot, i, average_text(standing.score),
                first           ? ""
                : standing.ties ? "ties with the first"
                                : "behind by " + average_text(standing.behind));
@@ -101,12 +94,17 @@ void print_standings(const Figures& figures, const Ballot& ballot) {
 void print_confirmed(const Figures& figures, const Ballot& ballot,
                      const std::vector<Confirmed>& confirmed) {
   if (confirmed.empty()) return;
-  fmt::print("\nclosed loop, perplexity and KL to the full cache\n");
-  for (const Confirmed& entry : confirmed)
-    fmt::print("{} {:<30} {:>19}   {}\n", entry.standing == ballot.winner ? '>' : ' ',
-               figures.series()[ballot.standings[entry.standing].series].label,
-               average_text({entry.score.perplexity, entry.score.perplexity_error, 1}),
-               average_text({entry.score.kl, entry.score.kl_error, 1}));
+  fmt::print("\nclosed loop: KL to the full cache, compared over the same tokens\n");
+  for (const Confirmed& entry : confirmed) {
+    const Interval& interval = entry.behind.interval;
+    const bool first = entry.standing == confirmed.front().standing;
+    print_line(figures, ballot, entry.standing,
+               average_text({entry.score.kl, entry.score.kl_error, 1}),
+               first          ? ""
+               : entry.ties() ? "cannot be told from the first"
+                              : fmt::format("behind by {:.4f} ({:.4f} to {:.4f})",
+                                            entry.behind.mean, interval.low, interval.high));
+  }
 }
 
 int run(const po::variables_map& options) {
@@ -127,11 +125,12 @@ int run(const po::variables_map& options) {
     evidence =
         fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
                           ballot.budget.least_tokens, loaded.info.traces.front().weights_xxh3);
-  const auto confirmed = confirm(options, loaded, figures, ballot, compiled);
-  if (!confirmed.empty()) ballot.winner = confirmed.front().standing;
+  const Evaluation evaluation = evaluate_first(options, loaded, figures, ballot, compiled);
+  std::vector<Confirmed> confirmed;
+  if (!evaluation.scores.empty()) confirmed = confirm(evaluation, figures, ballot);
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
   file.run["fidelity"] = evidence;
-  if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(figures, ballot, confirmed);
+  if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(confirmed, figures, ballot);
   write_policy_file(out, file);
 
   if (options["json"].as<bool>()) {
@@ -162,7 +161,8 @@ Command deploy_command() {
   return {
       .name = "deploy",
       .summary = "the winner of a run at a budget, as a policy file for the engine",
-      .usage = "RUN --budget B [--metric METRIC] [--confirm K --model DIR --text FILE] --out FILE",
+      .usage =
+          "RUN --budget B [--metric METRIC] [--confirm K --model DIR --text FILE...] --out FILE",
       .example = "kvlab deploy run --budget 128 --out policy.json",
       .add_options = add_options,
       .positional = "run",

@@ -67,14 +67,14 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
             static_cast<double>(texts.size()));
       };
     };
-    OpenLoopFigures figures =
-        open_loop_figures(*model.backend, texts[t], configs,
-                          {.sketch = sketch,
-                           .capture = traces / texts[t].name,
-                           .every_output_error = every_output_error_from(options),
-                           .threads = threads,
-                           .device = replayer.get(),
-                           .progress = part(0, 0.3)});
+    OpenLoopFigures figures = run_open_loop(*model.backend, texts[t], configs,
+                                            {.sketch = sketch,
+                                             .capture = traces / texts[t].name,
+                                             .every_output_error = every_output_error_from(options),
+                                             .threads = threads,
+                                             .device = replayer.get(),
+                                             .progress = part(0, 0.3)})
+                                  .figures;
     measured.push_back(fidelity_text(
         texts[t], closed_loop_kl(model.sweep, texts[t], configs, threads, part(0.3, 1)),
         std::move(figures)));

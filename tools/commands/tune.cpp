@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
 #include "sim/budgets/budget_file.hpp"
@@ -93,12 +94,15 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
              fmt::join(texts, ", "));
   for (std::size_t i = 0; i < std::min(round.entries.size(), kMostShown); ++i) {
     const RaceEntry& entry = round.entries[i];
-    const std::string_view fate = entry.fate == RaceFate::stays ? "" : name_of(entry.fate);
-    fmt::print("  {:<44} KL {:.4f}   {}\n",
-               request.grid[tuning.order[entry.contender]].policy.text(), entry.kl,
+    const std::size_t config = tuning.order[entry.contender];
+    std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
+    const std::string more = kept_more(tuning.kv_bytes[config], tuning.least_kv_bytes());
+    if (!note.empty() && !more.empty()) note += ", ";
+    fmt::print("  {:<44} KL {:.4f}   {} {}\n", request.grid[config].policy.text(), entry.kl,
                i == 0 ? std::string("leads")
-                      : fmt::format("+{:.4f} ({:.4f} to {:.4f}) {}", entry.behind.mean,
-                                    entry.behind.interval.low, entry.behind.interval.high, fate));
+                      : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,
+                                    entry.behind.interval.low, entry.behind.interval.high),
+               note + more);
   }
   if (round.entries.size() > kMostShown)
     fmt::print("  and {} more\n", round.entries.size() - kMostShown);
@@ -123,6 +127,12 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
     std::vector<std::string> names;
     for (const std::size_t config : tied) names.push_back(request.grid[config].policy.text());
     fmt::print("\ncannot be told apart in KL: {}\n", fmt::join(names, ", "));
+  }
+  if (tuning.race.end == RaceEnd::alike) {
+    std::size_t texts = 0;
+    for (const RaceRound& round : tuning.race.rounds) texts += round.texts.size();
+    fmt::print("stopped after {} of {} texts: more like them would not tell these apart\n", texts,
+               request.texts.size());
   }
   fmt::print(
       "closed loop: {} configuration-tokens, {:.0f}% of the {} of the whole grid\n",

@@ -49,9 +49,8 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   return text;
 }
 
-OpenLoopFigures open_loop_figures(Backend& backend, const LoopText& text,
-                                  std::span<const CacheConfig> configs,
-                                  const OpenLoopOptions& options) {
+OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
+                       const OpenLoopOptions& options) {
   std::optional<TraceReader> captured;
   if (!text.trace) captured = capture(backend, text, options);
   const ReplayResult replayed = replay(captured ? *captured : *text.trace, 0, configs,
@@ -60,14 +59,16 @@ OpenLoopFigures open_loop_figures(Backend& backend, const LoopText& text,
                                         .threads = options.threads,
                                         .layers = {},
                                         .progress = options.progress});
-  OpenLoopFigures figures;
+  OpenLoop loop{.figures = {}, .kv_bytes = std::vector<double>(configs.size())};
   for (const Measurement& row : replayed.measurements) {
-    const MetricInfo* const metric = row.layer < 0 ? find_metric(row.metric) : nullptr;
-    if (!metric || !metric->ranks) continue;
+    if (row.layer >= 0) continue;
+    if (row.metric == "kv_bytes") loop.kv_bytes[row.config] = row.value;
+    if (const MetricInfo* const metric = find_metric(row.metric); !metric || !metric->ranks)
+      continue;
     const std::vector<double> none(configs.size(), std::numeric_limits<double>::quiet_NaN());
-    figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
+    loop.figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
   }
-  return figures;
+  return loop;
 }
 
 std::vector<std::vector<double>> closed_loop_kl(const Sweep& sweep, const LoopText& text,

@@ -39,9 +39,12 @@ struct OpenLoopOptions {
 /// Every figure of the replay by which policies may be put in order, [metric][configuration]; NaN
 /// where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
-OpenLoopFigures open_loop_figures(Backend& backend, const LoopText& text,
-                                  std::span<const CacheConfig> configs,
-                                  const OpenLoopOptions& options);
+struct OpenLoop {
+  OpenLoopFigures figures;
+  std::vector<double> kv_bytes;  ///< [configuration]: kept at the text's end
+};
+OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
+                       const OpenLoopOptions& options);
 
 /// KL to the full cache of each scored token, [configuration][token]; the full cache runs beside
 /// `configs`.

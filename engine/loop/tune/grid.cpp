@@ -17,6 +17,7 @@ std::vector<Extent> recent_of(const PolicyInfo& info) {
   if (info.recent == Extent{} || info.oldest_first) values.push_back(info.recent);
   if (info.oldest_first) return values;  // whatever is guarded, the oldest leave first
   for (const std::uint32_t share : kRecent) values.push_back(percent(share));
+  if (std::ranges::find(values, info.recent) == values.end()) values.push_back(info.recent);
   return values;
 }
 
@@ -56,7 +57,8 @@ std::vector<std::string> tunable_policies(const CompiledPolicies& compiled) {
   std::vector<std::string> names;
   const auto add = [&](const PolicyEntry& entry) {
     const PolicyInfo& info = entry.info;
-    if (info.evicts && info.column_count() == 0 && std::string_view(info.name) != "random")
+    if (info.evicts && info.column_count() == 0 && !info.modifiers.once &&
+        std::string_view(info.name) != "random")
       names.emplace_back(entry.info.name);
   };
   for (const PolicyEntry& entry : policy_catalogue()) add(entry);

@@ -33,7 +33,10 @@ class Runner {
       left_.clear();
       for (const RaceEntry& entry : race_.rounds.back().entries)
         if (entry.fate == RaceFate::stays) left_.push_back(entry.contender);
-      if (left_.size() == 1) break;
+      if (left_.size() == 1) race_.end = RaceEnd::ahead;
+      if (left_.size() > 1 && round + 1 < rounds_.size() && stays_alike(round))
+        race_.end = RaceEnd::alike;
+      if (race_.end != RaceEnd::text) break;
     }
     race_.first = left_;
     return std::move(race_);
@@ -49,6 +52,21 @@ class Runner {
     }
     const double room = limit_ - static_cast<double>(race_.work) - full;
     return std::max<std::size_t>(2, static_cast<std::size_t>(std::max(room / each, 0.0)));
+  }
+
+  /// Whether the leader would stay within the interval of every difference, were all text to show
+  /// the differences of the text so far: intervals shrink as the root of the length grows.
+  bool stays_alike(std::size_t round) const {
+    double done = 0, all = 0;
+    for (std::size_t r = 0; r < rounds_.size(); ++r) {
+      if (r <= round) done += length_of(r);
+      all += length_of(r);
+    }
+    const double shrinks = std::sqrt(done / all);
+    return std::ranges::none_of(race_.rounds.back().entries, [&](const RaceEntry& entry) {
+      const auto& [mean, interval] = entry.behind;
+      return entry.fate == RaceFate::stays && !(mean <= shrinks * (mean - interval.low));
+    });
   }
 
   double length_of(std::size_t round) const {
@@ -120,6 +138,17 @@ std::string_view name_of(RaceFate fate) {
       return "left out for the work's sake";
     default:
       return "stays";
+  }
+}
+
+std::string_view name_of(RaceEnd end) {
+  switch (end) {
+    case RaceEnd::ahead:
+      return "one is ahead";
+    case RaceEnd::alike:
+      return "those that are left cannot be told apart";
+    default:
+      return "all text has been run";
   }
 }
 

@@ -21,6 +21,16 @@ enum class RaceFate {
 
 std::string_view name_of(RaceFate fate);
 
+/// Why a race is over.
+enum class RaceEnd {
+  ahead,  ///< one is left
+  alike,  ///< those that are left cannot be told apart, nor would be if the rest of the text were
+          ///< like that so far
+  text    ///< all text has been run, and several are left
+};
+
+std::string_view name_of(RaceEnd end);
+
 struct RaceEntry {
   std::size_t contender;
   double kl;          ///< mean nats over all text so far
@@ -37,6 +47,7 @@ struct Race {
   std::vector<RaceRound> rounds;
   /// The winner, and behind it those that cannot be told apart from it.
   std::vector<std::size_t> first;
+  RaceEnd end = RaceEnd::text;
   std::uint64_t work = 0;        ///< configuration-tokens of the closed loop, the full cache's too
   std::uint64_t exhaustive = 0;  ///< what all of the grid over all texts would have been
   bool limited = false;          ///< contenders were spared for the work's sake
@@ -57,7 +68,7 @@ std::vector<std::vector<std::size_t>> race_texts(std::size_t texts);
 
 /// Each round runs those that are left over more text. Those that the leader is ahead of leave; so
 /// do the last in order where the next rounds, halved each, would be more work than there may be.
-/// Ends when one is left, or the text is.
+/// Ends as RaceEnd says.
 Race run_race(const RaceField& field, const RaceRun& run);
 
 }  // namespace kvlab

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "sim/run/results.hpp"
@@ -35,10 +36,11 @@ std::uint32_t common_budget(const TuneRequest& request) {
   return first;
 }
 
-/// The figures of every text; a trace that is made for it goes at once.
+/// The figures of every text, and what is kept; a trace that is made for it goes at once.
 std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& sketch,
-                                       const TuneRequest& request) {
+                                       const TuneRequest& request, std::vector<double>& kv_bytes) {
   std::vector<OpenLoopFigures> figures;
+  kv_bytes.resize(request.grid.size());
   for (std::size_t t = 0; t < request.texts.size(); ++t) {
     const TemporaryFolder scratch;
     const auto show = [&, t](double done) {
@@ -46,13 +48,16 @@ std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& ske
         request.progress(kOpenShare * (static_cast<double>(t) + done) /
                          static_cast<double>(request.texts.size()));
     };
-    figures.push_back(open_loop_figures(backend, request.texts[t], request.grid,
-                                        {.sketch = sketch,
-                                         .capture = scratch / "trace",
-                                         .every_output_error = request.every_output_error,
-                                         .threads = request.threads,
-                                         .device = request.device,
-                                         .progress = show}));
+    OpenLoop loop = run_open_loop(backend, request.texts[t], request.grid,
+                                  {.sketch = sketch,
+                                   .capture = scratch / "trace",
+                                   .every_output_error = request.every_output_error,
+                                   .threads = request.threads,
+                                   .device = request.device,
+                                   .progress = show});
+    figures.push_back(std::move(loop.figures));
+    for (std::size_t c = 0; c < kv_bytes.size(); ++c)
+      kv_bytes[c] += loop.kv_bytes[c] / static_cast<double>(request.texts.size());
   }
   return figures;
 }
@@ -121,14 +126,19 @@ bool answers_better(const TuneAnswers& a, const TuneAnswers& b) {
   return a.right != b.right ? a.right > b.right : a.log_likelihood > b.log_likelihood;
 }
 
-/// The best at the task among those that KL cannot tell apart; without a task, the race's first.
+/// The best at the task among those that KL cannot tell apart; without a task, the one of them that
+/// keeps least, or the race's first.
 std::size_t choose(const Tuning& tuning) {
   const std::vector<std::size_t> tied = tuning.tied();
   const TuneAnswers* best = nullptr;
   for (const std::size_t config : tied)
     for (const TuneAnswers& answer : tuning.answers)
       if (answer.config == config && (!best || answers_better(answer, *best))) best = &answer;
-  return best ? best->config : tied.front();
+  if (best) return best->config;
+  std::vector<Candidate> candidates;
+  for (const std::size_t config : tied)
+    candidates.push_back({.ties = true, .kv_bytes = tuning.kv_bytes[config]});
+  return tied[preferred(candidates)];
 }
 
 json race_json(const Tuning& tuning, const TuneRequest& request) {
@@ -165,13 +175,15 @@ std::vector<std::size_t> Tuning::tied() const {
   return configs;
 }
 
+double Tuning::least_kv_bytes() const { return std::ranges::min(kv_bytes); }
+
 Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request) {
   if (request.grid.size() < 2)
     throw std::invalid_argument("--policy: one configuration is nothing to choose from; give more");
   Tuning tuning;
   tuning.budget_tokens = common_budget(request);
-  const std::vector<OpenLoopFigures> figures = open_loop(backend, sketch, request);
+  const std::vector<OpenLoopFigures> figures = open_loop(backend, sketch, request, tuning.kv_bytes);
   tuning.metric = request.metric.empty() ? standard_figure(figures) : request.metric;
   tuning.figure = cost_of(figures, tuning.metric, request.grid.size());
   tuning.order.resize(request.grid.size());
@@ -196,17 +208,21 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                      {"tokens", text.ids.size()},
                      {"prompt_tokens", text.prompt_tokens},
                      {"ids_xxh3", xxh3_hex(std::as_bytes(std::span(text.ids)))}});
-  for (const std::size_t config : tuning.order)
+  for (const std::size_t config : tuning.order) {
     open.push_back(
         {{"policy", request.grid[config].policy.text()},
          {tuning.metric,
           std::isfinite(tuning.figure[config]) ? json(tuning.figure[config]) : json(nullptr)}});
+    if (tuning.kv_bytes[config] > tuning.least_kv_bytes())
+      open.back()["bytes_of_least"] = tuning.kv_bytes[config] / tuning.least_kv_bytes();
+  }
   json run{{"kvlab", KVLAB_VERSION},
            {"loop", "closed"},
            {"metric", "kl"},
            {"texts", texts},
            {"open_loop", {{"metric", tuning.metric}, {"ranking", open}}},
            {"rounds", race_json(tuning, request)},
+           {"ended", name_of(tuning.race.end)},
            {"ties", ties},
            {"work",
             {{"configuration_tokens", tuning.race.work},

@@ -35,6 +35,7 @@ struct TuneAnswers {
 struct Tuning {
   std::string metric;
   std::vector<double> figure;      ///< [configuration], mean over texts, lower being better
+  std::vector<double> kv_bytes;    ///< [configuration]: kept at the texts' ends, mean
   std::vector<std::size_t> order;  ///< the grid by that figure
   Race race;                       ///< contenders are places in `order`
   std::vector<TuneAnswers> answers;
@@ -43,6 +44,7 @@ struct Tuning {
 
   /// Those of the grid that KL cannot tell from the race's first, which is the first of them.
   std::vector<std::size_t> tied() const;
+  double least_kv_bytes() const;  ///< of the grid
 };
 
 /// Throws std::invalid_argument: a metric that the texts lack, a grid of fewer than two, a budget

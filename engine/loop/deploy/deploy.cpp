@@ -1,10 +1,11 @@
-#include "engine/loop/deploy.hpp"
+#include "engine/loop/deploy/deploy.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/loop/deploy/candidates.hpp"
 #include "sim/source/policy_source.hpp"
 
 namespace kvlab {
@@ -46,24 +47,40 @@ void refuse_several_models(const RunInfo& info) {
           info.traces.front().name, trace.name));
 }
 
-/// The first; or, where that is `random` and another ties with it, that other.
-std::size_t choose(const Figures& figures, const std::vector<Standing>& standings) {
-  for (std::size_t i = 0; i < standings.size(); ++i)
-    if (standings[i].ties && figures.series()[standings[i].series].policy != "random") return i;
-  return 0;
+std::vector<double> kept_bytes(const Figures& figures, const Ballot& ballot) {
+  std::vector<double> bytes;
+  for (const Standing& standing : ballot.standings) {
+    const auto kept = figures.average(standing.series, ballot.budget.text, "kv_bytes");
+    bytes.push_back(kept ? kept->mean : 0);
+  }
+  return bytes;
 }
 
-json standing_json(const Figures& figures, const Standing& standing) {
+std::size_t choose(const Figures& figures, const Ballot& ballot) {
+  std::vector<Candidate> candidates;
+  for (std::size_t i = 0; i < ballot.standings.size(); ++i)
+    candidates.push_back(
+        {.ties = ballot.standings[i].ties,
+         .kv_bytes = ballot.kv_bytes[i],
+         .last_resort = figures.series()[ballot.standings[i].series].policy == "random"});
+  return preferred(candidates);
+}
+
+json standing_json(const Figures& figures, const Ballot& ballot, std::size_t i) {
+  const Standing& standing = ballot.standings[i];
   const Series& series = figures.series()[standing.series];
-  return {{"policy", series.policy},
-          {"params", series.params},
-          {"positions", series.positions},
-          {"prefill", series.prefill},
-          {"mean", standing.score.mean},
-          {"stderr", number_or_null(standing.score.standard_error)},
-          {"behind_first", standing.behind.mean},
-          {"behind_stderr", number_or_null(standing.behind.standard_error)},
-          {"ties_with_first", standing.ties}};
+  json entry{{"policy", series.policy},
+             {"params", series.params},
+             {"positions", series.positions},
+             {"prefill", series.prefill},
+             {"mean", standing.score.mean},
+             {"stderr", number_or_null(standing.score.standard_error)},
+             {"behind_first", standing.behind.mean},
+             {"behind_stderr", number_or_null(standing.behind.standard_error)},
+             {"ties_with_first", standing.ties}};
+  if (ballot.kv_bytes[i] > ballot.least_kv_bytes())
+    entry["bytes_of_least"] = ballot.kv_bytes[i] / ballot.least_kv_bytes();
+  return entry;
 }
 
 /// What the yardsticks reached at the same budget.
@@ -90,6 +107,8 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 
 }  // namespace
 
+double Ballot::least_kv_bytes() const { return std::ranges::min(kv_bytes); }
+
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
                            const std::string& metric) {
   Ballot ballot{.budget = budget_of_run(figures, budget), .metric = &ranking_metric(metric)};
@@ -100,7 +119,8 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
         fmt::format("the run has no policy with {} at budget {}; only references and full, which "
                     "are not deployed",
                     metric, budget));
-  ballot.winner = choose(figures, ballot.standings);
+  ballot.kv_bytes = kept_bytes(figures, ballot);
+  ballot.winner = choose(figures, ballot);
   return ballot;
 }
 
@@ -131,7 +151,7 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
   json ranking = json::array(), traces = json::array(), ties = json::array();
   for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
     const Standing& standing = ballot.standings[i];
-    ranking.push_back(standing_json(figures, standing));
+    ranking.push_back(standing_json(figures, ballot, i));
     if (standing.ties && i != ballot.winner)
       ties.push_back(figures.series()[standing.series].label);
   }

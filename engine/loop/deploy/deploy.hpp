@@ -16,14 +16,17 @@ struct Ballot {
   BudgetColumn budget;
   const MetricInfo* metric;
   std::vector<Standing> standings;
-  std::size_t winner = 0;  ///< index into standings
+  std::vector<double> kv_bytes;  ///< [standing]: kept at the end of the replay, mean over traces
+  std::size_t winner = 0;        ///< index into standings
+
+  double least_kv_bytes() const;
 };
 
 /// Ranks the policies of a run at `budget` (as asked in the run, or in tokens) by `metric`,
-/// averaged over its traces. References and `full` do not stand; `random` stands, but where it ties
-/// with another, that one wins. Throws std::invalid_argument: an unknown metric, a budget that is
-/// not in the run (names those that are) or that was not the same number of tokens for every trace,
-/// traces of several models.
+/// averaged over its traces. References and `full` do not stand. Of those that tie with the first
+/// the one that keeps least wins, and `random` only where no other ties. Throws
+/// std::invalid_argument: an unknown metric, a budget that is not in the run (names those that are)
+/// or that was not the same number of tokens for every trace, traces of several models.
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
                            const std::string& metric);
 
