@@ -23,6 +23,7 @@ std::string refused_columns(const Executor& executor, const PolicySpec& policy) 
 }  // namespace
 
 std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
+  if (executor.columns == Columns::any) return "";
   for (const std::string& name : policy.columns)
     if (executor.columns == Columns::none || !built_in_column(name)) return name;
   return "";

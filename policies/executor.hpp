@@ -9,9 +9,9 @@
 
 namespace kvlab {
 
-/// Which columns a policy may read: none, or those that are computed from keys and values. Others
-/// lie beside a trace.
-enum class Columns { none, built_in };
+/// Which columns a policy may read: none, those that are computed from keys and values, or also
+/// those that lie beside a trace.
+enum class Columns { none, built_in, any };
 
 /// What it knows is true here; an executor that learns something turns that to true in its line
 /// below, and has no other gate.
@@ -37,8 +37,10 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .instead = "--device cpu",
                                        .head_budgets = true,
                                        .scope_layer = true};
-inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA", .instead = "--device cpu"};
-inline constexpr Executor kCudaReplay{.name = "the CUDA replay", .instead = "--device cpu"};
+inline constexpr Executor kCudaLoop{
+    .name = "the closed loop on CUDA", .instead = "--device cpu", .columns = Columns::built_in};
+inline constexpr Executor kCudaReplay{
+    .name = "the CUDA replay", .instead = "--device cpu", .columns = Columns::any};
 
 /// The first column of the policy that the executor has not; empty: it has all.
 std::string column_beyond(const Executor& executor, const PolicySpec& policy);

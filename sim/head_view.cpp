@@ -18,6 +18,16 @@ TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView
   }
 }
 
+void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
+                   const std::vector<std::string>& names, BroughtColumns& brought) {
+  for (const std::string& name : names) {
+    if (built_in_column(name) || brought.contains(name)) continue;
+    std::vector<float>& column = brought[name];
+    column.resize(trace.tokens());
+    trace.column(name, layer, kv_head, column.data());
+  }
+}
+
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y) {
   rope.rotate(x, head_size, position, y);

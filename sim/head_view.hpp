@@ -59,6 +59,10 @@ class TokenColumns {
   std::vector<float> values_;  // [token, width_]
 };
 
+/// Adds to `brought` those of `names` that are not computed, from a trace that has them.
+void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
+                   const std::vector<std::string>& names, BroughtColumns& brought);
+
 /// What else decides a row's arithmetic.
 struct HeadArithmetic {
   float softmax_scale = 1.0f;

@@ -30,24 +30,9 @@ constexpr std::uint32_t kSampleEvery = 8;
 struct HeadTensors {
   AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
   std::unique_ptr<const ErrorProjection> projection;
-  std::unique_ptr<const BroughtColumns> brought;
+  std::unique_ptr<BroughtColumns> brought;
   HeadView view;
 };
-
-/// The columns that a trace brings, of those that `configs` ask for.
-std::unique_ptr<const BroughtColumns> read_columns(const TraceReader& trace, std::uint32_t layer,
-                                                   std::uint32_t kv_head,
-                                                   std::span<const ResolvedConfig> configs) {
-  auto brought = std::make_unique<BroughtColumns>();
-  for (const ResolvedConfig& config : configs)
-    for (const std::string& name : config.policy.columns) {
-      if (built_in_column(name) || brought->contains(name)) continue;
-      std::vector<float>& column = (*brought)[name];
-      column.resize(trace.tokens());
-      trace.column(name, layer, kv_head, column.data());
-    }
-  return brought;
-}
 
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                       const QuerySpan& span, std::span<const ResolvedConfig> configs) {
@@ -57,8 +42,10 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                       AlignedVector<float>(head_floats),
                       AlignedVector<float>(head_floats),
                       {},
-                      read_columns(trace, layer, kv_head, configs),
+                      std::make_unique<BroughtColumns>(),
                       {}};
+  for (const ResolvedConfig& config : configs)
+    bring_columns(trace, layer, kv_head, config.policy.columns, *tensors.brought);
   if (projection_columns(trace, span.span()).all() > 0)
     tensors.projection = std::make_unique<const ErrorProjection>(trace, layer, kv_head, span);
   for (std::uint32_t g = 0; g < shape.group(); ++g)

@@ -17,6 +17,7 @@ class ReplayCache {
   using Slot = typename P::Slot;
   static constexpr std::uint32_t kNoPosition = ~0u;
   static constexpr int kStrip = replay_strip(kSqueezed);
+  static constexpr std::uint32_t kColumns = P::kInfo.column_count();
 
   /// `live_words`: bits of the live positions; `room`: for the slots.
   __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
@@ -28,6 +29,9 @@ class ReplayCache {
     const ReplayArgs& args = at.args;
     if constexpr (!std::is_empty_v<typename P::Params>)
       params_ = *reinterpret_cast<const typename P::Params*>(args.params + at.rule.params);
+    if constexpr (kColumns > 0)
+      columns_ = args.columns +
+                 (std::int64_t{at.unit} * args.column_count + at.rule.columns) * args.shape.tokens;
     progress_ = stored_progress();
     now_ = admission(progress_.admission);
     next_ = admission(progress_.admission + 1);
@@ -163,9 +167,9 @@ class ReplayCache {
   /// A slot's token among those that may leave, of which there are as many positions.
   __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& leaves,
                        std::uint32_t unguarded) const {
-    const Token token{positions_[i]};
-    if (token.position - guards_.sinks < unguarded)
-      first.take({P::rank(own, token, params_, leaves), token.position, i});
+    const std::uint32_t position = positions_[i];
+    if (position - guards_.sinks < unguarded)
+      first.take({P::rank(own, token(position), params_, leaves), position, i});
   }
   /// The block's first is the next victim.
   __device__ void choose(const Candidate& mine) {
@@ -203,6 +207,14 @@ class ReplayCache {
   __device__ Slot* stored_states() const {
     const ReplayCaches& caches = at_.args.caches;
     return reinterpret_cast<Slot*>(caches.states + at_.first_slot * caches.slot_stride);
+  }
+  /// A token with what it brings; of the live ones.
+  __device__ Token token(std::uint32_t position) const {
+    Token token{position};
+#pragma unroll
+    for (std::uint32_t c = 0; c < kColumns; ++c)
+      token.column[c] = columns_[std::int64_t{position} * kColumns + c];
+    return token;
   }
   __device__ ReplayAdmission admission(std::uint32_t index) const {
     return at_.args.admissions[at_.rule.admissions + index];
@@ -267,7 +279,7 @@ class ReplayCache {
     positions_[i] = position;
     if (kSqueezed) places_[i] = position;
     Slot state;
-    P::admit(state, Token{position}, params_, admits);
+    P::admit(state, token(position), params_, admits);
     put(i, state);
   }
 
@@ -294,7 +306,7 @@ class ReplayCache {
                                                                     caches.fillers + at_.first_slot;
     __syncthreads();
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
-      ranks[i] = P::rank(state(i), Token{positions_[i]}, params_, leaves);
+      ranks[i] = P::rank(state(i), token(positions_[i]), params_, leaves);
     if (at_.thread == 0) shared_.moves = shared_.gone = 0;
     __syncthreads();
     if (smooths(progress_.admission)) smooth(ranks);
@@ -355,6 +367,7 @@ class ReplayCache {
   std::uint32_t* live_words_;
   const Guards guards_;
   typename P::Params params_{};
+  const float* columns_ = nullptr;  // [token, kColumns]
   ReplayProgress progress_;
   ReplayAdmission now_, next_;
   std::uint32_t *positions_, *places_;

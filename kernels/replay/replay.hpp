@@ -151,6 +151,7 @@ struct ReplayRule {
   std::int64_t first_slot;   ///< among a unit's
   std::uint32_t slots;       ///< the most that are ever live
   std::uint32_t params;      ///< bytes from ReplayArgs::params
+  std::uint32_t columns;     ///< the first of ReplayArgs::columns that the policy reads
   std::uint32_t admissions;  ///< index of the first; a last one of no tokens follows
   std::uint32_t admission_count;
 };
@@ -237,6 +238,10 @@ struct ReplayArgs {
   bool squeezed;             ///< all members are, or none
   std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
   float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
+  /// What tokens bring: column_count a token, [unit, …]. A policy's own lie together, [token, its
+  /// columns], behind those of all tokens that come before them in the count.
+  const float* columns;
+  std::uint32_t column_count;
   std::uint32_t sequence;
   const std::uint32_t *layers, *kv_heads;  // [unit]
   /// KV heads of a configuration whose units are its own, as in the closed loop: unit u is KV head

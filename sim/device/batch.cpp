@@ -36,6 +36,7 @@ void Batch::read() {
     check(cudaMemcpyAsync(landing.data(), staging.data(), count * heads * head * sizeof(float),
                           cudaMemcpyHostToDevice, stream_),
           "sending a trace");
+    send_columns(first, count, staging.as<float>());
     for (std::size_t i = 0; i < count * heads; ++i) {
       const kernels::ReplayVectors from{landing.as<float>() + i * head, Type::f32, shape.head_size};
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
@@ -47,6 +48,31 @@ void Batch::read() {
     check(cudaStreamSynchronize(stream_), "reading a trace");
   }
   read_projections();
+}
+
+void Batch::send_columns(std::size_t first, std::size_t count, const float* landed) const {
+  const std::size_t of_unit = sizes_.tokens * sizes_.token_columns,
+                    head = plan_.trace.tokens() * sizes_.dim;
+  std::vector<float> all(count * of_unit);
+  parallel_for(of_unit ? count : 0, plan_.threads, [&](std::size_t i) {
+    const ReplayUnit unit = units_[first + i];
+    const float* const keys = landed + (i * (sizes_.group + 2) + sizes_.group) * head;
+    BroughtColumns brought;
+    const HeadView view{.tokens = plan_.trace.tokens(),
+                        .head_size = static_cast<std::uint32_t>(sizes_.dim),
+                        .k = keys,
+                        .v = keys + head,
+                        .kv_token_stride = sizes_.dim,
+                        .brought = &brought};
+    for (const Grid::Columns& of : grid_.columns) {
+      const auto& names = of.like->policy.columns;
+      bring_columns(plan_.trace, unit.layer, unit.kv_head, names, brought);
+      const TokenColumns own(names, view, of.like->admissions);
+      std::copy_n(own.from(0), view.tokens * names.size(),
+                  all.data() + i * of_unit + of.first * sizes_.tokens);
+    }
+  });
+  cuda::write(parts_.columns + first * of_unit, all, "sending a trace");
 }
 
 void Batch::read_projections() {

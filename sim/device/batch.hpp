@@ -36,6 +36,8 @@ class Batch {
   void show_sets(std::size_t first_unit, const KeptWatcher& watcher) const;
 
  private:
+  /// What tokens bring, of units whose tensors have landed.
+  void send_columns(std::size_t first, std::size_t count, const float* landed) const;
   void read_projections();
   /// The errors of the block's sampled outputs behind W_o, and by gradients.
   void project_errors();

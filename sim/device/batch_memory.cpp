@@ -29,6 +29,9 @@ void lay_out_tensors(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
     parts.paired_keys = arena.take<std::byte>(rows * 2 * s.pairs * s.element_bytes);
     parts.key_scales = arena.take<float>(rows);
   }
+  parts.columns = arena.take<float>(rows * s.token_columns);
+  args.columns = parts.columns;
+  args.column_count = static_cast<std::uint32_t>(s.token_columns);
   args.tensors.queries = parts.queries;
   args.tensors.keys = parts.keys;
   args.tensors.values = parts.values;

@@ -14,7 +14,7 @@ namespace kvlab {
 /// The sizes of one unit, in elements where it does not say bytes.
 struct UnitSizes {
   std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
-      block_samples, named;
+      block_samples, named, token_columns;
   std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
   ProjectionColumns columns = {};
@@ -34,6 +34,7 @@ struct UnitSizes {
 /// where the replay has no use for them.
 struct BatchParts {
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
+  float* columns;  // [unit, token_columns of each token]: as kernels::ReplayArgs has them
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
   float *products, *unrounded_products;
   float* sketches;   // [unit, group, dim, kReplayResiduals]

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "kernels/host/transfer.hpp"
 #include "policies/live_set.hpp"
@@ -92,6 +93,7 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
                      .first_slot = own_units ? 0 : unit_slots,
                      .slots = slots,
                      .params = static_cast<std::uint32_t>(params.size()),
+                     .columns = add_columns(config),
                      .admissions = static_cast<std::uint32_t>(admissions.size()),
                      .admission_count = static_cast<std::uint32_t>(config.admissions.size())});
     squeezed |= rules.back().squeezed;
@@ -143,6 +145,18 @@ void Grid::add_member(const std::shared_ptr<const PolicyEntry>& policy, bool is_
     found = members.insert(found, Members{policy, is_squeezed, size_class, {}});
   found->configs.push_back(config);
   found->most_slots = std::max(found->most_slots, slots);
+}
+
+std::uint32_t Grid::add_columns(const ResolvedConfig& config) {
+  const auto count = static_cast<std::uint32_t>(config.policy.columns.size());
+  if (own_units_) column_count = std::max(column_count, count);
+  if (own_units_ || count == 0) return 0;
+  for (const Columns& known : columns)
+    if (known.like->policy.columns == config.policy.columns &&
+        known.like->prefill.chunk == config.prefill.chunk)
+      return known.first;
+  columns.push_back({&config, column_count});
+  return std::exchange(column_count, column_count + count);
 }
 
 }  // namespace kvlab

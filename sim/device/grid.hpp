@@ -51,17 +51,27 @@ class Grid {
     std::uint32_t most_live, live;
   };
 
+  /// The columns of configurations that name the same and admit alike.
+  struct Columns {
+    const ResolvedConfig* like;  ///< one of them
+    std::uint32_t first;         ///< as ReplayRule::columns
+  };
+
   std::vector<Members> members;
   std::vector<std::int32_t> windows;  ///< configurations that evict the oldest first
   cuda::DeviceBuffer windows_on_device;
   std::map<std::int32_t, Counts> window_counts;
-  std::int64_t unit_slots = 0;  ///< of all configurations, or, of own units, of the largest
+  std::int64_t unit_slots = 0;     ///< of all configurations, or, of own units, of the largest
+  std::vector<Columns> columns;    ///< of units that are not a configuration's own
+  std::uint32_t column_count = 0;  ///< of a token, for all configurations or, of own units, one
   int slot_stride = 8;
   bool squeezed = false;
 
  private:
   void add_member(const std::shared_ptr<const PolicyEntry>& policy, bool is_squeezed,
                   std::int32_t config, std::uint32_t slots);
+  /// Where they are among a unit's.
+  std::uint32_t add_columns(const ResolvedConfig& config);
 
   cuda::DeviceBuffer rules_, admissions_, params_, sets_;
   int tiles_ = 0, own_units_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "kernels/host/transfer.hpp"
+#include "traces/base/numeric/dtype.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {
@@ -38,6 +40,8 @@ LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConf
                              const Tables& tables, unsigned threads, cuda::Products& product,
                              Streams& streams, Walks& walks)
     : plan_(plan),
+      configs_(configs),
+      threads_(threads),
       grid_(grid_of(plan, configs)),
       units_(plan, grid_, outputs_alone(plan, grid_), units_of(plan, configs.size()), tables,
              product, streams),
@@ -51,6 +55,36 @@ LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConf
 std::size_t LoopAttention::bytes_of_config(const UnitsPlan& plan,
                                            std::span<const ResolvedConfig* const> configs) {
   return plan.shape.kv_heads * bytes_of(outputs_alone(plan, grid_of(plan, configs)), 1);
+}
+
+void LoopAttention::send_columns() {
+  const UnitSizes& s = units_.sizes();
+  const std::size_t heads = plan_.shape.kv_heads, of_head = s.tokens * s.dim,
+                    of_unit = s.tokens * s.token_columns;
+  std::vector<float> rows(2 * heads * of_head), columns(heads * of_unit);
+  for (std::size_t c = 0; c < configs_.size(); ++c) {
+    const auto& names = configs_[c]->policy.columns;
+    if (names.empty()) continue;
+    cuda::check(cudaStreamSynchronize(units_.stream()), "the closed loop");
+    const auto fetch = [&](const std::byte* from, float* to) {
+      const std::size_t bytes = heads * of_head * s.element_bytes;
+      const auto stored = cuda::download(std::span(from + c * bytes, bytes));
+      to_float(plan_.shape.dtype, stored.data(), heads * of_head, to);
+    };
+    fetch(keys(), rows.data());
+    fetch(values(), rows.data() + heads * of_head);
+    parallel_for(heads, threads_, [&](std::size_t head) {
+      const float* const keys = rows.data() + head * of_head;
+      const HeadView view{.tokens = plan_.tokens,
+                          .head_size = static_cast<std::uint32_t>(s.dim),
+                          .k = keys,
+                          .v = keys + heads * of_head,
+                          .kv_token_stride = s.dim};
+      const TokenColumns own(names, view, configs_[c]->admissions);
+      std::copy_n(own.from(0), view.tokens * names.size(), columns.data() + head * of_unit);
+    });
+    cuda::write(units_.parts().columns + c * heads * of_unit, columns, "the closed loop");
+  }
 }
 
 void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs) {
@@ -67,6 +101,7 @@ void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::b
            static_cast<std::int64_t>(width * s.dim)},
           unit, head);
   }
+  send_columns();
   units_.clear();
   units_.set_layer(layers_.as<std::uint32_t>() + layer * count_);
   units_.args().samples.outputs = outputs;

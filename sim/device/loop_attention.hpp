@@ -10,8 +10,9 @@ namespace kvlab {
 /// the replay evicts. Rows are padded to `tokens()` for each configuration.
 class LoopAttention {
  public:
-  /// `plan`: its span has all queries, each a sample. `configs`: for it, at least one. Compiles the
-  /// policies' walks where they are not yet. Throws std::runtime_error: too little memory.
+  /// `plan`: its span has all queries, each a sample. `configs`: for it, at least one; they stay.
+  /// Compiles the policies' walks where they are not yet. Throws std::runtime_error: too little
+  /// memory.
   LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConfig* const> configs,
                 const Tables& tables, unsigned threads, cuda::Products& product, Streams& streams,
                 Walks& walks);
@@ -32,7 +33,12 @@ class LoopAttention {
   std::uint32_t live_max(std::size_t config) const { return live_max_[config]; }
 
  private:
+  /// What the layer's tokens bring, made on the host of their keys and values.
+  void send_columns();
+
   const UnitsPlan& plan_;
+  std::span<const ResolvedConfig* const> configs_;
+  unsigned threads_;
   Grid grid_;
   Units units_;
   Walks& walks_;

@@ -35,6 +35,7 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
           .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
                            plan.span.sample_every(),
           .named = plan.span.named().size(),
+          .token_columns = grid.column_count,
           .slot_stride = static_cast<std::size_t>(grid.slot_stride),
           .product_bytes = kernels::bytes_of(rounding),
           .element_bytes = bytes_of(plan.shape.dtype),

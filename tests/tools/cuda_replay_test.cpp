@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <map>
+#include <random>
+#include <set>
 #include <tuple>
 
 #include "engine/backend.hpp"
@@ -11,6 +13,7 @@
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/skip.hpp"
+#include "tests/traces/column_files.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {
@@ -138,6 +141,72 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
   }
 }
 
+/// Figures and, at every query, the kept sets: of all units.
+void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) {
+  std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>> kept;
+  const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
+    kept[{unit, config, query}] = {live.begin(), live.end()};
+  });
+  const auto text = [&](std::size_t c) {
+    return grid[c].policy.text() + " budget " + grid[c].budget.text() + " prefill " +
+           grid[c].prefill.text() + " positions " + std::string(name_of(grid[c].positions));
+  };
+  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace.header(), config));
+  ReplayOptions options{.span = Span::all, .plain = true, .threads = 4};
+  const ReplayResult here = replay(trace, kSequence, grid, options);
+  options.elsewhere = device.get();
+  check_equal(replay(trace, kSequence, grid, options), here, text);
+  options.elsewhere = nullptr;
+  std::vector<std::uint32_t> every(trace.tokens());
+  for (std::uint32_t t = 0; t < trace.tokens(); ++t) every[t] = t;
+  const ModelShape& shape = trace.shape();
+  for (std::size_t c = 0; c < grid.size(); ++c)
+    for (std::uint32_t unit = 0; unit < shape.layers * shape.kv_heads; ++unit)
+      for (const KeptSet& set : kept_sets(trace, kSequence, grid[c], options, unit / shape.kv_heads,
+                                          unit % shape.kv_heads, every)) {
+        INFO(text(c) << " unit " << unit << " query " << set.query);
+        REQUIRE(kept[{unit, c, set.query}] == set.positions);
+      }
+}
+
+/// With every column that a registered policy reads and nobody computes, drawn.
+TraceReader with_columns(const std::filesystem::path& directory, const RandomTrace& wanted) {
+  write_random_trace(directory, wanted);
+  std::mt19937 draw(wanted.seed);
+  std::set<std::string> names{"drawn"};
+  for (const PolicyEntry& entry : policy_catalogue())
+    for (std::uint32_t c = 0; c < entry.info.column_count(); ++c)
+      names.insert(entry.info.columns[c]);
+  for (const std::string& name : names)
+    if (!built_in_column(name) && !name.starts_with("name="))
+      test::write_column(directory, name, [&](auto, auto, auto) {
+        return static_cast<float>(draw() % 4096) / 4096;
+      });
+  return TraceReader::open(directory);
+}
+
+TEST_CASE("a device keeps the sets of the plain replay under every registered policy", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  for (const std::size_t shape : {1, 2}) {
+    const test::TemporaryFolder folder;
+    const TraceReader trace = with_columns(folder / "trace", shapes()[shape]);
+    std::vector<std::string> policies{"column:name=drawn",        "column:name=key_cosine:keep=-1",
+                                      "keydiff:sinks=2:recent=5", "vatp:every=7",
+                                      "knorm:once:smooth=2",      "criticalkv:every=9:smooth=3"};
+    for (const PolicyEntry& entry : policy_catalogue()) policies.push_back(entry.info.name);
+    std::vector<CacheConfig> grid;
+    for (const std::string& policy : policies)
+      for (const std::uint32_t budget : {37u, 52u})
+        for (const std::uint32_t chunk : {0u, 7u, 1u})
+          for (const Positions positions : {Positions::original, Positions::cache})
+            grid.push_back({.policy = parse_policy(policy),
+                            .budget = {.extent = tokens(budget)},
+                            .prefill = {chunk},
+                            .positions = positions});
+    check_same(trace, grid);
+  }
+}
+
 TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
@@ -152,30 +221,10 @@ TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]"
                           .budget = {.extent = tokens(12)},
                           .prefill = {chunk},
                           .positions = positions});
-  std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>> kept;
-  const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
-    kept[{unit, config, query}] = {live.begin(), live.end()};
-  });
-  const auto text = [&](std::size_t c) {
-    return grid[c].policy.text() + " " + grid[c].prefill.text() + " " +
-           std::string(name_of(grid[c].positions));
-  };
-  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace.header(), config));
-  ReplayOptions options{.span = Span::all, .plain = true};
-  const ReplayResult here = replay(trace, kSequence, grid, options);
-  options.elsewhere = device.get();
-  check_equal(replay(trace, kSequence, grid, options), here, text);
-  options.elsewhere = nullptr;
-  std::vector<std::uint32_t> every(trace.tokens());
-  for (std::uint32_t t = 0; t < trace.tokens(); ++t) every[t] = t;
-  for (std::size_t c = 0; c < grid.size(); ++c)
-    for (const KeptSet& set : kept_sets(trace, kSequence, grid[c], options, 0, 0, every)) {
-      INFO(text(c) << " query " << set.query);
-      REQUIRE(kept[{0, c, set.query}] == set.positions);
-    }
+  check_same(trace, grid);
   CacheConfig by_layer = grid.front();
   by_layer.policy = parse_policy("h2o:scope=layer");
-  CHECK(!device->takes(trace.header(), by_layer));
+  CHECK(!cuda_replayer()->takes(trace.header(), by_layer));
 }
 
 TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
