@@ -37,10 +37,18 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .instead = "--device cpu",
                                        .head_budgets = true,
                                        .scope_layer = true};
-inline constexpr Executor kCudaLoop{
-    .name = "the closed loop on CUDA", .instead = "--device cpu", .columns = Columns::built_in};
-inline constexpr Executor kCudaReplay{
-    .name = "the CUDA replay", .instead = "--device cpu", .columns = Columns::any};
+inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
+                                    .instead = "--device cpu",
+                                    .head_budgets = true,
+                                    .scope_layer = true,
+                                    .group_max = true,
+                                    .columns = Columns::built_in};
+inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
+                                      .instead = "--device cpu",
+                                      .head_budgets = true,
+                                      .scope_layer = true,
+                                      .group_max = true,
+                                      .columns = Columns::any};
 
 /// The first column of the policy that the executor has not; empty: it has all.
 std::string column_beyond(const Executor& executor, const PolicySpec& policy);

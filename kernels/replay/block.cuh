@@ -128,7 +128,7 @@ struct ReplayPlace {
       : args(of),
         config(of.members[blockIdx.x]),
         unit(of.unit_of(config, static_cast<int>(blockIdx.y))),
-        rule(of.rules[config]),
+        rule(of.rule_of(unit, config)),
         first_slot(unit * of.caches.unit_slots + rule.first_slot),
         thread(threadIdx.x),
         threads(blockDim.x),

@@ -2,6 +2,7 @@
 // policy's own text.
 #pragma once
 
+#include "kernels/replay/layer_ranks.cuh"
 #include "kernels/replay/old_keys.cuh"
 #include "kernels/replay/smooth.cuh"
 #include "kernels/replay/victim.cuh"
@@ -157,7 +158,7 @@ class ReplayCache {
   /// Whether one token leaves by its own rank, for one to enter, when the next admission begins.
   __device__ bool ranks_next() const {
     return next_.tokens == 1 && surplus(progress_.admission + 1) == 1 &&
-           !smooths(progress_.admission + 1);
+           !smooths(progress_.admission + 1) && !at_.args.layer_heads;
   }
   /// How many positions from the sinks on are unguarded at `now`.
   __device__ std::uint32_t unguarded(std::uint32_t now) const {
@@ -309,6 +310,8 @@ class ReplayCache {
       ranks[i] = P::rank(state(i), token(positions_[i]), params_, leaves);
     if (at_.thread == 0) shared_.moves = shared_.gone = 0;
     __syncthreads();
+    if (at_.args.layer_heads)
+      sum_layer_ranks(at_.args, at_.unit, at_.rule.first_slot, progress_.live);
     if (smooths(progress_.admission)) smooth(ranks);
     progress_.live = kept;
     progress_.gone = now;

@@ -67,8 +67,9 @@ class ReplayHits {
   uint4 hits_[kQuads] = {};
 };
 
-/// One query's look at the live tokens.
-template <class P, int kQuads>
+/// One query's look at the live tokens. kLargest: a group gives a token what its largest head
+/// gives, not the sum.
+template <class P, int kQuads, bool kLargest>
 struct QueryLook {
   static constexpr bool kAsks = needs_requests(P::kInfo.needs);
   static constexpr bool kSums = needs_mass(P::kInfo.needs);
@@ -116,9 +117,12 @@ struct QueryLook {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float4 x = e.quad[quad], y = over.quad[quad];
-      if constexpr (P::kInfo.weighted)
-        sum += fixed_mass(weight, x.x * y.x) + fixed_mass(weight, x.y * y.y) +
-               fixed_mass(weight, x.z * y.z) + fixed_mass(weight, x.w * y.w);
+      const auto take = [&](float p) {
+        const std::uint64_t own = fixed_mass(weight, p);
+        sum = kLargest ? max(sum, own) : sum + own;
+      };
+      if constexpr (kLargest || P::kInfo.weighted)
+        take(x.x * y.x), take(x.y * y.y), take(x.z * y.z), take(x.w * y.w);
       else
         sum += mass_of_quad(x, y);
     }

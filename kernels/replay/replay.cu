@@ -21,8 +21,10 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
   if (shape.group < 1 || shape.group > kMostReplayGroup || shape.head_size < 8 ||
       shape.head_size > kMostReplayHeadSize || shape.head_size % 8 != 0 || shape.rotated % 4 != 0 ||
       args.rows.count < 1 || args.rows.count > kMostReplayQueries ||
-      args.span.blocks > kReplaySpanBlocks || args.member_count < 1 || shape.units < 1 ||
-      shape.units > 65535 || (args.squeezed && shape.tokens > kMostOldDistance))
+      args.span.blocks > kReplaySpanBlocks || args.layer_heads > kMostLayerHeads ||
+      (args.layer_heads && args.units_of_config() % args.layer_heads != 0) ||
+      args.member_count < 1 || shape.units < 1 || shape.units > 65535 ||
+      (args.squeezed && shape.tokens > kMostOldDistance))
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
@@ -43,7 +45,7 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
   const bool fits = take(room_of_old_keys(args)), in_room = take(room);
   if (!fits || plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
   plan.most_shared_bytes = static_cast<std::size_t>(most);
-  plan.variant = {shape.quads(), args.squeezed, in_room, args.tensors.type};
+  plan.variant = {shape.quads(), args.squeezed, in_room, args.tensors.type, args.largest};
   return cudaSuccess;
 }
 
@@ -67,8 +69,17 @@ cudaError_t replay_walk(const void* kernel, const ReplayArgs& args, cudaStream_t
   Plan plan{};
   if (const cudaError_t error = plan_walk(kernel, args, plan); error != cudaSuccess) return error;
   void* parameters[] = {const_cast<ReplayArgs*>(&args)};
-  return cudaLaunchKernel(kernel, plan.grid, dim3(plan.threads), parameters, plan.shared_bytes,
-                          stream);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {1, static_cast<unsigned>(args.layer_heads), 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = plan.grid;
+  config.blockDim = dim3(plan.threads);
+  config.dynamicSmemBytes = plan.shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = args.layer_heads ? 1 : 0;
+  return cudaLaunchKernelExC(&config, kernel, parameters);
 }
 
 cudaError_t replay_waves(const void* kernel, const ReplayArgs& args, int& waves) {

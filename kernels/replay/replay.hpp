@@ -20,6 +20,7 @@ inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
 inline constexpr int kReplayAhead = 8;       ///< queries that a cache's own logits are computed for
 inline constexpr int kReplayGranule = 16;    ///< pairs of dimensions are padded to a multiple of it
 inline constexpr int kReplayTile = 4;        ///< configurations whose outputs are one product
+inline constexpr int kMostLayerHeads = 8;    ///< KV heads that may keep one set
 inline constexpr int kReplayResiduals = 32;  ///< directions of the residual stream: a warp's lanes
 
 struct ReplayShape {
@@ -143,7 +144,7 @@ struct ReplayAdmission {
 /// One configuration.
 struct ReplayRule {
   PairRule rule;
-  Modifiers modifiers;    ///< each KV head by itself, the group summed
+  Modifiers modifiers;
   std::uint32_t room_at;  ///< room is made when so many tokens are live; kUnlimited: never
   bool looks_back;        ///< where it matters whether a prompt segment has just ended
   bool squeezed;          ///< live tokens are numbered by age
@@ -229,13 +230,20 @@ struct ReplayArgs {
   ReplayCaches caches;
   ReplaySamples samples;
   ReplayFigures figures;
-  const ReplayRule* rules;  // [configuration]
+  /// [configuration], or, where budgets differ by head, [layer, KV head, configuration]: see
+  /// rule_of().
+  const ReplayRule* rules;
+  int rule_configs, rule_heads;  ///< how many configurations, and KV heads of a layer; 0: alike
   const ReplayAdmission* admissions;
   const std::byte* params;
   const std::int32_t* members;  ///< configurations of this policy
   int member_count;
-  std::size_t slot_bytes;    ///< of its state
-  bool squeezed;             ///< all members are, or none
+  std::size_t slot_bytes;  ///< of its state
+  bool squeezed;           ///< all members are, or none
+  bool largest;            ///< their groups give a token what the largest head gives: group=max
+  /// KV heads of a layer, where each member's keep one set together: scope=layer. Such a member's
+  /// units are whole layers, one after another; at most kMostLayerHeads, sm_90. Else 0.
+  int layer_heads;
   std::uint32_t room_slots;  ///< the most slots of a member; what fits is kept in shared memory
   float4* windows;  ///< [unit, member, query of the block, head (of quads)]: for replay_windows()
   /// What tokens bring: column_count a token, [unit, …]. A policy's own lie together, [token, its
@@ -253,7 +261,13 @@ struct ReplayArgs {
   constexpr int units_of_config() const { return own_units ? own_units : shape.units; }
   /// The n-th of them.
   constexpr int unit_of(int config, int n) const { return own_units ? config * own_units + n : n; }
-  /// A configuration on a unit, among all.
+  /// A configuration on a unit.
+  constexpr const ReplayRule& rule_of(int unit, int config) const {
+    const std::int64_t head =
+        rule_heads ? std::int64_t{layers[unit]} * rule_heads + kv_heads[unit] : 0;
+    return rules[head * rule_configs + config];
+  }
+  /// Likewise, among all figures.
   constexpr std::int64_t figure_of(int unit, int config) const {
     return own_units ? std::int64_t{unit} : std::int64_t{unit} * figures.configs + config;
   }
@@ -264,6 +278,7 @@ struct WalkVariant {
   int quads;
   bool squeezed, in_room;  ///< in_room: slots lie in shared memory
   Type type;               ///< of keys and values
+  bool largest;            ///< as ReplayArgs::largest
 };
 /// The walk that the members' caches need on the current device.
 cudaError_t walk_variant(const ReplayArgs& args, WalkVariant& variant);

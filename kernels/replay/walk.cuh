@@ -13,12 +13,12 @@
 
 namespace kvlab::kernels {
 
-/// T: of keys and values.
-template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T>
+/// T: of keys and values. kLargest: as QueryLook's.
+template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest>
 class ReplayWalk {
   using Cache = ReplayCache<P, kSqueezed, kInRoom>;
   using Exponentials = Quads<kQuads>;
-  using Look = QueryLook<P, kQuads>;
+  using Look = QueryLook<P, kQuads, kLargest>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
   static constexpr bool kAsks = needs_requests(P::kInfo.needs);
   static constexpr int kHeads = 4 * kQuads;
@@ -339,15 +339,15 @@ class ReplayWalk {
 };
 
 /// A block for each member (x) and unit of it (y).
-template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T>
+template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest>
 __global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
     walk_caches(const __grid_constant__ ReplayArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
   const ReplayPlace at(args);
   std::byte* const room = dynamic + bytes_of_words(args);
-  ReplayWalk<P, kQuads, kSqueezed, kInRoom, T>(at, shared,
-                                               reinterpret_cast<std::uint32_t*>(dynamic), room)
+  ReplayWalk<P, kQuads, kSqueezed, kInRoom, T, kLargest>(
+      at, shared, reinterpret_cast<std::uint32_t*>(dynamic), room)
       .run();
 }
 

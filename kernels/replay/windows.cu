@@ -85,7 +85,7 @@ class WindowQuery {
     const int end = args_.own_units ? first_member_ + 1 : args_.member_count;
     for (int m = first_member_ + static_cast<int>(warp_); m < end; m += kWarps) {
       const int config = args_.members[m];
-      const ReplayRule& rule = args_.rules[config];
+      const ReplayRule& rule = args_.rule_of(unit_, config);
       const Window window = window_of(rule);
       if (args_.figures.kept) note_kept(config, window);
       if (measures) measure(m, config, rule, window);

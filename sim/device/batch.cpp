@@ -149,6 +149,14 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   return all;
 }
 
+CacheCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const {
+  const auto window = grid_.window_configs.find(static_cast<std::int32_t>(figure % sizes_.configs));
+  if (window == grid_.window_configs.end())
+    return {walked.evictions, walked.most_live, walked.live};
+  const ReplayUnit unit = units_[figure / sizes_.configs];
+  return kvlab::counts_of(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
+}
+
 HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
   const auto& [sums, errors, projected, zeros, named, progress] = figures;
   const std::size_t heads = 4 * sizes_.quads;
@@ -190,11 +198,7 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
   }
   std::copy_n(projected.begin() + static_cast<std::ptrdiff_t>(figure * stats.projected.size()),
               stats.projected.size(), stats.projected.begin());
-  const auto window = grid_.window_counts.find(static_cast<std::int32_t>(figure % sizes_.configs));
-  const Grid::Counts counts = window != grid_.window_counts.end()
-                                  ? window->second
-                                  : Grid::Counts{progress[figure].evictions,
-                                                 progress[figure].most_live, progress[figure].live};
+  const CacheCounts counts = counts_of(figure, progress[figure]);
   outcome.evictions = counts.evictions;
   outcome.live_max = counts.most_live;
   outcome.live_end = counts.live;

@@ -49,6 +49,7 @@ class Batch {
     std::vector<double2> named;
     std::vector<kernels::ReplayProgress> progress;
   };
+  CacheCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
   HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
 
   const ReplayPlan& plan_;

@@ -1,6 +1,7 @@
 #include "sim/device/cuda_replay.hpp"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 
 #include "kernels/host/transfer.hpp"
@@ -9,6 +10,26 @@
 
 namespace kvlab {
 namespace {
+
+/// `units`, and the other KV heads of their layers where some caches evict by layer.
+std::vector<ReplayUnit> whole_layers(const ReplayPlan& plan, std::span<const ReplayUnit> units) {
+  std::vector<ReplayUnit> all(units.begin(), units.end());
+  if (std::ranges::none_of(plan.configs, &ResolvedConfig::evicts_by_layer)) return all;
+  all.clear();
+  std::set<std::uint32_t> layers;
+  for (const ReplayUnit& unit : units)
+    if (layers.insert(unit.layer).second)
+      for (std::uint32_t head = 0; head < plan.trace.shape().kv_heads; ++head)
+        all.push_back({unit.layer, head});
+  return all;
+}
+
+std::size_t index_of(const ReplayUnit& unit, const std::vector<ReplayUnit>& all) {
+  const auto same = [&](const ReplayUnit& other) {
+    return other.layer == unit.layer && other.kv_head == unit.kv_head;
+  };
+  return static_cast<std::size_t>(std::ranges::find_if(all, same) - all.begin());
+}
 
 class Replayer final : public CudaReplayer {
  public:
@@ -20,22 +41,25 @@ class Replayer final : public CudaReplayer {
     return refusal(kCudaReplay, config).empty() && kernels::has_text(*entry) &&
            shape.group() <= kernels::kMostReplayGroup &&
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
-           header.rope.rotated() % 4 == 0;
+           header.rope.rotated() % 4 == 0 &&
+           (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape));
   }
 
   double reading_seconds() const override { return reading_; }
 
   std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
                                             std::span<const ReplayUnit> units) override {
-    std::vector<std::vector<HeadOutcome>> all;
-    in_batches(plan, units, [&](Batch& batch, std::size_t first) {
+    std::vector<std::vector<HeadOutcome>> all, asked;
+    const std::vector<ReplayUnit> whole = whole_layers(plan, units);
+    in_batches(plan, whole, [&](Batch& batch, std::size_t first) {
       if (watcher_) batch.keep_sets();
       batch.replay(walks_);
       if (watcher_) batch.show_sets(first, watcher_);
       waves_ = batch.units().waves(walks_);
       for (auto& outcomes : batch.outcomes()) all.push_back(std::move(outcomes));
     });
-    return all;
+    for (const ReplayUnit& unit : units) asked.push_back(std::move(all[index_of(unit, whole)]));
+    return asked;
   }
 
   int waves() const override { return waves_; }
@@ -74,7 +98,9 @@ class Replayer final : public CudaReplayer {
     UnitSizes sizes = sizes_of(common, grid, plan.configs.size());
     sizes.columns = projection_columns(plan.trace, plan.span.span());
     const std::size_t landing = sizes.land_at_once(units.size(), plan.threads) * sizes.landing(),
-                      at_once = std::min(units_at_once(sizes, landing), units.size());
+                      at_once = std::min(
+                          units_at_once(sizes, landing, grid.by_layer ? common.shape.kv_heads : 1),
+                          units.size());
     for (std::size_t first = 0; first < units.size(); first += at_once) {
       Batch batch(plan, common, grid, sizes,
                   units.subspan(first, std::min(at_once, units.size() - first)), tables, product_,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <set>
 #include <utility>
 
 #include "kernels/host/transfer.hpp"
@@ -13,12 +14,11 @@ using kernels::ReplayArgs;
 using kernels::ReplayRule;
 using kernels::Type;
 
-namespace {
+namespace {}  // namespace
 
 /// Who is live depends on what is observed, how many are does not.
-Grid::Counts counts_of(const ResolvedConfig& config) {
-  const std::uint32_t budget = config.budget_tokens;
-  Grid::Counts counts{};
+CacheCounts counts_of(const ResolvedConfig& config, std::uint32_t budget) {
+  CacheCounts counts{};
   bool after_prompt = false;
   for (const Admission& admission : config.admissions) {
     const std::uint32_t leaving =
@@ -32,11 +32,17 @@ Grid::Counts counts_of(const ResolvedConfig& config) {
   return counts;
 }
 
-}  // namespace
-
-std::uint32_t most_live(const ResolvedConfig& config) { return counts_of(config).most_live; }
-
 namespace {
+
+/// The most tokens that a KV head's cache holds at once.
+std::uint32_t most_live(const ResolvedConfig& config) {
+  std::set<std::uint32_t> budgets{config.budget_tokens};
+  for (const auto& layer : config.head_budgets) budgets.insert(layer.begin(), layer.end());
+  std::uint32_t most = 0;
+  for (const std::uint32_t budget : budgets)
+    most = std::max(most, counts_of(config, budget).most_live);
+  return most;
+}
 
 /// Configurations of one kind of positions by kReplayTile, -1 where there are no more.
 std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
@@ -49,12 +55,35 @@ std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
   return sets;
 }
 
-std::uint32_t room_at(const ResolvedConfig& config) {
-  const std::uint64_t live =
-      std::uint64_t{config.budget_tokens} - 1 + config.policy.modifiers.every;
-  return config.budget_tokens == kNoBudget || live >= kernels::kUnlimited
-             ? kernels::kUnlimited
-             : static_cast<std::uint32_t>(live);
+std::uint32_t room_at(const ResolvedConfig& config, std::uint32_t budget) {
+  const std::uint64_t live = std::uint64_t{budget} - 1 + config.policy.modifiers.every;
+  return budget == kNoBudget || live >= kernels::kUnlimited ? kernels::kUnlimited
+                                                            : static_cast<std::uint32_t>(live);
+}
+
+/// `rules`, of `configs`, for each KV head of each layer with its own budget; those themselves
+/// where budgets are even.
+std::vector<ReplayRule> rules_by_head(const std::vector<ReplayRule>& rules,
+                                      std::span<const ResolvedConfig* const> configs,
+                                      int& heads_of_layer) {
+  const auto uneven = std::ranges::find_if(
+      configs, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
+  if (uneven == configs.end()) return rules;
+  const HeadBudgets& shape = (*uneven)->head_budgets;
+  heads_of_layer = static_cast<int>(shape.front().size());
+  std::vector<ReplayRule> all;
+  for (std::uint32_t layer = 0; layer < shape.size(); ++layer)
+    for (std::uint32_t head = 0; head < shape[layer].size(); ++head)
+      for (std::size_t c = 0; c < rules.size(); ++c) {
+        const ResolvedConfig& config = *configs[c];
+        ReplayRule& own = all.emplace_back(rules[c]);
+        if (config.head_budgets.empty() || !config.evicts()) continue;
+        const std::uint32_t budget = config.budget_of(layer, head);
+        const Guards guards = resolve_guards(config.policy, budget);
+        own.rule = {budget, guards.sinks, guards.recent};
+        own.room_at = room_at(config, budget);
+      }
+  return all;
 }
 
 bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }
@@ -74,19 +103,18 @@ Type type_of(const std::optional<Dtype>& rounding) {
 
 Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
            int own_units)
-    : own_units_(own_units) {
+    : own_units_(own_units), rule_configs_(static_cast<int>(configs.size())) {
   std::vector<ReplayRule> rules;
   std::vector<kernels::ReplayAdmission> admissions;
   std::vector<std::byte> params;
   for (const ResolvedConfig* resolved : configs) {
     const ResolvedConfig& config = *resolved;
     const PolicyEntry& policy = *config.policy.entry;
-    const Counts counts = counts_of(config);
     const bool is_walked = walks_all || !is_window(config.policy);
-    const std::uint32_t slots = is_walked ? counts.most_live : 0;
+    const std::uint32_t slots = is_walked ? most_live(config) : 0;
     rules.push_back({.rule = {config.budget_tokens, config.guards.sinks, config.guards.recent},
                      .modifiers = config.policy.modifiers,
-                     .room_at = room_at(config),
+                     .room_at = room_at(config, config.budget_tokens),
                      .looks_back = looks_back(config.policy.modifiers),
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,
@@ -107,10 +135,10 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
     admissions.push_back({tokens, 0});
     const auto index = static_cast<std::int32_t>(rules.size() - 1);
     if (is_walked) {
-      add_member(config.policy.entry, rules.back().squeezed, index, slots);
+      add_member(config, index, slots);
     } else {
       windows.push_back(index);
-      window_counts[index] = counts;
+      window_configs[index] = resolved;
     }
   }
   const std::vector<std::int32_t> sets = sets_of(rules);
@@ -121,7 +149,7 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
                    [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
   windows_on_device = cuda::upload(windows, "the replay's grid");
   for (Members& m : members) m.on_device = cuda::upload(m.configs, "the replay's grid");
-  rules_ = cuda::upload(rules, "the replay's grid");
+  rules_ = cuda::upload(rules_by_head(rules, configs, rule_heads_), "the replay's grid");
   admissions_ = cuda::upload(admissions, "the replay's grid");
   params_ = cuda::upload(params, "the replay's grid");
 }
@@ -131,19 +159,25 @@ void Grid::describe(ReplayArgs& args) const {
   args.admissions = admissions_.as<kernels::ReplayAdmission>();
   args.params = params_.data();
   args.samples.sets = sets_.as<std::int32_t>();
+  args.rule_configs = rule_configs_;
+  args.rule_heads = rule_heads_;
   args.samples.tiles = tiles_;
   args.own_units = own_units_;
 }
 
-void Grid::add_member(const std::shared_ptr<const PolicyEntry>& policy, bool is_squeezed,
-                      std::int32_t config, std::uint32_t slots) {
-  const int size_class = own_units_ ? 0 : size_class_of(slots);
-  auto found = std::find_if(members.begin(), members.end(), [&](const Members& m) {
-    return m.policy == policy && m.squeezed == is_squeezed && m.size_class == size_class;
-  });
-  if (found == members.end())
-    found = members.insert(found, Members{policy, is_squeezed, size_class, {}});
-  found->configs.push_back(config);
+void Grid::add_member(const ResolvedConfig& config, std::int32_t index, std::uint32_t slots) {
+  const PolicySpec& policy = config.policy;
+  const Members::Kind kind{
+      .policy = policy.entry,
+      .squeezed = config.positions == Positions::cache,
+      .largest =
+          policy.modifiers.group == Modifiers::Group::max && needs_mass(policy.entry->info.needs),
+      .by_layer = config.evicts() && policy.modifiers.scope == Modifiers::Scope::layer,
+      .size_class = own_units_ ? 0 : size_class_of(slots)};
+  by_layer |= kind.by_layer;
+  auto found = std::ranges::find(members, kind, &Members::kind);
+  if (found == members.end()) found = members.insert(found, Members{kind});
+  found->configs.push_back(index);
   found->most_slots = std::max(found->most_slots, slots);
 }
 

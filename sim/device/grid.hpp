@@ -21,15 +21,23 @@ inline bool is_window(const PolicySpec& policy) {
   return !info.evicts || (info.oldest_first && policy.modifiers == Modifiers{});
 }
 
-/// The most tokens that a cache of it holds at once.
-std::uint32_t most_live(const ResolvedConfig& config);
+/// What the replay of a cache comes to whatever it observes.
+struct CacheCounts {
+  std::uint64_t evictions;
+  std::uint32_t most_live, live;
+};
+CacheCounts counts_of(const ResolvedConfig& config, std::uint32_t budget);
 
-/// Configurations of one policy and one kind of positions, and of about the same size.
+/// Configurations of one policy that one walk takes, and of about the same size.
 struct Members {
-  std::shared_ptr<const PolicyEntry> policy;
-  bool squeezed;
-  int size_class;
-  std::vector<std::int32_t> configs;
+  struct Kind {
+    std::shared_ptr<const PolicyEntry> policy;
+    bool squeezed, largest, by_layer;  ///< as kernels::ReplayArgs has them
+    int size_class;
+    bool operator==(const Kind&) const = default;
+  };
+  Kind kind;
+  std::vector<std::int32_t> configs = {};
   std::uint32_t most_slots = 0;
   cuda::DeviceBuffer on_device = {};
   const void* walk = nullptr;  ///< its kernel, once loaded
@@ -45,12 +53,6 @@ class Grid {
 
   void describe(kernels::ReplayArgs& args) const;
 
-  /// What the replay of a cache comes to whatever it observes.
-  struct Counts {
-    std::uint64_t evictions;
-    std::uint32_t most_live, live;
-  };
-
   /// The columns of configurations that name the same and admit alike.
   struct Columns {
     const ResolvedConfig* like;  ///< one of them
@@ -60,21 +62,21 @@ class Grid {
   std::vector<Members> members;
   std::vector<std::int32_t> windows;  ///< configurations that evict the oldest first
   cuda::DeviceBuffer windows_on_device;
-  std::map<std::int32_t, Counts> window_counts;
+  std::map<std::int32_t, const ResolvedConfig*> window_configs;
   std::int64_t unit_slots = 0;     ///< of all configurations, or, of own units, of the largest
   std::vector<Columns> columns;    ///< of units that are not a configuration's own
   std::uint32_t column_count = 0;  ///< of a token, for all configurations or, of own units, one
   int slot_stride = 8;
   bool squeezed = false;
+  bool by_layer = false;  ///< some keep one set for a layer: units are whole layers
 
  private:
-  void add_member(const std::shared_ptr<const PolicyEntry>& policy, bool is_squeezed,
-                  std::int32_t config, std::uint32_t slots);
+  void add_member(const ResolvedConfig& config, std::int32_t index, std::uint32_t slots);
   /// Where they are among a unit's.
   std::uint32_t add_columns(const ResolvedConfig& config);
 
   cuda::DeviceBuffer rules_, admissions_, params_, sets_;
-  int tiles_ = 0, own_units_;
+  int tiles_ = 0, own_units_, rule_configs_, rule_heads_ = 0;
 };
 
 }  // namespace kvlab

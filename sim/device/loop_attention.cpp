@@ -27,6 +27,16 @@ std::vector<ReplayUnit> units_of(const UnitsPlan& plan, std::size_t configs) {
   return units;
 }
 
+std::uint64_t live_max_of(const ResolvedConfig& config, const ModelShape& shape) {
+  if (config.head_budgets.empty())
+    return std::uint64_t{counts_of(config, config.budget_tokens).most_live} * shape.layers *
+           shape.kv_heads;
+  std::uint64_t sum = 0;
+  for (const auto& layer : config.head_budgets)
+    for (const std::uint32_t budget : layer) sum += counts_of(config, budget).most_live;
+  return sum;
+}
+
 cuda::DeviceBuffer layers_of(const UnitsPlan& plan, std::size_t units) {
   std::vector<std::uint32_t> layers;
   for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)
@@ -48,7 +58,8 @@ LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConf
       walks_(walks),
       layers_(layers_of(plan, configs.size() * plan.shape.kv_heads)),
       count_(configs.size() * plan.shape.kv_heads) {
-  for (const ResolvedConfig* const config : configs) live_max_.push_back(most_live(*config));
+  for (const ResolvedConfig* const config : configs)
+    live_max_.push_back(live_max_of(*config, plan.shape));
   walks_.load(units_.walks(), threads);
 }
 

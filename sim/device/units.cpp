@@ -43,18 +43,18 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
           .rounds = rounding != Type::f32};
 }
 
-std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing) {
+std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing, std::size_t together) {
   const cuda::MemoryInfo memory = cuda::memory_info();
   const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
   const std::size_t of_unit = bytes_of(sizes, 1),
                     fit = (usable - std::min(usable, landing)) / of_unit;
-  if (fit == 0)
-    throw std::runtime_error(
-        fmt::format("device memory: one KV head of this replay needs {}, {} of {} are free; "
-                    "fewer budgets at once need less, or use --device cpu",
-                    cuda::bytes_text(of_unit + landing), cuda::bytes_text(memory.free),
-                    cuda::bytes_text(memory.total)));
-  return std::min(fit, kMostUnits);
+  if (fit < together)
+    throw std::runtime_error(fmt::format(
+        "device memory: {} of this replay needs {}, {} of {} are free; fewer budgets "
+        "at once need less, or use --device cpu",
+        together == 1 ? "one KV head" : "one layer", cuda::bytes_text(together * of_unit + landing),
+        cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
+  return std::min(fit, kMostUnits) / together * together;
 }
 
 Units::Units(const UnitsPlan& plan, const Grid& grid, const UnitSizes& sizes,
@@ -122,8 +122,10 @@ kernels::ReplayArgs Units::args_of(const Members& members) const {
   kernels::ReplayArgs args = args_;
   args.members = members.on_device.as<std::int32_t>();
   args.member_count = static_cast<int>(members.configs.size());
-  args.slot_bytes = members.policy->slot_bytes;
-  args.squeezed = members.squeezed;
+  args.slot_bytes = members.kind.policy->slot_bytes;
+  args.squeezed = members.kind.squeezed;
+  args.largest = members.kind.largest;
+  args.layer_heads = members.kind.by_layer ? static_cast<int>(plan_.shape.kv_heads) : 0;
   args.room_slots = members.most_slots;
   return args;
 }
@@ -131,7 +133,7 @@ kernels::ReplayArgs Units::args_of(const Members& members) const {
 Walk Units::walk_of(const Members& members) const {
   kernels::ReplayArgs args = args_of(members);
   args.rows.count = 1;  // any
-  Walk walk{members.policy, {}};
+  Walk walk{members.kind.policy, {}};
   check(kernels::walk_variant(args, walk.variant), "asking for the device's limits");
   return walk;
 }
@@ -268,7 +270,7 @@ void Units::walk(const Walks& walks) {
     const Members& members = grid_.members[m];
     check(
         kernels::replay_walk(walks.kernel(walk_of(members)), args_of(members), streams_.branch(m)),
-        fmt::format("replaying {}", members.policy->info.name));
+        fmt::format("replaying {}", members.kind.policy->info.name));
   }
   if (!grid_.windows.empty()) {
     kernels::ReplayArgs args = args_;

@@ -67,9 +67,9 @@ struct Tables {
 
 /// The sizes of such a unit, of a grid of `configs`.
 UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs);
-/// How many of them fit together, beside `landing` bytes. Throws std::runtime_error where not even
-/// one does.
-std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing);
+/// How many of them, a multiple of `together`, fit beside `landing` bytes. Throws
+/// std::runtime_error where not even so many do.
+std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing, std::size_t together);
 
 /// Units that are on the device together. All is enqueued on the first stream.
 class Units {

@@ -6,9 +6,13 @@
 
 namespace kvlab {
 
+bool walks_layers(const ModelShape& shape) {
+  return shape.kv_heads <= kernels::kMostLayerHeads && kernels::current_architecture() >= 90;
+}
+
 Walks::Key Walks::key_of(const Walk& walk) {
   const kernels::WalkVariant& v = walk.variant;
-  return {walk.policy, v.quads, v.squeezed, v.in_room, v.type};
+  return {walk.policy, v.quads, v.squeezed, v.in_room, v.type, v.largest};
 }
 
 void Walks::load(std::span<const Walk> walks, unsigned threads) {

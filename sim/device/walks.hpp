@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "kernels/runtime/policy_kernels.hpp"
+#include "traces/trace.hpp"
 
 namespace kvlab {
 
@@ -15,6 +16,10 @@ struct Walk {
   std::shared_ptr<const PolicyEntry> policy;
   kernels::WalkVariant variant;
 };
+
+/// Whether the KV heads of a layer can be walked together: clusters of blocks (sm_90), of at most
+/// kernels::kMostLayerHeads.
+bool walks_layers(const ModelShape& shape);
 
 /// Walks on the current device.
 class Walks {
@@ -26,7 +31,7 @@ class Walks {
   const void* kernel(const Walk& walk) const { return loaded_.at(key_of(walk))->kernel; }
 
  private:
-  using Key = std::tuple<std::shared_ptr<const PolicyEntry>, int, bool, bool, kernels::Type>;
+  using Key = std::tuple<std::shared_ptr<const PolicyEntry>, int, bool, bool, kernels::Type, bool>;
   struct Loaded {
     Loaded(const kernels::DeviceCode& from, const std::string& name)
         : code(from), kernel(code.kernel(name)) {}

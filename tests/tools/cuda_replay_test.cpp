@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "engine/backend.hpp"
+#include "sim/metrics.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/differential.hpp"
@@ -212,8 +213,9 @@ TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]"
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", shapes()[1]);
   std::vector<CacheConfig> grid;
-  for (const std::string modifiers : {":every=2", ":every=16", ":every=500", ":smooth=2", ":once",
-                                      ":once:smooth=3:pool=max", ":every=9:smooth=1000"})
+  for (const std::string modifiers :
+       {":every=2", ":every=16", ":every=500", ":smooth=2", ":once", ":once:smooth=3:pool=max",
+        ":every=9:smooth=1000", ":scope=layer", ":scope=layer:every=5:smooth=2"})
     for (const std::string policy : {"h2o", "lru:sinks=2", "window", "random"})
       for (const std::uint32_t chunk : {0u, 7u, 1u})
         for (const Positions positions : {Positions::original, Positions::cache})
@@ -222,9 +224,70 @@ TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]"
                           .prefill = {chunk},
                           .positions = positions});
   check_same(trace, grid);
-  CacheConfig by_layer = grid.front();
-  by_layer.policy = parse_policy("h2o:scope=layer");
+}
+
+TEST_CASE("a device keeps the sets of the plain replay where a group gives its largest", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  for (const std::size_t shape : {1, 2}) {
+    const test::TemporaryFolder folder;
+    const TraceReader trace = write_random_trace(folder / "trace", shapes()[shape]);
+    std::vector<CacheConfig> grid;
+    for (const char* policy :
+         {"h2o:group=max", "a2sf:group=max", "tova:group=max", "vatp:group=max",
+          "h2o:group=max:scope=layer", "snapkv:group=max:recent=5"})
+      for (const std::uint32_t chunk : {0u, 7u, 1u})
+        for (const Positions positions : {Positions::original, Positions::cache})
+          grid.push_back({.policy = parse_policy(policy),
+                          .budget = {.extent = tokens(20)},
+                          .prefill = {chunk},
+                          .positions = positions});
+    check_same(trace, grid);
+  }
+}
+
+TEST_CASE("a device keeps the sets of the plain replay under budgets by head", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(
+      folder / "trace", {.layers = 3,
+                         .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
+                         .spans = {{"early", 10, 9}},
+                         .seed = 12});
+  std::vector<CacheConfig> grid{{.policy = parse_policy("full")}};
+  for (const char* policy : {"h2o", "lru:sinks=2", "window", "sink", "random", "vatp",
+                             "h2o:every=9:smooth=2", "window:every=5"})
+    for (const std::uint32_t chunk : {0u, 7u, 1u})
+      for (const Positions positions : {Positions::original, Positions::cache})
+        for (const Budget& budget :
+             {budget_of_heads({{12, 33}, {200, 8}, {21, 21}}), parse_budget("pyramid(24)")})
+          grid.push_back({.policy = parse_policy(policy),
+                          .budget = budget,
+                          .prefill = {chunk},
+                          .positions = positions});
+  CacheConfig by_layer{.policy = parse_policy("h2o:scope=layer"),
+                       .budget = parse_budget("pyramid(24)")};
+  grid.push_back(by_layer);
+  check_same(trace, grid);
+  by_layer.policy = parse_policy("h2o");
+  by_layer.budget = parse_budget("ada(24)");
   CHECK(!cuda_replayer()->takes(trace.header(), by_layer));
+}
+
+TEST_CASE("a device takes one KV head of a layer whose caches evict together", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder / "trace", {});
+  const std::vector<CacheConfig> grid{
+      {.policy = parse_policy("h2o:scope=layer"), .budget = {.extent = tokens(12)}}};
+  const auto device = cuda_replayer();
+  const ReplayOptions options{.elsewhere = device.get()};
+  const ReplayJob job(trace, kSequence, grid, options);
+  const std::size_t last[] = {3}, all[] = {0, 1, 2, 3};
+  const auto alone = job.run_together(last), together = job.run_together(all);
+  REQUIRE(alone.size() == 1);
+  for (std::size_t head = 0; head < 2; ++head)
+    CHECK(alone[0][0].stats.heads[head].recall.above ==
+          together[3][0].stats.heads[head].recall.above);
 }
 
 TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {

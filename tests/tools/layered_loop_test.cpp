@@ -20,8 +20,13 @@ std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {
       if (entry.info.evicts && column_beyond(kCudaLoop, parse_policy(entry.info.name)).empty())
         configs.push_back(config_of(entry.info.name, budget, prefill, positions));
   configs.push_back(config_of("lru:sinks=4:recent=50%", 40, prefill, positions));
-  for (const char* policy : {"h2o:every=16", "lru:once", "window:every=5", "h2o:smooth=2:every=7"})
+  for (const char* policy : {"h2o:every=16", "lru:once", "window:every=5", "h2o:smooth=2:every=7",
+                             "h2o:group=max", "h2o:scope=layer", "lru:scope=layer:every=6"})
     configs.push_back(config_of(policy, 24, prefill, positions));
+  for (const char* policy : {"h2o", "window", "vatp"}) {
+    configs.push_back(config_of(policy, 24, prefill, positions));
+    configs.back().budget = budget_of_heads({4, {12, 36}});
+  }
   return configs;
 }
 
@@ -74,7 +79,7 @@ TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16"
   const auto backend = load_cuda_backend(kTiny);
   const std::vector<Ids> sequences{some_tokens(300)};
   std::vector<CacheConfig> configs = grid(Prefill{0}, Positions::original);
-  std::erase_if(configs, [](const CacheConfig& c) { return !c.policy.columns.empty(); });
+  std::erase_if(configs, [](const CacheConfig& c) { return !refusal(kCudaDecoder, c).empty(); });
   const EvalOptions options{.prompt_tokens = 60, .threads = 2};
   const auto by_layers =
                  sweep_by_device_layers(*backend->device_model())(sequences, configs, options),
@@ -90,21 +95,15 @@ TEST_CASE("The loop by layers on a device refuses what it cannot hold to", "[gpu
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
   const Sweep sweep = sweep_by_device_layers(*backend->device_model());
-  CacheConfig by_head = config_of("h2o", 24, Prefill{0}, Positions::original);
-  by_head.budget = budget_of_heads({4, {24, 24}});
-  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_head}, {}),
-                  std::invalid_argument);
-  by_head.budget = parse_budget("ada(24)");
-  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_head}, {}),
+  CacheConfig shared = config_of("h2o", 24, Prefill{0}, Positions::original);
+  shared.budget = parse_budget("ada(24)");
+  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, shared}, {}),
                   std::invalid_argument);
   CacheConfig other = config_of("lru", 24, Prefill{0}, Positions::original);
   other.threshold = 0.1;
   CHECK_NOTHROW(sweep({some_tokens(60)}, std::vector{CacheConfig{}, other}, {}));
   const CacheConfig usual = config_of("h2o", 24, Prefill{0}, Positions::original);
   CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, usual, other}, {}),
-                  std::invalid_argument);
-  const CacheConfig by_layer = config_of("h2o:scope=layer", 24, Prefill{0}, Positions::original);
-  CHECK_THROWS_AS(sweep({some_tokens(60)}, std::vector{CacheConfig{}, by_layer}, {}),
                   std::invalid_argument);
 }
 

@@ -45,10 +45,16 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   return found == configs.end() ? configs.front() : *found;
 }
 
-void refuse(std::span<const CacheConfig> configs) {
+void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_held(kCudaLoop, config);
+    if (config.evicts_by_layer() && !walks_layers(model.config().shape()))
+      throw std::invalid_argument(
+          fmt::format("policy {}: under scope=layer the closed loop on CUDA walks at most {} KV "
+                      "heads, on a device of compute capability 9.0 or more; --device cpu has no "
+                      "such bound",
+                      config.policy.name, kernels::kMostLayerHeads));
     if (config.evicts() && config.threshold != threshold)
       throw std::invalid_argument(
           fmt::format("request thresholds {} and {}: the closed loop by layers has one for all; "
@@ -174,8 +180,7 @@ class SequenceRun {
     for (std::size_t c = 0; c < group.size(); ++c) {
       on_.layers.embed(device_ids_.as<std::int32_t>(), static_cast<int>(rows_),
                        memory.x + c * rows_ * config_.hidden);
-      scores_[first + c].kv_bytes_peak = std::uint64_t{attention.live_max(c)} * 2 *
-                                         on_.model.key_bytes() * config_.kv_heads * config_.layers;
+      scores_[first + c].kv_bytes_peak = attention.live_max(c) * 2 * on_.model.key_bytes();
     }
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       project(layer, memory, attention, group.size() * rows_);
@@ -294,7 +299,7 @@ Sweep sweep_by_device_layers(const DeviceModel& model) {
   const auto loop = std::make_shared<DeviceLoop>(model);
   return [loop](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                 const EvalOptions& options) {
-    refuse(configs);
+    refuse(loop->model, configs);
     return sweep_in_turn(sequences, options, [&](const Ids& ids, const LoopOptions& how) {
       return SequenceRun(*loop, ids, configs, how).run();
     });
