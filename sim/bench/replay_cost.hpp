@@ -35,9 +35,10 @@ struct ReplayCost {
 
 /// The grids of the bars: `grid` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets), its part
 /// without squeezed positions, each of its policies, `feedback` (h2o and lru, 20 budgets each) and
-/// 64 budgets of each nested order. `names`: which; empty: all.
+/// 64 budgets of each nested order. `names`: which; empty: all. Also, where they are named, `shelf`
+/// (every registered policy x 8 budgets) and any policy (x 8 budgets).
 std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names);
-/// Every name that bench_grids knows.
+/// The names of all of them.
 std::vector<std::string> bench_grid_names();
 
 /// Takes the exact pass and every grid `repeats` times, in turns, and keeps the least time of each.

@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <random>
+#include <set>
 #include <thread>
 
+#include "policies/catalogue.hpp"
+#include "policies/columns/columns.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/extras_writer.hpp"
 
 namespace kvlab {
 namespace {
@@ -55,6 +59,33 @@ class Source {
   std::vector<float> topic_;
 };
 
+/// Uniform, quickly.
+class Uniform {
+ public:
+  explicit Uniform(std::uint64_t seed) : engine_(static_cast<std::uint32_t>(seed)) {}
+  float operator()() { return static_cast<float>(engine_() >> 8) * 0x1p-24f; }
+
+ private:
+  std::minstd_rand engine_;
+};
+
+OutputSketch sketch_of(const SyntheticShape& shape, Uniform& draw) {
+  OutputSketch sketch{1, {}};
+  sketch.values.resize(std::size_t{shape.layers} * shape.query_heads * shape.head_size *
+                       kSketchColumns);
+  for (float& x : sketch.values) x = (draw() - 0.5f) / 8;
+  return sketch;
+}
+
+void add_columns(const std::filesystem::path& directory, Uniform& draw) {
+  std::set<std::string> names;
+  for (const PolicyEntry& entry : policy_catalogue())
+    for (const std::string& name : parse_policy(entry.info.name).columns)
+      if (!built_in_column(name)) names.insert(name);
+  for (const std::string& name : names)
+    write_column(directory, name, [&](auto, auto, auto) { return draw(); });
+}
+
 }  // namespace
 
 TraceReader write_synthetic_trace(const std::filesystem::path& directory,
@@ -67,6 +98,9 @@ TraceReader write_synthetic_trace(const std::filesystem::path& directory,
     k.emplace_back(shape.kv_heads, shape.head_size, true, seed + 3 * layer + 1);
     v.emplace_back(shape.kv_heads, shape.head_size, true, seed + 3 * layer + 2);
   }
+  Uniform draw(seed + 1000);
+  if (shape.draws) writer.sketch(sketch_of(shape, draw));
+  const std::vector<float> norms(kAtOnce, 100.0f);
   for (std::uint32_t first = 0; first < shape.tokens;) {
     const bool prompt = first < shape.prompt_tokens;
     const std::uint32_t end = prompt ? shape.prompt_tokens : shape.tokens;
@@ -80,12 +114,16 @@ TraceReader write_synthetic_trace(const std::filesystem::path& directory,
                    Source& source = (i % 3 == 0 ? q : i % 3 == 1 ? k : v)[i / 3];
                    drawn[i] = source.draw(first, count);
                  });
-    for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
       writer.layer(layer, drawn[3 * layer], drawn[3 * layer + 1], drawn[3 * layer + 2], out, {});
+      if (shape.draws) writer.residual(layer, std::span(norms).first(count));
+    }
     writer.end();
     first += count;
   }
   writer.finish();
+  add_columns(directory, draw);
+  if (shape.draws) write_gradients(directory, shape.draws, [&] { return draw() - 0.5f; });
   return TraceReader::open(directory);
 }
 

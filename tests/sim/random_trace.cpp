@@ -4,7 +4,7 @@
 #include <random>
 
 #include "tests/sim/brute_force.hpp"
-#include "tests/traces/gradient_files.hpp"
+#include "tests/traces/extra_files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {

@@ -14,7 +14,7 @@
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/skip.hpp"
-#include "tests/traces/column_files.hpp"
+#include "tests/traces/extra_files.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {

@@ -6,8 +6,7 @@
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
-#include "tests/traces/column_files.hpp"
-#include "tests/traces/gradient_files.hpp"
+#include "tests/traces/extra_files.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/json.hpp"

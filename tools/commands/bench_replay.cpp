@@ -46,6 +46,7 @@ SyntheticShape shape_from(const po::variables_map& options) {
   shape.head_size = count_from(options, "synthetic-head-size", 1, kMostHeads);
   shape.tokens = count_from(options, "tokens", 1, kMostTokens);
   shape.prompt_tokens = std::max(1u, shape.tokens / 8);
+  shape.draws = count_from(options, "synthetic-draws", 0, kMaxDraws);
   if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
     throw std::invalid_argument(
         "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
@@ -94,7 +95,9 @@ void add_bench_replay_options(po::options_description& options) {
   auto add = options.add_options();
   add("trace", text_option("TRACE"),
       "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
-  add("grid", text_option("NAMES"), "replay: which of the grids that it prints (default: all)");
+  add("grid", text_option("NAMES"),
+      "replay: which of the grids that it prints (default: all); also `shelf`, every policy, and "
+      "any policy's name");
   add("repeats", number_option("N", 3),
       "replay: how often, in turns with the exact pass; the least times count");
   add("synthetic-layers", number_option("N", 4),
@@ -102,6 +105,8 @@ void add_bench_replay_options(po::options_description& options) {
   add("synthetic-query-heads", number_option("N", 32), "replay: its query heads");
   add("synthetic-kv-heads", number_option("N", 8), "replay: its KV heads");
   add("synthetic-head-size", number_option("N", 128), "replay: its head size");
+  add("synthetic-draws", number_option("N", 0),
+      "replay: its draws of gradients; with any, it has residual norms and a sketch too");
 }
 
 ordered_json bench_replay(const po::variables_map& options) {

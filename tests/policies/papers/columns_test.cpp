@@ -8,7 +8,7 @@
 #include "tests/catch.hpp"
 #include "tests/policies/papers/naive_cache.hpp"
 #include "tests/sim/random_trace.hpp"
-#include "tests/traces/column_files.hpp"
+#include "tests/traces/extra_files.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab::papers {

@@ -9,7 +9,7 @@
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/brute_force.hpp"
-#include "tests/traces/column_files.hpp"
+#include "tests/traces/extra_files.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"

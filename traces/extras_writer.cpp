@@ -1,14 +1,42 @@
-#include "tests/traces/gradient_files.hpp"
+#include "traces/extras_writer.hpp"
 
+#include "traces/base/files.hpp"
 #include "traces/manifest.hpp"
 #include "traces/shard.hpp"
 
-namespace kvlab::test {
+namespace kvlab {
+namespace {
+
+Manifest manifest_of(const std::filesystem::path& directory) {
+  const std::string path = (directory / kManifestFile).string();
+  return parse_manifest(read_text_file(path, 1'000'000), path);
+}
+
+}  // namespace
+
+void write_column(const std::filesystem::path& directory, const std::string& name,
+                  const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value) {
+  Manifest manifest = manifest_of(directory);
+  const ModelShape& shape = manifest.header.shape;
+  std::vector<std::vector<float>> layers(shape.layers);
+  std::vector<TensorToWrite> tensors;
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head)
+      for (std::uint32_t t = 0; t < manifest.tokens; ++t)
+        layers[layer].push_back(value(layer, head, t));
+    tensors.push_back({column_tensor(layer, name),
+                       Dtype::f32,
+                       {shape.kv_heads, manifest.tokens},
+                       std::as_bytes(std::span(layers[layer]))});
+  }
+  manifest.extras.columns.push_back(
+      {name, write_safetensors(directory / column_file(name), tensors, {})});
+  write_file_atomically(directory / kManifestFile, manifest_text(manifest));
+}
 
 void write_gradients(const std::filesystem::path& directory, std::uint32_t draws,
                      const std::function<float()>& next, Span span) {
-  const std::string path = (directory / kManifestFile).string();
-  Manifest manifest = parse_manifest(read_text_file(path, 1'000'000), path);
+  Manifest manifest = manifest_of(directory);
   const ModelShape& shape = manifest.header.shape;
   TraceExtras::Gradients gradients{draws, 5, span, {}};
   for (const ShardInfo& shard : manifest.shards) {
@@ -34,7 +62,7 @@ void write_gradients(const std::filesystem::path& directory, std::uint32_t draws
         {name, shard.first, shard.tokens, write_safetensors(directory / name, tensors, {})});
   }
   manifest.extras.gradients = gradients;
-  write_file_atomically(path, manifest_text(manifest));
+  write_file_atomically(directory / kManifestFile, manifest_text(manifest));
 }
 
-}  // namespace kvlab::test
+}  // namespace kvlab

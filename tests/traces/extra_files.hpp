@@ -1,0 +1,14 @@
+// Extras of a trace, as tests add them.
+#pragma once
+
+#include "traces/extras_writer.hpp"
+
+namespace kvlab::test {
+
+using kvlab::write_column;
+using kvlab::write_gradients;
+
+/// Makes a trace of format 1 one of format 2, without extras.
+void make_format_2(const std::filesystem::path& directory);
+
+}  // namespace kvlab::test
