@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "engine/decoder.hpp"
+#include "kernels/evict/columns.hpp"
+#include "policies/columns/columns.hpp"
 
 namespace kvlab {
 
@@ -43,13 +45,19 @@ struct CudaDecoderOptions {
   // Where it evicts:
   const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
   const PolicyInfo& policy() const { return entry()->info; }
-  /// Whether some cache has modifiers of the rule.
+  /// Whether some cache has modifiers of the rule, or shares the slots of a layer.
   bool modified() const {
     return std::ranges::any_of(caches, [](const ResolvedConfig& cache) {
-      return cache.evicts() && cache.policy.modifiers != Modifiers{};
+      return cache.evicts() && (cache.policy.modifiers != Modifiers{} || cache.shares_slots());
     });
   }
   bool observes() const { return policy().needs != Needs::nothing; }
+  kernels::ColumnList columns() const {
+    kernels::ColumnList list;
+    for (const std::string& name : caches.front().policy.columns)
+      list.of[list.count++] = built_in_column(name).value();
+    return list;
+  }
   KeyRotation rotation() const {
     if (caches.front().positions == Positions::original) return KeyRotation::by_position;
     return policy().oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;

@@ -23,6 +23,12 @@ class MassSum {
     high_ += std::bit_cast<std::uint32_t>(high);
     low_ += std::bit_cast<std::uint32_t>(low);
   }
+  /// Instead of add(), for the largest of those that are given, which are not negative.
+  constexpr void raise(float p) {
+    const auto bits = std::bit_cast<std::uint32_t>(p);  // ordered as the floats are
+    high_ = bits > high_ ? bits : high_;
+  }
+  constexpr float largest() const { return std::bit_cast<float>(high_); }
   /// Q32.32, after `count` calls of add.
   constexpr std::uint64_t total(std::uint32_t count) const {
     const std::uint32_t high = high_ - count * std::bit_cast<std::uint32_t>(kHigh);

@@ -48,4 +48,14 @@ __device__ typename P::Params params_of(const PolicyState& policy, const Pair& p
     return reinterpret_cast<const typename P::Params*>(policy.params)[pair.sequence];
 }
 
+/// The token of a slot, with what it brought.
+template <class P>
+__device__ Token token_of(const PolicyState& policy, std::int64_t slot, std::uint32_t position) {
+  constexpr int columns = static_cast<int>(P::kInfo.column_count());
+  Token token{position};
+#pragma unroll
+  for (int c = 0; c < columns; ++c) token.column[c] = policy.columns[slot * columns + c];
+  return token;
+}
+
 }  // namespace kvlab::kernels

@@ -31,6 +31,7 @@ struct ObserveArgs {
       nullptr;                     // [kv_head], device; null: head_stride / head_size each
   const float* weights = nullptr;  ///< device, [age]: P::weight; null: all 1. For mass.
   std::uint32_t tail = kNoTail;    ///< from this age on queries weigh nothing. For mass.
+  bool group_max = false;          ///< as PairRule::group_max. For mass.
   const std::uint32_t* threshold16 = nullptr;  ///< device, one: for requests
   Observation* seen;  ///< [slot], indexed like keys: added to (mass, requests, last_request).
                       ///< Zeroes before the first part of an admission
@@ -57,6 +58,7 @@ struct ShrinkArgs {
   SlotCache from, to;             ///< the same pairs; shapes are equal
   PolicyState policy;             ///< states: of from
   std::byte* to_states;           // [slot of to, slot_bytes]
+  float* to_columns = nullptr;    // [slot of to, column]; those of from are there, new ones too
   const std::uint32_t* now;       // [sequence]: position of the first new token; kIdle: sits out
   const std::uint32_t* admitted;  // [sequence]: new tokens
   Observation* seen;  // [slot of from], from observe_queries; queries is filled in here.
@@ -72,5 +74,10 @@ struct ShrinkArgs {
 std::size_t shrink_workspace(const SlotCache& from);
 
 cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream);
+
+/// Its first half: nobody leaves. ranks_of(): what tokens are then ordered by, [pair, most_slots of
+/// from], by slot.
+cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream);
+const std::uint64_t* ranks_of(const ShrinkArgs& args);
 
 }  // namespace kvlab::kernels

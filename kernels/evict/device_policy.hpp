@@ -16,11 +16,11 @@ namespace kvlab::kernels {
 struct DevicePolicy {
   std::string_view name;
   Needs needs;
-  bool oldest_first;         ///< may be squeezed in two frames
-  bool weighted;             ///< observe_queries takes its weights and tail
-  std::uint32_t columns;     ///< that it reads: such a policy does not run here yet
-  std::size_t slot_bytes;    ///< of a state, PolicyState::states; 0: none
-  std::size_t params_bytes;  ///< of PolicyState::params, one sequence; 0: none
+  bool oldest_first;                     ///< may be squeezed in two frames
+  bool weighted;                         ///< observe_queries takes its weights and tail
+  std::span<const char* const> columns;  ///< names of those that it reads: PolicyState::columns
+  std::size_t slot_bytes;                ///< of a state, PolicyState::states; 0: none
+  std::size_t params_bytes;              ///< of PolicyState::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue.
   void (*params)(std::span<const double> values, std::byte* to);
   /// Its text, for what is compiled when it is wanted: below policies/, and the struct there.

@@ -38,6 +38,7 @@ cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream);
 struct PairRule {
   std::uint32_t budget;  ///< kUnlimited: nothing is evicted
   std::uint32_t sinks, recent;
+  std::uint32_t group_max = 0;  ///< 1: a query gives a token the largest of its group's masses
 };
 inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;
 
@@ -54,6 +55,7 @@ struct PolicyState {
   /// [pair]: room is made only when so many tokens are live; kUnlimited: never. Null: at the
   /// budget.
   const std::uint32_t* room_at = nullptr;
+  const float* columns = nullptr;  ///< [slot, column of the policy]: what each token brought
 };
 
 /// One decoded token a sequence, which is at next_slots already (key, value and position; not its

@@ -37,7 +37,7 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
   const PolicyState& state = args.policy;
   return (policy.oldest_first || !args.two_frames) && state.rules && state.seeds &&
          state.sequence_ids && (policy.slot_bytes == 0 || state.states) &&
-         (policy.params_bytes == 0 || state.params) &&
+         (policy.params_bytes == 0 || state.params) && (policy.columns.empty() || state.columns) &&
          (!needs_requests(policy.needs) || state.threshold16);
 }
 

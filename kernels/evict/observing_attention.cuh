@@ -71,6 +71,9 @@ struct PairBlock {
     return reinterpret_cast<typename P::Slot*>(args.policy.states) + first + slot;
   }
   __device__ std::uint32_t* age(int slot) const { return args.cache.ages + first + slot; }
+  __device__ Token token(const OwnSlot<P>& own) const {
+    return token_of<P>(args.policy, first + own.slot, own.position);
+  }
 
   /// Sends for what is known of a slot.
   __device__ OwnSlot<P> load(int slot) const {
@@ -85,7 +88,7 @@ struct PairBlock {
   }
   /// The newest token's state is made here.
   __device__ void admit(OwnSlot<P>& own) const {
-    if (own.live && own.newest) P::admit(own.state, Token{own.position}, params, attended);
+    if (own.live && own.newest) P::admit(own.state, token(own), params, attended);
   }
 
   /// The newest token's place by age is the last; who was younger than the victim moves up.
@@ -99,7 +102,7 @@ struct PairBlock {
     leaves.now = now + 1;
     leaves.queries = 0;
     return {guards_of(rule).guard(own.position, leaves.now),
-            P::rank(own.state, Token{own.position}, params, leaves), own.position};
+            P::rank(own.state, token(own), params, leaves), own.position};
   }
 
   /// Where the next token goes.
@@ -159,10 +162,18 @@ struct Received {
   __device__ void add(float p, float floor, const PairBlock<P>& block) {
     if constexpr (needs_requests(P::kInfo.needs)) requested |= p >= floor;
     if constexpr (!needs_mass(P::kInfo.needs)) return;
-    if constexpr (P::kInfo.weighted)
-      weighted += fixed_mass(P::tail(block.params) > 0 ? P::weight(0, block.params) : 0.0f, p);
+    if (block.rule.group_max != 0)
+      sum.raise(p);
+    else if constexpr (P::kInfo.weighted)
+      weighted += fixed_mass(weight(block), p);
     else
       sum.add(p);
+  }
+  __device__ static float weight(const PairBlock<P>& block) {
+    if constexpr (P::kInfo.weighted)
+      return P::tail(block.params) > 0 ? P::weight(0, block.params) : 0.0f;
+    else
+      return 1;
   }
   __device__ Observation observation(const PairBlock<P>& block) const {
     Observation seen{.queries = 1};
@@ -170,9 +181,13 @@ struct Received {
       seen.requests = requested ? 1 : 0;
       seen.last_request = requested ? block.now : 0;
     }
-    if constexpr (needs_mass(P::kInfo.needs))
-      seen.mass =
-          P::kInfo.weighted ? weighted : sum.total(static_cast<std::uint32_t>(block.plan.group));
+    if constexpr (needs_mass(P::kInfo.needs)) {
+      if (block.rule.group_max != 0)
+        seen.mass = fixed_mass(weight(block), sum.largest());
+      else
+        seen.mass =
+            P::kInfo.weighted ? weighted : sum.total(static_cast<std::uint32_t>(block.plan.group));
+    }
     return seen;
   }
 };

@@ -31,7 +31,9 @@ __device__ Observation observation_of(const EvictingAttentionArgs& args, const P
     if constexpr (needs_mass(P::kInfo.needs)) {
       float weight = 1;
       if constexpr (P::kInfo.weighted) weight = P::tail(params) > 0 ? P::weight(0, params) : 0.0f;
-      seen.mass += fixed_mass(weight, p);
+      const std::uint64_t mass = fixed_mass(weight, p);
+      const bool by_largest = args.policy.rules[pair.index].group_max != 0;
+      seen.mass = by_largest ? max(seen.mass, mass) : seen.mass + mass;
     }
     if constexpr (needs_requests(P::kInfo.needs))
       if (requested(fixed_mass(1.0f, p), fixed_mass(1.0f, rows.largest[row]),
@@ -61,7 +63,7 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
 
   Leaving mine = Leaving::none();
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kEvictThreads) {
-    const Token token{cache.positions[first + slot]};
+    const Token token = token_of<P>(policy, first + slot, cache.positions[first + slot]);
     typename P::Slot none;
     typename P::Slot* state = &none;
     if constexpr (!std::is_empty_v<typename P::Slot>)

@@ -11,7 +11,9 @@ template <Policy P>
 __global__ void run_states(ProbeArgs args, typename P::Params params) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= args.tokens) return;
-  const Token token{i};
+  constexpr int columns = static_cast<int>(P::kInfo.column_count());
+  Token token{i};
+  for (int c = 0; c < columns; ++c) token.column[c] = args.columns[i * columns + c];
   typename P::Slot slot;
   P::admit(slot, token, params, args.step[0]);
   for (std::uint32_t s = 0; s < args.steps; ++s) {

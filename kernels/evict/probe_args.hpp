@@ -17,6 +17,7 @@ struct ProbeArgs {
   std::uint32_t steps;         ///< each observes, then ranks
   const Step* step;            ///< [step]
   const Observation* seen;     ///< [step, token]
+  const float* columns;        ///< [token, column]
   Guards guards;               ///< in tokens
   std::uint64_t* ranks;        ///< out, [step, token]
   std::uint32_t* leave_after;  ///< out, [step, token]: how many tokens leave before this one

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Moves what stays: a thread for each 16 bytes of a key, and of the value beside it.
 __global__ void __launch_bounds__(kShrinkThreads)
-    move_stayers(const __grid_constant__ ShrinkArgs args, int slot_bytes, int chunks,
+    move_stayers(const __grid_constant__ ShrinkArgs args, int slot_bytes, int columns, int chunks,
                  bool in_place) {
   const int pair = static_cast<int>(blockIdx.y);
   if (args.now[pair / args.from.kv_heads] == kIdle) return;
@@ -134,6 +134,8 @@ __global__ void __launch_bounds__(kShrinkThreads)
   args.to.positions[to] = args.from.positions[from];
   for (int byte = 0; byte < slot_bytes; ++byte)
     args.to_states[to * slot_bytes + byte] = args.policy.states[from * slot_bytes + byte];
+  for (int c = 0; c < columns; ++c)
+    args.to_columns[to * columns + c] = args.policy.columns[from * columns + c];
 }
 
 bool same_shape(const SlotCache& a, const SlotCache& b) {
@@ -157,21 +159,23 @@ std::size_t shrink_workspace(const SlotCache& from) {
 namespace {
 
 /// Whether the arguments can be a shrink's; pointers are not followed.
-bool can_shrink(const ShrinkArgs& args, std::size_t slot_bytes, std::size_t params_bytes) {
+bool can_shrink(const ShrinkArgs& args, const DevicePolicy& policy) {
   constexpr int kMostPairs = 65535;  // of a grid's second dimension
   const SlotCache& from = args.from;
   if (from.sequences < 1 || from.kv_heads < 1 || from.most_slots < 1) return false;
   if (std::int64_t{from.sequences} * from.kv_heads > kMostPairs) return false;
   if (from.head_size * bytes_of(from.type) % 16 != 0 || from.head_size < 1) return false;
-  if (slot_bytes != 0 && (args.policy.states == nullptr || args.to_states == nullptr)) return false;
-  if (params_bytes != 0 && args.policy.params == nullptr) return false;
+  const PolicyState& state = args.policy;
+  if (policy.slot_bytes != 0 && (!state.states || !args.to_states)) return false;
+  if (!policy.columns.empty() && (!state.columns || !args.to_columns)) return false;
+  if (policy.params_bytes != 0 && !state.params) return false;
   return same_shape(from, args.to) && whole(from) && whole(args.to) && args.workspace != nullptr &&
-         args.now != nullptr && args.admitted != nullptr && args.policy.rules != nullptr &&
-         args.policy.seeds != nullptr && args.policy.sequence_ids != nullptr;
+         args.now != nullptr && args.admitted != nullptr && state.rules != nullptr &&
+         state.seeds != nullptr && state.sequence_ids != nullptr;
 }
 
 /// The rest of a shrink, once the workspace holds every live token's rank.
-cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
+cudaError_t keep_last_to_leave(const DevicePolicy& policy, const ShrinkArgs& args,
                                cudaStream_t stream) {
   const bool in_place = args.from.keys == args.to.keys;
   const auto pairs = static_cast<unsigned>(args.from.sequences * args.from.kv_heads);
@@ -180,15 +184,23 @@ cudaError_t keep_last_to_leave(const ShrinkArgs& args, std::size_t slot_bytes,
   const int chunks = static_cast<int>(args.from.head_size * bytes_of(args.from.type) / 16);
   const std::int64_t most = std::int64_t{args.to.most_slots} * chunks;
   const dim3 grid(static_cast<unsigned>((most + kShrinkThreads - 1) / kShrinkThreads), pairs);
-  move_stayers<<<grid, kShrinkThreads, 0, stream>>>(args, static_cast<int>(slot_bytes), chunks,
+  move_stayers<<<grid, kShrinkThreads, 0, stream>>>(args, static_cast<int>(policy.slot_bytes),
+                                                    static_cast<int>(policy.columns.size()), chunks,
                                                     in_place);
   return cudaGetLastError();
 }
 
 }  // namespace
 
+const std::uint64_t* ranks_of(const ShrinkArgs& args) { return shrink_parts(args).ranks; }
+
 cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream) {
-  if (!can_shrink(args, policy.slot_bytes, policy.params_bytes)) return cudaErrorInvalidValue;
+  const cudaError_t error = rank_tokens(policy, args, stream);
+  return error == cudaSuccess ? keep_last_to_leave(policy, args, stream) : error;
+}
+
+cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream) {
+  if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
   const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
                   args.from.sequences * args.from.kv_heads);
   ShrinkArgs first = args;
@@ -203,7 +215,7 @@ cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStrea
     modify_ranks<<<grid, kShrinkThreads, 0, stream>>>(args);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  return keep_last_to_leave(args, policy.slot_bytes, stream);
+  return cudaSuccess;
 }
 
 }  // namespace kvlab::kernels

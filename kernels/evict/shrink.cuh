@@ -1,6 +1,7 @@
 // The part of a shrink that knows the policy: see admission.hpp. What follows it does not.
 #pragma once
 
+#include "kernels/device/pair.cuh"
 #include "kernels/evict/admission.hpp"
 #include "policies/bytes.hpp"
 #include "policies/rule.hpp"
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
             .kv_head = static_cast<std::uint32_t>(pair.kv_head)};
   const bool is_new = slot >= pair.older;
   if (is_new) args.from.positions[at] = pair.now + (slot - pair.older);
-  const Token token{args.from.positions[at]};
+  const Token token = token_of<P>(policy, at, args.from.positions[at]);
 
   Slot state{};
   if constexpr (!std::is_empty_v<Slot>)

@@ -35,6 +35,17 @@ DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
   return upload(std::span(values), what);
 }
 
+/// What is there when all that was enqueued before has ended. Waits.
+template <class T>
+std::vector<T> read(const T* from, std::size_t count, cudaStream_t stream, std::string_view what) {
+  std::vector<T> values(count);
+  if (values.empty()) return values;
+  check(cudaMemcpyAsync(values.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost, stream),
+        what);
+  check(cudaStreamSynchronize(stream), what);
+  return values;
+}
+
 /// Enqueues a copy within the device's memory.
 template <class T>
 void copy(T* to, const T* from, std::size_t count, cudaStream_t stream) {

@@ -9,9 +9,9 @@
 // beside them an exponential and, for masses, six more instructions each. Bytes: little: queries
 // once, keys once for each kRange queries, 8 for each row, 24 for each key.
 //
-// Instantiated: 3 head sizes x 3 kinds of count, by tensor cores for 2 types (18 kernels) and
-// plainly for float32 (9); what is counted decides which registers a key needs. On sm_90 itself the
-// 2-byte types have kernels of their own; those here are for other devices.
+// Instantiated: 3 head sizes x 4 kinds of count, by tensor cores for 2 types (24 kernels) and
+// plainly for float32 (12); what is counted decides which registers a key needs. On sm_90 itself
+// the 2-byte types have kernels of their own; those here are for other devices.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kThreads)
     if (count == Count::requests) {
       const float p = exp2_fast(fmaf(row.max_product, plan.base2_scale, -row.lse2));
       term.bound = request_floor(fixed_mass(1, p), *args.threshold16);
-    } else if (count == Count::weighted) {
-      term.bound = args.weights[age];
+    } else {
+      term.bound = args.weights != nullptr ? args.weights[age] : 1;
     }
-  } else if (count == Count::weighted) {
+  } else if (count != Count::requests) {
     term.bound = 0;
   }
   plan.terms[std::int64_t{head} * plan.padded + query] = term;
@@ -122,13 +122,12 @@ class WarpKeys {
     ++tiles_;
   }
 
-  __device__ void end_queries(int first_query) {
+  __device__ void end_queries(int first_query, const RowTerm* terms) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        count_[m][half].end_queries(
-            [&](int bit) { return first_query + bit / 2 * 8 + lane() % 4 * 2 + bit % 2; });
+        count_[m][half].end_queries(first_query, terms, query_of_bit);
   }
 
   /// Calls write(key, count) for each key, by one lane.
@@ -220,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
       warp.template add<false>(queries, terms, plan.base2_scale, visible);
     else
       warp.template add<true>(queries, terms, plan.base2_scale, visible);
-    if (tile % plan.group == plan.group - 1) warp.end_queries(query);
+    if (tile % plan.group == plan.group - 1) warp.end_queries(query, terms);
   }
 
   Observation* const seen = args.seen + part.key_index(args) + warp_key;
@@ -259,7 +258,8 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
       const float p = exp2_fast(fmaf(product, plan.base2_scale, term.minus_lse2));
       count.add(sees ? p : kUnseen<kCount>, term, 0);
     }
-    count.end_queries([&](int) { return query; });
+    const std::int64_t first_head = std::int64_t{part.kv_head} * plan.group;
+    count.end_queries(query, plan.terms + first_head * plan.padded + query, [](int) { return 0; });
   }
   count.reduce(added, 0);
   if (lane < part.keys) count.add_to(args.seen[part.key_index(args) + lane], args.position);
@@ -359,6 +359,7 @@ cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
   const std::int64_t silent = std::int64_t{args.younger} + args.queries - args.tail;
   if (silent >= args.queries) return cudaSuccess;
   plan.begin = static_cast<int>(std::max<std::int64_t>(silent, 0)) / kQueries * kQueries;
+  if (args.group_max) return launch<Count::largest>(plan, stream);
   return args.weights == nullptr ? launch<Count::mass>(plan, stream)
                                  : launch<Count::weighted>(plan, stream);
 }

@@ -10,13 +10,14 @@ namespace kvlab::kernels::observe {
 inline constexpr int kQueries = 64;  ///< of a tile, all of one query head
 inline constexpr int kRange = 1024;  ///< queries that a CTA walks over
 
-/// What is counted. weighted: masses whose weights are not all 1.
-enum class Count { mass, weighted, requests };
+/// What is counted. weighted: masses whose weights are not all 1. largest: of each query the
+/// largest of the group's masses, weighted.
+enum class Count { mass, weighted, largest, requests };
 
 /// What a row needs besides its products.
 struct alignas(8) RowTerm {
   float minus_lse2;  ///< -infinity: the row counts for nothing
-  float bound;       ///< requests: the least requested probability; weighted: the weight
+  float bound;       ///< requests: the least requested probability; else the weight, if any
 };
 
 struct Plan {
@@ -43,17 +44,27 @@ class KeyCount {
       sum_.add(p);
     } else if constexpr (kCount == Count::weighted) {
       mass_ += fixed_mass(term.bound, p);
+    } else if constexpr (kCount == Count::largest) {
+      largest_[bit] = fmaxf(largest_[bit], p);
     } else {
       if (p >= term.bound) asked_ |= 1u << bit;
     }
   }
-  /// All query heads of a tile's queries have been added; query_of(bit): which one it was.
+  /// All query heads of a tile's queries have been added; query_of(bit): which one of the tile it
+  /// was. `terms`: of any of the heads.
   template <class QueryOf>
-  __device__ void end_queries(QueryOf query_of) {
+  __device__ void end_queries(int first_query, const RowTerm* terms, QueryOf query_of) {
+    if constexpr (kCount == Count::largest) {
+#pragma unroll
+      for (int bit = 0; bit < kQueriesOfLane; ++bit) {
+        mass_ += fixed_mass(terms[query_of(bit)].bound, largest_[bit]);
+        largest_[bit] = 0;
+      }
+    }
     if constexpr (kCount == Count::requests) {
       if (asked_ == 0) return;
       requests_ += __popc(asked_);
-      last_ = max(last_, query_of(31 - __clz(static_cast<int>(asked_))));
+      last_ = max(last_, first_query + query_of(31 - __clz(static_cast<int>(asked_))));
       asked_ = 0;
     }
   }
@@ -81,9 +92,16 @@ class KeyCount {
  private:
   MassSum sum_;
   unsigned long long mass_ = 0;
+  static constexpr int kQueriesOfLane = kQueries / 4;
+  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};  ///< of each, so far
   std::uint32_t asked_ = 0, requests_ = 0;
   int last_ = 0;  ///< query
 };
+
+/// Which query of a tile the bit of a lane of 32 stands for, where tensor cores make the products.
+__device__ inline int query_of_bit(int bit) {
+  return bit / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + bit % 2;
+}
 
 /// The keys and queries of a CTA: blocks of keys follow each other, so that CTAs at work at one
 /// time share their queries in the L2 cache.

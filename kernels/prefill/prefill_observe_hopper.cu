@@ -2,7 +2,7 @@
 // cores work on the next tile of queries while this one is counted, and the copy engine fetches
 // tiles: copies by the counting threads took a third of their instructions.
 //
-// Instantiated: 2 types x 3 head sizes x 3 kinds of count (18 kernels), for sm_90a alone.
+// Instantiated: 2 types x 3 head sizes x 4 kinds of count (24 kernels), for sm_90a alone.
 #include <cuda.h>
 
 #include <algorithm>
@@ -80,11 +80,9 @@ class WarpKeys {
     ++tiles_;
   }
 
-  __device__ void end_queries(int first_query) {
+  __device__ void end_queries(int first_query, const RowTerm* terms) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      count_[half].end_queries(
-          [&](int bit) { return first_query + bit / 2 * 8 + lane() % 4 * 2 + bit % 2; });
+    for (int half = 0; half < 2; ++half) count_[half].end_queries(first_query, terms, query_of_bit);
   }
 
   /// Calls write(key, count) for each key, by one lane.
@@ -168,9 +166,9 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
       warp.template count<false>(product, terms, plan.base2_scale, visible);
     else
       warp.template count<true>(product, terms, plan.base2_scale, visible);
+    if (counted.head == plan.group - 1) warp.end_queries(counted.query, terms);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.free[counted.stage].arrive();
-    if (counted.head == plan.group - 1) warp.end_queries(counted.query);
     counted.next(plan.group);
   };
 
@@ -274,6 +272,8 @@ cudaError_t launch(const Plan& plan, Count count, cudaStream_t stream) {
       return launch<T, kDim, Count::mass>(plan, stream);
     case Count::weighted:
       return launch<T, kDim, Count::weighted>(plan, stream);
+    case Count::largest:
+      return launch<T, kDim, Count::largest>(plan, stream);
     case Count::requests:
       return launch<T, kDim, Count::requests>(plan, stream);
   }

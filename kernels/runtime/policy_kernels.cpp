@@ -103,7 +103,7 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
               .needs = entry_->info.needs,
               .oldest_first = entry_->info.oldest_first,
               .weighted = entry_->info.weighted,
-              .columns = entry_->info.column_count(),
+              .columns = std::span(entry_->info.columns).first(entry_->info.column_count()),
               .slot_bytes = entry_->slot_bytes,
               .params_bytes = entry_->params_bytes,
               .params = entry_->write_params,

@@ -17,11 +17,20 @@ struct Place {
   }
 };
 
+/// What a head keeps at least; a budget is for the token to come, too.
+std::uint32_t kept_at_least(std::uint32_t mean) { return (mean + 4) / 5 - 1; }
+
 }  // namespace
+
+std::uint32_t most_of_ada(std::uint32_t mean, std::uint32_t heads) {
+  const std::uint64_t others = heads - 1;
+  const std::uint64_t most = std::uint64_t{heads} * (mean - 1) - others * kept_at_least(mean) + 1;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(most, kNoBudget - 1));
+}
 
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<LeavingKey>> heads,
                                        std::uint32_t mean) {
-  const std::size_t safe = (mean + 4) / 5 - 1;  // a budget is for the token to come, too
+  const std::size_t safe = kept_at_least(mean);
   std::vector<Place> free;
   std::vector<std::uint32_t> budgets;
   std::size_t live = 0;

@@ -19,6 +19,9 @@ class AgedSet;
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<LeavingKey>> heads,
                                        std::uint32_t mean);
 
+/// The largest of such budgets that one of `heads` can come to.
+std::uint32_t most_of_ada(std::uint32_t mean, std::uint32_t heads);
+
 /// What the caches of one sequence and layer share under `ada()`. They make room one after another
 /// before any of them admits more.
 class LayerBudgets {

@@ -12,15 +12,10 @@
 #include <string_view>
 #include <vector>
 
+#include "policies/columns/built_in.hpp"
+
 namespace kvlab {
 
-/// What is computed from a token's key, before RoPE, or its value.
-enum class BuiltInColumn {
-  key_norm,     ///< Euclidean norm of the key
-  value_norm,   ///< of the value
-  value_norm1,  ///< sum of the value's magnitudes
-  key_cosine,   ///< of the key with the mean of the unit keys up to its own admission's end
-};
 std::optional<BuiltInColumn> built_in_column(std::string_view name);
 /// "key_norm, value_norm, …": for messages.
 std::string built_in_column_names();

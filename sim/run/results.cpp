@@ -204,8 +204,7 @@ std::string_view best_metric(std::span<const ResultRow> rows) {
 }
 
 std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace) {
-  for (const char* metric :
-       {"kl_estimate_joint", "kl_estimate", "residual_error", "layer_error"})
+  for (const char* metric : {"kl_estimate_joint", "kl_estimate", "residual_error", "layer_error"})
     if (in_every_trace(metric)) return metric;
   return "nll_recall";
 }

@@ -8,6 +8,7 @@
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/verify.hpp"
+#include "policies/executor.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/cuda_fixture.hpp"
 
@@ -50,6 +51,9 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
   return std::sqrt(difference / norm);
 }
 
+/// Only of what observes masses.
+bool takes_group(const std::string& modifiers) { return modifiers.find("group") != modifiers.npos; }
+
 constexpr const char* kPolicies[]{"window", "sink", "lru", "h2o", "streaming_h2o", "random"};
 
 }  // namespace
@@ -74,10 +78,11 @@ TEST_CASE("In float32 logits under modifiers are the CPU decoder's", "[gpu]") {
   if (no_device()) return;
   for (const std::string modifiers :
        {":every=16", ":every=7:smooth=2", ":once:smooth=3:pool=max", ":smooth=2", ":scope=layer",
-        ":every=64:scope=layer:smooth=1"})
+        ":every=64:scope=layer:smooth=1", ":group=max", ":every=16:group=max"})
     for (const std::string policy : {"window", "sink", "lru", "h2o"})
       for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}})
         for (const Positions positions : {Positions::original, Positions::cache}) {
+          if (takes_group(modifiers) && policy != "h2o") continue;
           const ResolvedConfig options = cache(policy + modifiers, 48, prefill, positions);
           CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
           Decoder cpu(cpu_tiny(), options, 2);
@@ -87,8 +92,9 @@ TEST_CASE("In float32 logits under modifiers are the CPU decoder's", "[gpu]") {
         }
   CHECK_THROWS_WITH(
       CudaSequence(tiny(Dtype::f32),
-                   {.tokens = 220, .cache = cache("h2o:group=max", 48, {}, Positions::original)}),
-      "policy h2o: the CUDA decoder does not know group=max; --device cpu does");
+                   {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
+      "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
+      "value_norm1, key_cosine and no other; a replay reads it from a trace");
 }
 
 TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {
@@ -110,7 +116,8 @@ namespace {
 
 /// How many tokens a parity run feeds, and how closely it looks.
 struct ParityShape {
-  std::uint32_t scale = 1;  ///< of budgets and prompts
+  std::uint32_t scale = 1;    ///< of budgets and prompts
+  bool shares_slots = false;  ///< budgets are ada()
   int steps = 60, steps_of_second_turn = 20;
   VerifyOptions verify{.threads = 2};
 };
@@ -118,7 +125,8 @@ struct ParityShape {
 /// Four unequal sequences: budgets by layer and head, with guards, of one token; all three kinds of
 /// prefill.
 std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions positions,
-                                          const ModelConfig& model, std::uint32_t scale) {
+                                          const ModelConfig& model, const ParityShape& shape) {
+  const std::uint32_t scale = shape.scale;
   std::vector<ResolvedConfig> caches{
       cache(policy + ":recent=8", 24 * scale, Prefill{0}, positions),
       cache(policy + ":sinks=2:recent=25%", 64 * scale, Prefill{16}, positions),
@@ -127,7 +135,9 @@ std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions p
   for (std::uint32_t s = 0; s < caches.size(); ++s) {
     caches[s].sequence = s;
     caches[s].seed = 3 + s;
+    if (shape.shares_slots) caches[s].budget.split = Budget::Split::ada;
   }
+  if (shape.shares_slots) return caches;
   for (std::uint32_t i = 0; i < model.layers * model.kv_heads; ++i) {
     if (i % model.kv_heads == 0) caches[0].head_budgets.emplace_back();
     const std::uint32_t kind = caches[0].evicts_by_layer() ? i / model.kv_heads : i;
@@ -139,7 +149,7 @@ std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions p
 /// Decodes a batch of four, one of them with a second turn, and asks the three questions of each.
 std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& policy, bool plain,
                                  Positions positions, const ParityShape& shape) {
-  const auto caches = parity_caches(policy, positions, model.config(), shape.scale);
+  const auto caches = parity_caches(policy, positions, model.config(), shape);
   CudaDecoder decoder(model, {.sequences = 4,
                               .slots = caches[0].policy.modifiers.once ? 400u * shape.scale : 0,
                               .prefill_tokens = 24 * static_cast<std::uint32_t>(shape.scale),
@@ -301,6 +311,61 @@ TEST_CASE("Sequences of a batch under modifiers pass the three questions", "[gpu
         for (const Positions positions : {Positions::original, Positions::cache}) {
           CAPTURE(policy, modifiers, plain, name_of(positions));
           check_parity(parity(tiny(Dtype::bf16), policy + modifiers, plain, positions, {}));
+        }
+}
+
+TEST_CASE("Every policy of a decoder passes the three questions, in bursts, by layer, by groups",
+          "[gpu]") {
+  if (no_device()) return;
+  for (const PolicyEntry& entry : policy_catalogue())
+    for (const std::string modifiers : {"", ":every=16", ":scope=layer", ":group=max"}) {
+      const std::string policy = entry.info.name + modifiers;
+      if (takes_group(modifiers) && !needs_mass(entry.info.needs)) continue;
+      if (!entry.info.evicts || !refusal(kCudaDecoder, {.policy = parse_policy(policy)}).empty())
+        continue;
+      // Plainly too, where a step is of another kind.
+      for (const bool plain : {false, true}) {
+        if (plain && (modifiers == ":every=16" || modifiers == ":scope=layer")) continue;
+        CAPTURE(policy, plain);
+        check_parity(parity(tiny(Dtype::bf16), policy, plain, entry.info.positions, {}));
+      }
+    }
+}
+
+TEST_CASE("Sequences whose heads share slots after a prompt pass the three questions", "[gpu]") {
+  if (no_device()) return;
+  for (const std::string modifiers : {"", ":every=16", ":once:smooth=2"})
+    for (const std::string policy : {"h2o", "lru", "snapkv", "nacl", "sink", "keydiff"})
+      for (const Positions positions : {Positions::original, Positions::cache}) {
+        CAPTURE(policy, modifiers, name_of(positions));
+        check_parity(parity(tiny(Dtype::bf16), policy + modifiers, modifiers == ":every=16",
+                            positions, {.shares_slots = true}));
+      }
+}
+
+TEST_CASE("In float32 logits of heads that share slots are the CPU decoder's", "[gpu]") {
+  if (no_device()) return;
+  for (const std::string policy : {"h2o", "lru", "window", "h2o:every=16"})
+    for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}, Prefill{89}}) {
+      ResolvedConfig options = cache(policy, 48, prefill, Positions::original);
+      options.budget = parse_budget("ada(48)");
+      CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
+      Decoder cpu(cpu_tiny(), options, 2);
+      CAPTURE(policy, prefill.text());
+      CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
+      CHECK(cuda.evictions() == cpu.evictions());
+    }
+}
+
+TEST_CASE("Columns in the CUDA decoder are those of its keys and values, bit for bit", "[gpu]") {
+  if (no_device()) return;
+  for (const Dtype dtype : {Dtype::bf16, Dtype::f32})
+    for (const std::string column : {"key_norm", "value_norm", "value_norm1", "key_cosine"})
+      for (const std::string modifiers : {"", ":every=16:scope=layer", ":once"})
+        for (const Positions positions : {Positions::original, Positions::cache}) {
+          const std::string policy = "column:name=" + column + modifiers;
+          CAPTURE(policy, name_of(positions), dtype == Dtype::f32);
+          check_parity(parity(tiny(dtype), policy, false, positions, {}));
         }
 }
 

@@ -8,6 +8,7 @@
 #include "policies/observation.hpp"
 #include "tests/catch.hpp"
 #include "tests/kernels/attention_reference.hpp"
+#include "tests/policies/draw.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -79,6 +80,7 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (int index = 0; index < pairs(); ++index) begin_pair(index);
   states_.assign(slots_ * kernels_.slot_bytes, std::byte{kPoison});
   host_positions_.assign(slots_, ~0u);
+  columns_.assign(slots_ * kernels_.columns.size(), kNaN);
   keys_.assign(slots_ * dim(), kNaN);
   values_.assign(slots_ * dim(), kNaN);
   for (Pair& pair : all_) {
@@ -110,7 +112,8 @@ void EvictingBatch::begin_pair(int index) {
                                    .kv_head = static_cast<unsigned>(index % size_.kv_heads)};
   pair.live = std::make_unique<LiveSet>(spec_, bounded ? asked : kNoBudget, identity);
   if (size_.prompt > 0) {
-    pair.live->admit(0, size_.prompt);
+    pair.live->admit(0, size_.prompt,
+                     draw_columns(0, size_.prompt, kernels_.columns.size()).data());
     std::vector<Observation> seen(size_.prompt);
     for (Observation& o : seen) {
       o.mass = random_() % 5 == 0 ? 77 : random_() * std::uint64_t{3};
@@ -128,7 +131,7 @@ void EvictingBatch::begin_pair(int index) {
   most_slots_ = std::max(most_slots_, pair.capacity);
 }
 
-/// Draws the token's key and value.
+/// Draws the token's key and value, and what it brings.
 void EvictingBatch::put(Pair& pair, std::uint32_t position, std::uint32_t slot) {
   const std::size_t at = static_cast<std::size_t>(pair.first) + slot;
   auto key = random_values(size_.type, dim(), random_);
@@ -136,6 +139,8 @@ void EvictingBatch::put(Pair& pair, std::uint32_t position, std::uint32_t slot) 
   std::ranges::copy(key, keys_.begin() + static_cast<std::ptrdiff_t>(at * dim()));
   std::ranges::copy(random_values(size_.type, dim(), random_),
                     values_.begin() + static_cast<std::ptrdiff_t>(at * dim()));
+  std::ranges::copy(draw_columns(position, 1, kernels_.columns.size()),
+                    columns_.begin() + static_cast<std::ptrdiff_t>(at * kernels_.columns.size()));
   host_positions_[at] = position;
   if (pair.slot_of.size() <= position) pair.slot_of.resize(position + 1);
   pair.slot_of[position] = slot;
@@ -173,6 +178,7 @@ void EvictingBatch::upload() {
   device_lse_ = std::make_unique<DeviceArray<float>>(heads);
   device_inv_freq_ = to_device(inv_freq_);
   device_states_ = to_device(states_);
+  device_columns_ = to_device(columns_);
   params_ = to_device(params);
   positions_ = to_device(host_positions_);
   ages_ = std::make_unique<DeviceArray<std::uint32_t>>(slots_);
@@ -214,7 +220,8 @@ EvictingAttentionArgs EvictingBatch::args() const {
                      .seeds = seeds_->data(),
                      .sequence_ids = sequence_ids_->data(),
                      .layer = kLayer,
-                     .seen = device_seen_->data()},
+                     .seen = device_seen_->data(),
+                     .columns = device_columns_->data()},
           .numbering = size_.numbering,
           .two_frames = two_frames(),
           .now = device_now_->data(),
@@ -250,12 +257,13 @@ void EvictingBatch::draw_tokens(const std::vector<bool>& idle) {
     Pair& pair = all_[static_cast<std::size_t>(index)];
     const std::uint32_t at = now_[static_cast<std::size_t>(index / size_.kv_heads)];
     if (at == kIdle) continue;
-    pair.live->admit(at, 1);
+    pair.live->admit(at, 1, draw_columns(at, 1, kernels_.columns.size()).data());
     put(pair, at, static_cast<std::uint32_t>(pair.next));
   }
   overwrite(*device_now_, now_);
   overwrite(*device_keys_, encode(size_.type, keys_));
   overwrite(*device_values_, encode(size_.type, values_));
+  overwrite(*device_columns_, columns_);
   overwrite(*positions_, host_positions_);
   poison();
 }

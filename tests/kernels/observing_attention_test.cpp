@@ -4,7 +4,6 @@
 #include "kernels/evict/eviction_kernels.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
-#include "tests/kernels/device_policies.hpp"
 #include "tests/kernels/evicting_batch.hpp"
 #include "tests/skip.hpp"
 
@@ -61,7 +60,7 @@ void run_in_two_frames(EvictingSize size, int steps) {
 
 TEST_CASE("every policy evicts on the device as on the host, step by step", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : test::policies_that_run())
+  for (const DevicePolicy& policy : device_policies())
     for (const Positions numbering : {Positions::original, Positions::cache})
       run({.policy = fitting(policy.name),
            .sequences = 3,

@@ -25,6 +25,7 @@ struct Asked {
   std::uint32_t tail = kNoTail;
   int younger = 0;
   int parts = 1;
+  bool group_max = false;
 
   float weight(int age) const { return weighted ? 1 / (1 + age / 8.0f) : 1.0f; }
 };
@@ -74,6 +75,7 @@ class Observer {
           .first_slot = chunk_.first_slot(),
           .weights = asked_.weighted || asked_.ones ? weights_.data() : nullptr,
           .tail = asked_.tail,
+          .group_max = asked_.group_max,
           .threshold16 = threshold_.data(),
           .seen = seen_.data(),
           .workspace = workspace_.data()};
@@ -151,12 +153,16 @@ std::vector<Expected> expect(const PrefillChunk& chunk, const Asked& asked) {
     const double weight = static_cast<std::uint32_t>(age) < asked.tail ? asked.weight(age) : 0.0f;
     const std::size_t begin = chunk.begin(chunk.kv_head(first_row));
     std::vector<int> asks(chunk.seen_by(first_row));  // 1: perhaps, 2: surely
+    std::vector<double> mass(asks.size()), plain_mass(asks.size());
+    const auto give = [&](double& sum, double p) {
+      sum = asked.group_max ? std::max(sum, p) : sum + p;
+    };
     for (std::size_t row = first_row; row < first_row + group; ++row) {
       const Row p(chunk, row);
       const double least = tau * *std::max_element(p.exact.begin(), p.exact.end());
       for (std::size_t j = 0; j < asks.size(); ++j) {
-        all[begin + j].mass += weight * p.exact[j];
-        all[begin + j].plain_mass += weight * p.plain[j];
+        give(mass[j], weight * p.exact[j]);
+        give(plain_mass[j], weight * p.plain[j]);
         const int asks_here = p.exact[j] >= least * (1 + kNear)   ? 2
                               : p.exact[j] >= least * (1 - kNear) ? 1
                                                                   : 0;
@@ -166,6 +172,7 @@ std::vector<Expected> expect(const PrefillChunk& chunk, const Asked& asked) {
     for (std::size_t j = 0; j < asks.size(); ++j) {
       const std::uint32_t position = kPosition + query;
       Expected& key = all[begin + j];
+      key.mass += mass[j], key.plain_mass += plain_mass[j];
       if (asks[j] > 0) ++key.perhaps, key.last_perhaps = position;
       if (asks[j] > 1) ++key.surely, key.last_surely = position;
     }
@@ -237,7 +244,8 @@ std::vector<Observation> run(const PrefillChunk& chunk, const Asked& asked) {
 void run_and_check(const PrefillSize& size, const Asked& asked) {
   INFO(size.text() << (needs_mass(asked.needs) ? " mass" : "")
                    << (needs_requests(asked.needs) ? " requests" : "") << " tau " << asked.tau
-                   << " tail " << asked.tail << " parts " << asked.parts);
+                   << " tail " << asked.tail << " parts " << asked.parts
+                   << (asked.group_max ? " group max" : ""));
   const PrefillChunk chunk(size);
   const auto seen = run(chunk, asked);
   const auto expected = expect(chunk, asked);
@@ -297,6 +305,28 @@ TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
         for (const int younger : {0, 30})
           run_and_check({.type = type, .first = 20, .queries = 200},
                         {.weighted = weighted, .tail = tail, .younger = younger});
+}
+
+TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 2, 3, 8})
+        for (const bool weighted : {false, true})
+          run_and_check({.type = type,
+                         .head_size = head_size,
+                         .group = group,
+                         .first = 37,
+                         .queries = 167,
+                         .scale = 3 / std::sqrt(static_cast<float>(head_size))},
+                        {.needs = Needs::both, .weighted = weighted, .group_max = true});
+  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
+    const PrefillChunk one({.type = type, .group = 1, .first = 11, .queries = 300});
+    CHECK((run(one, {.group_max = true}) == run(one, {})));
+    const PrefillChunk chunk({.type = type, .group = 3, .first = 11, .queries = 300});
+    const auto whole = run(chunk, {.group_max = true});
+    CHECK((run(chunk, {.parts = 7, .group_max = true}) == whole));
+  }
 }
 
 TEST_CASE("queries beyond the tail leave all as it was", "[gpu]") {

@@ -11,7 +11,6 @@
 #include "policies/live_set.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
-#include "tests/kernels/device_policies.hpp"
 #include "tests/policies/draw.hpp"
 #include "tests/skip.hpp"
 
@@ -52,13 +51,14 @@ class Cache {
  public:
   struct Host {
     std::vector<std::byte> keys, values, states;
+    std::vector<float> columns;
     std::vector<std::uint32_t> positions;
     std::vector<std::int32_t> lengths, next_slots;
     bool operator==(const Host&) const = default;
   };
 
-  Cache(std::span<const std::uint32_t> capacities, std::size_t slot_bytes)
-      : slot_bytes_(slot_bytes) {
+  Cache(std::span<const std::uint32_t> capacities, const DevicePolicy& policy)
+      : slot_bytes_(policy.slot_bytes), column_count_(policy.columns.size()) {
     for (const std::uint32_t capacity : capacities) {
       first_slots_.push_back(slots_);
       slots_ += capacity + 2;  // two that stay as they are
@@ -67,13 +67,15 @@ class Cache {
     const std::size_t all = static_cast<std::size_t>(slots_);
     host.keys.assign(all * kRowBytes, kUntouched);
     host.values = host.keys;
-    host.states.assign(all * slot_bytes, kUntouched);
+    host.states.assign(all * slot_bytes_, kUntouched);
+    host.columns.assign(all * column_count_, -1.0f);
     host.positions.assign(all, 0xA7A7'A7A7);
     host.lengths.assign(capacities.size(), 0);
     host.next_slots = host.lengths;
     keys_ = std::make_unique<DeviceArray<std::byte>>(host.keys.size());
     values_ = std::make_unique<DeviceArray<std::byte>>(host.values.size());
     states_ = std::make_unique<DeviceArray<std::byte>>(host.states.size());
+    columns_ = std::make_unique<DeviceArray<float>>(host.columns.size());
     positions_ = std::make_unique<DeviceArray<std::uint32_t>>(all);
     lengths_ = std::make_unique<DeviceArray<std::int32_t>>(capacities.size());
     next_slots_ = std::make_unique<DeviceArray<std::int32_t>>(capacities.size());
@@ -85,12 +87,13 @@ class Cache {
     put(*keys_, host.keys);
     put(*values_, host.values);
     put(*states_, host.states);
+    put(*columns_, host.columns);
     put(*positions_, host.positions);
     put(*lengths_, host.lengths);
     put(*next_slots_, host.next_slots);
   }
   void download() {
-    host = {keys_->to_host(),      values_->to_host(),  states_->to_host(),
+    host = {keys_->to_host(),      values_->to_host(),  states_->to_host(),    columns_->to_host(),
             positions_->to_host(), lengths_->to_host(), next_slots_->to_host()};
   }
   SlotCache device() const {
@@ -109,6 +112,7 @@ class Cache {
             .next_slots = next_slots_->data()};
   }
   std::byte* states() const { return states_->data(); }
+  float* columns() const { return columns_->data(); }
   std::size_t slots() const { return static_cast<std::size_t>(slots_); }
   std::size_t begin(int pair) const { return static_cast<std::size_t>(first_slots_[pair]); }
   std::size_t end(int pair) const { return begin(pair) + host.lengths[pair]; }
@@ -116,16 +120,20 @@ class Cache {
     return std::span(host.states).subspan(slot * slot_bytes_, slot_bytes_);
   }
 
-  /// A token's key and value, where the engine would write them.
+  /// A token's key and value, and what it brings, where the engine would write them.
   void write_rows(int pair, std::size_t slot, std::uint32_t position) {
     std::ranges::copy(row_of(pair, position, 0), host.keys.begin() + slot * kRowBytes);
     std::ranges::copy(row_of(pair, position, 1), host.values.begin() + slot * kRowBytes);
+    std::ranges::copy(draw_columns(position, 1, column_count_),
+                      host.columns.begin() + slot * column_count_);
   }
   bool has_rows(int pair, std::size_t slot, std::uint32_t position) const {
     return std::ranges::equal(row_of(pair, position, 0),
                               std::span(host.keys).subspan(slot * kRowBytes, kRowBytes)) &&
            std::ranges::equal(row_of(pair, position, 1),
-                              std::span(host.values).subspan(slot * kRowBytes, kRowBytes));
+                              std::span(host.values).subspan(slot * kRowBytes, kRowBytes)) &&
+           std::ranges::equal(draw_columns(position, 1, column_count_),
+                              std::span(host.columns).subspan(slot * column_count_, column_count_));
   }
   /// What decoding does to the order of slots.
   void swap_slots(std::size_t a, std::size_t b) {
@@ -137,6 +145,7 @@ class Cache {
     swap(host.keys, kRowBytes);
     swap(host.values, kRowBytes);
     swap(host.states, slot_bytes_);
+    swap(host.columns, column_count_);
     swap(host.positions, 1);
   }
 
@@ -150,11 +159,12 @@ class Cache {
     check_cuda(cudaDeviceSynchronize());
   }
 
-  std::size_t slot_bytes_;
+  std::size_t slot_bytes_, column_count_;
   std::vector<std::int64_t> first_slots_;
   std::int64_t slots_ = 1;
   int most_ = 1;
   std::unique_ptr<DeviceArray<std::byte>> keys_, values_, states_;
+  std::unique_ptr<DeviceArray<float>> columns_;
   std::unique_ptr<DeviceArray<std::uint32_t>> positions_;
   std::unique_ptr<DeviceArray<std::int32_t>> lengths_, next_slots_;
   std::unique_ptr<DeviceArray<std::int64_t>> starts_;
@@ -196,10 +206,10 @@ class Run {
       for (int h = 0; h < kKvHeads; ++h) heads.push_back(live_[i + h].get());
       share_ranks(heads);
     }
-    resident_ = std::make_unique<Cache>(capacities, policy.slot_bytes);
+    resident_ = std::make_unique<Cache>(capacities, policy);
     resident_->upload();
     const std::vector<std::uint32_t> room(pairs_.size(), most);
-    if (!in_place) scratch_ = std::make_unique<Cache>(room, policy.slot_bytes);
+    if (!in_place) scratch_ = std::make_unique<Cache>(room, policy);
     if (!in_place) scratch_->upload();
     next_.assign(pairs_.size() / kKvHeads, 0);
     fill_rules(params);
@@ -309,8 +319,10 @@ class Run {
                        .seeds = seeds_->data(),
                        .sequence_ids = ids_->data(),
                        .layer = kLayer,
-                       .seen = nullptr},
+                       .seen = nullptr,
+                       .columns = from.columns()},
             .to_states = to.states(),
+            .to_columns = to.columns(),
             .now = now_->data(),
             .admitted = admitted_->data(),
             .seen = nullptr,
@@ -369,7 +381,7 @@ class Run {
       if (count == 0) continue;
       LiveSet& live = *live_[i];
       live.make_room(first);
-      live.admit(first, count);
+      live.admit(first, count, draw_columns(first, count, live.columns().size()).data());
       std::vector<Observation> seen;
       for (const std::uint32_t position : live.positions())
         seen.push_back(draw_(position, first, count));
@@ -452,7 +464,7 @@ TEST_CASE("prompts and later turns leave what the rule leaves, in place and from
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool in_place : {true, false})
-    for (const DevicePolicy& policy : test::policies_that_run()) {
+    for (const DevicePolicy& policy : device_policies()) {
       INFO(policy.name << (in_place ? " in place" : " from elsewhere"));
       Run run(policy, all_kinds(), 5800, in_place);
       std::mt19937 random(8);
@@ -465,7 +477,7 @@ TEST_CASE("prompts and later turns leave what the rule leaves, in place and from
 
 TEST_CASE("token by token is the decode rule", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : test::policies_that_run()) {
+  for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
     Run run(policy, {{3, 0, 0}, {8, 2, 4}, {5, 0, 5}, {1, 0, 0}}, 30, true);
     CapturedGraph graph([&](cudaStream_t stream) { return shrink(policy, run.args(), stream); });
@@ -480,7 +492,7 @@ TEST_CASE("under modifiers a shrink leaves what the rule leaves", "[gpu]") {
        {":every=5", ":every=16:smooth=3", ":every=9:smooth=100000:pool=max", ":every=4:scope=layer",
         ":every=30:scope=layer:smooth=2"})
     for (const bool in_place : {true, false})
-      for (const DevicePolicy& policy : test::policies_that_run()) {
+      for (const DevicePolicy& policy : device_policies()) {
         if (policy.name == "full") continue;
         INFO(policy.name << modifiers << (in_place ? " in place" : " from elsewhere"));
         Run run(policy, {{40, 0, 0}, {40, 0, 0}, {64, 4, 32}, {64, 4, 32}, {1, 0, 0}, {1, 0, 0}},
@@ -496,7 +508,7 @@ TEST_CASE("under modifiers a shrink leaves what the rule leaves", "[gpu]") {
 
 TEST_CASE("equal scores leave by age", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : test::policies_that_run()) {
+  for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
     Run run(policy, {{100, 0, 0}, {1000, 4, 100}}, 3500, false, draw_equal);
     run.admit({2049});
@@ -518,7 +530,7 @@ TEST_CASE("a shrink works at every length around its blocks", "[gpu]") {
 
 TEST_CASE("a shrink gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const DevicePolicy& policy : test::policies_that_run()) {
+  for (const DevicePolicy& policy : device_policies()) {
     Run run(policy, {{200, 4, 100}, {90, 0, 0}}, 1200, true);
     run.admit({700});
     const auto first = run.once_more({300});

@@ -71,8 +71,7 @@ inline Outcome run_on_host(const PolicySpec& spec, std::span<const Step> steps,
               .leave_after = std::vector<std::uint32_t>(kSteps * kTokens),
               .slots = std::vector<std::byte>(kTokens * entry.slot_bytes),
               .weights = {}};
-  // The probe's tokens bring zeros, as those of the device do.
-  const std::vector<float> columns(kTokens * entry.info.column_count());
+  const std::vector<float> columns = draw_columns(0, kTokens, entry.info.column_count());
   const Tokens tokens{indices.data(), columns.data()};
   entry.admit(out.slots.data(), tokens, kTokens, params.data(), steps[0]);
   for (std::uint32_t s = 0; s < kSteps; ++s) {
@@ -96,6 +95,7 @@ class DeviceRun {
         params_(spec.params),
         steps_(steps),
         seen_(seen),
+        columns_(draw_columns(0, kTokens, policy.columns.size())),
         slots_(kTokens * policy.slot_bytes) {}
 
   cudaError_t enqueue(cudaStream_t stream) const {
@@ -103,6 +103,7 @@ class DeviceRun {
                         .steps = kSteps,
                         .step = steps_.data(),
                         .seen = seen_.data(),
+                        .columns = columns_.data(),
                         .guards = kGuards,
                         .ranks = ranks_.data(),
                         .leave_after = leave_after_.data(),
@@ -128,6 +129,7 @@ class DeviceRun {
   std::vector<double> params_;
   DeviceArray<Step> steps_;
   DeviceArray<Observation> seen_;
+  DeviceArray<float> columns_;
   DeviceArray<std::uint64_t> ranks_{kSteps * kTokens};
   DeviceArray<std::uint32_t> leave_after_{kSteps * kTokens};
   DeviceArray<std::byte> slots_;

@@ -3,19 +3,15 @@
 #include <algorithm>
 #include <numeric>
 
+#include "kernels/host/transfer.hpp"
+
 namespace kvlab {
 namespace {
 
-using cuda::check;
-
+/// Of an array that may be null.
 template <class T>
-std::vector<T> to_host(const void* from, std::size_t count, cudaStream_t stream) {
-  std::vector<T> values(from ? count : 0);
-  if (values.empty()) return values;
-  check(cudaMemcpyAsync(values.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost, stream),
-        "watching the cache");
-  check(cudaStreamSynchronize(stream), "watching the cache");
-  return values;
+std::vector<T> to_host(const T* from, std::size_t count, cudaStream_t stream) {
+  return from ? cuda::read(from, count, stream, "watching the cache") : std::vector<T>{};
 }
 
 void append(std::vector<float>& to, const std::vector<float>& more) {
@@ -49,26 +45,32 @@ void CacheWatch::watch(int sequence, DecoderObserver* observer) {
     observers_.erase(sequence);
 }
 
-CacheWatch::Head CacheWatch::Slots::head(std::size_t first, std::size_t count,
-                                         std::size_t slot_bytes) const {
+CacheWatch::Head CacheWatch::Slots::head(std::size_t first, std::size_t count) const {
   std::vector<std::size_t> by_age(count);
   std::iota(by_age.begin(), by_age.end(), first);
   std::ranges::sort(by_age, {}, [&](std::size_t slot) { return positions[slot]; });
   Head head;
   for (const std::size_t slot : by_age) {
     head.positions.push_back(positions[slot]);
-    const auto from = states.begin() + static_cast<std::ptrdiff_t>(slot * slot_bytes);
-    head.states.insert(head.states.end(), from, from + static_cast<std::ptrdiff_t>(slot_bytes));
-    if (!seen.empty()) head.seen.push_back(seen[slot]);
+    const auto append_to = [&](auto& own, const auto& all) {
+      const std::size_t each = all.size() / positions.size();
+      const auto from = all.begin() + static_cast<std::ptrdiff_t>(slot * each);
+      own.insert(own.end(), from, from + static_cast<std::ptrdiff_t>(each));
+    };
+    append_to(head.states, states);
+    append_to(head.columns, columns);
+    append_to(head.seen, seen);
   }
   return head;
 }
 
 CacheWatch::Slots CacheWatch::read(const kernels::SlotCache& cache, const std::byte* states,
-                                   const Observation* seen, std::size_t count) const {
-  return {.positions = to_host<std::uint32_t>(cache.positions, count, stream_),
-          .states = to_host<std::byte>(states, count * cache_.slot_bytes(), stream_),
-          .seen = to_host<Observation>(seen, count, stream_)};
+                                   const float* columns, const Observation* seen,
+                                   std::size_t count) const {
+  return {.positions = to_host(cache.positions, count, stream_),
+          .states = to_host(states, count * cache_.slot_bytes(), stream_),
+          .columns = to_host(columns, count * cache_.columns(), stream_),
+          .seen = to_host(seen, count, stream_)};
 }
 
 void CacheWatch::begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first,
@@ -82,7 +84,7 @@ void CacheWatch::begin(int sequence, std::span<const std::int32_t> ids, std::uin
 
 void CacheWatch::part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& outputs) {
   const auto tokens = static_cast<std::size_t>(part.rows);
-  const auto data = to_host<std::byte>(outputs.qkv, shape_.offsets(tokens).end, stream_);
+  const auto data = to_host(outputs.qkv, shape_.offsets(tokens).end, stream_);
   CapturedLayer more;
   more.read(shape_, data.data(), tokens);
   append(captured_.q, more.q);
@@ -96,12 +98,12 @@ void CacheWatch::part(std::uint32_t layer, const PromptPart& part, const LayerOu
 void CacheWatch::show_admission(std::uint32_t layer) {
   const AdmissionMemory& memory = cache_.admission();
   const auto slots = static_cast<std::size_t>(memory.cache.most_slots);
-  const auto older = to_host<std::int32_t>(memory.cache.lengths, config_.kv_heads, stream_);
-  const Slots all = read(memory.cache, memory.states, memory.seen, slots * config_.kv_heads);
+  const auto older = to_host(memory.cache.lengths, config_.kv_heads, stream_);
+  const Slots all =
+      read(memory.cache, memory.states, memory.columns, memory.seen, slots * config_.kv_heads);
   std::vector<Head> heads;
   for (std::size_t h = 0; h < config_.kv_heads; ++h)
-    heads.push_back(
-        all.head(h * slots, static_cast<std::size_t>(older[h]) + admitted_, cache_.slot_bytes()));
+    heads.push_back(all.head(h * slots, static_cast<std::size_t>(older[h]) + admitted_));
   show_layer(sequence_, layer, first_, admitted_, heads, captured_);
   captured_ = {};
 }
@@ -110,13 +112,13 @@ void CacheWatch::end() { observers_.at(sequence_)->admitted(); }
 
 void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
-  const auto data = to_host<std::byte>(outputs, config_.layers * layer_bytes, stream_);
+  const auto data = to_host(outputs, config_.layers * layer_bytes, stream_);
   const kernels::SlotCache cache = cache_.storage().cache(0, static_cast<int>(sequences_));
   const kernels::PolicyState policy = cache_.storage().policy(0);
   const PairSlots& slots = cache_.slots();
-  const Slots all =
-      read(cache, policy.states, policy.seen, static_cast<std::size_t>(slots.total()));
-  const auto lengths = to_host<std::int32_t>(cache.lengths, slots.first_slots().size(), stream_);
+  const Slots all = read(cache, policy.states, policy.columns, policy.seen,
+                         static_cast<std::size_t>(slots.total()));
+  const auto lengths = to_host(cache.lengths, slots.first_slots().size(), stream_);
 
   for (const Fed& one : fed)
     observers_.at(one.sequence)->admission({&one.id, 1}, one.position, one.kind, one.new_segment);
@@ -129,7 +131,7 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
       for (std::size_t h = 0; h < config_.kv_heads; ++h) {
         const std::size_t at = layer * slots.pairs() + row * config_.kv_heads + h;
         heads.push_back(all.head(static_cast<std::size_t>(slots.first_slots()[at]),
-                                 static_cast<std::size_t>(lengths[at]), cache_.slot_bytes()));
+                                 static_cast<std::size_t>(lengths[at])));
       }
       show_layer(one.sequence, layer, one.position, 1, heads, row_of(captured, row, sequences_));
     }
@@ -151,7 +153,8 @@ void CacheWatch::show_layer(int sequence, std::uint32_t layer, std::uint32_t fir
     before = now;
   }
   for (std::uint32_t h = 0; h < heads.size(); ++h)
-    observer.observed(layer, h, {heads[h].positions, heads[h].states}, heads[h].seen);
+    observer.observed(layer, h, {heads[h].positions, heads[h].states, heads[h].columns},
+                      heads[h].seen);
   observer.layer(layer, captured.q, captured.k, captured.v, captured.out, captured.lse);
 }
 

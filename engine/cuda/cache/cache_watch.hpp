@@ -41,18 +41,20 @@ class CacheWatch {
   struct Head {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;
+    std::vector<float> columns;
     std::vector<Observation> seen;
   };
   /// Arrays of slots, on the host.
   struct Slots {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;
+    std::vector<float> columns;
     std::vector<Observation> seen;
-    Head head(std::size_t first, std::size_t count, std::size_t slot_bytes) const;
+    Head head(std::size_t first, std::size_t count) const;
   };
 
-  Slots read(const kernels::SlotCache& cache, const std::byte* states, const Observation* seen,
-             std::size_t count) const;
+  Slots read(const kernels::SlotCache& cache, const std::byte* states, const float* columns,
+             const Observation* seen, std::size_t count) const;
   void show_admission(std::uint32_t layer);
   void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t admitted,
                   const std::vector<Head>& heads, const CapturedLayer& captured);

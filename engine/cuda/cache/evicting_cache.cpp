@@ -7,6 +7,7 @@
 
 #include "engine/cuda/fill.hpp"
 #include "kernels/host/transfer.hpp"
+#include "policies/budgets/layer_budgets.hpp"
 #include "policies/executor.hpp"
 
 namespace kvlab {
@@ -29,9 +30,11 @@ const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
     check_held(kCudaDecoder, cache, model.config().heads());
-    if (cache.policy.entry != first.policy.entry || cache.positions != first.positions)
+    if (cache.policy.entry != first.policy.entry || cache.policy.columns != first.policy.columns ||
+        cache.positions != first.positions)
       throw std::invalid_argument(
-          "CUDA decoder: the sequences of a batch share one policy and one kind of positions");
+          "CUDA decoder: the sequences of a batch share one policy, its columns, and one kind of "
+          "positions");
   }
   return caches;
 }
@@ -70,10 +73,14 @@ EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Pa
   q = arena.take<std::byte>(row_count * config.query_heads * model.key_bytes());
   inv_freq = arena.take<float>(config.rope.inv_freq.size());
   rope = arena.take<float2>(row_count * config.rope.inv_freq.size());
+  plain_k = arena.take<std::byte>(config.qk_norm && options.policy().column_count() > 0
+                                      ? row_count * config.kv_heads * model.key_bytes()
+                                      : 0);
   iota = arena.take<std::int32_t>(row_count);
   zeros = arena.take<std::int32_t>(row_count);
   nothing = arena.take<Admitted>(1);
   admitted = arena.take<Admitted>(1);
+  ended = arena.take<Admitted>(1);
   // The same for every policy.
   const auto any =
       needs_plain(model, options) ? kernels::plain_kernels({}) : kernels::observing_kernels({});
@@ -96,7 +103,8 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       work_("attention", model, slots_, options_),
       branch_(kernels_, storage_->cache(0, options_.sequences), static_cast<int>(config_.layers),
               work_->workspaces, stream),
-      counts_(slots_.first_slots().size()) {
+      counts_(slots_.first_slots().size()),
+      shared_when_(options_.caches.size()) {
   storage_->clear(slots_, options_);
   cuda::write(work_->inv_freq, config_.rope.inv_freq, "RoPE's frequencies");
   check(cuda::fill_iota(work_->iota, options_.rows(), stream), "a prompt");
@@ -162,15 +170,18 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
               model_.type(), (key ? storage_->keys : storage_->values) + first * model_.key_bytes(),
               std::size_t{live} * config_.head_size, 1.0f, first * 2 + (key ? 1 : 0), stream_),
           kWhat);
-    // The sinks and the youngest; with states of nothing seen.
+    // The sinks and the youngest; with states of nothing seen, and columns of nothing brought.
     const std::uint32_t sinks = slots_.guards(layer, pair).sinks;
     std::vector<std::uint32_t> positions(live);
     for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;
     copy(storage_->positions + first, positions.data(), positions.size());
-    if (slot_bytes() > 0)
-      check(
-          cudaMemsetAsync(storage_->states + first * slot_bytes(), 0, live * slot_bytes(), stream_),
-          kWhat);
+    const auto clear = [&](auto* all, std::size_t of_slot) {
+      if (of_slot > 0)
+        check(cudaMemsetAsync(all + first * of_slot, 0, live * of_slot * sizeof *all, stream_),
+              kWhat);
+    };
+    clear(storage_->states, slot_bytes());
+    clear(storage_->columns, columns());
     copy(storage_->lengths + at, &live, 1);
     copy(storage_->next_slots + at, &live, 1);
   });
@@ -178,6 +189,12 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
       check(kernels::number_by_age(storage_->cache_of(layer, sequence), stream_), kWhat);
   check(cudaStreamSynchronize(stream_), kWhat);
+}
+
+EvictingCache::PlainKeys EvictingCache::plain_keys(const LayerOutputs& to) const {
+  const std::size_t head = config_.head_size, kv = config_.kv_heads * head;
+  if (config_.qk_norm) return {to.plain_k ? to.plain_k : work_->plain_k, kv};
+  return {to.qkv + config_.query_heads * model_.key_bytes(), config_.query_heads * head + 2 * kv};
 }
 
 // --- Modifiers -----------------------------------------------------------------------------------
@@ -222,6 +239,7 @@ void EvictingCache::make_room(int sequence, std::uint32_t fed, bool after_prompt
                              .to = cache,
                              .policy = storage_->policy_of_shrink(layer, sequence, false),
                              .to_states = storage_->states,
+                             .to_columns = storage_->columns,
                              .now = &work_->nothing->now,
                              .admitted = &work_->nothing->tokens,
                              .seen = nullptr,
@@ -233,16 +251,92 @@ void EvictingCache::make_room(int sequence, std::uint32_t fed, bool after_prompt
   }
 }
 
-/// Tokens of an admission that makes room before it and, for the next, behind it.
-void EvictingCache::count_admission(int sequence, std::uint32_t tokens, bool ends_prompt) {
-  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+/// Tokens of an admission that makes room before it.
+void EvictingCache::count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens) {
+  each_pair(sequence, [&](std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);
     own.behind = own.live;
     own.live += tokens;
     own.most = std::max(own.most, own.live);
-    own.live -= surplus(layer, pair, ends_prompt);
   });
+}
+
+/// Room that is made behind an admission.
+void EvictingCache::count_room(int sequence, std::uint32_t layer, bool after_prompt) {
+  each_pair(sequence, [&](std::size_t pair) {
+    counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
+  });
+}
+
+/// After a prompt, under ada(): splits a layer's slots among its KV heads by their ranks, and takes
+/// the live tokens there, all of which the admission's memory holds. Waits. Returns how many those
+/// were, [kv_head].
+std::vector<std::int32_t> EvictingCache::share_slots(int sequence, std::uint32_t layer,
+                                                     std::uint32_t fed) {
+  constexpr const char* kWhat = "sharing slots";
+  const AdmissionMemory& memory = *admission_;
+  const Admitted ended{fed, 0};
+  check(cudaMemcpyAsync(work_->ended, &ended, sizeof ended, cudaMemcpyHostToDevice, stream_),
+        kWhat);
+  kernels::ShrinkArgs args{.from = memory.cache,
+                           .to = storage_->cache_of(layer, sequence),
+                           .policy = storage_->policy_of_shrink(layer, sequence, false),
+                           .to_states = storage_->states,
+                           .to_columns = storage_->columns,
+                           .now = &work_->ended->now,
+                           .admitted = &work_->ended->tokens,
+                           .seen = nullptr,
+                           .workspace = memory.shrink_workspace};
+  args.policy.states = memory.states;
+  args.policy.columns = memory.columns;
+  modify(args, sequence, true);
+  check(kernels::rank_tokens(kernels_, args, stream_), kWhat);
+
+  const std::size_t heads = config_.kv_heads,
+                    row = static_cast<std::size_t>(memory.cache.most_slots);
+  const auto lengths = cuda::read(memory.cache.lengths, heads, stream_, kWhat);
+  const auto positions = cuda::read(memory.cache.positions, heads * row, stream_, kWhat);
+  const auto ranks = cuda::read(kernels::ranks_of(args), heads * row, stream_, kWhat);
+  const std::size_t first = static_cast<std::size_t>(sequence) * heads;
+  std::vector<std::vector<LeavingKey>> keys(heads);
+  for (std::size_t head = 0; head < heads; ++head) {
+    const Guards guards = slots_.guards(layer, first + head);
+    const auto live = static_cast<std::size_t>(lengths[head]);
+    for (std::size_t i = head * row; i < head * row + live; ++i)
+      keys[head].push_back({guards.guard(positions[i], fed), ranks[i], positions[i]});
+  }
+  const std::uint32_t mean = options_.caches[static_cast<std::size_t>(sequence)].budget_tokens;
+  slots_.share(layer, static_cast<std::size_t>(sequence), ada_budgets(keys, mean));
+  storage_->write_pairs(slots_, layer * slots_.pairs() + first, heads);
+  check(kernels::shrink(kernels_, args, stream_), kWhat);
+  if (rotation_ == KeyRotation::by_age) check(kernels::number_by_age(args.to, stream_), kWhat);
+  count_room(sequence, layer, true);
+  shared_when_[static_cast<std::size_t>(sequence)] = fed;
+  return lengths;
+}
+
+/// Where the prompt's last token came alone: by way of an admission's memory.
+void EvictingCache::share_slots_of_live(int sequence, std::uint32_t fed) {
+  const AdmissionMemory& memory = reserve(static_cast<std::uint32_t>(slots_.most()));
+  const Admitted nothing{fed, 0};
+  check(cudaMemcpyAsync(work_->nothing, &nothing, sizeof nothing, cudaMemcpyHostToDevice, stream_),
+        "sharing slots");
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+    check(kernels::shrink(kernels_,
+                          {.from = storage_->cache_of(layer, sequence),
+                           .to = memory.cache,
+                           .policy = storage_->policy_of_shrink(layer, sequence, true),
+                           .to_states = memory.states,
+                           .to_columns = memory.columns,
+                           .now = &work_->nothing->now,
+                           .admitted = &work_->nothing->tokens,
+                           .seen = nullptr,
+                           .workspace = memory.shrink_workspace},
+                          stream_),
+          "sharing slots");
+    share_slots(sequence, layer, fed);
+  }
 }
 
 void EvictingCache::before_token(int sequence, std::uint32_t fed) {
@@ -257,7 +351,11 @@ void EvictingCache::before_token(int sequence, std::uint32_t fed) {
 }
 
 void EvictingCache::end_prompt(int sequence, std::uint32_t fed) {
-  if (counts(sequence)) make_room(sequence, fed, true);
+  if (shares_slots(sequence)) {
+    if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
+  } else if (counts(sequence)) {
+    make_room(sequence, fed, true);
+  }
 }
 
 }  // namespace kvlab

@@ -24,6 +24,8 @@ struct AdmissionMemory {
   /// [kv_head, slot]; lengths are those of the tokens that were live already.
   kernels::SlotCache cache{};
   std::byte* states = nullptr;          // [kv_head, slot, slot_bytes]
+  float* columns = nullptr;             // [kv_head, slot, column]; or null
+  std::byte* plain_keys = nullptr;      // [new token, kv_head, dim], before RoPE; or null
   std::byte* squeezed_keys = nullptr;   // [kv_head, slot, dim], rotated by age; or null
   std::int64_t* first_slots = nullptr;  // [kv_head]
   Observation* seen = nullptr;          // [kv_head, slot]; null where nothing is observed
@@ -57,12 +59,13 @@ class EvictingCache final : public DeviceCache {
   /// As an admission left its last layer.
   const AdmissionMemory& admission() const { return *admission_; }
   std::size_t slot_bytes() const { return options_.entry()->slot_bytes; }
+  std::size_t columns() const { return options_.policy().column_count(); }
 
  private:
   class Prompt;
   class Step;
-  /// Of a sequence under modifiers, what follows from all that was admitted: live tokens of a KV
-  /// head now, before the last admission, and at most.
+  /// Of a sequence under modifiers or ada(), what follows from all that was admitted: live tokens
+  /// of a KV head now, before the last admission, and at most.
   struct Counts {
     std::uint32_t live = 0, behind = 0, most = 0;
   };
@@ -76,25 +79,43 @@ class EvictingCache final : public DeviceCache {
     std::byte* q;                  // [row, query_head, dim]
     float* inv_freq;               // [rotated / 2]
     float2* rope;                  // [row, rotated / 2]
+    std::byte* plain_k;            // [row, kv_head, dim], before RoPE, where norms hide it; or null
     std::int32_t *iota, *zeros;    // [row]
     Admitted *nothing, *admitted;  // at the first new token's position: none; all
+    Admitted* ended;               // none, at the position behind a prompt
     std::byte* workspaces;
   };
 
+  /// Keys before RoPE as a layer has left them, `row` elements from one to the next.
+  struct PlainKeys {
+    const std::byte* first;
+    std::size_t row;
+  };
+  PlainKeys plain_keys(const LayerOutputs& to) const;
   /// Memory for an admission. Waits, where it has to grow.
   const AdmissionMemory& reserve(std::uint32_t slots);
+  /// each(pair) for all KV heads of a sequence in a layer.
+  template <class Each>
+  void each_pair(int sequence, Each each) const {
+    const std::size_t first = static_cast<std::size_t>(sequence) * config_.kv_heads;
+    for (std::size_t head = 0; head < config_.kv_heads; ++head) each(first + head);
+  }
   /// each(layer, pair) for all KV heads of a sequence.
   template <class Each>
   void each_head(int sequence, Each each) const {
-    const std::size_t first = static_cast<std::size_t>(sequence) * config_.kv_heads;
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-      for (std::size_t head = 0; head < config_.kv_heads; ++head) each(layer, first + head);
+      each_pair(sequence, [&](std::size_t pair) { each(layer, pair); });
   }
 
   const Modifiers& modifiers(int sequence) const {
     return options_.caches[static_cast<std::size_t>(sequence)].policy.modifiers;
   }
-  bool counts(int sequence) const { return modifiers(sequence) != Modifiers{}; }
+  bool shares_slots(int sequence) const {
+    return options_.caches[static_cast<std::size_t>(sequence)].shares_slots();
+  }
+  bool counts(int sequence) const {
+    return modifiers(sequence) != Modifiers{} || shares_slots(sequence);
+  }
   Counts& counts_of(std::uint32_t layer, std::size_t pair) {
     return counts_[layer * slots_.pairs() + pair];
   }
@@ -104,7 +125,10 @@ class EvictingCache final : public DeviceCache {
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
   void make_room(int sequence, std::uint32_t fed, bool after_prompt);
-  void count_admission(int sequence, std::uint32_t tokens, bool ends_prompt);
+  void count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens);
+  void count_room(int sequence, std::uint32_t layer, bool after_prompt);
+  std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
+  void share_slots_of_live(int sequence, std::uint32_t fed);
   /// What a shrink does to ranks.
   void modify(kernels::ShrinkArgs& args, int sequence, bool after_prompt) const;
 
@@ -121,7 +145,8 @@ class EvictingCache final : public DeviceCache {
   cuda::Placed<Work> work_;
   cuda::Placed<AdmissionMemory> admission_;
   ObserverBranch branch_;
-  std::vector<Counts> counts_;  // [layer, pair]
+  std::vector<Counts> counts_;              // [layer, pair]
+  std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
 };
 
 }  // namespace kvlab

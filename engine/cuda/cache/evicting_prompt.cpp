@@ -24,6 +24,10 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const DeviceModel& model,
   cache.next_slots = arena.take<std::int32_t>(heads);
   cache.first_slot = first_slots = arena.take<std::int64_t>(heads);
   states = arena.take<std::byte>(all * options.entry()->slot_bytes);
+  if (const std::size_t count = options.policy().column_count(); count > 0) {
+    columns = arena.take<float>(all * count);
+    plain_keys = arena.take<std::byte>(all * model.key_bytes());
+  }
   if (options.rotation() != KeyRotation::by_position)
     squeezed_keys = arena.take<std::byte>(all * model.key_bytes());
   if (options.policy().weighted) weights = arena.take<float>(slots);
@@ -86,6 +90,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
                  .positions = nullptr,
                  .now = nullptr};
     args.q = work.q;
+    args.plain_k = work.plain_k;
     if (cache_.rotation_ == KeyRotation::by_age) return args;
     const auto half = static_cast<int>(rope.inv_freq.size());
     const bool is_all = part.rows == static_cast<int>(tokens());
@@ -120,6 +125,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
                                      cache_.stream_),
           "prefill attention");
     if (cache_.options_.observes()) observe(layer, part);
+    if (memory_.columns) keep_plain_keys(part, to);
     if (part.first + static_cast<std::uint32_t>(part.rows) == tokens()) keep(layer);
   }
 
@@ -138,6 +144,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
             .to = cache,
             .policy = cache_.storage_->policy_of_shrink(layer, sequence_, is_once()),
             .to_states = memory_.states,
+            .to_columns = memory_.columns,
             .now = &cache_.work_->nothing->now,
             .admitted = &cache_.work_->nothing->tokens,
             .seen = nullptr,
@@ -153,23 +160,25 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     std::uint32_t older = 0;
     for (std::size_t head = 0; head < cache_.config_.kv_heads; ++head)
       older = std::max(older, cache_.older(sequence_, layer, first_pair + head, fed_));
-    check(kernels::observe_queries({.shape = shape(),
-                                    .needs = cache_.options_.policy().needs,
-                                    .first = static_cast<int>(part.first),
-                                    .queries = part.rows,
-                                    .keys_end = static_cast<int>(older + end),
-                                    .younger = static_cast<int>(tokens() - end),
-                                    .position = fed_ + part.first,
-                                    .q = cache_.work_->q,
-                                    .keys = attended_keys(),
-                                    .rows = memory_.rows,
-                                    .older = memory_.cache.lengths,
-                                    .weights = memory_.weights,
-                                    .tail = tail_,
-                                    .threshold16 = cache_.storage_->thresholds + sequence_,
-                                    .seen = memory_.seen,
-                                    .workspace = memory_.observe_workspace},
-                                   cache_.stream_),
+    check(kernels::observe_queries(
+              {.shape = shape(),
+               .needs = cache_.options_.policy().needs,
+               .first = static_cast<int>(part.first),
+               .queries = part.rows,
+               .keys_end = static_cast<int>(older + end),
+               .younger = static_cast<int>(tokens() - end),
+               .position = fed_ + part.first,
+               .q = cache_.work_->q,
+               .keys = attended_keys(),
+               .rows = memory_.rows,
+               .older = memory_.cache.lengths,
+               .weights = memory_.weights,
+               .tail = tail_,
+               .group_max = options_.policy.modifiers.group == Modifiers::Group::max,
+               .threshold16 = cache_.storage_->thresholds + sequence_,
+               .seen = memory_.seen,
+               .workspace = memory_.observe_workspace},
+              cache_.stream_),
           "what a prompt's queries give");
   }
 
@@ -179,19 +188,64 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     kernels::PolicyState policy =
         cache_.storage_->policy_of_shrink(layer, sequence_, is_once() && !ends_prompt_);
     policy.states = memory_.states;
-    shrink({.from = memory_.cache,
-            .to = to,
-            .policy = policy,
-            .to_states = cache_.storage_->states,
-            .now = &cache_.work_->admitted->now,
-            .admitted = &cache_.work_->admitted->tokens,
-            .seen = memory_.seen,
-            .workspace = memory_.shrink_workspace},
-           ends_prompt_);
+    policy.columns = memory_.columns;
+    if (memory_.columns) make_columns(layer);
+    if (cache_.counts(sequence_)) cache_.count_admission(sequence_, layer, tokens());
+    kernels::ShrinkArgs args{.from = memory_.cache,
+                             .to = to,
+                             .policy = policy,
+                             .to_states = cache_.storage_->states,
+                             .to_columns = cache_.storage_->columns,
+                             .now = &cache_.work_->admitted->now,
+                             .admitted = &cache_.work_->admitted->tokens,
+                             .seen = memory_.seen,
+                             .workspace = memory_.shrink_workspace};
+    if (ends_prompt_ && cache_.shares_slots(sequence_)) {
+      keep_by_shares(layer, args);
+      return;
+    }
+    shrink(args, ends_prompt_);
     if (cache_.rotation_ == KeyRotation::by_age)
       check(kernels::number_by_age(to, cache_.stream_), "numbering by age");
-    if (layer + 1 == cache_.config_.layers && cache_.counts(sequence_))
-      cache_.count_admission(sequence_, tokens(), ends_prompt_);
+    if (cache_.counts(sequence_)) cache_.count_room(sequence_, layer, ends_prompt_);
+  }
+
+  /// All are admitted where they are; then the heads share their slots.
+  void keep_by_shares(std::uint32_t layer, kernels::ShrinkArgs args) {
+    args.to = args.from;
+    args.to_states = memory_.states;
+    args.to_columns = memory_.columns;
+    args.policy.room_at = cache_.storage_->policy_of_shrink(layer, sequence_, true).room_at;
+    shrink(args, false);
+    std::vector<std::int32_t> older = cache_.share_slots(sequence_, layer, fed_ + tokens());
+    for (std::int32_t& live : older) live -= static_cast<std::int32_t>(tokens());
+    copy(memory_.cache.lengths, older.data(), older.size());  // as whoever watches expects them
+  }
+
+  /// Those of a part, for when all of the admission's are there.
+  void keep_plain_keys(const PromptPart& part, const LayerOutputs& to) {
+    const PlainKeys keys = cache_.plain_keys(to);
+    const std::size_t width = cache_.config_.kv_heads * cache_.model_.key_bytes();
+    check(cudaMemcpy2DAsync(memory_.plain_keys + part.first * width, width, keys.first,
+                            keys.row * bytes_of(cache_.model_.dtype()), width,
+                            static_cast<std::size_t>(part.rows), cudaMemcpyDeviceToDevice,
+                            cache_.stream_),
+          "keys before RoPE");
+  }
+
+  void make_columns(std::uint32_t layer) {
+    const kernels::SlotCache& cache = memory_.cache;
+    check(kernels::make_columns({.cache = cache,
+                                 .columns = cache_.options_.columns(),
+                                 .slots = cache.lengths,
+                                 .tokens = static_cast<int>(tokens()),
+                                 .now = nullptr,
+                                 .keys = memory_.plain_keys,
+                                 .key_row = std::int64_t{cache.kv_heads} * cache.head_size,
+                                 .unit_keys = cache_.storage_->unit_keys_of(layer, sequence_),
+                                 .to = memory_.columns},
+                                cache_.stream_),
+          "columns");
   }
 
   /// Room is made only behind a prompt segment.

@@ -10,6 +10,7 @@ class EvictingCache::Step final : public CacheStep {
       : cache_(cache),
         rows_(rows),
         now_(reinterpret_cast<const std::uint32_t*>(cache.batch_.state().positions)),
+        columns_(cache.columns() > 0 ? columns(outputs) : std::vector<kernels::ColumnArgs>{}),
         attention_(cache.kernels_, layers(outputs), cache.branch_, cache.stream_) {}
 
   void begin() const override {
@@ -32,6 +33,7 @@ class EvictingCache::Step final : public CacheStep {
                  .positions = cache.positions,
                  .now = now_};
     args.q = cache_.work_->q;
+    args.plain_k = cache_.work_->plain_k;
     if (cache_.rotation_ == KeyRotation::by_age) return args;
     args.rotated = static_cast<int>(cache_.config_.rope.rotated());
     args.rope = cache_.work_->rope;
@@ -39,7 +41,12 @@ class EvictingCache::Step final : public CacheStep {
     return args;
   }
 
-  void attend(std::uint32_t layer) const override { attention_.attend(layer); }
+  void attend(std::uint32_t layer) const override {
+    attention_.attend(layer);
+    // Only what observes reads them. The keys must be there still.
+    if (!columns_.empty())
+      cuda::check(kernels::make_columns(columns_[layer], cache_.stream_), "columns");
+  }
   void observe(std::uint32_t layer) const override { attention_.observe(layer); }
   void end() const override { attention_.join(); }
 
@@ -66,9 +73,28 @@ class EvictingCache::Step final : public CacheStep {
     return layers;
   }
 
+  std::vector<kernels::ColumnArgs> columns(const LayerOutputMemory& outputs) const {
+    std::vector<kernels::ColumnArgs> layers;
+    for (std::uint32_t layer = 0; layer < cache_.config_.layers; ++layer) {
+      const kernels::SlotCache cache = cache_.storage_->cache(layer, rows_);
+      const PlainKeys keys = cache_.plain_keys(outputs.step(layer));
+      layers.push_back({.cache = cache,
+                        .columns = cache_.options_.columns(),
+                        .slots = cache.next_slots,
+                        .tokens = 1,
+                        .now = now_,
+                        .keys = keys.first,
+                        .key_row = static_cast<std::int64_t>(keys.row),
+                        .unit_keys = cache_.storage_->unit_keys_of(layer, 0),
+                        .to = cache_.storage_->columns});
+    }
+    return layers;
+  }
+
   const EvictingCache& cache_;
   int rows_;
   const std::uint32_t* now_;
+  std::vector<kernels::ColumnArgs> columns_;  // [layer]; empty without
   ObservedAttention attention_;
 };
 

@@ -3,38 +3,56 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "policies/budgets/layer_budgets.hpp"
+
 namespace kvlab {
 
 PairSlots::PairSlots(const ModelConfig& config, std::span<const ResolvedConfig> caches,
                      std::uint32_t most_tokens)
-    : kv_heads_(config.kv_heads), caches_(caches.begin(), caches.end()) {
+    : kv_heads_(config.kv_heads),
+      caches_(caches.begin(), caches.end()),
+      most_tokens_(most_tokens > 0 ? most_tokens : kNoBudget) {
   for (std::uint32_t layer = 0; layer < config.layers; ++layer)
     for (std::size_t pair = 0; pair < pairs(); ++pair) {
       guards(layer, pair);  // refuses what does not fit
-      std::uint32_t slots = capacity(layer, pair);
-      if (most_tokens > 0) slots = std::min(slots, most_tokens);
+      const std::uint32_t budget = asked(layer, pair), slots = slots_of(pair, budget);
       if (slots >= std::uint32_t{1} << 31)
         throw std::invalid_argument("a cache without a budget needs a length; give one of them");
+      budgets_.push_back(budget);
       first_slots_.push_back(total_);
       total_ += slots;
-      most_ = std::max(most_, static_cast<int>(slots));
+      const bool shares = caches_[pair / kv_heads_].shares_slots();
+      const std::uint32_t most =
+          shares ? slots_of(pair, most_of_ada(budget, config.kv_heads)) : slots;
+      most_ = std::max(most_, static_cast<int>(most));
     }
 }
 
-std::uint32_t PairSlots::budget(std::uint32_t layer, std::size_t pair) const {
+std::uint32_t PairSlots::asked(std::uint32_t layer, std::size_t pair) const {
   return caches_[pair / kv_heads_].budget_of(layer, static_cast<std::uint32_t>(pair % kv_heads_));
 }
 
-std::uint32_t PairSlots::capacity(std::uint32_t layer, std::size_t pair) const {
-  const std::uint32_t tokens = budget(layer, pair);
+std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const {
   const Modifiers& own = modifiers(pair);
-  if (tokens == kNoBudget || own.once) return kNoBudget;
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(tokens, 1), kNoBudget));
+  if (budget == kNoBudget || own.once) return most_tokens_;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(budget, 1), most_tokens_));
 }
 
 Guards PairSlots::guards(std::uint32_t layer, std::size_t pair) const {
-  const std::uint32_t tokens = budget(layer, pair);
+  const std::uint32_t tokens = asked(layer, pair);
   return tokens == kNoBudget ? Guards{} : resolve_guards(caches_[pair / kv_heads_].policy, tokens);
+}
+
+/// As many slots as before, or fewer: budgets have the same sum, and no head has more than tokens.
+void PairSlots::share(std::uint32_t layer, std::size_t sequence,
+                      std::span<const std::uint32_t> budgets) {
+  const std::size_t first = layer * pairs() + sequence * kv_heads_;
+  std::int64_t slot = first_slots_[first];
+  for (std::size_t head = 0; head < kv_heads_; ++head) {
+    budgets_[first + head] = budgets[head];
+    first_slots_[first + head] = slot;
+    slot += slots_of(sequence * kv_heads_ + head, budgets[head]);
+  }
 }
 
 std::uint32_t PairSlots::older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const {

@@ -20,8 +20,14 @@ class PairSlots {
   std::size_t pairs() const { return caches_.size() * kv_heads_; }  ///< of a layer
   std::int64_t total() const { return total_; }                     ///< slots, all layers
   int most() const { return most_; }                                ///< of a pair
-  std::uint32_t budget(std::uint32_t layer, std::size_t pair) const;
+  std::uint32_t budget(std::uint32_t layer, std::size_t pair) const {
+    return budgets_[layer * pairs() + pair];
+  }
+  /// Of the budget that was asked for.
   Guards guards(std::uint32_t layer, std::size_t pair) const;
+  /// Under ada(): what the KV heads of a sequence have in a layer from now on, in the room that
+  /// they have together.
+  void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
   const Modifiers& modifiers(std::size_t pair) const {
     return caches_[pair / kv_heads_].policy.modifiers;
   }
@@ -31,10 +37,13 @@ class PairSlots {
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
 
  private:
-  std::uint32_t capacity(std::uint32_t layer, std::size_t pair) const;
+  std::uint32_t asked(std::uint32_t layer, std::size_t pair) const;
+  std::uint32_t slots_of(std::size_t pair, std::uint32_t budget) const;
 
   std::size_t kv_heads_;
   std::vector<ResolvedConfig> caches_;
+  std::uint32_t most_tokens_;
+  std::vector<std::uint32_t> budgets_;  // [layer, pair]
   std::vector<std::int64_t> first_slots_;
   std::int64_t total_ = 0;
   int most_ = 0;

@@ -3,8 +3,11 @@
 #include "kernels/host/transfer.hpp"
 
 namespace kvlab {
+namespace {
 
-using cuda::check;
+constexpr const char* kTables = "the cache's tables";
+
+}  // namespace
 
 SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
                          const CudaDecoderOptions& options)
@@ -18,6 +21,11 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const Pai
   positions = arena.take<std::uint32_t>(total);
   ages = arena.take<std::uint32_t>(options.rotation() == KeyRotation::by_age ? total : 0);
   states = arena.take<std::byte>(total * options.entry()->slot_bytes);
+  const kernels::ColumnList brought = options.columns();
+  columns = arena.take<float>(total * static_cast<std::size_t>(brought.count));
+  unit_keys = arena.take<float>(brought.has(BuiltInColumn::key_cosine)
+                                    ? pairs * static_cast<std::size_t>(shape_.head_size)
+                                    : 0);
   seen = arena.take<Observation>(options.watched && options.observes() ? total : 0);
   first_slots = arena.take<std::int64_t>(pairs);
   lengths = arena.take<std::int32_t>(pairs);
@@ -35,28 +43,35 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const Pai
   seeds = arena.take<std::uint64_t>(sequences);
 }
 
-void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& options) const {
-  constexpr const char* kWhat = "the cache's tables";
-  const std::size_t pairs = slots.first_slots().size();
-  std::vector<kernels::PairRule> all_rules;
+void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const {
+  std::vector<kernels::PairRule> own_rules;
   std::vector<std::uint32_t> of_steps, of_shrinks;
-  for (std::size_t layer = 0; layer < pairs / pairs_; ++layer)
-    for (std::size_t pair = 0; pair < pairs_; ++pair) {
-      const Guards guards = slots.guards(static_cast<std::uint32_t>(layer), pair);
-      all_rules.push_back({.budget = slots.budget(static_cast<std::uint32_t>(layer), pair),
-                           .sinks = guards.sinks,
-                           .recent = guards.recent});
-      const std::uint32_t budget = all_rules.back().budget;
-      const Modifiers& modifiers = slots.modifiers(pair);
-      of_steps.push_back(makes_room_at_once(modifiers) ? budget : kernels::kUnlimited);
-      of_shrinks.push_back(budget == kNoBudget ? kernels::kUnlimited
-                                               : budget - 1 + modifiers.every);
-    }
-  if (step_room_at) {
-    cuda::write(step_room_at, of_steps, kWhat);
-    cuda::write(shrink_room_at, of_shrinks, kWhat);
-    cuda::write(never, std::vector<std::uint32_t>(pairs, kernels::kUnlimited), kWhat);
+  std::vector<std::int64_t> starts;
+  for (std::size_t at = first; at < first + count; ++at) {
+    const auto layer = static_cast<std::uint32_t>(at / pairs_);
+    const std::size_t pair = at % pairs_;
+    const Guards guards = slots.guards(layer, pair);
+    const Modifiers& modifiers = slots.modifiers(pair);
+    const std::uint32_t budget = slots.budget(layer, pair);
+    own_rules.push_back({.budget = budget,
+                         .sinks = guards.sinks,
+                         .recent = guards.recent,
+                         .group_max = modifiers.group == Modifiers::Group::max});
+    of_steps.push_back(makes_room_at_once(modifiers) ? budget : kernels::kUnlimited);
+    of_shrinks.push_back(budget == kNoBudget ? kernels::kUnlimited : budget - 1 + modifiers.every);
+    starts.push_back(slots.first_slots()[at]);
   }
+  cuda::write(rules + first, own_rules, kTables);
+  cuda::write(first_slots + first, starts, kTables);
+  if (!step_room_at) return;
+  cuda::write(step_room_at + first, of_steps, kTables);
+  cuda::write(shrink_room_at + first, of_shrinks, kTables);
+}
+
+void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& options) const {
+  const std::size_t pairs = slots.first_slots().size();
+  write_pairs(slots, 0, pairs);
+  if (never) cuda::write(never, std::vector<std::uint32_t>(pairs, kernels::kUnlimited), kTables);
   std::vector<std::byte> all_params(options.caches.size() * params_bytes_);
   std::vector<std::uint32_t> all_thresholds, ids;
   std::vector<std::uint64_t> all_seeds;
@@ -67,14 +82,15 @@ void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& option
     all_seeds.push_back(cache.seed);
     ids.push_back(cache.sequence);
   }
-  cuda::write(first_slots, slots.first_slots(), kWhat);
-  cuda::write(lengths, std::vector<std::int32_t>(pairs), kWhat);
-  cuda::write(next_slots, std::vector<std::int32_t>(pairs), kWhat);
-  cuda::write(rules, all_rules, kWhat);
-  cuda::write(params, all_params, kWhat);
-  cuda::write(thresholds, all_thresholds, kWhat);
-  cuda::write(sequence_ids, ids, kWhat);
-  cuda::write(seeds, all_seeds, kWhat);
+  if (unit_keys)
+    cuda::write(unit_keys, std::vector<float>(pairs * static_cast<std::size_t>(shape_.head_size)),
+                kTables);
+  cuda::write(lengths, std::vector<std::int32_t>(pairs), kTables);
+  cuda::write(next_slots, std::vector<std::int32_t>(pairs), kTables);
+  cuda::write(params, all_params, kTables);
+  cuda::write(thresholds, all_thresholds, kTables);
+  cuda::write(sequence_ids, ids, kTables);
+  cuda::write(seeds, all_seeds, kTables);
 }
 
 kernels::SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const {
@@ -100,7 +116,8 @@ kernels::PolicyState SlotStorage::policy(std::uint32_t layer) const {
           .sequence_ids = sequence_ids,
           .layer = layer,
           .seen = seen,
-          .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr};
+          .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr,
+          .columns = columns};
 }
 
 kernels::SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
@@ -121,6 +138,12 @@ kernels::PolicyState SlotStorage::policy_of(std::uint32_t layer, int sequence) c
   one.sequence_ids += sequence;
   if (one.room_at) one.room_at += std::ptrdiff_t{sequence} * shape_.kv_heads;
   return one;
+}
+
+float* SlotStorage::unit_keys_of(std::uint32_t layer, int sequence) const {
+  if (!unit_keys) return nullptr;
+  const std::size_t pair = layer * pairs_ + static_cast<std::size_t>(sequence * shape_.kv_heads);
+  return unit_keys + pair * static_cast<std::size_t>(shape_.head_size);
 }
 
 kernels::PolicyState SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence,

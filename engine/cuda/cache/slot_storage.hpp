@@ -17,6 +17,8 @@ class SlotStorage {
               const CudaDecoderOptions& options);
   /// Nothing is live, and the tables are what slots and options say. Waits.
   void clear(const PairSlots& slots, const CudaDecoderOptions& options) const;
+  /// The tables of some KV heads, [layer, pair] from the `first` on. Waits.
+  void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const;
 
   /// One layer of the first `sequences`.
   kernels::SlotCache cache(std::uint32_t layer, int sequences) const;
@@ -26,10 +28,14 @@ class SlotStorage {
   kernels::PolicyState policy_of(std::uint32_t layer, int sequence) const;
   /// policy_of() for a shrink, which makes room where a step leaves that to it; unless `stays`.
   kernels::PolicyState policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
+  /// Of one layer, from a sequence on; null without them.
+  float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
   std::byte *keys, *values;            // [slot, dim]
   std::uint32_t *positions, *ages;     // [slot]; ages only where rotated by age, else null
   std::byte* states;                   // [slot, slot_bytes]
+  float* columns;                      // [slot, column]: what each brought
+  float* unit_keys;                    // [layer, pair, dim]: see ColumnArgs; null without them
   Observation* seen;                   // [slot]: what each received; null unless watched
   std::int64_t* first_slots;           // [layer, pair]
   std::int32_t *lengths, *next_slots;  // [layer, pair]

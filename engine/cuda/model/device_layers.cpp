@@ -40,7 +40,7 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
   write.k_gamma = w.k_norm;
   write.norm_epsilon = config_.norm_epsilon;
   write.plain_q = to.plain_q;
-  write.plain_k = to.plain_k;
+  if (to.plain_k) write.plain_k = to.plain_k;
   if (is_few(rows)) {
     kernels::LinearArgs args = few_normed(w.qkv, w.input_norm, x, rows);
     args.y = to.qkv;

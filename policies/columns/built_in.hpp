@@ -1,0 +1,16 @@
+// The columns that are computed from keys and values.
+//
+// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+namespace kvlab {
+
+/// What is computed from a token's key, before RoPE, or its value.
+enum class BuiltInColumn {
+  key_norm,     ///< Euclidean norm of the key
+  value_norm,   ///< of the value
+  value_norm1,  ///< sum of the value's magnitudes
+  key_cosine,   ///< of the key with the mean of the unit keys up to its own admission's end
+};
+
+}  // namespace kvlab
