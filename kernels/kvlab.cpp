@@ -66,7 +66,9 @@ PolicyState state_of(const kvlab_policy_state& c) {
           .seeds = c.seeds,
           .sequence_ids = c.sequence_ids,
           .layer = c.layer,
-          .seen = reinterpret_cast<Observation*>(c.seen)};
+          .seen = reinterpret_cast<Observation*>(c.seen),
+          .room_at = c.room_at,
+          .columns = c.columns};
 }
 
 AttentionShape shape_of(const kvlab_prefill_args& c) {
@@ -95,6 +97,15 @@ const kvlab_policy* kvlab_find_policy(const char* name) {
 const char* kvlab_policy_name(int index) {
   if (index < 0 || static_cast<std::size_t>(index) >= policies().size()) return nullptr;
   return policies()[static_cast<std::size_t>(index)].kernels.name.data();  // from a literal
+}
+
+const char* kvlab_policy_column(const kvlab_policy* policy, int index) {
+  if (policy == nullptr || index < 0) return nullptr;
+  const auto columns = policy->kernels.columns;
+  if (static_cast<std::size_t>(index) >= columns.size()) return nullptr;
+  const char* const name = columns[static_cast<std::size_t>(index)];
+  const char* const given = std::strchr(name, '=');  // name=NAME: where NAME is but the default
+  return given == nullptr ? name : given + 1;
 }
 
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
@@ -136,7 +147,6 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      cudaStream_t stream) {
   if (policy == nullptr || args == nullptr || !known(args->cache.type))
     return cudaErrorInvalidValue;
-  if (policy->kernels.columns > 0) return cudaErrorNotSupported;
   EvictingAttentionArgs converted{};
   converted.cache = cache_of(args->cache);
   converted.policy = state_of(args->policy);
@@ -192,6 +202,7 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                           .rows = reinterpret_cast<const RowSoftmax*>(prefill.rows),
                           .older = prefill.older,
                           .first_slot = prefill.first_slot,
+                          .group_max = args->group_max != 0,
                           .threshold16 = args->threshold16,
                           .seen = reinterpret_cast<Observation*>(args->seen),
                           .workspace = args->workspace},
@@ -206,7 +217,6 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
                          cudaStream_t stream) {
   if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
   if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
-  if (policy->kernels.columns > 0) return cudaErrorNotSupported;
   // kvlab_observe knows no policy, hence no weights: what it counted would be wrong.
   if (policy->kernels.weighted && args->seen != nullptr) return cudaErrorNotSupported;
   return shrink(policy->kernels,
@@ -214,10 +224,14 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
                  .to = cache_of(args->to),
                  .policy = state_of(args->policy),
                  .to_states = static_cast<std::byte*>(args->to_states),
+                 .to_columns = args->to_columns,
                  .now = args->now,
                  .admitted = args->admitted,
                  .seen = reinterpret_cast<Observation*>(args->seen),
-                 .workspace = args->workspace},
+                 .workspace = args->workspace,
+                 .by_layer = args->by_layer != 0,
+                 .smooth = args->smooth,
+                 .pool = args->pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean},
                 stream);
 }
 

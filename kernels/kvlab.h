@@ -38,7 +38,6 @@ typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH
 typedef struct kvlab_policy kvlab_policy;
 
 /** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process.
- *  One that reads columns is there, but launches nothing yet: cudaErrorNotSupported.
  */
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** The names, from 0 on; NULL behind the last. */
@@ -53,6 +52,10 @@ size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
  */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
+
+/** The columns that it reads (docs/columns.md), from 0 on; NULL behind the last. You bring them:
+ *  kvlab_policy_state.columns. Of `column` any will do. */
+const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
@@ -84,6 +87,7 @@ typedef struct {
   uint32_t budget; /**< tokens that a query may span, itself included; UINT32_MAX: no eviction */
   uint32_t sinks;  /**< positions below leave last */
   uint32_t recent; /**< the last ones leave before sinks and after all others */
+  uint32_t group_max; /**< 1: a query gives a token the largest of its group's masses, not the sum */
 } kvlab_rule;
 
 /** What one token received from the queries of one step or prompt. */
@@ -104,6 +108,11 @@ typedef struct {
   const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart */
   uint32_t layer;
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
+  const float* columns;    /**< [slot, column]: what each token brought, kvlab_policy_column by
+                                kvlab_policy_column; those of new tokens are there as their keys are */
+  /** [pair]: room is made only when so many tokens are live; UINT32_MAX: never. NULL: at the budget.
+   *  For bursts (every=W): UINT32_MAX in decode steps, budget - 1 + W in kvlab_shrink. */
+  const uint32_t* room_at;
 } kvlab_policy_state;
 
 /** The sequence sits out: a value of `now`. */
@@ -179,6 +188,7 @@ typedef struct {
   const uint32_t* threshold16; /**< one number, for requests */
   kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
   void* workspace;
+  int group_max; /**< 1: as kvlab_rule.group_max */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
@@ -186,7 +196,8 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 /** The end of a prompt: admits its tokens to the policy, shows it what they received, and keeps the
  *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
  *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
- * Those that stay go to `to`, which is disjoint from `from`, or the same memory.
+ * Those that stay go to `to`, which is disjoint from `from`, or the same memory. With nothing
+ * admitted and `seen` NULL it makes room between decode steps, in place.
  * cudaErrorNotSupported for what kvlab_observe counted on behalf of a policy that weighs queries
  * (its info says .weighted): every query counts there as one. */
 typedef struct {
@@ -197,6 +208,13 @@ typedef struct {
   const uint32_t* admitted;  /**< [sequence] */
   kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if it needs nothing */
   void* workspace;
+  float* to_columns; /**< [slot of to, column]; those of from are policy.columns */
+  /** What becomes of ranks before tokens are ordered. by_layer: a token's rank is the sum over the
+   *  sequence's KV heads, which hold the same tokens. Then each rank becomes the mean, or with
+   *  pool_max the largest, of those of the live tokens at most `smooth` places away by age. */
+  int by_layer;
+  uint32_t smooth;
+  int pool_max;
 } kvlab_shrink_args;
 size_t kvlab_shrink_workspace(const kvlab_cache* from);
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,

@@ -1,6 +1,7 @@
-/* A decode loop that keeps at most BUDGET tokens by H2O, in plain C: one layer, one sequence, keys,
- * values and queries drawn at random. Prints what is kept; exits with 1 if an output is not what
- * attention over the kept tokens gives. */
+/* A decode loop that keeps at most BUDGET tokens, in plain C: one layer, one sequence, keys, values
+ * and queries drawn at random. By H2O, which looks at attention, and by knorm, which reads a column
+ * that this program brings. Prints what is kept; exits with 1 if an output is not what attention
+ * over the kept tokens gives, or knorm evicts another token than the one with the longest key. */
 #include <kvlab.h>
 #include <math.h>
 #include <stdio.h>
@@ -19,6 +20,7 @@ static void check(cudaError_t error, const char* what) {
 /* Device memory, from `from` or zeroed. */
 static void* on_device(const void* from, size_t bytes) {
   void* to = NULL;
+  if (bytes == 0) return NULL;
   check(cudaMalloc(&to, bytes), "cudaMalloc");
   check(from ? cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice) : cudaMemset(to, 0, bytes),
         "cudaMemcpy");
@@ -54,18 +56,25 @@ static double worst_error(const float* q, const float* keys, const float* values
   return worst;
 }
 
-int main(void) {
-  if (kvlab_version() != KVLAB_VERSION) {
-    fprintf(stderr, "kvlab.h %d, library %d: rebuild\n", KVLAB_VERSION, kvlab_version());
-    return 2;
-  }
-  const kvlab_policy* h2o = kvlab_find_policy("h2o");
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    printf("skipped: no CUDA device\n");
-    return 0;
-  }
+static float norm_of(const float* x) {
+  float squares = 0;
+  for (int d = 0; d < DIM; ++d) squares += x[d] * x[d];
+  return sqrtf(squares);
+}
 
+/* The slot with the largest number. */
+static int largest_of(const float* numbers) {
+  int largest = 0;
+  for (int slot = 1; slot < BUDGET; ++slot)
+    if (numbers[slot] > numbers[largest]) largest = slot;
+  return largest;
+}
+
+/* Whether all went as it should. */
+static int decode(const char* name) {
+  const kvlab_policy* policy = kvlab_find_policy(name);
+  const char* column = kvlab_policy_column(policy, 0);
+  const int by_norm = column != NULL && strcmp(column, "key_norm") == 0;
   /* The layer's cache: BUDGET slots for each pair. */
   const int64_t first_slot[PAIRS] = {0, BUDGET};
   kvlab_evicting_attention_args step;
@@ -85,11 +94,14 @@ int main(void) {
   step.cache.next_slots = on_device(NULL, PAIRS * sizeof(int32_t));
 
   /* What the policy works on. */
-  const kvlab_rule rules[PAIRS] = {{BUDGET, 0, BUDGET / 2}, {BUDGET, 0, BUDGET / 2}};
-  step.policy.states = on_device(NULL, SLOTS * kvlab_policy_slot_bytes(h2o));
+  const kvlab_rule rules[PAIRS] = {{BUDGET, 0, BUDGET / 2, 0}, {BUDGET, 0, BUDGET / 2, 0}};
+  step.policy.states = on_device(NULL, SLOTS * kvlab_policy_slot_bytes(policy));
   step.policy.rules = on_device(rules, sizeof rules);
   step.policy.seeds = on_device(NULL, sizeof(uint64_t));
   step.policy.sequence_ids = on_device(NULL, sizeof(uint32_t));
+
+  float* columns = on_device(NULL, SLOTS * sizeof(float));
+  if (by_norm) step.policy.columns = columns;
 
   float q[QUERY_HEADS * DIM], new_key[DIM], new_value[DIM], out[QUERY_HEADS * DIM];
   static float keys[SLOTS * DIM], values[SLOTS * DIM];
@@ -98,11 +110,13 @@ int main(void) {
   step.now = now;
   step.q = device_q;
   step.out = on_device(NULL, sizeof out);
-  const size_t workspace = kvlab_evicting_attention_workspace(h2o, &step.cache);
+  const size_t workspace = kvlab_evicting_attention_workspace(policy, &step.cache);
   step.workspace = on_device(NULL, workspace);
 
   double worst = 0;
+  int wrong_victims = 0;
   int32_t next[PAIRS], lengths[PAIRS];
+  float norms[SLOTS] = {0};
   for (uint32_t t = 0; t < STEPS; ++t) {
     /* The token's key and value go where the step before said. An engine does that in a kernel. */
     to_host(next, step.cache.next_slots, sizeof next);
@@ -114,27 +128,47 @@ int main(void) {
                        cudaMemcpyHostToDevice), "key");
       check(cudaMemcpy((float*)step.cache.values + slot * DIM, new_value, sizeof new_value,
                        cudaMemcpyHostToDevice), "value");
+      norms[slot] = norm_of(new_key);
+      check(cudaMemcpy(columns + slot, norms + slot, sizeof(float), cudaMemcpyHostToDevice), "column");
       check(cudaMemcpy(step.cache.positions + slot, &t, sizeof t, cudaMemcpyHostToDevice), "position");
     }
     draw(q, QUERY_HEADS * DIM);
     check(cudaMemcpy(device_q, q, sizeof q, cudaMemcpyHostToDevice), "q");
     check(cudaMemcpy(now, &t, sizeof t, cudaMemcpyHostToDevice), "now");
-    check(kvlab_evicting_attention(h2o, &step, NULL), "kvlab_evicting_attention");
+    check(kvlab_evicting_attention(policy, &step, NULL), "kvlab_evicting_attention");
 
     to_host(out, step.out, sizeof out);
     to_host(keys, step.cache.keys, sizeof keys);
     to_host(values, step.cache.values, sizeof values);
     to_host(lengths, step.cache.lengths, sizeof lengths);
     worst = fmax(worst, worst_error(q, keys, values, lengths, step.cache.softmax_scale, out));
+    to_host(next, step.cache.next_slots, sizeof next);
+    for (int pair = 0; pair < PAIRS; ++pair)
+      if (by_norm && lengths[pair] == BUDGET)
+        wrong_victims += next[pair] != largest_of(norms + pair * BUDGET);
   }
 
   uint32_t positions[SLOTS];
   to_host(positions, step.cache.positions, sizeof positions);
   for (int pair = 0; pair < PAIRS; ++pair) {
-    printf("KV head %d keeps %d of %d tokens:", pair, lengths[pair], STEPS);
+    printf("%s: KV head %d keeps %d of %d tokens:", name, pair, lengths[pair], STEPS);
     for (int slot = 0; slot < lengths[pair]; ++slot) printf(" %u", positions[pair * BUDGET + slot]);
     printf("\n");
   }
   printf("largest error of an output: %.1e\n", worst);
-  return worst < 1e-5 && lengths[0] == BUDGET && lengths[1] == BUDGET ? 0 : 1;
+  return worst < 1e-5 && wrong_victims == 0 && lengths[0] == BUDGET && lengths[1] == BUDGET;
+}
+
+int main(void) {
+  if (kvlab_version() != KVLAB_VERSION) {
+    fprintf(stderr, "kvlab.h %d, library %d: rebuild\n", KVLAB_VERSION, kvlab_version());
+    return 2;
+  }
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    printf("skipped: no CUDA device\n");
+    return 0;
+  }
+  const int by_mass = decode("h2o"), by_column = decode("knorm");
+  return by_mass && by_column ? 0 : 1;
 }

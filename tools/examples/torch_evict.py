@@ -25,7 +25,7 @@ class Cache(ctypes.Structure):  # kvlab_cache
 
 class PolicyState(ctypes.Structure):  # kvlab_policy_state
     _fields_ = [("states", p), ("rules", p), ("params", p), ("threshold16", p), ("seeds", p), ("sequence_ids", p),
-                ("layer", u32), ("seen", p)]
+                ("layer", u32), ("seen", p), ("columns", p), ("room_at", p)]
 
 
 class Step(ctypes.Structure):  # kvlab_evicting_attention_args
@@ -61,7 +61,7 @@ class H2OCache:
         self.next_slots = zeros(pairs, dtype=torch.int32)
         self.first_slot = torch.arange(pairs, device="cuda") * budget
         self.states = zeros(pairs * budget * library.kvlab_policy_slot_bytes(self.policy), dtype=torch.uint8)
-        self.rules = torch.tensor([[budget, 0, budget // 2]] * pairs, dtype=torch.int32, device="cuda")
+        self.rules = torch.tensor([[budget, 0, budget // 2, 0]] * pairs, dtype=torch.int32, device="cuda")
         self.seeds = zeros(sequences, dtype=torch.int64)
         self.ids = torch.arange(sequences, dtype=torch.int32, device="cuda")
         self.now = zeros(sequences, dtype=torch.int32)
