@@ -50,6 +50,11 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   return refused_columns(executor, policy);
 }
 
+bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
+  return one.policy.entry == other.policy.entry && one.policy.columns == other.policy.columns &&
+         one.positions == other.positions;
+}
+
 void check_held(const Executor& executor, const CacheConfig& config) {
   if (const std::string why = refusal(executor, config); !why.empty())
     throw std::invalid_argument(why);

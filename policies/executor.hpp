@@ -64,4 +64,8 @@ void check_held(const Executor& executor, const CacheConfig& config);
 /// Likewise, also where budgets by head are of another shape than the model's.
 void check_held(const Executor& executor, const ResolvedConfig& config, HeadCounts model);
 
+/// Whether a device holds both side by side: of one policy, one choice of columns, one kind of
+/// positions.
+bool side_by_side(const CacheConfig& one, const CacheConfig& other);
+
 }  // namespace kvlab

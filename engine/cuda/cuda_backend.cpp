@@ -8,6 +8,7 @@
 #include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/host/transfer.hpp"
+#include "policies/executor.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -80,7 +81,7 @@ class CudaBackend final : public Backend, public BatchBackend {
   BatchBackend& batches() override { return *this; }
   const DeviceModel* device_model() const override { return &model_; }
   bool side_by_side(const CacheConfig& one, const CacheConfig& other) const override {
-    return one.policy.entry == other.policy.entry && one.positions == other.positions;
+    return kvlab::side_by_side(one, other);
   }
   std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                               std::uint32_t tokens) override {

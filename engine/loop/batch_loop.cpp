@@ -4,6 +4,8 @@
 #include <functional>
 #include <stdexcept>
 
+#include "policies/executor.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -17,8 +19,7 @@ std::vector<std::vector<std::size_t>> batches_of(std::span<const CacheConfig> co
   std::vector<std::vector<std::size_t>> batches;
   const auto alike = [&](std::size_t a, std::size_t b) {
     const CacheConfig &x = configs[a], &y = configs[b];
-    return x.policy.entry == y.policy.entry && x.positions == y.positions &&
-           x.prefill.chunk == y.prefill.chunk;
+    return side_by_side(x, y) && x.prefill.chunk == y.prefill.chunk;
   };
   for (std::size_t c = 0; c < configs.size(); ++c) {
     const auto batch =

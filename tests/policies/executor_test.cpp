@@ -48,6 +48,16 @@ TEST_CASE("Who runs no trace refuses columns that only a trace has, and referenc
         "policy oracle_mass is a reference of the replay; a decoder needs a policy");
 }
 
+TEST_CASE("Caches of one policy, its columns and one kind of positions are held side by side") {
+  const CacheConfig one = asked("column:name=key_norm");
+  CHECK(side_by_side(one, asked("column:name=key_norm:keep=-1:every=16", "pyramid(64)")));
+  CHECK(!side_by_side(one, asked("column:name=value_norm")));
+  CHECK(!side_by_side(one, asked("knorm")));
+  CacheConfig squeezed = one;
+  squeezed.positions = Positions::cache;
+  CHECK(!side_by_side(one, squeezed));
+}
+
 TEST_CASE("Budgets by head are refused where they are not those of the model") {
   ResolvedConfig config = resolve(asked("h2o", "64"), 100);
   config.head_budgets = {{32, 64}, {64}};

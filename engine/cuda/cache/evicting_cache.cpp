@@ -30,8 +30,7 @@ const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
     check_held(kCudaDecoder, cache, model.config().heads());
-    if (cache.policy.entry != first.policy.entry || cache.policy.columns != first.policy.columns ||
-        cache.positions != first.positions)
+    if (!side_by_side(cache, first))
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy, its columns, and one kind of "
           "positions");
