@@ -1,0 +1,143 @@
+// Columns that the device computes, against the host's ColumnMaker.
+#include "kernels/evict/columns.hpp"
+
+#include <bit>
+#include <random>
+
+#include "policies/columns/columns.hpp"
+#include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/kernels/attention_reference.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+namespace {
+
+constexpr int kSequences = 2, kKvHeads = 3, kPairs = kSequences * kKvHeads;
+constexpr int kSlots = 200;  // of a pair
+const std::vector<std::string> kNames{"value_norm1", "key_cosine", "key_norm", "value_norm"};
+
+/// Some sequences' caches, on both sides.
+class Columns {
+ public:
+  Columns(Type type, int head_size) : type_(type), dim_(static_cast<std::size_t>(head_size)) {
+    for (int pair = 0; pair < kPairs; ++pair) {
+      makers_.emplace_back(kNames, static_cast<std::uint32_t>(head_size));
+      first_slots_.push_back(pair * kSlots + 1);
+    }
+    values_.resize((kPairs * kSlots + 1) * dim_);
+    expected_.resize((kPairs * kSlots + 1) * kNames.size());
+    next_.resize(kPairs);
+    columns_ = std::make_unique<DeviceArray<float>>(expected_.size());
+    unit_keys_ = std::make_unique<DeviceArray<float>>(kPairs * dim_);
+  }
+
+  /// `tokens` of each sequence, but of those that sit out.
+  void admit(int tokens, const std::vector<bool>& idle = {}) {
+    const std::size_t row = kKvHeads * dim_ + 16;  // as if queries lay between
+    std::vector<float> keys =
+        random_values(type_, static_cast<std::size_t>(kSequences * tokens) * row, random_);
+    std::fill_n(keys.begin(), dim_, 0.0f);  // a key of no length
+    const std::vector<std::int32_t> slots = next_;
+    std::vector<std::uint32_t> now(kSequences, 7);
+    for (std::size_t pair = 0; pair < kPairs; ++pair) {
+      const std::size_t sequence = pair / kKvHeads;
+      if (!idle.empty() && idle[sequence]) {
+        now[sequence] = kIdle;
+        continue;
+      }
+      const auto slot = static_cast<std::size_t>(first_slots_[pair] + next_[pair]);
+      const auto count = static_cast<std::size_t>(tokens);
+      std::ranges::copy(random_values(type_, count * dim_, random_),
+                        values_.begin() + static_cast<std::ptrdiff_t>(slot * dim_));
+      std::vector<float> k, v(&values_[slot * dim_], &values_[slot * dim_] + count * dim_);
+      for (std::size_t t = 0; t < count; ++t) {
+        const float* const key = &keys[(sequence * count + t) * row + pair % kKvHeads * dim_];
+        k.insert(k.end(), key, key + dim_);
+      }
+      const float* const made = makers_[pair].admit(
+          {k.data(), v.data(), dim_, static_cast<std::uint32_t>(tokens)}, nullptr, 0);
+      std::copy_n(made, count * kNames.size(), &expected_[slot * kNames.size()]);
+      next_[pair] += tokens;
+    }
+    launch(encode(type_, keys), slots, now, tokens, row);
+  }
+
+  int different() const {
+    const std::vector<float> columns = columns_->to_host();
+    int different = 0;
+    for (std::size_t i = 0; i < columns.size(); ++i)
+      different +=
+          std::bit_cast<std::uint32_t>(columns[i]) == std::bit_cast<std::uint32_t>(expected_[i])
+              ? 0
+              : 1;
+    return different;
+  }
+
+ private:
+  void launch(const std::vector<std::byte>& keys, const std::vector<std::int32_t>& slots,
+              const std::vector<std::uint32_t>& now, int tokens, std::size_t row) {
+    const DeviceArray<std::byte> device_keys(keys), device_values(encode(type_, values_));
+    const DeviceArray<std::int32_t> device_slots(slots);
+    const DeviceArray<std::uint32_t> device_now(now);
+    const DeviceArray<std::int64_t> device_first(first_slots_);
+    ColumnArgs args{.cache = {.type = type_,
+                              .sequences = kSequences,
+                              .query_heads = kKvHeads,
+                              .kv_heads = kKvHeads,
+                              .head_size = static_cast<int>(dim_),
+                              .softmax_scale = 1,
+                              .most_slots = kSlots,
+                              .first_slot = device_first.data(),
+                              .keys = nullptr,
+                              .values = device_values.data(),
+                              .positions = nullptr,
+                              .lengths = nullptr,
+                              .next_slots = nullptr},
+                    .columns = {},
+                    .slots = device_slots.data(),
+                    .tokens = tokens,
+                    .now = device_now.data(),
+                    .keys = device_keys.data(),
+                    .key_row = static_cast<std::int64_t>(row),
+                    .unit_keys = unit_keys_->data(),
+                    .to = columns_->data()};
+    for (const std::string& name : kNames)
+      args.columns.of[args.columns.count++] = built_in_column(name).value();
+    check_cuda(make_columns(args, nullptr));
+    check_cuda(cudaDeviceSynchronize());
+  }
+
+  Type type_;
+  std::size_t dim_;
+  std::mt19937 random_{3};
+  std::vector<ColumnMaker> makers_;
+  std::vector<std::int64_t> first_slots_;
+  std::vector<std::int32_t> next_;
+  std::vector<float> values_, expected_;
+  std::unique_ptr<DeviceArray<float>> columns_, unit_keys_;
+};
+
+}  // namespace
+
+TEST_CASE("columns on the device are the host's, to the bit, prompt and steps", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128}) {
+      INFO("head size " << head_size << ", type " << static_cast<int>(type));
+      Columns columns(type, head_size);
+      columns.admit(70);
+      columns.admit(1);
+      columns.admit(1, {false, true});
+      columns.admit(2, {true, false});
+      columns.admit(33);
+      columns.admit(1);
+      CHECK(columns.different() == 0);
+    }
+}
+
+TEST_CASE("columns are refused without what they are made of, before any launch") {
+  CHECK(make_columns({}, nullptr) == cudaErrorInvalidValue);
+}
