@@ -278,7 +278,7 @@ struct WalkVariant {
   int quads;
   bool squeezed, in_room;  ///< in_room: slots lie in shared memory
   Type type;               ///< of keys and values
-  bool largest;            ///< as ReplayArgs::largest
+  bool largest = false;    ///< as ReplayArgs::largest
 };
 /// The walk that the members' caches need on the current device.
 cudaError_t walk_variant(const ReplayArgs& args, WalkVariant& variant);

@@ -143,6 +143,14 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   CHECK(kernels::has_text(*leaky));
   CHECK(compiles(*h2o, {1, true, true, kernels::Type::bf16}, 90));
   CHECK(compiles(*h2o, {2, false, true, kernels::Type::f16}, 80));
+  CHECK(compiles(*h2o,
+                 {.quads = 1,
+                  .squeezed = false,
+                  .in_room = true,
+                  .type = kernels::Type::bf16,
+                  .largest = true},
+                 90));
+  CHECK(compiles(*parse_policy("criticalkv").entry, {1, false, true, kernels::Type::bf16}, 90));
   CHECK(compiles(*leaky, {2, true, false, kernels::Type::f32}, 80));
   CHECK(compiles(*leaky, {1, false, false, kernels::Type::bf16}, 90));
 }
