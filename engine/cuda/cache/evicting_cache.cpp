@@ -294,7 +294,7 @@ std::vector<std::int32_t> EvictingCache::share_slots(int sequence, std::uint32_t
 
   const std::size_t heads = config_.kv_heads,
                     row = static_cast<std::size_t>(memory.cache.most_slots);
-  const auto lengths = cuda::read(memory.cache.lengths, heads, stream_, kWhat);
+  auto lengths = cuda::read(memory.cache.lengths, heads, stream_, kWhat);
   const auto positions = cuda::read(memory.cache.positions, heads * row, stream_, kWhat);
   const auto ranks = cuda::read(kernels::ranks_of(args), heads * row, stream_, kWhat);
   const std::size_t first = static_cast<std::size_t>(sequence) * heads;
