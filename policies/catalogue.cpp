@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <charconv>
 #include <cmath>
 #include <numeric>
@@ -183,6 +185,10 @@ std::string text_of(Extent extent) {
 }
 
 std::vector<std::byte> PolicySpec::packed_params() const {
+  if (entry->host) {
+    const auto host = std::bit_cast<std::array<std::byte, sizeof(void*)>>(entry->host.get());
+    return {host.begin(), host.end()};
+  }
   std::vector<std::byte> packed(entry->params_bytes);
   entry->write_params(params, packed.data());
   return packed;

@@ -35,6 +35,9 @@ inline std::string c_literal(const std::string& text) {
 /// points to lives as long as the process.
 struct PolicyEntry : PolicyOps {
   std::shared_ptr<const PolicySource> source = nullptr;  ///< null: compiled with kvlab
+  /// What hooks that are no text of ours call back: their `params` are a pointer to it. Null: they
+  /// are a policy's own.
+  std::shared_ptr<const void> host = nullptr;
 };
 
 /// Policies beside the registry's: those of --policy-source, in its order. No two have one name.

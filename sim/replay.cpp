@@ -181,7 +181,10 @@ class Replay {
   }
 
   bool goes_elsewhere(std::size_t c) const {
-    return options_.elsewhere && options_.elsewhere->takes(trace_.header(), configs_[c]);
+    const PolicyEntry* entry = configs_[c].policy.entry.get();
+    const bool only_here = entry && entry->host;
+    return options_.elsewhere && !only_here &&
+           options_.elsewhere->takes(trace_.header(), configs_[c]);
   }
 
   ReplayPlan plan_for(std::span<const std::size_t> which) const {

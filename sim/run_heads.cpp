@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "traces/base/cancel.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -21,6 +23,7 @@ void run_head(std::uint32_t tokens, SharedRows& rows,
               const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk) {
   for (std::uint32_t first = 0; first < tokens; first += rows.block_queries()) {
     const std::uint32_t count = std::min(rows.block_queries(), tokens - first);
+    throw_if_cancelled();
     if (anybody_wants(first, count, runs, topk)) rows.compute(first, count);
     for (const auto& run : runs)
       for (std::uint32_t query = first; run && query < first + count; ++query)
@@ -39,6 +42,7 @@ void run_layer(std::uint32_t tokens, std::span<SharedRows> rows, std::span<const
   const std::uint32_t block = rows.front().block_queries();
   for (std::uint32_t first = 0; first < tokens; first += block) {
     const std::uint32_t count = std::min(block, tokens - first);
+    throw_if_cancelled();
     const auto wants = [&](const LayerRun& run) {
       return anybody_wants(first, count, run, nullptr);
     };

@@ -11,7 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "sim/budgets/budget_file.hpp"
+#include "sim/budgets/grid.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
@@ -26,39 +26,6 @@ namespace {
 
 constexpr std::int64_t kMostThreads = 1024;
 
-bool same(const CacheConfig& a, const CacheConfig& b) {
-  return a.policy.text() == b.policy.text() && a.budget.text() == b.budget.text() &&
-         a.prefill.chunk == b.prefill.chunk && a.positions == b.positions;
-}
-
-template <class Parse>
-auto parse_list(const std::string& text, Parse parse) {
-  std::vector<decltype(parse(text))> values;
-  for (const std::string& item : split_list(text)) values.push_back(parse(item));
-  return values;
-}
-
-/// The lists of the grid, before they are multiplied.
-struct Axes {
-  std::vector<PolicySpec> policies;
-  std::vector<Budget> budgets;
-  std::vector<Prefill> prefills;
-  std::vector<Positions> positions;  ///< empty: each policy's own
-  std::uint64_t seed;
-  double threshold;
-};
-
-/// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
-PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references,
-                       const CompiledPolicies& compiled) {
-  const auto known = replay_references();
-  if (references.empty() && std::find(known.begin(), known.end(), text) != known.end())
-    throw std::invalid_argument(fmt::format(
-        "policy {}: is a reference of `kvlab replay`, which knows the future; name a policy",
-        text));
-  return parse_policy(text, references, compiled);
-}
-
 }  // namespace
 
 void refuse_lone_budget(const po::variables_map& options) {
@@ -70,63 +37,22 @@ void refuse_lone_budget(const po::variables_map& options) {
 namespace {
 
 /// `--policy`, or else the policies of `--policy-source`, or else `full`.
-std::string policies_asked(const po::variables_map& options, const CompiledPolicies& compiled) {
-  if (options.count("policy")) return options["policy"].as<std::string>();
+std::vector<std::string> policies_asked(const po::variables_map& options,
+                                        const CompiledPolicies& compiled) {
+  if (options.count("policy")) return split_list(options["policy"].as<std::string>());
   if (compiled.entries.empty()) {
     refuse_lone_budget(options);
-    return "full";
+    return {"full"};
   }
-  std::vector<std::string_view> names;
-  for (const auto& entry : compiled.entries) names.push_back(entry->info.name);
-  return fmt::format("{}", fmt::join(names, ","));
+  std::vector<std::string> names;
+  for (const auto& entry : compiled.entries) names.emplace_back(entry->info.name);
+  return names;
 }
 
-Axes axes_from(const po::variables_map& options, std::span<const std::string_view> references,
-               const CompiledPolicies& compiled) {
-  Axes axes;
-  axes.policies = parse_list(policies_asked(options, compiled),
-                             [&](const auto& t) { return policy_from(t, references, compiled); });
-  if (options.count("budget"))
-    axes.budgets = parse_list(options["budget"].as<std::string>(),
-                              [](const auto& t) { return read_budget(t); });
-  axes.prefills = parse_list(options["prefill"].as<std::string>(),
-                             [](const auto& t) { return parse_prefill(t); });
-  if (options.count("positions"))
-    axes.positions = parse_list(options["positions"].as<std::string>(),
-                                [](const auto& t) { return parse_positions(t); });
-  axes.seed = seed_from(options);
-  axes.threshold =
-      options.count("request-threshold") ? threshold_from(options) : CacheConfig{}.threshold;
-  return axes;
-}
-
-/// Every configuration of one policy, in the order of the lists.
-std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) {
-  CacheConfig config{.policy = policy,
-                     .prefill = axes.prefills.front(),
-                     .seed = axes.seed,
-                     .threshold = axes.threshold};
-  if (!config.evicts()) return {config};  // nothing else could make a difference
-  if (axes.budgets.empty())
-    throw std::invalid_argument(fmt::format(
-        "--budget: policy {} needs one; give tokens or a share: --budget 128,20%", policy.name));
-  std::vector<Positions> positions = axes.positions;
-  if (!policy.entry) positions = {Positions::original};
-  if (positions.empty()) positions = {policy.entry->info.positions};
-
-  std::vector<CacheConfig> configs;
-  for (const Budget& budget : axes.budgets) {
-    if (policy.entry && !budget.extent.is_share && !budget.all)
-      resolve_guards(policy, budget.extent.tokens);
-    config.budget = budget;
-    for (const Prefill& prefill : axes.prefills)
-      for (const Positions position : positions) {
-        config.prefill = prefill;
-        config.positions = position;
-        configs.push_back(config);
-      }
-  }
-  return configs;
+/// The entries of `--name`; none where it was not given.
+std::vector<std::string> list_from(const po::variables_map& options, const char* name) {
+  if (!options.count(name)) return {};
+  return split_list(options[name].as<std::string>());
 }
 
 /// What a bar has drawn; drawn again when another percent is done, ten times a second at most.
@@ -270,13 +196,14 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references,
                                    const CompiledPolicies& compiled) {
-  const Axes axes = axes_from(options, references, compiled);
-  std::vector<CacheConfig> grid;
-  for (const PolicySpec& policy : axes.policies)
-    for (const CacheConfig& config : configs_of(policy, axes))
-      if (std::none_of(grid.begin(), grid.end(), [&](const auto& c) { return same(c, config); }))
-        grid.push_back(config);
-  return grid;
+  return make_grid({.policies = policies_asked(options, compiled),
+                    .budgets = list_from(options, "budget"),
+                    .prefills = list_from(options, "prefill"),
+                    .positions = list_from(options, "positions"),
+                    .seed = seed_from(options),
+                    .threshold = options.count("request-threshold") ? threshold_from(options)
+                                                                    : CacheConfig{}.threshold},
+                   references, compiled);
 }
 
 CacheConfig only_config(const po::variables_map& options) {

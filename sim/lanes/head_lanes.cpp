@@ -8,6 +8,7 @@
 #include "sim/lanes/feedback/feedback_lane.hpp"
 #include "sim/lanes/nested/nested_lane.hpp"
 #include "sim/lanes/nested/topk_lane.hpp"
+#include "traces/base/cancel.hpp"
 
 namespace kvlab {
 namespace {
@@ -100,6 +101,7 @@ std::vector<std::uint64_t> HeadLanes::future_masses() {
   std::vector<std::uint64_t> masses(whole_blocks(view_.tokens));
   for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
     const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
+    throw_if_cancelled();
     rows_.compute(first, count);
     for (std::uint32_t query = first; query < first + count; ++query)
       rows_.add_masses(query, masses.data());
@@ -117,6 +119,7 @@ void HeadLanes::watch(LaneWatcher watcher) {
 void HeadLanes::run() {
   for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
     const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
+    throw_if_cancelled();
     const bool wanted = std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
       for (std::uint32_t query = first; query < first + count; ++query)
         if (lane->wants_row(query)) return true;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sim/lanes/head_lanes.hpp"
+#include "traces/base/cancel.hpp"
 
 namespace kvlab {
 
@@ -50,6 +51,7 @@ void LayerLanes::run() {
   const std::uint32_t tokens = views_.front().tokens, block = rows_.front().block_queries();
   for (std::uint32_t first = 0; first < tokens; first += block) {
     const std::uint32_t count = std::min(block, tokens - first);
+    throw_if_cancelled();
     const bool wanted = std::ranges::any_of(kinds_, [&](const Kind& kind) {
       for (std::uint32_t query = first; query < first + count; ++query)
         if (kind.heads.front()->wants_row(query)) return true;

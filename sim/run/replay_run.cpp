@@ -49,13 +49,13 @@ HeadBudgets budgets_of(const Budget& budget) {
   return {{budget.extent.tokens}};
 }
 
-RunInfo describe(const ReplayRequest& request, const std::vector<TraceReader>& traces) {
+RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
   RunInfo info{.version = KVLAB_VERSION,
                .span = request.options.span,
                .every_output_error = request.options.every_output_error,
                .layers = request.options.layers};
   for (std::size_t i = 0; i < traces.size(); ++i)
-    info.traces.push_back(describe(traces[i], request.traces[i]));
+    info.traces.push_back(describe(*traces[i], request.traces[i]));
   for (const CacheConfig& config : request.grid)
     info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
                          config.prefill.text(), std::string(name_of(config.positions)), config.seed,
@@ -95,13 +95,29 @@ std::vector<TraceReader> open_traces(const ReplayRequest& request, const Process
   return traces;
 }
 
+std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& traces) {
+  std::vector<const TraceReader*> pointers;
+  for (const TraceReader& trace : traces) pointers.push_back(&trace);
+  return pointers;
+}
+
+/// Adds to `run` what the replay of its `t`-th trace came to; shows what one head kept of the
+/// first.
+void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
+               const ReplayResult& result) {
+  const std::string& name = run.info.traces[t].name;
+  const auto rows = result_rows(name, request.grid, request.options, result);
+  if (t == 0) run.kept = kept_over_time(trace, 0, name, request.grid, request.options, rows);
+  run.rows.insert(run.rows.end(), rows.begin(), rows.end());
+}
+
 /// All units of a request, numbered through its traces. Equal in every process.
 class Sweep {
  public:
   Sweep(const ReplayRequest& request, const ProcessGroup& group)
       : request_(request),
         traces_(open_traces(request, group)),
-        info_(describe(request, traces_)),
+        info_(describe(request, pointers_to(traces_))),
         job_json_(job_of(info_, build_hash() + (request.options.elsewhere ? " on CUDA" : ""))),
         job_hash_(hash_of(job_json_)),
         jobs_(traces_.size()) {
@@ -152,13 +168,8 @@ class Sweep {
   /// The run of what the folder holds, which is every unit.
   Run collect(const RunFolder& folder) {
     Run run{.info = info_};
-    for (std::size_t t = 0; t < traces_.size(); ++t) {
-      const std::string& name = info_.traces[t].name;
-      const auto rows = result_rows(name, request_.grid, request_.options, gather(folder, t));
-      if (t == 0)
-        run.kept = kept_over_time(traces_[t], 0, name, request_.grid, request_.options, rows);
-      run.rows.insert(run.rows.end(), rows.begin(), rows.end());
-    }
+    for (std::size_t t = 0; t < traces_.size(); ++t)
+      add_trace(run, request_, t, traces_[t], gather(folder, t));
     return run;
   }
 
@@ -241,10 +252,11 @@ std::vector<std::size_t> missing_units(const ReplayRequest& request, const Sweep
 }
 
 /// Says whose gradients the replay leaves out: those that were summed over other queries than its.
-void note_other_gradients(const ReplayRequest& request, const std::vector<TraceReader>& traces) {
+void note_other_gradients(const ReplayRequest& request,
+                          std::span<const TraceReader* const> traces) {
   std::string names;
   for (std::size_t t = 0; t < traces.size(); ++t)
-    if (traces[t].draws() > traces[t].draws(request.options.span))
+    if (traces[t]->draws() > traces[t]->draws(request.options.span))
       names += (names.empty() ? "" : ", ") + request.traces[t];
   if (!names.empty())
     request.notice(
@@ -255,7 +267,7 @@ void note_other_gradients(const ReplayRequest& request, const std::vector<TraceR
 
 Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& sweep,
          ProcessGroup& group) {
-  note_other_gradients(request, sweep.traces());
+  note_other_gradients(request, pointers_to(sweep.traces()));
   RunFolder folder(out, sweep.job_json(), request.fresh);
   const auto& units = sweep.units();
   const auto missing = missing_units(request, sweep, folder);
@@ -326,6 +338,22 @@ std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem
     group.abort();
     throw;
   }
+}
+
+Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
+  Run run{.info = describe(request, traces)};
+  note_other_gradients(request, traces);
+  for (std::size_t t = 0; t < traces.size(); ++t) {
+    ReplayOptions options = request.options;
+    if (options.progress)
+      options.progress = [&, t](double done) {
+        request.options.progress((static_cast<double>(t) + done) /
+                                 static_cast<double>(traces.size()));
+      };
+    add_trace(run, request, t, *traces[t],
+              replay(*traces[t], static_cast<std::uint32_t>(t), request.grid, options));
+  }
+  return run;
 }
 
 }  // namespace kvlab

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,5 +38,9 @@ std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid);
 /// all.
 std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
                              ProcessGroup& group);
+
+/// The same in this process's memory, of traces that have been verified, in the order of
+/// request.traces, which say what the run calls them: nothing is written.
+Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* const> traces);
 
 }  // namespace kvlab

@@ -74,6 +74,26 @@ TEST_CASE("a replay over other queries than the gradients' says that it leaves t
   }
 }
 
+TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves") {
+  const TemporaryFolder folder;
+  std::vector<TraceReader> traces;
+  ReplayRequest request{.grid = with_references(grid()), .options = {.threads = 2}};
+  for (const char* name : {"one", "two"}) {
+    traces.push_back(write_random_trace(folder / name, {}));
+    request.traces.push_back((folder / name).string());
+  }
+  double done = 0;
+  request.options.progress = [&](double fraction) { done = std::max(done, fraction); };
+  Run run = replay_in_memory(request, std::vector<const TraceReader*>{&traces[0], &traces[1]});
+  CHECK(done == 1);
+  std::filesystem::create_directory(folder / "memory");
+  save_run(run, folder / "memory");
+  ProcessGroup alone;
+  replay_to(request, folder / "run", alone);
+  for (const char* file : {"results.csv", "run.json", "kept.json"})
+    CHECK(test::read_bytes(folder / "memory" / file) == test::read_bytes(folder / "run" / file));
+}
+
 TEST_CASE("a unit that was cut, changed or is another's is refused by the file's name") {
   const UnitId id{7, 1, 2};
   HeadOutcome outcome{.evictions = 3};

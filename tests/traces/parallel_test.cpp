@@ -1,11 +1,15 @@
 #include "traces/base/parallel.hpp"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "tests/catch.hpp"
+#include "traces/base/cancel.hpp"
 
 namespace kvlab {
 namespace {
@@ -58,6 +62,46 @@ TEST_CASE("the first exception of a loop comes out, no item is left running, and
   std::atomic<int> done{0};
   parallel_for(100, 4, [&](std::size_t) { ++done; });
   CHECK(done == 100);
+}
+
+TEST_CASE("a loop that is called off drops what it has not started, nested loops too") {
+  std::atomic<bool> off{false};
+  std::atomic<int> done{0};
+  const auto loop = [&](unsigned threads) {
+    parallel_for(100, threads, [&](std::size_t) {
+      parallel_for(100, threads, [&](std::size_t i) {
+        ++done;
+        if (i == 17) off = true;
+      });
+    });
+  };
+  for (const unsigned threads : {1u, 4u}) {
+    const Cancellable scope(&off);
+    CHECK_THROWS_AS(loop(threads), Cancelled);
+    CHECK(done < 1000);
+    off = false;
+    done = 0;
+  }
+  loop(4);  // out of its scope, nobody is asked
+  CHECK(done == 10'000);
+  done = 0;
+  off = true;
+  loop(4);
+  CHECK(done == 10'000);
+}
+
+TEST_CASE("a forked child has threads of its own") {
+  parallel_for(100, 4, [](std::size_t) {});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::atomic<int> done{0};
+    parallel_for(1000, 4, [&](std::size_t) { ++done; });
+    std::exit(done == 1000 ? 0 : 1);  // and leaves as anybody does
+  }
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
 }
 
 }  // namespace

@@ -1,12 +1,10 @@
 #include <fmt/format.h>
 
-#include <stdexcept>
-
 #include "policies/catalogue.hpp"
-#include "policies/executor.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
 #include "sim/replay.hpp"
+#include "sim/report/describe_policy.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -24,40 +22,12 @@ constexpr Reference kReferences[] = {
     {kOracleTopk, "keeps for each query and query head its most probable tokens",
      "recall and misses; says nothing about output error"}};
 
-std::string_view name_of(Needs needs) {
-  switch (needs) {
-    case Needs::nothing:
-      return "nothing";
-    case Needs::mass:
-      return "mass";
-    case Needs::requests:
-      return "requests";
-    case Needs::both:
-      return "mass, requests";
-  }
-  throw std::logic_error("a policy needs something unknown");
-}
-
-std::vector<std::string> columns_of(const PolicyInfo& info) {
-  return {info.columns, info.columns + info.column_count()};
-}
-
 /// "mass, the column value_norm1".
 std::string needs_of(const PolicyInfo& info) {
   std::string needs(name_of(info.needs));
   if (info.column_count() == 0) return needs;
   const std::string columns = fmt::format("column {}", fmt::join(columns_of(info), ", "));
   return info.needs == Needs::nothing ? columns : needs + ", " + columns;
-}
-
-std::string_view name_of(Order order) { return order == Order::nested ? "nested" : "feedback"; }
-
-/// Whether a decoder computes all that the policy reads.
-bool decodes(const PolicyInfo& info) {
-  PolicySpec spec;
-  for (const std::string& column : columns_of(info))
-    spec.columns.push_back(column.substr(column.find('=') + 1));
-  return column_beyond(kDecoder, spec).empty();
 }
 
 /// The default guards that guard anything, and modifiers: "sinks=4 recent=50% once", or "".
@@ -135,37 +105,10 @@ void print_markdown(const std::vector<PolicyEntry>& entries) {
     fmt::print("| `{}` | {} | {} |\n", reference.name, reference.summary, reference.bounds);
 }
 
-ordered_json to_json(const PolicyEntry& entry) {
-  const PolicyInfo& info = entry.info;
-  ordered_json params = ordered_json::array();
-  for (const ParamInfo& param : entry.params)
-    params.push_back({{"name", std::string(param.name)},
-                      {"help", std::string(param.help)},
-                      {"default", param.standard},
-                      {"least", param.least},
-                      {"most", param.most}});
-  return {{"name", info.name},
-          {"summary", info.summary},
-          {"evicts", info.evicts},
-          {"needs", name_of(info.needs)},
-          {"columns", columns_of(info)},
-          {"decodes", decodes(info)},
-          {"order", name_of(info.order)},
-          {"weighted", info.weighted},
-          {"sinks", text_of(info.sinks)},
-          {"recent", text_of(info.recent)},
-          {"modifiers", modifier_texts(info.modifiers, {})},
-          {"params", params},
-          {"positions", name_of(info.positions)},
-          {"slot_bytes", entry.slot_bytes},
-          {"token_bytes", entry.token_bytes()},
-          {"citation", info.citation}};
-}
-
 ordered_json to_json(const std::vector<PolicyEntry>& entries) {
   ordered_json policies = ordered_json::array(), references = ordered_json::array(),
                presets = ordered_json::array();
-  for (const PolicyEntry& entry : entries) policies.push_back(to_json(entry));
+  for (const PolicyEntry& entry : entries) policies.push_back(describe_policy(entry));
   for (const Reference& reference : kReferences)
     references.push_back(
         {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});

@@ -1,6 +1,7 @@
 #include "traces/base/parallel.hpp"
 
 #ifdef __linux__
+#include <pthread.h>
 #include <sched.h>
 #endif
 
@@ -9,9 +10,12 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "traces/base/cancel.hpp"
 
 namespace kvlab {
 namespace {
@@ -23,8 +27,10 @@ class Loop {
       : count_(count), body_(body) {}
 
   void work() {
+    const Cancellable scope(caller_);
     for (std::size_t i = next_++; i < count_; i = next_++) {
       try {
+        throw_if_cancelled();
         body_(i);
       } catch (...) {
         const std::lock_guard lock(failure_mutex_);
@@ -44,6 +50,7 @@ class Loop {
  private:
   const std::size_t count_;
   const std::function<void(std::size_t)>& body_;
+  const Cancellable::Flag caller_ = Cancellable::of_thread();
   std::atomic<std::size_t> next_{0};
   std::exception_ptr failure_;
   std::mutex failure_mutex_;
@@ -115,9 +122,23 @@ class Pool {
   bool stopping_ = false;
 };
 
+/// Started with the first loop that wants helpers.
+std::unique_ptr<Pool>& the_pool() {
+  static std::unique_ptr<Pool> pool = std::make_unique<Pool>();
+  return pool;
+}
+
+/// A forked child has the pool's memory and none of its threads: it gets a pool of its own, and the
+/// old one is let lie.
+void renew_pool() {
+  static_cast<void>(the_pool().release());
+  the_pool() = std::make_unique<Pool>();
+}
+
 Pool& pool() {
-  static Pool the_pool;  // started with the first loop that wants helpers
-  return the_pool;
+  static const int registered = ::pthread_atfork(nullptr, nullptr, renew_pool);
+  static_cast<void>(registered);
+  return *the_pool();
 }
 
 }  // namespace
@@ -134,7 +155,10 @@ unsigned default_threads() {
 void parallel_for(std::size_t count, unsigned threads,
                   const std::function<void(std::size_t)>& body) {
   if (threads <= 1 || count <= 1) {
-    for (std::size_t i = 0; i < count; ++i) body(i);
+    for (std::size_t i = 0; i < count; ++i) {
+      throw_if_cancelled();
+      body(i);
+    }
     return;
   }
   Loop loop(count, body);

@@ -11,7 +11,8 @@ namespace kvlab {
 unsigned default_threads();
 
 /// Calls body(i) for i in [0, count), items handed out in order to `threads` threads; returns when
-/// all are done. The first exception is rethrown, and the items not yet started are dropped.
+/// all are done. The first exception is rethrown, and the items not yet started are dropped; they
+/// are too, and Cancelled is thrown, where the caller's work is called off.
 void parallel_for(std::size_t count, unsigned threads,
                   const std::function<void(std::size_t)>& body);
 

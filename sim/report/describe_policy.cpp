@@ -1,0 +1,72 @@
+#include "sim/report/describe_policy.hpp"
+
+#include <stdexcept>
+
+#include "policies/executor.hpp"
+#include "policies/modifiers/text.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+
+using nlohmann::ordered_json;
+
+namespace {
+
+/// Whether a decoder computes all that the policy reads.
+bool decodes(const PolicyInfo& info) {
+  PolicySpec spec;
+  for (const std::string& column : columns_of(info))
+    spec.columns.push_back(column.substr(column.find('=') + 1));
+  return column_beyond(kDecoder, spec).empty();
+}
+
+}  // namespace
+
+std::string_view name_of(Needs needs) {
+  switch (needs) {
+    case Needs::nothing:
+      return "nothing";
+    case Needs::mass:
+      return "mass";
+    case Needs::requests:
+      return "requests";
+    case Needs::both:
+      return "mass, requests";
+  }
+  throw std::logic_error("a policy needs something unknown");
+}
+
+std::vector<std::string> columns_of(const PolicyInfo& info) {
+  return {info.columns, info.columns + info.column_count()};
+}
+
+std::string_view name_of(Order order) { return order == Order::nested ? "nested" : "feedback"; }
+
+ordered_json describe_policy(const PolicyEntry& entry) {
+  const PolicyInfo& info = entry.info;
+  ordered_json params = ordered_json::array();
+  for (const ParamInfo& param : entry.params)
+    params.push_back({{"name", std::string(param.name)},
+                      {"help", std::string(param.help)},
+                      {"default", param.standard},
+                      {"least", param.least},
+                      {"most", param.most}});
+  return {{"name", info.name},
+          {"summary", info.summary},
+          {"evicts", info.evicts},
+          {"needs", name_of(info.needs)},
+          {"columns", columns_of(info)},
+          {"decodes", decodes(info)},
+          {"order", name_of(info.order)},
+          {"weighted", info.weighted},
+          {"sinks", text_of(info.sinks)},
+          {"recent", text_of(info.recent)},
+          {"modifiers", modifier_texts(info.modifiers, {})},
+          {"params", params},
+          {"positions", name_of(info.positions)},
+          {"slot_bytes", entry.slot_bytes},
+          {"token_bytes", entry.token_bytes()},
+          {"citation", info.citation}};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,23 @@
+// What a policy says of itself, for people and programs.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "policies/entry.hpp"
+
+namespace kvlab {
+
+/// "nothing", "mass", "requests" or "mass, requests".
+std::string_view name_of(Needs needs);
+/// "nested" or "feedback".
+std::string_view name_of(Order order);
+/// What a token brings, as the policy declares it.
+std::vector<std::string> columns_of(const PolicyInfo& info);
+
+/// The whole entry: name, needs, guards, modifiers, parameters, bytes, citation.
+nlohmann::ordered_json describe_policy(const PolicyEntry& entry);
+
+}  // namespace kvlab

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import pathlib
+import pickle
+import re
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%")
+def my_h2o(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    """The least accumulated attention leaves first."""
+    state["mass"] += seen.mass
+    return state["mass"]
+
+
+@kvlab.policy(needs="requests", state={"last": "u4"})
+def my_lru(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    requested = seen.requests > 0
+    state["last"] = numpy.where(requested, seen.last_request, numpy.maximum(state["last"], token.position))
+    return state["last"]
+
+
+@kvlab.policy(needs="mass", columns=["value_norm1"], state={"mass": "u8"}, recent="50%")
+def my_vatp(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    state["mass"] += seen.mass
+    return state["mass"].astype("f8") * token.value_norm1.astype("f8")
+
+
+@kvlab.policy()
+def my_window(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    assert state is None and seen is None and step.live == len(token)
+    return token.position
+
+
+@kvlab.policy(columns=["key_norm"])
+def my_knorm(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    return -token.key_norm
+
+
+PAIRS = [
+    (my_h2o, "h2o", ""),
+    (my_h2o, "h2o", ":sinks=4:recent=10"),
+    (my_h2o, "h2o", ":every=16"),
+    (my_h2o, "h2o", ":scope=layer:sinks=2"),
+    (my_h2o, "h2o", ":once"),
+    (my_h2o, "h2o", ":group=max"),
+    (my_h2o, "h2o", ":every=8:smooth=2"),
+    (my_lru, "lru", ""),
+    (my_lru, "lru", ":sinks=4:recent=50%"),
+    (my_vatp, "vatp", ""),
+    (my_window, "window", ":sinks=3"),
+    (my_knorm, "knorm", ":recent=8"),
+]
+
+
+def sets(trace: kvlab.Trace, policy: Any, words: dict[str, Any], plain: bool) -> list[Any]:
+    run = kvlab.replay(trace, policy, [24, "50%"], references=False, **words)
+    return [
+        run.kept(layer, head, str(policy).split(":")[0], budget, plain=plain).live
+        for layer in range(trace.layers)
+        for head in range(trace.kv_heads)
+        for budget in (24, "50%")
+    ]
+
+
+@pytest.mark.parametrize("words", [{}, {"prefill": "chunk:7"}, {"positions": "cache"}, {"span": "all"}], ids=str)
+@pytest.mark.parametrize(("mine", "header", "more"), PAIRS, ids=lambda x: str(x))
+def test_kept_sets_are_those_of_the_header(
+    small: kvlab.Trace, mine: kvlab.Policy, header: str, more: str, words: dict[str, Any]
+) -> None:
+    expected = sets(small, header + more, words, plain=False)
+    for plain in (False, True):
+        for one, other in zip(sets(small, f"{mine}{more}", words, plain), expected, strict=True):
+            numpy.testing.assert_array_equal(one, other)
+
+
+def test_figures_are_those_of_the_header(sample: kvlab.Trace) -> None:
+    mine = kvlab.replay(sample, [my_h2o, "ada(20%)"][:1], ["20%", "ada(20%)"], references=False, threads=2)
+    header = kvlab.replay(sample, "h2o", ["20%", "ada(20%)"], references=False, threads=2)
+    same = [row for row in header.csv().replace(",h2o,", ",my_h2o,").splitlines() if "state_bytes" not in row]
+    assert [row for row in mine.csv().splitlines() if "state_bytes" not in row] == same
+    numpy.testing.assert_array_equal(
+        mine.kept(2, 1, my_h2o, "ada(20%)").live, header.kept(2, 1, "h2o", "ada(20%)").live
+    )
+
+
+def test_a_header_of_ones_own(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+    text = (ROOT / "policies" / "mass" / "h2o.hpp").read_text().replace('"h2o"', '"mine"')
+    path = tmp_path / "mine.hpp"
+    path.write_text(text.replace("struct H2O ", "struct Mine "))
+    mine = kvlab.policy_source(path)
+    assert mine.name == "mine" and mine.info.recent == "50%"
+    run = kvlab.replay(small, [mine, "h2o"], 24)
+    numpy.testing.assert_array_equal(run.kept(1, 1, "mine", 24).live, run.kept(1, 1, "h2o", 24).live)
+    again = pickle.loads(pickle.dumps(mine))
+    assert again.name == "mine"
+    path.write_text("struct Nothing {};")
+    with pytest.raises(ValueError, match="mine.hpp"):
+        kvlab.policy_source(path)
+
+
+def refused(trace: kvlab.Trace, answer: Any, **words: Any) -> str:
+    @kvlab.policy(**({"needs": "mass"} | words))
+    def odd(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return answer(state, seen, token, step)
+
+    with pytest.raises((ValueError, TypeError)) as caught:
+        kvlab.replay(trace, odd, 16)
+    line = odd.function.__code__.co_firstlineno + 1  # behind the decorator
+    text = str(caught.value)
+    assert text.startswith(f"{__file__}:{line}: policy odd: returned "), text
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda state, seen, token, step: seen.mass[:-1],
+            r"returned an array of shape \(31,\); one rank for each of 32",
+        ),
+        (lambda state, seen, token, step: seen.mass[:, None], r"of shape \(32, 1\)"),
+        (lambda state, seen, token, step: 1.0, "returned a float; one rank for each of 32 live tokens"),
+        (lambda state, seen, token, step: None, "returned a NoneType"),
+        (lambda state, seen, token, step: seen.mass.astype("U8"), "returned an array of <U8; numbers"),
+        (lambda state, seen, token, step: seen.mass.astype("f16"), "float128; numbers of at most 64 bits"),
+        (lambda state, seen, token, step: -token.position.astype("i8"), "a rank below 0"),
+        (
+            lambda state, seen, token, step: numpy.where(token.position == 5, numpy.nan, 1.0),
+            r"returned NaN for the token at position 5 \(layer 0, KV head 0, before token 32\)",
+        ),
+    ],
+)
+def test_answers_that_are_refused(small: kvlab.Trace, answer: Any, message: str) -> None:
+    assert re.search(message, refused(small, answer))
+
+
+def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
+    @kvlab.policy(needs="mass")
+    def broken(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.value_norm
+
+    with pytest.raises(AttributeError, match="token has no column value_norm; there are position") as caught:
+        kvlab.replay(small, broken, 16, threads=2)
+    notes = getattr(caught.value, "__notes__", ["policy broken"])
+    assert any("policy broken" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"name": "h2o"}, "the name h2o is taken by a policy of kvlab"),
+        ({"name": "my policy"}, "'my policy' should be letters, digits and underscores"),
+        ({"state": {"x": "f4"}}, "a policy that observes nothing keeps none"),
+        ({"needs": "everything"}, "needs: 'everything' should be nothing, mass, requests or both"),
+        ({"columns": list("abcde")}, "a policy has at most 4"),
+        ({"needs": "mass", "state": {"x": "O"}}, "numbers of a fixed size"),
+        ({"sinks": "many"}, "sinks"),
+        ({"positions": "squeezed"}, "squeezed"),
+    ],
+)
+def test_policies_that_are_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvlab.policy(**({"name": "odd"} | words))(lambda state, seen, token, step: token.position)
+
+
+def test_two_of_one_name(small: kvlab.Trace) -> None:
+    def window(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.position
+
+    one, other = (kvlab.policy(name="twice")(window) for _ in range(2))
+    with pytest.raises(ValueError, match="policies: two are called twice"):
+        kvlab.replay(small, [one, other], 16)
+    kvlab.replay(small, "twice:sinks=2", 16)  # the last of that name
+
+
+def test_the_registry() -> None:
+    names = [entry.name for entry in kvlab.policies()]
+    assert len(names) >= 24 and len(set(names)) == len(names)
+    h2o = kvlab.policies()[names.index("h2o")]
+    assert (h2o.needs, h2o.recent, h2o.slot_bytes) == ("mass", "50%", 8)
+
+
+def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -> None:
+    held: list[Any] = []
+
+    @kvlab.policy(needs="mass", state={"mass": "u8"})
+    def hoarder(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        held.append((state, seen, token))
+        state["mass"] += seen.mass
+        return state["mass"]
+
+    kvlab.replay(small, hoarder, 16)
+    for state, seen, token in held:
+        state["mass"] += seen.mass
+        assert len(state) == len(token)

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+
+import numpy
+import pytest
+from conftest import SAMPLE
+
+import kvlab
+
+GRID = ["h2o", "sink", "lru:sinks=4", "h2o:every=16:scope=layer", "knorm"]
+
+
+@pytest.fixture(scope="module")
+def run(sample: kvlab.Trace) -> kvlab.Run:
+    return kvlab.replay(sample, GRID, ["10%", 128], threads=2)
+
+
+def test_results_are_the_bytes_of_the_command(
+    run: kvlab.Run, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: pathlib.Path
+) -> None:
+    done = command(
+        "replay", "--trace", SAMPLE, "--policy", ",".join(GRID), "--budget", "10%,128", "--out", tmp_path / "run"
+    )
+    assert done.returncode == 0, done.stderr
+    run.save(tmp_path / "mine")
+    for file in ("results.csv", "kept.json"):
+        assert (tmp_path / "mine" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
+    assert run.csv() == (tmp_path / "run" / "results.csv").read_text()
+    assert kvlab.load_run(tmp_path / "run").csv() == run.csv()
+    assert command("report", tmp_path / "mine", "--out", tmp_path / "page.html").returncode == 0
+
+
+def test_a_saved_run_is_whole_or_not_there(run: kvlab.Run, tmp_path: pathlib.Path) -> None:
+    run.save(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="exists"):
+        run.save(tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_frame(run: kvlab.Run) -> None:
+    pandas = pytest.importorskip("pandas")
+    import io
+
+    frame = run.frame()
+    read = pandas.read_csv(io.StringIO(run.csv()), keep_default_na=False, na_values={"stderr": [""]})
+    assert list(frame.columns) == list(read.columns)
+    for name in frame.columns:
+        mine = frame[name].astype(str) if frame[name].dtype == "category" else frame[name]
+        numpy.testing.assert_array_equal(mine.to_numpy(), read[name].astype(mine.dtype).to_numpy(), err_msg=name)
+
+
+def test_arrow_and_parquet(run: kvlab.Run, tmp_path: pathlib.Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = run.arrow()
+    run.parquet(tmp_path / "run.parquet")
+    assert parquet.read_table(tmp_path / "run.parquet").to_pydict() == table.to_pydict()
+    values = table.to_pydict()
+    assert values["layer"][0] == "all" or values["layer"][-1] in {"0", "1", "2", "3", "all"}
+    assert len(values["value"]) == len(run.csv().splitlines()) - 1
+    assert None in values["stderr"]
+
+
+def test_plot(run: kvlab.Run) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    axes = run.plot("nll_recall")
+    labels = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert {"sink", "knorm", "oracle_mass"} <= labels
+    assert any(label.startswith("h2o:") for label in labels)  # two of that name
+    with pytest.raises(ValueError, match="plot: the run has no nothing; it has .*recall"):
+        run.plot("nothing")
+
+
+def test_kept_sets(run: kvlab.Run, sample: kvlab.Trace) -> None:
+    kept = run.kept(3, 1, "sink", 128)
+    assert kept.live.shape == (439, 1012) and kept.live.dtype == bool
+    assert kept.queries[0] == 573 and kept.queries[-1] == 1011
+    assert (kept.live.sum(axis=1) == 128).all()
+    assert kept.live[:, :4].all()  # the sinks
+    last = numpy.flatnonzero(kept.live[-1])
+    numpy.testing.assert_array_equal(last, [0, 1, 2, 3, *range(1012 - 124, 1012)])
+    plain = run.kept(3, 1, "h2o:every=16", "10%", plain=True)
+    numpy.testing.assert_array_equal(plain.live, run.kept(3, 1, "h2o:every=16", "10%").live)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"policy": "window"}, "kept: the run has no window; it has"),
+        ({"policy": "sink"}, "kept: the run has 2 configurations of sink; say more of it"),
+        ({"policy": "sink", "budget": 64}, "kept: the run has no sink at budget 64"),
+        ({"policy": "sink", "budget": 128, "layer": 9}, "layer 9, KV head 0: the trace"),
+        ({"policy": "oracle_topk", "budget": 128}, "oracle_topk keeps a set for each query head"),
+    ],
+)
+def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run.kept(**({"layer": 0, "head": 0} | words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"policies": "h2o"}, "--budget: policy h2o needs one; give tokens or a share"),
+        ({"policies": "h3o", "budgets": 64}, "h3o.*h2o"),
+        ({"policies": "h2o:recent=2", "budgets": 1}, "h2o"),
+        ({"policies": ["h2o"], "budgets": ["200%"]}, "200%"),
+        ({"policies": "h2o", "budgets": 64, "layers": [7]}, "layer 7: the trace .* has layers 0 to 3"),
+        ({"policies": "h2o", "budgets": 64, "prefill": "whole"}, "whole"),
+        ({"policies": "h2o", "budgets": 64, "span": "prompt"}, "decode or all"),
+        ({"policies": "h2o", "budgets": 64, "output_error": "none"}, "sample or all"),
+        ({"policies": "h2o", "budgets": 64, "request_threshold": 2.0}, "threshold 2"),
+        ({"policies": "column:name=score", "budgets": 64}, "column score: the trace"),
+        ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be at least 1"),
+    ],
+)
+def test_replays_that_are_refused(sample: kvlab.Trace, words: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvlab.replay(sample, **words)
+
+
+def test_a_policy_that_is_no_text(sample: kvlab.Trace) -> None:
+    with pytest.raises(TypeError, match="policies: a int; a text such as"):
+        kvlab.replay(sample, [3], 64)  # type: ignore[list-item]
+
+
+def test_several_traces(sample: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(SAMPLE, tmp_path / "again")
+    both = kvlab.replay([sample, tmp_path / "again"], "window", 64, references=False)
+    one = kvlab.replay(sample, "window", 64, references=False)
+    assert both.csv().replace("again,", "tiny-story,").splitlines()[1:] == one.csv().splitlines()[1:] * 2
+    with pytest.raises(ValueError, match="trace None: should be one of tiny-story, again"):
+        both.kept(0, 0, "window", 64)
+    assert both.kept(0, 0, "window", 64, trace="again").live[0].sum() == 64
+    with pytest.raises(ValueError, match="two traces are called tiny-story"):
+        kvlab.replay([sample, sample], "window", 64)
+
+
+def test_pickling(run: kvlab.Run) -> None:
+    again = pickle.loads(pickle.dumps(run))
+    assert again.csv() == run.csv() and again.grid == run.grid
+    numpy.testing.assert_array_equal(again.kept(0, 0, "sink", 128).live, run.kept(0, 0, "sink", 128).live)
+
+
+def test_two_replays_at_once(run: kvlab.Run, sample: kvlab.Trace) -> None:
+    texts: list[str] = []
+
+    def work() -> None:
+        texts.append(kvlab.replay(sample, GRID, ["10%", 128], threads=2).csv())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [run.csv()] * 2
+
+
+def test_progress(small: kvlab.Trace) -> None:
+    seen: list[float] = []
+    kvlab.replay(small, "h2o", 16, progress=seen.append)
+    assert seen[-1] == 1.0 and seen == sorted(seen)
+
+    def broken(fraction: float) -> None:
+        raise LookupError("from the callback")
+
+    with pytest.raises(LookupError, match="from the callback"):
+        kvlab.replay(small, "h2o", 16, progress=broken)
+
+
+def test_other_threads_go_on(sample: kvlab.Trace) -> None:
+    counted = 0
+    stop = threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not stop.is_set():
+            counted += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    kvlab.replay(sample, "h2o", 64, threads=1, span="all", output_error="all")
+    stop.set()
+    thread.join()
+    assert counted > 5
+
+
+LONG = """
+    import sys, kvlab
+    trace = kvlab.Trace(sys.argv[1])
+    print("ready", flush=True)
+    while True:
+        kvlab.replay(trace, ["h2o", "lru", "sink"], [16, 32, 64, 128, 256], span="all", output_error="all", plain=True)
+"""
+
+
+def test_control_c_ends_a_replay() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LONG), str(SAMPLE)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.readline()
+        time.sleep(1)
+        began = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        error = child.stderr.read().decode()
+        child.wait(timeout=60)
+    assert time.monotonic() - began < 10
+    assert error.rstrip().endswith("KeyboardInterrupt"), error
+
+
+def test_a_forked_child_replays(run: kvlab.Run, sample: kvlab.Trace) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        same = kvlab.replay(sample, GRID, ["10%", 128], threads=2).csv() == run.csv()
+        os.write(write, b"same" if same else b"other")
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == b"same"
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pathlib
+import pickle
+import shutil
+
+import numpy
+import pytest
+from conftest import SAMPLE, drawn
+
+import kvlab
+
+
+def test_what_a_trace_says_of_itself(sample: kvlab.Trace) -> None:
+    assert (sample.tokens, sample.prompt_tokens, sample.layers) == (1012, 573, 4)
+    assert (sample.query_heads, sample.kv_heads, sample.head_size) == (4, 2, 64)
+    assert sample.dtype == "bfloat16" and sample.name == "tiny-story"
+    assert sample.segments == [(0, 573, "prompt"), (573, 439, "decode")]
+    assert sample.ids.dtype == numpy.int32 and sample.ids.shape == (1012,)
+    assert sample.model["rope"]["rope_theta"] == 10000.0
+    assert "1012 tokens" in repr(sample)
+
+
+def test_arrays_come_back_as_they_went_in() -> None:
+    arrays = drawn()
+    trace = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32, config={"name": "drawn", "rope_theta": 500.0})
+    assert trace.model["model"] == "drawn"
+    assert trace.segments == [(0, 32, "prompt"), (32, 48, "decode")]
+    numpy.testing.assert_array_equal(trace.ids, arrays["ids"])
+    numpy.testing.assert_allclose(trace.inv_freq, 500.0 ** (-numpy.arange(8) / 8), rtol=1e-6)
+    for part in ("q", "k", "v"):
+        for layer in range(2):
+            numpy.testing.assert_array_equal(trace.read(part, layer, 1), arrays[part][layer, 1])
+
+
+def test_shards_follow_one_another(tmp_path: pathlib.Path) -> None:
+    arrays = drawn(tokens=2500)
+    trace = kvlab.Trace.from_arrays(**arrays, prompt_tokens=1500, out=tmp_path / "trace")
+    parts = trace.to_dict()["layers.1.q"]
+    assert [part.shape[1] for part in parts] == [1024, 1024, 452]
+    numpy.testing.assert_array_equal(numpy.concatenate(parts, axis=1), arrays["q"][1])
+
+
+def test_to_dict_copies_nothing_and_changes_no_file(tmp_path: pathlib.Path) -> None:
+    trace = kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32, out=tmp_path / "trace")
+    array = trace.to_dict()["layers.0.k"][0]
+    base = array
+    while base.base is not None and not isinstance(base, numpy.memmap):
+        base = base.base
+    assert isinstance(base, numpy.memmap)
+    array[:] = 0  # the page is ours alone
+    assert numpy.any(trace.to_dict()["layers.0.k"][0])
+    kvlab.Trace(tmp_path / "trace")  # still verifies
+
+
+def test_to_dict_refuses_bfloat16_for_numpy(sample: kvlab.Trace) -> None:
+    with pytest.raises(ValueError, match="numpy has no bfloat16; ask for framework='torch'"):
+        sample.to_dict()
+    with pytest.raises(ValueError, match="should be numpy or torch"):
+        sample.to_dict("jax")  # type: ignore[arg-type]
+
+
+def test_to_dict_for_torch(sample: kvlab.Trace) -> None:
+    torch = pytest.importorskip("torch")
+    q = sample.to_dict("torch")["layers.2.q"][0]
+    assert q.dtype == torch.bfloat16 and tuple(q.shape) == (4, 1012, 64)
+    numpy.testing.assert_array_equal(q[3].float().numpy(), sample.read("q", 2, 3))
+
+
+def test_arrays_of_other_layouts_and_dtypes() -> None:
+    arrays = drawn()
+    whole = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32)
+    odd = dict(arrays)
+    for part in ("q", "k", "v"):  # neither the last axis nor any other lies as it should
+        odd[part] = numpy.asfortranarray(arrays[part])
+    trace = kvlab.Trace.from_arrays(**odd, prompt_tokens=32)
+    numpy.testing.assert_array_equal(trace.read("v", 1, 1), whole.read("v", 1, 1))
+    half = kvlab.Trace.from_arrays(**drawn(dtype="float16"), prompt_tokens=32)
+    assert half.dtype == "float16"
+    fixed = {name: array.copy() for name, array in arrays.items()}
+    for array in fixed.values():
+        array.flags.writeable = False
+    kvlab.Trace.from_arrays(**fixed, prompt_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": lambda a: a.astype("float64")}, "q: float64; float32, float16 or bfloat16 is expected"),
+        ({"v": lambda a: a.astype("int32")}, "v: 32 bits an element"),
+        ({"k": lambda a: a[0]}, "k: has 3 dimensions"),
+        ({"q": lambda a: a[0, 0, 0]}, "q: has 1 dimensions"),
+        ({"v": lambda a: a[:, :1]}, r"v: \[2, 1, 80, 16\] does not go with k"),
+        ({"k": lambda a: a.astype("float16")}, "k: .* does not go with q"),
+        ({"ids": lambda a: a[:-1]}, "ids: 79 for 80 tokens"),
+        ({"ids": lambda a: a.astype(float)}, "ids: float64; whole numbers"),
+        ({"ids": lambda a: -a - 1}, "ids: one is negative"),
+        ({"v": lambda a: a * numpy.float32("nan")}, "v: layer 0 holds nan"),
+    ],
+)
+def test_arrays_that_are_refused(change: dict, message: str) -> None:
+    arrays = drawn()
+    for name, function in change.items():
+        arrays[name] = function(arrays[name])
+    with pytest.raises(ValueError, match=message):
+        kvlab.Trace.from_arrays(**arrays, prompt_tokens=32)
+
+
+def test_heads_and_prompts_that_are_refused() -> None:
+    arrays = drawn()
+    for tokens in (0, 81):
+        with pytest.raises(ValueError, match=f"prompt_tokens: {tokens} should be between 1 and 80"):
+            kvlab.Trace.from_arrays(**arrays, prompt_tokens=tokens)
+    with pytest.raises(ValueError, match="rope_scaling llama3 is not computed here; give inv_freq"):
+        kvlab.Trace.from_arrays(**arrays, prompt_tokens=32, config={"rope_scaling": {"rope_type": "llama3"}})
+    with pytest.raises(TypeError, match="q: a str"):
+        kvlab.Trace.from_arrays(**(arrays | {"q": "q"}), prompt_tokens=32)
+
+
+def test_errors_are_those_of_the_command(tmp_path: pathlib.Path, sample: kvlab.Trace) -> None:
+    with pytest.raises(RuntimeError, match="no/such"):
+        kvlab.Trace("no/such")
+    copy = tmp_path / "trace"
+    shutil.copytree(SAMPLE, copy)
+    shard = copy / "shard-00000.safetensors"
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(RuntimeError, match="shard-00000"):
+        kvlab.Trace(copy)
+    kvlab.Trace(copy, verify=False)
+    with pytest.raises(ValueError, match="layer 4, head 0: the trace .* has 4 layers of 2"):
+        sample.read("k", 4, 0)
+    with pytest.raises(ValueError, match="part 'w': should be q, k or v"):
+        sample.read("w", 0, 0)  # type: ignore[arg-type]
+
+
+def test_a_trace_that_is_deleted_under_a_handle(tmp_path: pathlib.Path) -> None:
+    trace = kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32, out=tmp_path / "trace")
+    before = trace.read("q", 0, 0)
+    views = trace.to_dict()
+    shutil.rmtree(tmp_path / "trace")
+    numpy.testing.assert_array_equal(trace.read("q", 0, 0), before)
+    numpy.testing.assert_array_equal(views["layers.0.q"][0][0], before)
+    kvlab.replay(trace, "h2o", 16)
+
+
+def test_pickling(sample: kvlab.Trace, small: kvlab.Trace) -> None:
+    assert pickle.loads(pickle.dumps(sample)).hash == sample.hash
+    with pytest.raises(TypeError, match="temporary folder"):
+        pickle.dumps(small)

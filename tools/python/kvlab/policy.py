@@ -1,0 +1,286 @@
+"""Policies: the registry's, those of headers, and own ones in numpy."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy
+import numpy.typing
+
+from kvlab import _kvlab
+
+Needs = Literal["nothing", "mass", "requests", "both"]
+Ranks = numpy.typing.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """What a policy says of itself: a line of docs/policies.md."""
+
+    name: str
+    summary: str
+    citation: str
+    evicts: bool
+    needs: str
+    columns: list[str]
+    order: str
+    sinks: str
+    recent: str
+    modifiers: list[str]
+    params: list[dict[str, Any]]
+    positions: str
+    slot_bytes: int
+    token_bytes: int
+
+    @classmethod
+    def from_json(cls, text: str) -> PolicyInfo:
+        known = json.loads(text)
+        return cls(**{name: known[name] for name in cls.__dataclass_fields__})
+
+
+class Seen(NamedTuple):
+    """What each live token, by age, received from the last admission; None where it is not needed."""
+
+    mass: numpy.typing.NDArray[numpy.uint64]
+    """Attention, summed over the group's query heads and the queries, times 2**32."""
+    requests: numpy.typing.NDArray[numpy.uint32]
+    """How many queries requested the token."""
+    last_request: numpy.typing.NDArray[numpy.uint32]
+    """Position of the last of them; means something where `requests` > 0."""
+    queries: numpy.typing.NDArray[numpy.uint32]
+    """How many queries could see the token."""
+
+
+class Token:
+    """The live tokens by age: `position`, and each column by its name."""
+
+    def __init__(
+        self,
+        position: numpy.typing.NDArray[numpy.uint32],
+        columns: Mapping[str, numpy.typing.NDArray[numpy.float32]],
+    ) -> None:
+        self.position = position
+        self._columns = columns
+
+    def __getattr__(self, name: str) -> numpy.typing.NDArray[numpy.float32]:
+        try:
+            return self._columns[name]
+        except KeyError:
+            there = ", ".join(["position", *self._columns])
+            raise AttributeError(f"token has no column {name}; there are {there}") from None
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+
+class Step(NamedTuple):
+    """Where a cache stands."""
+
+    now: int
+    """Position of the token to come."""
+    budget: int
+    live: int
+    queries: int
+    """Tokens of the last admission; 0 where nothing is observed."""
+    seed: int
+    sequence: int
+    layer: int
+    kv_head: int
+
+
+Function = Callable[[Any, Any, Token, Step], Any]
+
+
+class Policy:
+    """A policy beside the registry's. In text it stands for its name: f"{policy}:every=64"."""
+
+    def __init__(self, held: _kvlab.Policy, function: Function | None = None, source: str | None = None) -> None:
+        self.held = held
+        self.function = function
+        self.source = source
+        _own[self.name] = self
+
+    @property
+    def name(self) -> str:
+        return self.held.name
+
+    @property
+    def info(self) -> PolicyInfo:
+        return PolicyInfo.from_json(self.held.json)
+
+    def __call__(self, state: Any, seen: Any, token: Token, step: Step) -> Any:
+        """The function itself, for trying it out."""
+        if self.function is None:
+            raise TypeError(f"policy {self.name} is a header's, not a function")
+        return self.function(state, seen, token, step)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<kvlab.Policy {self.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.source is None:
+            raise TypeError(f"policy {self.name} is a Python function and cannot be pickled; define it there again")
+        return (policy_source, (self.source,))
+
+
+_own: dict[str, Policy] = {}  # by name: the last of each
+
+
+def policies() -> list[PolicyInfo]:
+    """Every registered policy."""
+    return [PolicyInfo.from_json(text) for text in _kvlab.registered_policies()]
+
+
+def policy_source(path: str | os.PathLike[str]) -> Policy:
+    """The policy of a header like those of policies/, compiled now: kvlab replay --policy-source."""
+    return Policy(_kvlab.Policy.compile(os.fspath(path)), source=os.path.abspath(path))
+
+
+def policy(
+    needs: Needs | None = "nothing",
+    *,
+    columns: Iterable[str] = (),
+    state: Mapping[str, Any] | None = None,
+    sinks: int | str | None = None,
+    recent: int | str | None = None,
+    modifiers: Iterable[str] = (),
+    positions: Literal["original", "cache"] = "original",
+    name: str | None = None,
+    summary: str = "",
+) -> Callable[[Function], Policy]:
+    """Makes a policy of a function (state, seen, token, step) -> ranks, over all live tokens of a cache by age.
+
+    It is called after each admission; the token of the lowest rank leaves first, at equal rank the older. Ranks are
+    floats or whole numbers from 0 on. `state`: names and dtypes of what it keeps for each token, 0 at first, given as
+    a structured array that it changes in place. `sinks`, `recent`, `modifiers`: defaults, as on the command line.
+    A policy that needs nothing is called when room is made, keeps no state, and may be called more than once.
+    """
+
+    def make(function: Function) -> Policy:
+        own = _OwnFunction(function, name or function.__name__, tuple(columns), state)
+        if not own.name.isidentifier():
+            raise ValueError(f"{own.where}: '{own.name}' should be letters, digits and underscores")
+        if own.name in {entry.name for entry in policies()} | {"oracle_mass", "oracle_topk"}:
+            raise ValueError(f"{own.where}: the name {own.name} is taken by a policy of kvlab; give another: name=…")
+        guards = [f"{word}={value}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None]
+        held = _kvlab.Policy.own(
+            own.name,
+            summary or (inspect.getdoc(function) or "an own policy").splitlines()[0],
+            own.path,
+            own.text,
+            needs or "nothing",
+            list(own.columns),
+            ":".join([*guards, *modifiers]),
+            positions,
+            own.dtype.itemsize if own.dtype is not None else 0,
+            own,
+        )
+        return Policy(held, function)
+
+    return make
+
+
+class _OwnFunction:
+    """What the extension calls back: makes of its arrays what the function takes, and of its answer ranks."""
+
+    def __init__(
+        self, function: Function, name: str, columns: tuple[str, ...], state: Mapping[str, Any] | None
+    ) -> None:
+        self.function, self.name, self.columns = function, name, columns
+        code = function.__code__
+        self.path = code.co_filename
+        self.line = code.co_firstlineno
+        try:
+            lines, self.line = inspect.getsourcelines(function)
+            self.text = "".join(lines)
+            self.line += next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+        except (OSError, TypeError):
+            self.text = name
+        self.dtype = numpy.dtype(list(state.items())) if state else None
+        if self.dtype is not None and self.dtype.hasobject:
+            raise ValueError(f"{self.where}: state: numbers of a fixed size are expected, not objects")
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}: policy {self.name}"
+
+    def __call__(
+        self, state: Any, mass: Any, requests: Any, last: Any, queries: Any, position: Any, columns: Any, step: Any
+    ) -> Ranks:
+        if self.dtype is not None:
+            state = state.reshape(-1).view(self.dtype)
+        token = Token(position, {name: columns[:, i] for i, name in enumerate(self.columns)})
+        seen = None if queries is None else Seen(mass, requests, last, queries)
+        where = Step(*step)
+        try:
+            answer = self.function(state, seen, token, where)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"{self.where}: {self._cache(where)}")
+            raise
+        return self._ranks(answer, token, where)
+
+    @staticmethod
+    def _cache(step: Step) -> str:
+        return f"layer {step.layer}, KV head {step.kv_head}, before token {step.now}"
+
+    def _ranks(self, answer: Any, token: Token, step: Step) -> Ranks:
+        """As the rule compares them: uint64."""
+        count = len(token)
+        expected = f"one rank for each of {count} live tokens is expected ({self._cache(step)})"
+        if not isinstance(answer, numpy.ndarray):
+            raise TypeError(f"{self.where}: returned a {type(answer).__name__}; {expected}")
+        if answer.shape != (count,):
+            raise ValueError(f"{self.where}: returned an array of shape {answer.shape}; {expected}")
+        if answer.dtype.kind in "ub":
+            return numpy.ascontiguousarray(answer, numpy.uint64)
+        if answer.dtype.kind == "i":
+            if count and answer.min() < 0:
+                raise ValueError(f"{self.where}: returned a rank below 0; whole ranks are at least 0, or give floats")
+            return numpy.ascontiguousarray(answer, numpy.uint64)
+        if answer.dtype.kind != "f" or answer.dtype.itemsize > 8:
+            raise TypeError(
+                f"{self.where}: returned an array of {answer.dtype}; numbers of at most 64 bits are expected"
+            )
+        bad = numpy.isnan(answer)
+        if bad.any():
+            at = int(token.position[int(numpy.argmax(bad))])
+            raise ValueError(f"{self.where}: returned NaN for the token at position {at} ({self._cache(step)})")
+        return _ordered(answer)
+
+
+def _ordered(ranks: Ranks) -> Ranks:
+    """Whole numbers that order as floats do: 32 bits of a float32, 56 of a float64, so that sums over heads fit."""
+    if ranks.dtype.itemsize < 8:
+        bits = (ranks.astype(numpy.float32) + numpy.float32(0)).view(numpy.uint32)
+        top = numpy.uint32(1 << 31)
+        return numpy.where(bits & top, ~bits, bits | top).astype(numpy.uint64)
+    wide = (ranks.astype(numpy.float64) + 0.0).view(numpy.uint64)
+    high = numpy.uint64(1 << 63)
+    return numpy.where(wide & high, ~wide, wide | high) >> numpy.uint64(8)
+
+
+def resolve(asked: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:
+    """Policies as text, and those of them that the registry does not know."""
+    texts: list[str] = []
+    own: dict[str, Policy] = {}
+    for one in asked:
+        found = one if isinstance(one, Policy) else _own.get(str(one).split(":", 1)[0])
+        if not isinstance(one, (str, Policy)):
+            raise TypeError(
+                f"policies: a {type(one).__name__}; a text such as 'h2o:recent=25%' or a Policy is expected"
+            )
+        texts.append(str(one))
+        if found is None:
+            continue
+        if own.setdefault(found.name, found) is not found:
+            raise ValueError(f"policies: two are called {found.name}; give one of them another name")
+    return texts, [one.held for one in own.values()]

@@ -1,0 +1,285 @@
+"""Replays and what they came to."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy
+import numpy.typing
+
+from kvlab import _kvlab
+from kvlab.policy import Policy, resolve
+from kvlab.trace import Trace
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import pandas
+    import pyarrow
+
+Progress = bool | Callable[[float], object]
+Texts = str | Iterable[str]
+Budgets = str | int | Iterable[str | int]
+
+
+class Metric(NamedTuple):
+    name: str
+    label: str
+    higher_is_better: bool
+    ranks: bool
+    """False: a bookkeeping figure, such as bytes."""
+
+
+def metrics() -> dict[str, Metric]:
+    """Every metric by its name, but for span_recall:NAME of each named span."""
+    return {entry[0]: Metric(*entry) for entry in _kvlab.metrics()}
+
+
+class Kept(NamedTuple):
+    """What one KV head kept: [query, token], and the queries' positions."""
+
+    queries: numpy.typing.NDArray[numpy.uint32]
+    live: numpy.typing.NDArray[numpy.bool_]
+
+
+class Run:
+    """The figures of a replay, as results.csv holds them. Can be pickled, saved, and read by `kvlab report`."""
+
+    def __init__(self, held: _kvlab.Run, traces: Sequence[Trace] = (), own: Sequence[_kvlab.Policy] = ()) -> None:
+        self._held = held
+        self._traces = list(traces)
+        self._own = list(own)
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas frame, one figure a row; texts are categories, `layer` and `head` among them ("all", "0", …)."""
+        import pandas
+
+        columns: dict[str, Any] = {}
+        for name, column in self._held.columns().items():
+            columns[name] = pandas.Categorical.from_codes(*column) if isinstance(column, tuple) else column
+        return pandas.DataFrame(columns)
+
+    def arrow(self) -> pyarrow.Table:
+        """An Arrow table of the same columns; texts are dictionaries, a missing `stderr` is null."""
+        import pyarrow
+
+        arrays: dict[str, Any] = {}
+        for name, column in self._held.columns().items():
+            if isinstance(column, tuple):
+                codes, texts = column
+                arrays[name] = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(texts, pyarrow.string()))
+            else:
+                arrays[name] = pyarrow.array(column, from_pandas=True)
+        return pyarrow.table(arrays)
+
+    def parquet(self, path: str | os.PathLike[str]) -> None:
+        """Writes the Arrow table as a Parquet file."""
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(self.arrow(), os.fspath(path))
+
+    def csv(self) -> str:
+        """results.csv."""
+        return self._held.csv()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """A new folder as `kvlab replay` leaves it: results.csv, run.json, kept.json."""
+        self._held.save(os.fspath(directory))
+
+    @property
+    def grid(self) -> list[dict[str, str]]:
+        """Each configuration: policy, params, budget, prefill, positions."""
+        names = ("policy", "params", "budget", "prefill", "positions")
+        return [dict(zip(names, entry, strict=True)) for entry in self._held.grid]
+
+    @property
+    def notices(self) -> list[str]:
+        return self._held.notices
+
+    def kept(
+        self,
+        layer: int,
+        head: int,
+        policy: str | Policy,
+        budget: str | int | None = None,
+        *,
+        prefill: str | None = None,
+        positions: str | None = None,
+        trace: str | None = None,
+        plain: bool = False,
+    ) -> Kept:
+        """Which tokens KV head `head` of `layer` kept at each query of the span, under a configuration of the run.
+
+        `policy` is a name, or a name and parameters where there are several of that name. `plain` computes it by the
+        plain replay, one configuration at a time.
+        """
+        wanted = self._configuration(str(policy), budget, prefill, positions)
+        sequence = self._sequence(trace)
+        queries, live = self._held.kept(self._trace(sequence), sequence, wanted, self._own, layer, head, plain)
+        return Kept(queries, live)
+
+    def _configuration(self, policy: str, budget: str | int | None, prefill: str | None, positions: str | None) -> int:
+        def fits(entry: Mapping[str, str]) -> bool:
+            name, _, params = policy.partition(":")
+            given = set(entry["params"].split(":"))
+            return (
+                entry["policy"] == name
+                and (not params or set(params.split(":")) <= given)
+                and (budget is None or entry["budget"] in (str(budget), "all"))
+                and (prefill is None or entry["prefill"] == prefill)
+                and (positions is None or entry["positions"] == positions)
+            )
+
+        found = [index for index, entry in enumerate(self.grid) if fits(entry)]
+        asked = f"{policy}" + ("" if budget is None else f" at budget {budget}")
+        if not found:
+            there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.grid}))
+            raise ValueError(f"kept: the run has no {asked}; it has {there}")
+        if len(found) > 1:
+            raise ValueError(f"kept: the run has {len(found)} configurations of {asked}; say more of it")
+        return found[0]
+
+    def _sequence(self, trace: str | None) -> int:
+        names = [name for name, _, _ in self._held.traces]
+        if trace is None and len(names) == 1:
+            return 0
+        if trace not in names:
+            raise ValueError(f"kept: trace {trace}: should be one of {', '.join(names)}")
+        return names.index(trace)
+
+    def _trace(self, sequence: int) -> _kvlab.Trace:
+        name, path, expected = self._held.traces[sequence]
+        if not self._traces:
+            self._traces = [Trace(path, verify=False) for _, path, _ in self._held.traces]
+        trace = self._traces[sequence]
+        if trace.hash != expected:
+            raise ValueError(f"{path}: is another trace than the run's {name}")
+        return trace._held
+
+    def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
+        """`metric` against budget in tokens, a line for each policy: means over heads, layers and traces."""
+        import matplotlib.pyplot
+
+        frame = self.frame()
+        rows = frame[(frame["metric"] == metric) & (frame["layer"] == "all") & (frame["head"] == "all")]
+        if rows.empty:
+            there = ", ".join(sorted(frame["metric"].unique()))
+            raise ValueError(f"plot: the run has no {metric}; it has {there}")
+        if ax is None:
+            ax = matplotlib.pyplot.subplots()[1]
+        kinds = {str(name): of_name["params"].nunique() for name, of_name in rows.groupby("policy", observed=True)}
+        for (policy, params), line in rows.groupby(["policy", "params"], observed=True, sort=False):
+            if policy == "full":
+                continue
+            means = line.groupby("budget_tokens")["value"].mean()
+            label = f"{policy}:{params}" if kinds[str(policy)] > 1 else str(policy)
+            style = "--" if str(policy).startswith("oracle") else "-"
+            ax.plot(means.index, means.to_numpy(), style, marker="o", markersize=3, label=label)
+        ax.set_xlabel("budget (tokens)")
+        known = metrics().get(metric)
+        ax.set_ylabel(known.label if known else metric)
+        ax.legend()
+        return ax
+
+    def __repr__(self) -> str:
+        names = ", ".join(name for name, _, _ in self._held.traces)
+        return f"<kvlab.Run of {names}: {len(self.grid)} configurations>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "run")
+            self.save(path)
+            return (_from_files, ({file.name: file.read_bytes() for file in path.iterdir()},))
+
+
+def _from_files(files: Mapping[str, bytes]) -> Run:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            pathlib.Path(folder, name).write_bytes(content)
+        return load_run(folder)
+
+
+def load_run(directory: str | os.PathLike[str]) -> Run:
+    """A run that `kvlab replay` or `Run.save` left. Own policies of it have to be defined, for kept()."""
+    held = _kvlab.Run.load(os.fspath(directory))
+    return Run(held, own=resolve({entry[0] for entry in held.grid})[1])
+
+
+def replay(
+    trace: Trace | str | os.PathLike[str] | Sequence[Trace | str | os.PathLike[str]],
+    policies: str | Policy | Sequence[str | Policy],
+    budgets: Budgets = (),
+    *,
+    prefill: Texts = "dense",
+    positions: Texts = (),
+    span: Literal["decode", "all"] = "decode",
+    seed: int = 0,
+    request_threshold: float = 0.01,
+    output_error: Literal["sample", "all"] = "sample",
+    layers: Iterable[int] = (),
+    references: bool = True,
+    calibration: str | os.PathLike[str] | None = None,
+    plain: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Takes traces through every policy at every budget: `kvlab replay`, in memory.
+
+    `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
+    shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar of tqdm; a function gets the
+    fraction done. `plain` is the readable reference without what replays share: slow, and the same sets.
+    """
+    several = [trace] if isinstance(trace, (Trace, str, os.PathLike)) else list(trace)
+    traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
+    if not traces:
+        raise ValueError("trace: name at least one")
+    if output_error not in ("sample", "all"):
+        raise ValueError(f"output_error: '{output_error}' should be sample or all")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads: {threads} should be at least 1")
+    texts, own = resolve([policies] if isinstance(policies, (str, Policy)) else policies)
+    words = {
+        "policies": texts,
+        "budgets": [str(one) for one in ([budgets] if isinstance(budgets, (str, int)) else budgets)],
+        "prefill": _texts(prefill),
+        "positions": _texts(positions),
+        "seed": seed,
+        "threshold": request_threshold,
+        "references": references,
+        "span": span,
+        "every_output_error": output_error == "all",
+        "plain": plain,
+        "layers": sorted(set(layers)),
+        "progress": _progress(progress),
+        "threads": threads,
+        "calibration": None if calibration is None else os.fspath(calibration),
+    }
+    held = _kvlab.replay([one._held for one in traces], own, words)
+    for line in held.notices:
+        warnings.warn(line, stacklevel=2)
+    return Run(held, traces, own)
+
+
+def _texts(asked: Texts) -> list[str]:
+    return [asked] if isinstance(asked, str) else [str(one) for one in asked]
+
+
+def _progress(asked: Progress | None) -> Callable[[float], object] | None:
+    if asked is None or asked is False:
+        return None
+    if asked is not True:
+        return asked
+    import tqdm.auto
+
+    bar = tqdm.auto.tqdm(total=100, unit="%")
+
+    def show(fraction: float) -> None:
+        bar.update(round(100 * fraction) - bar.n)
+        if fraction >= 1:
+            bar.close()
+
+    return show

@@ -1,0 +1,253 @@
+"""Traces: queries, keys and values of one sequence."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy
+import numpy.typing
+
+from kvlab import _kvlab
+
+Floats = numpy.typing.NDArray[numpy.float32]
+
+
+class Trace:
+    """A finished trace: a folder, mapped into memory and verified.
+
+    Attributes of note: `tokens`, `prompt_tokens`, `layers`, `query_heads`, `kv_heads`, `head_size`, `dtype`,
+    `ids`, `segments`, `model`, `hash`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
+        """Opens `path`. `verify=False` leaves out the checksums and the sampled rows."""
+        self._held = _kvlab.Trace.open(os.fspath(path), verify, threads)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def from_arrays(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        ids: Any = None,
+        config: Mapping[str, Any] | Any = None,
+        *,
+        prompt_tokens: int,
+        out: str | os.PathLike[str] | None = None,
+    ) -> Trace:
+        """A trace of arrays before RoPE: q [layers, query_heads, tokens, head_size], k and v with KV heads.
+
+        Arrays are numpy's or of anything that speaks DLPack (PyTorch's bfloat16 too), float32, float16 or bfloat16.
+        `config`: a mapping, or an object with such attributes: `rope_theta` (10000), or `inv_freq` and `rope_factor`
+        for any other RoPE; `softmax_scale` (head_size ** -0.5); `name`. `out` keeps the trace in a new folder; without
+        it the trace lies in a temporary one, which goes with this handle.
+        """
+        settings = _Config(config)
+        q, k, v = (_exported(array, name) for array, name in ((q, "q"), (k, "k"), (v, "v")))
+        shape = [int(size) for size in q.shape]
+        if len(shape) != 4:
+            raise ValueError(f"q: has {len(shape)} dimensions; [layers, heads, tokens, head_size] is expected")
+        tokens, head_size = shape[2], shape[3]
+        if ids is None:
+            ids = numpy.zeros(tokens, numpy.int64)
+        folder = None
+        if out is None:
+            folder = tempfile.TemporaryDirectory(prefix="kvlab-")
+            out = os.path.join(folder.name, "trace")
+        _kvlab.write_trace(
+            os.fspath(out),
+            q,
+            k,
+            v,
+            _ids(ids, tokens),
+            prompt_tokens,
+            settings.get("name", "arrays"),
+            settings.inv_freq(head_size),
+            float(settings.get("rope_factor", 1.0)),
+            float(settings.get("softmax_scale", 1 / math.sqrt(head_size))),
+            "float32" not in str(q.dtype),
+        )
+        trace = cls(out)
+        trace._folder = folder
+        return trace
+
+    def read(self, part: Literal["q", "k", "v"], layer: int, head: int) -> Floats:
+        """[tokens, head_size] of one head before RoPE, widened to float32: a copy."""
+        return self._held.read(part, layer, head)
+
+    def column(self, name: str, layer: int, kv_head: int) -> Floats:
+        """[tokens]: a column that the trace brings."""
+        return self._held.column(name, layer, kv_head)
+
+    def to_dict(self, framework: Literal["numpy", "torch"] = "numpy") -> dict[str, list[Any]]:
+        """`layers.{l}.q`, `.k`, `.v` (before RoPE) and so on: for each name one array [heads, tokens, head_size] a shard.
+
+        Nothing is copied: the arrays lie over the files, mapped privately, so that writing to them changes no file.
+        A trace in bfloat16, which numpy has not, comes as torch's tensors.
+        """
+        if framework not in ("numpy", "torch"):
+            raise ValueError(f"framework: '{framework}' should be numpy or torch")
+        if framework == "numpy" and self.dtype == "bfloat16":
+            raise ValueError("to_dict: numpy has no bfloat16; ask for framework='torch', or read() widened heads")
+        tensors: dict[str, list[Any]] = {}
+        for file in self._held.shard_files:
+            for name, array in _mapped_tensors(file).items():
+                tensors.setdefault(name, []).append(array if framework == "numpy" else _as_torch(array))
+        return tensors
+
+    @property
+    def path(self) -> str:
+        return self._held.path
+
+    @property
+    def name(self) -> str:
+        return self._held.name
+
+    @property
+    def hash(self) -> str:
+        """XXH3-64 of the manifest, which holds those of the files."""
+        return self._held.hash
+
+    @property
+    def tokens(self) -> int:
+        return self._held.tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._held.prompt_tokens
+
+    @property
+    def layers(self) -> int:
+        return self._held.layers
+
+    @property
+    def query_heads(self) -> int:
+        return self._held.query_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self._held.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self._held.head_size
+
+    @property
+    def dtype(self) -> str:
+        return self._held.dtype
+
+    @property
+    def ids(self) -> numpy.typing.NDArray[numpy.int32]:
+        return self._held.ids
+
+    @property
+    def inv_freq(self) -> Floats:
+        return self._held.inv_freq
+
+    @property
+    def segments(self) -> list[tuple[int, int, str]]:
+        """(start, tokens, "prompt" or "decode") of each."""
+        return self._held.segments
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What is known of the model and of the capture."""
+        known: dict[str, Any] = json.loads(self._held.model_json)
+        return known
+
+    def __repr__(self) -> str:
+        return (
+            f"<kvlab.Trace {self.path}: {self.tokens} tokens ({self.prompt_tokens} of the prompt), {self.layers} layers "
+            f"of {self.query_heads} query and {self.kv_heads} KV heads of {self.head_size}, {self.dtype}>"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._folder is not None:
+            raise TypeError("a trace in a temporary folder cannot be pickled; give from_arrays(…, out=FOLDER)")
+        return (_reopened, (os.path.abspath(self.path), self.hash))
+
+
+def _reopened(path: str, expected: str) -> Trace:
+    trace = Trace(path, verify=False)
+    if trace.hash != expected:
+        raise ValueError(f"{path}: is another trace than the one that was pickled (hash {trace.hash}, not {expected})")
+    return trace
+
+
+class _Config:
+    """What from_arrays needs to know of a model."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if isinstance(self._config, Mapping):
+            return self._config.get(name, default)
+        return getattr(self._config, name, default)
+
+    def inv_freq(self, head_size: int) -> list[float]:
+        given = self.get("inv_freq")
+        if given is not None:
+            return [float(x) for x in given]
+        scaling = self.get("rope_scaling")
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+        if kind not in (None, "default"):
+            raise ValueError(f"config: rope_scaling {kind} is not computed here; give inv_freq and rope_factor")
+        theta = float(self.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0)
+        return [float(theta ** (-2.0 * i / head_size)) for i in range(head_size // 2)]
+
+
+def _exported(array: Any, name: str) -> Any:
+    """As the extension takes it: numpy's arrays, and what speaks DLPack, lie where they are."""
+    if isinstance(array, (list, tuple)):
+        array = numpy.asarray(array)
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+    if not (isinstance(array, numpy.ndarray) or hasattr(array, "__dlpack__")):
+        raise TypeError(f"{name}: a {type(array).__name__}; an array of numpy or of DLPack is expected")
+    if "float64" in str(array.dtype):
+        raise ValueError(f"{name}: float64; float32, float16 or bfloat16 is expected, so convert it first")
+    return array
+
+
+def _ids(ids: Any, tokens: int) -> list[int]:
+    array = numpy.asarray(ids).reshape(-1)
+    if not numpy.issubdtype(array.dtype, numpy.integer):
+        raise ValueError(f"ids: {array.dtype}; whole numbers are expected")
+    if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
+        raise ValueError("ids: one is negative or beyond 31 bits")
+    if len(array) != tokens:
+        raise ValueError(f"ids: {len(array)} for {tokens} tokens; one for each is expected")
+    return [int(i) for i in array]
+
+
+_DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+
+
+def _mapped_tensors(path: str) -> dict[str, Any]:
+    """The tensors of a safetensors file by name, over the file's bytes. BF16 is (bits,), to be told apart."""
+    data = numpy.memmap(path, numpy.uint8, mode="c")
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8 : 8 + size].tobytes())
+    tensors: dict[str, Any] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        array = numpy.asarray(data[begin:end]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        tensors[name] = (array,) if entry["dtype"] == "BF16" else array
+    return tensors
+
+
+def _as_torch(array: Any) -> Any:
+    import torch
+
+    if isinstance(array, tuple):
+        return torch.from_numpy(array[0].view(numpy.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,29 @@
+// Arrays for numpy that own what they hold.
+#pragma once
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace kvlab::python {
+
+template <class T>
+using Array = nanobind::ndarray<nanobind::numpy, T>;
+using FloatArray = Array<float>;
+
+/// `values`, moved, as an array of that shape. Needs the GIL.
+template <class T>
+Array<T> array_of(std::vector<T> values, std::initializer_list<std::size_t> shape) {
+  auto held = std::make_unique<std::vector<T>>(std::move(values));
+  T* const data = held->data();
+  nanobind::capsule owner(held.get(),
+                          [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  static_cast<void>(held.release());
+  return Array<T>(data, shape, owner);
+}
+
+}  // namespace kvlab::python

@@ -1,0 +1,16 @@
+// The parts of the extension _kvlab. Conversions only: what they call is all of the domain's logic.
+// Names beginning with an underscore are the package's own (tools/python/kvlab).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvlab::python {
+
+namespace nb = nanobind;
+
+void bind_trace(nb::module_& module);
+void bind_arrays(nb::module_& module);
+void bind_policies(nb::module_& module);
+void bind_replay(nb::module_& module);
+
+}  // namespace kvlab::python

@@ -1,0 +1,13 @@
+#include <nanobind/nanobind.h>
+
+#include "tools/python/src/bindings.hpp"
+
+NB_MODULE(_kvlab, module) {
+  module.doc() = "The compiled half of kvlab.";
+  nanobind::set_leak_warnings(false);  // own policies live as long as the process
+  module.attr("version") = KVLAB_VERSION;
+  kvlab::python::bind_trace(module);
+  kvlab::python::bind_arrays(module);
+  kvlab::python::bind_policies(module);
+  kvlab::python::bind_replay(module);
+}

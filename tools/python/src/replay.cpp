@@ -1,0 +1,244 @@
+// A replay in memory, and its results.
+#include <fmt/format.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "sim/budgets/grid.hpp"
+#include "sim/calibration.hpp"
+#include "sim/run/replay_run.hpp"
+#include "tools/python/src/array.hpp"
+#include "tools/python/src/long_call.hpp"
+#include "tools/python/src/policy.hpp"
+#include "tools/python/src/trace.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/parallel.hpp"
+
+namespace kvlab::python {
+namespace {
+
+/// What is asked of a replay, as keywords.
+struct Asked {
+  GridRequest grid;
+  bool references = true;
+  ReplayOptions options;
+  std::vector<std::string> notices = {};
+};
+
+using Words = nb::typed<nb::dict, std::string, nb::object>;
+
+Asked asked_from(const Words& words) {
+  const auto word = [&](const char* name) { return nb::object(words[name]); };
+  Asked asked;
+  asked.grid = {.policies = nb::cast<std::vector<std::string>>(word("policies")),
+                .budgets = nb::cast<std::vector<std::string>>(word("budgets")),
+                .prefills = nb::cast<std::vector<std::string>>(word("prefill")),
+                .positions = nb::cast<std::vector<std::string>>(word("positions")),
+                .seed = nb::cast<std::uint64_t>(word("seed")),
+                .threshold = nb::cast<double>(word("threshold"))};
+  asked.references = nb::cast<bool>(word("references"));
+  asked.options.span = parse_span(nb::cast<std::string>(word("span")));
+  asked.options.every_output_error = nb::cast<bool>(word("every_output_error"));
+  asked.options.plain = nb::cast<bool>(word("plain"));
+  asked.options.layers = nb::cast<std::vector<std::uint32_t>>(word("layers"));
+  asked.options.progress = progress_to(word("progress"));
+  asked.options.threads =
+      word("threads").is_none() ? default_threads() : nb::cast<unsigned>(word("threads"));
+  if (!word("calibration").is_none())
+    asked.options.calibration = std::make_shared<const Calibration>(
+        read_calibration(nb::cast<std::string>(word("calibration"))));
+  return asked;
+}
+
+/// A run, and the notices that its replay gave.
+struct PythonRun {
+  Run run;
+  std::vector<std::string> notices = {};
+};
+
+PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Policy>& own,
+                        const Words& words) {
+  PythonRun result;
+  Asked asked = asked_from(words);
+  ReplayRequest request{.grid = make_grid(asked.grid, replay_references(), compiled_from(own)),
+                        .options = std::move(asked.options),
+                        .notice = [&](const std::string& line) { result.notices.push_back(line); }};
+  if (asked.references) request.grid = with_references(std::move(request.grid));
+  std::vector<const TraceReader*> readers;
+  for (const Trace& trace : traces) {
+    request.traces.push_back(trace.path);
+    readers.push_back(trace.reader.get());
+  }
+  call_long([&] { result.run = replay_in_memory(request, readers); });
+  return result;
+}
+
+/// A column of few different texts: the index of each row's, and the texts.
+using Texts = std::pair<Array<std::int32_t>, std::vector<std::string>>;
+
+template <class TextOf>
+Texts texts_of(const std::vector<ResultRow>& rows, TextOf text_of) {
+  std::vector<std::int32_t> codes;
+  std::vector<std::string> texts;
+  std::map<std::string, std::int32_t, std::less<>> known;
+  for (const ResultRow& row : rows) {
+    const auto [place, is_new] =
+        known.try_emplace(text_of(row), static_cast<std::int32_t>(texts.size()));
+    if (is_new) texts.push_back(place->first);
+    codes.push_back(place->second);
+  }
+  return {array_of(std::move(codes), {rows.size()}), std::move(texts)};
+}
+
+template <class T, class ValueOf>
+Array<T> numbers_of(const std::vector<ResultRow>& rows, ValueOf value_of) {
+  std::vector<T> values;
+  values.reserve(rows.size());
+  for (const ResultRow& row : rows) values.push_back(value_of(row));
+  return array_of(std::move(values), {rows.size()});
+}
+
+std::string place_text(std::int32_t place) { return place < 0 ? "all" : std::to_string(place); }
+
+/// The columns of results.csv, in its order: arrays of numbers, or Texts.
+Words columns_of(const PythonRun& self) {
+  const auto& rows = self.run.rows;
+  nb::dict columns;
+  const auto texts = [&](const char* name, auto text_of) {
+    columns[name] = nb::cast(texts_of(rows, text_of));
+  };
+  texts("trace", [](const ResultRow& r) { return r.trace; });
+  texts("policy", [](const ResultRow& r) { return r.policy; });
+  texts("params", [](const ResultRow& r) { return r.params; });
+  texts("budget", [](const ResultRow& r) { return r.budget; });
+  columns["budget_tokens"] =
+      numbers_of<std::int64_t>(rows, [](const ResultRow& r) { return r.budget_tokens; });
+  texts("prefill", [](const ResultRow& r) { return r.prefill; });
+  texts("positions", [](const ResultRow& r) { return r.positions; });
+  texts("span", [](const ResultRow& r) { return r.span; });
+  columns["threshold"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.threshold; });
+  columns["seed"] = numbers_of<std::uint64_t>(rows, [](const ResultRow& r) { return r.seed; });
+  texts("layer", [](const ResultRow& r) { return place_text(r.layer); });
+  texts("head", [](const ResultRow& r) { return place_text(r.head); });
+  texts("metric", [](const ResultRow& r) { return r.metric; });
+  columns["value"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.value; });
+  columns["stderr"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.standard_error; });
+  columns["count"] = numbers_of<std::int64_t>(
+      rows, [](const ResultRow& r) { return static_cast<std::int64_t>(r.count); });
+  return Words(columns);
+}
+
+/// policy, params, budget, prefill, positions of each configuration.
+using GridRow = std::tuple<std::string, std::string, std::string, std::string, std::string>;
+
+std::vector<GridRow> grid_of(const PythonRun& self) {
+  std::vector<GridRow> grid;
+  for (const RunConfig& c : self.run.info.grid)
+    grid.emplace_back(c.policy, c.params, c.budget, c.prefill, c.positions);
+  return grid;
+}
+
+/// (name, path, hash) of each trace.
+std::vector<std::tuple<std::string, std::string, std::string>> traces_of(const PythonRun& self) {
+  std::vector<std::tuple<std::string, std::string, std::string>> traces;
+  for (const RunTrace& trace : self.run.info.traces)
+    traces.emplace_back(trace.name, trace.path, trace.hash);
+  return traces;
+}
+
+/// A configuration of the run again.
+CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<Policy>& own) {
+  const RunConfig& asked = info.grid.at(index);
+  const std::string text = asked.params.empty() ? asked.policy : asked.policy + ":" + asked.params;
+  GridRequest request{.policies = {text},
+                      .budgets = {asked.budget},
+                      .prefills = {asked.prefill},
+                      .positions = {asked.positions},
+                      .seed = asked.seed,
+                      .threshold = info.threshold};
+  if (asked.budget == "all") request.budgets.clear();
+  return make_grid(request, replay_references(), compiled_from(own)).front();
+}
+
+/// The positions of the queries that a replay over `span` measures.
+std::vector<std::uint32_t> queries_of(const TraceReader& trace, Span span) {
+  std::vector<std::uint32_t> queries;
+  for (const Segment& segment : trace.segments())
+    for (std::uint32_t i = 0; i < segment.tokens; ++i)
+      if (span == Span::all || segment.kind == SegmentKind::decode)
+        queries.push_back(segment.start + i);
+  return queries;
+}
+
+/// Positions of queries, and [query, token]: whether the token was live.
+std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, const Trace& trace,
+                                                     std::uint32_t sequence, std::size_t config,
+                                                     const std::vector<Policy>& own,
+                                                     std::uint32_t layer, std::uint32_t kv_head,
+                                                     bool plain) {
+  const CacheConfig wanted = config_of(self.run.info, config, own);
+  const TraceReader& reader = *trace.reader;
+  std::vector<std::uint32_t> queries = queries_of(reader, self.run.info.span);
+  const ReplayOptions options{.span = self.run.info.span, .plain = plain};
+  const std::size_t tokens = reader.tokens();
+  auto live = std::make_unique<bool[]>(queries.size() * tokens);
+  call_long([&] {
+    const auto sets = kept_sets(reader, sequence, wanted, options, layer, kv_head, queries);
+    for (std::size_t q = 0; q < sets.size(); ++q)
+      for (const std::uint32_t position : sets[q].positions) live[q * tokens + position] = true;
+  });
+  const std::size_t count = queries.size();
+  bool* const data = live.get();
+  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<bool*>(p); });
+  static_cast<void>(live.release());
+  return {array_of(std::move(queries), {count}), Array<bool>(data, {count, tokens}, owner)};
+}
+
+/// Writes the run's folder, whole or not at all.
+void save(PythonRun& self, const std::string& directory) {
+  const nb::gil_scoped_release no_gil;
+  AtomicFolder folder(directory);
+  save_run(self.run, folder / "");
+  folder.commit();
+}
+
+PythonRun load(const std::string& directory) {
+  return result_of_long([&] { return PythonRun{load_run(directory)}; });
+}
+
+std::vector<std::tuple<std::string, std::string, bool, bool>> metrics() {
+  std::vector<std::tuple<std::string, std::string, bool, bool>> all;
+  for (const MetricInfo& metric : all_metrics())
+    all.emplace_back(metric.name, metric.label, metric.higher_is_better, metric.ranks);
+  return all;
+}
+
+}  // namespace
+
+void bind_replay(nb::module_& module) {
+  nb::class_<PythonRun>(module, "Run", "What a replay came to.")
+      .def_static("load", load, nb::arg("directory"))
+      .def("save", save, nb::arg("directory"), "Writes results.csv, run.json and kept.json.")
+      .def("columns", columns_of, "The columns of results.csv: arrays, or of texts (codes, texts).")
+      .def("csv", [](const PythonRun& self) { return results_csv(self.run.rows); })
+      .def("kept", kept_of, nb::arg("trace"), nb::arg("sequence"), nb::arg("config"),
+           nb::arg("own"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("plain"),
+           "Positions of the queries, and [query, token]: whether it was live.")
+      .def_prop_ro("version", [](const PythonRun& self) { return self.run.info.version; })
+      .def_prop_ro("span",
+                   [](const PythonRun& self) { return std::string(name_of(self.run.info.span)); })
+      .def_prop_ro("grid", grid_of, "(policy, params, budget, prefill, positions) of each.")
+      .def_prop_ro("traces", traces_of, "(name, path, hash) of each.")
+      .def_ro("notices", &PythonRun::notices);
+  module.def("replay", replay_traces, nb::arg("traces"), nb::arg("own"), nb::arg("words"));
+  module.def("metrics", metrics, "(name, label, higher is better, ranks) of each.");
+}
+
+}  // namespace kvlab::python

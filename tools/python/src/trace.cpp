@@ -1,0 +1,139 @@
+#include "tools/python/src/trace.hpp"
+
+#include <fmt/format.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "sim/run/run.hpp"
+#include "tools/python/src/array.hpp"
+#include "tools/python/src/long_call.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/parallel.hpp"
+
+namespace kvlab::python {
+namespace {
+
+Trace open_trace(const std::string& path, bool verify, std::optional<unsigned> threads) {
+  return result_of_long([&] {
+    return Trace{path, std::make_shared<const TraceReader>(
+                           verify ? open_verified_trace(path, threads.value_or(default_threads()))
+                                  : TraceReader::open(path))};
+  });
+}
+
+Part part_of(const std::string& name) {
+  if (name == "q") return Part::q;
+  if (name == "k") return Part::k;
+  if (name == "v") return Part::v;
+  throw std::invalid_argument(fmt::format("part '{}': should be q, k or v", name));
+}
+
+void check_place(const TraceReader& trace, std::uint32_t layer, std::uint32_t head,
+                 std::uint32_t heads) {
+  if (layer >= trace.shape().layers || head >= heads)
+    throw std::invalid_argument(fmt::format("layer {}, head {}: the trace {} has {} layers of {}",
+                                            layer, head, trace.directory().string(),
+                                            trace.shape().layers, heads));
+}
+
+/// [tokens, head_size] of one head, float32.
+FloatArray read_head(const Trace& trace, const std::string& part, std::uint32_t layer,
+                     std::uint32_t head) {
+  const TraceReader& reader = *trace.reader;
+  const ModelShape& shape = reader.shape();
+  const Part which = part_of(part);
+  check_place(reader, layer, head, which == Part::q ? shape.query_heads : shape.kv_heads);
+  std::vector<float> values(std::size_t{reader.tokens()} * shape.head_size);
+  {
+    const nb::gil_scoped_release no_gil;
+    reader.read(which, layer, head, 0, reader.tokens(), values.data());
+  }
+  return array_of(std::move(values), {reader.tokens(), shape.head_size});
+}
+
+FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_t layer,
+                       std::uint32_t kv_head) {
+  const TraceReader& reader = *trace.reader;
+  check_place(reader, layer, kv_head, reader.shape().kv_heads);
+  if (!reader.has_column(name))
+    throw std::invalid_argument(fmt::format("column {}: the trace {} has none of that name", name,
+                                            reader.directory().string()));
+  std::vector<float> values(reader.tokens());
+  reader.column(name, layer, kv_head, values.data());
+  return array_of(std::move(values), {reader.tokens()});
+}
+
+using SegmentTuple = std::tuple<std::uint32_t, std::uint32_t, std::string>;
+
+std::vector<SegmentTuple> segments_of(const Trace& trace) {
+  std::vector<SegmentTuple> segments;
+  for (const Segment& segment : trace.reader->segments())
+    segments.emplace_back(segment.start, segment.tokens,
+                          segment.kind == SegmentKind::prompt ? "prompt" : "decode");
+  return segments;
+}
+
+std::string model_json(const Trace& trace) {
+  const TraceHeader& header = trace.reader->header();
+  return json_text(nlohmann::json{{"model", header.model},
+                                  {"rope", *header.rope_config},
+                                  {"rope_factor", header.rope.factor},
+                                  {"softmax_scale", header.softmax_scale},
+                                  {"weights_xxh3", header.weights_xxh3},
+                                  {"tokenizer_xxh3", header.tokenizer_xxh3},
+                                  {"capture", *header.capture}});
+}
+
+std::vector<std::string> shard_files(const Trace& trace) {
+  std::vector<std::string> files;
+  for (const ShardInfo& shard : trace.reader->shards())
+    files.push_back((trace.reader->directory() / shard.file).string());
+  return files;
+}
+
+}  // namespace
+
+void bind_trace(nb::module_& module) {
+  nb::class_<Trace>(module, "Trace", "A finished trace, mapped into memory.")
+      .def_static("open", open_trace, nb::arg("path"), nb::arg("verify"), nb::arg("threads").none(),
+                  "Opens a trace's folder, and verifies it if asked to.")
+      .def_ro("path", &Trace::path)
+      .def_prop_ro("name", [](const Trace& t) { return describe(*t.reader, t.path).name; })
+      .def_prop_ro("hash", [](const Trace& t) { return t.reader->hash(); })
+      .def_prop_ro("tokens", [](const Trace& t) { return t.reader->tokens(); })
+      .def_prop_ro("prompt_tokens", [](const Trace& t) { return t.reader->prompt_tokens(); })
+      .def_prop_ro("layers", [](const Trace& t) { return t.reader->shape().layers; })
+      .def_prop_ro("query_heads", [](const Trace& t) { return t.reader->shape().query_heads; })
+      .def_prop_ro("kv_heads", [](const Trace& t) { return t.reader->shape().kv_heads; })
+      .def_prop_ro("head_size", [](const Trace& t) { return t.reader->shape().head_size; })
+      .def_prop_ro("dtype",
+                   [](const Trace& t) { return std::string(torch_name(t.reader->shape().dtype)); })
+      .def_prop_ro("segments", segments_of, "(start, tokens, kind) of each.")
+      .def_prop_ro(
+          "ids",
+          [](const Trace& t) {
+            return array_of(std::vector<std::int32_t>(t.reader->ids()), {t.reader->tokens()});
+          },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "inv_freq",
+          [](const Trace& t) {
+            const auto& inv_freq = t.reader->header().rope.inv_freq;
+            return array_of(std::vector<float>(inv_freq), {inv_freq.size()});
+          },
+          nb::rv_policy::automatic)
+      .def_prop_ro("model_json", model_json, "What is known of the model, as JSON.")
+      .def_prop_ro("shard_files", shard_files)
+      .def("read", read_head, nb::arg("part"), nb::arg("layer"), nb::arg("head"),
+           "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
+      .def("column", read_column, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
+           "[tokens]: a column that the trace brings.");
+}
+
+}  // namespace kvlab::python

@@ -1,0 +1,16 @@
+// A trace as Python holds it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "traces/trace.hpp"
+
+namespace kvlab::python {
+
+struct Trace {
+  std::string path;  ///< as it was asked for
+  std::shared_ptr<const TraceReader> reader;
+};
+
+}  // namespace kvlab::python
