@@ -8,7 +8,6 @@ Exits 2 with one line if anything is wrong with the input.
 """
 
 import bisect
-import dataclasses
 import importlib
 import json
 import os
@@ -16,35 +15,25 @@ import pathlib
 import re
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
+
 try:
-    import safetensors
-    import safetensors.torch
     import torch
     import transformers
-    from hf_model import (
+    from command_line import Parser, refuse_missing_cuda, whole_number
+    from kvlab.hf.capturing import Fed, write_capture
+    from kvlab.hf.models import (
         DTYPES,
-        Parser,
-        attention_modules,
         default_attention,
         default_device,
         file_of,
         load_config,
         load_model,
-        name_of,
-        refuse_missing_cuda,
         refuse_unsupported,
-        rope_of,
-        rope_parameters,
-        rotary_modules,
-        rotate,
-        shape_of,
-        weights_xxh3,
-        whole_number,
     )
-    from output_sketch import SEED, output_sketch
+    from kvlab.hf.trace_files import Refused, one_line
+    from kvlab.hf.trace_writer import SHARD_TOKENS
     from tokenizers import Tokenizer
-    from trace_files import FORMAT, Refused, one_line, xxh3_of
-    from trace_writer import SHARD_TOKENS, TraceWriter
 except ImportError as missing:
     print(
         f"capture_hf.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",
@@ -52,137 +41,7 @@ except ImportError as missing:
     )
     sys.exit(2)
 
-PLAIN_TOKENS = 64  # that are also fed to the model as it is
 COMPUTED_COLUMNS = ("key_norm", "value_norm", "value_norm1", "key_cosine")
-
-
-# ---------------------------------------------------------------------------------------------
-# The hooks
-
-
-def turn_by_nothing(module, inputs, output):
-    cos, sin = output
-    return torch.ones_like(cos), torch.zeros_like(sin)
-
-
-def plain_outputs(model, shape, ids):
-    """What layer 0's attention puts out [n, query_heads, head_size] in the model as it is."""
-    outputs = []
-    attention = attention_modules(model)[0]
-    hook = attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
-    model.model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-    hook.remove()
-    return outputs[0].view(len(ids), shape.query_heads, shape.head_size)
-
-
-class HookedModel:
-    """Feeds a model; what its attention computes goes to a trace writer.
-
-    Hooks sit on the projections and norms, which have had the same names and places in every
-    version of transformers; attention itself is left alone. The hooks also rotate q and k, and the
-    model's own rotation then turns by nothing: it would round cos, sin and both products to the
-    model's dtype and take angles in float32 (off by 0.004 at position 100,000), which no trace can
-    say.
-    """
-
-    def __init__(self, model, shape, rope, writer, plain):
-        """`plain`: plain_outputs of the first tokens."""
-        self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
-        self.cache = transformers.DynamicCache()
-        self.count = 0  # tokens being fed
-        self.seen = set()  # (layer, part)s that came of them
-        self.turns_on = {}  # device: their cos and sin
-        for index, module in enumerate(attention_modules(model)):
-            self.hook_layer(index, module)
-        for module in rotary_modules(model):
-            module.register_forward_hook(turn_by_nothing)
-
-    def hook_layer(self, index, module):
-        queries, keys = self.shape.query_heads, self.shape.kv_heads
-        normed = hasattr(module, "q_norm")
-        for part, source, heads in (
-            ("q", module.q_norm if normed else module.q_proj, queries),
-            ("k", module.k_norm if normed else module.k_proj, keys),
-            ("v", module.v_proj, keys),
-        ):
-            source.register_forward_hook(
-                lambda _, inputs, output, part=part, heads=heads: self.keep(index, part, heads, output)
-            )
-        module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0]))
-        after = self.model.model.layers[index].post_attention_layernorm  # whose input is the residual stream
-        after.register_forward_pre_hook(lambda _, inputs: self.keep_residual(index, inputs[0]))
-
-    def rows(self, layer, part, heads, values):
-        """To [n, heads, head_size], from [1, n, heads * head_size], or [1, n, heads, head_size]
-        after a norm of heads."""
-        count, size = self.count, self.shape.head_size
-        right = tuple(values.shape) in ((1, count, heads * size), (1, count, heads, size))
-        if not right or values.dtype != self.model.dtype:
-            raise Refused(
-                f"--model: layer {layer}: {part} is {name_of(values.dtype)} {list(values.shape)};"
-                f" {name_of(self.model.dtype)} [1, {count}, {heads * size}] is expected"
-            )
-        self.seen.add((layer, part))
-        return values.view(count, heads, size)
-
-    def keep(self, layer, part, heads, values):
-        """Returns what the model goes on with."""
-        rows = self.rows(layer, part, heads, values)
-        self.writer.open.put(layer, part, self.writer.row(), rows)
-        return values if part == "v" else rotate(rows, *self.turns(rows.device)).view(values.shape)
-
-    def turns(self, device):
-        """cos and sin of the tokens being fed: once for each device, not for each layer."""
-        if device not in self.turns_on:
-            first = len(self.writer.ids)
-            self.turns_on[device] = self.rope.cos_sin(torch.arange(first, first + self.count, device=device))
-        return self.turns_on[device]
-
-    def keep_output(self, layer, values):
-        rows = self.rows(layer, "out", self.shape.query_heads, values)
-        self.writer.open.put_output(layer, self.writer.row(), rows)
-        if layer == 0 and not self.writer.ids:
-            self.compare(rows)
-
-    def keep_residual(self, layer, values):
-        self.seen.add((layer, "residual"))
-        norm2 = values.view(self.count, -1).float().square().sum(-1)
-        self.writer.open.put_residual(layer, self.writer.row(), norm2)
-
-    def compare(self, rows):
-        """The first tokens' outputs of layer 0 against the plain model's: the rotation must be its."""
-        count = min(len(rows), len(self.plain))
-        plain, ours = self.plain[:count].float(), rows[:count].float()
-        error = float((plain - ours).norm() / plain.norm())
-        most = 1e-3 if self.model.dtype == torch.float32 else 0.1
-        if not error <= most:
-            raise Refused(
-                f"--model: layer 0 differs by {error:.2g} from the plain model's; the RoPE of Llama is expected"
-                " (--dtype float32 tells its rounding from another RoPE)"
-            )
-
-    def feed(self, ids, kind, chunk):
-        """Returns the hidden state [1, hidden] behind the last token."""
-        while ids:
-            part = ids[: min(chunk, self.writer.room())]
-            ids = ids[len(part) :]
-            hidden = self.feed_chunk(part)
-            self.writer.admit(part, kind)
-            progress(len(self.writer.ids))
-        return hidden
-
-    def feed_chunk(self, ids):
-        self.count = len(ids)
-        self.seen.clear()
-        self.turns_on.clear()
-        tokens = torch.tensor([ids], device=self.model.device)
-        result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
-        if len(self.seen) != 5 * self.shape.layers:
-            raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
-        return result.last_hidden_state[:, -1]
-
-    def most_likely(self, hidden):
-        return int(self.model.get_output_embeddings()(hidden).argmax())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -306,16 +165,6 @@ def columns_of(texts):
     return columns
 
 
-def add_columns(writer, columns):
-    for name, function in columns.items():
-        try:
-            writer.add_column(name, function)
-        except (Refused, OSError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            raise Refused(f"--column {name}: {type(error).__name__}: {one_line(error)}") from None
-
-
 def add_options(parser):
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
@@ -397,50 +246,6 @@ def parse_arguments(argv):
     return arguments
 
 
-def describe(arguments, model, shape, spans):
-    """What the manifest and every shard say alike."""
-    dtype = name_of(model.dtype)
-    tokenizer = file_of(arguments.model, "tokenizer.json")
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
-    return {
-        "format": FORMAT,
-        "model": pathlib.Path(arguments.model).resolve().name,
-        "config": dataclasses.asdict(shape) | {"dtype": dtype, "rope": rope_parameters(model.config)},
-        "rounding": "none" if dtype == "float32" else "model_dtype",
-        "weights_xxh3": weights_xxh3(arguments.model),
-        "tokenizer_xxh3": xxh3_of(tokenizer) if tokenizer else "",
-        "spans": spans,
-        "capture": {
-            "engine": "transformers",
-            "version": transformers.__version__,
-            "device": device,
-            "options": {
-                "torch": torch.__version__,
-                "attention": arguments.attention,
-                "rope": "rotated in float32, rounded once",
-                "teacher_forced": arguments.teacher_forced,
-            },
-        },
-    }
-
-
-def capture(hooked, arguments, ids):
-    config, chunk = hooked.model.config, arguments.chunk
-    if arguments.teacher_forced:
-        hooked.feed(ids[: arguments.prompt_tokens], "prompt", chunk)
-        if len(ids) > arguments.prompt_tokens:
-            hooked.feed(ids[arguments.prompt_tokens :], "decode", chunk)
-        return
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    hidden = hooked.feed(ids, "prompt", chunk)
-    most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
-    for _ in range(most - 1):  # the last token is chosen and not fed
-        token = hooked.most_likely(hidden)
-        if token in ends:
-            return
-        hidden = hooked.feed([token], "decode", 1)
-
-
 def refuse_beyond_context(arguments, config, ids):
     prompt, trained = arguments.prompt_tokens or len(ids), config.max_position_embeddings
     if prompt > trained and not arguments.beyond_context:
@@ -461,27 +266,13 @@ def run(arguments):
     columns = columns_of(arguments.column)
     device = arguments.device or default_device()
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
-    shape = shape_of(model)
-    rope = rope_of(model, shape)
-    plain = plain_outputs(model, shape, ids[:PLAIN_TOKENS])
-    sketch = output_sketch([module.o_proj.weight for module in attention_modules(model)])
-    writer = TraceWriter(arguments.out, describe(arguments, model, shape, spans), rope, sketch, SEED)
+    most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
+    fed = Fed(ids, arguments.prompt_tokens, most, arguments.chunk)
+    name = pathlib.Path(arguments.model).resolve().name
     try:
-        capture(HookedModel(model, shape, rope, writer, plain), arguments, ids)
-        add_columns(writer, columns)
-        writer.finish()
-    except (
-        Refused,
-        OSError,
-        safetensors.SafetensorError,
-        torch.cuda.OutOfMemoryError,
-        KeyboardInterrupt,
-    ) as error:
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
-        raise Refused(f"{what}: --out {arguments.out} is unfinished{writer.abandon()}") from None
-    except BaseException:
-        writer.abandon()
-        raise
+        writer = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
+    except KeyboardInterrupt as interrupted:
+        raise Refused(str(interrupted)) from None
     progress(len(writer.ids))
     print(f"{arguments.out}: {len(writer.ids)} tokens of {writer.description['model']}")
 

@@ -10,8 +10,9 @@ import pathlib
 import sys
 
 import numpy
-from trace_files import FORMAT, Refused, write_by_rename, write_manifest
 from trace_reader import Tensors, Trace
+
+from kvlab.hf.trace_files import FORMAT, Refused, write_by_rename, write_manifest
 
 # ---------------------------------------------------------------------------------------------
 # Files

@@ -13,26 +13,26 @@ import math
 import pathlib
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
+
 try:
     import safetensors
     import safetensors.torch
     import torch
     import transformers
-    from hf_model import (
+    from command_line import Parser, refuse_missing_cuda, whole_number
+    from kvlab.hf.models import (
         DTYPES,
-        Parser,
         default_attention,
         default_device,
         load_config,
         load_model,
-        refuse_missing_cuda,
         refuse_unsupported,
         shape_of,
         weights_xxh3,
-        whole_number,
     )
-    from trace_files import FORMAT, Refused, one_line, write_manifest, xxh3_of
-    from trace_writer import TensorFile
+    from kvlab.hf.trace_files import FORMAT, Refused, one_line, write_manifest, xxh3_of
+    from kvlab.hf.trace_writer import TensorFile
 except ImportError as missing:
     print(
         f"sensitivities.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",

@@ -5,9 +5,13 @@ Checks no checksums: `kvlab trace verify` does.
 
 import json
 import pathlib
+import sys
 
 import numpy
-from trace_files import Refused
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
+
+from kvlab.hf.trace_files import Refused
 
 
 class Tensors:

@@ -18,7 +18,8 @@ SCRIPT = ROOT / "tools" / "capture_hf.py"
 COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
 
 capture_hf = script("capture_hf")
-hf_model, trace_writer = sys.modules["hf_model"], sys.modules["trace_writer"]
+capturing = sys.modules["kvlab.hf.capturing"]
+hf_model, trace_writer = sys.modules["kvlab.hf.models"], sys.modules["kvlab.hf.trace_writer"]
 
 
 def compare(*arguments):
@@ -302,9 +303,9 @@ class CaptureTest(ScriptTest):
             self.assertFalse((self.at / "nothing").exists())
 
     def test_a_rotation_that_is_not_the_models_is_refused(self):
-        rotate = capture_hf.rotate
-        self.addCleanup(setattr, capture_hf, "rotate", rotate)
-        capture_hf.rotate = lambda x, cos, sin: rotate(x, cos, -sin).flip(0)
+        rotate = capturing.rotate
+        self.addCleanup(setattr, capturing, "rotate", rotate)
+        capturing.rotate = lambda x, cos, sin: rotate(x, cos, -sin).flip(0)
         self.check_refused("plain model", "wrong", "--model", TINY, "--prompt-file", self.text, *FORCED)
 
     def test_what_a_trace_cannot_say_is_refused_by_name(self):

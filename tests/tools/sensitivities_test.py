@@ -12,7 +12,7 @@ import torch
 import transformers
 
 sensitivities = script("sensitivities")
-trace_writer = sys.modules["trace_writer"]
+trace_writer = sys.modules["kvlab.hf.trace_writer"]
 
 
 def gradient_of(trace, layer):

@@ -5,12 +5,28 @@ run = kvlab.replay(trace, policies=["h2o", "window"], budgets=["10%", 128])
 run.frame()
 """
 
-from kvlab._kvlab import version as __version__
-from kvlab.policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
-from kvlab.run import Run, load_run, metrics, replay
-from kvlab.trace import Trace
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab import hf
+    from kvlab._kvlab import version as __version__
+    from kvlab._policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
+    from kvlab._run import Kept, Metric, Run, load_run, metrics, replay
+    from kvlab._trace import Trace
+
+# Imported when it is asked for: the scripts of tools/ take kvlab.hf from a checkout where nothing is compiled.
+_HOMES = {
+    "_policy": ("Policy", "PolicyInfo", "Seen", "Step", "Token", "policies", "policy", "policy_source"),
+    "_run": ("Kept", "Metric", "Run", "load_run", "metrics", "replay"),
+    "_trace": ("Trace",),
+}
 
 __all__ = [
+    "Kept",
+    "Metric",
     "Policy",
     "PolicyInfo",
     "Run",
@@ -19,6 +35,7 @@ __all__ = [
     "Token",
     "Trace",
     "__version__",
+    "hf",
     "load_run",
     "metrics",
     "policies",
@@ -26,3 +43,18 @@ __all__ = [
     "policy_source",
     "replay",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return importlib.import_module("kvlab.hf")
+    if name == "__version__":
+        return importlib.import_module("kvlab._kvlab").version
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"kvlab.{module}"), name)
+    raise AttributeError(f"module 'kvlab' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

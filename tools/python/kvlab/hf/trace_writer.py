@@ -1,14 +1,20 @@
-"""Writes kvlab traces from PyTorch, as docs/trace.md says. The writing half of capture_hf.py."""
+"""Writes kvlab traces from PyTorch, as docs/trace.md says. The writing half of a capture."""
+
+from __future__ import annotations
 
 import json
 import math
 import os
 import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from trace_files import Refused, sync, write_by_rename, write_manifest, xxh3_of
+
+from kvlab.hf.models import Rope
+from kvlab.hf.trace_files import Refused, sync, write_by_rename, write_manifest, xxh3_of
 
 SHARD_TOKENS = 1024
 CHECK_ROWS = 16
@@ -17,7 +23,9 @@ SKETCH = "output.safetensors"
 LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard ends with
 
 
-def write_tensors(path, tensors, metadata=None):
+def write_tensors(
+    path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
     return write_by_rename(path, lambda part: safetensors.torch.save_file(tensors, part, metadata))
 
 
@@ -29,7 +37,7 @@ class TensorFile:
 
     NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
-    def __init__(self, path, tensors):
+    def __init__(self, path: pathlib.Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
         """`tensors`: name: (dtype, shape), in the order of the file."""
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.tensors, self.offsets, at = tensors, {}, 0
@@ -45,19 +53,19 @@ class TensorFile:
         self.file.write(len(text).to_bytes(8, "little") + text)
         self.file.truncate(self.data + at)
 
-    def write(self, name, values):
+    def write(self, name: str, values: torch.Tensor) -> None:
         dtype, shape = self.tensors[name]
         assert values.dtype == dtype and tuple(values.shape) == tuple(shape), (name, values.shape)
         self.file.seek(self.data + self.offsets[name])
         self.file.write(values.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
 
-    def read(self, name):
+    def read(self, name: str) -> torch.Tensor:
         dtype, shape = self.tensors[name]
         self.file.seek(self.data + self.offsets[name])
         count = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
         return torch.frombuffer(bytearray(self.file.read(count)), dtype=dtype).view(shape)
 
-    def seal(self):
+    def seal(self) -> str:
         """Returns the checksum."""
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -67,7 +75,7 @@ class TensorFile:
         sync(self.path.parent, os.O_RDONLY)
         return checksum
 
-    def discard(self):
+    def discard(self) -> None:
         self.file.close()
         self.part.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
@@ -83,10 +91,10 @@ class Shard:
     The buffers are used again for the next shard.
     """
 
-    def __init__(self, layers):
-        self.layers = [{} for _ in range(layers)]
+    def __init__(self, layers: int) -> None:
+        self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layers)]
 
-    def put(self, layer, part, row, values):
+    def put(self, layer: int, part: str, row: int, values: torch.Tensor) -> None:
         """values [n, heads, head_size] go to rows row … row + n of q, k or v."""
         count, heads, size = values.shape
         buffer = self.layers[layer].get(part)
@@ -95,7 +103,7 @@ class Shard:
             self.layers[layer][part] = buffer
         buffer[:, row : row + count] = values.transpose(0, 1)
 
-    def put_output(self, layer, row, values):
+    def put_output(self, layer: int, row: int, values: torch.Tensor) -> None:
         """Keeps those of the outputs [n, query_heads, head_size] that may become check rows."""
         count, heads, size = values.shape
         kept = self.layers[layer].get("out")
@@ -107,12 +115,12 @@ class Shard:
                 kept[:, slot] = values[at - row]
         kept[:, LATEST] = values[count - 1]
 
-    def put_residual(self, layer, row, norm2):
+    def put_residual(self, layer: int, row: int, norm2: torch.Tensor) -> None:
         """norm2 [n]: the squared norms of the residual stream behind the layer's attention."""
         kept = self.layers[layer].setdefault("residual", torch.zeros(SHARD_TOKENS, device=norm2.device))
         kept[row : row + len(norm2)] = norm2
 
-    def tensors(self, first, count):
+    def tensors(self, first: int, count: int) -> dict[str, torch.Tensor]:
         """What the shard's file holds if it ends after `count` tokens."""
         inside = [slot for slot in range(CHECK_ROWS) if CHECK_GRID[slot] < count]
         slots = inside + [LATEST] * (CHECK_ROWS - len(inside))
@@ -129,14 +137,21 @@ class Shard:
 class TraceWriter:
     """Writes a trace as docs/trace.md says; each shard as soon as it is full."""
 
-    def __init__(self, directory, description, rope, sketch, seed):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        description: Mapping[str, Any],
+        rope: Rope,
+        sketch: Mapping[str, torch.Tensor],
+        seed: int,
+    ) -> None:
         """`sketch`: the tensors of output_sketch(), from `seed`."""
         self.directory = pathlib.Path(directory)
-        self.description = description  # what the manifest and every shard say alike
+        self.description = dict(description)  # what the manifest and every shard say alike
         self.rope = rope
-        self.ids = []
-        self.segments = []
-        self.shards = []  # the sealed ones
+        self.ids: list[int] = []
+        self.segments: list[dict[str, Any]] = []
+        self.shards: list[dict[str, Any]] = []  # the sealed ones
         self.tokens_xxh3 = ""
         self.open = Shard(description["config"]["layers"])
         try:
@@ -148,20 +163,20 @@ class TraceWriter:
         except BaseException:
             self.abandon()
             raise
-        self.extras = {"residual_norm2": {}, "sketch": {"file": SKETCH, "xxh3": checksum, "seed": seed}}
+        self.extras: dict[str, Any] = {"residual_norm2": {}, "sketch": {"file": SKETCH, "xxh3": checksum, "seed": seed}}
 
-    def first_open(self):
+    def first_open(self) -> int:
         """Position of the first token that is in no sealed shard."""
         return len(self.shards) * SHARD_TOKENS
 
-    def row(self):
+    def row(self) -> int:
         """Row of the open shard that the next token takes."""
         return len(self.ids) - self.first_open()
 
-    def room(self):
+    def room(self) -> int:
         return SHARD_TOKENS - self.row()
 
-    def admit(self, ids, kind):
+    def admit(self, ids: Sequence[int], kind: str) -> None:
         """The rows of these tokens have been put into the open shard."""
         if not self.segments or self.segments[-1]["kind"] != kind:
             self.segments.append({"start": len(self.ids), "tokens": 0, "kind": kind})
@@ -170,7 +185,7 @@ class TraceWriter:
         if self.room() == 0:
             self.seal()
 
-    def seal(self):
+    def seal(self) -> None:
         """The ids go first: whatever shards a kill leaves, their ids are there."""
         first, count = self.first_open(), self.row()
         tokens = {
@@ -181,14 +196,12 @@ class TraceWriter:
         }
         self.tokens_xxh3 = write_tensors(self.directory / "tokens.safetensors", tokens)
         metadata = self.description | {"first": first, "tokens": count, "segments": self.segments}
-        texts = {
-            key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()
-        }
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
         name = f"shard-{len(self.shards):05}.safetensors"
         checksum = write_tensors(self.directory / name, self.open.tensors(first, count), texts)
         self.shards.append({"file": name, "first": first, "tokens": count, "xxh3": checksum})
 
-    def add_column(self, name, function):
+    def add_column(self, name: str, function: Callable[..., Any]) -> None:
         """After the last token. function(q, k, v, layer), of the whole trace before RoPE, gives [kv_heads, tokens]."""
         if self.row() > 0:
             self.seal()
@@ -196,9 +209,7 @@ class TraceWriter:
         files = [safetensors.safe_open(self.directory / shard["file"], "pt") for shard in self.shards]
         tensors = {}
         for layer in range(self.description["config"]["layers"]):
-            parts = [
-                torch.cat([file.get_tensor(f"layers.{layer}.{part}") for file in files], dim=1) for part in "qkv"
-            ]
+            parts = [torch.cat([file.get_tensor(f"layers.{layer}.{part}") for file in files], dim=1) for part in "qkv"]
             values = torch.as_tensor(function(*parts, layer)).float()
             if tuple(values.shape) != shape:
                 raise Refused(f"--column {name}: layer {layer} is {list(values.shape)}; {list(shape)} is expected")
@@ -209,7 +220,7 @@ class TraceWriter:
         checksum = write_tensors(self.directory / file, tensors)
         self.extras.setdefault("columns", []).append({"name": name, "file": file, "xxh3": checksum})
 
-    def finish(self):
+    def finish(self) -> None:
         if self.row() > 0:
             self.seal()
         prompt = sum(segment["tokens"] for segment in self.segments if segment["kind"] == "prompt")
@@ -223,7 +234,7 @@ class TraceWriter:
         }
         write_manifest(self.directory, manifest)
 
-    def abandon(self):
+    def abandon(self) -> str:
         """After an error: the sealed shards stay, or nothing at all. Returns what to say of them."""
         if self.shards:
             kept = min(self.first_open(), len(self.ids))

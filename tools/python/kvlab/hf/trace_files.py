@@ -1,31 +1,36 @@
 """How files of a trace are written by Python, whole or not at all; needs xxhash."""
 
+from __future__ import annotations
+
 import json
 import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import xxhash
 
 FORMAT = 2
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """Bad input: one line that says what, where, and what would be right."""
 
 
-def one_line(error, most=300):
+def one_line(error: object, most: int = 300) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[:most] + "..."
 
 
-def xxh3_of(path):
+def xxh3_of(path: pathlib.Path) -> str:
     digest = xxhash.xxh3_64()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
-def sync(path, flags):
+def sync(path: pathlib.Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
@@ -33,7 +38,7 @@ def sync(path, flags):
         os.close(descriptor)
 
 
-def write_by_rename(path, write):
+def write_by_rename(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> str:
     """write(PATH.part), sync, rename, sync the folder. Returns the file's checksum."""
     part = path.with_name(path.name + ".part")
     try:
@@ -47,6 +52,6 @@ def write_by_rename(path, write):
         part.unlink(missing_ok=True)
 
 
-def write_manifest(directory, manifest):
+def write_manifest(directory: pathlib.Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps(manifest, indent=1) + "\n"
     write_by_rename(directory / "manifest.json", lambda part: part.write_text(text))

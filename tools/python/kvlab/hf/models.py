@@ -1,15 +1,18 @@
-"""The transformers models that kvlab knows: loaded, or refused by name. What capture_hf.py and sensitivities.py share."""
+"""The transformers models that kvlab knows: loaded, or refused by name. What captures and tools/sensitivities.py share."""
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
 import json
 import pathlib
+from typing import Any, NoReturn
 
 import torch
 import transformers
 import xxhash
-from trace_files import Refused, one_line, xxh3_of
 from transformers.utils import cached_file
+
+from kvlab.hf.trace_files import Refused, one_line, xxh3_of
 
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
@@ -23,7 +26,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def name_of(dtype):
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -33,17 +36,17 @@ def name_of(dtype):
 
 @dataclasses.dataclass
 class Rope:
-    inv_freq: "torch.Tensor"  # [head_size / 2] float32, on the CPU
+    inv_freq: torch.Tensor  # [head_size / 2] float32, on the CPU
     factor: float  # multiplies cos and sin
     softmax_scale: float
 
-    def cos_sin(self, positions):
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] to two of [n, head_size / 2], float32 of the float64 angle, as kvlab's."""
         angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
         return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
 
 
-def rotate(x, cos, sin):
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """[n, heads, head_size] by [n, head_size / 2], in float32, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -58,14 +61,14 @@ class Shape:
     head_size: int
 
 
-def load_config(name):
+def load_config(name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name)
     except Exception as error:  # transformers raises nearly anything
         raise Refused(f"--model {name}: {one_line(error)}") from None
 
 
-def rope_parameters(config):
+def rope_parameters(config: Any) -> dict[str, Any]:
     """The parameters of RoPE under their newer names: transformers 5 has rope_parameters, 4 has
     rope_theta and rope_scaling."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -77,10 +80,10 @@ def rope_parameters(config):
     return parameters
 
 
-def refuse_unsupported(name, config):
+def refuse_unsupported(name: str, config: Any) -> None:
     """Whatever would change what attention computes from q, k and v, and the format cannot say."""
 
-    def refuse(what, right):
+    def refuse(what: str, right: str) -> NoReturn:
         raise Refused(f"--model {name}: {what}; {right}")
 
     family = config.model_type
@@ -99,9 +102,7 @@ def refuse_unsupported(name, config):
         refuse("layer_types names other layers than full_attention", right)
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
-        refuse(
-            f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected"
-        )
+        refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
     parameters = rope_parameters(config)
     if parameters["rope_type"] not in ROPE_TYPES:
         refuse(
@@ -110,24 +111,22 @@ def refuse_unsupported(name, config):
         )
     for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
         if partial not in (None, 1):
-            refuse(
-                f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported"
-            )
+            refuse(f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported")
     if getattr(config, "pretraining_tp", 1) not in (None, 1):
         refuse(f"pretraining_tp is {config.pretraining_tp}", "1 is expected")
 
 
-def default_attention():
+def default_attention() -> str:
     """sdpa, which transformers 4 refuses where PyTorch is older than 2.1."""
     available = getattr(transformers.utils, "is_torch_sdpa_available", lambda: True)
     return "sdpa" if available() else "eager"
 
 
-def default_device():
+def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(name, dtype, attention, device):
+def load_model(name: str, dtype: str, attention: str, device: str) -> Any:
     argument = "dtype" if TRANSFORMERS >= (4, 56) else "torch_dtype"
     options = {
         argument: DTYPES.get(dtype, "auto"),
@@ -149,14 +148,12 @@ def load_model(name, dtype, attention, device):
     return model
 
 
-def attention_modules(model):
+def attention_modules(model: Any) -> list[Any]:
     modules = [layer.self_attn for layer in model.model.layers]
     for module in modules:
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if not hasattr(module, part):
-                raise Refused(
-                    f"--model: {type(module).__name__} has no {part}; separate projections are expected"
-                )
+                raise Refused(f"--model: {type(module).__name__} has no {part}; separate projections are expected")
         if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
             raise Refused(
                 f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected"
@@ -164,18 +161,18 @@ def attention_modules(model):
     return modules
 
 
-def rotary_modules(model):
+def rotary_modules(model: Any) -> list[Any]:
     """One for all layers, or one in each (transformers before 4.45)."""
     shared = getattr(model.model, "rotary_emb", None)
     return [shared] if shared is not None else [module.rotary_emb for module in attention_modules(model)]
 
 
-def shape_of(model):
+def shape_of(model: Any) -> Shape:
     config, modules = model.config, attention_modules(model)
     return Shape(len(modules), config.num_attention_heads, config.num_key_value_heads, modules[0].head_dim)
 
 
-def rope_of(model, shape):
+def rope_of(model: Any, shape: Shape) -> Rope:
     """From the model's own rotary embedding, which must turn by position * inv_freq."""
     rotary = rotary_modules(model)[0]
     if rotary.inv_freq.numel() * 2 != shape.head_size:
@@ -186,9 +183,7 @@ def rope_of(model, shape):
     scales = {float(getattr(module, "scaling", shape.head_size**-0.5)) for module in attention_modules(model)}
     if len(scales) > 1:
         raise Refused("--model: layers differ in the softmax scale; one for all is expected")
-    rope = Rope(
-        rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop()
-    )
+    rope = Rope(rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop())
 
     positions = torch.tensor([0, 1, 2, 3, 50, 700], device=rotary.inv_freq.device)
     theirs = rotary(torch.zeros(1, 1, 1, device=positions.device), positions[None])
@@ -204,7 +199,7 @@ def rope_of(model, shape):
 # Its files
 
 
-def file_of(model, name):
+def file_of(model: str, name: str) -> pathlib.Path | None:
     """A file of the checkpoint, or None. `model` is a folder or a name of the hub."""
     try:
         found = cached_file(model, name, local_files_only=True)
@@ -213,7 +208,7 @@ def file_of(model, name):
     return pathlib.Path(found) if found else None
 
 
-def weights_xxh3(model):
+def weights_xxh3(model: str) -> str:
     """Of the file; of several, the checksum of their checksums in the order of their names."""
     single, index = file_of(model, "model.safetensors"), file_of(model, "model.safetensors.index.json")
     if single:
@@ -222,28 +217,3 @@ def weights_xxh3(model):
         return ""
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     return xxhash.xxh3_64("".join(xxh3_of(index.parent / name) for name in names).encode()).hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------
-# The scripts' command lines
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def whole_number(least, most=None):
-    def parse(text):
-        number = int(text) if text.isascii() and text.isdigit() else -1
-        if number < least or (most and number > most):
-            to = f"to {most}" if most else "on"
-            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} {to}")
-        return number
-
-    return parse
-
-
-def refuse_missing_cuda(parser, arguments):
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: there is no CUDA device that torch can use; cpu would do")

@@ -13,8 +13,8 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
-from kvlab.policy import Policy, resolve
-from kvlab.trace import Trace
+from kvlab._policy import Policy, resolve
+from kvlab._trace import Trace
 
 if TYPE_CHECKING:
     import matplotlib.axes

@@ -1,0 +1,117 @@
+"""Traces of loaded transformers models, small ones with random weights."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("xxhash")
+
+
+def model_of(family: str = "llama", **words: Any) -> Any:
+    torch.manual_seed(3)
+    config = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "mistral": transformers.MistralConfig,
+    }[family](
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **words,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def ids_of(tokens: int) -> Any:
+    return torch.randint(0, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_a_loaded_model_is_captured_and_left_as_it_was(family: str) -> None:
+    model, ids = model_of(family), ids_of(90)
+    with torch.no_grad():
+        before = model(ids).logits
+    trace = kvlab.hf.capture(model, ids, prompt_tokens=60)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+    assert trace.segments == [(0, 60, "prompt"), (60, 30, "decode")]
+    assert trace.dtype == "float32" and trace.layers == 2 and trace.kv_heads == 2
+    numpy.testing.assert_array_equal(trace.ids, ids[0].numpy())
+    run = kvlab.replay(trace, ["h2o", "window"], [16])
+    assert "residual_error" in run.csv()  # the sketch of W_o is there
+
+
+def test_what_is_fed_goes_on_with_the_likeliest(tmp_path: pathlib.Path) -> None:
+    model, ids = model_of(), ids_of(20)
+    trace = kvlab.hf.capture(model, ids[0].tolist(), max_new_tokens=12, out=tmp_path / "trace")
+    with torch.no_grad():
+        text = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    numpy.testing.assert_array_equal(trace.ids, text[:-1].numpy())
+    assert kvlab.Trace(tmp_path / "trace").prompt_tokens == 20
+
+
+def test_columns_and_spans() -> None:
+    def first(q: Any, k: Any, v: Any, layer: int) -> Any:
+        return k[:, :, 0] + layer
+
+    trace = kvlab.hf.capture(
+        model_of(),
+        ids_of(40),
+        prompt_tokens=30,
+        columns={"first": first},
+        spans=[{"name": "middle", "start": 4, "tokens": 3}],
+    )
+    expected = trace.read("k", 1, 1)[:, 0] + 1
+    numpy.testing.assert_array_equal(trace.column("first", 1, 1), expected)
+    run = kvlab.replay(trace, "column:name=first", 16)
+    assert "span_recall:middle" in run.csv()
+
+
+def test_an_adapter_of_peft_is_captured_with_its_model() -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = model_of(), ids_of(40)
+    plain = kvlab.hf.capture(model, ids, prompt_tokens=30)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False, r=2)
+    ).eval()
+    trace = kvlab.hf.capture(adapted, ids, prompt_tokens=30)
+    merged = kvlab.hf.capture(adapted.merge_and_unload(), ids, prompt_tokens=30)
+    assert not numpy.allclose(trace.read("q", 0, 0), plain.read("q", 0, 0))
+    for layer in range(2):
+        numpy.testing.assert_allclose(trace.read("q", layer, 1), merged.read("q", layer, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": [[1, 2], [3, 4]]}, r"input_ids: \[2, 2\]; one sequence of whole numbers"),
+        ({"input_ids": [1.5]}, "one sequence of whole numbers"),
+        ({"input_ids": [97]}, "input_ids: from 97 to 97; the model's vocabulary is 97"),
+        ({"prompt_tokens": 41}, "prompt_tokens: 41 should be between 1 and 40"),
+        ({"columns": {"odd": lambda q, k, v, layer: k}}, r"--column odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
+        ({"model": "gpt2"}, "model_type 'gpt2' is not supported; one of llama, mistral, qwen2, qwen3"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(change: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+    words: dict[str, Any] = {"input_ids": ids_of(40), "prompt_tokens": 30, "out": tmp_path / "trace"} | change
+    model = model_of()
+    if words.pop("model", None):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=97))
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    with pytest.raises(ValueError, match=message):
+        kvlab.hf.capture(model, **words)
+    assert (tmp_path / "trace").exists() == ("columns" in change)  # which are made of the shards
+    assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

@@ -1,0 +1,26 @@
+"""What the command lines of tools/*.py share."""
+
+import argparse
+
+import torch
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def whole_number(least, most=None):
+    def parse(text):
+        number = int(text) if text.isascii() and text.isdigit() else -1
+        if number < least or (most and number > most):
+            to = f"to {most}" if most else "on"
+            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} {to}")
+        return number
+
+    return parse
+
+
+def refuse_missing_cuda(parser, arguments):
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: there is no CUDA device that torch can use; cpu would do")

@@ -1,0 +1,21 @@
+"""Transformers: traces of a loaded model, and eviction while it runs. Needs torch, transformers, safetensors and xxhash."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.hf.capturing import capture
+    from kvlab.hf.evicting_cache import evicting
+    from kvlab.hf.trace_files import Refused
+
+__all__ = ["Refused", "capture", "evicting"]
+
+_HOMES = {"capture": "capturing", "evicting": "evicting_cache", "Refused": "trace_files"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"kvlab.hf.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'kvlab.hf' has no attribute '{name}'")

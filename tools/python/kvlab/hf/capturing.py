@@ -1,0 +1,360 @@
+"""Captures a trace from a loaded transformers model: what attention computes of one sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import torch
+import transformers
+
+from kvlab.hf.models import (
+    Rope,
+    Shape,
+    attention_modules,
+    file_of,
+    name_of,
+    refuse_unsupported,
+    rope_of,
+    rope_parameters,
+    rotary_modules,
+    rotate,
+    shape_of,
+    weights_xxh3,
+)
+from kvlab.hf.output_sketch import SEED, output_sketch
+from kvlab.hf.trace_files import FORMAT, Refused, one_line, xxh3_of
+from kvlab.hf.trace_writer import SHARD_TOKENS, TraceWriter
+
+if TYPE_CHECKING:
+    from kvlab._trace import Trace
+
+PLAIN_TOKENS = 64  # that are also fed to the model as it is
+
+Progress = Callable[[int], object]
+Column = Callable[[Any, Any, Any, int], Any]
+
+
+# ---------------------------------------------------------------------------------------------
+# The hooks
+
+
+def turn_by_nothing(module: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
+    cos, sin = output
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def plain_outputs(model: Any, shape: Shape, ids: Sequence[int]) -> torch.Tensor:
+    """What layer 0's attention puts out [n, query_heads, head_size] in the model as it is."""
+    outputs: list[torch.Tensor] = []
+    attention = attention_modules(model)[0]
+    hook = attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
+    try:
+        model.model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    finally:
+        hook.remove()
+    return outputs[0].view(len(ids), shape.query_heads, shape.head_size)
+
+
+def output_projection(module: Any) -> torch.Tensor:
+    """The weight [hidden, inputs] that an output projection works by: of an adapter or quantised weights, what it
+    makes of the unit vectors."""
+    weight = getattr(module, "weight", None)
+    if type(module) is torch.nn.Linear and weight is not None and weight.is_floating_point():
+        return weight
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    device = next(iter(module.parameters())).device
+    units = torch.eye(module.in_features, dtype=dtype, device=device)
+    made: torch.Tensor = module(units) - module(torch.zeros_like(units[:1]))
+    return made.T
+
+
+class HookedModel:
+    """Feeds a model; what its attention computes goes to a trace writer. close() leaves the model as it was.
+
+    Hooks sit on the projections and norms, which have had the same names and places in every
+    version of transformers; attention itself is left alone. The hooks also rotate q and k, and the
+    model's own rotation then turns by nothing: it would round cos, sin and both products to the
+    model's dtype and take angles in float32 (off by 0.004 at position 100,000), which no trace can
+    say.
+    """
+
+    def __init__(self, model: Any, shape: Shape, rope: Rope, writer: TraceWriter, plain: torch.Tensor) -> None:
+        """`plain`: plain_outputs of the first tokens."""
+        self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
+        self.cache = transformers.DynamicCache()
+        self.count = 0  # tokens being fed
+        self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of them
+        self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # device: their cos and sin
+        self.hooks: list[Any] = []
+        for index, module in enumerate(attention_modules(model)):
+            self.hook_layer(index, module)
+        for module in rotary_modules(model):
+            self.hooks.append(module.register_forward_hook(turn_by_nothing))
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def hook_layer(self, index: int, module: Any) -> None:
+        queries, keys = self.shape.query_heads, self.shape.kv_heads
+        normed = hasattr(module, "q_norm")
+        for part, source, heads in (
+            ("q", module.q_norm if normed else module.q_proj, queries),
+            ("k", module.k_norm if normed else module.k_proj, keys),
+            ("v", module.v_proj, keys),
+        ):
+
+            def keep(_: Any, inputs: Any, output: torch.Tensor, part: str = part, heads: int = heads) -> torch.Tensor:
+                return self.keep(index, part, heads, output)
+
+            self.hooks.append(source.register_forward_hook(keep))
+        after = self.model.model.layers[index].post_attention_layernorm  # whose input is the residual stream
+        self.hooks += [
+            module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0])),
+            after.register_forward_pre_hook(lambda _, inputs: self.keep_residual(index, inputs[0])),
+        ]
+
+    def rows(self, layer: int, part: str, heads: int, values: torch.Tensor) -> torch.Tensor:
+        """To [n, heads, head_size], from [1, n, heads * head_size], or [1, n, heads, head_size]
+        after a norm of heads."""
+        count, size = self.count, self.shape.head_size
+        right = tuple(values.shape) in ((1, count, heads * size), (1, count, heads, size))
+        if not right or values.dtype != self.model.dtype:
+            raise Refused(
+                f"--model: layer {layer}: {part} is {name_of(values.dtype)} {list(values.shape)};"
+                f" {name_of(self.model.dtype)} [1, {count}, {heads * size}] is expected"
+            )
+        self.seen.add((layer, part))
+        return values.view(count, heads, size)
+
+    def keep(self, layer: int, part: str, heads: int, values: torch.Tensor) -> torch.Tensor:
+        """Returns what the model goes on with."""
+        rows = self.rows(layer, part, heads, values)
+        self.writer.open.put(layer, part, self.writer.row(), rows)
+        return values if part == "v" else rotate(rows, *self.turns(rows.device)).view(values.shape)
+
+    def turns(self, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the tokens being fed: once for each device, not for each layer."""
+        if device not in self.turns_on:
+            first = len(self.writer.ids)
+            self.turns_on[device] = self.rope.cos_sin(torch.arange(first, first + self.count, device=device))
+        return self.turns_on[device]
+
+    def keep_output(self, layer: int, values: torch.Tensor) -> None:
+        rows = self.rows(layer, "out", self.shape.query_heads, values)
+        self.writer.open.put_output(layer, self.writer.row(), rows)
+        if layer == 0 and not self.writer.ids:
+            self.compare(rows)
+
+    def keep_residual(self, layer: int, values: torch.Tensor) -> None:
+        self.seen.add((layer, "residual"))
+        norm2 = values.view(self.count, -1).float().square().sum(-1)
+        self.writer.open.put_residual(layer, self.writer.row(), norm2)
+
+    def compare(self, rows: torch.Tensor) -> None:
+        """The first tokens' outputs of layer 0 against the plain model's: the rotation must be its."""
+        count = min(len(rows), len(self.plain))
+        plain, ours = self.plain[:count].float(), rows[:count].float()
+        error = float((plain - ours).norm() / plain.norm())
+        most = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        if not error <= most:
+            raise Refused(
+                f"--model: layer 0 differs by {error:.2g} from the plain model's; the RoPE of Llama is expected"
+                " (--dtype float32 tells its rounding from another RoPE)"
+            )
+
+    def feed(self, ids: Sequence[int], kind: str, chunk: int, progress: Progress) -> torch.Tensor:
+        """Returns the hidden state [1, hidden] behind the last token."""
+        while ids:
+            part = ids[: min(chunk, self.writer.room())]
+            ids = ids[len(part) :]
+            hidden = self.feed_chunk(part)
+            self.writer.admit(part, kind)
+            progress(len(self.writer.ids))
+        return hidden
+
+    def feed_chunk(self, ids: Sequence[int]) -> torch.Tensor:
+        self.count = len(ids)
+        self.seen.clear()
+        self.turns_on.clear()
+        tokens = torch.tensor([ids], device=self.model.device)
+        result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        if len(self.seen) != 5 * self.shape.layers:
+            raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
+        last: torch.Tensor = result.last_hidden_state[:, -1]
+        return last
+
+    def most_likely(self, hidden: torch.Tensor) -> int:
+        return int(self.model.get_output_embeddings()(hidden).argmax())
+
+
+# ---------------------------------------------------------------------------------------------
+# The capture
+
+
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """What is fed: without `prompt_tokens` all ids are the prompt, and `max_new_tokens` follow, the most likely ones."""
+
+    ids: list[int]
+    prompt_tokens: int | None
+    max_new_tokens: int
+    chunk: int
+
+
+def description(
+    model: Any, shape: Shape, name: str, checkpoint: str | None, forced: bool, spans: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the manifest and every shard say alike."""
+    dtype = name_of(model.dtype)
+    tokenizer = file_of(checkpoint, "tokenizer.json") if checkpoint else None
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+    return {
+        "format": FORMAT,
+        "model": name,
+        "config": dataclasses.asdict(shape) | {"dtype": dtype, "rope": rope_parameters(model.config)},
+        "rounding": "none" if dtype == "float32" else "model_dtype",
+        "weights_xxh3": weights_xxh3(checkpoint) if checkpoint else "",
+        "tokenizer_xxh3": xxh3_of(tokenizer) if tokenizer else "",
+        "spans": list(spans),
+        "capture": {
+            "engine": "transformers",
+            "version": transformers.__version__,
+            "device": device,
+            "options": {
+                "torch": torch.__version__,
+                "attention": str(getattr(model.config, "_attn_implementation", "")),
+                "rope": "rotated in float32, rounded once",
+                "teacher_forced": forced,
+            },
+        },
+    }
+
+
+def feed(hooked: HookedModel, fed: Fed, progress: Progress) -> None:
+    config = hooked.model.config
+    if fed.prompt_tokens is not None:
+        hooked.feed(fed.ids[: fed.prompt_tokens], "prompt", fed.chunk, progress)
+        if len(fed.ids) > fed.prompt_tokens:
+            hooked.feed(fed.ids[fed.prompt_tokens :], "decode", fed.chunk, progress)
+        return
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    hidden = hooked.feed(fed.ids, "prompt", fed.chunk, progress)
+    for _ in range(fed.max_new_tokens - 1):  # the last token is chosen and not fed
+        token = hooked.most_likely(hidden)
+        if token in ends:
+            return
+        hidden = hooked.feed([token], "decode", 1, progress)
+
+
+def add_columns(writer: TraceWriter, columns: Mapping[str, Column]) -> None:
+    for name, function in columns.items():
+        try:
+            writer.add_column(name, function)
+        except (Refused, OSError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise Refused(f"--column {name}: {type(error).__name__}: {one_line(error)}") from None
+
+
+def write_capture(
+    model: Any,
+    fed: Fed,
+    out: str,
+    name: str,
+    checkpoint: str | None,
+    spans: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, Column],
+    progress: Progress,
+) -> TraceWriter:
+    """The whole of a capture, of a model whose family is known to be supported. Returns the finished writer."""
+    shape = shape_of(model)
+    rope = rope_of(model, shape)
+    plain = plain_outputs(model, shape, fed.ids[:PLAIN_TOKENS])
+    sketch = output_sketch([output_projection(module.o_proj) for module in attention_modules(model)])
+    forced = fed.prompt_tokens is not None
+    writer = TraceWriter(out, description(model, shape, name, checkpoint, forced, spans), rope, sketch, SEED)
+    hooked = HookedModel(model, shape, rope, writer, plain)
+    try:
+        feed(hooked, fed, progress)
+        add_columns(writer, columns)
+        writer.finish()
+    except (
+        Refused,
+        OSError,
+        safetensors.SafetensorError,
+        torch.cuda.OutOfMemoryError,
+        KeyboardInterrupt,
+    ) as error:
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
+        unfinished = f"{what}: --out {out} is unfinished{writer.abandon()}"
+        raise (KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Refused)(unfinished) from None
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        hooked.close()
+    return writer
+
+
+def capture(
+    model: Any,
+    input_ids: Any,
+    *,
+    prompt_tokens: int | None = None,
+    max_new_tokens: int = 0,
+    out: str | os.PathLike[str] | None = None,
+    spans: Sequence[Mapping[str, Any]] = (),
+    columns: Mapping[str, Column] | None = None,
+    chunk: int = SHARD_TOKENS,
+    checkpoint: str | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """A trace of a loaded transformers model, as tools/capture_hf.py makes one; the model is left as it was.
+
+    `input_ids` are one sequence. With `prompt_tokens` the rest of it is decoded, teacher-forced; otherwise all of it is
+    the prompt, and the model goes on with `max_new_tokens` most likely ones. A model with PEFT's adapters is captured
+    with them. `spans`: {"name", "start", "tokens"} each. `columns`: by name, functions (q, k, v, layer) -> [kv_heads,
+    tokens]. `checkpoint`: the folder that the weights are of, whose hashes the trace then has. `out` keeps the trace in
+    a new folder; without it, it lies in a temporary one and goes with the handle.
+    """
+    from kvlab._trace import Trace
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
+    refuse_unsupported(name, base.config)
+    ids = _one_sequence(input_ids, int(base.config.vocab_size))
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):
+        raise Refused(f"prompt_tokens: {prompt_tokens} should be between 1 and {len(ids)}")
+    folder = tempfile.TemporaryDirectory(prefix="kvlab-") if out is None else None
+    path = os.path.join(folder.name, name) if folder else os.fspath(out or "")
+    fed = Fed(ids, prompt_tokens, max_new_tokens, chunk)
+    training = base.training
+    base.eval()
+    try:
+        with torch.inference_mode():
+            write_capture(base, fed, path, name, checkpoint, spans, columns or {}, progress or (lambda tokens: None))
+    finally:
+        base.train(training)
+    trace = Trace(path)
+    trace._folder = folder
+    return trace
+
+
+def _one_sequence(input_ids: Any, vocabulary: int) -> list[int]:
+    tensor = torch.as_tensor(input_ids)
+    if tensor.ndim == 2 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 1 or tensor.numel() == 0 or tensor.is_floating_point():
+        raise Refused(f"input_ids: {list(tensor.shape)}; one sequence of whole numbers is expected")
+    ids = [int(i) for i in tensor]
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise Refused(f"input_ids: from {min(ids)} to {max(ids)}; the model's vocabulary is {vocabulary}")
+    return ids
