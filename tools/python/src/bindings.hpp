@@ -12,5 +12,6 @@ void bind_trace(nb::module_& module);
 void bind_arrays(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_replay(nb::module_& module);
+void bind_caches(nb::module_& module);
 
 }  // namespace kvlab::python

@@ -10,4 +10,5 @@ NB_MODULE(_kvlab, module) {
   kvlab::python::bind_arrays(module);
   kvlab::python::bind_policies(module);
   kvlab::python::bind_replay(module);
+  kvlab::python::bind_caches(module);
 }

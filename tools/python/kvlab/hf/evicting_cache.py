@@ -1,0 +1,173 @@
+"""Evicts by the rule while a transformers model runs."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import numpy.typing
+import torch
+
+from kvlab import _kvlab
+from kvlab._policy import Policy, resolve
+from kvlab.hf.models import TRANSFORMERS, attention_modules, refuse_unsupported, rope_of, shape_of
+from kvlab.hf.trace_files import Refused
+
+if TYPE_CHECKING:
+    from kvlab._trace import Trace
+
+
+class evicting:
+    """While the block runs, the model's attention keeps what a policy keeps: `with evicting(model, "h2o", budget=256)`.
+
+    Whatever calls the model in the block, such as `generate`, sees the caches of kvlab's CPU decoder in place of
+    transformers' own: one sequence at a time, on the CPU, each prompt by `prefill`, each decoded token by itself. A
+    call with a new, empty cache begins anew. Afterwards the object says what was kept, and with `record=True` gives
+    the queries, keys and values as a trace, whose replay keeps the same.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: str | Policy,
+        budget: int | str | None = None,
+        *,
+        prefill: str = "dense",
+        positions: str | None = None,
+        seed: int = 0,
+        request_threshold: float = 0.01,
+        length: int | None = None,
+        threads: int | None = None,
+        record: bool = False,
+    ) -> None:
+        """`length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
+        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = self._model.config
+        refuse_unsupported(str(getattr(config, "_name_or_path", "")) or type(self._model).__name__, config)
+        if any(parameter.device.type != "cpu" for parameter in self._model.parameters()):
+            raise Refused("evicting: the model is not on the CPU, and no other device is known yet; model.to('cpu')")
+        self._shape = shape_of(self._model)
+        rope = rope_of(self._model, self._shape)
+        texts, own = resolve([policy])
+        self._asked: tuple[Any, ...] = (
+            texts[0],
+            own,
+            "" if budget is None else str(budget),
+            prefill,
+            positions or "",
+            seed,
+            request_threshold,
+            int(length or config.max_position_embeddings),
+            self._shape.layers,
+            self._shape.query_heads,
+            self._shape.kv_heads,
+            self._shape.head_size,
+            [float(x) for x in rope.inv_freq],
+            rope.factor,
+            rope.softmax_scale,
+        )
+        self._rope = rope
+        self._threads = threads or os.cpu_count() or 1
+        self._record = record
+        self._begin()
+
+    def _begin(self) -> None:
+        self._caches = _kvlab.Caches(*self._asked)
+        self._rows: list[list[tuple[Any, Any, Any]]] = [[] for _ in range(self._shape.layers)]
+        self._prompt_tokens = 0
+
+    def __enter__(self) -> evicting:
+        for index, module in enumerate(attention_modules(self._model)):
+            module.forward = types.MethodType(_forward_of(self, index), module)
+        self._hook = self._model.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in attention_modules(self._model):
+            del module.forward  # the class's own shows again
+        self._hook.remove()
+
+    def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
+        """Positions of the tokens that KV head `head` holds now, ascending."""
+        return self._caches.kept(layer, head)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the sequence has so far."""
+        return self._caches.tokens(0)
+
+    @property
+    def evictions(self) -> int:
+        return self._caches.evictions
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that are held now, in float32."""
+        return self._caches.kv_bytes
+
+    def trace(self, out: str | os.PathLike[str] | None = None) -> Trace:
+        """What attention was given, of the sequence that ran last: needs `record=True`."""
+        from kvlab._trace import Trace
+
+        if not self._record or not self._rows[0]:
+            raise Refused("trace: nothing was recorded; evicting(…, record=True), and run the model")
+        q, k, v = (
+            numpy.stack([numpy.concatenate([rows[part] for rows in layer]).swapaxes(0, 1) for layer in self._rows])
+            for part in range(3)
+        )
+        config = {
+            "inv_freq": self._rope.inv_freq.tolist(),
+            "rope_factor": self._rope.factor,
+            "softmax_scale": self._rope.softmax_scale,
+        }
+        return Trace.from_arrays(q, k, v, config=config, prompt_tokens=self._prompt_tokens, out=out)
+
+    def _attend(self, layer: int, tensors: tuple[torch.Tensor, ...], start: int) -> torch.Tensor:
+        """q, k and v [tokens, heads, head_size] before RoPE."""
+        if layer == 0 and start == 0:
+            self._begin()
+        if start != self._caches.tokens(layer):
+            raise Refused(
+                f"evicting: the model's cache holds {start} tokens and ours {self._caches.tokens(layer)}; a sequence that"
+                " goes back (beams, assisted decoding) is not supported"
+            )
+        rows = tuple(tensor.detach().float().contiguous().numpy() for tensor in tensors)
+        is_prompt = start == 0 or len(rows[0]) > 1
+        if self._record:
+            self._rows[layer].append((rows[0], rows[1], rows[2]))
+            if layer == 0 and start == 0:
+                self._prompt_tokens = len(rows[0])
+        return torch.from_numpy(self._caches.attend(layer, *rows, is_prompt, self._threads))
+
+
+def _forward_of(caches: evicting, layer: int) -> Any:
+    """An attention module's forward, with the caches in the place of its attention."""
+
+    def forward(module: Any, hidden_states: torch.Tensor, *arguments: Any, **words: Any) -> tuple[Any, ...]:
+        batch, count, _ = hidden_states.shape
+        if batch != 1:
+            raise Refused(f"evicting: a batch of {batch}; one sequence at a time is supported")
+        past = words.get("past_key_values", words.get("past_key_value"))
+        start = 0 if past is None else int(past.get_seq_length())
+        if layer > 0:
+            start = max(0, start - count) if past is not None else 0
+        shape = (count, -1, caches._shape.head_size)
+        q, k, v = (getattr(module, f"{part}_proj")(hidden_states).view(shape) for part in "qkv")
+        if hasattr(module, "q_norm"):
+            q, k = module.q_norm(q), module.k_norm(k)
+        out = caches._attend(layer, (q, k, v), start)
+        if layer == 0 and past is not None:  # transformers counts the tokens of its cache: it gets as many zeros
+            zeros = hidden_states.new_zeros(1, 1, count, 1)
+            past.update(zeros, zeros, 0)
+        made = module.o_proj(out.reshape(1, count, -1).to(hidden_states.dtype))
+        return (made, None) if TRANSFORMERS >= (4, 48) else (made, None, past)
+
+    return forward
+
+
+def _refuse_padding(module: Any, arguments: Any, words: dict[str, Any]) -> None:
+    mask = words.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask.all()):
+        raise Refused("evicting: attention_mask leaves tokens out; a sequence without padding is expected")
