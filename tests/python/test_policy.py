@@ -189,6 +189,22 @@ def test_the_registry() -> None:
     assert (h2o.needs, h2o.recent, h2o.slot_bytes) == ("mass", "50%", 8)
 
 
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2"])
+def test_whole_numbers_order_as_floats_do(dtype: str) -> None:
+    from kvlab._policy import _ordered
+
+    random = numpy.random.default_rng(4)
+    with numpy.errstate(over="ignore"):
+        drawn = (random.standard_normal(4000) * 10.0 ** random.integers(-30, 30, 4000)).astype(dtype)
+    near = 1 + numpy.arange(50) * 2.0**-42
+    special = numpy.array([0.0, -0.0, numpy.inf, -numpy.inf, 1.0, -1.0, *near]).astype(dtype)
+    ranks = numpy.concatenate([drawn, special])
+    order = numpy.argsort(_ordered(ranks), kind="stable")
+    assert (numpy.diff(ranks[order].astype("f8")[numpy.isfinite(ranks[order])]) >= 0).all()
+    assert len(numpy.unique(_ordered(ranks))) == len(numpy.unique(ranks))
+    assert int(_ordered(ranks).max()) < 2**56  # so that 256 heads can be summed
+
+
 def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -> None:
     held: list[Any] = []
 

@@ -42,6 +42,9 @@ class Caches {
                                                      Rope{inv_freq, rope_factor}));
   }
 
+  Caches(const Caches&) = delete;
+  Caches& operator=(const Caches&) = delete;
+
   /// [token, query_heads, head_size], the outputs of tokens that come together.
   FloatArray attend(std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
                     bool is_prompt, unsigned threads) {

@@ -43,6 +43,8 @@ class evicting:
         record: bool = False,
     ) -> None:
         """`length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
+        if int(torch.__version__.split(".")[0]) < 2:
+            raise Refused(f"evicting: torch {torch.__version__}; 2.0 or newer is expected")
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = self._model.config
         refuse_unsupported(str(getattr(config, "_name_or_path", "")) or type(self._model).__name__, config)

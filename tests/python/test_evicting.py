@@ -1,0 +1,140 @@
+"""Eviction while transformers runs: what is kept is what the replay of the same queries and keys keeps."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("xxhash")
+if int(torch.__version__.split(".")[0]) < 2:
+    pytest.skip("kvlab.hf.evicting needs torch 2", allow_module_level=True)
+from test_hf import ids_of, model_of  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DECODED = [
+    entry.name
+    for entry in kvlab.policies()
+    if entry.name not in ("lagkv", "expected_attention", "r_kv", "criticalkv")  # whose columns lie beside a trace
+]
+
+
+def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
+    """By layer and KV head: what was kept at each decoded query."""
+    past = transformers.DynamicCache()
+    kept: list[list[Any]] = [[] for _ in range(caches._shape.layers * caches._shape.kv_heads)]
+    with torch.no_grad():
+        logits = model(ids, past_key_values=past, use_cache=True).logits
+        for _ in range(steps):
+            logits = model(logits[:, -1:].argmax(-1), past_key_values=past, use_cache=True).logits
+            for at, sets in enumerate(kept):
+                sets.append(caches.kept(*divmod(at, caches._shape.kv_heads)))
+    return kept
+
+
+def check_against_replay(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> None:
+    with kvlab.hf.evicting(model, policy, budget, record=True, length=ids.shape[1] + steps, **words) as caches:
+        kept = decode(model, ids, steps, caches)
+    trace = caches.trace()
+    assert trace.segments == [(0, ids.shape[1], "prompt"), (ids.shape[1], steps, "decode")]
+    run = kvlab.replay(trace, policy, () if policy == "full" else budget, references=False, **words)
+    for at, sets in enumerate(kept):
+        live = run.kept(*divmod(at, trace.kv_heads), policy.split(":")[0]).live
+        for query, positions in zip(live, sets, strict=True):
+            numpy.testing.assert_array_equal(numpy.flatnonzero(query), positions)
+
+
+@pytest.mark.parametrize("policy", DECODED)
+def test_every_policy_keeps_what_the_replay_keeps(policy: str) -> None:
+    check_against_replay(model_of(), ids_of(60), 60, policy, 40)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("h2o:every=8", {}),
+        ("h2o:scope=layer", {}),
+        ("h2o:once", {}),
+        ("h2o", {"prefill": "chunk:7"}),
+        ("h2o", {"prefill": "stream", "positions": "cache"}),
+        ("random", {"seed": 7}),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_modes_keep_what_the_replay_keeps(policy: str, words: dict[str, Any], family: str) -> None:
+    check_against_replay(model_of(family), ids_of(40), 40, policy, 24, **words)
+
+
+def test_budgets_by_head() -> None:
+    check_against_replay(model_of(), ids_of(40), 30, "h2o", "ada(24)")
+    check_against_replay(model_of(), ids_of(40), 30, "h2o", "50%")
+
+
+def test_an_own_policy() -> None:
+    @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%")
+    def my_evicting_h2o(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        state["mass"] += seen.mass
+        return state["mass"]
+
+    model = model_of()
+    texts = []
+    for policy in (my_evicting_h2o, "h2o"):
+        with kvlab.hf.evicting(model, policy, 24) as caches:
+            texts.append(decode(model, ids_of(40), 20, caches))
+    for mine, header in zip(*texts, strict=True):
+        for one, other in zip(mine, header, strict=True):
+            numpy.testing.assert_array_equal(one, other)
+
+
+def test_with_room_for_all_the_text_is_transformers_own() -> None:
+    model, ids = model_of(), ids_of(30)
+    words = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        plain = model.generate(ids, **words)
+        for policy, budget in (("full", None), ("h2o", 80)):
+            with kvlab.hf.evicting(model, policy, budget) as caches:
+                assert torch.equal(model.generate(ids, **words), plain)
+            assert caches.tokens == 79 and caches.evictions == 0
+        with kvlab.hf.evicting(model, "sink", 16) as caches:
+            for _ in range(2):  # a new cache begins anew
+                model.generate(ids, **words)
+                assert caches.tokens == 79
+        assert caches.kv_bytes == 2 * 2 * 16 * 2 * 8 * 4  # layers, heads, tokens, K and V, head size, float32
+        numpy.testing.assert_array_equal(caches.kept(1, 1), [0, 1, 2, 3, *range(79 - 12, 79)])
+        assert torch.equal(model.generate(ids, **words), plain)  # the model is as it was
+
+
+def test_the_real_model() -> None:
+    folder = ROOT / "engine" / "models" / "smollm2"
+    if not (folder / "config.json").exists():
+        pytest.skip("engine/models/smollm2 is not there (./dev model smollm2)")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    ids = torch.randint(0, 40000, (1, 100), generator=torch.Generator().manual_seed(5))
+    check_against_replay(model, ids, 40, "h2o", 64)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda m: kvlab.hf.evicting(m, "h2o"), "--budget: policy h2o needs one"),
+        (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "lagkv"),
+        (lambda m: kvlab.hf.evicting(m, "oracle_mass", 16), "knows the future"),
+        (lambda m: kvlab.hf.evicting(m, "h2o", 16).trace(), "nothing was recorded"),
+        (lambda m: _call(m, input_ids=ids_of(6).view(2, 3)), "a batch of 2; one sequence at a time"),
+        (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[0, 1, 1]])), "leaves tokens out"),
+    ],
+)
+def test_what_is_refused(use: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use(model_of())
+
+
+def _call(model: Any, **words: Any) -> None:
+    with kvlab.hf.evicting(model, "h2o", 16), torch.no_grad():
+        model(**words)
