@@ -13,5 +13,5 @@ began=$SECONDS
 echo "pip install took $((SECONDS - began)) s"
 "$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
-"$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy -m kvlab._policy -m kvlab._run -m kvlab._trace
+"$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy -m kvlab._commands -m kvlab._policy -m kvlab._run -m kvlab._trace
 "$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy tools/examples/compare_policies.py

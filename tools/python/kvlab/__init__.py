@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab import hf
+    from kvlab._commands import evaluate, fidelity, task, tune
     from kvlab._kvlab import version as __version__
     from kvlab._policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
     from kvlab._run import Kept, Metric, Run, load_run, metrics, replay
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Imported when it is asked for: the scripts of tools/ take kvlab.hf from a checkout where nothing is compiled.
 _HOMES = {
+    "_commands": ("evaluate", "fidelity", "task", "tune"),
     "_policy": ("Policy", "PolicyInfo", "Seen", "Step", "Token", "policies", "policy", "policy_source"),
     "_run": ("Kept", "Metric", "Run", "load_run", "metrics", "replay"),
     "_trace": ("Trace",),
@@ -35,6 +37,8 @@ __all__ = [
     "Token",
     "Trace",
     "__version__",
+    "evaluate",
+    "fidelity",
     "hf",
     "load_run",
     "metrics",
@@ -42,6 +46,8 @@ __all__ = [
     "policy",
     "policy_source",
     "replay",
+    "task",
+    "tune",
 ]
 
 

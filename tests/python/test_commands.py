@@ -1,0 +1,66 @@
+"""The functions that run the command."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import kvlab
+
+TINY, TEXT = ROOT / "engine" / "models" / "tiny", ROOT / "tools" / "demo" / "prompt.txt"
+SHORT: dict[str, Any] = {"prompt_tokens": 128, "max_tokens": 256}
+
+
+@pytest.fixture(autouse=True)
+def there(command: Any) -> None:
+    """Skips where there is no command."""
+
+
+def test_evaluate_says_what_the_command_says(command: Any) -> None:
+    mine = kvlab.evaluate(TINY, TEXT, ["window", "h2o:recent=8"], [64, "50%"], window=256, prefill="stream")
+    words = ("--policy", "window,h2o:recent=8", "--budget", "64,50%", "--window", "256", "--prefill", "stream")
+    theirs = command("eval", "--model", TINY, "--text", TEXT, *words, "--json")
+    assert mine == json.loads(theirs.stdout)
+    assert [entry["policy"] for entry in mine["configurations"]] == ["full", "window", "window", "h2o", "h2o"]
+
+
+def test_a_policy_of_a_header_is_compiled(tmp_path: pathlib.Path) -> None:
+    text = (ROOT / "policies" / "mass" / "h2o.hpp").read_text().replace('"h2o"', '"mine_too"')
+    (tmp_path / "mine.hpp").write_text(text.replace("struct H2O ", "struct MineToo "))
+    policy = kvlab.policy_source(tmp_path / "mine.hpp")
+    rows = kvlab.evaluate(TINY, [TEXT], [policy, "h2o"], 64, window=256)["configurations"]
+    assert rows[1]["policy"] == "mine_too" and rows[1]["kl"] == rows[2]["kl"]
+
+
+def test_fidelity_and_tune_leave_their_files(tmp_path: pathlib.Path) -> None:
+    kvlab.fidelity(TINY, TEXT, ["window", "h2o", "sink"], 64, tmp_path / "fidelity", **SHORT)
+    assert (tmp_path / "fidelity" / "fidelity.csv").exists()
+    kvlab.tune(TINY, TEXT, 64, tmp_path / "policy.json", ["window:sinks=4", "h2o:sinks=4"], **SHORT)
+    assert json.loads((tmp_path / "policy.json").read_text())["policy"] in ("window", "h2o")
+
+
+def test_task() -> None:
+    answers = kvlab.task("passkey", TINY, "sink", 64, words=[100], depth=["50%"], draws=2, query_aware=True)
+    assert answers
+
+
+def test_errors_are_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--budget: policy h2o needs one"):
+        kvlab.evaluate(TINY, TEXT, "h2o", ())
+    with pytest.raises(ValueError, match="nodir"):
+        kvlab.evaluate("nodir", TEXT, "h2o", 8)
+
+    @kvlab.policy()
+    def oldest(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.position
+
+    with pytest.raises(ValueError, match="policy oldest: is a Python function; kvlab eval takes policies of headers"):
+        kvlab.evaluate(TINY, TEXT, oldest, 8)
+    monkeypatch.delenv("KVLAB_COMMAND")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="the kvlab command is needed"):
+        kvlab.evaluate(TINY, TEXT, "h2o", 8)

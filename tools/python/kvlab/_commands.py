@@ -1,0 +1,84 @@
+"""The closed loop and all that is made of it, by the `kvlab` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from kvlab._policy import Policy
+
+Path = str | os.PathLike[str]
+Option = str | int | float | bool | os.PathLike[str] | Iterable[Any] | None
+Policies = str | Policy | Sequence[str | Policy]
+Budgets = str | int | Sequence[str | int]
+
+_REPEATED = {"text", "trace", "policy_source"}  # the others take one list, with commas
+
+
+def evaluate(model: Path, text: Path | Sequence[Path], policies: Policies, budgets: Budgets, **options: Option) -> Any:
+    """Closed loop: perplexity, KL to the full cache and top-1 agreement of each configuration (`kvlab eval`)."""
+    return _run("eval", [], options | {"model": model, "text": text}, policies, budgets)
+
+
+def fidelity(
+    model: Path, text: Path | Sequence[Path], policies: Policies, budgets: Budgets, out: Path, **options: Option
+) -> Any:
+    """Which figure of a replay predicts the closed loop of this model (`kvlab fidelity`). `out`: a new folder."""
+    return _run("fidelity", [], options | {"model": model, "text": text, "out": out}, policies, budgets)
+
+
+def tune(
+    model: Path, text: Path | Sequence[Path], budget: str | int, out: Path, policies: Policies = (), **options: Option
+) -> Any:
+    """A policy file from texts: a grid in the open loop, a race in the closed one (`kvlab tune`)."""
+    return _run("tune", [], options | {"model": model, "text": text, "out": out}, policies, budget)
+
+
+def task(
+    kind: Literal["passkey", "needle", "recall"], model: Path, policies: Policies, budgets: Budgets, **options: Option
+) -> Any:
+    """Answers under each policy, with intervals (`kvlab task`)."""
+    return _run("task", [kind], options | {"model": model}, policies, budgets)
+
+
+def _run(name: str, words: list[str], options: dict[str, Any], policies: Policies, budgets: Budgets) -> Any:
+    """What the command prints with --json. Options are its own, with '_' for '-'."""
+    several = [policies] if isinstance(policies, (str, Policy)) else list(policies)
+    for one in several:
+        if isinstance(one, Policy) and one.source is None:
+            raise ValueError(f"policy {one.name}: is a Python function; kvlab {name} takes policies of headers")
+    sources = [str(one.source) for one in several if isinstance(one, Policy)]
+    all_options: dict[str, Any] = {"policy": several, "policy_source": sources, "budget": budgets, **options}
+    call = [_program(), name, *words, "--json"]
+    for option, value in all_options.items():
+        call += _words("--" + option.replace("_", "-"), value, option in _REPEATED)
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        line = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+        message = line[0].removeprefix(f"kvlab {name}: ")
+        raise ValueError(message) if done.returncode == 2 else RuntimeError(message)
+    return json.loads(done.stdout)
+
+
+def _words(option: str, value: Option, repeated: bool) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [option]
+    if isinstance(value, (str, int, float, os.PathLike)):
+        return [option, os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+    items = [os.fspath(item) if isinstance(item, os.PathLike) else str(item) for item in value]
+    if not items:
+        return []
+    return [word for item in items for word in (option, item)] if repeated else [option, ",".join(items)]
+
+
+def _program() -> str:
+    program = os.environ.get("KVLAB_COMMAND") or shutil.which("kvlab")
+    if not program:
+        raise RuntimeError("the kvlab command is needed: put it on PATH, or name it in KVLAB_COMMAND (./dev build)")
+    return program
