@@ -115,6 +115,12 @@ class Decoder::Impl {
   }
 
   std::uint32_t tokens() const { return tokens_; }
+  std::vector<std::vector<std::uint32_t>> kept() const {
+    std::vector<std::vector<std::uint32_t>> kept(config_.layers);
+    for (std::size_t i = 0; i < heads_.size(); ++i)
+      kept[i / config_.kv_heads].push_back(static_cast<std::uint32_t>(heads_[i].live().size()));
+    return kept;
+  }
   std::uint64_t kv_bytes_peak() const { return kv_bytes_peak_; }
   void watch(DecoderObserver* observer) { observer_ = observer; }
 
@@ -339,6 +345,7 @@ void Decoder::prompt(std::span<Decoder* const> decoders, std::span<const std::in
 std::uint32_t Decoder::tokens() const { return impl_->tokens(); }
 std::uint64_t Decoder::kv_bytes_peak() const { return impl_->kv_bytes_peak(); }
 std::uint64_t Decoder::evictions() const { return impl_->evictions(); }
+std::vector<std::vector<std::uint32_t>> Decoder::kept() const { return impl_->kept(); }
 const LiveSet& Decoder::live(std::uint32_t layer, std::uint32_t kv_head) const {
   return impl_->live(layer, kv_head);
 }

@@ -77,6 +77,7 @@ class Decoder : public SequenceDecoder {
   std::uint32_t tokens() const override;
   std::uint64_t kv_bytes_peak() const override;
   std::uint64_t evictions() const override;
+  std::vector<std::vector<std::uint32_t>> kept() const override;
   const LiveSet& live(std::uint32_t layer, std::uint32_t kv_head) const;
 
  private:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 
@@ -35,6 +36,39 @@ double jackknife(std::span<const double> replicates) {
   return std::sqrt((n - 1) / n * squares);
 }
 
+/// The mean of ratios, and with each block left out: NaN of one without weight.
+struct Replicates {
+  double mean, weight;
+  std::vector<double> without;  // [block]
+
+  Estimate estimate() const {
+    std::vector<double> filled;
+    std::ranges::copy_if(without, std::back_inserter(filled),
+                         [](double x) { return !std::isnan(x); });
+    return {mean, filled.size() >= kLeastBlocks ? jackknife(filled) : kNaN, weight};
+  }
+};
+
+Replicates replicates_of(std::span<const BlockedRatio* const> ratios) {
+  std::vector<double> above, below;
+  std::size_t blocks = 0;
+  for (const BlockedRatio* ratio : ratios) {
+    above.push_back(std::accumulate(ratio->above.begin(), ratio->above.end(), 0.0));
+    below.push_back(ratio->weight());
+    blocks = std::max(blocks, ratio->above.size());
+  }
+  Replicates replicates{mean_without(ratios, above, below, blocks),
+                        std::accumulate(below.begin(), below.end(), 0.0),
+                        {}};
+  for (std::size_t block = 0; block < blocks; ++block) {
+    const bool filled = std::any_of(ratios.begin(), ratios.end(), [&](const BlockedRatio* ratio) {
+      return ratio->below[block] > 0;
+    });
+    replicates.without.push_back(filled ? mean_without(ratios, above, below, block) : kNaN);
+  }
+  return replicates;
+}
+
 }  // namespace
 
 QuerySpan::QuerySpan(const std::vector<Segment>& segments, Span span, std::uint32_t sample_every,
@@ -65,25 +99,17 @@ std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
 double BlockedRatio::weight() const { return std::accumulate(below.begin(), below.end(), 0.0); }
 
 Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
-  std::vector<double> above, below;
-  std::size_t blocks = 0;
-  for (const BlockedRatio* ratio : ratios) {
-    above.push_back(std::accumulate(ratio->above.begin(), ratio->above.end(), 0.0));
-    below.push_back(ratio->weight());
-    blocks = std::max(blocks, ratio->above.size());
-  }
-  Estimate estimate{mean_without(ratios, above, below, blocks), kNaN,
-                    std::accumulate(below.begin(), below.end(), 0.0)};
-  std::vector<double> replicates;
-  for (std::size_t block = 0; block < blocks; ++block) {
-    const bool filled = std::any_of(ratios.begin(), ratios.end(), [&](const BlockedRatio* ratio) {
-      return ratio->below[block] > 0;
-    });
-    const double replicate = filled ? mean_without(ratios, above, below, block) : kNaN;
-    if (!std::isnan(replicate)) replicates.push_back(replicate);
-  }
-  if (replicates.size() >= kLeastBlocks) estimate.standard_error = jackknife(replicates);
-  return estimate;
+  return replicates_of(ratios).estimate();
+}
+
+Estimate difference_of(std::span<const BlockedRatio* const> ratios,
+                       std::span<const BlockedRatio* const> less) {
+  Replicates difference = replicates_of(ratios);
+  const Replicates other = replicates_of(less);
+  difference.mean -= other.mean;
+  for (std::size_t block = 0; block < difference.without.size(); ++block)
+    difference.without[block] -= other.without[block];
+  return difference.estimate();
 }
 
 void HeadStats::resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) {

@@ -75,6 +75,9 @@ struct Estimate {
   double weight;                 ///< of all ratios together
 };
 Estimate mean_of(std::span<const BlockedRatio* const> ratios);
+/// One such mean less another, over the same queries: the error is that of the difference.
+Estimate difference_of(std::span<const BlockedRatio* const> ratios,
+                       std::span<const BlockedRatio* const> less);
 
 /// nll_recall takes the logarithm of no less than this.
 inline constexpr double kRecallFloor = 1e-9;

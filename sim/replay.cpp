@@ -400,6 +400,10 @@ std::span<const std::string_view> replay_references() {
   return kReferences;
 }
 
+bool is_reference(std::string_view policy) {
+  return std::ranges::find(replay_references(), policy) != replay_references().end();
+}
+
 struct ReplayJob::Impl {
   Replay replay;
   std::size_t heads, configs;

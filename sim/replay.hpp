@@ -19,6 +19,7 @@ inline constexpr std::string_view kOracleTopk = "oracle_topk";
 inline constexpr std::string_view kSpanRecall = "span_recall:";  ///< and a span's name: a metric
 /// The references of the replay, as parse_policy wants them.
 std::span<const std::string_view> replay_references();
+bool is_reference(std::string_view policy);
 
 class HeadReplayer;  // sim/head_replayer.hpp
 struct Calibration;  // sim/calibration.hpp

@@ -4,12 +4,12 @@
 Needs numpy and xxhash; no model but for value_out_norm1.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 
 import numpy
+from command_line import Parser, whole_number
 from trace_reader import Tensors, Trace
 
 from kvlab.hf.trace_files import FORMAT, Refused, write_by_rename, write_manifest
@@ -190,22 +190,6 @@ COLUMNS = {f.__name__: f for f in (lagkv, expected_attention, redundancy, value_
 
 # ---------------------------------------------------------------------------------------------
 # The command
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        print(f"{self.prog}: {message}; --help lists all", file=sys.stderr)
-        sys.exit(2)
-
-
-def whole_number(least):
-    def parse(text):
-        value = int(text) if text.isdigit() else -1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} on")
-        return value
-
-    return parse
 
 
 def parse_arguments(argv):

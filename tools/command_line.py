@@ -2,8 +2,6 @@
 
 import argparse
 
-import torch
-
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -22,5 +20,7 @@ def whole_number(least, most=None):
 
 
 def refuse_missing_cuda(parser, arguments):
+    import torch  # here, because not every script needs it
+
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: there is no CUDA device that torch can use; cpu would do")

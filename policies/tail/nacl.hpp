@@ -3,9 +3,9 @@
 //
 // Chen et al. 2024, "NACL: A General and Effective KV Cache Eviction Framework for LLMs at
 // Inference Time", section 4 (proxy-tokens eviction, random eviction); shares of the authors' code
-// at 20%: 7 of 20 random, 1 of 20 guarded.
+// at 20%: 7 of 20 random, 1 of 20 guarded; chosen once, after the prompt, which is its own modifier
+// (`nacl:once=no` goes on evicting while it decodes).
 // Deliberate differences from it:
-//   - theirs is `nacl:once`: chosen once, after the prompt;
 //   - the proxies are a number of queries, not 1% of the prompt: a weight knows no length;
 //   - the random tokens are drawn alike, each by a hash of its own, so their number varies a little
 //     about the share; theirs are drawn from a softmax over the scores of those that the proxies
@@ -29,7 +29,8 @@ struct Nacl : LastQueries {
       .needs = Needs::mass,
       .weighted = true,
       .sinks = tokens(4),
-      .recent = percent(5)};
+      .recent = percent(5),
+      .modifiers = {.once = true}};
   struct Params : LastQueries::Params {  // the window is of the proxies
     double random;
   };

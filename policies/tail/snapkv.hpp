@@ -2,10 +2,10 @@
 // first; the window's own tokens stay.
 //
 // Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4; window
-// and pooling of the authors' code: 32 queries, mean over 5 neighbours.
+// and pooling of the authors' code: 32 queries, mean over 5 neighbours, chosen once, after the
+// prompt. These are its own modifiers; `snapkv:once=no:smooth=0` goes on evicting while it decodes,
+// and memory has one bound.
 // Deliberate differences from it:
-//   - theirs is `snapkv:once:smooth=2`: chosen once, after the prompt, by means over neighbours.
-//     Without, it goes on evicting while it decodes, and memory has one bound;
 //   - one kept set for each KV head, by the sum over its group's query heads; theirs is one for
 //     each query head;
 //   - a prompt in chunks of fewer queries, and decoding where it evicts, forget in the measure that
@@ -24,7 +24,8 @@ struct SnapKV : LastQueries {
       .citation = "Li et al. 2024, SnapKV, section 4 (arXiv:2404.14469)",
       .needs = Needs::mass,
       .weighted = true,
-      .recent = tokens(32)};
+      .recent = tokens(32),
+      .modifiers = {.once = true, .smooth = 2}};
   static constexpr Param<Params> kParams[] = {
       {"window", "queries of the observation window", &Params::window, 32, 1, 65536}};
 

@@ -44,7 +44,7 @@ Scope most_telling_head(std::span<const ResultRow> rows, std::string_view budget
   std::map<Scope, Spread> spreads;
   for (const ResultRow& row : rows) {
     if (row.head < 0 || row.budget != budget || row.metric != "recall") continue;
-    if (row.policy == kOracleMass || row.policy == kOracleTopk) continue;
+    if (is_reference(row.policy)) continue;
     Spread& spread = spreads[{row.layer, row.head}];
     spread.least = std::min(spread.least, row.value);
     spread.most = std::max(spread.most, row.value);

@@ -21,7 +21,7 @@ struct Series {
   std::string
       label;  ///< the policy, and what sets this series apart from the others of that policy
 
-  bool is_reference() const { return policy == kOracleMass || policy == kOracleTopk; }
+  bool is_reference() const { return kvlab::is_reference(policy); }
   bool is_full() const { return policy == "full"; }
 };
 

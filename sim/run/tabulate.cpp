@@ -23,10 +23,11 @@ class Tabulator {
   using Outcomes = std::vector<const HeadOutcome*>;
   using Ratios = std::vector<const BlockedRatio*>;
 
-  /// Errors of one layer, or of each.
-  struct Errors {
-    Ratios layer, residual, kl, calibrated;
-    Ratios joint;  ///< one, of all layers; or none
+  /// One configuration's outcomes on a part of the model: a KV head, a layer, or all.
+  struct ModelPart {
+    Outcomes outcomes;
+    Ratios layer, residual, kl, calibrated;  ///< of one layer, or of each
+    Ratios joint;                            ///< one, of all layers; or none
 
     /// Of a layer; of KV head `head` alone where that is not negative.
     void add(const LayerOutcome& of, std::int32_t head, std::size_t c) {
@@ -37,32 +38,42 @@ class Tabulator {
       residual.push_back(squares(of.residual));
       kl.push_back(squares(of.kl));
       calibrated.push_back(squares(of.calibrated));
+      for (std::size_t h = 0; h < of.heads.size(); ++h)
+        if (head < 0 || h == static_cast<std::size_t>(head)) outcomes.push_back(&of.heads[h][c]);
+    }
+    template <class Ratio>
+    Ratios ratios(Ratio ratio) const {
+      Ratios all;
+      for (const HeadOutcome* outcome : outcomes)
+        for (const HeadStats::PerQueryHead& head : outcome->stats.heads)
+          all.push_back(&std::invoke(ratio, head));
+      return all;
     }
   };
-
-  void add_rows(std::int32_t layer, std::int32_t head, const Outcomes& outcomes,
-                const Errors& errors) {
+  void add_rows(std::int32_t layer, std::int32_t head, const ModelPart& part,
+                const ModelPart* oracle) {
     layer_ = layer;
     head_ = head;
     using PerQueryHead = HeadStats::PerQueryHead;
-    add_mean("recall", outcomes, &PerQueryHead::recall, span_.size());
-    add_mean("nll_recall", outcomes, &PerQueryHead::nll, span_.size());
-    add_mean("miss_rate", outcomes, &PerQueryHead::miss, span_.size());
+    add_mean("recall", part.ratios(&PerQueryHead::recall), span_.size());
+    add_mean("nll_recall", part.ratios(&PerQueryHead::nll), span_.size());
+    if (oracle) add_regret(part, *oracle);
+    add_mean("miss_rate", part.ratios(&PerQueryHead::miss), span_.size());
     if (config_.policy.name == kOracleTopk) return;
-    add_mean("output_error", outcomes, &PerQueryHead::error, {});
+    add_mean("output_error", part.ratios(&PerQueryHead::error), {});
     const std::uint32_t heads = head < 0 ? shape_.query_heads : shape_.group();
-    const auto layers = static_cast<std::uint32_t>(errors.residual.size());
-    add_layers("layer_error", errors.layer, 1, heads);
-    add_layers("residual_error", errors.residual, layers, heads);
-    add_layers("kl_estimate", errors.kl, layers, heads);
-    add_layers("kl_estimate_joint", errors.joint, 1, heads * layers);
-    add_layers("calibrated_error", errors.calibrated, layers, heads);
+    const auto layers = static_cast<std::uint32_t>(part.residual.size());
+    add_layers("layer_error", mean_of(part.layer), 1, heads);
+    add_layers("residual_error", mean_of(part.residual), layers, heads);
+    add_layers("kl_estimate", mean_of(part.kl), layers, heads);
+    add_layers("kl_estimate_joint", mean_of(part.joint), 1, heads * layers);
+    add_layers("calibrated_error", mean_of(part.calibrated), layers, heads);
     for (std::size_t s = 0; s < span_.named().size(); ++s)
       add_mean(
-          std::string(kSpanRecall) + span_.named()[s].name, outcomes,
-          [s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; },
+          std::string(kSpanRecall) + span_.named()[s].name,
+          part.ratios([s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; }),
           span_.queries_after(span_.named()[s]));
-    add_totals(outcomes);
+    add_totals(part.outcomes);
   }
 
  private:
@@ -70,30 +81,29 @@ class Tabulator {
     rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
   }
 
-  /// The mean of ratio(query head). `queries`: of each head, to be counted; else what has weight
-  /// is.
-  template <class Ratio>
-  void add_mean(const std::string& metric, const Outcomes& outcomes, Ratio ratio,
+  /// `queries`: of each query head, to be counted; else what has weight is.
+  void add_mean(const std::string& metric, const Ratios& ratios,
                 std::optional<std::uint32_t> queries) {
-    std::vector<const BlockedRatio*> ratios;
-    std::uint64_t filled = 0;
-    for (const HeadOutcome* outcome : outcomes)
-      for (const HeadStats::PerQueryHead& head : outcome->stats.heads) {
-        ratios.push_back(&std::invoke(ratio, head));
-        filled += ratios.back()->weight() > 0;
-      }
+    const auto filled = static_cast<std::uint64_t>(std::ranges::count_if(
+        ratios, [](const BlockedRatio* ratio) { return ratio->weight() > 0; }));
     if (filled == 0) return;
     const Estimate estimate = mean_of(ratios);
-    const std::uint64_t count =
-        queries ? filled * *queries : static_cast<std::uint64_t>(estimate.weight);
-    add(metric, estimate.value, estimate.standard_error, count);
+    add(metric, estimate.value, estimate.standard_error,
+        queries ? filled * *queries : static_cast<std::uint64_t>(estimate.weight));
   }
 
-  /// `factor` times the mean over layers.
-  void add_layers(const char* metric, const Ratios& ratios, double factor, std::uint32_t heads) {
-    if (ratios.empty()) return;
-    const Estimate estimate = mean_of(ratios);
-    if (estimate.weight <= 0) return;
+  /// What is lost beyond `oracle_mass`.
+  void add_regret(const ModelPart& part, const ModelPart& oracle) {
+    const auto nll = [](const ModelPart& of) { return of.ratios(&HeadStats::PerQueryHead::nll); };
+    const Estimate regret = difference_of(nll(part), nll(oracle));
+    add("regret_mass", regret.value, regret.standard_error,
+        static_cast<std::uint64_t>(regret.weight));
+  }
+
+  /// `factor` times a mean over layers.
+  void add_layers(const char* metric, const Estimate& estimate, double factor,
+                  std::uint32_t heads) {
+    if (!(estimate.weight > 0)) return;
     add(metric, factor * estimate.value, factor * estimate.standard_error,
         static_cast<std::uint64_t>(estimate.weight) * heads);
   }
@@ -131,6 +141,17 @@ class Tabulator {
   std::int32_t layer_ = 0, head_ = 0;
 };
 
+/// `oracle_mass` beside a policy: at the same budget and prefill.
+std::optional<std::size_t> oracle_beside(std::span<const CacheConfig> configs, std::size_t c) {
+  if (is_reference(configs[c].policy.name) || !configs[c].evicts()) return std::nullopt;
+  for (std::size_t other = 0; other < configs.size(); ++other)
+    if (configs[other].policy.name == kOracleMass &&
+        configs[other].budget.text() == configs[c].budget.text() &&
+        configs[other].prefill.chunk == configs[c].prefill.chunk)
+      return other;
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
@@ -138,28 +159,34 @@ std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span
                                   std::span<const std::uint32_t> layer_indices,
                                   const std::vector<LayerOutcome>& layers,
                                   std::span<const BlockedRatio> joint) {
+  using ModelPart = Tabulator::ModelPart;
   std::vector<Measurement> rows;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     Tabulator table(shape, span, configs[c], c, rows);
-    Tabulator::Outcomes all;
-    Tabulator::Errors errors{.joint = {&joint[c]}};
+    const auto oracle = oracle_beside(configs, c);
+    const auto of_layer = [&](std::size_t l, std::int32_t head, std::size_t config) {
+      ModelPart part;
+      part.add(layers[l], head, config);
+      return part;
+    };
+    const auto of_all = [&](std::size_t config) {
+      ModelPart part{.joint = {&joint[config]}};
+      for (const LayerOutcome& layer : layers) part.add(layer, -1, config);
+      return part;
+    };
+    const auto add_rows = [&](std::int32_t layer, std::int32_t head, const auto& part_of) {
+      std::optional<ModelPart> beside;
+      if (oracle) beside = part_of(*oracle);
+      table.add_rows(layer, head, part_of(c), beside ? &*beside : nullptr);
+    };
     for (std::size_t l = 0; l < layers.size(); ++l) {
+      const auto heads = static_cast<std::int32_t>(layers[l].heads.size());
       const auto layer = static_cast<std::int32_t>(layer_indices[l]);
-      Tabulator::Outcomes heads;
-      for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
-        const auto head = static_cast<std::int32_t>(h);
-        heads.push_back(&layers[l].heads[h][c]);
-        Tabulator::Errors own;
-        own.add(layers[l], head, c);
-        table.add_rows(layer, head, {heads.back()}, own);
-      }
-      Tabulator::Errors own;
-      own.add(layers[l], -1, c);
-      table.add_rows(layer, -1, heads, own);
-      all.insert(all.end(), heads.begin(), heads.end());
-      errors.add(layers[l], -1, c);
+      for (std::int32_t h = 0; h < heads; ++h)
+        add_rows(layer, h, [&](std::size_t config) { return of_layer(l, h, config); });
+      add_rows(layer, -1, [&](std::size_t config) { return of_layer(l, -1, config); });
     }
-    table.add_rows(-1, -1, all, errors);
+    add_rows(-1, -1, of_all);
   }
   return rows;
 }

@@ -144,6 +144,7 @@ TEST_CASE("Budgets may differ by layer and KV head") {
   Decoder decoder(tiny(), options, 1);
   decoder.feed(some_ids(30), SegmentKind::prompt);
   for (std::uint32_t i = 0; i < 8; ++i) CHECK(decoder.live(i / 2, i % 2).size() == 8 + i);
+  CHECK(decoder.kept() == options.head_budgets);
   options.head_budgets.back().pop_back();
   CHECK_THROWS_AS(Decoder(tiny(), options, 1), std::invalid_argument);
 }

@@ -9,6 +9,7 @@
 #include "tests/catch.hpp"
 #include "tests/kernels/attention_reference.hpp"
 #include "tests/policies/draw.hpp"
+#include "tests/policies/unmodified.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -68,7 +69,7 @@ std::string EvictingSize::name() const {
 EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize& size)
     : kernels_(kernels),
       size_(size),
-      spec_(parse_policy(size.policy)),
+      spec_(parse_policy(test::unmodified(size.policy))),
       tokens_(static_cast<std::size_t>(size.sequences), size.prompt),
       now_(tokens_) {
   if (size_.scale == 0) size_.scale = 1 / std::sqrt(static_cast<float>(size_.head_size));

@@ -12,6 +12,7 @@
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/policies/draw.hpp"
+#include "tests/policies/unmodified.hpp"
 #include "tests/skip.hpp"
 
 using namespace kvlab;
@@ -273,7 +274,7 @@ class Run {
   static std::uint32_t id(int sequence) { return 9 - sequence; }
 
   PolicySpec spec_of(int pair) const {
-    std::string text(policy_.name);
+    std::string text = test::unmodified(std::string(policy_.name));
     PolicySpec spec = parse_policy(text);
     if (!spec.entry->info.evicts) return spec;
     if (text == "leaky") text += sequence(pair) == 1 ? ":keep=0.5" : ":slope=0.5";

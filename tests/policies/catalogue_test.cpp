@@ -48,8 +48,8 @@ TEST_CASE("defaults are those of the design's table") {
   CHECK(text("streaming_h2o") == "streaming_h2o:sinks=0:recent=50%");
   CHECK(text("random") == "random:sinks=0:recent=0");
   CHECK(text("tova") == "tova:sinks=0:recent=0");
-  CHECK(text("snapkv") == "snapkv:window=32:sinks=0:recent=32");
-  CHECK(text("nacl") == "nacl:proxy=32:random=0.35:sinks=4:recent=5%");
+  CHECK(text("snapkv") == "snapkv:window=32:sinks=0:recent=32:once:smooth=2");
+  CHECK(text("nacl") == "nacl:proxy=32:random=0.35:sinks=4:recent=5%:once");
   CHECK(text("lfu") == "lfu:sinks=0:recent=50%");
   CHECK(text("scissorhands") == "scissorhands:window=400:sinks=0:recent=10");
   CHECK(text("lazy_eviction") == "lazy_eviction:sinks=0:recent=25%");

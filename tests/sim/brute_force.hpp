@@ -59,7 +59,7 @@ Vector softmax(const Vector& logits);
 
 /// One configuration. Guards are in tokens.
 struct Config {
-  std::string policy;  ///< one of the seven names, oracle_mass or oracle_topk
+  std::string policy;  ///< one of the seven names, or a reference
   std::uint32_t budget = 0;
   std::uint32_t sinks = 0, recent = 0;
   std::uint32_t chunk = 0;  ///< tokens an admission of a prompt; 0: dense
@@ -77,6 +77,7 @@ struct AtQuery {
   double error2 = 0, out2 = 0;                   ///< squared norms of o - ô and of o
   Vector off;                                    ///< o - ô
   std::vector<std::pair<double, double>> spans;  ///< by span before the query: kept mass, all of it
+  double oracle_recall = 0;                      ///< where the outcome has a mass_oracle
 };
 
 /// What happened to one KV head's cache.
@@ -94,6 +95,8 @@ struct Outcome {
   /// The closest call: the smallest relative gap between a victim and the next in line, or between
   /// a probability and the request threshold. Under about 1e-6, float32 may decide otherwise.
   double narrowest = 1;
+  /// oracle_mass beside it, for regrets, which has to outlive this; null: there is none.
+  const Outcome* mass_oracle = nullptr;
 };
 
 /// One figure. `standard_error` is NaN where there is none.

@@ -19,7 +19,7 @@ double dot(const Vector& a, const Vector& b) {
 /// Of a policy's own state.
 std::uint32_t slot_bytes(const std::string& policy) {
   if (policy == "lru") return 4;
-  return policy == "h2o" || policy == "streaming_h2o" || policy == "oracle_mass" ? 8 : 0;
+  return policy == "h2o" || policy == "streaming_h2o" || policy.starts_with("oracle_") ? 8 : 0;
 }
 
 /// The figures of one outcome over one span.
@@ -130,6 +130,11 @@ class Measures {
     };
     add_ratio(layer, head, "recall", heads, 1, Counted::queries, recall);
     add_ratio(layer, head, "nll_recall", heads, 1, Counted::queries, nll);
+    if (outcome_.mass_oracle)
+      add_ratio(layer, head, "regret_mass", heads, 1, Counted::queries, [](const AtQuery& at) {
+        return Pair{
+            std::log(std::max(at.oracle_recall, 1e-9)) - std::log(std::max(at.recall, 1e-9)), 1};
+      });
     add_ratio(layer, head, "miss_rate", heads, 1, Counted::queries, misses);
     if (!has_outputs()) return;
     add_ratio(layer, head, "output_error", heads, stride_, Counted::terms, error);

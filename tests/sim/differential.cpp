@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <map>
 #include <numeric>
 #include <set>
 
@@ -195,6 +196,43 @@ std::shared_ptr<const Calibration> calibration_for(const TraceReader& trace) {
   return std::make_shared<const Calibration>(calibration);
 }
 
+namespace {
+
+/// The outcomes of the references of a grid, each run once.
+class References {
+ public:
+  References(const brute::Simulator& exact, const std::vector<Case>& cases)
+      : exact_(exact), cases_(cases) {}
+
+  /// Gives `outcome`, of `c`, those that are beside it.
+  void put_beside(const Case& c, brute::Outcome& outcome) {
+    if (is_reference(c.brute.policy) || c.brute.policy == "full") return;
+    outcome.mass_oracle = find("oracle_mass", c);
+    if (!outcome.mass_oracle) return;
+    for (std::size_t l = 0; l < outcome.queries.size(); ++l)
+      for (std::size_t h = 0; h < outcome.queries[l].size(); ++h)
+        for (std::size_t t = 0; t < outcome.queries[l][h].size(); ++t)
+          outcome.queries[l][h][t].oracle_recall = outcome.mass_oracle->queries[l][h][t].recall;
+  }
+
+ private:
+  const brute::Outcome* find(const std::string& name, const Case& beside) {
+    for (std::size_t c = 0; c < cases_.size(); ++c)
+      if (cases_[c].brute.policy == name && cases_[c].brute.chunk == beside.brute.chunk &&
+          cases_[c].replay.budget.text() == beside.replay.budget.text()) {
+        if (!outcomes_.contains(c)) outcomes_.emplace(c, run_by_head(exact_, cases_[c]));
+        return &outcomes_.at(c);
+      }
+    return nullptr;
+  }
+
+  const brute::Simulator& exact_;
+  const std::vector<Case>& cases_;
+  std::map<std::size_t, brute::Outcome> outcomes_;
+};
+
+}  // namespace
+
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance) {
   options.calibration = calibration_for(trace);
@@ -207,8 +245,10 @@ void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
   const ReplayResult result = replay(trace, kSequence, replay_configs(cases), options);
   const auto span = options.span == Span::decode ? brute::Queries::decode : brute::Queries::all;
   const std::uint32_t stride = options.every_output_error ? 1 : 8;
+  References references(exact, cases);
   for (std::size_t c = 0; c < cases.size(); ++c) {
-    const brute::Outcome outcome = run_by_head(exact, cases[c]);
+    brute::Outcome outcome = run_by_head(exact, cases[c]);
+    references.put_beside(cases[c], outcome);
     INFO(cases[c].text << "; the closest call was by " << outcome.narrowest
                        << " (under 1e-6 it may go either way: change the data, not the test)");
     if (cases[c].brute.policy != "oracle_topk")

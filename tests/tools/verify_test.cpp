@@ -7,6 +7,7 @@
 #include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
 #include "tests/policies/leaky.hpp"
+#include "tests/policies/unmodified.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -54,9 +55,14 @@ TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in 
   const auto turns = two_turns(60);
   for (const PolicyEntry& entry : policy_catalogue())
     for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
-      for (const Positions positions : {Positions::original, Positions::cache})
-        if (column_beyond(kDecoder, parse_policy(entry.info.name)).empty())
-          check(*backend, cache(entry, 32, prefill, positions), turns);
+      for (const Positions positions : {Positions::original, Positions::cache}) {
+        if (!column_beyond(kDecoder, parse_policy(entry.info.name)).empty()) continue;
+        ResolvedConfig options = cache(entry, 40, prefill, positions);
+        check(*backend, options, turns);
+        if (options.policy.modifiers == Modifiers{}) continue;
+        options.policy = parse_policy(test::unmodified(entry.info.name));
+        check(*backend, options, turns);
+      }
 }
 
 TEST_CASE("Columns in the engine are those of its keys and values, bit for bit") {

@@ -224,6 +224,32 @@ TEST_CASE("A file that is abandoned leaves neither itself nor a .part, and an ol
   CHECK(read_bytes(folder / "t") == "old");
 }
 
+TEST_CASE("A folder that is abandoned leaves none of the parents that were made for it") {
+  const TemporaryFolder folder;
+  std::filesystem::create_directory(folder / "there");
+  const auto deep = folder / "there/a/b/out";
+  {
+    const AtomicFolder out(deep);
+    write_file_atomically(out / "t", "text");
+  }
+  CHECK(std::filesystem::is_directory(folder / "there"));
+  CHECK(std::filesystem::is_empty(folder / "there"));
+  {
+    const AtomicFolder out(deep);
+    write_file_atomically(folder / "there/a/theirs", "text");
+  }
+  CHECK(std::filesystem::exists(folder / "there/a/theirs"));
+  CHECK(!std::filesystem::exists(folder / "there/a/b"));
+  {
+    AtomicFolder out(deep);
+    out.commit();
+  }
+  CHECK(std::filesystem::is_directory(deep));
+  // A file stands where a parent should be made.
+  CHECK_THROWS_AS(AtomicFolder(folder / "there/a/theirs/c/out"), std::runtime_error);
+  CHECK(std::filesystem::is_regular_file(folder / "there/a/theirs"));
+}
+
 TEST_CASE("Only a regular file is replaced: not a link, not a folder, not a device") {
   const TemporaryFolder folder;
   std::filesystem::create_symlink("elsewhere", folder / "link");

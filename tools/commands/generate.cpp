@@ -53,6 +53,25 @@ void warn(const std::string& message) {
   if (!message.empty()) fmt::print(stderr, "kvlab generate: {}\n", message);
 }
 
+/// Whether heads may keep different numbers of tokens.
+bool differs_by_head(const ResolvedConfig& cache) {
+  return !cache.head_budgets.empty() || cache.shares_slots();
+}
+
+/// "kept at the end: 24.5 tokens a KV head on average, 8 to 40".
+std::string kept_text(const SequenceDecoder& decoder) {
+  double sum = 0, heads = 0;
+  std::uint32_t least = ~0u, most = 0;
+  for (const auto& layer : decoder.kept())
+    for (const std::uint32_t tokens : layer) {
+      sum += tokens, heads += 1;
+      least = std::min(least, tokens), most = std::max(most, tokens);
+    }
+  if (heads == 0) return "";
+  return fmt::format("kept at the end: {:.1f} tokens a KV head on average, {} to {}", sum / heads,
+                     least, most);
+}
+
 ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& cache,
                      const SequenceDecoder& decoder, const Conversation& conversation) {
   std::string text;
@@ -65,7 +84,7 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
                      {"ids", answer.ids},
                      {"stopped", answer.ended ? "end of text" : "length"}});
   }
-  return {
+  ordered_json json{
       {"text", text},
       {"ids", ids},
       {"turns", turns},
@@ -79,6 +98,8 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
       {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
       {"evictions", decoder.evictions()},
       {"kv_bytes_peak", decoder.kv_bytes_peak()}};
+  if (differs_by_head(cache) && !decoder.kept().empty()) json["kept_tokens"] = decoder.kept();
+  return json;
 }
 
 int run(const po::variables_map& options) {
@@ -119,6 +140,7 @@ int run(const po::variables_map& options) {
     if (!json) fmt::print("\n");
   }
   if (json) print_json(to_json(answers, cache, *decoder, conversation));
+  if (!json && differs_by_head(cache)) warn(kept_text(*decoder));
   return 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <set>
 #include <stdexcept>
 
@@ -92,6 +93,39 @@ void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t 
   fmt::print("\n");
 }
 
+/// What the KV heads of a series kept at the end of the traces, on average: "24.5, 8 to 40".
+std::string kept_text(const Run& run, const Figures& figures, std::size_t series,
+                      const std::string& budget) {
+  const RunTrace& trace = run.info.traces.front();
+  const auto bytes = bytes_of(dtype_from_torch(trace.dtype).value_or(Dtype::f32));
+  std::vector<double> kept;
+  for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
+    for (std::uint32_t head = 0; head < trace.kv_heads; ++head) {
+      const Scope scope{static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)};
+      if (const auto own = figures.average(series, budget, "kv_bytes", scope))
+        kept.push_back(own->mean / static_cast<double>(2 * trace.head_size * bytes));
+    }
+  if (kept.empty()) return "";
+  return fmt::format(
+      "{:.1f}, {:.0f} to {:.0f}",
+      std::accumulate(kept.begin(), kept.end(), 0.0) / static_cast<double>(kept.size()),
+      std::ranges::min(kept), std::ranges::max(kept));
+}
+
+/// Where budgets differ by head.
+void print_kept(const Run& run, const Figures& figures, std::size_t width) {
+  for (const BudgetColumn& budget : figures.budgets()) {
+    const bool in_file = budget.text.starts_with('@');
+    if (!in_file && parse_budget(budget.text).is_even()) continue;
+    fmt::print("tokens that a KV head kept of {}: mean, least to most\n", budget.text);
+    for (std::size_t s = 0; s < figures.series().size(); ++s)
+      if (!figures.series()[s].is_reference() && !figures.series()[s].is_full())
+        fmt::print("  {:<{}} {}\n", figures.series()[s].label, width,
+                   kept_text(run, figures, s, budget.text));
+    fmt::print("\n");
+  }
+}
+
 void print_table(const Run& run, const std::string& out) {
   const Figures figures(run.rows);
   std::size_t width = 16;
@@ -105,6 +139,7 @@ void print_table(const Run& run, const std::string& out) {
   for (const ResultRow& row : run.rows)
     if (row.metric.starts_with(kSpanRecall)) of_spans.insert(row.metric);
   for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
+  print_kept(run, figures, width);
   fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
              out);
 }

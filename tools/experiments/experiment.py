@@ -49,14 +49,19 @@ class Experiment:
 
     @property
     def tokens(self):
-        return self.arguments.tokens or self.quick(1024, 2560)
+        """Of each text, within what the model was trained on."""
+        return self.arguments.tokens or min(self.quick(1024, 2560), self.context())
 
-    def kvlab(self, command, *options, table=None):
+    def context(self):
+        config = pathlib.Path(self.arguments.model) / "config.json"
+        return json.loads(config.read_text()).get("max_position_embeddings", 1 << 30)
+
+    def kvlab(self, command, *options, table=None, device=None):
         """Runs `kvlab command`; returns the rows of the table that it wrote, as dictionaries, or where it wrote."""
         out = pathlib.Path(self.scratch.name) / f"{command[0]}-{len(self.commands)}"
         options = [*map(str, options)]
-        if self.arguments.device:
-            options += ["--device", self.arguments.device]
+        if device or self.arguments.device:
+            options += ["--device", device or self.arguments.device]
         self.commands.append(" ".join(["kvlab", *command, *(name_of(option) for option in options)]))
         print(self.commands[-1], file=sys.stderr)
         done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
@@ -75,13 +80,22 @@ class Experiment:
             "--prompt-tokens", prompt or tokens // 4, "--max-tokens", tokens,
         )  # fmt: skip
 
-    def eval(self, policies, budgets, *options, tokens=None, prompt=None):
+    def add_column(self, trace, name):
+        """Adds a column to a finished trace by tools/columns.py, which needs numpy."""
+        command = ["tools/columns.py", trace, "--column", name, "--model", self.arguments.model]
+        self.commands.append(" ".join(["python3", *(name_of(word) for word in map(str, command))]))
+        done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+        if done.returncode:
+            raise Refused(f"column {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+
+    def eval(self, policies, budgets, *options, tokens=None, prompt=None, device=None):
         """The closed loop over every text: rows of eval.csv, of all texts together."""
         tokens = tokens or self.tokens
         rows = self.kvlab(
             ["eval"], "--model", self.arguments.model, "--text", *self.arguments.text, "--window", tokens,
             "--max-tokens", tokens, "--prompt-tokens", prompt or tokens // 5, "--policy", ",".join(policies),
-            "--budget", ",".join(map(str, budgets)), *options, table="eval.csv",
+            "--budget", ",".join(map(str, budgets)), *options, table="eval.csv", device=device,
         )  # fmt: skip
         return [row for row in rows if row["text"] == "all"]
 
@@ -93,10 +107,11 @@ class Experiment:
     def policies(self):
         return self.registry()["policies"]
 
-    def refusal(self, policy):
+    def refusal(self, policy, device=None):
         """kvlab's own words if its engine cannot run `policy`; None if it can."""
         few = ["--max-tokens", "192", "--window", "192", "--prompt-tokens", "96", "--budget", "100"]
-        device = ["--device", self.arguments.device] if self.arguments.device else []
+        device = device or self.arguments.device
+        device = ["--device", device] if device else []
         done = subprocess.run(
             [self.arguments.kvlab, "eval", "--model", self.arguments.model, "--text", self.arguments.text[0],
              "--policy", policy, *few, *device],

@@ -85,14 +85,25 @@ AtomicFolder::AtomicFolder(std::filesystem::path path) : path_(std::move(path)) 
     if (std::filesystem::exists(std::filesystem::symlink_status(taken, error)))
       throw std::runtime_error(
           fmt::format("{} exists; remove it, or name another folder", taken.string()));
-  std::filesystem::create_directories(part, error);
-  if (error) throw failure(part, "create", error.value());
   part_ = std::move(part);
+  for (auto parent = part_.parent_path();
+       !parent.empty() && !std::filesystem::exists(parent, error); parent = parent.parent_path())
+    parents_.push_back(parent);
+  std::filesystem::create_directories(part_, error);
+  if (!error) return;
+  remove();
+  throw failure(part_, "create", error.value());
 }
 
 AtomicFolder::~AtomicFolder() {
+  if (!part_.empty()) remove();
+}
+
+/// What somebody else has put into a parent stays, and that parent with it.
+void AtomicFolder::remove() {
   std::error_code ignored;
-  if (!part_.empty()) std::filesystem::remove_all(part_, ignored);
+  std::filesystem::remove_all(part_, ignored);
+  for (const auto& parent : parents_) std::filesystem::remove(parent, ignored);
 }
 
 void AtomicFolder::commit() {

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace kvlab {
 
@@ -29,7 +30,7 @@ class AtomicFile {
 };
 
 /// A folder being filled as PATH.part. commit() renames it to PATH; without commit() it is removed
-/// with all that is in it.
+/// with all that is in it, and so are the parent folders that were made for it.
 class AtomicFolder {
  public:
   /// Throws std::runtime_error where PATH or PATH.part exists, or PATH.part cannot be made.
@@ -42,7 +43,10 @@ class AtomicFolder {
   void commit();
 
  private:
+  void remove();
+
   std::filesystem::path path_, part_;
+  std::vector<std::filesystem::path> parents_;  // that were made, the innermost first
 };
 
 /// The bytes of a file, mapped for reading. The file must not shrink while it is mapped.

@@ -51,10 +51,10 @@ std::vector<Paper> papers() {
           {"scissorhands:window=40:recent=3", scissorhands(40)},
           {"lazy_eviction", lazy_eviction()},
           {"lazy_eviction:recent=2:sinks=1", lazy_eviction()},
-          {"snapkv:recent=8", snapkv(32)},
-          {"snapkv:window=5:recent=5", snapkv(5)},
-          {"nacl", nacl(32, 0.35)},
-          {"nacl:proxy=6:random=0.8:sinks=0", nacl(6, 0.8)}};
+          {"snapkv:recent=8:once=no:smooth=0", snapkv(32)},
+          {"snapkv:window=5:recent=5:once=no:smooth=0", snapkv(5)},
+          {"nacl:once=no", nacl(32, 0.35)},
+          {"nacl:proxy=6:random=0.8:sinks=0:once=no", nacl(6, 0.8)}};
 }
 
 void check(const Paper& paper, const TraceReader& trace, std::uint32_t budget, std::uint32_t chunk,

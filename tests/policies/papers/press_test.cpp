@@ -176,10 +176,10 @@ std::vector<Pair> pairs() {
   return {
       // kvpress lets the prompt's last token never leave: a guard here.
       {"tova", "tova:once:scope=layer:recent=2"},
-      {"snapkv", "snapkv:once:window=8:recent=9"},
+      {"snapkv", "snapkv:smooth=0:window=8:recent=9"},
       // At the ends of what is pooled, kvpress takes zeros for neighbours; here the window's own
       // tokens are neighbours, and what is not there does not count.
-      {"snapkv_pooled", "snapkv:once:window=8:recent=9:smooth=2", true},
+      {"snapkv_pooled", "snapkv:window=8:recent=9", true},
       {"observed_attention", "h2o:preset=kvpress"},
       {"observed_attention", "h2o_mean:once:recent=0"},
       {"knorm", "knorm:once"},
