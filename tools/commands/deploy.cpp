@@ -61,6 +61,7 @@ Evaluation evaluate_first(const po::variables_map& options, const Run& run, cons
   for (std::size_t i = 0; i < std::min(most, ballot.standings.size()); ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
   std::vector<std::vector<std::int32_t>> texts;
+  texts.reserve(paths.size());
   for (const std::string& path : paths)
     texts.push_back(model.tokenizer.encode(read_text(path), false));
   Evaluation evaluation =

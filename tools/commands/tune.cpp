@@ -125,6 +125,7 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
     fmt::print("\n{} is ahead in KL of all that ran to the end\n", winner);
   else {
     std::vector<std::string> names;
+    names.reserve(tied.size());
     for (const std::size_t config : tied) names.push_back(request.grid[config].policy.text());
     fmt::print("\ncannot be told apart in KL: {}\n", fmt::join(names, ", "));
   }

@@ -136,6 +136,7 @@ std::size_t choose(const Tuning& tuning) {
       if (answer.config == config && (!best || answers_better(answer, *best))) best = &answer;
   if (best) return best->config;
   std::vector<Candidate> candidates;
+  candidates.reserve(tied.size());
   for (const std::size_t config : tied)
     candidates.push_back({.ties = true, .kv_bytes = tuning.kv_bytes[config]});
   return tied[preferred(candidates)];
