@@ -122,12 +122,24 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
         ({"policies": "h2o", "budgets": 64, "output_error": "none"}, "sample or all"),
         ({"policies": "h2o", "budgets": 64, "request_threshold": 2.0}, "threshold 2"),
         ({"policies": "column:name=score", "budgets": 64}, "column score: the trace"),
+        ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
         ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be at least 1"),
     ],
 )
 def test_replays_that_are_refused(sample: kvlab.Trace, words: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvlab.replay(sample, **words)
+
+
+def test_the_replay_on_cuda_agrees(run: kvlab.Run, sample: kvlab.Trace) -> None:
+    try:
+        there = kvlab.replay(sample, GRID, ["10%", 128], device="cuda")
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(f"no CUDA: {error}")
+    for mine, theirs in zip(run.csv().splitlines()[1:], there.csv().splitlines()[1:], strict=True):
+        *place, value, _, count = mine.split(",")
+        assert theirs.split(",")[: len(place)] == place and theirs.split(",")[-1] == count
+        assert float(theirs.split(",")[-3]) == pytest.approx(float(value), rel=1e-3, abs=1e-5)
 
 
 def test_a_policy_that_is_no_text(sample: kvlab.Trace) -> None:

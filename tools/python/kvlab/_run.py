@@ -224,6 +224,7 @@ def replay(
     references: bool = True,
     calibration: str | os.PathLike[str] | None = None,
     plain: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Run:
@@ -231,12 +232,14 @@ def replay(
 
     `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
     shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar of tqdm; a function gets the
-    fraction done. `plain` is the readable reference without what replays share: slow, and the same sets.
+    fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1. `plain` is the readable reference without what replays share: slow, and the same sets.
     """
     several = [trace] if isinstance(trace, (Trace, str, os.PathLike)) else list(trace)
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
     if not traces:
         raise ValueError("trace: name at least one")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device: '{device}' should be cpu or cuda")
     if output_error not in ("sample", "all"):
         raise ValueError(f"output_error: '{output_error}' should be sample or all")
     if threads is not None and threads < 1:
@@ -253,6 +256,7 @@ def replay(
         "span": span,
         "every_output_error": output_error == "all",
         "plain": plain,
+        "device": device,
         "layers": sorted(set(layers)),
         "progress": _progress(progress),
         "threads": threads,

@@ -13,6 +13,7 @@
 
 #include "sim/budgets/grid.hpp"
 #include "sim/calibration.hpp"
+#include "sim/device/cuda_replay.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
@@ -28,6 +29,7 @@ namespace {
 struct Asked {
   GridRequest grid;
   bool references = true;
+  bool on_device = false;
   ReplayOptions options;
   std::vector<std::string> notices = {};
 };
@@ -44,6 +46,7 @@ Asked asked_from(const Words& words) {
                 .seed = nb::cast<std::uint64_t>(word("seed")),
                 .threshold = nb::cast<double>(word("threshold"))};
   asked.references = nb::cast<bool>(word("references"));
+  asked.on_device = nb::cast<std::string>(word("device")) == "cuda";
   asked.options.span = parse_span(nb::cast<std::string>(word("span")));
   asked.options.every_output_error = nb::cast<bool>(word("every_output_error"));
   asked.options.plain = nb::cast<bool>(word("plain"));
@@ -70,6 +73,8 @@ PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Poli
   ReplayRequest request{.grid = make_grid(asked.grid, replay_references(), compiled_from(own)),
                         .options = std::move(asked.options),
                         .notice = [&](const std::string& line) { result.notices.push_back(line); }};
+  if (asked.on_device) request.device = cuda_replayer();
+  request.options.elsewhere = request.device.get();
   if (asked.references) request.grid = with_references(std::move(request.grid));
   std::vector<const TraceReader*> readers;
   for (const Trace& trace : traces) {
