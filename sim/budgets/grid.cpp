@@ -19,6 +19,7 @@ bool same(const CacheConfig& a, const CacheConfig& b) {
 template <class Parse>
 auto parse_list(const std::vector<std::string>& texts, Parse parse) {
   std::vector<decltype(parse(texts.front()))> values;
+  values.reserve(texts.size());
   for (const std::string& text : texts) values.push_back(parse(text));
   return values;
 }

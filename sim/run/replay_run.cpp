@@ -97,6 +97,7 @@ std::vector<TraceReader> open_traces(const ReplayRequest& request, const Process
 
 std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& traces) {
   std::vector<const TraceReader*> pointers;
+  pointers.reserve(traces.size());
   for (const TraceReader& trace : traces) pointers.push_back(&trace);
   return pointers;
 }
