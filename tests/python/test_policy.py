@@ -112,7 +112,7 @@ def refused(trace: kvlab.Trace, answer: Any, **words: Any) -> str:
         return answer(state, seen, token, step)
 
     with pytest.raises((ValueError, TypeError)) as caught:
-        kvlab.replay(trace, odd, 16)
+        kvlab.replay(trace, odd, 16, threads=1)
     line = odd.function.__code__.co_firstlineno + 1  # behind the decorator
     text = str(caught.value)
     assert text.startswith(f"{__file__}:{line}: policy odd: returned "), text
