@@ -1,15 +1,21 @@
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <stdexcept>
+#include <string_view>
 #include <system_error>
 
 #include "policies/catalogue.hpp"
+#include "sim/source/complaint.hpp"
 #include "tools/command.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -59,10 +65,32 @@ int run(const std::vector<std::string>& words) {
   return run_command(*command, {words.begin() + 1, words.end()});
 }
 
+/// What went wrong, a terminal's line for each of `lines`, whatever the files, names and libraries
+/// that they quote hold.
+void complain(const std::vector<std::string>& words, const std::vector<std::string>& lines) {
+  constexpr std::size_t kLongest = 4096;
+  std::string text = words.empty() ? "kvlab: " : "kvlab " + words[0] + ": ";
+  for (const std::string& line : lines) {
+    text = printable(text + line);
+    if (text.size() > kLongest) text = text.substr(0, kLongest) + " ...";
+    fmt::print(stderr, "{}\n", text);
+    text.clear();
+  }
+}
+
+/// A mapped file that shrinks while it is read raises SIGBUS, where nothing but this can be done.
+void say_that_a_file_shrank(int) {
+  constexpr std::string_view kLine =
+      "kvlab: a file became shorter while it was read; leave inputs as they are until it is done\n";
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kLine.data(), kLine.size());
+  ::_exit(kBadInput);
+}
+
 }  // namespace
 }  // namespace kvlab
 
 int main(int argc, char** argv) {
+  std::signal(SIGBUS, kvlab::say_that_a_file_shrank);
   const std::vector<std::string> words(argv + 1, argv + argc);
   try {
     const int code = kvlab::run(words);
@@ -70,9 +98,12 @@ int main(int argc, char** argv) {
     return code;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "kvlab: out of memory; a shorter input or fewer configurations would fit\n");
+  } catch (const kvlab::DoesNotCompile& error) {
+    kvlab::complain(words, kvlab::split_list(error.what(), '\n'));
+  } catch (const std::filesystem::filesystem_error& error) {
+    kvlab::complain(words, {fmt::format("{}: {}", error.path1().string(), error.code().message())});
   } catch (const std::exception& error) {
-    const std::string where = words.empty() ? "" : " " + words[0];
-    fmt::print(stderr, "kvlab{}: {}\n", where, error.what());
+    kvlab::complain(words, {error.what()});
   }
   return kvlab::kBadInput;
 }

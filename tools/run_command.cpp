@@ -3,10 +3,17 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <boost/any.hpp>
+#include <filesystem>
 #include <iostream>
 #include <stdexcept>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <vector>
 
 #include "policies/catalogue.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -83,6 +90,42 @@ po::variables_map parse(const Command& command, const po::options_description& o
   return values;
 }
 
+/// Words of an option; none where its value is no text.
+std::vector<std::string> texts_of(const po::variable_value& value) {
+  if (const auto* text = boost::any_cast<std::string>(&value.value())) return {*text};
+  if (const auto* list = boost::any_cast<std::vector<std::string>>(&value.value())) return *list;
+  return {};
+}
+
+/// Whether a file of this name is part of a trace, a run or a model.
+bool is_part_of_input(const std::filesystem::path& path) {
+  constexpr std::string_view kParts[] = {"manifest.json", "run.json",    "results.csv",
+                                         "kept.json",     "config.json", "tokenizer.json"};
+  return path.extension() == ".safetensors" ||
+         std::ranges::find(kParts, path.filename().string()) != std::end(kParts);
+}
+
+/// An output takes the place of what is there: that must not be what another option reads.
+void refuse_overwriting(const po::variables_map& values) {
+  for (const std::string output : {"out", "report"}) {
+    if (!values.count(output)) continue;
+    const std::string path = texts_of(values[output]).front();
+    if (is_part_of_input(path) && std::filesystem::is_regular_file(path))
+      throw std::invalid_argument(fmt::format(
+          "--{}: {} is part of a trace, a run or a model; name another file", output, path));
+    for (const auto& [name, value] : values)
+      for (const std::string& text : texts_of(value))
+        for (const std::string& item : split_list(text)) {
+          std::error_code none;  // what is no file is no input
+          const bool is_file = item.starts_with('@');
+          if (name == output || !std::filesystem::equivalent(path, item.substr(is_file), none))
+            continue;
+          throw std::invalid_argument(
+              fmt::format("--{}: {} is what --{} reads; name another place", output, path, name));
+        }
+  }
+}
+
 }  // namespace
 
 int run_command(const Command& command, const std::vector<std::string>& words) {
@@ -94,6 +137,7 @@ int run_command(const Command& command, const std::vector<std::string>& words) {
     print_help(command, options);
     return 0;
   }
+  refuse_overwriting(values);
   return command.run(values);
 }
 

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "traces/base/json.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -121,8 +122,7 @@ std::vector<NamedSpan> parse_spans(const json& list, std::uint32_t tokens, std::
     const std::string where = fmt::format("{}: spans[{}]", what, spans.size());
     json_refuse_unknown(item, where, {"name", "start", "tokens"});
     NamedSpan span{json_string(item, "name", where), 0, 0};
-    const auto is_control = [](unsigned char c) { return c < ' ' || c == 0x7f; };
-    if (span.name.empty() || std::any_of(span.name.begin(), span.name.end(), is_control))
+    if (span.name.empty() || has_controls(span.name))
       throw error(where, fmt::format("the name is {}; one without control characters is expected",
                                      json_quoted(span.name)));
     span.start = json_get<std::uint32_t>(item, "start", where, 0, tokens - 1);
@@ -259,7 +259,7 @@ json description_json(const TraceHeader& header) {
 
 TraceHeader parse_description(const json& object, std::string_view what) {
   TraceHeader header;
-  header.model = json_string(object, "model", what);
+  header.model = json_name(object, "model", what);
   parse_config(json_object(object, "config", what), what, header);
   header.rounding = parse_rounding(json_string(object, "rounding", what), what);
   header.weights_xxh3 = parse_hash(object, "weights_xxh3", what, true);

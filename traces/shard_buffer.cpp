@@ -1,8 +1,11 @@
 #include "traces/shard_buffer.hpp"
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <stdexcept>
 
 #include "traces/shard.hpp"
 
@@ -23,6 +26,19 @@ std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
     sources[i] =
         kCheckGrid[i] < tokens ? CheckSource{i, kCheckGrid[i]} : CheckSource{kLatest, tokens - 1};
   return sources;
+}
+
+/// What attention reads has to be finite: a model whose weights overflow is no model to learn from.
+/// `tensor` is [heads, tokens, dim], its first token at position `first`.
+void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& tensor,
+                       std::uint32_t first) {
+  const std::size_t at = first_not_finite(tensor.dtype, tensor.data);
+  if (at * bytes_of(tensor.dtype) == tensor.data.size()) return;
+  throw std::runtime_error(
+      fmt::format("{}: {} at position {} is not finite; the model's weights may be damaged, or too "
+                  "large for {}",
+                  path.string(), tensor.name, first + at / tensor.shape[2] % tensor.shape[1],
+                  torch_name(tensor.dtype)));
 }
 
 /// [heads, 17, width] to [heads, 16, width].
@@ -144,6 +160,8 @@ std::string ShardBuffer::write(const std::filesystem::path& path, std::uint32_t 
                        shape_.dtype,
                        {kv_heads, n, size},
                        compacted(layer.v, shape_.kv_heads, tokens)});
+    for (const TensorToWrite& tensor : std::span(tensors).last(3))
+      refuse_not_finite(path, tensor, first_);
     tensors.push_back({layer_tensor(l, "check_out"),
                        Dtype::f32,
                        {heads, kCheckRows, size},

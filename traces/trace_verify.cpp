@@ -18,19 +18,20 @@ constexpr std::size_t kMaxProblems = 20;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Scores beyond this are no attention, and the exponentials are not made for them.
 constexpr float kLargestScore = 0x1p20f;
+constexpr double kLargestValue = 0x1p50;  // a norm whose square float32 still holds
 
 /// How far a decoder's own rows may be from ours: it sums in another order and, in a narrow dtype,
 /// rounds probabilities and outputs that we do not. See docs/trace.md.
 double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
 
-/// The largest error of some rows, and where it is.
-struct Worst {
-  double error = 0;
+/// The largest of some numbers, and where it is; a number that is none is infinite.
+struct Largest {
+  double value = 0;
   std::uint32_t position = 0;
 
   void include(double other, std::uint32_t at) {
     if (std::isnan(other)) other = kInfinity;
-    if (other > error) *this = {other, at};
+    if (other > value) *this = {other, at};
   }
 };
 
@@ -72,6 +73,8 @@ class HeadVerifier {
   }
 
   HeadCheck run() {
+    check_values();
+    if (!result_.problems.empty()) return std::move(result_);
     for (std::size_t shard = 0; shard < trace_.shards().size(); ++shard) {
       const auto check = trace_.check_rows(shard, layer_);
       const std::uint32_t group = trace_.shape().group();
@@ -86,6 +89,48 @@ class HeadVerifier {
     table_.rotate(x, size_, position, x);
     if (trace_.header().rounding == Rounding::none) return;
     for (std::size_t d = 0; d < size_; ++d) x[d] = round_to(trace_.shape().dtype, x[d]);
+  }
+
+  /// Every value, not only those of sampled rows: finite, and small enough that no score of a query
+  /// with a key is beyond what exponentials are made for (Cauchy and Schwarz).
+  void check_values() {
+    const auto largest = [&](Part part, std::uint32_t head) {
+      Largest found;
+      std::vector<float> rows(kShardTokens * size_);
+      for (const ShardInfo& shard : trace_.shards()) {
+        trace_.read(part, layer_, head, shard.first, shard.tokens, rows.data());
+        for (std::uint32_t i = 0; i < shard.tokens; ++i)
+          found.include(norm(rows.data() + i * size_), shard.first + i);
+      }
+      return found;
+    };
+    const Largest value = largest(Part::v, kv_head_), key = largest(Part::k, kv_head_);
+    complain("values of KV head", kv_head_, value, kLargestValue);
+    const double factor = trace_.header().rope.factor;
+    const double scale = std::fabs(trace_.header().softmax_scale) * factor * factor;
+    for (std::uint32_t g = 0; g < trace_.shape().group(); ++g) {
+      const std::uint32_t head = kv_head_ * trace_.shape().group() + g;
+      const Largest query = largest(Part::q, head);
+      const bool key_leads = key.value >= query.value;
+      complain(key_leads ? "keys of KV head" : "queries of query head", key_leads ? kv_head_ : head,
+               {key.value * query.value * scale, key_leads ? key.position : query.position},
+               kLargestScore);
+    }
+  }
+
+  double norm(const float* row) const {
+    double squares = 0;
+    for (std::size_t d = 0; d < size_; ++d)
+      squares += static_cast<double>(row[d]) * static_cast<double>(row[d]);
+    return std::sqrt(squares);
+  }
+
+  void complain(std::string_view what, std::uint32_t head, const Largest& largest, double most) {
+    if (largest.value <= most) return;
+    result_.problems.push_back(
+        fmt::format("layer {}, {} {}: a value at position {} is not finite, or so large that "
+                    "attention has no meaning",
+                    layer_, what, head, largest.position));
   }
 
   void load_keys() {
@@ -110,21 +155,21 @@ class HeadVerifier {
     const std::size_t panels = check.rows.back() / 16 + 1, stride = panels * 16;
     scores_.resize(kCheckRows * stride);
     multiply(queries.data(), kCheckRows, size_, keys_, 0, panels, scores_.data(), stride);
-    Worst out, lse;
+    Largest out, lse;
     for (std::size_t i = 0; i < kCheckRows; ++i) {
       const std::size_t at = query_head * kCheckRows + i;
       compare_row(scores_.data() + i * stride, check.rows[i], check.out.data() + at * size_,
                   check.lse.empty() ? nullptr : &check.lse[at], out, lse);
     }
     result_.rows += kCheckRows;
-    result_.worst_out = std::max(result_.worst_out, out.error);
-    result_.worst_lse = std::max(result_.worst_lse, lse.error);
+    result_.worst_out = std::max(result_.worst_out, out.value);
+    result_.worst_lse = std::max(result_.worst_lse, lse.value);
     report(shard, query_head, "output", out);
     report(shard, query_head, "log-sum-exp", lse);
   }
 
   void compare_row(float* scores, std::uint32_t position, const float* out, const float* lse,
-                   Worst& worst_out, Worst& worst_lse) {
+                   Largest& worst_out, Largest& worst_lse) {
     const std::size_t count = std::size_t{position} + 1;
     scale(scores, count, trace_.header().softmax_scale);
     const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };  // no NaN
@@ -142,14 +187,14 @@ class HeadVerifier {
   }
 
   void report(std::size_t shard, std::uint32_t query_head, std::string_view quantity,
-              const Worst& worst) {
-    if (worst.error <= tolerance_) return;
+              const Largest& worst) {
+    if (worst.value <= tolerance_) return;
     result_.problems.push_back(
         fmt::format("{}: layer {}, query head {}: the decoder's {} at position {} differs by "
                     "{:.3g} from that of "
                     "the trace's q, k and v; at most {:g} is allowed",
                     trace_.shards()[shard].file, layer_, query_head, quantity, worst.position,
-                    worst.error, tolerance_));
+                    worst.value, tolerance_));
   }
 
   const TraceReader& trace_;

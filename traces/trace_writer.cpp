@@ -1,8 +1,12 @@
+#include <fcntl.h>
 #include <fmt/core.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <deque>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -17,14 +21,54 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void make_directory(const fs::path& directory) {
-  std::error_code error;
-  if (fs::create_directory(directory, error)) return sync_folder_of(directory);
-  if (!error)
+/// Held while a trace is written into a folder: of two writers one goes on.
+class FolderLock {
+ public:
+  explicit FolderLock(const fs::path& folder)
+      : file_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+    if (file_ >= 0 && ::flock(file_, LOCK_EX | LOCK_NB) == 0) return;
+    const int reason = errno;
+    if (file_ >= 0) ::close(file_);
     throw std::runtime_error(
-        fmt::format("{}: exists already; a new folder is expected", directory.string()));
-  throw std::runtime_error(
-      fmt::format("{}: cannot create the folder: {}", directory.string(), error.message()));
+        reason == EWOULDBLOCK
+            ? fmt::format("{}: another trace is being written there; name another folder",
+                          folder.string())
+            : fmt::format("{}: cannot be locked: {}", folder.string(),
+                          std::generic_category().message(reason)));
+  }
+  ~FolderLock() { ::close(file_); }
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int file_;
+};
+
+/// Whether `directory` is what a capture left that was killed before its first shard: then it is
+/// emptied.
+bool take_unbegun(const fs::path& directory) {
+  if (!fs::is_directory(fs::symlink_status(directory))) return false;
+  std::vector<fs::path> left;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const fs::path name = entry.path().filename();
+    const fs::path whole = name.extension() == ".part" ? name.stem() : name;
+    if (whole != kTokensFile && whole != kSketchFile && name != shard_name(0) + ".part")
+      return false;
+    left.push_back(entry.path());
+  }
+  for (const fs::path& path : left) fs::remove(path);
+  return true;
+}
+
+/// Makes the folder. Returns whether it was not there.
+bool make_directory(const fs::path& directory) {
+  std::error_code error;
+  const bool is_new = fs::create_directory(directory, error);
+  if (error)
+    throw std::runtime_error(
+        fmt::format("{}: cannot create the folder: {}", directory.string(), error.message()));
+  if (is_new) sync_folder_of(directory);
+  return is_new;
 }
 
 void require(bool condition, std::string_view text) {
@@ -38,7 +82,11 @@ class TraceWriter::Impl {
   Impl(fs::path directory, TraceHeader header)
       : directory_(std::move(directory)), header_(std::move(header)) {
     check_header(header_);
-    make_directory(directory_);
+    made_ = make_directory(directory_);
+    lock_.emplace(directory_);
+    if (!made_ && !take_unbegun(directory_))
+      throw std::runtime_error(
+          fmt::format("{}: exists already; a new folder is expected", directory_.string()));
   }
 
   ~Impl() {
@@ -46,7 +94,7 @@ class TraceWriter::Impl {
     std::error_code ignored;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
-    fs::remove(directory_, ignored);  // only if empty
+    if (made_) fs::remove(directory_, ignored);  // only if empty
   }
 
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment) {
@@ -168,6 +216,8 @@ class TraceWriter::Impl {
   }
 
   fs::path directory_;
+  bool made_ = false;  // directory_ was not there
+  std::optional<FolderLock> lock_;
   TraceHeader header_;
   State state_ = State::ready;
   std::vector<std::int32_t> ids_;

@@ -12,6 +12,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -186,8 +187,9 @@ float ModelConfig::softmax_scale() const {
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {
-  return read_model_config(directory / "config.json",
-                           std::filesystem::weakly_canonical(directory).filename().string());
+  return read_model_config(
+      directory / "config.json",
+      printable(std::filesystem::weakly_canonical(directory).filename().string()));
 }
 
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name) {

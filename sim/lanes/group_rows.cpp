@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include "policies/observation.hpp"
 #include "traces/base/numeric/softmax.hpp"
@@ -26,6 +27,9 @@ std::uint32_t block_for(std::size_t row_floats) {
 }  // namespace
 
 float least_requested(float sum, float most, std::uint32_t threshold16) {
+  if (!(sum > 0 && std::isfinite(sum) && most >= 0 && most <= sum))
+    throw std::runtime_error(
+        "a row of attention has no probabilities: its queries or keys are too large or damaged");
   const std::uint64_t row_max = fixed_mass(1.0f, most / sum);
   const auto asks = [&](float e) {
     return requested(fixed_mass(1.0f, e / sum), row_max, threshold16);

@@ -12,7 +12,7 @@ namespace {
 int decimals_of(double value) {
   const double size = std::abs(value);
   if (size == 0) return 0;
-  return std::clamp(2 - static_cast<int>(std::floor(std::log10(size))), 0, 8);
+  return static_cast<int>(std::clamp(2 - std::floor(std::log10(size)), 0.0, 8.0));
 }
 
 std::string with_separators(std::string digits) {
@@ -41,7 +41,7 @@ std::string figure_text(double value) {
 
 std::string average_text(const Average& average) {
   const double size = std::abs(average.mean), error = average.standard_error;
-  if (std::isnan(error) || error == 0) return figure_text(average.mean);
+  if (!std::isfinite(error) || error == 0) return figure_text(average.mean);
   // Columns line up where figures are small; an error keeps at least one digit.
   int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
   decimals = std::clamp(std::max(decimals, decimals_of(error) - 2), 0, 6);

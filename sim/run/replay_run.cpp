@@ -14,6 +14,7 @@
 #include "sim/run/run_folder.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -24,9 +25,7 @@ void refuse_unwritable(const RunTrace& trace) {
   const json name = trace.name;
   const bool is_utf8 = name.dump(-1, ' ', false, json::error_handler_t::replace) ==
                        name.dump(-1, ' ', false, json::error_handler_t::ignore);
-  const bool has_controls =
-      std::ranges::any_of(trace.name, [](unsigned char c) { return c < ' ' || c == 0x7f; });
-  if (!is_utf8 || has_controls)
+  if (!is_utf8 || has_controls(trace.name))
     throw std::invalid_argument(
         fmt::format("--trace: the folder {} gives its name to results; it should be UTF-8 without "
                     "control characters, so rename it",

@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "sim/run/csv.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -77,7 +78,7 @@ class RowParser {
     if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
     row.metric = text();
     if (!find_metric(row.metric))
-      throw std::runtime_error(fmt::format("unknown metric '{}'", printable(row.metric)));
+      throw std::runtime_error(fmt::format("unknown metric '{}'", quoted(row.metric)));
     row.value = number<double>("value");
     row.standard_error = fields_[next_].empty()
                              ? (++next_, std::numeric_limits<double>::quiet_NaN())
@@ -89,19 +90,13 @@ class RowParser {
 
  private:
   /// A field as an error line may quote it: short, no control characters.
-  static std::string printable(std::string_view field) {
-    std::string shown(field.substr(0, 40));
-    std::replace_if(
-        shown.begin(), shown.end(), [](unsigned char c) { return c < ' '; }, '?');
-    return shown;
-  }
+  static std::string quoted(std::string_view field) { return printable(field.substr(0, 40)); }
 
   std::string text() {
     const std::string& field = fields_[next_++];
-    if (std::any_of(field.begin(), field.end(),
-                    [](unsigned char c) { return c < ' ' || c == 0x7f; }))
+    if (has_controls(field))
       throw std::runtime_error(
-          fmt::format("column {}: a control character in '{}'", next_, printable(field)));
+          fmt::format("column {}: a control character in '{}'", next_, quoted(field)));
     return field;
   }
 
@@ -120,7 +115,7 @@ class RowParser {
     if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
     if (!good)
       throw std::runtime_error(
-          fmt::format("{} '{}' should be a {}", column, printable(field),
+          fmt::format("{} '{}' should be a {}", column, quoted(field),
                       std::is_floating_point_v<T> ? "finite number" : "whole number in range"));
     return value;
   }

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "sim/budgets/budget_file.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
 #include "traces/manifest.hpp"
@@ -227,7 +228,7 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
 
 RunTrace describe(const TraceReader& trace, const std::string& path) {
   const TraceHeader& header = trace.header();
-  return {.name = std::filesystem::path(path).lexically_normal().filename().string(),
+  return {.name = last_name(path),
           .path = path,
           .hash = trace.hash(),
           .tokens = trace.tokens(),

@@ -2,11 +2,17 @@
 #pragma once
 
 #include <filesystem>
+#include <stdexcept>
 #include <string>
 
 #include "policies/entry.hpp"
 
 namespace kvlab {
+
+/// A header does not compile. The one error of several lines: what its author has to mend.
+struct DoesNotCompile : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
 
 /// The faults of the text itself; if there are none, what check_policy says of it, at `line`, where
 /// the struct begins. `folder`: where the text was compiled; it is taken out.

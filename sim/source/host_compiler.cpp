@@ -62,8 +62,8 @@ std::string_view options_of(InstructionSet set) {
 // Without contraction: the results are those of a policy that is built in, whatever the set.
 HostCompiler::HostCompiler()
     : command_(compiler_command()),
-      flags_(
-          {"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden"}) {
+      flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
+              "-fmax-errors=20"}) {
   for (std::string& option : words_of(options_of(instruction_set())))
     flags_.push_back(std::move(option));
 }

@@ -83,6 +83,14 @@ bool reads_nothing_else(const fs::path& folder) {
   return true;
 }
 
+/// What the compiler said, or as much of it as somebody would read.
+std::string log_of(const fs::path& folder) {
+  constexpr std::size_t kMost = std::size_t{1} << 20;
+  const MappedFile log(folder / "log");
+  const auto bytes = log.bytes().first(std::min(log.bytes().size(), kMost));
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
 /// The table that a shared object exports. The object is never unloaded: states may outlive whoever
 /// made them.
 const PolicyOps& load_ops(const fs::path& library) {
@@ -100,10 +108,9 @@ const PolicyOps& compiled_ops(const PolicySource& source, unsigned line,
   const fs::path library = folder.path() / "policy.so";
   write_inputs(folder.path(), source, line);
   if (!compiler.compile(folder.path(), folder.path() / "entry.cpp", library))
-    throw std::invalid_argument(
+    throw DoesNotCompile(
         fmt::format("{}: does not compile{}", source.path,
-                    complaint(read_text_file(folder.path() / "log", kMaxLogBytes), folder.path(),
-                              source, line)));
+                    complaint(log_of(folder.path()), folder.path(), source, line)));
   if (reads_nothing_else(folder.path())) cache.keep(key, library);
   return load_ops(library);
 }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cctype>
 #include <optional>
-#include <regex>
 #include <stdexcept>
 #include <vector>
 
@@ -53,20 +52,46 @@ struct Scope {
   std::size_t begin = 0;  ///< of its keyword
 };
 
-/// `plain` from `head`, up to the brace at `brace`, says what the brace opens.
-Scope scope_of(const std::string& plain, std::size_t head, std::size_t brace) {
-  static const std::regex kNamespace(R"(\bnamespace\s+([\w:]+)\s*$)"),
-      kStruct(R"(\b(?:struct|class)\s+(\w+)(?:\s+final)?\s*(?::[^=]*)?$)");
-  const auto at = [&](std::size_t i) { return plain.begin() + static_cast<std::ptrdiff_t>(i); };
-  std::smatch found;
-  const auto matches = [&](const std::regex& wanted) {
-    return std::regex_search(at(head), at(brace), found, wanted);
+/// A word of a header, and where it begins.
+struct Word {
+  std::string_view text;
+  std::size_t at = 0;
+};
+
+/// The words and marks between two places; `::` belongs to the word that it joins.
+std::vector<Word> words_of(std::string_view plain, std::size_t begin, std::size_t end) {
+  std::vector<Word> words;
+  const auto joins = [&](std::size_t at) {
+    return is_word(plain[at]) || (plain.substr(at, 2) == "::" && at + 2 < end) ||
+           (at > begin && plain.substr(at - 1, 2) == "::");
   };
-  const auto scope = [&](Scope::Kind kind) {
-    return Scope{kind, found.str(1), head + static_cast<std::size_t>(found.position())};
+  for (std::size_t at = begin; at < end;) {
+    std::size_t next = at;
+    while (next < end && joins(next)) ++next;
+    if (next == at) ++next;
+    if (!std::isspace(static_cast<unsigned char>(plain[at])))
+      words.push_back({plain.substr(at, next - at), at});
+    at = next;
+  }
+  return words;
+}
+
+/// `plain` from `head`, up to the brace at `brace`, says what the brace opens: `namespace NAME`, or
+/// `struct NAME [final] [: bases]` with anything before it.
+Scope scope_of(std::string_view plain, std::size_t head, std::size_t brace) {
+  const std::vector<Word> words = words_of(plain, head, brace);
+  const auto named = [&](Scope::Kind kind, std::size_t keyword) {
+    return Scope{kind, std::string(words[keyword + 1].text), words[keyword].at};
   };
-  if (matches(kNamespace)) return scope(Scope::Kind::name_space);
-  if (matches(kStruct)) return scope(Scope::Kind::structure);
+  if (words.size() >= 2 && words[words.size() - 2].text == "namespace")
+    return named(Scope::Kind::name_space, words.size() - 2);
+  for (std::size_t i = 0; i + 1 < words.size(); ++i) {
+    if (words[i].text != "struct" && words[i].text != "class") continue;
+    std::size_t next = i + 2;
+    if (next < words.size() && words[next].text == "final") ++next;
+    if (is_word(words[i + 1].text.front()) && (next == words.size() || words[next].text == ":"))
+      return named(Scope::Kind::structure, i);
+  }
   return {};
 }
 
@@ -104,10 +129,14 @@ class Walk {
     if (in_namespace && scopes_.back().kind == Scope::Kind::structure) last = named(scopes_.back());
   }
   bool is_info(std::size_t at) const {
-    static const std::regex kDeclared(R"(PolicyInfo\s+kInfo\b)");
-    return plain_[at] == 'P' &&
-           std::regex_search(plain_.begin() + static_cast<std::ptrdiff_t>(at), plain_.end(),
-                             kDeclared, std::regex_constants::match_continuous);
+    constexpr std::string_view kType = "PolicyInfo", kName = "kInfo";
+    const std::string_view plain = plain_;
+    if (plain.substr(at, kType.size()) != kType) return false;
+    const std::size_t name = plain.find_first_not_of(" \t\n\r", at + kType.size()),
+                      after = name + kName.size();
+    return name != std::string_view::npos && name > at + kType.size() &&
+           plain.substr(name, kName.size()) == kName &&
+           (after >= plain.size() || !is_word(plain[after]));
   }
   PolicyStruct named(const Scope& scope) const {
     std::string name;

@@ -280,6 +280,15 @@ TEST_CASE("panels of keys: rotated as a rotation does, multiplied as fused chain
     }
 }
 
+TEST_CASE("A row without probabilities is refused, not searched for ever") {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(),
+                  kInfinity = std::numeric_limits<float>::infinity();
+  for (const float sum : {kNaN, kInfinity, 0.0f, -1.0f})
+    CHECK_THROWS_AS(least_requested(sum, 0.5f, 655), std::runtime_error);
+  for (const float most : {kNaN, kInfinity, -1.0f, 2.0f})
+    CHECK_THROWS_AS(least_requested(1.0f, most, 655), std::runtime_error);
+}
+
 TEST_CASE("the least exponential that requests: it does, and its neighbour below does not") {
   std::mt19937 draw(4);
   std::uniform_real_distribution<float> log_sum(-40, 12), share(0, 1);

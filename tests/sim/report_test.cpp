@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <regex>
 
 #include "sim/report/answer.hpp"
@@ -76,6 +77,8 @@ TEST_CASE("figures are written with few digits and their errors beside them") {
   CHECK(average_text({0.12345, 0.00678, 1}) == "0.123 ± 0.007");
   CHECK(average_text({0.12345, 0.000067, 1}) == "0.12345 ± 0.00007");
   CHECK(average_text({35.126, 1.72, 1}) == "35.1 ± 1.7");
+  CHECK(average_text({0.5, std::numeric_limits<double>::infinity(), 1}) == "0.500");
+  CHECK(average_text({0.5, 1e300, 1}).starts_with("0.500 ± 1000000000"));
   CHECK(average_text({1, NAN, 1}) == "1.00");
   CHECK(bytes_text(1536) == "1.50 KiB");
   CHECK(join_names({"a", "b", "c"}) == "a, b and c");

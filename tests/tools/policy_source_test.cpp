@@ -107,6 +107,15 @@ TEST_CASE("comments, literals and functions are not taken for structs") {
   CHECK(policy.line == 4);
 }
 
+TEST_CASE("no text is too long for the search of a struct") {
+  const std::string spaces(1'000'000, ' '), name(900'000, 'a'),
+      info = " { static constexpr PolicyInfo" + spaces + "kInfo{}; };";
+  CHECK(found("struct A" + spaces + info).name == "A");
+  CHECK(found("struct" + spaces + "A" + spaces + "final" + info).name == "A");
+  CHECK(found("struct " + name + info).name == name);
+  CHECK(found("namespace " + name + " { struct B : C<D>" + info + "}").name == name + "::B");
+}
+
 TEST_CASE("a header without a kInfo names the struct that should have one") {
   CHECK(found("namespace kvlab {\nstruct First { struct Slot {}; };\nstruct Last {};\n}").name ==
         "kvlab::Last");

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "traces/base/numeric/dtype.hpp"
 #include "traces/base/numeric/elementwise.hpp"
 #include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 namespace {
@@ -225,6 +227,14 @@ TEST_CASE("sums, norms and scalings are equal on every instruction set") {
         REQUIRE(weighted[i] == x[i] * 0.7f * w[i]);
       }
     }
+  }
+}
+
+TEST_CASE("Logits that are no logits have a shift, in the range of an integer") {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity, 1e30f}) {
+    std::vector<float> s(20, bad), e(20);
+    CHECK(std::abs(shared_exponentials(s.data(), s.size(), e.data())) <= 1 << 23);
   }
 }
 

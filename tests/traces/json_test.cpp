@@ -3,6 +3,8 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -25,6 +27,32 @@ TEST_CASE("Broken JSON is refused with the file and the byte") {
     INFO(text);
     CHECK(parse_error(text).starts_with("file.json: broken at byte "));
   }
+}
+
+TEST_CASE("A NUL ends no text: what follows it is not passed over") {
+  using namespace std::string_view_literals;
+  CHECK(parse_error("{}\0"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
+  CHECK(parse_error("{}\0 rubbish"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
+  CHECK(parse_error("{\"a\0\": 1}"sv).starts_with("file.json: byte 3 is a NUL"));
+}
+
+TEST_CASE("What a terminal would obey is refused in names, and shown as something else") {
+  const auto object = parse_json("{\"a\": \"x\\u001b[2J\", \"b\": \"x y\"}", "f");
+  CHECK(json_name(object, "b", "f") == "x y");
+  CHECK(error_of([&] {
+          json_name(object, "a", "f");
+        }).ends_with("; text without control characters is expected"));
+  CHECK(!has_controls("tokens of \u00e9t\u00e9, \u6f22\u5b57"));
+  for (const char* text : {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f"})
+    CHECK(has_controls(text));
+  CHECK(printable("one\n\n two\tthree\x1b[2J\u202e!") == "one  two three?[2J?!");
+  CHECK(printable("\u00e9t\u00e9") == "\u00e9t\u00e9");
+}
+
+TEST_CASE("The last name of a path does not depend on how it ends") {
+  for (const char* path : {"a/trace", "a/trace/", "a/trace/.", "a/b/../trace//", "./trace"})
+    CHECK(last_name(path) == "trace");
+  CHECK(last_name(".") == std::filesystem::current_path().filename());
 }
 
 TEST_CASE("A key that appears twice is refused") {

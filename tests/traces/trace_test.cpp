@@ -189,11 +189,31 @@ TEST_CASE("Misuse of a writer throws and changes nothing") {
   CHECK(verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
+TEST_CASE("What a capture left that was killed before its first shard is taken over") {
+  const TemporaryFolder folder;
+  const Sample s = make_sample(8, Dtype::f32, Rounding::none);
+  std::filesystem::create_directory(folder / "t");
+  write_file_atomically(folder / "t" / "tokens.safetensors", "of no use");
+  write_file_atomically(folder / "t" / "shard-00000.safetensors.part", "half of one");
+  {
+    TraceWriter writer(folder / "t", s.header);
+    CHECK(std::filesystem::is_empty(folder / "t"));
+    CHECK_THAT(error_of([&] { TraceWriter(folder / "t", s.header); }),
+               ContainsSubstring("another trace is being written there"));
+  }
+  CHECK(std::filesystem::is_directory(folder / "t"));
+  write_file_atomically(folder / "t" / "shard-00000.safetensors", "a whole one");
+  CHECK_THAT(error_of([&] { TraceWriter(folder / "t", s.header); }),
+             ContainsSubstring("exists already"));
+}
+
 TEST_CASE("A folder that exists, or cannot be made, is refused and left alone") {
   const TemporaryFolder folder;
   const TraceHeader header = make_sample(1, Dtype::f32, Rounding::none).header;
+  std::filesystem::create_directory(folder / "notes");
   CHECK_THAT(error_of([&] { TraceWriter(folder.path(), header); }),
              ContainsSubstring("exists already"));
+  std::filesystem::remove(folder / "notes");
   CHECK_THAT(error_of([&] { TraceWriter(folder / "a/b", header); }),
              ContainsSubstring("a/b: cannot create the folder: No such file or directory"));
   CHECK(std::filesystem::is_empty(folder.path()));

@@ -3,6 +3,7 @@
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -70,19 +71,48 @@ TEST_CASE("Rounding that is not what the trace says does not verify in float32's
   CHECK(!verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
-TEST_CASE("NaN or infinity among q, k and v does not verify") {
-  for (const float bad :
-       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e38f})
+/// Puts `bad` where the only `marker` of a shard is, and makes the checksum right.
+void replace_value(const std::filesystem::path& trace, float marker, float bad) {
+  const auto bytes_of_float = [](float x) { return std::string(reinterpret_cast<char*>(&x), 4); };
+  std::string shard = read_bytes(trace / "shard-00000.safetensors");
+  const auto hash = [&] { return xxh3_hex(std::as_bytes(std::span(shard))); };
+  std::string manifest = read_bytes(trace / "manifest.json");
+  const std::size_t at = shard.find(bytes_of_float(marker)), said = manifest.find(hash());
+  REQUIRE(at != std::string::npos);
+  REQUIRE(said != std::string::npos);
+  shard.replace(at, 4, bytes_of_float(bad));
+  write_bytes(trace / "shard-00000.safetensors", shard);
+  write_bytes(trace / "manifest.json", manifest.replace(said, 16, hash()));
+}
+
+TEST_CASE("A value that is not finite, or too large, does not verify, in no row at all") {
+  constexpr float kMarker = 2.71875f, kInfinity = std::numeric_limits<float>::infinity();
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), -kInfinity, 1e20f, 1e38f})
     for (const int which : {0, 1, 2}) {
       const TemporaryFolder folder;
       auto sample = make_sample(50, Dtype::f32, Rounding::none);
-      (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = bad;
+      const std::size_t row = which == 0 ? 6 * 8 : 2 * 8;
+      (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[1][row] = kMarker;
       write_trace(folder / "t", sample, 50);
+      replace_value(folder / "t", kMarker, bad);
       const TraceCheck check = verify_trace(TraceReader::open(folder / "t"), 1);
       INFO(bad << " " << which);
       CHECK(!check.ok);
-      CHECK(!(check.worst_out < 1e-4));
+      REQUIRE(!check.problems.empty());
+      CHECK_THAT(check.problems[0], ContainsSubstring("layer 1, ") &&
+                                        ContainsSubstring("a value at position 1 is not finite"));
     }
+}
+
+TEST_CASE("A value that is not finite is not written") {
+  for (const int which : {0, 1, 2}) {
+    const TemporaryFolder folder;
+    auto sample = make_sample(50, Dtype::f16, Rounding::none);
+    (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = 1e5f;  // no float16
+    CHECK_THAT(error_of([&] { write_trace(folder / "t", sample, 50); }),
+               ContainsSubstring("at position 49 is not finite"));
+    CHECK(!std::filesystem::exists(folder / "t"));
+  }
 }
 
 TEST_CASE("The check does not depend on the number of threads") {

@@ -138,6 +138,12 @@ void MappedFile::release() const {
     ::madvise(const_cast<std::byte*>(bytes_.data()), bytes_.size(), MADV_DONTNEED);
 }
 
+std::string last_name(const std::filesystem::path& path) {
+  std::filesystem::path clean = std::filesystem::absolute(path).lexically_normal();
+  if (!clean.has_filename()) clean = clean.parent_path();  // "a/trace/"
+  return clean.filename().string();
+}
+
 void sync_folder_of(const std::filesystem::path& path) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);

@@ -67,6 +67,9 @@ class MappedFile {
   std::span<const std::byte> bytes_;
 };
 
+/// The last name of a path, whatever slashes and dots follow it: `trace` of "a/trace/" and
+/// "a/trace/."; of "." the name of the folder that it is.
+std::string last_name(const std::filesystem::path& path);
 /// Writes `text` to PATH by PATH.part, fsync and rename. Throws std::runtime_error; PATH is then as
 /// it was, and no .part is left.
 void write_file_atomically(const std::filesystem::path& path, std::string_view text);

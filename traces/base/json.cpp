@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "traces/base/text.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -93,6 +95,10 @@ std::runtime_error wrong(std::string_view what, std::string_view key, const json
 }  // namespace
 
 json parse_json(std::string_view text, std::string_view what) {
+  // The parser takes a NUL for the text's end.
+  if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos)
+    throw std::runtime_error(
+        fmt::format("{}: byte {} is a NUL; valid JSON is expected", what, nul));
   Builder builder(what);
   json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
@@ -161,6 +167,12 @@ std::string json_string(const json& object, std::string_view key, std::string_vi
   const json& value = json_at(object, key, what);
   if (!value.is_string()) throw wrong(what, key, value, "a string");
   return value.get<std::string>();
+}
+
+std::string json_name(const json& object, std::string_view key, std::string_view what) {
+  std::string name = json_string(object, key, what);
+  if (has_controls(name)) throw wrong(what, key, name, "text without control characters");
+  return name;
 }
 
 const json& json_object(const json& object, std::string_view key, std::string_view what) {

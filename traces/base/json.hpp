@@ -46,6 +46,8 @@ double json_number(const nlohmann::json& object, std::string_view key, std::stri
                    double min, double max);
 bool json_bool(const nlohmann::json& object, std::string_view key, std::string_view what);
 std::string json_string(const nlohmann::json& object, std::string_view key, std::string_view what);
+/// The same, and without what has_controls() names: it will be shown.
+std::string json_name(const nlohmann::json& object, std::string_view key, std::string_view what);
 const nlohmann::json& json_object(const nlohmann::json& object, std::string_view key,
                                   std::string_view what);
 const nlohmann::json& json_array(const nlohmann::json& object, std::string_view key,

@@ -45,6 +45,10 @@ std::string JsonFields::text(std::string_view key) const {
   return json_string(*object_, key, where_);
 }
 
+std::string JsonFields::name(std::string_view key) const {
+  return json_name(*object_, key, where_);
+}
+
 double JsonFields::number(std::string_view key, double low, double high) const {
   return json_number(*object_, key, where_, low, high);
 }

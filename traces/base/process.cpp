@@ -14,7 +14,12 @@
 namespace kvlab {
 
 TemporaryFolder::TemporaryFolder() {
-  std::string name = (std::filesystem::temp_directory_path() / "kvlab-XXXXXX").string();
+  std::error_code error;
+  const std::filesystem::path parent = std::filesystem::temp_directory_path(error);
+  if (error)
+    throw std::runtime_error(
+        "TMPDIR: it should name a folder that can be written to, or nothing for /tmp");
+  std::string name = (parent / "kvlab-XXXXXX").string();
   if (!mkdtemp(name.data()))
     throw std::runtime_error(
         fmt::format("{}: cannot be made: {}", name, std::generic_category().message(errno)));

@@ -1,4 +1,4 @@
-// Text in parts.
+// Text in parts, and text for a terminal.
 #pragma once
 
 #include <string>
@@ -9,5 +9,12 @@ namespace kvlab {
 
 /// The parts between separators; one empty part where `text` is empty.
 std::vector<std::string> split_list(std::string_view text, char separator = ',');
+
+/// Whether a terminal would do something with `text` but show it: control characters (C0, DEL, and
+/// C1 in UTF-8) and the marks that change the direction of what follows.
+bool has_controls(std::string_view text);
+/// `text` on one line: every run of what has_controls() names is a question mark, of line ends and
+/// tabs a space.
+std::string printable(std::string_view text);
 
 }  // namespace kvlab

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include "sim/metrics.hpp"
 
@@ -44,6 +45,20 @@ std::vector<EvalBlock> blocks_of(std::size_t c, const Scores& scores, std::size_
 Estimate estimate(const BlockedRatio& ratio) {
   const BlockedRatio* const one[] = {&ratio};
   return mean_of(one);
+}
+
+/// A figure that is no number is no figure.
+void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
+  for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
+    const std::vector<double>& nll = sequences.scores[s][c].nll;
+    const auto wrong =
+        std::ranges::find_if(nll, [](double value) { return !std::isfinite(value); });
+    if (wrong != nll.end())
+      throw std::runtime_error(fmt::format(
+          "text {}: the log-likelihood of scored token {} is not finite; the model's weights may "
+          "be damaged, or too large for its dtype",
+          sequences.text[s] + 1, wrong - nll.begin()));
+  }
 }
 
 /// Means and errors over all sequences, as sums by block.
@@ -130,6 +145,7 @@ Difference reversed(const Difference& difference) {
 
 EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
                    const ScoredSequences& sequences, bool against_full, std::size_t block_tokens) {
+  refuse_not_finite(sequences, c);
   EvalScore score{.config = config, .budget_tokens = budget_tokens};
   add_means(score, c, sequences.scores);
   add_percentiles(score, c, sequences.scores);

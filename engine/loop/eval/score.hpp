@@ -75,6 +75,7 @@ struct ScoredSequences {
 
 /// Figures of the `c`-th configuration. Standard errors take sequences as blocks, or sixteenths of
 /// them where there are fewer than eight. `block_tokens`: scores by so many tokens, too; 0: not.
+/// Throws std::runtime_error where a log-likelihood is not finite.
 EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
                    const ScoredSequences& sequences, bool against_full, std::size_t block_tokens);
 

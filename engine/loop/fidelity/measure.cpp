@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "sim/run/results.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -39,12 +40,10 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   if (segments.size() != 2 || segments[0].kind != SegmentKind::prompt || segments[1].tokens < 2)
     throw std::runtime_error(fmt::format(
         "--trace {}: should hold one prompt and then decoded tokens, two at least", where));
-  LoopText text{.name = std::filesystem::path(where).lexically_normal().filename().string(),
+  LoopText text{.name = last_name(where),
                 .ids = trace.ids(),
                 .prompt_tokens = segments[0].tokens,
                 .trace = {}};
-  if (text.name.empty())  // "trace/"
-    text.name = std::filesystem::path(where).lexically_normal().parent_path().filename().string();
   text.trace = std::move(trace);
   return text;
 }

@@ -11,7 +11,9 @@ std::int32_t shared_exponentials(const float* s, std::size_t count, float* e) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const HotLoops& loops = hot_loops();
   const float rounded = loops.largest(s, count) * kLog2E + kRounder;
-  const auto shift = static_cast<std::int32_t>(rounded - kRounder);
+  // The clamp gives damaged logits a shift too: a number outside an integer's range has none.
+  const auto shift =
+      static_cast<std::int32_t>(std::fmax(std::fmin(rounded - kRounder, 0x1p23f), -0x1p23f));
   loops.exponentials(s, count, shift, e);
   return shift;
 }

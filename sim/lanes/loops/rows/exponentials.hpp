@@ -19,7 +19,9 @@ inline std::int32_t shift_of(const float* logits, std::size_t count, float scale
   }
   for (; i < count; ++i) most = logits[i] * scale > most ? logits[i] * scale : most;
   const float rounded = most * kLog2E + kRounder;
-  return static_cast<std::int32_t>(rounded - kRounder);
+  // The clamp, as there.
+  return static_cast<std::int32_t>(
+      __builtin_fmaxf(__builtin_fminf(rounded - kRounder, 0x1p23f), -0x1p23f));
 }
 
 /// kWidth logits of the first H heads, rows[h] + first, to their exponentials [token][4].
