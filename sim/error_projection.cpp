@@ -31,9 +31,8 @@ std::vector<float> sampled_gradients(const TraceReader& trace, std::uint32_t lay
   std::vector<float> gradients(queries.size() * draws * group * dim);
   for (std::uint32_t draw = 0; draw < draws; ++draw)
     for (std::uint32_t head = 0; head < group; ++head)
-      for (std::size_t sample = 0; sample < queries.size(); ++sample)
-        trace.gradient(layer, kv_head * trace.shape().group() + head, draw, queries[sample], 1,
-                       gradients.data() + ((sample * draws + draw) * group + head) * dim);
+      trace.gradient(layer, kv_head * trace.shape().group() + head, draw, queries,
+                     gradients.data() + (draw * group + head) * dim, draws * group * dim);
   return gradients;
 }
 

@@ -132,6 +132,7 @@ class Replay {
   const std::vector<std::uint32_t>& layers() const { return layers_; }
   std::span<const ResolvedConfig> configs() const { return configs_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
+  unsigned threads() const { return options_.threads; }
   LayerFacts facts(std::uint32_t layer) const {
     LayerFacts facts{columns(), residual_norms(layer), {}};
     if (options_.calibration) facts.sensitivity = options_.calibration->of_layer(layer);
@@ -457,7 +458,7 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
   if (--left_[l] > 0) return;
   reduce_layer(layers_[l], job_.replay.span(), job_.configs,
-               job_.replay.facts(job_.replay.layers()[l]));
+               job_.replay.facts(job_.replay.layers()[l]), job_.replay.threads());
   for (; joined_ < layers_.size() && left_[joined_] == 0; ++joined_) joint_->add(layers_[joined_]);
 }
 

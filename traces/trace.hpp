@@ -111,10 +111,10 @@ class TraceReader {
   /// knows of no earlier ones. So those of all queries serve the one answer to a prompt.)
   std::uint32_t draws(Span span) const;
   /// One draw's gradient with respect to a query head's output before the output projection, at
-  /// tokens [first, first + count): to [count, head_size]. Throws std::logic_error where the trace
-  /// has none.
+  /// `positions`: each [head_size], `stride` floats behind the one before. Throws std::logic_error
+  /// where the trace has none.
   void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
-                std::uint32_t first, std::uint32_t count, float* to) const;
+                std::span<const std::uint32_t> positions, float* to, std::size_t stride) const;
   bool has_column(std::string_view name) const;
   /// A column of a KV head, to [tokens]. Throws std::logic_error where the trace has it not.
   void column(std::string_view name, std::uint32_t layer, std::uint32_t kv_head, float* to) const;
@@ -138,8 +138,6 @@ class TraceReader {
   void open_extras();
   /// Tokens [first, first + count) of the `head`-th block [tokens of the shard, head_size] of a
   /// tensor that every file has.
-  void read_rows(std::span<const SafetensorsFile> files, const std::string& tensor,
-                 std::size_t head, std::uint32_t first, std::uint32_t count, float* to) const;
 
   std::filesystem::path directory_;
   Manifest manifest_;  // and of tokens.safetensors what belongs to its header

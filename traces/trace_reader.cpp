@@ -136,38 +136,43 @@ void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::
   if (layer >= shape().layers || head >= heads || first > tokens() || count > tokens() - first)
     throw std::out_of_range(fmt::format("trace: no tokens [{}, {} + {}) of layer {}, head {}",
                                         first, first, count, layer, head));
-  read_rows(files_, layer_tensor(layer, name_of(part)), head, first, count, to);
-}
-
-void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
-                           std::uint32_t first, std::uint32_t count, float* to) const {
-  if (draw >= draws()) throw std::logic_error("trace: it has no such gradient");
-  if (layer >= shape().layers || query_head >= shape().query_heads || first > tokens() ||
-      count > tokens() - first)
-    throw std::out_of_range(fmt::format("trace: no gradients [{}, {} + {}) of layer {}, head {}",
-                                        first, first, count, layer, query_head));
-  const std::size_t size = shape().head_size;
-  read_rows(gradient_files_, layer_tensor(layer, kGradientTensor),
-            std::size_t{draw} * shape().query_heads + query_head, first, count, to);
-  for (std::uint32_t i = 0; i < count; ++i)
-    for (std::size_t d = 0; d < size; ++d)
-      to[i * size + d] *= gradient_scales_[(first + i) / kShardTokens];
-}
-
-void TraceReader::read_rows(std::span<const SafetensorsFile> files, const std::string& tensor,
-                            std::size_t head, std::uint32_t first, std::uint32_t count,
-                            float* to) const {
+  const std::string tensor = layer_tensor(layer, name_of(part));
   const std::size_t row = shape().head_size, row_bytes = row * bytes_of(shape().dtype);
   while (count > 0) {
     const std::size_t index = first / kShardTokens;
     const ShardInfo& shard = shards()[index];
     const std::uint32_t offset = first - shard.first, here = std::min(count, shard.tokens - offset);
     const std::size_t start = head * shard.tokens + offset;
-    to_float(shape().dtype, files[index].at(tensor).data.data() + start * row_bytes, here * row,
+    to_float(shape().dtype, files_[index].at(tensor).data.data() + start * row_bytes, here * row,
              to);
     to += here * row;
     first += here;
     count -= here;
+  }
+}
+
+void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
+                           std::span<const std::uint32_t> positions, float* to,
+                           std::size_t stride) const {
+  if (draw >= draws()) throw std::logic_error("trace: it has no such gradient");
+  if (layer >= shape().layers || query_head >= shape().query_heads ||
+      std::ranges::any_of(positions, [&](std::uint32_t p) { return p >= tokens(); }))
+    throw std::out_of_range(
+        fmt::format("trace: no such gradients of layer {}, head {}", layer, query_head));
+  const std::size_t size = shape().head_size, row_bytes = size * bytes_of(shape().dtype);
+  const std::string name = layer_tensor(layer, kGradientTensor);
+  std::size_t shard = gradient_files_.size();
+  const std::byte* rows = nullptr;  // of the shard, the draw and the head
+  for (const std::uint32_t position : positions) {
+    if (position / kShardTokens != shard) {
+      shard = position / kShardTokens;
+      const std::size_t head = std::size_t{draw} * shape().query_heads + query_head;
+      rows =
+          gradient_files_[shard].at(name).data.data() + head * shards()[shard].tokens * row_bytes;
+    }
+    to_float(shape().dtype, rows + (position - shards()[shard].first) * row_bytes, size, to);
+    for (std::size_t d = 0; d < size; ++d) to[d] *= gradient_scales_[shard];
+    to += stride;
   }
 }
 

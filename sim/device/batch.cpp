@@ -139,12 +139,18 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   const auto fetch = [](auto part) {
     return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const Figures figures{fetch(parts_.sums),         fetch(parts_.errors), fetch(parts_.projected),
-                        fetch(parts_.zero_outputs), fetch(parts_.named),  fetch(parts_.progress)};
+  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.zero_outputs),
+                        fetch(parts_.named), fetch(parts_.progress)};
+  const std::size_t columns = sizes_.samples * sizes_.columns.all(),
+                    of_unit = sizes_.configs * columns;
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
+    // The largest part by far: unit by unit it is copied, and its memory filled, by all threads.
+    const auto projected =
+        fetch(std::span<const float>(parts_.projected).subspan(unit * of_unit, of_unit));
     for (std::size_t c = 0; c < sizes_.configs; ++c)
-      all[unit].push_back(outcome(unit * sizes_.configs + c, figures));
+      all[unit].push_back(outcome(unit * sizes_.configs + c, figures,
+                                  std::span(projected).subspan(c * columns, columns)));
   });
   return all;
 }
@@ -157,8 +163,9 @@ CacheCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& 
   return kvlab::counts_of(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
 }
 
-HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
-  const auto& [sums, errors, projected, zeros, named, progress] = figures;
+HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures,
+                           std::span<const float> projected) const {
+  const auto& [sums, errors, zeros, named, progress] = figures;
   const std::size_t heads = 4 * sizes_.quads;
   const auto sum = [&, &sums = sums](ReplaySum kind, std::size_t head, std::uint32_t block) {
     return sums[((figure * kernels::kReplaySums + static_cast<std::size_t>(kind)) * heads + head) *
@@ -196,8 +203,7 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
     stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
     stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
   }
-  std::copy_n(projected.begin() + static_cast<std::ptrdiff_t>(figure * stats.projected.size()),
-              stats.projected.size(), stats.projected.begin());
+  std::ranges::copy(projected, stats.projected.begin());
   const CacheCounts counts = counts_of(figure, progress[figure]);
   outcome.evictions = counts.evictions;
   outcome.live_max = counts.most_live;

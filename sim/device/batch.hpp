@@ -44,13 +44,14 @@ class Batch {
   /// Of all units and configurations, on the host.
   struct Figures {
     std::vector<double> sums, errors;
-    std::vector<float> projected;
     std::vector<std::uint32_t> zeros;
     std::vector<double2> named;
     std::vector<kernels::ReplayProgress> progress;
   };
   CacheCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
-  HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
+  /// `projected`: of the figure alone.
+  HeadOutcome outcome(std::size_t figure, const Figures& figures,
+                      std::span<const float> projected) const;
 
   const ReplayPlan& plan_;
   const Grid& grid_;

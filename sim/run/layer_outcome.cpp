@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "traces/base/parallel.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -88,14 +90,14 @@ void resize(SquaredErrors& errors, const QuerySpan& span, std::size_t heads, std
 }  // namespace
 
 void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
-                  const LayerFacts& facts) {
+                  const LayerFacts& facts, unsigned threads) {
   const ProjectionColumns& columns = facts.columns;
   layer.error.resize(configs);
   layer.changes.resize(configs);
   resize(layer.residual, span, layer.heads.size(), configs);
   resize(layer.kl, span, layer.heads.size(), configs);
   resize(layer.calibrated, span, layer.heads.size(), configs);
-  for (std::size_t c = 0; c < configs; ++c) {
+  parallel_for(configs, threads, [&](std::size_t c) {
     layer.error[c].resize(span.blocks());
     const bool projected = is_projected(layer, c);
     for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
@@ -114,7 +116,7 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
       head[c].stats.output2 = {};
       head[c].stats.projected = {};
     }
-  }
+  });
 }
 
 void JointChanges::add(LayerOutcome& layer) {

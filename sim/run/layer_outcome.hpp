@@ -38,7 +38,7 @@ struct LayerFacts {
 
 /// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
 void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
-                  const LayerFacts& facts);
+                  const LayerFacts& facts, unsigned threads);
 
 /// The changes of log-likelihood of all layers together, whose squares are `kl_estimate_joint`.
 class JointChanges {

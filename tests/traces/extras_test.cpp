@@ -159,18 +159,25 @@ TEST_CASE("Gradients are read as they were written, times their scale") {
   CHECK(trace.draws(Span::all) == 0);
   const ModelShape& shape = trace.shape();
   const std::size_t size = shape.head_size, heads = shape.query_heads;
-  std::vector<float> rows(4 * size);
-  trace.gradient(1, 2, 1, 1022, 4, rows.data());  // two tokens of each file
+  const std::vector<std::uint32_t> positions{3, 1022, 1023, 1024, 1026};  // of both files
+  const std::size_t stride = size + 5;
+  std::vector<float> rows(positions.size() * stride, -1);
+  trace.gradient(1, 2, 1, positions, rows.data(), stride);
   const std::size_t of_first = std::size_t{shape.layers} * 3 * heads * 1024 * size;
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    const std::size_t token = 1022 + i / size, in_file = token % 1024, d = i % size;
+    const std::size_t token = positions[i / stride], in_file = token % 1024, d = i % stride;
+    if (d >= size) {
+      CHECK(rows[i] == -1);
+      continue;
+    }
     const bool late = token >= 1024;
     const std::size_t tokens = late ? kTokens - 1024 : 1024,
                       head = (std::size_t{1} * 3 + 1) * heads + 2,
                       element = (late ? of_first : 0) + (head * tokens + in_file) * size + d;
     CHECK(rows[i] == static_cast<float>(element) * (late ? 0.5f : 0.25f));
   }
-  CHECK_THROWS(trace.gradient(0, 0, 3, 0, 1, rows.data()));
+  CHECK_THROWS(trace.gradient(0, 0, 3, positions, rows.data(), stride));
+  CHECK_THROWS(trace.gradient(0, 0, 0, std::vector<std::uint32_t>{kTokens}, rows.data(), stride));
 }
 
 TEST_CASE("Gradients of before their span was recorded are those of decoded queries") {
