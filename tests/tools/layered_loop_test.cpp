@@ -43,12 +43,13 @@ double mean(const std::vector<double>& values) {
   return sum;
 }
 
-/// A rounding decides who leaves where ranks nearly tie, and the loops go apart. `roco` takes the
-/// difference of two sums, `tova` looks at one query alone: on a card each was seen to do so in one
-/// of the grid's configurations (0.005 nats at one token in float32, 0.004 on average in bf16).
-double tolerance(const CacheConfig& config, std::string_view touchy, double usual) {
-  return config.policy.name == touchy ? 1e-2 : usual;
-}
+/// In float32. A rounding decides who leaves where ranks nearly tie, and the loops go apart: `roco`
+/// takes the difference of two sums, and was seen to do so on a card (0.005 nats at one token).
+double tolerance(const CacheConfig& config) { return config.policy.name == "roco" ? 1e-2 : 1e-3; }
+
+/// In bf16, where such ties are many: a fiftieth of what evicting costs at all, and bf16's own
+/// error.
+double tolerance_in_bf16(const LoopScores& scores) { return 3e-3 + 0.02 * mean(scores.kl); }
 
 TEST_CASE("In float32 the loop on a device gives every token the CPU's log-likelihood", "[gpu]") {
   if (no_device()) return;
@@ -66,7 +67,7 @@ TEST_CASE("In float32 the loop on a device gives every token the CPU's log-likel
           INFO(configs[c].policy.text()
                << " budget " << configs[c].budget.text() << " prefill " << prefill.text()
                << " positions " << name_of(positions) << " sequence " << s);
-          const double most = tolerance(configs[c], "roco", 1e-3);
+          const double most = tolerance(configs[c]);
           CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= most);
           CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= most);
           CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
@@ -87,7 +88,7 @@ TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16"
   for (std::size_t c = 0; c < configs.size(); ++c) {
     INFO(configs[c].policy.text() << " budget " << configs[c].budget.text());
     CHECK(std::fabs(mean(by_layers[0][c].nll) - mean(by_tokens[0][c].nll)) <=
-          tolerance(configs[c], "tova", 3e-3));
+          tolerance_in_bf16(by_tokens[0][c]));
   }
 }
 
