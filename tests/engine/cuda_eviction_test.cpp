@@ -11,6 +11,7 @@
 #include "policies/executor.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/cuda_fixture.hpp"
+#include "tests/policies/unmodified.hpp"
 
 using namespace kvlab;
 
@@ -319,7 +320,8 @@ TEST_CASE("Every policy of a decoder passes the three questions, in bursts, by l
   if (no_device()) return;
   for (const PolicyEntry& entry : policy_catalogue())
     for (const std::string modifiers : {"", ":every=16", ":scope=layer", ":group=max"}) {
-      const std::string policy = entry.info.name + modifiers;
+      const std::string policy =
+          modifiers.empty() ? entry.info.name : test::unmodified(entry.info.name, modifiers);
       if (takes_group(modifiers) && !needs_mass(entry.info.needs)) continue;
       if (!entry.info.evicts || !refusal(kCudaDecoder, {.policy = parse_policy(policy)}).empty())
         continue;
@@ -338,8 +340,8 @@ TEST_CASE("Sequences whose heads share slots after a prompt pass the three quest
     for (const std::string policy : {"h2o", "lru", "snapkv", "nacl", "sink", "keydiff"})
       for (const Positions positions : {Positions::original, Positions::cache}) {
         CAPTURE(policy, modifiers, name_of(positions));
-        check_parity(parity(tiny(Dtype::bf16), policy + modifiers, modifiers == ":every=16",
-                            positions, {.shares_slots = true}));
+        check_parity(parity(tiny(Dtype::bf16), test::unmodified(policy, modifiers),
+                            modifiers == ":every=16", positions, {.shares_slots = true}));
       }
 }
 

@@ -274,13 +274,13 @@ class Run {
   static std::uint32_t id(int sequence) { return 9 - sequence; }
 
   PolicySpec spec_of(int pair) const {
-    std::string text = test::unmodified(std::string(policy_.name));
+    std::string text(policy_.name);
     PolicySpec spec = parse_policy(text);
     if (!spec.entry->info.evicts) return spec;
     if (text == "leaky") text += sequence(pair) == 1 ? ":keep=0.5" : ":slope=0.5";
     text += ":sinks=" + std::to_string(pairs_[pair].sinks) +
-            ":recent=" + std::to_string(pairs_[pair].recent) + modifiers_text_;
-    return parse_policy(text);
+            ":recent=" + std::to_string(pairs_[pair].recent);
+    return parse_policy(test::unmodified(text, modifiers_text_));
   }
 
   void fill_rules(const std::vector<double>& params) {

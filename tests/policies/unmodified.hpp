@@ -8,11 +8,12 @@
 
 namespace kvlab::test {
 
-/// "snapkv:once=no:smooth=0" of "snapkv".
-inline std::string unmodified(std::string policy) {
+/// "snapkv:once=no:smooth=0" of "snapkv"; with others, "snapkv:once=no:smooth=3:every=4" of
+/// "snapkv" and ":smooth=3:every=4".
+inline std::string unmodified(std::string policy, const std::string& others = "") {
   for (const std::string& off : modifier_texts({}, parse_policy(policy).entry->info.modifiers))
-    policy += ":" + off;
-  return policy;
+    if (others.find(":" + off.substr(0, off.find('='))) == std::string::npos) policy += ":" + off;
+  return policy + others;
 }
 
 }  // namespace kvlab::test
