@@ -9,7 +9,7 @@ from experiment import Experiment, Refused, figure, main, name_of_policy, rankin
 QUESTION = """
 Every registered policy with its defaults, at several budgets, judged twice: how far do its predictions move from the
 full cache's (KL, in nats), and does the model still find a number in the text (pass key)? The two need not agree:
-choose by what you need. Each line names what was run, guards and modifiers too.
+choose by what you need.
 
 A policy that compresses prompts (`once`) keeps all that it decodes: its budget is the prompt's alone, and its memory
 grows. Such lines stand apart; beside them stands the same policy without, which keeps to its budget.
@@ -61,13 +61,11 @@ def by_pass_key(experiment, groups, budgets):
     ]
     for mode in ("query-aware", "query-agnostic"):
         asked = [row for row in rows if row["mode"] == mode]
-        share, likelihood = values(asked, "exact_match"), values(asked, "log_likelihood")
-        full = figure(share["full", "", "all"], 2), figure(likelihood["full", "", "all"])
+        share = values(asked, "exact_match")
+        full = figure(share["full", "", "all"], 2)
         experiment.section(
-            f"## Pass key, {mode}\n\nThe share of right answers; the full cache has {full[0]}.\n\n"
+            f"## Pass key, {mode}\n\nThe share of right answers; the full cache has {full}.\n\n"
             + ranking(share, budgets, best=max)
-            + f"\n\nThe mean log-likelihood of the right answer, nats; the full cache has {full[1]}.\n\n"
-            + ranking(likelihood, budgets, best=max)
         )
 
 
