@@ -210,7 +210,8 @@ def test_other_threads_go_on(sample: kvlab.Trace) -> None:
 
 
 LONG = """
-    import sys, kvlab
+    import signal, sys, kvlab
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
     trace = kvlab.Trace(sys.argv[1])
     print("ready", flush=True)
     while True:
