@@ -31,7 +31,7 @@ try:
         load_model,
         refuse_unsupported,
     )
-    from kvlab.hf.trace_files import Refused, one_line
+    from kvlab.hf.trace_files import Refused, name_in_trace, one_line
     from kvlab.hf.trace_writer import SHARD_TOKENS
     from tokenizers import Tokenizer
 except ImportError as missing:
@@ -123,12 +123,7 @@ def span_of(tokenizer, ids, text):
     start, stop = fewest(begin), fewest(begin + len(text))
     if len(spelled(start)) > begin:  # the token in front reaches into the text
         start -= 1
-    return {"name": span_name(text), "start": first + start, "tokens": stop - start}
-
-
-def span_name(text):
-    """Without control characters."""
-    return "".join(" " if character < " " or character == "\x7f" else character for character in text)
+    return {"name": name_in_trace(text), "start": first + start, "tokens": stop - start}
 
 
 def spans_of(model, ids, texts):
@@ -137,7 +132,7 @@ def spans_of(model, ids, texts):
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
-    names = [span_name(text) for text in texts]
+    names = [name_in_trace(text) for text in texts]
     for name in names:
         if names.count(name) > 1:
             refuse_span(name, "is given twice; once is enough")

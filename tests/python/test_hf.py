@@ -80,6 +80,20 @@ def test_columns_and_spans() -> None:
     assert "span_recall:middle" in run.csv()
 
 
+# U+200E, U+202E and so on: the marks that turn the direction of text.
+CONTROLS = "\n\x00\x1f\x7f\x80\x85\x9f\u200e\u200f\u202a\u202e\u2066\u2069"
+
+
+def test_names_have_a_space_for_each_control_character() -> None:
+    model = model_of()
+    model.config._name_or_path = f"a{CONTROLS}model"
+    span = {"name": f"the{CONTROLS}pass\u2065key", "start": 4, "tokens": 3}
+    trace = kvlab.hf.capture(model, ids_of(40), prompt_tokens=30, spans=[span])
+    assert trace.model["model"] == "a" + " " * len(CONTROLS) + "model"
+    run = kvlab.replay(trace, "window", 16)
+    assert "span_recall:the" + " " * len(CONTROLS) + "pass\u2065key" in run.csv()
+
+
 def test_an_adapter_of_peft_is_captured_with_its_model() -> None:
     peft = pytest.importorskip("peft")
     model, ids = model_of(), ids_of(40)

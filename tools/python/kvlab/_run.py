@@ -232,7 +232,8 @@ def replay(
 
     `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
     shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar of tqdm; a function gets the
-    fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1. `plain` is the readable reference without what replays share: slow, and the same sets.
+    fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1.
+    `plain` is the readable reference without what replays share: slow, and the same sets.
     """
     several = [trace] if isinstance(trace, (Trace, str, os.PathLike)) else list(trace)
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]

@@ -28,7 +28,7 @@ from kvlab.hf.models import (
     weights_xxh3,
 )
 from kvlab.hf.output_sketch import SEED, output_sketch
-from kvlab.hf.trace_files import FORMAT, Refused, one_line, xxh3_of
+from kvlab.hf.trace_files import FORMAT, Refused, name_in_trace, one_line, xxh3_of
 from kvlab.hf.trace_writer import SHARD_TOKENS, TraceWriter
 
 if TYPE_CHECKING:
@@ -218,12 +218,12 @@ def description(
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
     return {
         "format": FORMAT,
-        "model": name,
+        "model": name_in_trace(name),
         "config": dataclasses.asdict(shape) | {"dtype": dtype, "rope": rope_parameters(model.config)},
         "rounding": "none" if dtype == "float32" else "model_dtype",
         "weights_xxh3": weights_xxh3(checkpoint) if checkpoint else "",
         "tokenizer_xxh3": xxh3_of(tokenizer) if tokenizer else "",
-        "spans": list(spans),
+        "spans": [dict(span, name=name_in_trace(str(span["name"]))) for span in spans],
         "capture": {
             "engine": "transformers",
             "version": transformers.__version__,
@@ -328,7 +328,7 @@ def capture(
     from kvlab._trace import Trace
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name = pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
+    name = name_in_trace(pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name)
     refuse_unsupported(name, base.config)
     ids = _one_sequence(input_ids, int(base.config.vocab_size))
     if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):

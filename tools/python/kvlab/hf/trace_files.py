@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 
 FORMAT = 2
+
+# What names in a trace must not hold: C0, DEL, C1 and the marks that turn the direction of text.
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class Refused(ValueError):
@@ -20,6 +24,11 @@ class Refused(ValueError):
 def one_line(error: object, most: int = 300) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[:most] + "..."
+
+
+def name_in_trace(text: str) -> str:
+    """With a space for each control character, which kvlab refuses in names."""
+    return CONTROLS.sub(" ", text)
 
 
 def xxh3_of(path: pathlib.Path) -> str:
