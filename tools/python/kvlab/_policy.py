@@ -38,7 +38,7 @@ class PolicyInfo:
     token_bytes: int
 
     @classmethod
-    def from_json(cls, text: str) -> PolicyInfo:
+    def _from_json(cls, text: str) -> PolicyInfo:
         known = json.loads(text)
         return cls(**{name: known[name] for name in cls.__dataclass_fields__})
 
@@ -111,7 +111,7 @@ class Policy:
 
     @property
     def info(self) -> PolicyInfo:
-        return PolicyInfo.from_json(self.held.json)
+        return PolicyInfo._from_json(self.held.json)
 
     def __call__(self, state: Any, seen: Any, token: Token, step: Step) -> Any:
         """The function itself, for trying it out."""
@@ -136,7 +136,7 @@ _own: dict[str, Policy] = {}  # by name: the last of each
 
 def policies() -> list[PolicyInfo]:
     """Every registered policy."""
-    return [PolicyInfo.from_json(text) for text in _kvlab.registered_policies()]
+    return [PolicyInfo._from_json(text) for text in _kvlab.registered_policies()]
 
 
 def policy_source(path: str | os.PathLike[str]) -> Policy:

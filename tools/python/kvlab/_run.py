@@ -27,6 +27,8 @@ Budgets = str | int | Iterable[str | int]
 
 
 class Metric(NamedTuple):
+    """What is known of a metric of results.csv."""
+
     name: str
     label: str
     higher_is_better: bool
@@ -83,7 +85,7 @@ class Run:
         pyarrow.parquet.write_table(self.arrow(), os.fspath(path))
 
     def csv(self) -> str:
-        """results.csv."""
+        """The text of results.csv."""
         return self._held.csv()
 
     def save(self, directory: str | os.PathLike[str]) -> None:

@@ -18,11 +18,7 @@ Floats = numpy.typing.NDArray[numpy.float32]
 
 
 class Trace:
-    """A finished trace: a folder, mapped into memory and verified.
-
-    Attributes of note: `tokens`, `prompt_tokens`, `layers`, `query_heads`, `kv_heads`, `head_size`, `dtype`,
-    `ids`, `segments`, `model`, `hash`.
-    """
+    """A finished trace: a folder, mapped into memory and verified."""
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
         """Opens `path`. `verify=False` leaves out the checksums and the sampled rows."""

@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Writes docs/python-api.md from the docstrings of tools/python/kvlab: python3 tools/scripts/python_api.py [--check]
+
+Reads the sources, so nothing has to be compiled or installed. --check changes nothing, and exits 1 where the page is
+not what the sources say.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pathlib
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tools" / "python" / "kvlab"
+PAGE = ROOT / "docs" / "python-api.md"
+WIDTH = 120
+TITLES = {
+    "_trace": "Traces",
+    "_run": "Replays",
+    "_policy": "Policies",
+    "_commands": "The closed loop",
+}
+HEAD = """# Python, name by name
+
+What `import kvlab` offers; [Python](python.md) shows it at work. Made by `tools/scripts/python_api.py` from the
+docstrings."""
+
+
+def homes(path: pathlib.Path) -> dict[str, list[str]]:
+    """File of the package -> the names that it brings, from _HOMES of an __init__.py."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+            table: dict[str, str | tuple[str, ...]] = ast.literal_eval(node.value)
+            if all(isinstance(value, tuple) for value in table.values()):
+                return {home: list(names) for home, names in table.items()}
+            return {str(home): [name for name in table if table[name] == home] for home in table.values()}
+    raise SystemExit(f"{path}: has no _HOMES, which says where names live")
+
+
+def doc(node: ast.AST) -> str:
+    return inspect.cleandoc(ast.get_docstring(node) or "")  # type: ignore[arg-type]
+
+
+def written(node: ast.expr | None) -> str:
+    return ast.unparse(node).replace("'", '"') if node else ""
+
+
+def code(text: str) -> str:
+    return f"```py\n{text}\n```"
+
+
+def filled(text: str) -> str:
+    """Paragraphs as lines of the page."""
+    return "\n\n".join(
+        textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False)
+        for part in text.split("\n\n")
+    )
+
+
+def parameters(node: ast.FunctionDef, is_method: bool) -> list[str]:
+    """Each as it is written, with the bare * where keywords begin."""
+    arguments = node.args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = list(zip(plain, defaults))[1 if is_method else 0 :]
+    texts = [_parameter(*pair) for pair in pairs]
+    if arguments.vararg:
+        texts.append("*" + _parameter(arguments.vararg, None))
+    elif arguments.kwonlyargs:
+        texts.append("*")
+    texts += [_parameter(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    if arguments.kwarg:
+        texts.append("**" + _parameter(arguments.kwarg, None))
+    return texts
+
+
+def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
+    typed = argument.arg + (f": {written(argument.annotation)}" if argument.annotation else "")
+    if default is None:
+        return typed
+    return typed + (" = " if argument.annotation else "=") + written(default)
+
+
+def signature(name: str, node: ast.FunctionDef, is_method: bool = False) -> str:
+    back = f" -> {written(node.returns)}" if node.returns and node.name != "__init__" else ""
+    given = parameters(node, is_method)
+    line = f"{name}({', '.join(given)}){back}"
+    if len(line) <= WIDTH - 10:
+        return line
+    return "\n".join([f"{name}(", *(f"    {one}," for one in given), f"){back}"])
+
+
+def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """(name and type, the text behind it) of a NamedTuple's or dataclass's."""
+    for part, after in zip(node.body, [*node.body[1:], None]):
+        if isinstance(part, ast.AnnAssign):
+            told = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            yield f"{ast.unparse(part.target)}: {written(part.annotation)}", str(told)
+
+
+def public(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Methods and properties in the order of the source."""
+    return [part for part in node.body if isinstance(part, ast.FunctionDef) and not part.name.startswith("_")]
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    return "property" in [ast.unparse(decorator) for decorator in node.decorator_list]
+
+
+def listed(entries: Iterable[tuple[str, str]]) -> str:
+    """Code, with what is told of each as a comment."""
+    lines = []
+    for shown, told in entries:
+        beside = f"{shown:<28}  # {' '.join(told.split())}"
+        if not told:
+            lines.append(shown)
+        elif len(beside) <= WIDTH:
+            lines.append(beside)
+        else:
+            lines += [*textwrap.wrap(" ".join(told.split()), WIDTH, initial_indent="# ", subsequent_indent="# "), shown]
+    return code("\n".join(lines)) if lines else ""
+
+
+def class_parts(shown: str, node: ast.ClassDef) -> Iterator[str]:
+    made = next((part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
+    is_called = made is not None and doc(made)  # others are made by functions
+    if made is not None and is_called:
+        yield code(signature(shown, made, True))
+    yield filled(doc(node))
+    if made is not None and is_called:
+        yield filled(doc(made))
+    short, long = [*fields(node)], []
+    for part in public(node):
+        if is_property(part):
+            short.append((f"{part.name}: {written(part.returns)}", doc(part)))
+        else:
+            name = f"{node.name}.{part.name}"
+            long += [f"#### {name}", code(signature(name, part, True)), filled(doc(part))]
+    yield listed(short)
+    yield from long
+
+
+def entry(shown: str, node: ast.stmt) -> Iterator[str]:
+    """A name's part of the page."""
+    yield f"### {shown}"
+    if isinstance(node, ast.ClassDef):
+        yield from class_parts(shown, node)
+    elif isinstance(node, ast.FunctionDef):
+        yield code(signature(shown, node))
+        yield filled(doc(node))
+
+
+def aliases(module: ast.Module, text: str) -> str:
+    """What the types that signatures name stand for."""
+    entries = []
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper() and re.search(rf"\b{name}\b", text):
+                entries.append(f"{name} = {written(node.value)}")
+    return code("\n".join(entries)) if entries else ""
+
+
+def section(path: pathlib.Path, names: list[str], prefix: str) -> list[str]:
+    module = ast.parse(path.read_text())
+    found = {node.name: node for node in module.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    parts: list[str] = []
+    for name in sorted(names, key=lambda name: (isinstance(found[name], ast.ClassDef), name)):
+        if not doc(found[name]):
+            raise SystemExit(f"{path}: {name} has no docstring, and is public")
+        parts += entry(f"{prefix}.{name}", found[name])
+    return [aliases(module, "\n".join(parts)), *parts]
+
+
+def page() -> str:
+    parts = [HEAD]
+    of_package = homes(PACKAGE / "__init__.py")
+    for home, title in TITLES.items():
+        parts += [f"## {title}", *section(PACKAGE / f"{home}.py", of_package.pop(home), "kvlab")]
+    if of_package:
+        raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(of_package)}: no title in tools/scripts/python_api.py")
+    hf = PACKAGE / "hf"
+    parts += ["## With transformers", filled(doc(ast.parse((hf / "__init__.py").read_text())))]
+    for home, names in homes(hf / "__init__.py").items():
+        parts += section(hf / f"{home}.py", names, "kvlab.hf")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main() -> int:
+    made = page()
+    if "--check" in sys.argv[1:]:
+        if PAGE.exists() and PAGE.read_text() == made:
+            return 0
+        print(f"{PAGE.relative_to(ROOT)}: is not what the docstrings say; ./dev docs writes it anew", file=sys.stderr)
+        return 1
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
