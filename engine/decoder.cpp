@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <deque>
-#include <optional>
 #include <stdexcept>
 
-#include "engine/head_cache.hpp"
+#include "engine/cache/growing_rope.hpp"
+#include "engine/cache/layer_cache.hpp"
 #include "policies/executor.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -15,7 +15,6 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kFullAdmission = 512;  // tokens: bounds memory where chunks do not matter
-constexpr std::uint32_t kQueryBlock = 32;      // queries that share one pass over the keys
 constexpr double kThreadedProducts = 1e6;      // fewer multiplications: threads cost more
 constexpr std::uint32_t kLongestSequence = 1u << 31;  // tokens
 
@@ -24,7 +23,11 @@ constexpr std::uint32_t kLongestSequence = 1u << 31;  // tokens
 class Decoder::Impl {
  public:
   Impl(const Model& model, ResolvedConfig cache, unsigned threads)
-      : model_(model), config_(model.config()), asked_(std::move(cache)), threads_(threads) {
+      : model_(model),
+        config_(model.config()),
+        asked_(std::move(cache)),
+        threads_(threads),
+        rope_(config_.rope) {
     check_held(kDecoder, asked_, config_.heads());
     const HeadShape shape{.head_size = config_.head_size,
                           .group = config_.query_heads / config_.kv_heads,
@@ -32,9 +35,7 @@ class Decoder::Impl {
                           .softmax_scale = config_.softmax_scale(),
                           .threshold16 = asked_.threshold16()};
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-      for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
-        heads_.emplace_back(shape, asked_.live_set(layer, head));
-    share_layers();
+      layers_.emplace_back(asked_, shape, config_.kv_heads, layer);
   }
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
@@ -106,19 +107,21 @@ class Decoder::Impl {
 
   std::uint64_t evictions() const {
     std::uint64_t sum = 0;
-    for (const HeadCache& head : heads_) sum += head.live().evictions();
+    for (const LayerCache& layer : layers_)
+      for (const HeadCache& head : layer.heads()) sum += head.live().evictions();
     return sum;
   }
 
   const LiveSet& live(std::uint32_t layer, std::uint32_t kv_head) const {
-    return heads_.at(std::size_t{layer} * config_.kv_heads + kv_head).live();
+    return layers_.at(layer).heads().at(kv_head).live();
   }
 
   std::uint32_t tokens() const { return tokens_; }
   std::vector<std::vector<std::uint32_t>> kept() const {
     std::vector<std::vector<std::uint32_t>> kept(config_.layers);
-    for (std::size_t i = 0; i < heads_.size(); ++i)
-      kept[i / config_.kv_heads].push_back(static_cast<std::uint32_t>(heads_[i].live().size()));
+    for (std::size_t l = 0; l < layers_.size(); ++l)
+      for (const HeadCache& head : layers_[l].heads())
+        kept[l].push_back(static_cast<std::uint32_t>(head.live().size()));
     return kept;
   }
   std::uint64_t kv_bytes_peak() const { return kv_bytes_peak_; }
@@ -148,17 +151,7 @@ class Decoder::Impl {
   enum class Rows { own, shared };
 
   void end_prompt() {
-    for (HeadCache& head : heads_) head.end_prompt();
-  }
-
-  /// Under scope=layer the heads of a layer order their tokens by the same ranks.
-  void share_layers() {
-    for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
-      std::vector<AgedSet*> heads;
-      for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
-        heads.push_back(&cache(layer, head).aged());
-      share_ranks(heads);
-    }
+    for (LayerCache& layer : layers_) layer.end_prompt();
   }
 
   /// Nobody leaves and nothing is observed: chunks do not matter.
@@ -206,13 +199,12 @@ class Decoder::Impl {
     Work& work = first.work_;
     work.resize(first.config_, n);
     const auto each = static_cast<std::uint32_t>(rows == Rows::shared ? n : n / decoders.size());
-    for (Impl* const one : decoders) one->cover_positions(one->tokens_ + each);
     // Many with a token each spread over the decoders, one with many tokens over its heads.
     const bool side_by_side = decoders.size() > 1 && each == 1;
     const auto attend = [&](std::uint32_t layer, std::size_t d) {
       const std::size_t row = rows == Rows::shared ? 0 : d * each;
-      const bool is_wanted = d == 0 || rows == Rows::own;
-      decoders[d]->attend(layer, {work, row, each}, side_by_side ? 1 : threads, is_wanted);
+      const bool wants_outputs = d == 0 || rows == Rows::own;
+      decoders[d]->attend(layer, {work, row, each}, side_by_side ? 1 : threads, wants_outputs);
     };
 
     model.embed(ids, work.x.data());
@@ -233,34 +225,23 @@ class Decoder::Impl {
     }
   }
 
-  /// Steps 1 to 4 of the rule for all KV heads of a layer. Where the outputs are not wanted, they
-  /// are computed only for what a policy observes.
-  void attend(std::uint32_t layer, const Part& part, unsigned most_threads, bool is_wanted) {
-    const std::uint32_t heads = config_.kv_heads, n = part.tokens;
-    for (std::uint32_t head = 0; head < heads; ++head) {
-      const auto victims = cache(layer, head).make_room(tokens_);
+  /// Steps 1 to 4 of the rule for all KV heads of a layer.
+  void attend(std::uint32_t layer, const Part& part, unsigned most_threads, bool wants_outputs) {
+    LayerCache& cache = layers_[layer];
+    for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
+      const auto victims = cache.heads()[head].make_room(tokens_);
       if (observer_) observer_->evicted(layer, head, tokens_, victims);
     }
-    const unsigned threads = std::min(most_threads, threads_for(layer, n));
-    parallel_for(heads, threads, [&](std::size_t head) {
-      cache(layer, head).admit(admission(head, part), *rope_);
-    });
-    const bool observes = asked_.policy.entry->info.needs != Needs::nothing;
-    const std::uint32_t blocks = is_wanted || observes ? (n + kQueryBlock - 1) / kQueryBlock : 0;
-    parallel_for(std::size_t{heads} * blocks, threads, [&](std::size_t item) {
-      const std::size_t head = item % heads;
-      const auto begin = static_cast<std::uint32_t>(item / heads) * kQueryBlock;
-      cache(layer, head)
-          .attend(admission(head, part), begin, std::min(n, begin + kQueryBlock), *rope_);
-    });
-    for (std::uint32_t head = 0; head < heads; ++head) {
-      const auto seen = cache(layer, head).observe();
+    cache.attend(rows(part), rope_.covering(tokens_ + part.tokens),
+                 std::min(most_threads, threads_for(layer, part.tokens)), wants_outputs);
+    for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
+      const auto seen = cache.heads()[head].observe();
       if (observer_) show(layer, head, seen);
     }
   }
 
   void show(std::uint32_t layer, std::uint32_t head, std::span<const Observation> seen) {
-    const LiveSet& live = cache(layer, head).live();
+    const LiveSet& live = layers_[layer].heads()[head].live();
     std::vector<std::byte> states;
     for (std::size_t age = 0; age < live.size(); ++age) {
       const auto bytes = live.state(age);
@@ -269,42 +250,29 @@ class Decoder::Impl {
     observer_->observed(layer, head, {live.positions(), states, live.brought()}, seen);
   }
 
-  HeadCache& cache(std::size_t layer, std::size_t head) {
-    return heads_[layer * config_.kv_heads + head];
-  }
-
-  HeadAdmission admission(std::size_t head, const Part& part) {
-    const std::size_t group = config_.query_heads / config_.kv_heads, dim = config_.head_size;
-    const std::size_t queries = part.first_row * config_.query_heads + head * group;
-    const std::size_t key = (part.first_row * config_.kv_heads + head) * dim;
+  LayerRows rows(const Part& part) const {
+    const std::size_t queries = part.first_row * config_.query_heads,
+                      keys = part.first_row * config_.kv_heads, dim = config_.head_size;
     Work& work = part.work;
     return {.first = tokens_,
             .tokens = part.tokens,
             .q = work.q.data() + queries * dim,
+            .k = work.k.data() + keys * dim,
+            .v = work.v.data() + keys * dim,
             .out = work.out.data() + queries * dim,
-            .query_stride = config_.query_heads * dim,
-            .k = work.k.data() + key,
-            .v = work.v.data() + key,
-            .key_stride = config_.kv_heads * dim,
-            .lse = work.lse.data() + queries,
-            .lse_stride = config_.query_heads};
+            .lse = work.lse.data() + queries};
   }
 
   unsigned threads_for(std::uint32_t layer, std::uint32_t n) {
-    const double live = static_cast<double>(cache(layer, 0).live().size()) + n;
+    const double live = static_cast<double>(layers_[layer].heads()[0].live().size()) + n;
     const double products = live * n * config_.query_heads * config_.head_size;
     return products < kThreadedProducts ? 1 : threads_;
   }
 
-  void cover_positions(std::uint32_t count) {
-    if (rope_ && rope_->positions() >= count) return;
-    const std::uint32_t doubled = rope_ ? 2 * rope_->positions() : 1024;
-    rope_.emplace(config_.rope, std::max(count, doubled));
-  }
-
   void count_bytes() {
     std::uint64_t live = 0;
-    for (const HeadCache& head : heads_) live += head.live().size();
+    for (const LayerCache& layer : layers_)
+      for (const HeadCache& head : layer.heads()) live += head.live().size();
     kv_bytes_peak_ = std::max(kv_bytes_peak_, live * 2 * config_.head_size * sizeof(float));
   }
 
@@ -312,8 +280,8 @@ class Decoder::Impl {
   const ModelConfig& config_;
   ResolvedConfig asked_;
   unsigned threads_;
-  std::deque<HeadCache> heads_;  // [layer, kv_head]
-  std::optional<RopeTable> rope_;
+  std::deque<LayerCache> layers_;
+  GrowingRope rope_;
   DecoderObserver* observer_ = nullptr;
   std::uint32_t tokens_ = 0;
   std::uint64_t kv_bytes_peak_ = 0;

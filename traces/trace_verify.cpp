@@ -69,11 +69,11 @@ class HeadVerifier {
         tolerance_(tolerance_of(trace.shape().dtype)) {
     load_keys();
     trace.read(Part::v, layer, kv_head, 0, trace.tokens(), values_.data());
-    trace.release();
   }
 
   HeadCheck run() {
     check_values();
+    trace_.release();  // what is read from here on are sixteen queries a shard
     if (!result_.problems.empty()) return std::move(result_);
     for (std::size_t shard = 0; shard < trace_.shards().size(); ++shard) {
       const auto check = trace_.check_rows(shard, layer_);
@@ -94,35 +94,34 @@ class HeadVerifier {
   /// Every value, not only those of sampled rows: finite, and small enough that no score of a query
   /// with a key is beyond what exponentials are made for (Cauchy and Schwarz).
   void check_values() {
-    const auto largest = [&](Part part, std::uint32_t head) {
-      Largest found;
-      std::vector<float> rows(kShardTokens * size_);
-      for (const ShardInfo& shard : trace_.shards()) {
-        trace_.read(part, layer_, head, shard.first, shard.tokens, rows.data());
-        for (std::uint32_t i = 0; i < shard.tokens; ++i)
-          found.include(norm(rows.data() + i * size_), shard.first + i);
-      }
-      return found;
-    };
-    const Largest value = largest(Part::v, kv_head_), key = largest(Part::k, kv_head_);
+    Largest value;
+    include_norms(value, values_.data(), 0, trace_.tokens());
     complain("values of KV head", kv_head_, value, kLargestValue);
     const double factor = trace_.header().rope.factor;
     const double scale = std::fabs(trace_.header().softmax_scale) * factor * factor;
     for (std::uint32_t g = 0; g < trace_.shape().group(); ++g) {
       const std::uint32_t head = kv_head_ * trace_.shape().group() + g;
-      const Largest query = largest(Part::q, head);
-      const bool key_leads = key.value >= query.value;
+      Largest query;
+      for_each_shard(Part::q, head, [&](float* rows, const ShardInfo& shard) {
+        include_norms(query, rows, shard.first, shard.tokens);
+      });
+      const bool key_leads = largest_key_.value >= query.value;
       complain(key_leads ? "keys of KV head" : "queries of query head", key_leads ? kv_head_ : head,
-               {key.value * query.value * scale, key_leads ? key.position : query.position},
+               {largest_key_.value * query.value * scale,
+                key_leads ? largest_key_.position : query.position},
                kLargestScore);
     }
   }
 
-  double norm(const float* row) const {
-    double squares = 0;
-    for (std::size_t d = 0; d < size_; ++d)
-      squares += static_cast<double>(row[d]) * static_cast<double>(row[d]);
-    return std::sqrt(squares);
+  /// The norms of `tokens` rows, of which the first is at position `first`.
+  void include_norms(Largest& largest, const float* rows, std::uint32_t first,
+                     std::uint32_t tokens) const {
+    for (std::uint32_t i = 0; i < tokens; ++i, rows += size_) {
+      double squares = 0;
+      for (std::size_t d = 0; d < size_; ++d)
+        squares += static_cast<double>(rows[d]) * static_cast<double>(rows[d]);
+      largest.include(std::sqrt(squares), first + i);
+    }
   }
 
   void complain(std::string_view what, std::uint32_t head, const Largest& largest, double most) {
@@ -133,15 +132,24 @@ class HeadVerifier {
                     layer_, what, head, largest.position));
   }
 
-  void load_keys() {
+  /// Calls use(rows, shard) for the rows of one head, a shard at a time.
+  template <class Use>
+  void for_each_shard(Part part, std::uint32_t head, Use use) const {
     std::vector<float> rows(kShardTokens * size_);
     for (const ShardInfo& shard : trace_.shards()) {
-      trace_.read(Part::k, layer_, kv_head_, shard.first, shard.tokens, rows.data());
-      for (std::uint32_t i = 0; i < shard.tokens; ++i) {
-        rotate(rows.data() + i * size_, shard.first + i);
-        keys_.set_row(shard.first + i, rows.data() + i * size_);
-      }
+      trace_.read(part, layer_, head, shard.first, shard.tokens, rows.data());
+      use(rows.data(), shard);
     }
+  }
+
+  void load_keys() {
+    for_each_shard(Part::k, kv_head_, [&](float* rows, const ShardInfo& shard) {
+      include_norms(largest_key_, rows, shard.first, shard.tokens);
+      for (std::uint32_t i = 0; i < shard.tokens; ++i) {
+        rotate(rows + i * size_, shard.first + i);
+        keys_.set_row(shard.first + i, rows + i * size_);
+      }
+    });
   }
 
   void compare(std::size_t shard, std::uint32_t query_head, const TraceReader::CheckRows& check) {
@@ -202,6 +210,7 @@ class HeadVerifier {
   std::uint32_t layer_, kv_head_;
   std::size_t size_;
   Panels keys_;                // rotated; [tokens, head_size]
+  Largest largest_key_;        // by norm
   std::vector<float> values_;  // [tokens, head_size]
   std::vector<float> scores_;  // [16, tokens] of the rows at hand
   double tolerance_;

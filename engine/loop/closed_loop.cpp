@@ -69,7 +69,7 @@ class ClosedLoop {
     first_scored_ = first_scored;
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
-      check_held(kDecoder, configs_.back(), model.config().heads());
+      check_held(kDecoder, configs_.back());
     }
   }
 

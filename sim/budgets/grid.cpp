@@ -37,8 +37,7 @@ struct Axes {
 /// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references,
                        const CompiledPolicies& compiled) {
-  const auto known = replay_references();
-  if (references.empty() && std::find(known.begin(), known.end(), text) != known.end())
+  if (references.empty() && is_reference(text))
     throw std::invalid_argument(fmt::format(
         "policy {}: is a reference of `kvlab replay`, which knows the future; name a policy",
         text));

@@ -14,8 +14,6 @@ using kernels::ReplayArgs;
 using kernels::ReplayRule;
 using kernels::Type;
 
-namespace {}  // namespace
-
 /// Who is live depends on what is observed, how many are does not.
 CacheCounts counts_of(const ResolvedConfig& config, std::uint32_t budget) {
   CacheCounts counts{};

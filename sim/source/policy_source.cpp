@@ -128,9 +128,8 @@ void check_name(const PolicyOps& ops, const std::string& path) {
   if (!is_word(name))
     throw std::invalid_argument(
         fmt::format("{}: kInfo.name '{}' should be letters, digits and underscores", path, name));
-  bool taken = false;
+  bool taken = is_reference(name);
   for (const PolicyEntry& other : policy_catalogue()) taken = taken || other.info.name == name;
-  for (const std::string_view other : replay_references()) taken = taken || other == name;
   if (taken)
     throw std::invalid_argument(
         fmt::format("{}: kInfo.name '{}' is taken by a policy of kvlab; give another", path, name));

@@ -1,5 +1,5 @@
 // A head's cache against attention in float64 that numbers the live tokens 0, 1, 2, … by itself.
-#include "engine/head_cache.hpp"
+#include "engine/cache/head_cache.hpp"
 
 #include <cmath>
 #include <numeric>

@@ -46,6 +46,7 @@ TEST_CASE("What a terminal would obey is refused in names, and shown as somethin
   for (const char* text : {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f"})
     CHECK(has_controls(text));
   CHECK(printable("one\n\n two\tthree\x1b[2J\u202e!") == "one  two three?[2J?!");
+  CHECK(without_controls("a\n\x7f\u0085b\u202e \u00e9") == "a   b  \u00e9");
   CHECK(printable("\u00e9t\u00e9") == "\u00e9t\u00e9");
 }
 

@@ -93,13 +93,6 @@ std::uint32_t prompt_tokens(const Plan& plan) {
   return most_tokens(plan.turns, 0);
 }
 
-/// A span's name has no control characters.
-std::string span_name(std::string text) {
-  std::ranges::replace_if(
-      text, [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
-  return text;
-}
-
 /// What `--span-of` names in the prompt, each text being the span's name.
 std::vector<NamedSpan> spans_from(const po::variables_map& options, const Tokenizer& tokenizer,
                                   const Ids& prompt) {
@@ -109,11 +102,11 @@ std::vector<NamedSpan> spans_from(const po::variables_map& options, const Tokeni
     const auto refuse = [](std::string_view why) {
       throw std::invalid_argument(fmt::format("--span-of: {}", why));
     };
-    if (std::ranges::find(spans, span_name(text), &NamedSpan::name) != spans.end())
+    if (std::ranges::find(spans, without_controls(text), &NamedSpan::name) != spans.end())
       refuse(json_quoted(text) + " is given twice; once is enough");
     try {
       const TokenRange range = covering_tokens(tokenizer, prompt, text);
-      spans.push_back({span_name(text), range.start, range.tokens});
+      spans.push_back({without_controls(text), range.start, range.tokens});
     } catch (const std::invalid_argument& error) {
       refuse(error.what());
     }

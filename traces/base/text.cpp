@@ -1,5 +1,7 @@
 #include "traces/base/text.hpp"
 
+#include <algorithm>
+
 namespace kvlab {
 namespace {
 
@@ -22,6 +24,16 @@ bool has_controls(std::string_view text) {
   for (std::size_t at = 0; at < text.size(); ++at)
     if (control_bytes(text.substr(at)) > 0) return true;
   return false;
+}
+
+std::string without_controls(std::string_view text) {
+  std::string kept;
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t bytes = control_bytes(text.substr(at));
+    kept += bytes > 0 ? ' ' : text[at];
+    at += std::max<std::size_t>(bytes, 1);
+  }
+  return kept;
 }
 
 std::string printable(std::string_view text) {

@@ -13,6 +13,8 @@ std::vector<std::string> split_list(std::string_view text, char separator = ',')
 /// Whether a terminal would do something with `text` but show it: control characters (C0, DEL, and
 /// C1 in UTF-8) and the marks that change the direction of what follows.
 bool has_controls(std::string_view text);
+/// `text` with a space for each of them, as a name in a trace has to be.
+std::string without_controls(std::string_view text);
 /// `text` on one line: every run of what has_controls() names is a question mark, of line ends and
 /// tabs a space.
 std::string printable(std::string_view text);

@@ -14,10 +14,7 @@ std::vector<Confirmed> confirm(const Evaluation& evaluation, const Figures& figu
   for (const Evaluation::Contender& contender : evaluation.contenders(budget)) {
     const std::size_t standing = contender.score - 1;  // behind the full cache
     confirmed.push_back({standing, evaluation.scores[contender.score], contender.behind});
-    candidates.push_back(
-        {.ties = confirmed.back().ties(),
-         .kv_bytes = ballot.kv_bytes[standing],
-         .last_resort = figures.series()[ballot.standings[standing].series].policy == "random"});
+    candidates.push_back(candidate_of(figures, ballot, standing, confirmed.back().ties()));
   }
   ballot.winner = confirmed[preferred(candidates)].standing;
   return confirmed;

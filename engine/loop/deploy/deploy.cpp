@@ -59,10 +59,7 @@ std::vector<double> kept_bytes(const Figures& figures, const Ballot& ballot) {
 std::size_t choose(const Figures& figures, const Ballot& ballot) {
   std::vector<Candidate> candidates;
   for (std::size_t i = 0; i < ballot.standings.size(); ++i)
-    candidates.push_back(
-        {.ties = ballot.standings[i].ties,
-         .kv_bytes = ballot.kv_bytes[i],
-         .last_resort = figures.series()[ballot.standings[i].series].policy == "random"});
+    candidates.push_back(candidate_of(figures, ballot, i, ballot.standings[i].ties));
   return preferred(candidates);
 }
 
@@ -106,6 +103,13 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 }
 
 }  // namespace
+
+Candidate candidate_of(const Figures& figures, const Ballot& ballot, std::size_t standing,
+                       bool ties) {
+  return {.ties = ties,
+          .kv_bytes = ballot.kv_bytes[standing],
+          .last_resort = figures.series()[ballot.standings[standing].series].policy == "random"};
+}
 
 double Ballot::least_kv_bytes() const { return std::ranges::min(kv_bytes); }
 

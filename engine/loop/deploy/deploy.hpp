@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
@@ -21,6 +22,10 @@ struct Ballot {
 
   double least_kv_bytes() const;
 };
+
+/// One of the ballot as a contender that ties with the first, or does not.
+Candidate candidate_of(const Figures& figures, const Ballot& ballot, std::size_t standing,
+                       bool ties);
 
 /// Ranks the policies of a run at `budget` (as asked in the run, or in tokens) by `metric`,
 /// averaged over its traces. References and `full` do not stand. Of those that tie with the first

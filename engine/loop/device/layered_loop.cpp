@@ -116,10 +116,8 @@ class SequenceRun {
         tables_(plan_),
         rows_(LoopAttention::rows(ids.size())),
         scores_(configs.size()) {
-    for (const CacheConfig& config : configs) {
+    for (const CacheConfig& config : configs)
       resolved_.push_back(resolve(config, segments_, options.sequence, config_.heads()));
-      check_held(kCudaLoop, resolved_.back(), config_.heads());
-    }
     for (const ResolvedConfig& config : resolved_) pointers_.push_back(&config);
     Ids padded = ids;
     padded.resize(rows_, ids.front());

@@ -4,11 +4,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
+#include <algorithm>
+#include <deque>
 #include <stdexcept>
 #include <vector>
 
-#include "engine/layer_cache.hpp"
+#include "engine/cache/growing_rope.hpp"
+#include "engine/cache/layer_cache.hpp"
 #include "policies/executor.hpp"
 #include "sim/budgets/grid.hpp"
 #include "tools/python/src/array.hpp"
@@ -27,7 +29,11 @@ class Caches {
          double threshold, std::uint32_t length, std::uint32_t layers, std::uint32_t query_heads,
          std::uint32_t kv_heads, std::uint32_t head_size, const std::vector<float>& inv_freq,
          float rope_factor, float softmax_scale)
-      : kv_heads_(kv_heads), group_(query_heads / kv_heads), head_size_(head_size) {
+      : kv_heads_(kv_heads),
+        group_(query_heads / kv_heads),
+        head_size_(head_size),
+        rope_({inv_freq, rope_factor}),
+        tokens_(layers) {
     GridRequest request{
         .policies = {policy}, .prefills = {prefill}, .seed = seed, .threshold = threshold};
     if (!budget.empty()) request.budgets = {budget};
@@ -35,11 +41,11 @@ class Caches {
     const HeadCounts model{layers, kv_heads};
     const ResolvedConfig config =
         resolve(make_grid(request, {}, compiled_from(own)).front(), length, 0, model);
-    check_held(kDecoder, config, model);
+    check_held(kDecoder, config);
     const HeadShape shape{head_size, group_, config.positions, softmax_scale, config.threshold16()};
+    chunk_ = config.prefill.chunk;
     for (std::uint32_t layer = 0; layer < layers; ++layer)
-      layers_.push_back(std::make_unique<LayerCache>(config, shape, kv_heads, layer,
-                                                     Rope{inv_freq, rope_factor}));
+      layers_.emplace_back(config, shape, kv_heads, layer);
   }
 
   Caches(const Caches&) = delete;
@@ -54,28 +60,28 @@ class Caches {
     std::vector<float> out(q.size());
     {
       const nb::gil_scoped_release no_gil;
-      layers_.at(layer)->attend({.q = q.data(),
-                                 .k = k.data(),
-                                 .v = v.data(),
-                                 .out = out.data(),
-                                 .tokens = static_cast<std::uint32_t>(q.shape(0)),
-                                 .is_prompt = is_prompt},
-                                threads);
+      feed(layer,
+           {.tokens = static_cast<std::uint32_t>(q.shape(0)),
+            .q = q.data(),
+            .k = k.data(),
+            .v = v.data(),
+            .out = out.data()},
+           is_prompt, threads);
     }
     return array_of(std::move(out), {q.shape(0), q.shape(1), q.shape(2)});
   }
 
-  std::uint32_t tokens(std::uint32_t layer) const { return layers_.at(layer)->tokens(); }
+  std::uint32_t tokens(std::uint32_t layer) const { return tokens_.at(layer); }
   Array<std::uint32_t> kept(std::uint32_t layer, std::uint32_t kv_head) const {
-    const auto positions = layers_.at(layer)->live(kv_head).positions();
+    const auto positions = layers_.at(layer).heads().at(kv_head).live().positions();
     return array_of(std::vector<std::uint32_t>(positions.begin(), positions.end()),
                     {positions.size()});
   }
   template <class Of>
   std::uint64_t sum(Of of) const {
     std::uint64_t all = 0;
-    for (const auto& layer : layers_)
-      for (std::uint32_t head = 0; head < kv_heads_; ++head) all += of(layer->live(head));
+    for (const LayerCache& layer : layers_)
+      for (const HeadCache& head : layer.heads()) all += of(head.live());
     return all;
   }
   std::uint64_t evictions() const {
@@ -88,6 +94,29 @@ class Caches {
   }
 
  private:
+  /// The four steps of the rule for each admission that the rows make: a prompt by its prefill,
+  /// decoded tokens one by one.
+  void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
+    LayerCache& cache = layers_.at(layer);
+    const std::size_t keys = std::size_t{kv_heads_} * head_size_, queries = keys * group_;
+    const std::uint32_t all = rows.tokens, most = !is_prompt ? 1 : chunk_ == 0 ? all : chunk_;
+    std::vector<float> lse(std::size_t{most} * kv_heads_ * group_);
+    rows.lse = lse.data();
+    for (std::uint32_t done = 0; done < all; done += rows.tokens) {
+      rows.first = tokens_[layer];
+      rows.tokens = std::min(most, all - done);
+      for (HeadCache& head : cache.heads()) head.make_room(rows.first);
+      cache.attend(rows, rope_.covering(rows.first + rows.tokens), threads);
+      for (HeadCache& head : cache.heads()) head.observe();
+      tokens_[layer] += rows.tokens;
+      rows.q += rows.tokens * queries;
+      rows.out += rows.tokens * queries;
+      rows.k += rows.tokens * keys;
+      rows.v += rows.tokens * keys;
+    }
+    if (is_prompt) cache.end_prompt();
+  }
+
   void check(const Rows& rows, std::string_view name, std::size_t tokens, std::size_t heads) const {
     if (rows.shape(0) != tokens || rows.shape(1) != heads || rows.shape(2) != head_size_)
       throw std::invalid_argument(fmt::format("{}: [{}, {}, {}]; [{}, {}, {}] is expected", name,
@@ -96,7 +125,10 @@ class Caches {
   }
 
   std::uint32_t kv_heads_, group_, head_size_;
-  std::vector<std::unique_ptr<LayerCache>> layers_;
+  std::uint32_t chunk_ = 0;  // tokens of a prompt's admission; 0: all
+  GrowingRope rope_;
+  std::deque<LayerCache> layers_;
+  std::vector<std::uint32_t> tokens_;  // [layer]: so far
 };
 
 }  // namespace

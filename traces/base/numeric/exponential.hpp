@@ -12,6 +12,14 @@ constexpr std::int32_t kRounderBits = 0x4b400000;  // the bits of kRounder
 // ln 2 in two parts, the first with few enough bits that its product with |i| < 2^13 is exact.
 constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 
+/// round(largest / ln 2): the shift of a row from its largest logit. The clamp gives damaged logits
+/// one too: a number outside an integer's range has none.
+inline std::int32_t shift_below(float largest) {
+  const float rounded = largest * kLog2E + kRounder;
+  return static_cast<std::int32_t>(
+      __builtin_fmaxf(__builtin_fminf(rounded - kRounder, 0x1p23f), -0x1p23f));
+}
+
 /// The argument is reduced before the shift is applied, so that another shift scales the result by
 /// an exact power of two. N registers go side by side, since one alone waits for itself.
 template <int N>

@@ -2,18 +2,14 @@
 
 #include <cmath>
 
+#include "traces/base/numeric/exponential.hpp"
 #include "traces/base/numeric/hot_loops.hpp"
 
 namespace kvlab {
 
 std::int32_t shared_exponentials(const float* s, std::size_t count, float* e) {
-  constexpr float kLog2E = 1.44269504088896341f;
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const HotLoops& loops = hot_loops();
-  const float rounded = loops.largest(s, count) * kLog2E + kRounder;
-  // The clamp gives damaged logits a shift too: a number outside an integer's range has none.
-  const auto shift =
-      static_cast<std::int32_t>(std::fmax(std::fmin(rounded - kRounder, 0x1p23f), -0x1p23f));
+  const std::int32_t shift = shift_below(loops.largest(s, count));
   loops.exponentials(s, count, shift, e);
   return shift;
 }

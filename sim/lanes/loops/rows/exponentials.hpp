@@ -7,7 +7,7 @@
 namespace kvlab {
 namespace {
 
-/// The shift of a row: round(max / ln 2), as shared_exponentials() takes it.
+/// The shift of a row of scaled logits.
 inline std::int32_t shift_of(const float* logits, std::size_t count, float scale) {
   float most = -__builtin_inff();
   std::size_t i = 0;
@@ -18,10 +18,7 @@ inline std::int32_t shift_of(const float* logits, std::size_t count, float scale
     most = largest_of(best);
   }
   for (; i < count; ++i) most = logits[i] * scale > most ? logits[i] * scale : most;
-  const float rounded = most * kLog2E + kRounder;
-  // The clamp, as there.
-  return static_cast<std::int32_t>(
-      __builtin_fmaxf(__builtin_fminf(rounded - kRounder, 0x1p23f), -0x1p23f));
+  return shift_below(most);
 }
 
 /// kWidth logits of the first H heads, rows[h] + first, to their exponentials [token][4].

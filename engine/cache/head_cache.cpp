@@ -1,4 +1,4 @@
-#include "engine/head_cache.hpp"
+#include "engine/cache/head_cache.hpp"
 
 #include <algorithm>
 

@@ -1,0 +1,58 @@
+#include "engine/cache/layer_cache.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "traces/base/parallel.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kQueryBlock = 32;  // queries that share one pass over the keys
+
+}  // namespace
+
+LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
+                       std::uint32_t layer)
+    : shape_(shape), observes_(config.policy.entry->info.needs != Needs::nothing) {
+  for (std::uint32_t head = 0; head < kv_heads; ++head)
+    heads_.emplace_back(shape_, config.live_set(layer, head));
+  // Under scope=layer the heads order their tokens by the same ranks.
+  std::vector<AgedSet*> together;
+  for (HeadCache& head : heads_) together.push_back(&head.aged());
+  share_ranks(together);
+}
+
+void LayerCache::attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
+                        bool wants_outputs) {
+  const std::size_t heads = heads_.size();
+  const std::uint32_t n = rows.tokens;
+  parallel_for(heads, threads, [&](std::size_t h) { heads_[h].admit(admission(rows, h), rope); });
+  if (!wants_outputs && !observes_) return;
+  const std::uint32_t blocks = (n + kQueryBlock - 1) / kQueryBlock;
+  parallel_for(heads * blocks, threads, [&](std::size_t item) {
+    const std::size_t head = item % heads;
+    const auto begin = static_cast<std::uint32_t>(item / heads) * kQueryBlock;
+    heads_[head].attend(admission(rows, head), begin, std::min(n, begin + kQueryBlock), rope);
+  });
+}
+
+void LayerCache::end_prompt() {
+  for (HeadCache& head : heads_) head.end_prompt();
+}
+
+HeadAdmission LayerCache::admission(const LayerRows& rows, std::size_t head) const {
+  const std::size_t heads = heads_.size(), group = shape_.group, dim = shape_.head_size;
+  return {.first = rows.first,
+          .tokens = rows.tokens,
+          .q = rows.q + head * group * dim,
+          .out = rows.out + head * group * dim,
+          .query_stride = heads * group * dim,
+          .k = rows.k + head * dim,
+          .v = rows.v + head * dim,
+          .key_stride = heads * dim,
+          .lse = rows.lse + head * group,
+          .lse_stride = heads * group};
+}
+
+}  // namespace kvlab
