@@ -21,6 +21,13 @@ std::vector<std::string> tied_names(const Figures& figures,
   return names;
 }
 
+/// "a, b and c"; of more than four, the first and a number that opens the rest.
+std::string folded(const std::vector<std::string>& names) {
+  if (names.size() <= 4) return names.empty() ? "–" : join_names(names);
+  return fmt::format("<details><summary>{} and {} others</summary>{}</details>", names.front(),
+                     names.size() - 1, join_names(names));
+}
+
 /// A score that no line breaks.
 std::string score_text(const Average& score) {
   std::string text = average_text(score);
@@ -137,7 +144,7 @@ std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& 
 }
 
 std::string best_by_budget_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
-                                const MetricInfo& metric) {
+                                const MetricInfo& metric, const std::string& caption) {
   std::vector<std::vector<std::string>> rows;
   for (const BudgetColumn& budget : figures.budgets()) {
     const auto standings = rank_policies(figures, budget.text, metric);
@@ -148,7 +155,7 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
       if (standings[i].ties) ties.push_back(escape(figures.series()[standings[i].series].label));
     rows.push_back(
         {escape(budget.text), series_html(figures, styles, best),
-         average_text(standings.front().score), ties.empty() ? "–" : join_names(ties),
+         average_text(standings.front().score), folded(ties),
          score_cell(figures, counterpart(figures, best, "window"), budget.text, metric),
          score_cell(figures, counterpart(figures, best, kOracleMass), budget.text, metric)});
   }
@@ -158,7 +165,7 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
                 {"ties with", false, true},
                 {"window"},
                 {"oracle_mass"}},
-               rows);
+               rows, caption);
 }
 
 }  // namespace kvlab

@@ -19,9 +19,10 @@ std::optional<std::size_t> counterpart(const Figures& figures, std::size_t serie
 std::string answer_html(const Figures& figures, const BudgetColumn& budget,
                         const MetricInfo& metric);
 
-/// A table, as HTML: at each budget the best, those that tie with it, window and the oracle.
+/// A table, as HTML: at each budget the best, those that tie with it (folded where they are many),
+/// window and the oracle.
 std::string best_by_budget_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
-                                const MetricInfo& metric);
+                                const MetricInfo& metric, const std::string& caption = {});
 
 /// A policy's label behind a dot of its colour.
 std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& styles,

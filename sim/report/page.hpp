@@ -8,8 +8,13 @@
 
 namespace kvlab {
 
-/// One HTML file that needs nothing else. `title` is text, `body` HTML.
-std::string html_page(std::string_view title, const std::string& body);
+/// One HTML file that needs nothing else and asks for nothing. `title` is text, `body` HTML;
+/// `scripts` is what script_elements() gave, or empty.
+std::string html_page(std::string_view title, const std::string& body,
+                      const std::string& scripts = {});
+
+/// A section that the page's scripts fill, found by its id. Heading and text are HTML.
+std::string html_open_section(std::string_view id, std::string_view heading, std::string_view text);
 
 /// A section of HTML content, in a <div> of `content_class` unless that is empty.
 std::string html_section(std::string_view heading, std::string_view text,

@@ -43,7 +43,11 @@ constexpr std::array kMarkers{5, 7, 9, 11, 13, 4, 6, 8, 10, 12};
 SeriesStyle style_of(std::string_view policy, std::size_t& spares_used) {
   for (const FixedStyle& fixed : kFixed)
     if (fixed.policy == policy) return fixed.style;
-  return kSpare[spares_used++ % kSpare.size()];
+  const std::size_t used = spares_used++, again = used / kSpare.size();
+  SeriesStyle style = kSpare[used % kSpare.size()];
+  style.dash = 1 + static_cast<int>(again % 5);
+  style.point = kMarkers[(static_cast<std::size_t>(style.point) + again) % kMarkers.size()];
+  return style;
 }
 
 }  // namespace

@@ -4,12 +4,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <set>
 #include <stdexcept>
 
 #include "sim/report/answer.hpp"
 #include "sim/report/charts.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/interactive/dataset.hpp"
+#include "sim/report/interactive/scripts.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/ranking.hpp"
@@ -18,7 +22,15 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kHeadline = "nll_recall";
+/// What a fidelity measurement on a real model said of a figure (docs/measurements/fidelity.md).
+struct Evidence {
+  std::string_view metric, least, most;
+};
+constexpr Evidence kEvidence[] = {{"kl_estimate_joint", ".87", ".98"},
+                                  {"kl_estimate", ".83", ".95"},
+                                  {"residual_error", ".65", ".91"},
+                                  {"layer_error", ".50", ".92"},
+                                  {"nll_recall", ".41", ".91"}};
 
 constexpr const char* kFootnote =
     "Replay is open loop: queries and keys come from the full-cache run. ± is one standard error; "
@@ -51,17 +63,18 @@ class Page {
         figures_(run.rows),
         styles_(styles_of(figures_.series())),
         options_(options),
-        headline_(*find_metric(kHeadline)),
-        budget_(chosen_budget()) {
+        headline_(*find_metric(best_metric(run.rows))),
+        budget_(chosen_budget()),
+        groups_(groups_of(run)) {
     const auto standings = rank_policies(figures_, budget_.text, headline_);
     if (!standings.empty()) winner_ = standings.front().series;
   }
 
   std::string html() {
-    std::string body =
-        header() + curves() + maps() + lifetimes() + metrics() + provenance() + all_figures();
+    const auto vega = options_.fixed ? std::nullopt : vega_script();
+    std::string page = vega ? interactive(*vega) : fixed();
     if (options_.progress) options_.progress(1);
-    return html_page(title(), body);
+    return page;
   }
 
  private:
@@ -80,9 +93,74 @@ class Page {
     return figures_.budgets()[(figures_.budgets().size() - 1) / 2];
   }
 
-  std::string model() const { return run_.info.traces.front().model; }
+  /// The rows of each model apart: figures of several models have no mean.
+  static std::vector<SequenceGroup> groups_of(const Run& run) {
+    std::map<std::string, std::string> weights_of, models_of;
+    for (const RunTrace& trace : run.info.traces) {
+      weights_of[trace.name] = trace.weights_xxh3 + trace.model;
+      models_of[trace.weights_xxh3 + trace.model] = trace.model;
+    }
+    std::map<std::string, std::size_t> places;
+    std::vector<SequenceGroup> groups;
+    for (const ResultRow& row : run.rows) {
+      const std::string& key = weights_of[row.trace];
+      const auto [place, added] = places.try_emplace(key, groups.size());
+      if (added) groups.push_back({models_of[key], {}});
+      groups[place->second].rows.push_back(row);
+    }
+    return groups;
+  }
+
+  std::string fixed() {
+    if (groups_.size() > 1)
+      throw std::runtime_error(fmt::format(
+          "the run is of {} models ({} and {} among them), of which fixed pictures would draw the "
+          "mean; install Vega (Debian: libjs-vega) for a page with each, or replay them apart",
+          groups_.size(), groups_[0].name, groups_[1].name));
+    return html_page(title(), header() + curves() + maps() + lifetimes() + metrics() +
+                                  provenance() + all_figures());
+  }
+
+  std::string interactive(std::string_view vega) {
+    DatasetOptions options{.headline = std::string(headline_.name), .budget = budget_.text};
+    for (const MetricInfo* metric : measured()) options.metrics.push_back(*metric);
+    for (const Series& series : figures_.series())
+      options.drawn.push_back(series.policy != kOracleTopk || bounds(series));
+    auto data = dataset_of(figures_, styles_, groups_, options);
+    data["winner"] = nullptr;
+    if (winner_) data["winner"] = *winner_;
+    const std::string note = data["note"].get<std::string>();
+    std::string body = header() + html_open_section("explore", "What each budget buys", kCurves);
+    if (!layers_are_empty()) body += html_open_section("heads", "Where it is lost", note);
+    body += metrics() + provenance() + all_figures();
+    return html_page(title(), body, script_elements(data, vega));
+  }
+
+  bool layers_are_empty() const {
+    return std::ranges::none_of(run_.rows, [](const ResultRow& row) { return row.head >= 0; });
+  }
+
+  std::string model() const {
+    std::vector<std::string> names;
+    for (const SequenceGroup& group : groups_) names.push_back(group.name);
+    return join_names(names);
+  }
   std::string title() const {
     return "kvlab: which tokens should the cache of " + model() + " keep?";
+  }
+
+  /// Which figure decides, and how far it was shown to be right.
+  std::string decided_by() const {
+    std::string text = fmt::format("Decided by {}", escape(headline_.label));
+    for (const Evidence& evidence : kEvidence)
+      if (evidence.metric == headline_.name)
+        text += fmt::format(
+            ", the best of the figures that every trace of this run allows. How good it is was "
+            "measured on another model (SmolLM2, 20 policies, 8 texts): within a budget it orders "
+            "policies as the closed loop’s KL does with rank correlation {} to {}. "
+            "<code>kvlab fidelity</code> measures it on yours",
+            evidence.least, evidence.most);
+    return text + ". ";
   }
   void step() {
     if (options_.progress) options_.progress(std::min(0.95, ++steps_ / 14.0));
@@ -122,11 +200,21 @@ class Page {
         policies_text(), counted(figures_.budgets().size(), "budget", "budgets"),
         counted(run_.info.traces.size(), "captured sequence", "captured sequences"),
         figure_text(static_cast<double>(tokens)));
+    std::string answers, tables;
+    for (const SequenceGroup& group : groups_) {
+      const Figures own(group.rows);
+      const std::string name = groups_.size() > 1 ? escape(group.name) : "";
+      if (!answers.empty()) answers += "<br>";
+      if (!name.empty()) answers += "<strong>" + name + "</strong>: ";
+      const BudgetColumn* const budget = own.find_budget(budget_.text);
+      answers += budget ? answer_html(own, *budget, headline_) : "nothing at this budget.";
+      if (winner_) tables += best_by_budget_html(own, styles_of(own.series()), headline_, name);
+    }
     return html_header("kvlab report",
                        fmt::format("Which tokens should the cache of {} keep?", escape(model())),
-                       question, answer_html(figures_, budget_, headline_),
-                       winner_ ? styles_[*winner_].colour : "muted", kFootnote) +
-           (winner_ ? best_by_budget_html(figures_, styles_, headline_) : "");
+                       question, answers, winner_ ? styles_[*winner_].colour : "muted",
+                       decided_by() + kFootnote) +
+           tables;
   }
 
   /// Whether oracle_topk bounds what this series' peers can reach: no query may span more than B.
@@ -193,9 +281,9 @@ class Page {
     for (std::size_t l = 0; l < grid.layers.size(); ++l)
       for (std::size_t h = 0; h < grid.heads; ++h) {
         const Scope scope{grid.layers[l], static_cast<std::int32_t>(h)};
-        const auto value = figures_.average(series, budget_.text, kHeadline, scope);
+        const auto value = figures_.average(series, budget_.text, headline_.name, scope);
         const auto less =
-            base ? figures_.average(*base, budget_.text, kHeadline, scope) : Average{};
+            base ? figures_.average(*base, budget_.text, headline_.name, scope) : Average{};
         if (value && less) grid.cells[l * grid.heads + h] = value->mean - less->mean;
       }
     return grid;
@@ -220,10 +308,10 @@ class Page {
                         "The rule is strong for recall, no bound: blue is possible.",
                         heat_map(grid_of(*winner_, oracle), Shading::difference,
                                  name + " less oracle_mass, by layer and head", "map_regret"));
-    return html_section(
-        "Where it is lost",
-        fmt::format("−ln recall by layer and KV head at a budget of {}.", escape(budget_.text)),
-        figures, "figures");
+    return html_section("Where it is lost",
+                        fmt::format("{} by layer and KV head at a budget of {}.",
+                                    escape(headline_.label), escape(budget_.text)),
+                        figures, "figures");
   }
 
   /// The curve that belongs to what was kept, if the run has it.
@@ -257,15 +345,19 @@ class Page {
                         figures, "figures small");
   }
 
-  std::string cell(std::size_t series, std::string_view budget, const MetricInfo& metric) const {
-    const auto average = figures_.average(series, budget, metric.name);
+  static std::string cell(const Figures& figures, std::size_t series, std::string_view budget,
+                          const MetricInfo& metric) {
+    const auto average = figures.average(series, budget, metric.name);
     if (!average) return "–";
     return metric.name.ends_with("_bytes") ? bytes_text(average->mean) : average_text(*average);
   }
 
-  std::vector<std::string> figures_row(std::size_t series, std::string_view budget) const {
-    std::vector<std::string> row{series_html(figures_, styles_, series), escape(budget)};
-    for (const MetricInfo* metric : measured()) row.push_back(cell(series, budget, *metric));
+  std::vector<std::string> figures_row(const Figures& figures,
+                                       const std::vector<SeriesStyle>& styles, std::size_t series,
+                                       std::string_view budget) const {
+    std::vector<std::string> row{series_html(figures, styles, series), escape(budget)};
+    for (const MetricInfo* metric : measured())
+      row.push_back(cell(figures, series, budget, *metric));
     return row;
   }
 
@@ -280,25 +372,34 @@ class Page {
     return metrics;
   }
 
-  std::string all_figures() const {
+  std::string figures_table(const SequenceGroup& group) const {
+    const Figures figures(group.rows);
+    const auto styles = styles_of(figures.series());
     std::vector<Column> columns{{"policy", false}, {"budget"}};
     for (const MetricInfo* metric : measured()) columns.push_back({escape(metric->label)});
     std::vector<std::vector<std::string>> rows;
-    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-      if (figures_.series()[s].is_full()) {
-        rows.push_back(figures_row(s, "all"));
+    for (std::size_t s = 0; s < figures.series().size(); ++s) {
+      if (figures.series()[s].is_full()) {
+        rows.push_back(figures_row(figures, styles, s, "all"));
         continue;
       }
-      for (const BudgetColumn& budget : figures_.budgets())
-        if (!figures_.rows(s, budget.text, "recall").empty())
-          rows.push_back(figures_row(s, budget.text));
+      for (const BudgetColumn& budget : figures.budgets())
+        if (!figures.rows(s, budget.text, "recall").empty())
+          rows.push_back(figures_row(figures, styles, s, budget.text));
     }
-    const char* averaged = run_.info.traces.size() > 1 ? ", averaged over the sequences" : "";
+    return table(columns, rows, groups_.size() > 1 ? escape(group.name) : "");
+  }
+
+  std::string all_figures() const {
+    const char* averaged =
+        run_.info.traces.size() > groups_.size() ? ", averaged over the sequences" : "";
+    std::string tables;
+    for (const SequenceGroup& group : groups_) tables += figures_table(group);
     return html_section("All figures",
                         fmt::format("Over all layers and heads{}. By layer and by head: "
                                     "<code>results.csv</code>.",
                                     averaged),
-                        table(columns, rows), "");
+                        tables, "");
   }
 
   static std::string metrics() {
@@ -350,6 +451,7 @@ class Page {
   const ReportOptions& options_;
   const MetricInfo& headline_;
   const BudgetColumn& budget_;
+  std::vector<SequenceGroup> groups_;
   std::optional<std::size_t> winner_;
   int steps_ = 0;
 };

@@ -11,6 +11,7 @@ namespace kvlab {
 struct ReportOptions {
   std::string budget;  ///< of heat maps and the headline, as asked or in tokens; empty: the run's
                        ///< middle one
+  bool fixed = false;  ///< pictures by gnuplot and no script, even where there is Vega
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty
 };
 

@@ -62,8 +62,11 @@ std::string style_sheet() {
     light += fmt::format("--{}:{};", colour.name, colour.light);
     dark += fmt::format("--{}:{};", colour.name, colour.dark);
   }
-  return fmt::format(":root{{{}}}\n@media (prefers-color-scheme: dark){{:root{{{}}}}}{}", light,
-                     dark, kRules);
+  // What a reader chose comes before what the system asks for.
+  return fmt::format(
+      ":root{{{0}}}\n@media (prefers-color-scheme: dark){{:root{{{1}}}}}\n"
+      ":root[data-theme=\"light\"]{{{0}}}\n:root[data-theme=\"dark\"]{{{1}}}{2}",
+      light, dark, kRules);
 }
 
 }  // namespace kvlab

@@ -1,6 +1,8 @@
 // The page: says what the figures say, lets nothing in that is not its own.
 #include "sim/report/report.hpp"
 
+#include <fmt/format.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
@@ -9,10 +11,13 @@
 #include "sim/report/answer.hpp"
 #include "sim/report/gnuplot.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "sim/report/palette.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/skip.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
@@ -103,7 +108,7 @@ TEST_CASE("a policy looks the same everywhere, and its variants look related") {
 
 TEST_CASE("the page holds every section and needs nothing else") {
   if (!has_gnuplot()) return skip(kNoGnuplot);
-  const std::string html = report_html(whole_run());
+  const std::string html = report_html(whole_run(), {.fixed = true});
   for (const char* part :
        {"What each budget buys", "Where it is lost", "What was kept over time", "All figures",
         "Where this comes from", "queries and keys come from the full-cache run",
@@ -112,7 +117,7 @@ TEST_CASE("the page holds every section and needs nothing else") {
   // Four curves, three maps (regret too), one kept head.
   CHECK(count_of(html, "<svg ") == 8);
   CHECK_THAT(html, ContainsSubstring("less oracle_mass"));
-  CHECK_FALSE(std::regex_search(html, std::regex("<script|<link|<img|@import|url\\(|http")));
+  CHECK_FALSE(std::regex_search(html, std::regex("<script|<link|<img|@import|url\\(|https?:")));
   // Ids are unique, and every reference leads to one of them.
   std::map<std::string, int> ids;
   const std::regex id("\\sid=['\"]([^'\"]+)"), reference("href=['\"]#([^'\"]+)");
@@ -124,7 +129,9 @@ TEST_CASE("the page holds every section and needs nothing else") {
 
 TEST_CASE("oracle_topk is drawn only where it is a bound") {
   if (!has_gnuplot()) return skip(kNoGnuplot);
-  const auto drawn = [](Run run) { return count_of(report_html(run), "<text>oracle_topk</text>"); };
+  const auto drawn = [](Run run) {
+    return count_of(report_html(run, {.fixed = true}), "<text>oracle_topk</text>");
+  };
   Run run = whole_run();
   CHECK(drawn(run) == 3);  // -ln recall, recall and miss rate, but not the output error
   for (ResultRow& row : run.rows) row.prefill = "chunk:32";
@@ -141,7 +148,7 @@ TEST_CASE("names from a stranger's run are text, never code") {
   const std::string name = "x'; system 'touch owned'; '<script>alert(1)</script>`touch owned`";
   Run run = made_up_run({{name, "a=<b>", 0.3, 0.01}, {"window", "", 0.8, 0.01}});
   run.info.traces[0].model = "<i>m</i>";
-  const std::string html = report_html(run);
+  const std::string html = report_html(run, {.fixed = true});
   CHECK(html.find("<script") == std::string::npos);
   CHECK(html.find("<i>m") == std::string::npos);
   CHECK_THAT(html, ContainsSubstring("&lt;script&gt;"));
@@ -158,5 +165,83 @@ TEST_CASE("a run of one budget and one policy makes a page") {
   if (!has_gnuplot()) return skip(kNoGnuplot);
   Run run = made_up_run({{"lru", "", 0.3, NAN}});
   std::erase_if(run.rows, [](const ResultRow& row) { return row.budget != "64"; });
-  CHECK_THAT(report_html(run), ContainsSubstring("stands alone"));
+  CHECK_THAT(report_html(run, {.fixed = true}), ContainsSubstring("stands alone"));
+}
+
+namespace {
+
+constexpr const char* kNoVegaHere = "Vega is not installed (Debian: libjs-vega)";
+
+/// The JSON of an interactive page.
+nlohmann::json data_of(const std::string& html) {
+  const std::string open = "<script type=\"application/json\" id=\"data\">";
+  const std::size_t at = html.find(open) + open.size();
+  return parse_json(html.substr(at, html.find("</script>", at) - at), "the page");
+}
+
+}  // namespace
+
+TEST_CASE("the interactive page holds its figures, its scripts and nothing from elsewhere") {
+  if (!vega_script()) return skip(kNoVegaHere);
+  const std::string html = report_html(whole_run());
+  const auto data = data_of(html);
+  CHECK(data["series"].size() == 5);
+  CHECK(data["budgets"][0]["tokens"] == 64);
+  CHECK(data["headline"] == "nll_recall");
+  CHECK(data["layers"] == nlohmann::json{0});
+  CHECK(data["heads"] == 2);
+  CHECK(data["values"][0]["nll_recall"]["head"]["count"] == 100);
+  for (const char* part : {"id=\"explore\"", "id=\"heads\"", "default-src 'none'", "BSD-3-Clause",
+                           "rank correlation .41 to .91"})
+    CHECK_THAT(html, ContainsSubstring(part));
+  CHECK_FALSE(std::regex_search(html, std::regex("<script[^>]*src|<link|@import|<img")));
+  CHECK(html.size() < 700'000);
+}
+
+TEST_CASE("a stranger's names stay inside the page's JSON") {
+  if (!vega_script()) return skip(kNoVegaHere);
+  const std::string name = "</script><script>alert(1)</script><!--\u202e\"'";
+  Run run = made_up_run({{name, "a=<b>", 0.3, 0.01}, {"window", "", 0.8, 0.01}});
+  run.info.traces[0].model = name + std::string(10'000, 'x');
+  const std::string html = report_html(run);
+  CHECK(count_of(html, "<script") == 3);  // data, Vega, ours
+  CHECK(count_of(html, "</script") == 3);
+  CHECK(data_of(html)["series"][0]["policy"] == name);
+}
+
+TEST_CASE("models are never averaged: each has its own answer, and fixed pictures are refused") {
+  Run run = made_up_run({{"window", "", 0.8, 0.01}, {"h2o", "", 0.3, 0.01}}, 2);
+  run.info.traces[1].model = "other";
+  run.info.traces[1].weights_xxh3 = "00000000000000ff";
+  CHECK_THROWS_WITH(report_html(run, {.fixed = true}), ContainsSubstring("2 models") &&
+                                                           ContainsSubstring("tiny") &&
+                                                           ContainsSubstring("other"));
+  if (!vega_script()) return skip(kNoVegaHere);
+  const std::string html = report_html(run);
+  const auto data = data_of(html);
+  CHECK(data["groups"].size() == 2);
+  CHECK(data["groups"][1]["name"] == "other");
+  CHECK_THAT(html, ContainsSubstring("<strong>other</strong>: At a budget of 64"));
+}
+
+TEST_CASE("a page of many policies, layers and heads stays under three megabytes") {
+  if (!vega_script()) return skip(kNoVegaHere);
+  Run run = made_up_run({});
+  run.info.traces[0].layers = 30;
+  run.info.traces[0].kv_heads = 9;
+  for (int policy = 0; policy < 24; ++policy)
+    for (int budget = 0; budget < 8; ++budget)
+      for (int layer = -1; layer < 30; ++layer)
+        for (int head = -1; head < (layer < 0 ? 0 : 9); ++head)
+          for (const char* metric : {"recall", "nll_recall", "miss_rate", "output_error",
+                                     "residual_error", "kl_estimate", "calibrated_error",
+                                     "evictions", "live_max", "kv_bytes", "state_bytes"})
+            run.rows.push_back(made_up_row({fmt::format("policy{}", policy), "", 0, 0.001},
+                                           "trace0", std::to_string(16 << budget), metric,
+                                           1.0 / (1 + policy + budget + 0.37 * layer * head), layer,
+                                           head));
+  const std::string html = report_html(run);
+  CHECK(html.size() < 3'000'000);
+  CHECK_THAT(html, ContainsSubstring("By head: four digits"));
+  if (const char* const file = std::getenv("KVLAB_LARGE_PAGE")) write_file_atomically(file, html);
 }

@@ -1,0 +1,278 @@
+#include "sim/report/interactive/dataset.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <set>
+
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+
+std::string base64(const std::vector<std::uint8_t>& bytes) {
+  constexpr std::string_view kLetters =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  std::string text;
+  text.reserve((bytes.size() + 2) / 3 * 4);
+  for (std::size_t at = 0; at < bytes.size(); at += 3) {
+    const std::size_t count = std::min<std::size_t>(3, bytes.size() - at);
+    std::uint32_t three = 0;
+    for (std::size_t i = 0; i < 3; ++i) three = three << 8 | (i < count ? bytes[at + i] : 0u);
+    for (std::size_t i = 0; i < 4; ++i)
+      text += i <= count ? kLetters[three >> (18 - 6 * i) & 63] : '=';
+  }
+  return text;
+}
+
+/// Little-endian float32, or its upper `width` bytes, rounded.
+ordered_json packed(const std::vector<double>& values, unsigned width) {
+  std::vector<std::uint8_t> bytes;
+  bytes.reserve(values.size() * width);
+  for (const double value : values) {
+    auto bits = std::bit_cast<std::uint32_t>(static_cast<float>(value));
+    if (width == 3 && std::isfinite(value)) bits += 0x80;
+    for (unsigned b = 4 - width; b < 4; ++b)
+      bytes.push_back(static_cast<std::uint8_t>(bits >> (8 * b)));
+  }
+  return {{"bytes", width}, {"base64", base64(bytes)}};
+}
+
+/// How much of the figures by layer and head the page holds.
+struct Detail {
+  unsigned layer_width = 4, head_width = 4;
+  bool head_errors = true, heads = true, only_ranking_heads = false;
+};
+
+/// The places of one level: all, the layers, or the heads.
+struct Level {
+  const char* name;
+  std::vector<Scope> places;
+};
+
+class Dataset {
+ public:
+  Dataset(const Figures& figures, std::span<const SequenceGroup> groups,
+          const DatasetOptions& options)
+      : figures_(figures), options_(options), groups_(groups) {
+    std::set<std::int32_t> layers;
+    for (const SequenceGroup& group : groups)
+      for (const ResultRow& row : group.rows) {
+        if (row.layer < 0) continue;
+        layers.insert(row.layer);
+        heads_ = std::max(heads_, row.head + 1);
+      }
+    layers_.assign(layers.begin(), layers.end());
+    levels_ = {{"all", {{}}}, {"layer", {}}, {"head", {}}};
+    for (const std::int32_t layer : layers_) {
+      levels_[1].places.push_back({layer, -1});
+      for (std::int32_t head = 0; head < heads_; ++head) levels_[2].places.push_back({layer, head});
+    }
+  }
+
+  ordered_json json(const std::vector<SeriesStyle>& styles) {
+    choose_detail();
+    ordered_json groups = ordered_json::array(), values = ordered_json::array();
+    for (const SequenceGroup& group : groups_) {
+      const Figures own(group.rows);
+      groups.push_back({{"name", group.name}, {"sequences", own.traces().size()}});
+      values.push_back(values_of(own));
+    }
+    return {{"headline", options_.headline},
+            {"budget", budget_index()},
+            {"layers", layers_},
+            {"heads", heads_},
+            {"series", series(styles)},
+            {"budgets", budgets()},
+            {"metrics", metrics()},
+            {"groups", groups},
+            {"values", values},
+            {"note", note()}};
+  }
+
+ private:
+  /// Bytes of base64 that the page would hold.
+  double size(const Detail& detail) const {
+    const auto cells =
+        static_cast<double>(figures_.series().size() * figures_.budgets().size() * groups_.size());
+    double bytes = 0;
+    for (const MetricInfo& metric : options_.metrics) {
+      const bool heads = detail.heads && (metric.ranks || !detail.only_ranking_heads);
+      bytes += 8.0 + 2.0 * detail.layer_width * static_cast<double>(levels_[1].places.size());
+      if (heads)
+        bytes += (detail.head_errors ? 2.0 : 1.0) * detail.head_width *
+                 static_cast<double>(levels_[2].places.size());
+    }
+    return cells * bytes * 4 / 3;
+  }
+
+  void choose_detail() {
+    const Detail choices[] = {
+        {}, {4, 3, true, true, true}, {3, 3, false, true, true}, {3, 3, false, false, true}};
+    for (const Detail& choice : choices) {
+      detail_ = choice;
+      if (size(choice) <= static_cast<double>(options_.room)) return;
+    }
+  }
+
+  std::string note() const {
+    if (!detail_.heads)
+      return "By head: results.csv alone has the figures; the page would be too large.";
+    if (!detail_.head_errors)
+      return "By head: four digits, no errors, so that the page stays small; results.csv has all.";
+    return "";
+  }
+
+  std::size_t budget_index() const {
+    for (std::size_t b = 0; b < figures_.budgets().size(); ++b)
+      if (figures_.budgets()[b].text == options_.budget) return b;
+    return 0;
+  }
+
+  ordered_json series(const std::vector<SeriesStyle>& styles) const {
+    ordered_json list = ordered_json::array();
+    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
+      const Series& one = figures_.series()[s];
+      list.push_back({{"label", one.label},
+                      {"policy", one.policy},
+                      {"params", one.params},
+                      {"prefill", one.prefill},
+                      {"positions", one.positions},
+                      {"seed", one.seed},
+                      {"colour", styles[s].colour},
+                      {"dash", styles[s].dash},
+                      {"point", styles[s].point}});
+      if (one.is_reference()) list.back()["reference"] = true;
+      if (one.is_full()) list.back()["full"] = true;
+      if (!options_.drawn.empty() && !options_.drawn[s]) list.back()["bound"] = false;
+      if (!options_.runs.empty()) list.back()["run"] = options_.runs[s];
+    }
+    return list;
+  }
+
+  ordered_json budgets() const {
+    ordered_json list = ordered_json::array();
+    for (const BudgetColumn& budget : figures_.budgets())
+      list.push_back(
+          {{"text", budget.text},
+           {"tokens", (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2}});
+    return list;
+  }
+
+  ordered_json metrics() const {
+    ordered_json list = ordered_json::array();
+    for (const MetricInfo& metric : options_.metrics)
+      list.push_back(
+          {{"name", metric.name}, {"label", metric.label}, {"higher", metric.higher_is_better}});
+    return list;
+  }
+
+  ordered_json values_of(const Figures& own) const {
+    ordered_json values = ordered_json::object();
+    for (const MetricInfo& metric : options_.metrics) {
+      ordered_json table = ordered_json::object();
+      for (const Level& level : levels_) {
+        const bool heads = level.name == std::string_view("head");
+        if (heads && (!detail_.heads || (detail_.only_ranking_heads && !metric.ranks))) continue;
+        if (auto numbers = level_of(own, metric, level, heads); !numbers.is_null())
+          table[level.name] = std::move(numbers);
+      }
+      if (own.traces().size() > 1) table["sequences"] = sequences_of(own, metric);
+      values[std::string(metric.name)] = std::move(table);
+    }
+    return values;
+  }
+
+  /// The series of `own` that is this one of all; the groups may lack some.
+  static std::vector<std::size_t> places_in(const Figures& all, const Figures& own) {
+    std::vector<std::size_t> places;
+    for (const Series& one : all.series()) {
+      std::size_t at = own.series().size();
+      for (std::size_t s = 0; s < own.series().size(); ++s) {
+        const Series& other = own.series()[s];
+        if (other.policy == one.policy && other.params == one.params &&
+            other.prefill == one.prefill && other.positions == one.positions &&
+            other.seed == one.seed)
+          at = s;
+      }
+      places.push_back(at);
+    }
+    return places;
+  }
+
+  /// Calls `visit` for each series and budget, with the series' index in `own`.
+  template <class Visit>
+  void for_cells(const Figures& own, Visit&& visit) const {
+    for (const std::size_t s : places_in(figures_, own))
+      for (const BudgetColumn& budget : figures_.budgets()) visit(s, budget.text);
+  }
+
+  ordered_json level_of(const Figures& own, const MetricInfo& metric, const Level& level,
+                        bool heads) const {
+    std::vector<double> values, errors;
+    std::vector<std::uint64_t> counts;
+    std::set<std::uint64_t> distinct;
+    for_cells(own, [&](std::size_t s, const std::string& budget) {
+      for (const Scope& place : level.places) {
+        const bool there = s < own.series().size();
+        const auto average = there ? own.average(s, budget, metric.name, place) : std::nullopt;
+        std::uint64_t count = 0;
+        if (average)
+          for (const ResultRow* row : own.rows(s, budget, metric.name, place)) count += row->count;
+        values.push_back(average ? average->mean : kNone);
+        errors.push_back(average ? average->standard_error : kNone);
+        counts.push_back(count);
+        if (average) distinct.insert(count);
+      }
+    });
+    if (distinct.empty()) return nullptr;
+    const unsigned width = heads                     ? detail_.head_width
+                           : level.places.size() > 1 ? detail_.layer_width
+                                                     : 4;
+    ordered_json table{{"value", packed(values, width)}};
+    const bool any_error =
+        std::ranges::any_of(errors, [](double error) { return !std::isnan(error); });
+    if (any_error && (!heads || detail_.head_errors)) table["error"] = packed(errors, width);
+    if (distinct.size() == 1)
+      table["count"] = *distinct.begin();
+    else
+      table["count"] = counts;
+    return table;
+  }
+
+  ordered_json sequences_of(const Figures& own, const MetricInfo& metric) const {
+    std::vector<double> values;
+    for_cells(own, [&](std::size_t s, const std::string& budget) {
+      const auto rows = s < own.series().size() ? own.rows(s, budget, metric.name)
+                                                : std::vector<const ResultRow*>{};
+      for (std::size_t t = 0; t < own.traces().size(); ++t)
+        values.push_back(t < rows.size() ? rows[t]->value : kNone);
+    });
+    return {{"places", own.traces().size()}, {"value", packed(values, 4)}};
+  }
+
+  const Figures& figures_;
+  const DatasetOptions& options_;
+  std::span<const SequenceGroup> groups_;
+  std::vector<std::int32_t> layers_;
+  std::int32_t heads_ = 0;
+  std::vector<Level> levels_;
+  Detail detail_;
+};
+
+}  // namespace
+
+ordered_json dataset_of(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                        std::span<const SequenceGroup> groups, const DatasetOptions& options) {
+  return Dataset(figures, groups, options).json(styles);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,116 @@
+// A figure: a Vega view that follows the page's width and theme, with buttons to take it away.
+const vega = joinedVega();
+const charts = [];
+
+function viewOf(spec, width, options = {}) {
+  const whole = {
+    $schema: 'https://vega.github.io/schema/vega/v5.json',
+    width,
+    autosize: {type: 'fit', contains: 'padding'},
+    padding: 4,
+    background: pageColour('page'),
+    config: {
+      axis: {
+        labelColor: pageColour('muted'), titleColor: pageColour('muted'), domainColor: pageColour('muted'),
+        tickColor: pageColour('muted'), gridColor: pageColour('rule'), labelFontSize: 12, titleFontSize: 12,
+        titleFontWeight: 'normal', labelFont: 'sans-serif', titleFont: 'sans-serif',
+      },
+      legend: {
+        labelColor: pageColour('ink'), titleColor: pageColour('muted'), labelFont: 'sans-serif',
+        titleFont: 'sans-serif', labelLimit: 260,
+      },
+      title: {color: pageColour('ink'), font: 'sans-serif', fontSize: 13, anchor: 'start'},
+    },
+    ...spec,
+  };
+  // No eval: expressions are interpreted, as the page's content policy asks.
+  return new vega.View(vega.parse(whole, null, {ast: true}),
+    {renderer: 'svg', expr: vega.expressionInterpreter, ...options});
+}
+
+/** Chart draws what `specOf(forExport)` says, now and whenever the page changes. */
+class Chart {
+  constructor(holder, title, specOf, near = null) {
+    this.title = title;
+    this.specOf = specOf;
+    this.near = near;
+    this.box = element('div', {class: 'chart', tabindex: '0', role: 'group', 'aria-label': title()});
+    this.readout = element('output', {class: 'readout', 'aria-live': 'polite'});
+    const tools = element('p', {class: 'tools'}, button('SVG', () => this.svg()), button('PNG', () => this.png()));
+    holder.append(this.box, element('div', {class: 'under'}, this.readout, tools));
+    this.index = -1;
+    this.box.addEventListener('mousemove', (event) => this.hover(event));
+    this.box.addEventListener('mouseleave', () => this.select(-1));
+    this.box.addEventListener('keydown', (event) => this.key(event));
+    charts.push(this);
+  }
+
+  async draw() {
+    this.drawn = (this.drawn ?? Promise.resolve()).then(() => this.redraw());
+    return this.drawn;
+  }
+
+  async redraw() {
+    this.view?.finalize();
+    this.index = -1;
+    this.box.setAttribute('aria-label', this.title());
+    this.view = viewOf(this.specOf(false), Math.max(240, this.box.clientWidth), {container: this.box});
+    await this.view.runAsync();
+    this.readout.value = this.near ? 'Point at the figure, or use the arrow keys in it.' : '';
+  }
+
+  hover(event) {
+    if (!this.view || !this.near) return;
+    const box = this.box.querySelector('svg').getBoundingClientRect(), origin = this.view.origin();
+    const x = event.clientX - box.left - origin[0] , y = event.clientY - box.top - origin[1];
+    let best = -1, least = 40 * 40;
+    this.points().forEach((point, i) => {
+      const away = (point.px - x) ** 2 + (point.py - y) ** 2;
+      if (away < least) [best, least] = [i, away];
+    });
+    if (best !== this.index) this.select(best);
+  }
+
+  points() {
+    return this.near.points(this.view);
+  }
+
+  select(index) {
+    if (!this.near || !this.view) return;
+    this.index = index;
+    const point = this.points()[index];
+    this.readout.value = point ? this.near.text(point.datum) : '';
+    this.view.change('focus', this.view.changeset().remove(() => true).insert(point ? [{...point.datum}] : [])).run();
+  }
+
+  key(event) {
+    const step = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
+    if (!step || !this.near || !this.view) return;
+    event.preventDefault();
+    const count = this.points().length;
+    if (count) this.select((Math.max(this.index, step > 0 ? -1 : 0) + step + count) % count);
+  }
+
+  async exported() {
+    const view = viewOf(this.specOf(true), 720);
+    await view.runAsync();
+    return view;
+  }
+  async svgText() {
+    return (await this.exported()).toSVG();
+  }
+  async svg() {
+    save(new Blob([await this.svgText()], {type: 'image/svg+xml'}), fileName(this.title()) + '.svg');
+  }
+  async pngBlob() {
+    const canvas = await (await this.exported()).toCanvas(2);
+    return new Promise((done) => canvas.toBlob(done, 'image/png'));
+  }
+  async png() {
+    save(await this.pngBlob(), fileName(this.title()) + '.png');
+  }
+}
+
+async function redrawAll() {
+  await Promise.all(charts.map((chart) => chart.draw()));
+}

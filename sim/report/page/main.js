@@ -1,0 +1,179 @@
+// The page: what was chosen, and what is drawn for it.
+class Page {
+  constructor(data) {
+    this.data = data;
+    this.figures = new Figures(data);
+    this.sweeps = sweepsOf(data.series);
+    this.state = {group: 0, metric: data.headline, budget: data.budget, layer: -1, head: -1, over: 'budget',
+      hidden: new Set(), spread: true, unfolded: false, shown: data.winner ?? 0, base: -1};
+    const window = data.series.findIndex((one, s) => one.policy === 'window' && s !== this.state.shown);
+    if (window >= 0 && data.winner !== null) this.state.base = window;
+    this.hideMany();
+    this.parts = {};
+  }
+
+  /** Twelve lines are as many as tell apart: the best, window and the references stay. */
+  hideMany() {
+    const best = standings(this).map(([s]) => s).slice(0, 10);
+    if (this.data.series.length > 14)
+      this.data.series.forEach((one, s) => {
+        if (!best.includes(s) && !one.reference && one.policy !== 'window') this.state.hidden.add(s);
+      });
+  }
+
+  metric() {
+    return this.data.metrics.find((metric) => metric.name === this.state.metric);
+  }
+  valueText(value) {
+    return figureText(value);
+  }
+  place() {
+    const {layer, head} = this.state;
+    if (layer < 0) return this.data.layers.length ? 'all layers' : '';
+    return `layer ${this.data.layers[layer]}` + (head < 0 ? '' : `, KV head ${head}`);
+  }
+  where() {
+    const group = this.data.groups.length > 1 ? shown(this.data.groups[this.state.group].name) : '';
+    return [this.place(), group].filter(Boolean).join(', ');
+  }
+  curveTitle() {
+    const place = this.where();
+    return `${this.metric().label}${place ? ', ' + place : ''}`;
+  }
+  headTitle() {
+    const base = this.state.base < 0 ? '' : ` less ${shown(this.data.series[this.state.base].label)}`;
+    return `${this.metric().label} of ${shown(this.data.series[this.state.shown].label)}${base}, budget ` +
+      shown(this.data.budgets[this.state.budget].text);
+  }
+  rankingTitle() {
+    const place = this.where();
+    return `${this.metric().label} at a budget of ${shown(this.data.budgets[this.state.budget].text)}` +
+      (place ? `, ${place}` : '') + '. Ties: differences of at most two standard errors.';
+  }
+  errorText(error) {
+    return Number.isNaN(error) ? '' : ` ± ${this.valueText(error)}`;
+  }
+  dotText(dot) {
+    const spread = dot.least === null ? '' : `; sequences from ${this.valueText(dot.least)} to ${this.valueText(dot.most)}`;
+    return `${shown(dot.label)} at ${shown(dot.asked)}: ${this.valueText(dot.y)}${this.errorText(dot.error)}` +
+      `, ${dot.count.toLocaleString('en-US')} counted${spread}`;
+  }
+  cellText(cell) {
+    const base = cell.base === null ? '' : ` (${this.valueText(cell.own)} less ${this.valueText(cell.base)})`;
+    return `layer ${cell.layer}, KV head ${cell.head}: ${this.valueText(cell.value)}${base}` +
+      `${this.errorText(cell.error)}, ${cell.count.toLocaleString('en-US')} counted`;
+  }
+
+  set(name, value, ...parts) {
+    this.state[name] = value;
+    for (const part of parts) this.draw(part);
+  }
+
+  draw(part) {
+    return this.parts[part]?.();
+  }
+
+  /** Places and metrics: a metric may exist for all layers together only. */
+  controls(holder) {
+    const {data, state} = this;
+    const index = (value) => Number(value);
+    const all = ['controls', 'curves', 'heads', 'ranking'];
+    const levels = (level) => this.figures.has(state.group, state.metric, level);
+    holder.replaceChildren(
+      chooser('group', 'sequences', data.groups.map((group, g) => [g, group.name]), state.group,
+        (value) => this.set('group', index(value), ...all)),
+      chooser('metric', 'figure', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
+        if (!this.figures.has(state.group, value, 'head')) state.head = -1;
+        if (!this.figures.has(state.group, value, 'layer')) state.layer = -1;
+        this.set('metric', value, ...all);
+      }),
+      chooser('layer', 'layer', [[-1, 'all'], ...(levels('layer') ? data.layers.map((l, i) => [i, l]) : [])], state.layer,
+        (value) => {
+          if (value < 0) state.head = -1;
+          this.set('layer', index(value), ...all);
+        }),
+      chooser('head', 'KV head', [[-1, 'all'], ...(levels('head') && state.layer >= 0
+        ? Array.from({length: data.heads}, (_, h) => [h, h]) : [])], state.head,
+        (value) => this.set('head', index(value), ...all)),
+      chooser('budget', 'budget', data.budgets.map((budget, b) => [b, budget.text]), state.budget,
+        (value) => this.set('budget', index(value), 'heads', 'ranking')),
+      chooser('over', 'against', [['budget', 'budget'], ...this.sweeps.map((sweep, i) =>
+        [i, `${sweep.policy}: ${sweep.parameter}${sweep.rest ? ` (${sweep.rest})` : ''}`])], state.over,
+        (value) => this.set('over', value, 'curves')));
+    if (data.groups.some((group) => group.sequences > 1))
+      holder.append(element('label', {class: 'choice'}, element('input', {type: 'checkbox', name: 'spread',
+        checked: state.spread, onchange: (event) => this.set('spread', event.target.checked, 'curves')}),
+      ' from the least to the most sequence'));
+  }
+
+  explore(section) {
+    const controls = element('div', {class: 'controls'}), figure = element('div'), ranking = element('div');
+    const curve = new Chart(figure, () => this.curveTitle(), (forExport) => curveSpec(this, forExport),
+      {...kNearDots, text: (dot) => this.dotText(dot)});
+    section.append(controls, figure, policySwitches(this), ranking);
+    this.parts.controls = () => this.controls(controls);
+    this.parts.curves = () => curve.draw();
+    this.parts.ranking = () => {
+      const [parts, table] = rankingTable(this);
+      ranking.replaceChildren(...parts);
+      enliven(table, this.rankingTitle());
+    };
+  }
+
+  heads(section) {
+    const {data, state} = this, controls = element('div', {class: 'controls'}), figure = element('div');
+    const chart = new Chart(figure, () => this.headTitle(), (forExport) => headSpec(this, forExport),
+      {...kNearCells, text: (cell) => this.cellText(cell)});
+    const note = element('p', {class: 'prose quiet'});
+    section.append(controls, note, figure);
+    const names = data.series.map((one, s) => [s, one.label]);
+    controls.append(chooser('shown', 'policy', names, state.shown, (value) => this.set('shown', Number(value), 'heads')),
+      chooser('base', 'less', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
+    this.parts.heads = () => {
+      const there = this.figures.has(state.group, state.metric, 'head');
+      note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: more.'
+        : '. Blue: less than the other; orange: more.') : 'This figure does not exist by head, or the page leaves it out.';
+      figure.hidden = !there;
+      return there ? chart.draw() : null;
+    };
+  }
+
+  async open() {
+    for (const [name, build] of [['explore', this.explore], ['heads', this.heads]]) {
+      const section = document.getElementById(name);
+      if (section) build.call(this, section);
+    }
+    const kept = document.getElementById('kept');
+    if (kept && this.data.kept) keptView(this, kept);
+    document.querySelectorAll('main table').forEach((table) => {
+      if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
+    });
+    await Promise.all(Object.values(this.parts).map((draw) => draw()));
+  }
+}
+
+function themeSwitch() {
+  const root = document.documentElement, themes = ['as the system', 'light', 'dark'];
+  const set = (value) => {
+    if (value === themes[0]) delete root.dataset.theme;
+    else root.dataset.theme = value;
+    redrawAll();
+  };
+  const choice = chooser('theme', 'colours', themes.map((t) => [t, t]), themes[0], set);
+  choice.classList.add('theme');
+  document.querySelector('main').prepend(choice);
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawAll);
+}
+
+const page = new Page(JSON.parse(document.getElementById('data').textContent));
+globalThis.kvlabPage = {page, charts, csvOf};
+themeSwitch();
+page.open().then(() => {
+  document.documentElement.dataset.ready = 'yes';
+  let width = innerWidth;
+  addEventListener('resize', () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    redrawAll();
+  });
+});

@@ -1,0 +1,17 @@
+// Debian ships Vega as modules that ask for each other by name: this answers, without a network.
+const vegaModules = {};
+function vegaModule(name, body) {
+  const module = {exports: {}};
+  body.call({}, module.exports, module, (wanted) => vegaModules[wanted]);
+  vegaModules[name] = module.exports;
+}
+function joinedVega() {
+  // (Debian's vega-functions asks for vega-selection by the name "vega-selections".)
+  Object.assign(vegaModules['vega-dataflow'].transforms, vegaModules['vega-encode'],
+    vegaModules['vega-transforms'], vegaModules['vega-view-transforms']);
+  return {
+    View: vegaModules['vega-view'].View,
+    parse: vegaModules['vega-parser'].parse,
+    expressionInterpreter: vegaModules['vega-interpreter'].expressionInterpreter,
+  };
+}

@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""The interactive page in a browser: page_test.py KVLAB SOURCE.
+
+Every control changes what it should, figures carry the numbers of results.csv, nothing is asked of the network,
+nothing is logged. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver python3-selenium).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+try:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import Select
+except ImportError:
+    sys.exit(print("skipped: there is no Selenium for this Python (Debian: python3-selenium)"))
+
+CHROME, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+HOSTILE = "x</script><img src=//e.example/x onerror=alert(1)>\"'&lt;\u202eevil" + "y" * 10_000
+
+
+class Browser:
+    """A headless Chromium that remembers what pages asked for and logged."""
+
+    def __init__(self, width: int = 1280) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = CHROME
+        for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+            options.add_argument("--" + argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(service=Service(DRIVER), options=options)
+        self.driver.set_script_timeout(60)
+        self.resize(width)
+
+    def resize(self, width: int) -> None:
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                                    {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+
+    def open(self, page: Path) -> float:
+        """Seconds from the request to the last figure drawn."""
+        began = time.monotonic()
+        self.driver.get(page.as_uri())
+        self.until("return document.documentElement.dataset.ready === 'yes'")
+        return time.monotonic() - began
+
+    def until(self, script: str, seconds: float = 20) -> None:
+        for _ in range(int(seconds / 0.02)):
+            if self.driver.execute_script(script):
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"never true: {script}; log: {self.driver.get_log('browser')}")
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def settle(self) -> None:
+        self.driver.execute_async_script(
+            "const done = arguments[0]; Promise.all(kvlabPage.charts.map((c) => c.drawn)).then(() => done())")
+
+    def choose(self, name: str, value: str) -> None:
+        Select(self.driver.find_element("css selector", f"select[name={name}]")).select_by_value(value)
+        self.settle()
+
+    def dots(self) -> list[dict[str, Any]]:
+        return self.js("return kvlabPage.charts[0].view.data('dots').map((d) => ({...d}))")
+
+    def check_quiet(self) -> None:
+        log = self.driver.get_log("browser")
+        assert not log, log
+        asked = [entry["message"] for entry in self.driver.get_log("performance")
+                 if "Network.requestWillBeSent\"" in entry["message"]]
+        urls = [message.split('"url":"')[1].split('"')[0] for message in asked]
+        assert all(url.startswith(("file:", "data:", "blob:")) for url in urls), urls
+
+
+def rows_of(run: Path) -> list[dict[str, str]]:
+    with (run / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-30)
+
+
+def check_dots(browser: Browser, run: Path, metric: str, layer: str = "all", head: str = "all") -> None:
+    """What is drawn, against the file."""
+    wanted = {(row["policy"], row["budget"]): row for row in rows_of(run)
+              if (row["metric"], row["layer"], row["head"]) == (metric, layer, head)}
+    dots = browser.dots()
+    assert len(dots) >= 6, dots
+    for dot in dots:
+        row = wanted[(dot["label"].split(" ")[0], dot["asked"])]
+        assert same(dot["y"], float(row["value"])), (dot, row)
+        assert dot["count"] == int(row["count"]), (dot, row)
+        if row["stderr"]:
+            assert same(dot["error"], float(row["stderr"])), (dot, row)
+
+
+def check_controls(browser: Browser, run: Path) -> None:
+    check_dots(browser, run, browser.js("return kvlabPage.page.state.metric"))
+    browser.choose("metric", "recall")
+    check_dots(browser, run, "recall")
+    browser.choose("layer", "1")
+    check_dots(browser, run, "recall", "1")
+    browser.choose("head", "0")
+    check_dots(browser, run, "recall", "1", "0")
+    browser.choose("layer", "-1")
+    check_dots(browser, run, "recall")
+    before = len(browser.dots())
+    browser.driver.find_element("css selector", ".chips input").click()
+    browser.settle()
+    assert len(browser.dots()) == before - 2, "a policy switched off is drawn"
+    browser.driver.find_element("css selector", ".chips button").click()  # all
+    browser.settle()
+    assert len(browser.dots()) == before
+    browser.choose("metric", "nll_recall")
+    browser.choose("budget", "0")
+    ranking = "return document.querySelector('#explore table').innerText"
+    first = browser.js(ranking)
+    browser.choose("budget", "1")
+    assert browser.js(ranking) != first, "the budget changes nothing"
+
+
+def check_heads(browser: Browser, run: Path) -> None:
+    for base in ("-1", "1"):
+        browser.choose("shown", "0")
+        browser.choose("base", base)
+        series = browser.js("return kvlabPage.page.data.series.map((s) => s.policy)")
+        budget = browser.js("return kvlabPage.page.data.budgets[kvlabPage.page.state.budget].text")
+        value = {(row["policy"], row["layer"], row["head"]): float(row["value"]) for row in rows_of(run)
+                 if row["metric"] == "nll_recall" and row["budget"] == budget}
+        cells = browser.js("return kvlabPage.charts[1].view.data('cells').map((d) => ({...d}))")
+        assert len(cells) == 8, cells
+        for cell in cells:
+            place = (str(cell["layer"]), str(cell["head"]))
+            less = value[(series[1], *place)] if base == "1" else 0
+            assert abs(cell["value"] - (value[(series[0], *place)] - less)) < 1e-6, cell
+
+
+def check_tables(browser: Browser) -> None:
+    column = ("return [...[...document.querySelectorAll('table')].at(-1).tBodies[0].rows].map("
+              "(r) => Number(r.cells[2].textContent.split(' ')[0]))")
+    header = browser.driver.find_elements("css selector", "table")[-1].find_elements("css selector", ".sort")[2]
+    for reverse in (False, True):
+        browser.js("arguments[0].click()", header)
+        values = [v for v in browser.js(column) if v is not None]
+        assert values == sorted(values, reverse=reverse), values
+    text = browser.js("return kvlabPage.csvOf([...document.querySelectorAll('table')].at(-1))")
+    lines = list(csv.reader(text.splitlines()))
+    assert lines[0][0] == "policy" and len({len(line) for line in lines}) == 1, lines[:2]
+
+
+def check_hand(browser: Browser) -> None:
+    """Hover by the keyboard, and figures to take away."""
+    chart = browser.driver.find_element("css selector", ".chart")
+    chart.send_keys(Keys.ARROW_RIGHT)
+    text = browser.js("return document.querySelector('.readout').value")
+    assert "±" in text and "counted" in text, text
+    taken = browser.driver.execute_async_script(
+        "const done = arguments[0]; const c = kvlabPage.charts[0];"
+        "Promise.all([c.svgText(), c.pngBlob()]).then(([svg, png]) => done([svg, png.size, png.type]))")
+    svg, size, kind = taken
+    assert svg.startswith("<svg") and "sink" in svg and "stroke=\"#" in svg and "var(" not in svg, svg[:300]
+    assert size > 5000 and kind == "image/png", (size, kind)
+
+
+def check_looks(browser: Browser, pictures: Path | None) -> None:
+    ink = "return getComputedStyle(document.body).color"
+    light = browser.js(ink)
+    browser.choose("theme", "dark")
+    assert browser.js(ink) != light, "dark looks as light does"
+    background = browser.js("return document.querySelector('.chart svg .background')?.getAttribute('fill') ?? ''")
+    browser.choose("theme", "light")
+    for width in (1280, 400):
+        browser.resize(width)
+        time.sleep(0.3)
+        browser.settle()
+        wide = browser.js("return document.documentElement.scrollWidth")
+        assert wide <= width, f"{wide} wide at {width}"
+    browser.resize(1280)
+    _ = (background, pictures)
+
+
+def hostile(page: str) -> str:
+    """The page with a stranger's names in its data, as JSON says them."""
+    import json
+    opened = page.index('id="data">') + len('id="data">')
+    closed = page.index("</script>", opened)
+    data = json.loads(page[opened:closed])
+    for series in data["series"]:
+        series["label"] = series["policy"] = HOSTILE + series["policy"]
+    for budget in data["budgets"]:
+        budget["text"] = HOSTILE + budget["text"]
+    data["groups"][0]["name"] = HOSTILE
+    return page[:opened] + json.dumps(data).replace("<", "\\u003c") + page[closed:]
+
+
+def check_hostile(browser: Browser, page: Path) -> None:
+    page.write_text(hostile(page.read_text()))
+    browser.resize(1280)
+    browser.open(page)
+    assert browser.js("return document.querySelectorAll('img').length") == 0
+    assert browser.js("return document.documentElement.scrollWidth") <= 1280
+    browser.choose("metric", "recall")
+    assert len(browser.dots()) >= 6
+    check_hand_text = browser.driver.execute_async_script(
+        "const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")
+    assert "<img" not in check_hand_text and "\u202e" not in check_hand_text
+
+
+def main() -> None:
+    kvlab, source = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
+    if not (Path(CHROME).exists() and Path(DRIVER).exists()):
+        sys.exit(print("skipped: there is no chromium with its driver (Debian: chromium chromium-driver)"))
+    if not os.environ.get("KVLAB_VEGA") and not Path("/usr/share/javascript/vega").exists():
+        sys.exit(print("skipped: there is no Vega (Debian: libjs-vega)"))
+    with tempfile.TemporaryDirectory() as folder:
+        run, page = Path(folder) / "run", Path(folder) / "report.html"
+
+        def call(*words: object) -> None:
+            subprocess.run([str(word) for word in (kvlab, *words)], check=True, stdout=subprocess.DEVNULL)
+
+        call("replay", "--trace", source / "traces/samples/tiny-story", "--policy", "window,sink,lru,h2o",
+             "--budget", "64,128", "--out", run)
+        call("report", run, "--out", page)
+        browser = Browser()
+        try:
+            seconds = browser.open(page)
+            check_controls(browser, run)
+            check_heads(browser, run)
+            check_tables(browser)
+            check_hand(browser)
+            check_looks(browser, None)
+            browser.check_quiet()
+            check_hostile(browser, page)
+            browser.check_quiet()
+        finally:
+            browser.driver.quit()
+        print(f"opened in {seconds:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
