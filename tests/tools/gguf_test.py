@@ -1,13 +1,20 @@
 """Tests tools/scripts/gguf_to_checkpoint.py: gguf_test.py KVLAB. Prints `skipped: …` without the gguf package."""
 
+import contextlib
+import importlib.util
+import io
 import json
+import os
 import pathlib
+import random
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 try:
     import gguf
@@ -199,6 +206,35 @@ class GgufTest(unittest.TestCase):
         self.check_refused("version 99")
         self.source.write_bytes(b"GGML" + whole[4:])
         self.check_refused("magic")
+
+    def test_files_with_changed_bytes_are_refused_in_one_line_or_converted(self):
+        """KVLAB_GGUF_MUTANTS: how many (200)."""
+        spec = importlib.util.spec_from_file_location("gguf_to_checkpoint", SCRIPT)
+        script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+        write_gguf(self.source, fields(), tensors())
+        whole = self.source.read_bytes()
+        header = len(whole) - sum(values.nbytes for values in tensors().values())
+        for seed in range(int(os.environ.get("KVLAB_GGUF_MUTANTS", "200"))):
+            mutant = bytearray(whole)
+            draw = random.Random(seed)
+            for _ in range(draw.choice((1, 1, 2, 5))):
+                at, size = draw.randrange(header), draw.choice((1, 1, 4, 8))
+                number = draw.choice((draw.getrandbits(8 * size), 0, 1, (1 << 8 * size) - 1, 1 << 8 * size - 1))
+                mutant[at : at + size] = number.to_bytes(size, "little")
+            self.source.write_bytes(mutant)
+            said = io.StringIO()
+            with (
+                self.subTest(seed),
+                unittest.mock.patch.object(sys, "argv", ["", str(self.source), str(self.out)]),
+                contextlib.redirect_stderr(said),
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
+                code = script.main()
+                self.assertIn((code, said.getvalue().count("\n")), ((0, 0), (2, 1)), said.getvalue())
+                self.assertEqual({path.name for path in self.at.iterdir()} - {"out"}, {"model.gguf"})
+                self.assertEqual(self.out.exists(), code == 0)
+            shutil.rmtree(self.out, ignore_errors=True)
 
     def test_other_architectures_are_refused_by_name(self):
         write_gguf(self.source, fields(), tensors(), "gemma")

@@ -1,0 +1,42 @@
+// h2o: heavy hitters. The token with the least accumulated attention leaves first; half of the
+// budget is recent.
+//
+// Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1.
+// Deliberate differences from the paper and from the authors' five released versions:
+//   - probabilities are summed exactly (Q32.32), where theirs are summed in fp16 and freeze;
+//   - one kept set for each KV head: the query heads of a group are summed;
+//   - the admitted token is recent, hence never its own first victim (algorithm 1 lets it be);
+//   - a token that left stays away (their mask simulation lets it return after one step);
+//   - ties: the older leaves.
+#pragma once
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+/// The state and hooks that `h2o` and `streaming_h2o` share: accumulated attention.
+struct AccumulatedMass {
+  struct Params {};
+  struct Slot {
+    std::uint64_t mass;  // Q32.32
+  };
+
+  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
+    slot.mass += seen.mass;
+  }
+  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step&) {
+    return slot.mass;
+  }
+};
+
+struct H2O : AccumulatedMass {
+  static constexpr PolicyInfo kInfo{
+      .name = "h2o",
+      .summary = "the least accumulated attention leaves first",
+      .citation = "Zhang et al. 2023, H2O, algorithm 1 (arXiv:2306.14048)",
+      .needs = Needs::mass,
+      .recent = percent(50)};
+};
+
+}  // namespace kvlab

@@ -1,0 +1,56 @@
+// corpus_main FOLDER...: a fuzz target over the files of its corpus, within the limits that fuzzing
+// sets: five seconds an input, and no allocation of more than four times the input and 64 MiB.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "tests/fuzz/fuzz.hpp"
+
+namespace {
+
+std::atomic<std::size_t> most_bytes{static_cast<std::size_t>(-1)};
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  kvlab::fuzz::require(bytes <= most_bytes, "too large an allocation");
+  if (void* const block = std::malloc(std::max<std::size_t>(bytes, 1))) return block;
+  throw std::bad_alloc();
+}
+void operator delete(void* block) noexcept { std::free(block); }
+void operator delete(void* block, std::size_t) noexcept { std::free(block); }
+
+int main(int argc, char** argv) {
+  std::size_t inputs = 0;
+  for (const std::string& folder : std::vector<std::string>(argv + 1, argv + argc)) {
+    std::vector<std::filesystem::path> paths;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) paths.push_back(entry);
+    std::sort(paths.begin(), paths.end());
+    for (const std::filesystem::path& path : paths) {
+      const std::string input = read_file(path);
+      std::printf("%s\n", path.c_str());  // the last one, where the process ends
+      std::fflush(stdout);
+      ::alarm(5);
+      most_bytes = 4 * input.size() + (64u << 20);
+      LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(input.data()), input.size());
+      most_bytes = static_cast<std::size_t>(-1);
+      ++inputs;
+    }
+  }
+  std::printf("%zu inputs\n", inputs);
+  return inputs > 0 ? 0 : 1;
+}

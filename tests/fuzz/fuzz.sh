@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# fuzz.sh BINARIES CORPORA OUT SECONDS [TARGET...]: one target after another on all cores, SECONDS each. New inputs
+# go to OUT/corpora/TARGET, those that end a process to OUT/crashes. Prints one line a target; exits 1 where one was
+# ended. An input has five seconds; no allocation may be larger than 64 MiB (and four inputs, of 64 KiB at most).
+set -euo pipefail
+binaries=$1 corpora=$2 out=$3 seconds=$4
+shift 4
+[[ $# -gt 0 ]] || set -- $(cd "$binaries" && ls -d fuzz_* | grep -v '\.' | sed 's/^fuzz_//')
+cores=$(nproc)
+limits=(-timeout=5 -malloc_limit_mb=64 -rss_limit_mb=2048 -max_len=65536)
+export ASAN_OPTIONS=quarantine_size_mb=16:malloc_context_size=4:allocator_may_return_null=0:detect_leaks=1
+mkdir -p "$out/crashes" "$out/logs"
+
+# worker TARGET NUMBER: begins again where an input ended the process, until the time is over.
+worker() {
+  local target=$1 number=$2 end=$((SECONDS + seconds)) left
+  for ((run = 0; run < 20; ++run)); do
+    left=$((end - SECONDS))
+    ((left > 0)) || break
+    "$binaries/fuzz_$target" "${limits[@]}" -max_total_time=$left -print_final_stats=1 -reload=1 -use_value_profile=1 \
+      ${dictionary:+"-dict=$dictionary"} "-artifact_prefix=$out/crashes/$target-" \
+      "$out/corpora/$target" "$corpora/$target" >"$out/logs/$target.$number.$run" 2>&1 && break
+  done
+}
+
+dictionary=
+[[ ! -e $binaries/words.dict ]] || dictionary=$binaries/words.dict
+failed=0
+for target in "$@"; do
+  [[ -x $binaries/fuzz_$target ]] || { echo "fuzz.sh: $target: there is no such target" >&2; exit 2; }
+  rm -f "$out/logs/$target".* "$out/crashes/$target"-*
+  mkdir -p "$out/corpora/$target"
+  began=$SECONDS
+  for ((number = 0; number < cores; ++number)); do worker "$target" "$number" & done
+  wait
+  took=$((SECONDS - began > 0 ? SECONDS - began : 1))
+  # A process that was ended says how far it was in its last line of progress alone.
+  count=$(for log in "$out/logs/$target".*; do
+    grep -hoP '(?<=number_of_executed_units: )\d+' "$log" || grep -hoP '^#\K\d+' "$log" | tail -1
+  done | awk '{ sum += $1 } END { printf "%d", sum }')
+  crashes=$(find "$out/crashes" -name "$target-*" | wc -l)
+  echo "$target: $count executions, $((count / took)) a second, $crashes crashes"
+  [[ $count -gt 0 && $crashes -eq 0 ]] || failed=1
+done
+exit $failed

@@ -1,0 +1,15 @@
+// The header of --policy-source: which struct is its policy.
+#include "sim/source/policy_struct.hpp"
+#include "tests/fuzz/fuzz.hpp"
+
+using namespace kvlab;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  fuzz::accepts(
+      [&] {
+        const PolicyStruct found = find_policy_struct(fuzz::text_of(data, size), "x.hpp");
+        fuzz::require(!found.name.empty() && found.line <= size + 1, "no place:", found.name);
+      },
+      "x.hpp");
+  return 0;
+}

@@ -1,0 +1,32 @@
+// What stands on a command line: a policy, a budget, prefill and positions, each on a line. What is
+// accepted parses back to itself, and resolves without harm at any length.
+#include "policies/cache_config.hpp"
+#include "policies/catalogue.hpp"
+#include "sim/replay.hpp"
+#include "tests/fuzz/fuzz.hpp"
+#include "traces/base/text.hpp"
+
+using namespace kvlab;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  std::vector<std::string> lines = split_list(fuzz::text_of(data, size), '\n');
+  lines.resize(4);
+  CacheConfig config;
+  const bool has_policy = fuzz::accepts([&] {
+    config.policy = parse_policy(lines[0], replay_references());
+    const std::string text = config.policy.text();
+    if (config.policy.entry)
+      fuzz::require(parse_policy(text).text() == text, "a policy that reads otherwise:", text);
+  });
+  const bool has_budget = fuzz::accepts([&] {
+    config.budget = parse_budget(lines[1]);
+    const std::string text = config.budget.text();
+    fuzz::require(parse_budget(text).text() == text, "a budget that reads otherwise:", text);
+  });
+  fuzz::accepts([&] { config.prefill = parse_prefill(lines[2]); });
+  fuzz::accepts([&] { config.positions = parse_positions(lines[3]); });
+  if (!has_policy || !has_budget || !config.policy.entry) return 0;
+  for (const std::uint32_t length : {1u, 1000u, 0x7fff'ffffu})
+    fuzz::accepts([&] { resolve_guards(config.policy, config.budget.resolve(length)); });
+  return 0;
+}

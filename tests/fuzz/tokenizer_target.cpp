@@ -1,0 +1,23 @@
+// A tokenizer.json that may be anything: loaded, a text encoded by it, the ids decoded.
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tests/fuzz/fuzz.hpp"
+
+using namespace kvlab;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const fuzz::Folder folder(fuzz::text_of(data, size));
+  const auto path = folder / "tokenizer.json";
+  const std::string text = folder.word("text");
+  std::optional<Tokenizer> tokenizer;
+  if (!fuzz::accepts([&] { tokenizer = Tokenizer::load(path); }, path.string())) return 0;
+  fuzz::accepts([&] {
+    const std::vector<std::int32_t> ids = tokenizer->encode(text);
+    for (const std::int32_t id : ids)
+      fuzz::require(id >= 0 && static_cast<std::size_t>(id) < tokenizer->vocab_size(),
+                    "an id beyond the vocabulary");
+    tokenizer->decode(ids);
+    tokenizer->decode(ids, false);
+  });
+  tokenizer->id_of(text);
+  return 0;
+}

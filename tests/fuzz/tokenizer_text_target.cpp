@@ -1,0 +1,37 @@
+// Text that may be anything, by the tokenizers that the tests have. One of bytes gives every text
+// back.
+#include "engine/tokenizer/text.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tests/fuzz/fuzz.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+struct Known {
+  Tokenizer tokenizer;
+  bool of_bytes;
+};
+
+Known known(const char* name, bool of_bytes) {
+  const char* const given = std::getenv("KVLAB_FUZZ_TOKENIZERS");
+  return {Tokenizer::load(std::filesystem::path(given ? given : KVLAB_TOKENIZERS) / name),
+          of_bytes};
+}
+
+void round_trip(const Known& known, std::string_view text) {
+  const std::vector<std::int32_t> ids = known.tokenizer.encode(text, false);
+  const std::string again = known.tokenizer.decode(ids, false);
+  if (!known.of_bytes) return;
+  fuzz::require(again == tokenizer::replace_invalid_utf8(text), "another text came back:", again);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  static const Known all[] = {known("llama3.json", true), known("qwen2.json", false),
+                              known("llama2.json", false), known("metaspace.json", false),
+                              known("unknown.json", false)};
+  for (const Known& one : all) round_trip(one, fuzz::text_of(data, size));
+  return 0;
+}

@@ -1,0 +1,58 @@
+// A trace's folder, extras too: opened, verified; one that verifies is replayed under what the part
+// `ask` says. Without a manifest it is sealed first.
+#include "sim/replay.hpp"
+#include "tests/fuzz/fuzz.hpp"
+#include "traces/base/text.hpp"
+#include "traces/manifest.hpp"
+#include "traces/trace.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+constexpr std::uint32_t kMostTokens = 64, kMostHeads = 8;
+
+/// `POLICY BUDGET PREFILL POSITIONS SPAN`, the rest being as by default.
+CacheConfig config_of(std::string_view ask, ReplayOptions& options) {
+  std::vector<std::string> words = split_list(ask, ' ');
+  words.resize(5);
+  CacheConfig config;
+  config.policy = parse_policy(words[0].empty() ? "h2o" : words[0], replay_references());
+  config.budget = parse_budget(words[1].empty() ? "2" : words[1]);
+  if (!words[2].empty()) config.prefill = parse_prefill(words[2]);
+  if (!words[3].empty()) config.positions = parse_positions(words[3]);
+  options.span = words[4] == "decode" ? Span::decode : Span::all;
+  return config;
+}
+
+void replay_once(const TraceReader& trace, std::string_view ask) {
+  const ModelShape& shape = trace.shape();
+  if (trace.tokens() > kMostTokens || shape.layers * shape.query_heads > kMostHeads) return;
+  ReplayOptions options;
+  const CacheConfig config = config_of(ask, options);
+  replay(trace, 0, {&config, 1}, options);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const fuzz::Folder folder(fuzz::text_of(data, size));
+  const std::string place = folder.path().string();
+  std::error_code ignored;
+  if (!std::filesystem::exists(folder / kManifestFile, ignored))
+    fuzz::accepts([&] { seal_trace(folder.path()); }, place);
+  std::optional<TraceReader> trace;
+  bool verifies = false;
+  fuzz::accepts(
+      [&] {
+        trace = TraceReader::open(folder.path());
+        const TraceCheck check = verify_trace(*trace, 1);
+        fuzz::require(check.ok == check.problems.empty(), "a problem that is not said");
+        verifies = check.ok;
+      },
+      place);
+  if (verifies) fuzz::accepts([&] { replay_once(*trace, folder.word("ask")); });
+  trace.reset();
+  std::filesystem::remove(folder / kManifestFile, ignored);
+  return 0;
+}
