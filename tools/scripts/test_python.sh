@@ -37,7 +37,8 @@ began=$SECONDS
 "$folder/bin/pip" install --quiet --disable-pip-version-check '.[all]' ||
   { echo "pip could not install kvlab" >&2; exit 1; }
 echo "pip install took $((SECONDS - began)) s"
-"$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs types-tqdm papermill ipykernel uv
+"$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs types-tqdm papermill ipykernel uv \
+  libcachesim
 # For kvlab.hf: 3 GB, which uv fetches in a fifth of pip's time.
 torch=(torch==2.11.0 transformers==5.17.0 safetensors xxhash peft)
 "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" "${torch[@]}" ||
@@ -45,5 +46,5 @@ torch=(torch==2.11.0 transformers==5.17.0 safetensors xxhash peft)
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
 mypy=("$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy)
-"${mypy[@]}" -m kvlab._commands -m kvlab._policy -m kvlab._run -m kvlab._trace
+"${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._run -m kvlab._trace
 "${mypy[@]}" tools/examples/compare_policies.py

@@ -13,6 +13,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
+from kvlab._accesses import accesses_of
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
@@ -80,6 +81,32 @@ class Trace:
     def column(self, name: str, layer: int, kv_head: int) -> Floats:
         """[tokens]: a column that the trace brings."""
         return self._held.column(name, layer, kv_head)
+
+    def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
+        """[count, tokens]: what query head `head` gives each token at queries `first` on, where nothing is evicted."""
+        return self._held.attention(layer, head, first, count)
+
+    def accesses(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+        top_k: int | None = None,
+        request_threshold: float = 0.01,
+        span: Literal["decode", "all"] = "decode",
+    ) -> numpy.typing.NDArray[Any]:
+        """Which tokens the queries ask for, as records of libCacheSim's oracleGeneral; `out`: also as that file.
+
+        A query asks for the earlier tokens that some query head of the KV head requests, or with `top_k` has among its
+        so many most probable ones, the query's own token among them. Then its own token is written, which is an access
+        too: a token's first. Without `layer` or `head`: of all of them, as one cache would see them.
+
+        Records are sorted by time, then object. `time` is the query's position, `object` (layer * kv_heads + head) *
+        2**32 + the token's position, `size` 1, so that caches are measured in tokens, `next` the number of the next
+        access to the same, from 1 on, or -1. With span="decode" the prompt's tokens are only written.
+        """
+        return accesses_of(self, out, layer, head, top_k, request_threshold, span)
 
     def to_dict(self, framework: Literal["numpy", "torch"] = "numpy") -> dict[str, list[Any]]:
         """`layers.{l}.q`, `.k`, `.v` (before RoPE) and so on: for each name one array [heads, tokens, head_size] a shard.

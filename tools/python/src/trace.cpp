@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "sim/access/full_attention.hpp"
 #include "sim/run/run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
@@ -67,6 +69,36 @@ FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_
   std::vector<float> values(reader.tokens());
   reader.column(name, layer, kv_head, values.data());
   return array_of(std::move(values), {reader.tokens()});
+}
+
+/// [count, tokens] of one query head.
+FloatArray attention(const Trace& trace, std::uint32_t layer, std::uint32_t head,
+                     std::uint32_t first, std::optional<std::uint32_t> asked) {
+  const TraceReader& reader = *trace.reader;
+  check_place(reader, layer, head, reader.shape().query_heads);
+  const std::uint32_t tokens = reader.tokens();
+  const std::uint32_t count = asked.value_or(first < tokens ? tokens - first : 0);
+  if (first >= tokens || count == 0 || count > tokens - first)
+    throw std::invalid_argument(fmt::format("queries {} to {}: the trace {} has 0 to {}", first,
+                                            std::uint64_t{first} + count,
+                                            reader.directory().string(), tokens - 1));
+  const std::uint32_t group = reader.shape().group();
+  std::vector<float> p = result_of_long([&] {
+    return FullAttention(reader, layer, head / group, 0).probabilities(head % group, first, count);
+  });
+  return array_of(std::move(p), {count, tokens});
+}
+
+/// Queries, and the earlier tokens that each asks for.
+std::pair<Array<std::uint32_t>, Array<std::uint32_t>> accesses(
+    const Trace& trace, std::uint32_t layer, std::uint32_t kv_head,
+    std::optional<std::uint32_t> top_k, double threshold,
+    const std::vector<std::uint32_t>& queries) {
+  FullAttention::Accesses found = result_of_long([&] {
+    return FullAttention(*trace.reader, layer, kv_head, threshold).accesses({top_k}, queries);
+  });
+  const std::size_t count = found.queries.size();
+  return {array_of(std::move(found.queries), {count}), array_of(std::move(found.tokens), {count})};
 }
 
 using SegmentTuple = std::tuple<std::uint32_t, std::uint32_t, std::string>;
@@ -133,7 +165,12 @@ void bind_trace(nb::module_& module) {
       .def("read", read_head, nb::arg("part"), nb::arg("layer"), nb::arg("head"),
            "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
       .def("column", read_column, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
-           "[tokens]: a column that the trace brings.");
+           "[tokens]: a column that the trace brings.")
+      .def("attention", attention, nb::arg("layer"), nb::arg("head"), nb::arg("first"),
+           nb::arg("count").none(), "[count, tokens]: probabilities of one query head.")
+      .def("accesses", accesses, nb::arg("layer"), nb::arg("kv_head"), nb::arg("top_k").none(),
+           nb::arg("threshold"), nb::arg("queries"),
+           "Queries, and the earlier tokens that each asks for.");
 }
 
 }  // namespace kvlab::python

@@ -1,0 +1,113 @@
+"""Accesses in libCacheSim's format: the bytes, what is in them, and libCacheSim itself on them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import struct
+from typing import Any
+
+import numpy
+import pytest
+from conftest import ROOT
+
+import kvlab
+
+
+def test_the_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+    records = small.accesses(tmp_path / "requests.bin", layer=1, head=1, top_k=3)
+    data = (tmp_path / "requests.bin").read_bytes()
+    assert len(data) == 24 * len(records) and sorted(path.name for path in tmp_path.iterdir()) == ["requests.bin"]
+    read = list(struct.iter_unpack("<IQIq", data))
+    assert read == records.tolist()
+    assert [entry[:3] for entry in read[:32]] == [(t, 3 << 32 | t, 1) for t in range(32)]  # the prompt is written
+    for at, (_, wanted, _, following) in enumerate(read):
+        later = [i + 1 for i in range(at + 1, len(read)) if read[i][1] == wanted]
+        assert following == (later[0] if later else -1)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, None])
+@pytest.mark.parametrize("span", ["decode", "all"])
+def test_what_is_asked_for(small: kvlab.Trace, top_k: int | None, span: Any) -> None:
+    p = numpy.stack([small.attention(0, head) for head in (2, 3)])  # KV head 1
+    records = small.accesses(layer=0, head=1, top_k=top_k, span=span, request_threshold=0.2)
+    for query in range(small.tokens):
+        asked: set[int] = {query}
+        for row in p[:, query, : query + 1] if span == "all" or query >= small.prompt_tokens else ():
+            if top_k is None:
+                asked |= set(numpy.flatnonzero(row >= 0.2 * row.max()))
+            else:
+                asked |= set(numpy.argsort(-row, kind="stable")[:top_k])
+        found = records["object"][records["time"] == query]
+        assert found.tolist() == [1 << 32 | token for token in sorted(asked)]
+
+
+def test_attention_is_that_of_the_trace(small: kvlab.Trace) -> None:
+    def turned(x: Any) -> Any:
+        angle = numpy.arange(len(x))[:, None] * small.inv_freq.astype("f8")
+        a, b = numpy.split(x.astype("f8"), 2, axis=1)
+        sides = a * numpy.cos(angle) - b * numpy.sin(angle), b * numpy.cos(angle) + a * numpy.sin(angle)
+        return numpy.concatenate(sides, axis=1)
+
+    scores = turned(small.read("q", 1, 1)) @ turned(small.read("k", 1, 0)).T * small.model["softmax_scale"]
+    scores[numpy.triu_indices(len(scores), 1)] = -numpy.inf
+    expected = numpy.exp(scores) / numpy.exp(scores).sum(axis=1, keepdims=True)
+    numpy.testing.assert_allclose(small.attention(1, 1), expected, atol=1e-6)
+    numpy.testing.assert_array_equal(small.attention(1, 1, 20, 3), small.attention(1, 1)[20:23])
+
+
+def test_all_heads_are_one_cache(small: kvlab.Trace) -> None:
+    whole = small.accesses(top_k=4)
+    parts = [small.accesses(layer=layer, head=head, top_k=4) for layer in range(2) for head in range(2)]
+    assert (numpy.diff(whole["time"].astype(int)) >= 0).all()
+    assert sorted(whole[["time", "object"]].tolist()) == sorted(
+        entry for part in parts for entry in part[["time", "object"]].tolist()
+    )
+
+
+def test_misses_are_those_of_the_replay(sample: kvlab.Trace) -> None:
+    run = kvlab.replay(sample, "lru", 64, references=False)
+    live = run.kept(2, 1, "lru", 64).live
+    p = numpy.stack([sample.attention(2, head) for head in (2, 3)])
+    missed = []
+    for of_head in p:
+        wanted = [row[:t] >= 655 / 65536 * row.max() for t, row in enumerate(of_head)][sample.prompt_tokens :]
+        outside = sum(int((asked & ~kept[: len(asked)]).sum()) for asked, kept in zip(wanted, live, strict=True))
+        missed.append(outside / sum(int(asked.sum()) for asked in wanted))
+    frame = [row.split(",") for row in run.csv().splitlines()]
+    named = {(row[10], row[11], row[12]): row[13] for row in frame}
+    assert numpy.mean(missed) == pytest.approx(float(named["2", "1", "miss_rate"]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"layer": 2}, "layer 2, KV head 0: the trace .* has 2 layers of 2 KV heads"),
+        ({"top_k": 0}, "top_k: 0 should be at least 1"),
+        ({"request_threshold": 2.0}, "request threshold 2: should be between 0 and 1"),
+        ({"span": "prompt"}, "span: 'prompt' should be decode or all"),
+    ],
+)
+def test_accesses_that_are_refused(small: kvlab.Trace, words: Any, message: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        small.accesses(tmp_path / "requests.bin", **words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_attention_that_is_refused(small: kvlab.Trace) -> None:
+    with pytest.raises(ValueError, match="queries 79 to 81: the trace .* has 0 to 79"):
+        small.attention(0, 0, 79, 2)
+    with pytest.raises(ValueError, match="layer 0, head 4"):
+        small.attention(0, 4)
+
+
+def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its LRU has to miss as often as ours of six lines."""
+    pytest.importorskip("libcachesim")
+    blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "traces").symlink_to(ROOT / "traces")
+    names: dict[str, Any] = {}
+    exec(compile(blocks[0], "cache-simulators.md", "exec"), names)
+    assert names["misses"]["LRU"] == pytest.approx(names["refetched"], abs=1e-12)
+    assert names["misses"]["Belady"] < min(names["misses"]["LRU"], names["misses"]["Sieve"])

@@ -1,0 +1,69 @@
+"""Which tokens queries ask for, as other cache simulators read it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy
+import numpy.typing
+
+if TYPE_CHECKING:
+    from kvlab._trace import Trace
+
+# libCacheSim's oracleGeneral: packed, little-endian, 24 bytes, no header.
+RECORD = numpy.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
+
+
+def accesses_of(
+    trace: Trace,
+    out: str | os.PathLike[str] | None,
+    layer: int | None,
+    head: int | None,
+    top_k: int | None,
+    request_threshold: float,
+    span: Literal["decode", "all"],
+) -> numpy.typing.NDArray[Any]:
+    """Trace.accesses."""
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: {top_k} should be at least 1")
+    if span not in ("decode", "all"):
+        raise ValueError(f"span: '{span}' should be decode or all")
+    asking = [
+        position
+        for start, tokens, kind in trace.segments
+        if span == "all" or kind == "decode"
+        for position in range(start, start + tokens)
+    ]
+    layers = range(trace.layers) if layer is None else [layer]
+    heads = range(trace.kv_heads) if head is None else [head]
+    written = numpy.arange(trace.tokens, dtype="u4")  # each token by its own query
+    times, objects = [], []
+    for one in layers:
+        for kv_head in heads:
+            queries, tokens = trace._held.accesses(one, kv_head, top_k, request_threshold, asking)
+            times += [queries, written]
+            place = numpy.uint64((one * trace.kv_heads + kv_head) << 32)
+            objects += [tokens.astype("u8") | place, written.astype("u8") | place]
+    records = _in_order(numpy.concatenate(times), numpy.concatenate(objects))
+    if out is not None:
+        part = pathlib.Path(f"{os.fspath(out)}.part")
+        try:
+            records.tofile(part)
+            part.replace(out)
+        finally:
+            part.unlink(missing_ok=True)
+    return records
+
+
+def _in_order(times: numpy.typing.NDArray[Any], objects: numpy.typing.NDArray[Any]) -> numpy.typing.NDArray[Any]:
+    """By time, then object; `next` counts accesses from 1 on, -1 where there is none."""
+    order = numpy.lexsort((objects, times))
+    records = numpy.zeros(len(order), RECORD)
+    records["time"], records["object"], records["size"] = times[order], objects[order], 1
+    by_object = numpy.argsort(records["object"], kind="stable")
+    same = records["object"][by_object][:-1] == records["object"][by_object][1:]
+    records["next"] = -1
+    records["next"][by_object[:-1][same]] = by_object[1:][same] + 1
+    return records
