@@ -528,4 +528,25 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   return kept;
 }
 
+std::vector<std::vector<float>> attention_rows(const TraceReader& trace, const CacheConfig& config,
+                                               const ReplayOptions& options, std::uint32_t layer,
+                                               std::uint32_t kv_head,
+                                               std::span<const std::uint32_t> queries) {
+  const Replay job(trace, 0, std::span(&config, 1), options);
+  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span(), job.configs());
+  SharedRows rows = job.shared_rows(tensors.view);
+  const std::uint32_t group = tensors.view.group;
+  std::vector<std::vector<float>> attention;
+  for (const std::uint32_t query : queries) {
+    rows.compute(query, 1);
+    std::vector<float>& mean = attention.emplace_back(query + 1);
+    for (std::uint32_t head = 0; head < group; ++head) {
+      const SharedRows::Row row = rows.row(query, head);
+      for (std::uint32_t j = 0; j <= query; ++j)
+        mean[j] += row.e[j] / row.sum / static_cast<float>(group);
+    }
+  }
+  return attention;
+}
+
 }  // namespace kvlab

@@ -12,6 +12,7 @@
 #include "sim/report/charts.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
+#include "sim/report/interactive/kept_dataset.hpp"
 #include "sim/report/interactive/scripts.hpp"
 #include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
@@ -42,6 +43,10 @@ constexpr const char* kCurves =
 constexpr const char* kLifetimes =
     "the head on which the policies differ most. Each line is a token, from the first query shown "
     "that could attend to it to the last.";
+constexpr const char* kSeen =
+    "The text that the model read, up to one query. Shading: the attention that the full cache "
+    "pays, mean over the head’s query heads. What a policy has evicted is struck out; what left "
+    "since the step before is framed; what the query asks for and no longer finds is red.";
 constexpr const char* kOpenLoop =
     "Open loop: queries and keys come from the full-cache run, so what eviction would do to later "
     "layers and tokens is not in these figures. <code>kvlab eval</code> closes the loop.";
@@ -130,10 +135,20 @@ class Page {
     data["winner"] = nullptr;
     if (winner_) data["winner"] = *winner_;
     const std::string note = data["note"].get<std::string>();
+    if (run_.kept) data["kept"] = kept_data();
     std::string body = header() + html_open_section("explore", "What each budget buys", kCurves);
     if (!layers_are_empty()) body += html_open_section("heads", "Where it is lost", note);
+    if (run_.kept) body += html_open_section("kept", "What was kept, seen", kSeen);
     body += metrics() + provenance() + all_figures();
     return html_page(title(), body, script_elements(data, vega));
+  }
+
+  nlohmann::ordered_json kept_data() const {
+    return kept_dataset(*run_.kept, options_.tokens, [&](const KeptSeries& kept) {
+      const auto series = series_of(kept);
+      return KeptLook{series ? figures_.series()[*series].label : kept.policy,
+                      std::string(series ? styles_[*series].colour : "ink")};
+    });
   }
 
   bool layers_are_empty() const {
@@ -326,21 +341,22 @@ class Page {
   }
 
   std::string lifetimes() {
-    if (!run_.kept || run_.kept->series.empty()) return "";
+    if (!run_.kept || run_.kept->heads.front().series.empty()) return "";
     const Kept& kept = *run_.kept;
+    const KeptHead& head = kept.heads.front();
     std::string figures;
-    for (const KeptSeries& series : kept.series) {
+    for (const KeptSeries& series : head.series) {
       const auto curve = series_of(series);
       const std::string label = curve ? figures_.series()[*curve].label : series.policy;
       figures += figure(escape(label), "",
                         lifetime_chart(kept, series, curve ? styles_[*curve].colour : "ink",
                                        label + ": tokens kept, by query",
-                                       fmt::format("kept_{}", &series - kept.series.data())));
+                                       fmt::format("kept_{}", &series - head.series.data())));
     }
     const std::string trace =
         run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "";
     return html_section("What was kept over time",
-                        fmt::format("Layer {}, KV head {}, budget {}{}: {}", kept.layer, kept.head,
+                        fmt::format("Layer {}, KV head {}, budget {}{}: {}", head.layer, head.head,
                                     escape(kept.budget), trace, kLifetimes),
                         figures, "figures small");
   }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "sim/run/run.hpp"
 
@@ -12,6 +13,7 @@ struct ReportOptions {
   std::string budget;  ///< of heat maps and the headline, as asked or in tokens; empty: the run's
                        ///< middle one
   bool fixed = false;  ///< pictures by gnuplot and no script, even where there is Vega
+  std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: not known
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty
 };
 

@@ -1,6 +1,7 @@
 #include "sim/run/kept.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 
@@ -12,10 +13,13 @@ namespace {
 
 constexpr std::size_t kMostQueries = 512;
 constexpr std::size_t kMostSeries = 6;
+constexpr std::size_t kMostHeads = 2;
 
 /// The configurations to show: those at `budget` with the first one's prefill, each policy and
-/// parameters once, and the oracle last.
-std::vector<const CacheConfig*> shown(std::span<const CacheConfig> grid, std::string_view budget) {
+/// parameters once. First the winner, then window and the one that the winner beats most narrowly,
+/// then as they rank; the oracle last.
+std::vector<const CacheConfig*> shown(std::span<const CacheConfig> grid, const Figures& figures,
+                                      std::string_view budget, const MetricInfo& metric) {
   std::vector<const CacheConfig*> configs;
   const CacheConfig* oracle = nullptr;
   const CacheConfig* first = nullptr;
@@ -23,21 +27,32 @@ std::vector<const CacheConfig*> shown(std::span<const CacheConfig> grid, std::st
     if (config.budget.text() != budget || config.policy.name == kOracleTopk) continue;
     if (!first) first = &config;
     if (config.prefill.chunk != first->prefill.chunk) continue;
-    if (config.policy.name == kOracleMass) {
-      oracle = &config;
-      continue;
-    }
     const bool known = std::any_of(configs.begin(), configs.end(), [&](const CacheConfig* other) {
       return other->policy.text() == config.policy.text();
     });
-    if (!known && configs.size() < kMostSeries) configs.push_back(&config);
+    if (config.policy.name == kOracleMass)
+      oracle = &config;
+    else if (!known)
+      configs.push_back(&config);
   }
+  const auto standings = rank_policies(figures, budget, metric);
+  const auto place = [&](const CacheConfig* config) {
+    for (std::size_t i = 0; i < standings.size(); ++i) {
+      const Series& series = figures.series()[standings[i].series];
+      if (series.policy == config->policy.name && series.params == config->policy.params_text())
+        return i > 1 && series.policy == "window" ? std::size_t{2} : 2 * i + (i > 1);
+    }
+    return 2 * standings.size() + 1;
+  };
+  std::ranges::stable_sort(configs, {}, place);
+  if (configs.size() > kMostSeries) configs.resize(kMostSeries);
   if (oracle) configs.push_back(oracle);
   return configs;
 }
 
-/// The head on which the policies' recall is furthest apart at `budget`; the first such.
-Scope most_telling_head(std::span<const ResultRow> rows, std::string_view budget) {
+/// The heads on which the policies' recall is furthest apart at `budget`, the widest first, each of
+/// another layer while there are any.
+std::vector<Scope> telling_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
     double least = std::numeric_limits<double>::infinity(), most = -least;
   };
@@ -49,11 +64,35 @@ Scope most_telling_head(std::span<const ResultRow> rows, std::string_view budget
     spread.least = std::min(spread.least, row.value);
     spread.most = std::max(spread.most, row.value);
   }
-  const auto widest =
-      std::max_element(spreads.begin(), spreads.end(), [](const auto& a, const auto& b) {
-        return a.second.most - a.second.least < b.second.most - b.second.least;
-      });
-  return widest == spreads.end() ? Scope{} : widest->first;
+  std::vector<Scope> heads;
+  while (heads.size() < kMostHeads && !spreads.empty()) {
+    const auto widest =
+        std::max_element(spreads.begin(), spreads.end(), [](const auto& a, const auto& b) {
+          return a.second.most - a.second.least < b.second.most - b.second.least;
+        });
+    const Scope head = widest->first;
+    heads.push_back(head);
+    const bool other_layers = std::ranges::any_of(
+        spreads, [&](const auto& entry) { return entry.first.layer != head.layer; });
+    std::erase_if(spreads, [&](const auto& entry) {
+      return other_layers ? entry.first.layer == head.layer : entry.first.head == head.head;
+    });
+  }
+  return heads;
+}
+
+/// What is worth a shade: one level of 255, of the root of a probability, so that little is seen.
+std::vector<std::vector<Glance>> glances_of(const std::vector<std::vector<float>>& attention) {
+  constexpr std::uint32_t kFaintest = 10;  // a probability of 0.0015
+  std::vector<std::vector<Glance>> rows;
+  for (const auto& row : attention) {
+    std::vector<Glance>& glances = rows.emplace_back();
+    for (std::uint32_t j = 0; j < row.size(); ++j) {
+      const auto level = static_cast<std::uint32_t>(std::lround(255 * std::sqrt(row[j])));
+      if (level >= kFaintest) glances.push_back({j, level});
+    }
+  }
+  return rows;
 }
 
 /// At most kMostQueries positions of the span, evenly.
@@ -76,24 +115,36 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
   const Figures figures(rows);
   if (figures.budgets().empty()) return std::nullopt;
   const BudgetColumn& budget = figures.budgets()[(figures.budgets().size() - 1) / 2];
-  const Scope head = most_telling_head(rows, budget.text);
-  const auto configs = shown(grid, budget.text);
-  if (configs.empty() || head.head < 0) return std::nullopt;
+  const auto heads = telling_heads(rows, budget.text);
+  const auto configs = shown(grid, figures, budget.text, *find_metric(best_metric(rows)));
+  if (configs.empty() || heads.empty()) return std::nullopt;
 
   Kept kept{.trace = std::string(trace_name),
             .budget = budget.text,
             .prefill = configs.front()->prefill.text(),
             .budget_tokens = budget.least_tokens,
-            .layer = static_cast<std::uint32_t>(head.layer),
-            .head = static_cast<std::uint32_t>(head.head),
             .queries = shown_queries(trace, options.span),
-            .series = std::vector<KeptSeries>(configs.size())};
-  parallel_for(configs.size(), options.threads, [&](std::size_t i) {
-    const CacheConfig& config = *configs[i];
+            .ids = trace.ids(),
+            .heads = std::vector<KeptHead>(heads.size())};
+  for (std::size_t h = 0; h < heads.size(); ++h)
+    kept.heads[h] = {static_cast<std::uint32_t>(heads[h].layer),
+                     static_cast<std::uint32_t>(heads[h].head),
+                     std::vector<KeptSeries>(configs.size()),
+                     {}};
+  // One job more for each head: its attention.
+  const std::size_t jobs = configs.size() + 1;
+  parallel_for(heads.size() * jobs, options.threads, [&](std::size_t i) {
+    KeptHead& head = kept.heads[i / jobs];
+    const CacheConfig& config = *configs[std::min(i % jobs, configs.size() - 1)];
+    if (i % jobs == configs.size()) {
+      head.attention =
+          glances_of(attention_rows(trace, config, options, head.layer, head.head, kept.queries));
+      return;
+    }
     const auto sets =
-        kept_sets(trace, sequence, config, options, kept.layer, kept.head, kept.queries);
-    kept.series[i] = {config.policy.name, config.policy.params_text(),
-                      std::string(name_of(config.positions)), lifetimes_of(sets)};
+        kept_sets(trace, sequence, config, options, head.layer, head.head, kept.queries);
+    head.series[i % jobs] = {config.policy.name, config.policy.params_text(),
+                             std::string(name_of(config.positions)), lifetimes_of(sets)};
   });
   return kept;
 }

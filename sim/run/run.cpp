@@ -184,30 +184,76 @@ KeptSeries series_from(const JsonFields& fields) {
   return series;
 }
 
+json to_json(const KeptHead& head) {
+  json series = json::array(), attention = json::array();
+  for (const KeptSeries& entry : head.series) series.push_back(to_json(entry));
+  for (const auto& row : head.attention) {
+    json flat = json::array();
+    for (const Glance& glance : row) {
+      flat.push_back(glance.position);
+      flat.push_back(glance.level);
+    }
+    attention.push_back(std::move(flat));
+  }
+  return {{"layer", head.layer}, {"head", head.head}, {"series", series}, {"attention", attention}};
+}
+
+/// Pairs of position and level, one after another.
+std::vector<Glance> glances_from(const json& flat, const std::string& where) {
+  if (!flat.is_array() || flat.size() % 2 != 0)
+    throw std::runtime_error(where + ": should be [position, level, position, level, ...]");
+  std::vector<Glance> row;
+  for (std::size_t i = 0; i < flat.size(); i += 2)
+    row.push_back({whole_number(flat[i], where), whole_number(flat[i + 1], where)});
+  return row;
+}
+
+KeptHead head_from(const JsonFields& fields) {
+  KeptHead head{.layer = fields.whole32("layer"), .head = fields.whole32("head")};
+  head.series = list_of(fields, "series", series_from);
+  if (!fields.has("attention")) return head;
+  for (const json& row : fields.list("attention"))
+    head.attention.push_back(
+        glances_from(row, fmt::format("{}: attention[{}]", fields.where(), head.attention.size())));
+  return head;
+}
+
+/// Of the first format, which had one head and no attention, to this one.
+constexpr int kKeptFormat = 2;
+
 std::string kept_json(const Kept& kept) {
-  json series = json::array();
-  for (const KeptSeries& entry : kept.series) series.push_back(to_json(entry));
-  const json top{{"format", kRunFormat},    {"trace", kept.trace},
+  json heads = json::array();
+  for (const KeptHead& head : kept.heads) heads.push_back(to_json(head));
+  const json top{{"format", kKeptFormat},   {"trace", kept.trace},
                  {"budget", kept.budget},   {"budget_tokens", kept.budget_tokens},
-                 {"prefill", kept.prefill}, {"layer", kept.layer},
-                 {"head", kept.head},       {"queries", kept.queries},
-                 {"series", series}};
+                 {"prefill", kept.prefill}, {"queries", kept.queries},
+                 {"ids", kept.ids},         {"heads", heads}};
   return json_text(top, -1) + "\n";
 }
 
 Kept kept_from(const JsonFields& fields) {
-  fields.check_format(kRunFormat);
+  fields.check_format(fields.has("heads") ? kKeptFormat : kRunFormat);
   Kept kept;
   kept.trace = fields.text("trace");
   kept.budget = fields.text("budget");
   kept.budget_tokens = fields.whole32("budget_tokens");
   kept.prefill = fields.text("prefill");
-  kept.layer = fields.whole32("layer");
-  kept.head = fields.whole32("head");
   kept.queries = whole_numbers(fields, "queries");
   if (kept.queries.empty() || !std::is_sorted(kept.queries.begin(), kept.queries.end()))
     throw std::runtime_error(fields.where() + ": key 'queries' should hold ascending positions");
-  kept.series = list_of(fields, "series", series_from);
+  if (!fields.has("heads")) {
+    kept.heads.push_back(head_from(fields));
+    return kept;
+  }
+  for (const std::uint32_t id : whole_numbers(fields, "ids"))
+    kept.ids.push_back(static_cast<std::int32_t>(id));
+  kept.heads = list_of(fields, "heads", head_from);
+  for (const KeptHead& head : kept.heads)
+    if (!head.attention.empty() && head.attention.size() != kept.queries.size())
+      throw std::runtime_error(fields.where() +
+                               ": key 'attention' should have a row for each query");
+  if (kept.heads.empty())
+    throw std::runtime_error(fields.where() + ": key 'heads' should hold at least one");
   return kept;
 }
 

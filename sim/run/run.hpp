@@ -1,7 +1,7 @@
 // A run: what one `kvlab replay` leaves behind, and all that reports and deployment need.
 //   results.csv   the figures
 //   run.json      what was asked, of which traces, by which version
-//   kept.json     what one head kept over time (absent where nothing could be shown)
+//   kept.json     what some heads kept over time (absent where nothing could be shown)
 #pragma once
 
 #include <cstdint>
@@ -81,12 +81,28 @@ struct KeptSeries {
   bool operator==(const KeptSeries&) const = default;
 };
 
-/// What one head kept over time, at one budget.
+/// What the full cache gave a token at a query.
+struct Glance {
+  std::uint32_t position;
+  std::uint32_t level;  ///< 255 times the root of the probability, rounded; never 0
+  bool operator==(const Glance&) const = default;
+};
+
+/// What one head kept over time.
+struct KeptHead {
+  std::uint32_t layer = 0, head = 0;
+  std::vector<KeptSeries> series;
+  std::vector<std::vector<Glance>> attention;  ///< by query shown; empty in older runs
+  bool operator==(const KeptHead&) const = default;
+};
+
+/// What some heads kept over time, at one budget.
 struct Kept {
   std::string trace, budget, prefill;
-  std::uint32_t budget_tokens = 0, layer = 0, head = 0;
+  std::uint32_t budget_tokens = 0;
   std::vector<std::uint32_t> queries;  ///< those looked at, ascending positions
-  std::vector<KeptSeries> series;
+  std::vector<std::int32_t> ids;       ///< of the trace's tokens; empty in older runs
+  std::vector<KeptHead> heads;         ///< at least one
   bool operator==(const Kept&) const = default;
 };
 

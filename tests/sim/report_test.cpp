@@ -51,7 +51,11 @@ Run whole_run() {
                   .prefill = "dense",
                   .budget_tokens = 64,
                   .queries = {500, 501, 502},
-                  .series = {{"h2o", "", "original", {{3, 500, 501}, {9, 500, 502}}}}};
+                  .ids = {1, 2},
+                  .heads = {{0,
+                             1,
+                             {{"h2o", "", "original", {{3, 500, 501}, {9, 500, 502}}}},
+                             {{{3, 255}}, {}, {{9, 20}}}}}};
   return run;
 }
 
@@ -191,6 +195,8 @@ TEST_CASE("the interactive page holds its figures, its scripts and nothing from 
   CHECK(data["layers"] == nlohmann::json{0});
   CHECK(data["heads"] == 2);
   CHECK(data["values"][0]["nll_recall"]["head"]["count"] == 100);
+  CHECK(data["kept"]["heads"][0]["attention"][0] == nlohmann::json{3, 255});
+  CHECK(data["kept"]["heads"][0]["series"][0]["lives"] == nlohmann::json{3, 500, 501, 9, 500, 502});
   for (const char* part : {"id=\"explore\"", "id=\"heads\"", "default-src 'none'", "BSD-3-Clause",
                            "rank correlation .41 to .91"})
     CHECK_THAT(html, ContainsSubstring(part));

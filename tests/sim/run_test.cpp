@@ -25,10 +25,12 @@ Run small_run() {
                   .budget = "64",
                   .prefill = "dense",
                   .budget_tokens = 64,
-                  .layer = 0,
-                  .head = 1,
                   .queries = {500, 501, 502},
-                  .series = {{"window", "sinks=0:recent=0", "original", {{3, 500, 501}}}}};
+                  .ids = {7, 8},
+                  .heads = {{0,
+                             1,
+                             {{"window", "sinks=0:recent=0", "original", {{3, 500, 501}}}},
+                             {{{3, 255}}, {}, {{4, 10}}}}}};
   return run;
 }
 
@@ -102,6 +104,21 @@ TEST_CASE("a run that was changed or broken is refused by file and key") {
     replace(kept, "[3,500,501]", "[3,500]");
     CHECK_THAT(refusal(folder.path()),
                ContainsSubstring("kept.json") && ContainsSubstring("lifetimes[0]"));
+  }
+  SECTION("attention that is no list of pairs") {
+    replace(kept, "[3,255]", "[3]");
+    CHECK_THAT(refusal(folder.path()), ContainsSubstring("attention[0]"));
+  }
+  SECTION("attention of too few queries") {
+    replace(kept, "[3,255],[],", "[3,255],");
+    CHECK_THAT(refusal(folder.path()), ContainsSubstring("a row for each query"));
+  }
+  SECTION("kept.json of the first format, which had one head and no attention") {
+    write(kept, R"({"format":1,"trace":"trace0","budget":"64","budget_tokens":64,"prefill":"dense",
+      "layer":0,"head":1,"queries":[500],"series":[]})");
+    const auto loaded = load_run(folder.path()).kept;
+    CHECK(loaded->heads.front().head == 1);
+    CHECK(loaded->ids.empty());
   }
   SECTION("kept at a negative position") {
     replace(kept, "[3,500,501]", "[-3,500,501]");

@@ -1,13 +1,16 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "sim/report/interactive/vega.hpp"
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -19,15 +22,44 @@ void add_options(po::options_description& options) {
       "out", text_option("FILE"), "the page; an older one is replaced")(
       "budget", text_option("B")->default_value("", "the run's middle one"),
       "budget of the headline and of the heat maps, one of the run")(
+      "model", text_option("DIR"), "the traces' model: for the text beside what was kept")(
       "fixed", po::bool_switch(), "fixed pictures and no script, even where there is Vega")(
       "json", po::bool_switch(), "print one JSON object");
 }
 
+/// The text of each token of the shown trace, by the tokenizer of --model.
+std::vector<std::string> token_texts(const Run& run, const po::variables_map& options) {
+  std::vector<std::string> texts;
+  if (!options.count("model") || !run.kept) return texts;
+  const std::string file = options["model"].as<std::string>() + "/tokenizer.json";
+  const auto trace = std::ranges::find(run.info.traces, run.kept->trace, &RunTrace::name);
+  const std::string hash = xxh3_hex(read_text_file(file, std::size_t{256} << 20));
+  if (trace != run.info.traces.end() && !trace->tokenizer_xxh3.empty() &&
+      trace->tokenizer_xxh3 != hash)
+    throw std::invalid_argument(
+        fmt::format("--model: {} is not the tokenizer of trace {}; it should be that of {}", file,
+                    trace->name, trace->model));
+  const Tokenizer tokenizer = Tokenizer::load(file);
+  for (const std::int32_t id : run.kept->ids)
+    texts.push_back(tokenizer.decode(std::span(&id, 1), false));
+  return texts;
+}
+
+std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options) {
+  const bool fixed = options["fixed"].as<bool>();
+  if (!fixed && !vega_script()) fmt::print(stderr, "kvlab report: {}\n", kNoVega);
+  const Run run = load_run(folder);
+  return report_html(run, {.budget = options["budget"].as<std::string>(),
+                           .fixed = fixed,
+                           .tokens = token_texts(run, options),
+                           .progress = progress_bar("report")});
+}
+
 /// The page of whatever lies in the folder.
-std::string page_of(const std::filesystem::path& folder, const std::string& budget, bool fixed) {
+std::string page_of(const std::filesystem::path& folder, const po::variables_map& options) {
   const bool of_eval = std::filesystem::exists(folder / kEvalJson);
   if (of_eval || std::filesystem::exists(folder / kFidelityJson)) {
-    if (!budget.empty())
+    if (!options["budget"].as<std::string>().empty())
       throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
     return of_eval ? eval_page(folder) : fidelity_page(folder);
   }
@@ -36,17 +68,14 @@ std::string page_of(const std::filesystem::path& folder, const std::string& budg
         fmt::format("{}: holds no run.json, eval.json or fidelity.json; it should be a directory "
                     "made by `kvlab replay`, `eval --out` or `fidelity`",
                     folder.string()));
-  if (!fixed && !vega_script()) fmt::print(stderr, "kvlab report: {}\n", kNoVega);
-  return report_html(load_run(folder),
-                     {.budget = budget, .fixed = fixed, .progress = progress_bar("report")});
+  return page_of_run(folder, options);
 }
 
 int run(const po::variables_map& options) {
   const std::string directory =
       required(options, "run", "kvlab report RUN, a directory of `kvlab replay`");
   const std::string out = required(options, "out", "--out report.html");
-  const std::string html =
-      page_of(directory, options["budget"].as<std::string>(), options["fixed"].as<bool>());
+  const std::string html = page_of(directory, options);
   write_file_atomically(out, html);
   if (options["json"].as<bool>())
     print_json({{"report", out}, {"bytes", html.size()}});
@@ -60,7 +89,7 @@ int run(const po::variables_map& options) {
 Command report_command() {
   return {.name = "report",
           .summary = "one self-contained page about a run",
-          .usage = "RUN --out report.html [--budget B]",
+          .usage = "RUN --out report.html [--budget B] [--model DIR]",
           .example = "kvlab report run --out report.html",
           .add_options = add_options,
           .positional = "run",

@@ -15,8 +15,9 @@ std::span<const EmbeddedText> page_files();
 
 namespace {
 
-constexpr std::array<std::string_view, 7> kScripts{
-    "data.js", "elements.js", "chart.js", "curves.js", "heads.js", "tables.js", "main.js"};
+constexpr std::array<std::string_view, 8> kScripts{"data.js",   "elements.js", "chart.js",
+                                                   "curves.js", "heads.js",    "kept.js",
+                                                   "tables.js", "main.js"};
 
 void replace_all(std::string& text, std::string_view from, std::string_view to) {
   for (std::size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())

@@ -173,6 +173,29 @@ def check_hand(browser: Browser) -> None:
     assert size > 5000 and kind == "image/png", (size, kind)
 
 
+def check_kept(browser: Browser, run: Path) -> None:
+    """What is shown as kept, against kept.json, at several steps and of both policies and heads."""
+    import json
+    kept = json.loads((run / "kept.json").read_text())
+    assert kept["heads"][0]["series"][0]["policy"] != "window", "the winner comes first"
+    slider = browser.driver.find_element("css selector", "input[name=query]")
+    for head, step, policy in ((0, 0, 0), (0, 40, 2), (1, 90, 1)):
+        Select(browser.driver.find_element("css selector", "select[name=place]")).select_by_value(str(head))
+        Select(browser.driver.find_element("css selector", "select[name=left]")).select_by_value(str(policy))
+        browser.js("arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))", slider, str(step))
+        query = kept["queries"][step]
+        lives = kept["heads"][head]["series"][policy]["lifetimes"]
+        wanted = sorted({position for position, first, last in lives if first <= query <= last})
+        shown = browser.js("return [...document.querySelector('.text').children].map((s, i) => [s.classList.contains("
+                           "'kept') && !s.hidden, i]).filter(([k]) => k).map(([, i]) => i)")
+        assert shown == wanted, (head, step, policy)
+        assert f"keeps {len(wanted)} of {query + 1} tokens" in browser.js(
+            "return document.querySelector('.pair .quiet').textContent")
+    slider.send_keys(Keys.ARROW_RIGHT)
+    assert browser.js("return kvlabPage.page.keptView.at") == 91
+    assert len(browser.driver.find_elements("css selector", ".pair .text")) == 2
+
+
 def check_looks(browser: Browser, pictures: Path | None) -> None:
     ink = "return getComputedStyle(document.body).color"
     light = browser.js(ink)
@@ -200,7 +223,8 @@ def hostile(page: str) -> str:
         series["label"] = series["policy"] = HOSTILE + series["policy"]
     for budget in data["budgets"]:
         budget["text"] = HOSTILE + budget["text"]
-    data["groups"][0]["name"] = HOSTILE
+    data["groups"][0]["name"] = data["kept"]["trace"] = HOSTILE
+    data["kept"]["tokens"] = [HOSTILE] * len(data["kept"]["tokens"])
     return page[:opened] + json.dumps(data).replace("<", "\\u003c") + page[closed:]
 
 
@@ -231,7 +255,7 @@ def main() -> None:
 
         call("replay", "--trace", source / "traces/samples/tiny-story", "--policy", "window,sink,lru,h2o",
              "--budget", "64,128", "--out", run)
-        call("report", run, "--out", page)
+        call("report", run, "--model", source / "engine/models/tiny", "--out", page)
         browser = Browser()
         try:
             seconds = browser.open(page)
@@ -239,6 +263,7 @@ def main() -> None:
             check_heads(browser, run)
             check_tables(browser)
             check_hand(browser)
+            check_kept(browser, run)
             check_looks(browser, None)
             browser.check_quiet()
             check_hostile(browser, page)

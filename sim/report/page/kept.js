@@ -1,0 +1,120 @@
+// What was kept, seen: the text up to a query, shaded by who is kept and by attention, two policies
+// side by side.
+class KeptText {
+  constructor(view, holder, series) {
+    this.view = view;
+    this.series = series;
+    this.caption = element('p', {class: 'quiet', 'aria-live': 'polite'});
+    this.box = element('div', {class: 'text', tabindex: '0', role: 'group', 'aria-label': 'text'});
+    this.spans = view.kept.tokens.map((token, i) => element('span', {title: `token ${i}`}, tokenText(token)));
+    this.box.append(...this.spans);
+    const names = () => view.head().series.map((one, s) => [s, one.label]);
+    holder.append(element('div', {}, chooser(series ? 'right' : 'left', 'policy', names(), series, (value) => {
+      this.series = Number(value);
+      this.draw();
+    }), this.caption, this.box));
+  }
+
+  /** Queries between which each token was live: [position] -> [[first, last], …]. */
+  lives() {
+    const flat = this.view.head().series[this.series].lives, lives = new Map();
+    for (let i = 0; i < flat.length; i += 3) {
+      if (!lives.has(flat[i])) lives.set(flat[i], []);
+      lives.get(flat[i]).push([flat[i + 1], flat[i + 2]]);
+    }
+    return lives;
+  }
+
+  draw() {
+    const {queries} = this.view.kept, at = this.view.at, query = queries[at], before = queries[at - 1];
+    const lives = this.lives(), attention = this.view.attention();
+    const live = (position, when) => (lives.get(position) ?? []).some(([a, b]) => a <= when && when <= b);
+    let kept = 0, left = 0, held = 0, paid = 0;
+    this.spans.forEach((span, position) => {
+      const is = position <= query && live(position, query), share = (attention.get(position) ?? 0) ** 2;
+      const leaves = before !== undefined && position <= before && !is && live(position, before);
+      span.hidden = position > query;
+      kept += is;
+      left += leaves;
+      paid += share;
+      if (is) held += share;
+      span.className = position > query ? '' : (is ? 'kept' : 'gone') + (leaves ? ' left' : '') +
+        (!is && share > 0 ? ' missed' : '') + (position === query ? ' query' : '');
+      span.style.setProperty('--a', String(Math.round(90 * (attention.get(position) ?? 0))));
+    });
+    const share = paid > 0 ? `, ${Math.round((100 * held) / paid)}% of the attention shown` : '';
+    this.caption.textContent = `keeps ${kept} of ${query + 1} tokens${share}; ${left} left since the step before`;
+    this.box.scrollTop = this.box.scrollHeight;
+  }
+}
+
+function tokenText(token) {
+  return shown(token.replaceAll('\n', '\u21b5'), 60).replaceAll('\u21b5', '\u21b5\n');
+}
+
+class KeptView {
+  constructor(kept, section) {
+    this.kept = kept;
+    this.place = 0;
+    this.at = Math.floor(kept.queries.length / 2);
+    const count = this.head().series.length;
+    const heads = kept.heads.map((head, i) => [i, `layer ${head.layer}, KV head ${head.head}`]);
+    const controls = element('div', {class: 'controls'}, chooser('place', 'head', heads, 0, (value) => {
+      this.place = Number(value);
+      this.draw();
+    }));
+    const where = element('p', {class: 'quiet'}, `Budget ${shown(kept.budget)}, sequence ${shown(kept.trace)}` +
+      (heads.length > 1 ? '.' : `, ${heads[0][1]}.`) +
+      (kept.has_text ? '' : ' Numbers are token ids: give the report --model DIR for the text.'));
+    this.slider = element('input', {type: 'range', name: 'query', min: '0', max: String(kept.queries.length - 1),
+      'aria-label': 'query', oninput: () => this.go(Number(this.slider.value))});
+    this.step = element('output', {class: 'readout'});
+    const play = button('play', () => this.play(play));
+    const pair = element('div', {class: 'pair'});
+    section.append(controls, where, element('div', {class: 'slider'}, play, this.slider, this.step), pair);
+    this.texts = [new KeptText(this, pair, 0)];
+    if (count > 1) this.texts.push(new KeptText(this, pair, 1));
+    this.draw();
+  }
+
+  head() {
+    return this.kept.heads[this.place];
+  }
+
+  /** [position] -> root of the probability, at the present query. */
+  attention() {
+    const flat = this.head().attention[this.at] ?? [], levels = new Map();
+    for (let i = 0; i < flat.length; i += 2) levels.set(flat[i], flat[i + 1] / 255);
+    return levels;
+  }
+
+  go(at) {
+    this.at = Math.min(Math.max(at, 0), this.kept.queries.length - 1);
+    this.draw();
+  }
+
+  draw() {
+    this.slider.value = String(this.at);
+    const query = this.kept.queries[this.at];
+    this.step.value = `query ${query}, “${tokenText(this.kept.tokens[query] ?? '').trim()}”`;
+    this.texts.forEach((text) => text.draw());
+  }
+
+  play(control) {
+    if (this.timer) {
+      clearInterval(this.timer);
+      this.timer = null;
+    } else {
+      if (this.at + 1 === this.kept.queries.length) this.at = 0;
+      this.timer = setInterval(() => {
+        this.go(this.at + 1);
+        if (this.at + 1 === this.kept.queries.length) this.play(control);
+      }, 120);
+    }
+    control.textContent = this.timer ? 'pause' : 'play';
+  }
+}
+
+function keptView(page, section) {
+  if (page.data.kept.tokens.length) page.keptView = new KeptView(page.data.kept, section);
+}
