@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "kernels/evict/admission.hpp"
+#include "kernels/evict/columns.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/pointwise.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
@@ -21,6 +23,8 @@ namespace {
 static_assert(sizeof(kvlab_observation) == sizeof(Observation));
 static_assert(sizeof(kvlab_rule) == sizeof(PairRule));
 static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
+static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
+              KVLAB_KEY_COSINE == static_cast<int>(BuiltInColumn::key_cosine));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 
 const std::vector<kvlab_policy>& policies() {
@@ -132,6 +136,68 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
   return cudaSuccess;
 }
 
+int kvlab_policy_weighted(const kvlab_policy* policy) {
+  return policy != nullptr && policy->kernels.weighted ? 1 : 0;
+}
+
+cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
+                                 float* to, uint32_t* tail) {
+  if (policy == nullptr || to == nullptr || tail == nullptr ||
+      (params == nullptr && policy->kernels.params_bytes > 0))
+    return cudaErrorInvalidValue;
+  *tail = policy->kernels.tail(params);
+  for (uint32_t age = 0; age < queries; ++age)
+    to[age] = age < *tail ? policy->kernels.weight(age, params) : 0.0f;
+  return cudaSuccess;
+}
+
+cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
+  if (args == nullptr || !known(args->cache.type)) return cudaErrorInvalidValue;
+  const kvlab_cache& cache = args->cache;
+  if (cache.first_slot == nullptr) return cudaErrorInvalidValue;
+  RopeWriteArgs converted{};
+  converted.type = type_of(cache.type);
+  converted.tokens = args->tokens;
+  converted.query_heads = cache.query_heads;
+  converted.kv_heads = cache.kv_heads;
+  converted.head_size = cache.head_size;
+  converted.rotated = args->rotated;
+  converted.qkv = args->qkv;
+  converted.rope = reinterpret_cast<const float2*>(args->rope);
+  converted.positions = args->rope_rows;
+  converted.sequences = args->sequences;
+  converted.slots = args->slots;
+  converted.keys = cache.keys;
+  converted.values = cache.values;
+  converted.next = {.first_slot = cache.first_slot,
+                    .next_slots = cache.next_slots,
+                    .positions = args->now == nullptr ? nullptr : cache.positions,
+                    .now = args->now};
+  converted.q = args->q;
+  return rope_write(converted, stream);
+}
+
+cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
+  if (args == nullptr || !known(args->cache.type)) return cudaErrorInvalidValue;
+  if (args->count < 1 || args->count > static_cast<int>(kMaxColumns)) return cudaErrorInvalidValue;
+  ColumnList columns{.count = args->count};
+  for (int at = 0; at < args->count; ++at) {
+    if (args->columns[at] < KVLAB_KEY_NORM || args->columns[at] > KVLAB_KEY_COSINE)
+      return cudaErrorInvalidValue;
+    columns.of[at] = static_cast<BuiltInColumn>(args->columns[at]);
+  }
+  return make_columns({.cache = cache_of(args->cache),
+                       .columns = columns,
+                       .slots = args->slots,
+                       .tokens = args->tokens,
+                       .now = args->now,
+                       .keys = args->keys,
+                       .key_row = args->key_row,
+                       .unit_keys = args->unit_keys,
+                       .to = args->to},
+                      stream);
+}
+
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
   if (cache == nullptr) return cudaErrorInvalidValue;
   return number_by_age(cache_of(*cache), stream);
@@ -196,12 +262,15 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                           .first = prefill.first,
                           .queries = prefill.queries,
                           .keys_end = args->keys_end,
+                          .younger = args->younger,
                           .position = args->position,
                           .q = prefill.q,
                           .keys = prefill.keys,
                           .rows = reinterpret_cast<const RowSoftmax*>(prefill.rows),
                           .older = prefill.older,
                           .first_slot = prefill.first_slot,
+                          .weights = args->weights,
+                          .tail = args->tail == 0 ? kNoTail : args->tail,
                           .group_max = args->group_max != 0,
                           .threshold16 = args->threshold16,
                           .seen = reinterpret_cast<Observation*>(args->seen),
@@ -217,8 +286,8 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
                          cudaStream_t stream) {
   if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
   if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
-  // kvlab_observe knows no policy, hence no weights: what it counted would be wrong.
-  if (policy->kernels.weighted && args->seen != nullptr) return cudaErrorNotSupported;
+  if (policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
+    return cudaErrorNotSupported;
   return shrink(policy->kernels,
                 {.from = cache_of(args->from),
                  .to = cache_of(args->to),

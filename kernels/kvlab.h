@@ -53,6 +53,15 @@ size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
 
+/** Whether it weighs a prompt's queries by how many of the prompt are younger. */
+int kvlab_policy_weighted(const kvlab_policy* policy);
+/** Those weights, for kvlab_observe: of the query that `age` others are younger than, to host
+ * memory to[age], `queries` numbers. From `*tail` on they are 0. `params`: as kvlab_policy_params
+ * wrote them.
+ */
+cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
+                                 float* to, uint32_t* tail);
+
 /** The columns that it reads (docs/columns.md), from 0 on; NULL behind the last. You bring them:
  *  kvlab_policy_state.columns. Of `column` any will do. */
 const char* kvlab_policy_column(const kvlab_policy* policy, int index);
@@ -75,8 +84,9 @@ typedef struct {
   uint32_t* positions;       /**< [slot]: of the token that it holds */
   int32_t* lengths;          /**< [pair]: live tokens */
   int32_t* next_slots;       /**< [pair], from first_slot: where the next token goes */
-  uint32_t* ages; /**< [slot]: how many of the pair's live tokens are older; where
-                     KVLAB_SQUEEZED, else NULL. Kept by kvlab_evicting_attention, set by kvlab_number_by_age */
+  uint32_t* ages;            /**< [slot]: how many of the pair's live tokens are older; where
+                                KVLAB_SQUEEZED, else NULL. Kept by kvlab_evicting_attention, set by
+                                kvlab_number_by_age */
 } kvlab_cache;
 
 /** Sets cache->ages from positions and lengths: after a prompt. */
@@ -87,7 +97,8 @@ typedef struct {
   uint32_t budget; /**< tokens that a query may span, itself included; UINT32_MAX: no eviction */
   uint32_t sinks;  /**< positions below leave last */
   uint32_t recent; /**< the last ones leave before sinks and after all others */
-  uint32_t group_max; /**< 1: a query gives a token the largest of its group's masses, not the sum */
+  uint32_t
+      group_max; /**< 1: a query gives a token the largest of its group's masses, not the sum */
 } kvlab_rule;
 
 /** What one token received from the queries of one step or prompt. */
@@ -110,13 +121,56 @@ typedef struct {
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
   const float* columns;    /**< [slot, column]: what each token brought, kvlab_policy_column by
                                 kvlab_policy_column; those of new tokens are there as their keys are */
-  /** [pair]: room is made only when so many tokens are live; UINT32_MAX: never. NULL: at the budget.
-   *  For bursts (every=W): UINT32_MAX in decode steps, budget - 1 + W in kvlab_shrink. */
+  /** [pair]: room is made only when so many tokens are live; UINT32_MAX: never. NULL: at the
+   * budget. For bursts (every=W): UINT32_MAX in decode steps, budget - 1 + W in kvlab_shrink. */
   const uint32_t* room_at;
 } kvlab_policy_state;
 
 /** The sequence sits out: a value of `now`. */
 #define KVLAB_IDLE UINT32_MAX
+
+/* --- New tokens ----------------------------------------------------------------------------- */
+
+/** New tokens on their way into a cache, from the projection of q, k and v: q and k are rotated in
+ *  float32 and rounded once; q is put to `q`, keys and values to their slots, which are next_slots
+ *  and behind. */
+typedef struct {
+  kvlab_cache cache; /**< positions are written where `now` is given */
+  int tokens;
+  const void* qkv;          /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
+  int rotated;              /**< dimensions that RoPE rotates; 0: none, as for KVLAB_SQUEEZED */
+  const float* rope;        /**< [row, rotated / 2, 2]: cosines and sines of some positions */
+  const int32_t* rope_rows; /**< [token]: its row there */
+  const int32_t* sequences; /**< [token] */
+  const int32_t* slots;     /**< [token]: which slot, from next_slots on; NULL: that itself */
+  const uint32_t* now;      /**< [sequence]: position of its one token, or KVLAB_IDLE; or NULL */
+  void* q;                  /**< [token, query_head, head_size] */
+} kvlab_write_args;
+cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
+
+/** Columns that are computed from keys and values (docs/columns.md), by these names in lower case.
+ */
+typedef enum {
+  KVLAB_KEY_NORM = 0,
+  KVLAB_VALUE_NORM = 1,
+  KVLAB_VALUE_NORM1 = 2,
+  KVLAB_KEY_COSINE = 3
+} kvlab_column;
+
+/** Some columns of new tokens, whose values are in the cache already. */
+typedef struct {
+  kvlab_cache cache;
+  int count; /**< of columns */
+  kvlab_column columns[4];
+  const int32_t* slots; /**< [pair], from first_slot: of the first new token; others follow */
+  int tokens;           /**< of each sequence */
+  const uint32_t* now;  /**< [sequence]: KVLAB_IDLE sits out; or NULL */
+  const void* keys;     /**< before RoPE: [sequence, token] rows of [kv_head, head_size] */
+  int64_t key_row;      /**< elements from one token to the next */
+  float* unit_keys;     /**< [pair, head_size], zeroed before a sequence begins; for key_cosine */
+  float* to;            /**< [slot, column] */
+} kvlab_columns_args;
+cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 
 /* --- Decoding ------------------------------------------------------------------------------- */
 
@@ -132,14 +186,14 @@ typedef struct {
   kvlab_cache cache;
   kvlab_policy_state policy;
   kvlab_positions numbering;
-  const uint32_t* now;       /**< [sequence]: position of the token, or KVLAB_IDLE */
-  const void* q;             /**< [sequence, query_head, head_size] */
-  const float* inv_freq;     /**< [rotated / 2], where squeezed */
-  int rotated;               /**< dimensions that RoPE rotates, where squeezed: all, head_size */
-  float rope_factor;         /**< on cos and sin, where squeezed; 1 but for YaRN */
-  void* out;                 /**< [sequence, query_head, head_size] */
-  float* lse;                /**< [sequence, query_head], natural logarithm; or NULL */
-  void* workspace;           /**< zeroed before its first use; not shared by calls at one time */
+  const uint32_t* now;   /**< [sequence]: position of the token, or KVLAB_IDLE */
+  const void* q;         /**< [sequence, query_head, head_size] */
+  const float* inv_freq; /**< [rotated / 2], where squeezed */
+  int rotated;           /**< dimensions that RoPE rotates, where squeezed: all, head_size */
+  float rope_factor;     /**< on cos and sin, where squeezed; 1 but for YaRN */
+  void* out;             /**< [sequence, query_head, head_size] */
+  float* lse;            /**< [sequence, query_head], natural logarithm; or NULL */
+  void* workspace;       /**< zeroed before its first use; not shared by calls at one time */
   int settled; /**< 1: no kernel ahead in the stream may write what this reads, but for q and each
                     pair's newest token; then the cache is fetched while they still run. 0 is safe
                 */
@@ -189,6 +243,10 @@ typedef struct {
   kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
   void* workspace;
   int group_max; /**< 1: as kvlab_rule.group_max */
+  /** Of a policy that weighs queries, kvlab_policy_weights: */
+  const float* weights; /**< [age]; NULL: each query counts once */
+  uint32_t tail;        /**< 0: they never end */
+  int younger;          /**< queries of the prompt after these */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
@@ -198,8 +256,8 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
  *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
  * Those that stay go to `to`, which is disjoint from `from`, or the same memory. With nothing
  * admitted and `seen` NULL it makes room between decode steps, in place.
- * cudaErrorNotSupported for what kvlab_observe counted on behalf of a policy that weighs queries
- * (its info says .weighted): every query counts there as one. */
+ * cudaErrorNotSupported where a policy weighs queries and `weighted` does not say that they were.
+ */
 typedef struct {
   kvlab_cache from, to;
   kvlab_policy_state policy; /**< states: of from */
@@ -215,6 +273,7 @@ typedef struct {
   int by_layer;
   uint32_t smooth;
   int pool_max;
+  int weighted; /**< 1: `seen` was counted with the policy's weights */
 } kvlab_shrink_args;
 size_t kvlab_shrink_workspace(const kvlab_cache* from);
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,

@@ -40,6 +40,13 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .scope_layer = true,
                                        .group_max = true,
                                        .columns = Columns::built_in};
+/// What kvlab.hf.evicting does with it.
+inline constexpr Executor kKernelLibrary{.name = "the kernel library",
+                                         .instead = "a model on the CPU",
+                                         .head_budgets = true,
+                                         .scope_layer = true,
+                                         .group_max = true,
+                                         .columns = Columns::built_in};
 inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
                                     .instead = "--device cpu",
                                     .head_budgets = true,

@@ -12,6 +12,30 @@
 namespace kvlab::kernels {
 
 template <Policy P>
+typename P::Params params_at(const void* params) {
+  if constexpr (kParamsBytes<P> == 0)
+    return {};
+  else
+    return *static_cast<const typename P::Params*>(params);
+}
+
+template <Policy P>
+float weight_of(std::uint32_t age, const void* params) {
+  if constexpr (P::kInfo.weighted)
+    return P::weight(age, params_at<P>(params));
+  else
+    return 1;
+}
+
+template <Policy P>
+std::uint32_t tail_of(const void* params) {
+  if constexpr (P::kInfo.weighted)
+    return P::tail(params_at<P>(params));
+  else
+    return kNoTail;
+}
+
+template <Policy P>
 DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
   return {.name = P::kInfo.name,
           .needs = P::kInfo.needs,
@@ -21,6 +45,8 @@ DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
           .slot_bytes = kSlotBytes<P>,
           .params_bytes = kParamsBytes<P>,
           .params = write_params<P>,
+          .weight = weight_of<P>,
+          .tail = tail_of<P>,
           .header = header,
           .type = type,
           .observe_pairs = reinterpret_cast<const void*>(observe_pairs<P>),

@@ -23,6 +23,10 @@ struct DevicePolicy {
   std::size_t params_bytes;              ///< of PolicyState::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue.
   void (*params)(std::span<const double> values, std::byte* to);
+  /// As of PolicyOps: of a query by the number of younger ones; from which age on it weighs
+  /// nothing.
+  float (*weight)(std::uint32_t age, const void* params);
+  std::uint32_t (*tail)(const void* params);
   /// Its text, for what is compiled when it is wanted: below policies/, and the struct there.
   std::string_view header, type;
 

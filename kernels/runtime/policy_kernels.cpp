@@ -107,6 +107,8 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
               .slot_bytes = entry_->slot_bytes,
               .params_bytes = entry_->params_bytes,
               .params = entry_->write_params,
+              .weight = entry_->weight,
+              .tail = entry_->tail,
               .header = {},
               .type = {},
               .observe_pairs = code_.kernel(kObserve),

@@ -13,5 +13,6 @@ void bind_arrays(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_replay(nb::module_& module);
 void bind_caches(nb::module_& module);
+void bind_slot_plan(nb::module_& module);
 
 }  // namespace kvlab::python

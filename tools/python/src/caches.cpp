@@ -11,11 +11,9 @@
 
 #include "engine/cache/growing_rope.hpp"
 #include "engine/cache/layer_cache.hpp"
-#include "policies/executor.hpp"
-#include "sim/budgets/grid.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
-#include "tools/python/src/policy.hpp"
+#include "tools/python/src/cache_request.hpp"
 
 namespace kvlab::python {
 namespace {
@@ -34,14 +32,16 @@ class Caches {
         head_size_(head_size),
         rope_({inv_freq, rope_factor}),
         tokens_(layers) {
-    GridRequest request{
-        .policies = {policy}, .prefills = {prefill}, .seed = seed, .threshold = threshold};
-    if (!budget.empty()) request.budgets = {budget};
-    if (!positions.empty()) request.positions = {positions};
-    const HeadCounts model{layers, kv_heads};
-    const ResolvedConfig config =
-        resolve(make_grid(request, {}, compiled_from(own)).front(), length, 0, model);
-    check_held(kDecoder, config);
+    const ResolvedConfig config = resolve({.policy = policy,
+                                           .budget = budget,
+                                           .prefill = prefill,
+                                           .positions = positions,
+                                           .own = own,
+                                           .seed = seed,
+                                           .threshold = threshold,
+                                           .length = length,
+                                           .model = {layers, kv_heads}},
+                                          kDecoder);
     const HeadShape shape{head_size, group_, config.positions, softmax_scale, config.threshold16()};
     chunk_ = config.prefill.chunk;
     for (std::uint32_t layer = 0; layer < layers; ++layer)

@@ -11,4 +11,5 @@ NB_MODULE(_kvlab, module) {
   kvlab::python::bind_policies(module);
   kvlab::python::bind_replay(module);
   kvlab::python::bind_caches(module);
+  kvlab::python::bind_slot_plan(module);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 class evicting:
     """While the block runs, the model's attention keeps what a policy keeps: `with evicting(model, "h2o", budget=256)`.
 
-    Whatever calls the model in the block, such as `generate`, sees the caches of kvlab's CPU decoder in place of
-    transformers' own: one sequence at a time, on the CPU, each prompt by `prefill`, each decoded token by itself. A
-    call with a new, empty cache begins anew. Afterwards the object says what was kept, and with `record=True` gives
-    the queries, keys and values as a trace, whose replay keeps the same.
+    Whatever calls the model in the block, such as `generate`, sees caches of kvlab's in place of transformers' own,
+    on the CPU those of its decoder, on CUDA slots that the kernel library evicts from: one sequence at a time, each
+    prompt by `prefill`, each decoded token by itself. A call with a new, empty cache begins anew. Afterwards the object
+    says what was kept, and with `record=True` gives the queries, keys and values as a trace, whose replay keeps the
+    same. With `graph=True`, on CUDA, a decoded token is one launch of a CUDA graph.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class evicting:
         length: int | None = None,
         threads: int | None = None,
         record: bool = False,
+        graph: bool = False,
     ) -> None:
         """`length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
         if int(torch.__version__.split(".")[0]) < 2:
@@ -48,12 +51,15 @@ class evicting:
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = self._model.config
         refuse_unsupported(str(getattr(config, "_name_or_path", "")) or type(self._model).__name__, config)
-        if any(parameter.device.type != "cpu" for parameter in self._model.parameters()):
-            raise Refused("evicting: the model is not on the CPU, and no other device is known yet; model.to('cpu')")
+        devices = {parameter.device for parameter in self._model.parameters()}
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+            found = ", ".join(sorted(map(str, devices)))
+            raise Refused(f"evicting: the model is on {found}; the CPU or one CUDA device is expected")
+        self._device = devices.pop()
         self._shape = shape_of(self._model)
         rope = rope_of(self._model, self._shape)
         texts, own = resolve([policy])
-        self._asked: tuple[Any, ...] = (
+        asked = (
             texts[0],
             own,
             "" if budget is None else str(budget),
@@ -63,33 +69,53 @@ class evicting:
             request_threshold,
             int(length or config.max_position_embeddings),
             self._shape.layers,
-            self._shape.query_heads,
-            self._shape.kv_heads,
-            self._shape.head_size,
-            [float(x) for x in rope.inv_freq],
-            rope.factor,
-            rope.softmax_scale,
         )
+        heads = (self._shape.query_heads, self._shape.kv_heads, self._shape.head_size)
+        rotation = ([float(x) for x in rope.inv_freq], rope.factor, rope.softmax_scale)
+        self._make: Callable[[], Any]
+        if self._device.type == "cuda":
+            from kvlab.hf.slot_caches import SlotCaches
+
+            plan = _kvlab.SlotPlan(*asked, self._shape.kv_heads)
+            self._make = lambda: SlotCaches(plan, self._shape, rope, self._model.dtype, self._device)
+        else:
+            self._make = lambda: _kvlab.Caches(*asked, *heads, *rotation)
         self._rope = rope
         self._threads = threads or os.cpu_count() or 1
         self._record = record
+        self._caches: Any = None
+        self._attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # while a graph is captured
+        self._graph = None
+        if graph:
+            if self._device.type != "cuda" or record:
+                raise Refused("evicting: graph=True needs a model on CUDA, and record=False")
+            from kvlab.hf.step_graph import StepGraph
+
+            self._graph = StepGraph(self, self._model)
         self._begin()
 
     def _begin(self) -> None:
-        self._caches = _kvlab.Caches(*self._asked)
-        self._rows: list[list[tuple[Any, Any, Any]]] = [[] for _ in range(self._shape.layers)]
+        if self._caches is not None and hasattr(self._caches, "begin_anew"):
+            self._caches.begin_anew()
+        else:
+            self._caches = self._make()
+        self._rows: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(self._shape.layers)]
         self._prompt_tokens = 0
 
     def __enter__(self) -> evicting:
         for index, module in enumerate(attention_modules(self._model)):
             module.forward = types.MethodType(_forward_of(self, index), module)
         self._hook = self._model.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+        if self._graph:
+            self._model.forward = self._graph.forward_of(self._model.forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         for module in attention_modules(self._model):
             del module.forward  # the class's own shows again
         self._hook.remove()
+        if self._graph:
+            del self._model.forward
 
     def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions of the tokens that KV head `head` holds now, ascending."""
@@ -106,7 +132,7 @@ class evicting:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that are held now, in float32."""
+        """Bytes of the keys and values that are held now: on the CPU in float32, on CUDA in the model's dtype."""
         return self._caches.kv_bytes
 
     def trace(self, out: str | os.PathLike[str] | None = None) -> Trace:
@@ -116,7 +142,7 @@ class evicting:
         if not self._record or not self._rows[0]:
             raise Refused("trace: nothing was recorded; evicting(…, record=True), and run the model")
         q, k, v = (
-            numpy.stack([numpy.concatenate([rows[part] for rows in layer]).swapaxes(0, 1) for layer in self._rows])
+            torch.stack([torch.cat([rows[part] for rows in layer]).transpose(0, 1) for layer in self._rows])
             for part in range(3)
         )
         config = {
@@ -128,19 +154,26 @@ class evicting:
 
     def _attend(self, layer: int, tensors: tuple[torch.Tensor, ...], start: int) -> torch.Tensor:
         """q, k and v [tokens, heads, head_size] before RoPE."""
-        if layer == 0 and start == 0:
+        if self._attend_token is not None:
+            return self._attend_token(layer, torch.cat(tensors, 1))
+        if layer == 0 and start == 0 and self.tokens > 0:
             self._begin()
         if start != self._caches.tokens(layer):
             raise Refused(
                 f"evicting: the model's cache holds {start} tokens and ours {self._caches.tokens(layer)}; a sequence that"
                 " goes back (beams, assisted decoding) is not supported"
             )
-        rows = tuple(tensor.detach().float().contiguous().numpy() for tensor in tensors)
-        is_prompt = start == 0 or len(rows[0]) > 1
+        is_prompt = start == 0 or len(tensors[0]) > 1
+        on_cuda = self._device.type == "cuda"
+        tensors = tuple(tensor.detach() if on_cuda else tensor.detach().float() for tensor in tensors)
         if self._record:
-            self._rows[layer].append((rows[0], rows[1], rows[2]))
+            self._rows[layer].append(tuple(tensor.cpu() for tensor in tensors))
             if layer == 0 and start == 0:
-                self._prompt_tokens = len(rows[0])
+                self._prompt_tokens = len(tensors[0])
+        if on_cuda:
+            attended: torch.Tensor = self._caches.attend(layer, torch.cat(tensors, 1), is_prompt)
+            return attended
+        rows = (tensor.contiguous().numpy() for tensor in tensors)
         return torch.from_numpy(self._caches.attend(layer, *rows, is_prompt, self._threads))
 
 
@@ -170,6 +203,8 @@ def _forward_of(caches: evicting, layer: int) -> Any:
 
 
 def _refuse_padding(module: Any, arguments: Any, words: dict[str, Any]) -> None:
-    mask = words.get("attention_mask")
+    mask, ids = words.get("attention_mask"), words.get("input_ids", arguments[0] if arguments else None)
+    if isinstance(ids, torch.Tensor) and ids.shape[-1] == 1 and ids.device.type != "cpu":
+        return  # a step: what is behind it was looked at, and to look means to wait
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask.all()):
         raise Refused("evicting: attention_mask leaves tokens out; a sequence without padding is expected")

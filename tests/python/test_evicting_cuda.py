@@ -1,0 +1,238 @@
+"""Eviction while transformers runs on CUDA: what is kept is what a replay of the same queries and keys keeps."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("xxhash")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+try:
+    from kvlab import _library
+
+    HELD = _library.policies()
+except RuntimeError as error:
+    pytest.skip(f"no kernel library: {error}", allow_module_level=True)
+from test_evicting import decode  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BROUGHT = ("lagkv", "expected_attention", "r_kv", "criticalkv")  # whose columns lie beside a trace
+
+
+def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2, **words: Any) -> Any:
+    torch.manual_seed(3)
+    config = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "mistral": transformers.MistralConfig,
+    }[family](
+        vocab_size=97,
+        hidden_size=256,
+        intermediate_size=320,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        initializer_range=0.1,  # attention that differs from token to token
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **words,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.to("cuda", dtype).eval()
+
+
+def ids_of(tokens: int, seed: int = 5) -> Any:
+    return torch.randint(0, 97, (1, tokens), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def parted(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> tuple[int, int, int]:
+    """The first query at which some KV head keeps another set than the replay's, or `steps`; how many of the sets of a
+    head and query differ; and of how many."""
+    with kvlab.hf.evicting(model, policy, budget, record=True, length=ids.shape[1] + steps, **words) as caches:
+        kept = decode(model, ids, steps, caches)
+    trace = caches.trace()
+    assert trace.segments == [(0, ids.shape[1], "prompt"), (ids.shape[1], steps, "decode")]
+    run = kvlab.replay(trace, policy, () if policy == "full" else budget, references=False, **words)
+    first, differ, sets = steps, 0, 0
+    for at, own in enumerate(kept):
+        live = run.kept(*divmod(at, trace.kv_heads), policy.split(":")[0]).live
+        for query, (theirs, ours) in enumerate(zip(live, own, strict=True)):
+            sets += 1
+            if not numpy.array_equal(numpy.flatnonzero(theirs), ours):
+                differ += 1
+                first = min(first, query)
+    return first, differ, sets
+
+
+@pytest.mark.parametrize("policy", [name for name in HELD if name not in BROUGHT])
+def test_every_policy_keeps_what_the_replay_keeps(policy: str) -> None:
+    assert parted(model_of(), ids_of(100), 120, policy, 48)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "words"),
+    [
+        ("h2o:every=8", 40, {}),
+        ("h2o:every=8:smooth=2:pool=max", 40, {}),
+        ("h2o:scope=layer", 40, {}),
+        ("h2o:group=max", 40, {}),
+        ("h2o:once", 40, {}),
+        ("h2o", 40, {"prefill": "chunk:17"}),
+        ("knorm", 40, {"prefill": "stream"}),
+        ("h2o", 40, {"positions": "cache"}),
+        ("h2o", 40, {"prefill": "chunk:17", "positions": "cache"}),
+        ("random", 40, {"seed": 2**63 + 7}),
+        ("lru:sinks=4:recent=50%", "50%", {}),
+        ("h2o", "pyramid(40)", {}),
+    ],
+)
+def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words: dict[str, Any]) -> None:
+    assert parted(model_of(), ids_of(60), 60, policy, budget, **words)[1] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_families_keep_what_the_replay_keeps(family: str, dtype: Any) -> None:
+    """In two bytes too, of 500 tokens: what differs are ties that two orders of adding probabilities break apart."""
+    first, differ, sets = parted(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
+    assert differ <= sets // 100, f"{differ} of {sets} sets differ, from query {first} on"
+
+
+WORDS = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_with_room_for_all_the_text_is_transformers_own(graph: bool) -> None:
+    model, ids = model_of(), ids_of(30)
+    with torch.no_grad():
+        plain = model.generate(ids, **WORDS)
+        for policy, budget in (("full", None), ("h2o", 90)):
+            with kvlab.hf.evicting(model, policy, budget, length=90, graph=graph) as caches:
+                for _ in range(2):  # a new cache begins anew, and a graph goes on serving
+                    assert torch.equal(model.generate(ids, **WORDS), plain)
+            assert caches.tokens == 89 and caches.evictions == 0
+        assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is as it was
+
+
+@pytest.mark.parametrize("policy", ["h2o", "knorm", "h2o:every=8", "streaming_h2o"])
+def test_a_graph_keeps_what_steps_keep(policy: str) -> None:
+    model, kept = model_of(), []
+    for graph in (False, True):
+        with torch.no_grad(), kvlab.hf.evicting(model, policy, 24, graph=graph) as caches:
+            text = model.generate(ids_of(40), **WORDS)
+        kept.append([text.tolist(), *(caches.kept(layer, head).tolist() for layer in (0, 1) for head in (0, 1))])
+        assert caches.evictions > 0
+    assert kept[0] == kept[1]
+
+
+def test_memory_is_what_the_budget_says() -> None:
+    """Keys and values of the slots, the policy's states and positions; what attention works in is shared by layers."""
+    layers, budget = 12, 1024
+    model = model_of(dtype=torch.bfloat16, layers=layers)
+    with torch.no_grad():
+        model(ids_of(8))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    caches = kvlab.hf.evicting(model, "h2o", budget)
+    torch.cuda.synchronize()
+    taken = torch.cuda.memory_allocated() - before
+    slots = layers * 2 * budget
+    expected = slots * (2 * 64 * 2 + 8 + 4)
+    assert expected <= taken <= 1.05 * expected
+    with caches, torch.no_grad():
+        model.generate(ids_of(2000), **WORDS)
+        left = torch.cuda.memory_allocated() - before
+        assert left <= 1.05 * expected + 2**20  # tensors of the text itself
+    assert caches.kv_bytes == slots * 2 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda m: kvlab.hf.evicting(m, "h2o"), "--budget: policy h2o needs one"),
+        (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "lagkv"),
+        (lambda m: kvlab.hf.evicting(m, "h2o", "ada(16)"), "the kernel library does not know it"),
+        (lambda m: kvlab.hf.evicting(m, "h2o", 16, graph=True, record=True), "graph=True needs"),
+        (lambda m: _call(m, input_ids=ids_of(6).view(2, 3)), "a batch of 2; one sequence at a time"),
+        (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[0, 1, 1]]).cuda()), "leaves tokens out"),
+        (lambda m: kvlab.hf.evicting(m.double(), "h2o", 16), "float64; on CUDA one of"),
+    ],
+)
+def test_what_is_refused(use: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use(model_of())
+
+
+def test_a_head_size_without_kernels_is_refused_by_name() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).cuda()
+    with pytest.raises(ValueError, match="head size 16, 4 query heads on 4; on CUDA head sizes 64, 96 and 128"):
+        kvlab.hf.evicting(model, "h2o", 16)
+
+
+def _call(model: Any, **words: Any) -> None:
+    with kvlab.hf.evicting(model, "h2o", 16), torch.no_grad():
+        model(**words)
+
+
+def test_the_replay_runs_there_too(small: kvlab.Trace) -> None:
+    here, there = (kvlab.replay(small, ["h2o", "lru"], [16, 24], device=device).frame() for device in ("cpu", "cuda"))
+    assert list(here.metric) == list(there.metric)
+    numpy.testing.assert_allclose(here.value.to_numpy(), there.value.to_numpy(), rtol=2e-3, atol=1e-5)
+
+
+def test_an_operator_says_what_is_wrong() -> None:
+    import kvlab.ops  # noqa: F401
+
+    def made(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.zeros(*shape, dtype=dtype, device="cuda")
+
+    def numbers(count: int) -> Any:
+        return made(count, dtype=torch.int32)
+
+    def write(qkv: Any, keys: Any) -> None:
+        rows = numbers(1)
+        first = made(2, dtype=torch.int64)
+        q = made(1, 4, 64)
+        torch.ops.kvlab.write(qkv, None, rows, rows, None, rows, first, numbers(2), keys, keys.clone(), numbers(8), q)
+
+    write(made(1, 8, 64), made(8, 64))
+    with pytest.raises(ValueError, match="qkv .* is not contiguous"):
+        write(made(8, 1, 64).transpose(0, 1), made(8, 64))
+    with pytest.raises(ValueError, match="keys is on cpu"):
+        write(made(1, 8, 64), torch.zeros(8, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="torch.float64; one of bfloat16"):
+        write(made(1, 8, 64), made(8, 64, dtype=torch.float64))
+
+
+def test_operators_are_compiled_around() -> None:
+    import kvlab.ops  # noqa: F401
+
+    def step(qkv: Any, keys: Any, values: Any, positions: Any, q: Any) -> Any:
+        rows = torch.zeros(1, dtype=torch.int32, device="cuda")
+        first, nexts = torch.arange(2, device="cuda") * 4, torch.zeros(2, dtype=torch.int32, device="cuda")
+        torch.ops.kvlab.write(qkv * 2, None, rows, rows, None, rows, first, nexts, keys, values, positions, q)
+        return q + 1
+
+    def arguments() -> list[Any]:
+        torch.manual_seed(1)
+        sizes = ((1, 8, 64), (8, 64), (8, 64))
+        tensors = [torch.randn(*size, device="cuda") for size in sizes]
+        return [*tensors, torch.zeros(8, dtype=torch.int32, device="cuda"), torch.zeros(1, 4, 64, device="cuda")]
+
+    plain, compiled = arguments(), arguments()
+    assert torch.equal(step(*plain), torch.compile(step, fullgraph=True, backend="aot_eager")(*compiled))
+    for one, other in zip(plain, compiled, strict=True):
+        assert torch.equal(one, other)

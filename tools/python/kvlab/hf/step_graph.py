@@ -1,0 +1,72 @@
+"""A model's decode step as a CUDA graph: one launch for a token."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+if TYPE_CHECKING:
+    from kvlab.hf.evicting_cache import evicting
+
+_KNOWN = frozenset(
+    ("input_ids", "past_key_values", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict")
+    + ("logits_to_keep", "num_logits_to_keep")
+)
+
+
+class StepGraph:
+    """The forward pass of one token through caches of slots, captured at its second step: the first, which runs as
+    ever, loads what the capture may not."""
+
+    def __init__(self, evicting: evicting, model: Any) -> None:
+        self._evicting, self._model = evicting, model
+        self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
+        self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)  # of four dimensions: as it is
+        self._graph: Any = None
+        self._ran = False
+
+    def forward_of(self, original: Any) -> Any:
+        """The model's forward, with the graph for the steps that it knows."""
+
+        @functools.wraps(original)
+        def forward(*arguments: Any, **words: Any) -> Any:
+            ids, past = words.get("input_ids"), words.get("past_key_values")
+            fed = self._evicting.tokens
+            is_step = not arguments and ids is not None and tuple(ids.shape) == (1, 1) and past is not None and fed > 0
+            if not is_step or past.get_seq_length() != fed or any(words[word] for word in words.keys() - _KNOWN):
+                return original(*arguments, **words)
+            if not self._ran:
+                self._ran = True
+                return original(*arguments, **words)
+            zeros = self._mask  # transformers counts the tokens of its cache
+            past.update(zeros, zeros, 0)
+            return CausalLMOutputWithPast(logits=self._step(ids, fed), past_key_values=past)
+
+        return forward
+
+    def _step(self, ids: torch.Tensor, fed: int) -> torch.Tensor:
+        caches = self._evicting._caches
+        self._ids.copy_(ids)
+        self._position.fill_(fed)
+        caches.before_token()
+        if self._graph is None:
+            self._capture()
+        self._graph.replay()
+        caches.count_token()
+        return self._logits.clone()
+
+    def _capture(self) -> None:
+        caches, graph = self._evicting._caches, torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            rope = caches.token_rope()
+            self._evicting._attend_token = lambda layer, qkv: caches.token(layer, qkv, rope)
+            try:
+                words = {"attention_mask": self._mask, "use_cache": False}
+                hidden = self._model.model(input_ids=self._ids, position_ids=self._position, **words)[0]
+                self._logits = self._model.lm_head(hidden)
+            finally:
+                self._evicting._attend_token = None
+        self._graph = graph

@@ -1,0 +1,242 @@
+"""The kernel library as torch operators, `torch.ops.kvlab.*`: tensors where they lie, on the current stream.
+
+They are the functions of kvlab.h (docs/kernel-library.md) by the same names: no copy, no allocation, no waiting, so that
+a torch.cuda.CUDAGraph captures them and torch.compile traces them. What they write is given, and marked so in their
+schemas. Policies are given by name. `import kvlab.ops` registers them; the library is loaded at the first call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from kvlab import _library
+from kvlab._library import TYPES, library, policies
+
+__all__ = ["attention_workspace", "observe_workspace", "policies", "shrink_workspace"]
+
+_NAMES = {getattr(torch, name): number for name, number in TYPES.items()}
+_LIBRARY = torch.library.Library("kvlab", "DEF")
+
+# first_slot, keys, values, positions, lengths and next_slots are those of kvlab_cache.
+_SCHEMAS = {
+    "write": "Tensor qkv, Tensor? rope, Tensor rope_rows, Tensor sequences, Tensor? slots, Tensor? now,"
+    " Tensor first_slot, Tensor next_slots, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!) q",
+    "columns": "str[] names, Tensor keys, Tensor first_slot, Tensor slots, Tensor? now, Tensor values,"
+    " Tensor(a!)? unit_keys, Tensor(b!) to",
+    "evicting_attention": "str policy, Tensor q, Tensor now, int layer, float softmax_scale, int most_slots,"
+    " Tensor first_slot, Tensor keys, Tensor values, Tensor(a!) positions, Tensor(b!) lengths, Tensor(c!) next_slots,"
+    " Tensor(d!)? ages, Tensor(e!)? states, Tensor rules, Tensor? params, Tensor? threshold16, Tensor seeds,"
+    " Tensor sequence_ids, Tensor? columns, Tensor? room_at, Tensor? inv_freq, float rope_factor,"
+    " Tensor(f!) workspace, Tensor(g!) out",
+    "prefill_attention": "Tensor q, Tensor keys, Tensor values, Tensor first_slot, Tensor? older, int first,"
+    " float softmax_scale, Tensor(a!) out, Tensor(b!)? rows",
+    "observe": "str policy, Tensor q, Tensor keys, Tensor first_slot, Tensor? older, Tensor rows, int first,"
+    " float softmax_scale, int keys_end, int position, int younger, Tensor? weights, int tail, bool group_max,"
+    " Tensor? threshold16, Tensor(a!) seen, Tensor(b!) workspace",
+    "shrink": "str policy, int layer, int query_heads, int most_slots, Tensor first_slot, Tensor(a!) keys,"
+    " Tensor(b!) values, Tensor(c!) positions, Tensor(d!) lengths, Tensor(e!) next_slots, Tensor(f!)? states,"
+    " Tensor? columns, int to_most_slots, Tensor to_first_slot, Tensor(g!) to_keys, Tensor(h!) to_values,"
+    " Tensor(i!) to_positions, Tensor(j!) to_lengths, Tensor(k!) to_next_slots, Tensor(l!)? to_states,"
+    " Tensor(m!)? to_columns, Tensor rules, Tensor? params, Tensor? threshold16, Tensor seeds, Tensor sequence_ids,"
+    " Tensor? room_at, Tensor now, Tensor admitted, Tensor(n!)? seen, bool weighted, bool by_layer, int smooth,"
+    " bool pool_max, Tensor(o!) workspace",
+    "number_by_age": "int query_heads, int kv_heads, int most_slots, Tensor first_slot, Tensor positions,"
+    " Tensor lengths, Tensor(a!) ages, Tensor keys",
+}
+
+
+def _at(tensor: Any) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check(name: str, first: torch.Tensor, tensors: dict[str, Any]) -> int:
+    """The stream; every tensor has to lie where `first` does, without gaps."""
+    device = first.device
+    for word, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(f"kvlab::{name}: {word} is on {tensor.device}; {device} is expected")
+        if not tensor.is_contiguous():
+            raise ValueError(f"kvlab::{name}: {word} {list(tensor.shape)} is not contiguous; {word}.contiguous()")
+    if device.index != torch.cuda.current_device():
+        raise ValueError(f"kvlab::{name}: tensors are on {device}; with torch.cuda.device({device.index}): is expected")
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _type(name: str, tensor: torch.Tensor) -> int:
+    if tensor.dtype not in _NAMES:
+        raise ValueError(f"kvlab::{name}: {tensor.dtype}; one of {', '.join(TYPES)} is expected")
+    return _NAMES[tensor.dtype]
+
+
+def _done(name: str, error: int, given: torch.Tensor) -> None:
+    if error == 0:
+        return
+    if error == 1:  # cudaErrorInvalidValue, before any launch
+        raise ValueError(
+            f"kvlab_{name}: {given.dtype} {list(given.shape)} and what comes with it; head sizes 64, 96 and 128, at most"
+            " 8 query heads for a KV head, and every tensor that the policy needs are expected"
+        )
+    if error == _library.NOT_SUPPORTED:
+        raise ValueError(f"kvlab_{name}: this policy weighs a prompt's queries; observe with its weights is expected")
+    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(error))
+    raise RuntimeError(f"kvlab_{name}: {text}")
+
+
+def _cache(name: str, heads: tuple[int, int], most_slots: int, *tensors: Any, scale: float = 0.0) -> _library.Cache:
+    """Of query and KV heads; `tensors` as the struct has them, from first_slot on."""
+    first_slot, keys = tensors[:2]
+    sequences = first_slot.numel() // heads[1]
+    numbers = (_type(name, keys), sequences, *heads, keys.shape[-1], scale, most_slots)
+    return _library.Cache(*numbers, *map(_at, tensors))
+
+
+def _write(*given: Any) -> None:
+    qkv, rope, rope_rows, sequences, slots, now, first_slot, next_slots, keys, values, positions, q = given
+    stream = _check("write", qkv, {"qkv": qkv, "rope": rope, "keys": keys, "values": values, "q": q})
+    heads = (q.shape[-2], (qkv.shape[-2] - q.shape[-2]) // 2)
+    args = _library.WriteArgs(
+        _cache("write", heads, 0, first_slot, keys, values, positions, None, next_slots),
+        qkv.shape[0],
+        qkv.data_ptr(),
+        0 if rope is None else 2 * rope.shape[-2],
+        *map(_at, (rope, rope_rows, sequences, slots, now, q)),
+    )
+    _done("write", library().kvlab_write(args, stream), qkv)
+
+
+def _columns(*given: Any) -> None:
+    """`keys` may be a part of each row, such as that of q, k and v."""
+    names, keys, first_slot, slots, now, values, unit_keys, to = given
+    stream = _check("columns", values, {"values": values, "to": to, "unit_keys": unit_keys})
+    for column in names:
+        if column not in _library.COLUMNS:
+            raise ValueError(f"kvlab::columns: {column}; one of {', '.join(_library.COLUMNS)} is expected")
+    cache = _cache("columns", (0, keys.shape[-2]), 0, first_slot, keys, values)
+    args = _library.ColumnsArgs(cache, len(names))
+    for at, column in enumerate(names):
+        args.columns[at] = _library.COLUMNS.index(column)
+    args.slots, args.now, args.unit_keys, args.to = map(_at, (slots, now, unit_keys, to))
+    args.tokens, args.keys, args.key_row = keys.shape[0] // cache.sequences, keys.data_ptr(), keys.stride(0)
+    _done("columns", library().kvlab_columns(args, stream), keys)
+
+
+def _state(layer: int, states: Any, columns: Any, room_at: Any, *rules: Any) -> _library.PolicyState:
+    """`rules`: rules, params, threshold16, seeds and sequence_ids."""
+    return _library.PolicyState(_at(states), *map(_at, rules), layer, None, _at(columns), _at(room_at))
+
+
+def _evicting_attention(policy: str, *given: Any) -> None:
+    q, now, layer, softmax_scale, most_slots, first_slot, keys, values, positions, lengths, next_slots, ages = given[
+        :12
+    ]
+    states, rules, params, threshold16, seeds, sequence_ids, columns, room_at, inv_freq, rope_factor = given[12:22]
+    workspace, out = given[22:]
+    stream = _check("evicting_attention", q, {"q": q, "keys": keys, "values": values, "rules": rules, "out": out})
+    slots = (first_slot, keys, values, positions, lengths, next_slots, ages)
+    heads = (q.shape[1], first_slot.numel() // q.shape[0])
+    args = _library.EvictingAttentionArgs(
+        _cache("evicting_attention", heads, most_slots, *slots, scale=softmax_scale),
+        _state(layer, states, columns, room_at, rules, params, threshold16, seeds, sequence_ids),
+        0 if inv_freq is None else 1,
+        *map(_at, (now, q, inv_freq)),
+        0 if inv_freq is None else 2 * inv_freq.numel(),
+        rope_factor,
+        *map(_at, (out, None, workspace)),
+    )
+    held = _library.policy(policy)
+    _done("evicting_attention", library().kvlab_evicting_attention(held.handle, args, stream), q)
+
+
+def _prefill(name: str, q: Any, first: int, softmax_scale: float, *tensors: Any) -> _library.PrefillArgs:
+    """`tensors`: keys, values, first_slot, older, out, lse and rows."""
+    (queries, query_heads, size), kv_heads = q.shape, tensors[2].numel()
+    numbers = (_type(name, q), query_heads, kv_heads, size, softmax_scale, first, queries)
+    return _library.PrefillArgs(*numbers, q.data_ptr(), *map(_at, tensors))
+
+
+def _prefill_attention(*given: Any) -> None:
+    q, keys, values, first_slot, older, first, softmax_scale, out, rows = given
+    tensors = {"q": q, "keys": keys, "values": values, "older": older, "out": out, "rows": rows}
+    stream = _check("prefill_attention", q, tensors)
+    args = _prefill("prefill_attention", q, first, softmax_scale, keys, values, first_slot, older, out, None, rows)
+    _done("prefill_attention", library().kvlab_prefill_attention(args, stream), q)
+
+
+def _observe(policy: str, *given: Any) -> None:
+    q, keys, first_slot, older, rows, first, softmax_scale, keys_end, position, younger, weights, tail = given[:12]
+    group_max, threshold16, seen, workspace = given[12:]
+    stream = _check("observe", q, {"q": q, "keys": keys, "rows": rows, "seen": seen})
+    args = _library.ObserveArgs(
+        _prefill("observe", q, first, softmax_scale, keys, None, first_slot, older, None, None, rows),
+        _library.policy(policy).needs,
+        keys_end,
+        position,
+        *map(_at, (threshold16, seen, workspace)),
+        int(group_max),
+        _at(weights),
+        tail,
+        younger,
+    )
+    _done("observe", library().kvlab_observe(args, stream), q)
+
+
+def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
+    (most, *slots, states, columns), (to_most, *to_slots, to_states, to_columns) = given[:9], given[9:18]
+    rules, room_at, now, admitted, seen = given[18:23], *given[23:27]
+    weighted, by_layer, smooth, pool_max, workspace = given[27:]
+    stream = _check("shrink", slots[1], {"keys": slots[1], "values": slots[2], "to_keys": to_slots[1]})
+    heads = (query_heads, slots[0].numel() // now.numel())
+    args = _library.ShrinkArgs(
+        _cache("shrink", heads, most, *slots),
+        _cache("shrink", heads, to_most, *to_slots),
+        _state(layer, states, columns, room_at, *rules),
+        *map(_at, (to_states, now, admitted, seen, workspace, to_columns)),
+        int(by_layer),
+        smooth,
+        int(pool_max),
+        int(weighted),
+    )
+    _done("shrink", library().kvlab_shrink(_library.policy(policy).handle, args, stream), slots[1])
+
+
+def _number_by_age(*given: Any) -> None:
+    query_heads, kv_heads, most_slots, first_slot, positions, lengths, ages, keys = given
+    stream = _check("number_by_age", ages, {"ages": ages, "positions": positions})
+    slots = (first_slot, keys, keys, positions, lengths, None, ages)
+    cache = _cache("number_by_age", (query_heads, kv_heads), most_slots, *slots)
+    _done("number_by_age", library().kvlab_number_by_age(cache, stream), ages)
+
+
+def attention_workspace(
+    policy: str, dtype: torch.dtype, sequences: int, query_heads: int, kv_heads: int, head_size: int, most_slots: int
+) -> int:
+    """Bytes for evicting_attention, zeroed once; 0: the shape is not supported."""
+    cache = _library.Cache(_NAMES[dtype], sequences, query_heads, kv_heads, head_size, 0.0, most_slots)
+    return int(library().kvlab_evicting_attention_workspace(_library.policy(policy).handle, ctypes.byref(cache)))
+
+
+def shrink_workspace(sequences: int, kv_heads: int, most_slots: int) -> int:
+    """Bytes for shrink, of the cache that it shrinks."""
+    cache = _library.Cache(0, sequences, kv_heads, kv_heads, 64, 0.0, most_slots)
+    return int(library().kvlab_shrink_workspace(ctypes.byref(cache)))
+
+
+def observe_workspace(dtype: torch.dtype, query_heads: int, kv_heads: int, head_size: int, queries: int) -> int:
+    """Bytes for observe."""
+    args = _library.ObserveArgs(_library.PrefillArgs(_NAMES[dtype], query_heads, kv_heads, head_size, 0.0, 0, queries))
+    return int(library().kvlab_observe_workspace(ctypes.byref(args)))
+
+
+def _register() -> None:
+    for name, schema in _SCHEMAS.items():
+        _LIBRARY.define(f"{name}({schema}) -> ()")
+        _LIBRARY.impl(name, globals()[f"_{name}"], "CUDA")
+        torch.library.register_fake(f"kvlab::{name}", lambda *_, **__: None, lib=_LIBRARY)
+
+
+_register()

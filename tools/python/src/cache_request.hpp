@@ -1,0 +1,26 @@
+// A cache as Python asks for it, for a sequence of some length in a model of some heads.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "policies/cache_config.hpp"
+#include "policies/executor.hpp"
+#include "tools/python/src/policy.hpp"
+
+namespace kvlab::python {
+
+struct CacheRequest {
+  const std::string &policy, &budget, &prefill, &positions;  ///< as on the command line; or empty
+  const std::vector<Policy>& own;
+  std::uint64_t seed;
+  double threshold;
+  std::uint32_t length;
+  HeadCounts model;
+};
+
+/// Throws std::invalid_argument for what the executor does not know.
+ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor);
+
+}  // namespace kvlab::python
