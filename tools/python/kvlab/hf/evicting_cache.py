@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 class evicting:
     """While the block runs, the model's attention keeps what a policy keeps: `with evicting(model, "h2o", budget=256)`.
 
-    Whatever calls the model in the block, such as `generate`, sees caches of kvlab's in place of transformers' own,
-    on the CPU those of its decoder, on CUDA slots that the kernel library evicts from: one sequence at a time, each
-    prompt by `prefill`, each decoded token by itself. A call with a new, empty cache begins anew. Afterwards the object
-    says what was kept, and with `record=True` gives the queries, keys and values as a trace, whose replay keeps the
-    same. With `graph=True`, on CUDA, a decoded token is one launch of a CUDA graph.
+    Whatever calls the model in the block, such as `generate`, sees kvlab's caches in place of transformers' own: one
+    sequence at a time, each prompt by `prefill`, each decoded token by itself. A call with a new, empty cache begins
+    anew. Afterwards the object says what was kept, and with `record=True` gives the queries, keys and values as a
+    trace, whose replay keeps the same. `graph=True`, on CUDA: a CUDA graph for a decoded token.
     """
 
     def __init__(
