@@ -103,7 +103,7 @@ class evicting:
 
     def __enter__(self) -> evicting:
         for index, module in enumerate(attention_modules(self._model)):
-            module.forward = types.MethodType(_forward_of(self, index), module)
+            module.forward = types.MethodType(_forward_of(self, index, hasattr(module, "q_norm")), module)
         self._hook = self._model.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         if self._graph:
             self._model.forward = self._graph.forward_of(self._model.forward)
@@ -164,19 +164,20 @@ class evicting:
             )
         is_prompt = start == 0 or len(tensors[0]) > 1
         on_cuda = self._device.type == "cuda"
-        tensors = tuple(tensor.detach() if on_cuda else tensor.detach().float() for tensor in tensors)
+        if not on_cuda:
+            tensors = tuple(tensor.detach().float() for tensor in tensors)
         if self._record:
-            self._rows[layer].append(tuple(tensor.cpu() for tensor in tensors))
+            self._rows[layer].append(tuple(tensor.detach().cpu() for tensor in tensors))
             if layer == 0 and start == 0:
                 self._prompt_tokens = len(tensors[0])
         if on_cuda:
-            attended: torch.Tensor = self._caches.attend(layer, torch.cat(tensors, 1), is_prompt)
+            attended: torch.Tensor = self._caches.attend(layer, torch.cat(tensors, 1).detach(), is_prompt)
             return attended
         rows = (tensor.contiguous().numpy() for tensor in tensors)
         return torch.from_numpy(self._caches.attend(layer, *rows, is_prompt, self._threads))
 
 
-def _forward_of(caches: evicting, layer: int) -> Any:
+def _forward_of(caches: evicting, layer: int, has_norms: bool) -> Any:
     """An attention module's forward, with the caches in the place of its attention."""
 
     def forward(module: Any, hidden_states: torch.Tensor, *arguments: Any, **words: Any) -> tuple[Any, ...]:
@@ -188,8 +189,9 @@ def _forward_of(caches: evicting, layer: int) -> Any:
         if layer > 0:
             start = max(0, start - count) if past is not None else 0
         shape = (count, -1, caches._shape.head_size)
-        q, k, v = (getattr(module, f"{part}_proj")(hidden_states).view(shape) for part in "qkv")
-        if hasattr(module, "q_norm"):
+        q = module.q_proj(hidden_states).view(shape)
+        k, v = module.k_proj(hidden_states).view(shape), module.v_proj(hidden_states).view(shape)
+        if has_norms:
             q, k = module.q_norm(q), module.k_norm(k)
         out = caches._attend(layer, (q, k, v), start)
         if layer == 0 and past is not None:  # transformers counts the tokens of its cache: it gets as many zeros

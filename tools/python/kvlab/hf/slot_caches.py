@@ -99,6 +99,7 @@ class SlotCaches:
                 " and at most 8 query heads for a KV head are expected; model.to('cpu')"
             )
         self._workspace = self._zeros(size_of_work, dtype=torch.uint8)
+        self._q = self._zeros(1, query_heads, size, dtype=self._dtype)  # of a step's layer, in turn
         self._layers = [self._slots_of(layer) for layer in range(self._shape.layers)]
         self._rules_of = list(self._rules)
         self._room_of = [None] * self._shape.layers if plan.steps_make_room else list(self._never)
@@ -201,8 +202,8 @@ class SlotCaches:
 
     def token(self, layer: int, qkv: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
         """One token's attention: nothing but launches."""
-        query_heads, kv_heads, size = self._heads
-        q, out = (torch.empty(1, query_heads, size, dtype=self._dtype, device=self._device) for _ in range(2))
+        query_heads, kv_heads, _ = self._heads
+        q, out = self._q, torch.empty_like(self._q)
         most, first_slot, keys, values, positions, lengths, next_slots, states, columns = self._layers[layer]
         zero = self._zero
         OP.write(qkv, rope, zero, zero, None, self._now, first_slot, next_slots, keys, values, positions, q)
