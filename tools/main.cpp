@@ -29,7 +29,7 @@ void print_welcome() {
       "Then       kvlab capture       a trace from your own model\n"
       "           kvlab replay        many policies and budgets over it\n"
       "           kvlab report        a page to look at\n\n");
-  fmt::print("Commands (each has --help):\n");
+  fmt::print("Commands (`kvlab help COMMAND` says more of each):\n");
   for (const Command& command : all_commands())
     fmt::print("  {:<10} {}\n", command.name, command.summary);
 }
@@ -43,10 +43,13 @@ void flush_output() {
 }
 
 int run(const std::vector<std::string>& words) {
-  if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
+  const bool asks =
+      !words.empty() && (words[0] == "--help" || words[0] == "-h" || words[0] == "help");
+  if (words.empty() || (asks && words.size() == 1)) {
     print_welcome();
     return 0;
   }
+  if (asks) return run({words[1], "--help"});
   if (words[0] == "--version") {
     fmt::print("kvlab {}\n", KVLAB_VERSION);
     return 0;

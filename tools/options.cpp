@@ -28,6 +28,20 @@ constexpr std::int64_t kMostThreads = 1024;
 
 }  // namespace
 
+void refuse_hub_name(const std::string& model) {
+  if (model.empty()) return;
+  std::error_code error;
+  const bool like_a_name = std::count(model.begin(), model.end(), '/') == 1 &&
+                           model.front() != '/' && model.front() != '.' && model.back() != '/';
+  if (!like_a_name || std::filesystem::exists(std::filesystem::path(model), error) ||
+      std::filesystem::exists(std::filesystem::path(model).parent_path(), error))
+    return;
+  throw std::invalid_argument(fmt::format(
+      "--model: there is no folder {}; if that is a name on the Hugging Face hub, fetch it first "
+      "(huggingface-cli download {} --local-dir DIR) and give --model DIR",
+      model, model));
+}
+
 void refuse_lone_budget(const po::variables_map& options) {
   if (options.count("budget"))
     throw std::invalid_argument(
@@ -36,10 +50,21 @@ void refuse_lone_budget(const po::variables_map& options) {
 
 namespace {
 
+/// The entries of `--name`, less the space around each; none where it was not given.
+std::vector<std::string> list_from(const po::variables_map& options, const char* name) {
+  if (!options.count(name)) return {};
+  std::vector<std::string> entries = split_list(options[name].as<std::string>());
+  for (std::string& entry : entries) {
+    entry.erase(0, std::min(entry.find_first_not_of(' '), entry.size()));
+    entry.erase(entry.find_last_not_of(' ') + 1);
+  }
+  return entries;
+}
+
 /// `--policy`, or else the policies of `--policy-source`, or else `full`.
 std::vector<std::string> policies_asked(const po::variables_map& options,
                                         const CompiledPolicies& compiled) {
-  if (options.count("policy")) return split_list(options["policy"].as<std::string>());
+  if (options.count("policy")) return list_from(options, "policy");
   if (compiled.entries.empty()) {
     refuse_lone_budget(options);
     return {"full"};
@@ -47,12 +72,6 @@ std::vector<std::string> policies_asked(const po::variables_map& options,
   std::vector<std::string> names;
   for (const auto& entry : compiled.entries) names.emplace_back(entry->info.name);
   return names;
-}
-
-/// The entries of `--name`; none where it was not given.
-std::vector<std::string> list_from(const po::variables_map& options, const char* name) {
-  if (!options.count(name)) return {};
-  return split_list(options[name].as<std::string>());
 }
 
 /// What a bar has drawn; drawn again when another percent is done, ten times a second at most.
@@ -159,8 +178,11 @@ void add_common_options(po::options_description& options) {
 }
 
 std::string required(const po::variables_map& options, const char* name, std::string_view example) {
-  if (options.count(name) && !options[name].as<std::string>().empty())
-    return options[name].as<std::string>();
+  if (options.count(name) && !options[name].as<std::string>().empty()) {
+    const std::string value = options[name].as<std::string>();
+    if (std::string_view(name) == "model") refuse_hub_name(value);
+    return value;
+  }
   throw std::invalid_argument(fmt::format("--{}: missing; give {}", name, example));
 }
 
@@ -207,6 +229,10 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 }
 
 CacheConfig only_config(const po::variables_map& options) {
+  const auto policies = list_from(options, "policy");
+  if (!options.count("budget") && policies.size() == 1 && policies.front() != "full")
+    throw std::invalid_argument(fmt::format(
+        "--budget: policy {} needs one; give tokens or a share: --budget 128", policies.front()));
   const auto grid = grid_from(options);
   if (grid.size() != 1)
     throw std::invalid_argument(fmt::format(
@@ -291,6 +317,15 @@ void refuse_existing(const std::string& path, std::string_view option) {
   std::error_code error;
   if (std::filesystem::exists(std::filesystem::symlink_status(path, error)))
     throw std::runtime_error(fmt::format("{}: {} exists; give a path that does not", option, path));
+}
+
+void refuse_homeless(const std::string& path, std::string_view option) {
+  const std::filesystem::path whole = (std::filesystem::path(path) / "").lexically_normal();
+  const std::filesystem::path folder = whole.parent_path().parent_path();
+  std::error_code error;
+  if (!folder.empty() && !std::filesystem::is_directory(folder, error))
+    throw std::runtime_error(fmt::format("{}: {} lies in no folder that there is; make {} first",
+                                         option, path, folder.string()));
 }
 
 }  // namespace kvlab

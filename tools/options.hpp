@@ -100,6 +100,11 @@ void print_json(const nlohmann::ordered_json& json);
 /// Throws std::runtime_error if no file could be written at `path`, which is a folder or lies in
 /// none: before the work, not after it.
 void refuse_unwritable(const std::string& path, std::string_view option);
+/// Throws std::invalid_argument for what looks like a model's name on the Hugging Face hub and is
+/// no folder.
+void refuse_hub_name(const std::string& model);
+/// Throws std::runtime_error if the folder in which `path` would be made is not there.
+void refuse_homeless(const std::string& path, std::string_view option);
 /// Throws std::runtime_error if `path` exists.
 void refuse_existing(const std::string& path, std::string_view option);
 

@@ -20,7 +20,11 @@ namespace {
 
 void print_help(const Command& command, const po::options_description& options) {
   fmt::print("{}\n\nUsage: kvlab {} {}\n\n", command.summary, command.name, command.usage);
-  std::cout << options << "\nExample: " << command.example << "\n";
+  // The words that follow the command have a name too, which nobody needs.
+  po::options_description named("Options", 100);
+  for (const auto& option : options.options())
+    if (option->long_name() != command.positional) named.add(option);
+  std::cout << named << "\nExample: " << command.example << "\n";
 }
 
 /// Boost names an option now with its dashes, now without.

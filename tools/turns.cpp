@@ -1,7 +1,11 @@
 #include "tools/turns.hpp"
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <stdexcept>
 
+#include "engine/tokenizer/text.hpp"
 #include "tools/options.hpp"
 #include "traces/base/safetensors.hpp"
 
@@ -30,8 +34,15 @@ std::string prompt_from(const po::variables_map& options) {
     throw std::invalid_argument(
         text ? "--prompt and --prompt-file: give one of them, not both"
              : "--prompt: missing; give --prompt TEXT or --prompt-file FILE");
-  if (text) return options["prompt"].as<std::string>();
-  return read_text_file(options["prompt-file"].as<std::string>(), kMaxPromptBytes);
+  const std::string prompt =
+      text ? options["prompt"].as<std::string>()
+           : read_text_file(options["prompt-file"].as<std::string>(), kMaxPromptBytes);
+  const std::string valid = tokenizer::replace_invalid_utf8(prompt);
+  if (const auto [good, bad] = std::ranges::mismatch(prompt, valid); good != prompt.end())
+    fmt::print(stderr,
+               "kvlab: the prompt is not UTF-8 from byte {} on; what is not is read as U+FFFD\n",
+               good - prompt.begin());
+  return prompt;
 }
 
 void add_turn_options(po::options_description& options) {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "sim/report/gnuplot.hpp"
 #include "sim/report/svg.hpp"
 
 namespace kvlab {
@@ -169,9 +168,9 @@ std::string log_tics(double low, double high) {
 
 }  // namespace
 
-std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& styles,
-                        const std::vector<std::size_t>& series, const MetricInfo& metric,
-                        std::string_view name) {
+std::optional<Drawing> curve_drawing(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                                     const std::vector<std::size_t>& series,
+                                     const MetricInfo& metric) {
   std::string blocks, plots;
   std::size_t drawn = 0;
   for (const std::size_t s : series) {
@@ -181,7 +180,7 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
     plots += (drawn ? ", \\\n  " : "") + curve_plot(styles[s], figures.series()[s].label, drawn);
     ++drawn;
   }
-  if (drawn == 0) return "";
+  if (drawn == 0) return std::nullopt;
   const auto& budgets = figures.budgets();
   constexpr int kKeyRow = 25, kAxis = 66;
   const int columns = key_columns(figures, series);
@@ -207,7 +206,15 @@ std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& 
           layout.y(key), shape, mean_tokens(budgets.front()) / 1.12,
           mean_tokens(budgets.back()) * 1.12, budget_tics(budgets),
           metric.higher_is_better ? "[:1]" : "[0:]", plots);
-  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name,
+  return Drawing{script, layout.width, layout.height};
+}
+
+std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                        const std::vector<std::size_t>& series, const MetricInfo& metric,
+                        std::string_view name) {
+  const auto drawing = curve_drawing(figures, styles, series, metric);
+  if (!drawing) return "";
+  return inline_svg(gnuplot_svg(*drawing, name), name,
                     fmt::format("{} against the budget", metric.label));
 }
 
@@ -239,12 +246,11 @@ std::string scatter_chart(const std::vector<ScatterPoint>& points, std::string_v
           left / kRoom, right * kRoom, low / kRoom, high * kRoom,
           log_tics(left / kRoom, right * kRoom), log_tics(low / kRoom, high * kRoom),
           gnuplot_string(x_label), gnuplot_string(y_label), plots);
-  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name,
+  return inline_svg(gnuplot_svg({script, layout.width, layout.height}, name), name,
                     fmt::format("{} against {}", y_label, x_label));
 }
 
-std::string heat_map(const HeadGrid& grid, Shading shading, std::string_view label,
-                     std::string_view name) {
+Drawing heat_drawing(const HeadGrid& grid, Shading shading) {
   const Range range = range_of(grid, shading);
   const char* palette =
       shading == Shading::amount
@@ -270,7 +276,12 @@ std::string heat_map(const HeadGrid& grid, Shading shading, std::string_view lab
       "plot $cells using 1:2:3:4:5:6:7 with boxxyerror fillcolor palette\n",
       palette, range.least, range.most, layout.y(kBar - 14), layout.y(12),
       (range.most - range.least) / 4, grid.heads, rows, 1 + grid.heads / 16, layer_tics(grid));
-  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name, label);
+  return {script, layout.width, layout.height};
+}
+
+std::string heat_map(const HeadGrid& grid, Shading shading, std::string_view label,
+                     std::string_view name) {
+  return inline_svg(gnuplot_svg(heat_drawing(grid, shading), name), name, label);
 }
 
 std::string lifetime_chart(const Kept& kept, const KeptSeries& series, std::string_view colour,
@@ -299,7 +310,7 @@ std::string lifetime_chart(const Kept& kept, const KeptSeries& series, std::stri
           "plot $lives using 1:2:3:(0) with vectors nohead lw {} lc rgb '{}'\n",
           kept.queries.front(), last + step, -0.02 * last, 1.01 * last + 1,
           rounded_up((last + step - kept.queries.front()) / 5.0), line, light_of(colour));
-  return inline_svg(gnuplot_svg(script, layout.width, layout.height, name), name, label);
+  return inline_svg(gnuplot_svg({script, layout.width, layout.height}, name), name, label);
 }
 
 }  // namespace kvlab

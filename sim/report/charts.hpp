@@ -1,10 +1,12 @@
 // The report's figures, as SVG to stand inside HTML.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "sim/report/gnuplot.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
@@ -16,6 +18,10 @@ namespace kvlab {
 std::string curve_chart(const Figures& figures, const std::vector<SeriesStyle>& styles,
                         const std::vector<std::size_t>& series, const MetricInfo& metric,
                         std::string_view name);
+/// The same as it is drawn, with its own colours. Nothing where no series has the metric.
+std::optional<Drawing> curve_drawing(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                                     const std::vector<std::size_t>& series,
+                                     const MetricInfo& metric);
 
 /// One point of a scatter.
 struct ScatterPoint {
@@ -39,6 +45,7 @@ enum class Shading {
 };
 std::string heat_map(const HeadGrid& grid, Shading shading, std::string_view label,
                      std::string_view name);
+Drawing heat_drawing(const HeadGrid& grid, Shading shading);
 
 /// What a head kept: a line for each token, from the first query that spanned it to the last.
 std::string lifetime_chart(const Kept& kept, const KeptSeries& series, std::string_view colour,

@@ -30,17 +30,14 @@ int run_gnuplot(const std::filesystem::path& script, const std::filesystem::path
   }
 }
 
-}  // namespace
-
-std::string gnuplot_svg(std::string_view script, int width, int height, std::string_view name) {
+/// What gnuplot draws of `script` on `terminal`.
+std::string drawn(std::string_view script, std::string_view terminal, std::string_view name) {
   const TemporaryFolder scratch;
-  const auto svg = scratch / "figure.svg", messages = scratch / "messages",
+  const auto svg = scratch / "figure", messages = scratch / "messages",
              file = scratch / "figure.gp";
-  const std::string whole = fmt::format(
-      "set encoding utf8\nset terminal svg size {},{} dynamic noenhanced font 'sans-serif,{}' name "
-      "{}\n"
-      "set output {}\n{}\nset output\n",
-      width, height, kFontSize, gnuplot_string(name), gnuplot_string(svg.string()), script);
+  const std::string whole =
+      fmt::format("set encoding utf8\nset terminal {}\nset output {}\n{}\nset output\n", terminal,
+                  gnuplot_string(svg.string()), script);
   write_file_atomically(file, whole);
   const int status = run_gnuplot(file, messages);
   if (status == 127) throw std::runtime_error(kNotInstalled);
@@ -48,6 +45,23 @@ std::string gnuplot_svg(std::string_view script, int width, int height, std::str
     throw std::runtime_error(fmt::format("gnuplot failed on figure {}: {}", name,
                                          read_text_file(messages, kMaxSvgBytes).substr(0, 4096)));
   return read_text_file(svg, kMaxSvgBytes);
+}
+
+}  // namespace
+
+std::string gnuplot_svg(const Drawing& drawing, std::string_view name) {
+  return drawn(drawing.script,
+               fmt::format("svg size {},{} dynamic noenhanced font 'sans-serif,{}' name {}",
+                           drawing.width, drawing.height, kFontSize, gnuplot_string(name)),
+               name);
+}
+
+std::string gnuplot_png(const Drawing& drawing, std::string_view name) {
+  return drawn(drawing.script,
+               fmt::format("pngcairo size {},{} noenhanced font 'sans-serif,{}' fontscale 1.5 "
+                           "linewidth 2 pointscale 2 background '#ffffff'",
+                           2 * drawing.width, 2 * drawing.height, kFontSize),
+               name);
 }
 
 std::string gnuplot_string(std::string_view text) {

@@ -6,10 +6,17 @@
 
 namespace kvlab {
 
-/// Runs gnuplot (Debian: gnuplot-nox) on `script`, which draws one figure of the given size in
-/// pixels and sets neither terminal nor output. `name` (letters, digits, _) begins the SVG's ids.
-/// Returns the SVG. Throws std::runtime_error: gnuplot is not installed, or refuses the script.
-std::string gnuplot_svg(std::string_view script, int width, int height, std::string_view name);
+/// One figure: a script that sets neither terminal nor output, and its size in pixels.
+struct Drawing {
+  std::string script;
+  int width = 0, height = 0;
+};
+
+/// Runs gnuplot (Debian: gnuplot-nox). `name` (letters, digits, _) begins the SVG's ids. Returns
+/// the SVG. Throws std::runtime_error: gnuplot is not installed, or refuses the script.
+std::string gnuplot_svg(const Drawing& drawing, std::string_view name);
+/// The same as PNG, twice as fine.
+std::string gnuplot_png(const Drawing& drawing, std::string_view name);
 
 /// `text` as a gnuplot string: single quotes, in which nothing is expanded.
 std::string gnuplot_string(std::string_view text);

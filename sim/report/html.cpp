@@ -45,7 +45,9 @@ std::string average_text(const Average& average) {
   // Columns line up where figures are small; an error keeps at least one digit.
   int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
   decimals = std::clamp(std::max(decimals, decimals_of(error) - 2), 0, 6);
-  return fmt::format("{:.{}f} ± {:.{}f}", average.mean, decimals, error, decimals);
+  std::string mean = fmt::format("{:.{}f}", average.mean, decimals);
+  if (mean.starts_with('-') && mean.find_first_not_of("-0.") == std::string::npos) mean.erase(0, 1);
+  return fmt::format("{} ± {:.{}f}", mean, error, decimals);
 }
 
 std::string bytes_text(double bytes) {

@@ -18,6 +18,7 @@
 #include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/ranking.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -82,6 +83,23 @@ class Page {
     return page;
   }
 
+  /// Every metric against the budget, and the deciding one by head.
+  void write_figures(const std::filesystem::path& directory) {
+    refuse_several_models();
+    AtomicFolder folder(directory);
+    const auto write = [&](const std::string& name, const Drawing& drawing) {
+      write_file_atomically(folder / (name + ".svg"), gnuplot_svg(drawing, name));
+      write_file_atomically(folder / (name + ".png"), gnuplot_png(drawing, name));
+    };
+    for (const MetricInfo* metric : measured())
+      if (const auto drawing = curve_drawing(figures_, styles_, drawn_for(*metric), *metric))
+        write(std::string(metric->name), *drawing);
+    if (winner_ && !layers_are_empty())
+      write(std::string(headline_.name) + "_by_head",
+            heat_drawing(grid_of(*winner_, {}), Shading::amount));
+    folder.commit();
+  }
+
  private:
   const BudgetColumn& chosen_budget() const {
     if (figures_.budgets().empty())
@@ -116,12 +134,16 @@ class Page {
     return groups;
   }
 
-  std::string fixed() {
+  void refuse_several_models() const {
     if (groups_.size() > 1)
       throw std::runtime_error(fmt::format(
           "the run is of {} models ({} and {} among them), of which fixed pictures would draw the "
           "mean; install Vega (Debian: libjs-vega) for a page with each, or replay them apart",
           groups_.size(), groups_[0].name, groups_[1].name));
+  }
+
+  std::string fixed() {
+    refuse_several_models();
     return html_page(title(), header() + curves() + maps() + lifetimes() + metrics() +
                                   provenance() + all_figures());
   }
@@ -476,6 +498,12 @@ class Page {
 
 std::string report_html(const Run& run, const ReportOptions& options) {
   return Page(run, options).html();
+}
+
+void write_figures(const Run& run, const std::string& budget,
+                   const std::filesystem::path& directory) {
+  const ReportOptions options{.budget = budget};
+  Page(run, options).write_figures(directory);
 }
 
 }  // namespace kvlab

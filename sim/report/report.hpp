@@ -1,6 +1,7 @@
 // The page of a run: one HTML file that needs nothing else.
 #pragma once
 
+#include <filesystem>
 #include <functional>
 #include <string>
 #include <vector>
@@ -20,5 +21,11 @@ struct ReportOptions {
 /// Question, answer, curves, heat maps, what was kept, all figures, provenance. Throws
 /// std::invalid_argument for a budget that is not in the run; std::runtime_error without gnuplot.
 std::string report_html(const Run& run, const ReportOptions& options = {});
+
+/// The same figures as SVG and PNG, each with its own colours and labels, in `directory`, which is
+/// made; and results.csv's own words for their names. Throws as report_html, and
+/// std::invalid_argument for a run of several models.
+void write_figures(const Run& run, const std::string& budget,
+                   const std::filesystem::path& directory);
 
 }  // namespace kvlab

@@ -30,9 +30,18 @@ void add_options(po::options_description& options) {
       "smollm2` fetches); minutes on a CPU");
 }
 
-/// A file that comes with the sources, by the shorter of its names.
+/// A file that comes with kvlab: beside the installed command, or else among the sources.
+fs::path shipped_file(const char* file) {
+  std::error_code error;
+  const fs::path command = fs::read_symlink("/proc/self/exe", error);
+  const fs::path installed = command.parent_path().parent_path() / "share/kvlab" / file;
+  if (!error && fs::exists(installed, error)) return installed;
+  return fs::path(KVLAB_SOURCE_DIR) / file;
+}
+
+/// The same by the shorter of its names.
 std::string shipped(const char* file) {
-  const fs::path absolute = fs::path(KVLAB_SOURCE_DIR) / file;
+  const fs::path absolute = shipped_file(file);
   std::error_code error;
   const fs::path relative = fs::proximate(absolute, error);
   const bool shorter = !error && relative.native().size() < absolute.native().size();
@@ -117,7 +126,7 @@ void capture_and_replay(Tour& tour, const Paths& paths) {
 
 void report_and_deploy(Tour& tour, const Paths& paths) {
   tour.step("Report", "One page with the answer, the curves behind it and where it comes from.");
-  tour.run(report_command(), {paths.run, "--out", paths.page});
+  tour.run(report_command(), {paths.run, "--model", paths.model, "--out", paths.page});
 
   tour.step("Deploy",
             "The winner at one budget, with its evidence and those that tie with it, as a file.");

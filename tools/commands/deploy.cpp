@@ -150,9 +150,13 @@ int run(const po::variables_map& options) {
                            : fmt::format("{} decides; how well it predicts this model is unknown "
                                          "(kvlab fidelity measures it, --fidelity says it)",
                                          ballot.metric->name));
+  std::string sources;  // without them the file cannot be read again
+  if (options.count("policy-source"))
+    for (const auto& source : options["policy-source"].as<std::vector<std::string>>())
+      sources += " --policy-source " + source;
   fmt::print(
-      "\n{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n",
-      out, file.cache.policy.text(), file.cache.budget.extent.tokens, out);
+      "\n{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}{}\n",
+      out, file.cache.policy.text(), file.cache.budget.extent.tokens, out, sources);
   return 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numeric>
 #include <set>
 #include <stdexcept>
@@ -126,20 +127,46 @@ void print_kept(const Run& run, const Figures& figures, std::size_t width) {
   }
 }
 
-void print_table(const Run& run, const std::string& out) {
-  const Figures figures(run.rows);
+/// Of the rows of one model.
+void print_metrics(const Run& run, const std::vector<ResultRow>& rows) {
+  const Figures figures(rows);
   std::size_t width = 16;
   for (const Series& series : figures.series()) width = std::max(width, series.label.size());
   for (const char* name :
        {"kl_estimate", "residual_error", "nll_recall", "recall", "miss_rate", "output_error"})
-    if (std::any_of(run.rows.begin(), run.rows.end(),
+    if (std::any_of(rows.begin(), rows.end(),
                     [&](const ResultRow& row) { return row.metric == name; }))
       print_metric(figures, *find_metric(name), width);
   std::set<std::string> of_spans;
-  for (const ResultRow& row : run.rows)
+  for (const ResultRow& row : rows)
     if (row.metric.starts_with(kSpanRecall)) of_spans.insert(row.metric);
   for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
   print_kept(run, figures, width);
+}
+
+/// Each model by itself: figures of several have no mean.
+void print_table(const Run& run, const std::string& out) {
+  std::map<std::string, std::string> model_of;
+  std::vector<std::string> models;
+  for (const RunTrace& trace : run.info.traces) {
+    const std::string model = trace.model + " " + trace.weights_xxh3;
+    model_of[trace.name] = model;
+    if (std::ranges::find(models, model) == models.end()) models.push_back(model);
+  }
+  const bool evicts = std::ranges::any_of(run.rows, [](const ResultRow& row) {
+    return row.policy != "full" && !is_reference(row.policy);
+  });
+  if (!evicts) fmt::print("only the full cache was replayed, which loses nothing\n");
+  for (const std::string& model : evicts ? models : std::vector<std::string>{}) {
+    std::vector<ResultRow> rows;
+    for (const ResultRow& row : run.rows)
+      if (model_of[row.trace] == model) rows.push_back(row);
+    if (models.size() > 1) fmt::print("== {} ==\n", model);
+    print_metrics(run, rows);
+  }
+  if (evicts &&
+      std::ranges::any_of(run.rows, [](const ResultRow& row) { return row.policy == kOracleTopk; }))
+    fmt::print("oracle_topk bounds recall and misses; it says nothing of errors, and has none\n");
   fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
              out);
 }
@@ -173,7 +200,10 @@ ReplayRequest request_from(const po::variables_map& options, const ProcessGroup&
   if (on_device && group.size() > 1)
     throw std::invalid_argument("--device: cuda is for one process; under mpirun use --device cpu");
   const std::string out = required(options, "out", "--out RUN, a directory to be made");
-  if (group.leads()) refuse_existing(out, "--out");
+  if (group.leads()) {
+    refuse_existing(out, "--out");
+    refuse_homeless(out, "--out");
+  }
   if (!options.count("policy-source")) required(options, "policy", "--policy window,sink,h2o");
   if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
   ReplayRequest request{

@@ -6,6 +6,8 @@
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "engine/loop/pages/pages.hpp"
+#include "engine/loop/pages/scores.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/report/interactive/vega.hpp"
 #include "sim/report/report.hpp"
@@ -18,11 +20,14 @@ namespace {
 
 void add_options(po::options_description& options) {
   options.add_options()("run", text_option("RUN"),
-                        "a directory of `kvlab replay`, `fidelity` or `eval --out`")(
-      "out", text_option("FILE"), "the page; an older one is replaced")(
+                        "a directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, "
+                        "or a policy file of `tune`")("out", text_option("FILE"),
+                                                      "the page; an older one is replaced")(
       "budget", text_option("B")->default_value("", "the run's middle one"),
       "budget of the headline and of the heat maps, one of the run")(
       "model", text_option("DIR"), "the traces' model: for the text beside what was kept")(
+      "figures", text_option("DIR"),
+      "every figure as SVG and PNG into this directory, which is made (needs gnuplot)")(
       "fixed", po::bool_switch(), "fixed pictures and no script, even where there is Vega")(
       "json", po::bool_switch(), "print one JSON object");
 }
@@ -49,6 +54,8 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
   const bool fixed = options["fixed"].as<bool>();
   if (!fixed && !vega_script()) fmt::print(stderr, "kvlab report: {}\n", kNoVega);
   const Run run = load_run(folder);
+  if (options.count("figures"))
+    write_figures(run, options["budget"].as<std::string>(), options["figures"].as<std::string>());
   return report_html(run, {.budget = options["budget"].as<std::string>(),
                            .fixed = fixed,
                            .tokens = token_texts(run, options),
@@ -57,24 +64,29 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
 
 /// The page of whatever lies in the folder.
 std::string page_of(const std::filesystem::path& folder, const po::variables_map& options) {
-  const bool of_eval = std::filesystem::exists(folder / kEvalJson);
-  if (of_eval || std::filesystem::exists(folder / kFidelityJson)) {
-    if (!options["budget"].as<std::string>().empty())
-      throw std::invalid_argument("--budget: is for a run of `kvlab replay`; leave it out");
-    return of_eval ? eval_page(folder) : fidelity_page(folder);
-  }
-  if (!std::filesystem::exists(folder / "run.json"))
-    throw std::runtime_error(
-        fmt::format("{}: holds no run.json, eval.json or fidelity.json; it should be a directory "
-                    "made by `kvlab replay`, `eval --out` or `fidelity`",
-                    folder.string()));
-  return page_of_run(folder, options);
+  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options);
+  for (const char* option : {"budget", "model", "figures"})
+    if (options.count(option) && !options[option].as<std::string>().empty())
+      throw std::invalid_argument(
+          fmt::format("--{}: is for a run of `kvlab replay`; leave it out", option));
+  if (std::filesystem::exists(folder / kEvalJson))
+    return eval_page(folder, options["fixed"].as<bool>());
+  if (std::filesystem::exists(folder / kFidelityJson)) return fidelity_page(folder);
+  if (std::filesystem::exists(folder / kTaskJson)) return task_page(folder);
+  if (std::filesystem::is_regular_file(folder)) return race_page(folder);
+  throw std::runtime_error(
+      fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "
+                  "directory made by `kvlab replay`, `eval --out`, `fidelity` or `task --out`, or "
+                  "a policy file of `kvlab tune`",
+                  folder.string()));
 }
 
 int run(const po::variables_map& options) {
   const std::string directory =
       required(options, "run", "kvlab report RUN, a directory of `kvlab replay`");
   const std::string out = required(options, "out", "--out report.html");
+  if (options.count("figures")) refuse_existing(options["figures"].as<std::string>(), "--figures");
+  if (options.count("model")) refuse_hub_name(options["model"].as<std::string>());
   const std::string html = page_of(directory, options);
   write_file_atomically(out, html);
   if (options["json"].as<bool>())
@@ -89,8 +101,8 @@ int run(const po::variables_map& options) {
 Command report_command() {
   return {.name = "report",
           .summary = "one self-contained page about a run",
-          .usage = "RUN --out report.html [--budget B] [--model DIR]",
-          .example = "kvlab report run --out report.html",
+          .usage = "RUN --out report.html [--budget B] [--model DIR] [--figures DIR]",
+          .example = "kvlab report run --model engine/models/tiny --out report.html",
           .add_options = add_options,
           .positional = "run",
           .run = run};

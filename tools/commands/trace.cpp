@@ -17,7 +17,8 @@ void add_options(po::options_description& options) {
   options.add_options()("action",
                         po::value<std::vector<std::string>>()->value_name("info|verify|seal"),
                         "and the trace's folder; `--action` itself may be left out");
-  add_common_options(options);
+  options.add_options()("threads", number_option("N"), "default: all cores")(
+      "json", po::bool_switch(), "print one JSON object");
 }
 
 std::string shards_text(const TraceReader& trace) {
@@ -187,7 +188,6 @@ int seal(const std::string& directory, const po::variables_map& options) {
 }
 
 int run(const po::variables_map& options) {
-  check_device(options);
   const auto words = options.count("action") ? options["action"].as<std::vector<std::string>>()
                                              : std::vector<std::string>{};
   if (words.size() != 2)

@@ -7,8 +7,10 @@
 #include <limits>
 
 #include "engine/loop/eval/table.hpp"
+#include "engine/loop/pages/scores.hpp"
 #include "sim/report/charts.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -50,15 +52,17 @@ class EvalPage {
     for (ResultRow& row : rows) (row.trace == kAllTexts ? over_all_ : by_text_).push_back(row);
   }
 
-  std::string html() const {
+  /// `explorer`: the curves, where there is Vega.
+  std::string html(const std::optional<Explorer>& explorer) const {
     const std::string title = "What do evictions cost " + fields_.text("model") + "?";
     return html_page(
         "kvlab: " + title,
         html_header("kvlab eval", escape(title), context(), answer(), "blue", kFootnote) +
-            curves() + standings() + all_figures() +
+            (explorer ? explorer->sections : curves()) + standings() + all_figures() +
             html_section("What the figures mean", "",
                          fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +
-            provenance());
+            provenance(),
+        explorer ? explorer->scripts : "");
   }
 
  private:
@@ -185,11 +189,14 @@ class EvalPage {
 
 }  // namespace
 
-std::string eval_page(const std::filesystem::path& folder) {
+std::string eval_page(const std::filesystem::path& folder, bool fixed) {
   const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
   const json top = parse_json(read_text_file(file, kMaxBytes), file);
   JsonFields(top, file).check_format(kEvalFormat);
-  return EvalPage(top, file, parse_score_rows(read_text_file(csv, kMaxBytes), csv)).html();
+  std::optional<Explorer> explorer;
+  if (const auto vega = fixed ? std::nullopt : vega_script())
+    explorer = explorer_of(load_scores(folder), "What each budget costs", *vega);
+  return EvalPage(top, file, parse_score_rows(read_text_file(csv, kMaxBytes), csv)).html(explorer);
 }
 
 }  // namespace kvlab

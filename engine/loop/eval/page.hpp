@@ -11,6 +11,7 @@ inline constexpr const char* kEvalJson = "eval.json";
 
 /// Of a folder with the two files. Throws std::runtime_error that names the file: not what
 /// `kvlab eval --out` wrote.
-std::string eval_page(const std::filesystem::path& folder);
+/// `fixed`: pictures and no script, even where there is Vega.
+std::string eval_page(const std::filesystem::path& folder, bool fixed = false);
 
 }  // namespace kvlab

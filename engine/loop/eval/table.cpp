@@ -101,6 +101,10 @@ class Record {
           fmt::format("{} columns; the header has {}", fields_.size(), header.size()));
   }
 
+  /// Whether there is such a column, and something in it.
+  bool has(std::string_view column) const {
+    return std::ranges::find(header_, column) != header_.end() && !text(column).empty();
+  }
   const std::string& text(std::string_view column) const {
     const auto found = std::ranges::find(header_, column);
     if (found == header_.end()) throw std::runtime_error(fmt::format("no column {}", column));
@@ -136,7 +140,8 @@ ResultRow row_of(const Record& record) {
   row.seed = record.number<std::uint64_t>("seed");
   row.metric = record.text("metric");
   row.value = record.number<double>("value");
-  row.standard_error = kNaN;
+  row.standard_error = record.has("stderr") ? record.number<double>("stderr") : kNaN;
+  row.count = record.has("count") ? record.number<std::uint64_t>("count") : 0;
   return row;
 }
 

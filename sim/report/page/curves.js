@@ -107,7 +107,7 @@ function curveSpec(page, forExport) {
   const labels = Object.fromEntries(lines.map((l) => [l.line, l.label]));
   const top = dots.flatMap((d) => [d.high, d.most ?? d.high]), floor = dots.flatMap((d) => [d.low, d.least ?? d.low]);
   const domain = metric.higher ? [Math.min(...floor, 1), Math.max(...top, 1)] : [Math.min(0, ...floor), Math.max(...top, 1e-12)];
-  const bottom = {orient: 'bottom', scale: 'x', title: sweep ? `${sweep.policy}: ${sweep.parameter}` : 'budget, tokens',
+  const bottom = {orient: 'bottom', scale: 'x', title: sweep ? `${sweep.policy}: ${sweep.parameter}` : page.data.x_title ?? 'budget, tokens',
     labelOverlap: 'parity', format: 'd'};
   if (sweep) delete bottom.format;
   else bottom.values = ticks;

@@ -1,0 +1,202 @@
+#include "engine/loop/pages/compare.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+
+#include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
+#include "sim/report/page.hpp"
+
+namespace kvlab {
+namespace {
+
+/// The folders' names, or with a number where two are alike. No ':' or '=', which parameters use.
+std::vector<std::string> names_of(const std::vector<ScoreSet>& sets) {
+  std::vector<std::string> names;
+  for (const ScoreSet& set : sets) {
+    std::string name = set.name;
+    std::ranges::replace_if(
+        name, [](char c) { return c == ':' || c == '='; }, '_');
+    std::string unlike = name;
+    for (int n = 2; std::ranges::find(names, unlike) != names.end(); ++n)
+      unlike = fmt::format("{} {}", name, n);
+    names.push_back(unlike);
+  }
+  return names;
+}
+
+/// What a policy is given in a comparison, beside its own parameters.
+std::string params_in(const std::string& params, const std::string& run) {
+  return params + (params.empty() ? "run=" : ":run=") + run;
+}
+
+std::vector<MetricInfo> common_metrics(const std::vector<ScoreSet>& sets) {
+  std::vector<MetricInfo> metrics;
+  for (const MetricInfo& metric : sets.front().metrics)
+    if (std::ranges::all_of(sets, [&](const ScoreSet& set) {
+          return std::ranges::find(set.metrics, metric.name, &MetricInfo::name) !=
+                 set.metrics.end();
+        }))
+      metrics.push_back(metric);
+  return metrics;
+}
+
+std::string chosen_metric(const std::vector<ScoreSet>& sets, const std::vector<MetricInfo>& common,
+                          const std::string& asked) {
+  std::vector<std::string_view> names;
+  for (const MetricInfo& metric : common)
+    if (metric.ranks) names.push_back(metric.name);
+  if (names.empty()) throw std::invalid_argument("the runs have no figure in common");
+  const auto known = [&](const std::string& name) {
+    return std::ranges::find(names, name) != names.end();
+  };
+  if (!asked.empty()) {
+    if (!known(asked))
+      throw std::invalid_argument(fmt::format("--metric: '{}' is not in all of these; there is {}",
+                                              asked, fmt::join(names, ", ")));
+    return asked;
+  }
+  for (const ScoreSet& set : sets)
+    if (known(set.headline)) return set.headline;
+  return std::string(names.front());
+}
+
+void join(ScoreSet& together, const ScoreSet& set, const std::string& run) {
+  for (const SequenceGroup& group : set.groups) {
+    auto own = std::ranges::find(together.groups, group.name, &SequenceGroup::name);
+    if (own == together.groups.end())
+      own = together.groups.insert(own, SequenceGroup{group.name, {}});
+    for (ResultRow row : group.rows) {
+      row.params = params_in(row.params, run);
+      own->rows.push_back(std::move(row));
+    }
+  }
+}
+
+/// The series of `like`, which is of another run, in `run`.
+std::optional<std::size_t> series_in(const Figures& figures, const ResultRow& like,
+                                     const std::string& params) {
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    const Series& series = figures.series()[s];
+    if (series.policy == like.policy && series.params == params && series.prefill == like.prefill &&
+        series.positions == like.positions && series.seed == like.seed)
+      return s;
+  }
+  return std::nullopt;
+}
+
+std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Comparison& comparison) {
+  std::vector<ComparedRow> compared;
+  for (const SequenceGroup& group : comparison.together.groups) {
+    const Figures figures(group.rows);
+    std::set<
+        std::tuple<std::string, std::string, std::string, std::string, std::string, std::uint64_t>>
+        done;
+    for (const ScoreSet& set : sets) {
+      const auto own = std::ranges::find(set.groups, group.name, &SequenceGroup::name);
+      if (own == set.groups.end()) continue;
+      for (const ResultRow& row : own->rows) {
+        if (row.layer >= 0 || row.metric != comparison.metric) continue;
+        if (!done.insert({row.policy, row.params, row.budget, row.prefill, row.positions, row.seed})
+                 .second)
+          continue;
+        ComparedRow line{group.name,
+                         row.policy + (row.params.empty() ? "" : ":") + row.params,
+                         row.budget,
+                         {},
+                         {}};
+        std::vector<std::size_t> there;
+        for (const std::string& name : comparison.names) {
+          const auto s = series_in(figures, row, params_in(row.params, name));
+          line.scores.push_back(s ? figures.average(*s, row.budget, row.metric) : std::nullopt);
+          if (line.scores.back()) there.push_back(*s);
+        }
+        if (there.size() < 2) continue;
+        line.difference = figures.difference(there.back(), there.front(), row.budget, row.metric);
+        compared.push_back(std::move(line));
+      }
+    }
+  }
+  return compared;
+}
+
+std::string difference_text(const std::optional<Average>& difference) {
+  if (!difference) return "no sequence in common";
+  return average_text(*difference) + (is_tie(*difference) ? ", a tie" : "");
+}
+
+std::string table_of(const Comparison& comparison) {
+  std::vector<Column> columns{{"model", false}, {"policy", false}, {"budget"}};
+  for (const std::string& name : comparison.names) columns.push_back({escape(name)});
+  columns.push_back({"last less first"});
+  std::vector<std::vector<std::string>> rows;
+  for (const ComparedRow& line : comparison.rows) {
+    std::vector<std::string> row{escape(line.group), escape(line.policy), escape(line.budget)};
+    for (const auto& score : line.scores) row.push_back(score ? average_text(*score) : "–");
+    row.push_back(difference_text(line.difference));
+    rows.push_back(std::move(row));
+  }
+  return html_section("What they share", rows.empty() ? "No configuration is in two of them." : "",
+                      rows.empty() ? "" : table(columns, rows));
+}
+
+}  // namespace
+
+Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
+  if (sets.size() < 2)
+    throw std::invalid_argument(
+        "one run is not enough to compare; give two or more: kvlab compare RUN RUN");
+  Comparison comparison{.names = names_of(sets)};
+  for (const ScoreSet& set : sets) {
+    if (set.kind != sets.front().kind)
+      throw std::invalid_argument(fmt::format("{}: {}; {}: {}; these should be of one kind",
+                                              sets.front().name, sets.front().kind, set.name,
+                                              set.kind));
+    if (set.sequences != sets.front().sequences && comparison.warning.empty())
+      comparison.warning =
+          fmt::format("of different sequences: {} of {}, {} of {}", sets.front().name,
+                      sets.front().sequences, set.name, set.sequences);
+  }
+  comparison.together = {.kind = sets.front().kind,
+                         .name = fmt::format("{}", fmt::join(comparison.names, ", ")),
+                         .note = sets.front().note};
+  comparison.together.metrics = common_metrics(sets);
+  comparison.metric = chosen_metric(sets, comparison.together.metrics, metric);
+  comparison.together.headline = comparison.metric;
+  for (std::size_t i = 0; i < sets.size(); ++i)
+    join(comparison.together, sets[i], comparison.names[i]);
+  comparison.rows = rows_of(sets, comparison);
+  return comparison;
+}
+
+std::string compare_page(const Comparison& comparison) {
+  const auto vega = vega_script();
+  if (!vega)
+    throw std::runtime_error(
+        "a comparison's page needs Vega (Debian: libjs-vega; elsewhere: its folder as KVLAB_VEGA)");
+  const std::string title = "What do " + comparison.together.name + " say together?";
+  const Explorer explorer =
+      explorer_of(comparison.together, "Each policy of each " + comparison.together.kind, *vega);
+  std::set<std::string> groups;
+  for (const SequenceGroup& group : comparison.together.groups) groups.insert(group.name);
+  const std::string context =
+      fmt::format("{} {}s, compared by {}. Of {}; nothing is averaged over models.",
+                  comparison.names.size(), comparison.together.kind, escape(comparison.metric),
+                  escape(fmt::format("{}", fmt::join(groups, "; "))));
+  const std::string answer = fmt::format(
+      "{} configurations are in two or more of them.{}", comparison.rows.size(),
+      comparison.warning.empty() ? ""
+                                 : " They are " + escape(comparison.warning) +
+                                       ": differences are taken over sequences that both have.");
+  return html_page("kvlab: " + title,
+                   html_header("kvlab compare", escape(title), context, answer, "blue",
+                               "± is one standard error; a tie: at most two of the difference’s.") +
+                       explorer.sections + table_of(comparison),
+                   explorer.scripts);
+}
+
+}  // namespace kvlab

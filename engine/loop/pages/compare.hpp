@@ -1,0 +1,34 @@
+// Several runs, evaluations or tasks beside each other.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/loop/pages/scores.hpp"
+
+namespace kvlab {
+
+/// One configuration at one budget in each of the runs that have it.
+struct ComparedRow {
+  std::string group, policy, budget;
+  std::vector<std::optional<Average>> scores;  ///< by run
+  std::optional<Average> difference;           ///< the last run that has it less the first
+};
+
+/// What several runs say together. Nothing is averaged over models.
+struct Comparison {
+  ScoreSet together;               ///< all of them; a series' parameters say which run it is of
+  std::vector<std::string> names;  ///< of the runs, all different
+  std::string metric;
+  std::vector<ComparedRow> rows;  ///< of what two runs or more have
+  std::string warning;            ///< that they are of different sequences, or nothing
+};
+
+/// `metric`: empty for the one that decides in all of them. Throws std::invalid_argument: fewer
+/// than two, of different kinds, no such metric in all.
+Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
+
+/// The page. Throws std::runtime_error without Vega.
+std::string compare_page(const Comparison& comparison);
+
+}  // namespace kvlab

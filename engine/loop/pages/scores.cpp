@@ -1,0 +1,229 @@
+#include "engine/loop/pages/scores.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <limits>
+#include <map>
+
+#include "engine/loop/eval/page.hpp"
+#include "engine/loop/eval/table.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/interactive/scripts.hpp"
+#include "sim/report/page.hpp"
+#include "sim/report/palette.hpp"
+#include "sim/run/csv.hpp"
+#include "sim/run/run.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
+                                  MetricInfo{"kl_p50", "KL, median", false, true},
+                                  MetricInfo{"kl_p90", "KL, 90th percentile", false, true},
+                                  MetricInfo{"kl_p99", "KL, 99th percentile", false, true},
+                                  MetricInfo{"nll", "−ln p of the text", false, true},
+                                  MetricInfo{"perplexity", "perplexity", false, true},
+                                  MetricInfo{"top1_agreement", "top-1 agreement", true, true}};
+constexpr std::array kTaskMetrics{
+    MetricInfo{"exact_match", "right answers, share", true, true},
+    MetricInfo{"log_likelihood", "log-likelihood of the right answer, nats", true, true},
+    MetricInfo{"log_likelihood_change", "its change from the first configuration", true, true},
+    MetricInfo{"lost", "right answers lost, share", false, true},
+    MetricInfo{"gained", "right answers gained, share", true, true}};
+
+/// Those of `known` that a row has.
+std::vector<MetricInfo> present(std::span<const MetricInfo> known,
+                                const std::vector<ResultRow>& rows) {
+  std::vector<MetricInfo> metrics;
+  for (const MetricInfo& metric : known)
+    if (std::ranges::any_of(
+            rows, [&](const ResultRow& row) { return row.layer < 0 && row.metric == metric.name; }))
+      metrics.push_back(metric);
+  return metrics;
+}
+
+std::string text_of(const json& value) {
+  return value.is_string() ? value.get<std::string>() : "?";
+}
+
+ScoreSet scores_of_run(const std::filesystem::path& folder) {
+  const Run run = load_run(folder);
+  ScoreSet set{.kind = "replay",
+               .headline = std::string(best_metric(run.rows)),
+               .note = "Open loop: queries and keys come from the full-cache run."};
+  std::map<std::string, const RunTrace*> traces;
+  for (const RunTrace& trace : run.info.traces) {
+    traces[trace.name] = &trace;
+    set.sequences += (set.sequences.empty() ? "" : ", ") + trace.name;
+  }
+  std::map<std::string, std::size_t> places;
+  for (ResultRow row : run.rows) {
+    const RunTrace& trace = *traces.at(row.trace);
+    const auto [place, added] =
+        places.try_emplace(trace.weights_xxh3 + trace.model, set.groups.size());
+    if (added) set.groups.push_back({trace.model, {}});
+    row.trace += " " + trace.hash;  // what is of one sequence is paired, whatever it is called
+    set.groups[place->second].rows.push_back(std::move(row));
+  }
+  set.metrics = present(all_metrics(), run.rows);
+  return set;
+}
+
+ScoreSet scores_of_eval(const std::filesystem::path& folder) {
+  const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
+  const json top = parse_json(read_text_file(file, kMaxBytes), file);
+  const JsonFields fields(top, file);
+  fields.check_format(kEvalFormat);
+  const std::string model = fields.text("model");
+  ScoreSet set{.kind = "evaluation",
+               .groups = {{model + ", all tokens together", {}}, {model + ", mean over texts", {}}},
+               .note = "Closed loop, teacher-forced: evictions change what later layers see."};
+  for (const json& text : fields.list("texts"))
+    set.sequences += (set.sequences.empty() ? "" : ", ") + text_of(text);
+  for (ResultRow& row : parse_score_rows(read_text_file(csv, kMaxBytes), csv))
+    set.groups[row.trace == "all" ? 0 : 1].rows.push_back(std::move(row));
+  if (fields.list("texts").size() < 2) set.groups.pop_back();
+  set.metrics = present(kEvalMetrics, set.groups.front().rows);
+  set.headline = set.metrics.empty() ? "kl" : set.metrics.front().name;
+  return set;
+}
+
+/// The number in "64" and "20%": where the budget stands on an axis.
+std::uint32_t number_in(const std::string& text) {
+  std::uint32_t number = 0;
+  const std::size_t first = std::min(text.find_first_of("0123456789"), text.size());
+  std::from_chars(text.data() + first, text.data() + text.size(), number);
+  return std::max(number, 1u);
+}
+
+double number_of(const std::string& text, const std::string& where) {
+  double value = kNaN;
+  if (text.empty()) return value;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size())
+    throw std::runtime_error(where + ": '" + text + "' should be a number");
+  return value;
+}
+
+/// A row of task.csv: task,policy,params,budget,prefill,positions,seed,mode,words,depth,metric,
+/// value,low,high,count.
+ResultRow task_row(const std::vector<std::string>& fields, const std::string& where) {
+  if (fields.size() != 15)
+    throw std::runtime_error(
+        fmt::format("{}: {} columns; there should be 15", where, fields.size()));
+  const double low = number_of(fields[12], where), high = number_of(fields[13], where);
+  return {.trace = fields[0],
+          .policy = fields[1],
+          .params = fields[2],
+          .budget = fields[3],
+          .budget_tokens = number_in(fields[3]),
+          .prefill = fields[4],
+          .positions = fields[5],
+          .seed = static_cast<std::uint64_t>(number_of(fields[6], where)),
+          .metric = fields[10],
+          .value = number_of(fields[11], where),
+          .standard_error = (high - low) / 2 / 1.96,
+          .count = static_cast<std::uint64_t>(number_of(fields[14], where))};
+}
+
+ScoreSet scores_of_task(const std::filesystem::path& folder) {
+  const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
+  const json top = parse_json(read_text_file(file, kMaxBytes), file);
+  const JsonFields fields(top, file);
+  const std::string model = fields.text("model");
+  ScoreSet set{
+      .kind = "task",
+      .headline = "exact_match",
+      .sequences = fields.text("task"),
+      .note = "Answers of the model under each cache. ± is half of the 95% interval over 1.96."};
+  const std::string text = read_text_file(csv, kMaxBytes);
+  CsvReader reader(text);
+  reader.next();
+  std::map<std::string, std::size_t> places;
+  while (const auto record = reader.next()) {
+    const std::string where = fmt::format("{}: line {}", csv, reader.line());
+    ResultRow row = task_row(*record, where);
+    const auto& own = *record;
+    const std::string name = fmt::format("{}, {}, {}, {}", model, own[7],
+                                         own[8] == "all" ? "all lengths" : own[8] + " words",
+                                         own[9] == "all" ? "all depths" : "depth " + own[9]);
+    const auto [place, added] = places.try_emplace(name, set.groups.size());
+    if (added) set.groups.push_back({name, {}});
+    set.groups[place->second].rows.push_back(std::move(row));
+  }
+  if (set.groups.empty()) throw std::runtime_error(csv + ": holds no rows");
+  std::ranges::stable_sort(set.groups, {}, [](const SequenceGroup& group) {
+    return !group.name.ends_with("all lengths, all depths");
+  });
+  set.metrics = present(kTaskMetrics, set.groups.front().rows);
+  return set;
+}
+
+}  // namespace
+
+ScoreSet load_scores(const std::filesystem::path& folder) {
+  ScoreSet set;
+  if (std::filesystem::exists(folder / "run.json"))
+    set = scores_of_run(folder);
+  else if (std::filesystem::exists(folder / kEvalJson))
+    set = scores_of_eval(folder);
+  else if (std::filesystem::exists(folder / kTaskJson))
+    set = scores_of_task(folder);
+  else
+    throw std::runtime_error(
+        fmt::format("{}: holds no run.json, eval.json or task.json; it should be a directory made "
+                    "by `kvlab replay`, `eval --out` or `task --out`",
+                    folder.string()));
+  const auto whole = (folder / "").lexically_normal().parent_path();
+  set.name = whole.filename().string();
+  return set;
+}
+
+std::vector<ResultRow> all_rows(const ScoreSet& set) {
+  std::vector<ResultRow> rows;
+  for (const SequenceGroup& group : set.groups)
+    rows.insert(rows.end(), group.rows.begin(), group.rows.end());
+  return rows;
+}
+
+Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_view vega) {
+  const std::vector<ResultRow> rows = all_rows(set);
+  const Figures figures(rows);
+  const auto styles = styles_of(figures.series());
+  DatasetOptions options{.headline = set.headline, .metrics = set.metrics};
+  if (!figures.budgets().empty())
+    options.budget = figures.budgets()[(figures.budgets().size() - 1) / 2].text;
+  for (const Series& series : figures.series())
+    options.drawn.push_back(series.policy != kOracleTopk);
+  auto data = dataset_of(figures, styles, set.groups, options);
+  data["winner"] = nullptr;
+  const auto metric = std::ranges::find(set.metrics, set.headline, &MetricInfo::name);
+  const Figures first(set.groups.front().rows);
+  if (metric != set.metrics.end())
+    if (const auto standings = rank_policies(first, options.budget, *metric); !standings.empty())
+      for (std::size_t s = 0; s < figures.series().size(); ++s)
+        if (figures.series()[s].label == first.series()[standings.front().series].label)
+          data["winner"] = s;
+  if (set.kind == "task") data["x_title"] = "budget, as asked";
+  if (set.kind == "race") data["x_title"] = "round";
+  Explorer explorer;
+  explorer.sections = html_open_section("explore", heading, escape(set.note));
+  if (data["heads"] > 0)
+    explorer.sections +=
+        html_open_section("heads", "By layer and head", escape(data["note"].get<std::string>()));
+  explorer.scripts = script_elements(data, vega);
+  return explorer;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,38 @@
+// What a replay, an evaluation or a task left behind, as the same rows: for pages and comparisons.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "sim/report/interactive/dataset.hpp"
+
+namespace kvlab {
+
+inline constexpr const char* kTaskJson = "task.json";
+
+/// The figures of one folder. Each group is of one model, at one place of a task.
+struct ScoreSet {
+  std::string kind;  ///< "replay", "evaluation" or "task"
+  std::string name;  ///< the folder's
+  std::vector<SequenceGroup> groups;
+  std::vector<MetricInfo> metrics;
+  std::string headline;   ///< the metric that decides
+  std::string sequences;  ///< what it was measured on, for people
+  std::string note;       ///< "open loop", say
+};
+
+/// Throws std::runtime_error that names the folder or file: none of the three, or damaged.
+ScoreSet load_scores(const std::filesystem::path& folder);
+
+/// The rows of every group, one after another.
+std::vector<ResultRow> all_rows(const ScoreSet& set);
+
+/// Sections and scripts of an interactive page about figures: what html_page() takes.
+struct Explorer {
+  std::string sections, scripts;
+};
+/// `vega` is what vega_script() gave. `heading` is HTML.
+Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_view vega);
+
+}  // namespace kvlab

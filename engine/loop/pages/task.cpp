@@ -1,0 +1,77 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <stdexcept>
+
+#include "engine/loop/pages/pages.hpp"
+#include "engine/loop/pages/scores.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
+#include "sim/report/page.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr const char* kFootnote =
+    "An answer is right if it is exactly what was hidden. Shares have Wilson’s 95% intervals; ± is "
+    "half of one over 1.96. Two that differ by less than two such errors are said to tie.";
+constexpr const char* kMeanings =
+    "<dt>right answers</dt><dd>the share of questions that the model answers word for word</dd>\n"
+    "<dt>log-likelihood</dt><dd>what the model gives the right answer, mean of the draws, "
+    "nats</dd>\n"
+    "<dt>lost, gained</dt><dd>beside the first configuration, over the same questions</dd>\n"
+    "<dt>query-agnostic</dt><dd>the question comes after the eviction; query-aware: before</dd>\n";
+
+/// "At 64, h2o answers best: 0.9 ± 0.1." of the first group, at each budget.
+std::string answer_of(const ScoreSet& set) {
+  const Figures figures(set.groups.front().rows);
+  std::string text;
+  for (const BudgetColumn& budget : figures.budgets()) {
+    const auto standings = rank_policies(figures, budget.text, set.metrics.front());
+    if (standings.empty()) continue;
+    std::vector<std::string> tied;
+    for (const Standing& standing : standings)
+      if (standing.ties)
+        tied.push_back("<strong>" + escape(figures.series()[standing.series].label) + "</strong>");
+    text += fmt::format("{}At {}, {} {}: {}.", text.empty() ? "" : " ", escape(budget.text),
+                        join_names(tied), tied.size() > 1 ? "tie" : "answers best",
+                        average_text(standings.front().score));
+  }
+  return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
+}
+
+}  // namespace
+
+std::string task_page(const std::filesystem::path& folder) {
+  const ScoreSet set = load_scores(folder);
+  const auto vega = vega_script();
+  if (!vega)
+    throw std::runtime_error(
+        "a task's page needs Vega (Debian: libjs-vega; elsewhere: its folder as KVLAB_VEGA)");
+  const std::string file = (folder / kTaskJson).string();
+  const nlohmann::json top = parse_json(read_text_file(file, std::size_t{256} << 20), file);
+  const JsonFields fields(top, file);
+  const std::string title = "Does " + fields.text("model") + " still answer under evictions?";
+  const Explorer explorer = explorer_of(set, "What each budget costs", *vega);
+  const std::string context =
+      fmt::format("{}, {} draws at each of {} depths and {} lengths. Choose one of them below.",
+                  escape(fields.text("task")), fields.whole("draws"), fields.list("depths").size(),
+                  fields.list("words").size());
+  return html_page(
+      "kvlab: " + title,
+      html_header("kvlab task", escape(title), context, answer_of(set), "blue", kFootnote) +
+          explorer.sections +
+          html_section("What the figures mean", "",
+                       fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +
+          html_section(
+              "Where this comes from", "",
+              html_terms({{"weights", "<code>" + escape(fields.text("weights_xxh3")) + "</code>"},
+                          {"seed", std::to_string(fields.whole("seed"))},
+                          {"kvlab", escape(fields.text("kvlab"))}})),
+      explorer.scripts);
+}
+
+}  // namespace kvlab

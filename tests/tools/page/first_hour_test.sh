@@ -1,0 +1,80 @@
+#!/bin/sh
+# first_hour_test.sh KVLAB SOURCE: README's Five minutes as they stand, twice, in a folder that looks like a checkout;
+# then what stopped new users before.
+set -eu
+kvlab=$1 source=$2
+command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+ln -s "$source/engine" "$source/tools" "$source/traces" .
+mkdir build
+ln -s "$kvlab" build/kvlab
+PATH=$folder/build:$PATH
+
+fail() { echo "first hour: $*"; exit 1; }
+
+# has TEXT FILE
+has() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
+
+# refused TEXT COMMAND…: exit 2 and one line that says TEXT.
+refused() {
+  said=$1
+  shift
+  if "$@" >out 2>err; then fail "not refused: $*"; else code=$?; fi
+  [ "$code" -eq 2 ] && [ "$(wc -l <err)" -eq 1 ] || { cat err; fail "exit $code: $*"; }
+  has "$said" err
+}
+
+# The first block of shell after the heading.
+awk '/^## Five minutes/ {on = 1} on && /^```$/ {exit} on && code {print} on && /^```sh$/ {code = 1}' \
+  "$source/README.md" >five.sh
+[ "$(wc -l <five.sh)" -gt 15 ] || fail "README's Five minutes were not found"
+for round in first second; do
+  sh -e five.sh >"$round.out" 2>&1 || { cat "$round.out"; fail "Five minutes, the $round time"; }
+done
+grep -Eq 'evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]+ of [0-9.]+ KiB' first.out ||
+  fail "the policy file evicted nothing"
+
+tiny=engine/models/tiny run=five/run
+kvlab help replay >help.out
+has "Usage: kvlab replay" help.out
+kvlab trace --help >trace.out
+! grep -q -e --device -e --action trace.out || fail "trace --help lists what it does not take"
+kvlab replay --trace five/trace --policy "window, h2o" --budget "64, 128" --out spaces >/dev/null
+kvlab replay --trace five/trace --policy full --budget 64 --out full >full.out
+! grep -q recall full.out || fail "replay --policy full prints empty tables"
+has "loses nothing" full.out
+has "says nothing of errors" first.out
+refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
+refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
+refused "make nowhere first" kvlab replay --trace five/trace --policy window --budget 64 --out nowhere/x
+printf 'ab\377\376' >bytes.txt
+kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
+has "not UTF-8 from byte 2" err
+kvlab generate --model $tiny --prompt x --policy sink --budget 64 --max-new-tokens 2 >out 2>err
+has "evicted nothing" err
+echo 'abc de fg' >nine.txt
+kvlab eval --model $tiny --text nine.txt >out 2>err
+has "tell little apart" err
+
+# Comparisons, completion, the manual.
+kvlab compare $run spaces --out compare.html >compare.out
+has "last less first" compare.out
+has "a tie" compare.out
+refused "of one kind" kvlab compare $run five/eval
+refused "two or more" kvlab compare $run
+refused "is not in all of these" kvlab compare $run spaces --metric nonsense
+for shell in bash zsh fish; do
+  kvlab manual $shell >completion
+  for word in replay request-threshold compare; do has "$word" completion; done
+done
+kvlab manual bash | bash -n
+kvlab manual man >kvlab.1
+has ".TH KVLAB 1" kvlab.1
+refused "bash, zsh or fish" kvlab manual csh
+for figure in residual_error nll_recall residual_error_by_head; do
+  [ -s five/figures/$figure.png ] && has "<svg" five/figures/$figure.svg
+done
+refused "exists" kvlab report $run --figures five/figures --out again.html
+[ ! -e again.html ] || fail "a refused report left a page"

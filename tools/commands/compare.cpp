@@ -1,0 +1,110 @@
+#include "engine/loop/pages/compare.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "sim/report/html.hpp"
+#include "tools/options.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+void add_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("run", po::value<std::vector<std::string>>()->value_name("RUN"), "");
+  add("out", text_option("FILE"), "a page of it; an older one is replaced");
+  add("metric", text_option("M"), "the figure to compare by (default: the one that decides)");
+  add("json", po::bool_switch(), "print one JSON object");
+}
+
+ordered_json number(const std::optional<Average>& average) {
+  return average ? ordered_json(average->mean) : ordered_json(nullptr);
+}
+
+void print_as_json(const Comparison& comparison) {
+  ordered_json rows = ordered_json::array();
+  for (const ComparedRow& row : comparison.rows) {
+    ordered_json values = ordered_json::object();
+    for (std::size_t i = 0; i < comparison.names.size(); ++i)
+      values[comparison.names[i]] = number(row.scores[i]);
+    rows.push_back({{"model", row.group},
+                    {"policy", row.policy},
+                    {"budget", row.budget},
+                    {"values", values},
+                    {"difference", number(row.difference)},
+                    {"stderr", row.difference ? number_or_null(row.difference->standard_error)
+                                              : ordered_json(nullptr)},
+                    {"ties", row.difference && is_tie(*row.difference)}});
+  }
+  print_json({{"metric", comparison.metric},
+              {"runs", comparison.names},
+              {"warning", comparison.warning},
+              {"rows", rows}});
+}
+
+void print_table(const Comparison& comparison) {
+  std::size_t width = 16, run_width = 18;
+  for (const ComparedRow& row : comparison.rows) width = std::max(width, row.policy.size());
+  for (const std::string& name : comparison.names) run_width = std::max(run_width, name.size());
+  std::string group;
+  for (const ComparedRow& row : comparison.rows) {
+    if (group != row.group) {
+      group = row.group;
+      fmt::print("{}{}: {}\n{:<{}} {:>7}", &row == comparison.rows.data() ? "" : "\n", group,
+                 comparison.metric, "policy", width, "budget");
+      for (const std::string& name : comparison.names) fmt::print(" {:>{}}", name, run_width);
+      fmt::print("   last less first\n");
+    }
+    fmt::print("{:<{}} {:>7}", row.policy, width, row.budget);
+    // (The sign ± is two bytes and one column.)
+    for (const auto& score : row.scores) {
+      const std::string text = score ? average_text(*score) : "-";
+      const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
+      fmt::print(" {:>{}}", text, run_width + wide);
+    }
+    fmt::print("   {}\n", !row.difference           ? "no sequence in common"
+                          : is_tie(*row.difference) ? average_text(*row.difference) + ", a tie"
+                                                    : average_text(*row.difference));
+  }
+  if (comparison.rows.empty()) fmt::print("no configuration is in two of them\n");
+}
+
+int run(const po::variables_map& options) {
+  std::vector<ScoreSet> sets;
+  if (options.count("run"))
+    for (const auto& folder : options["run"].as<std::vector<std::string>>())
+      sets.push_back(load_scores(folder));
+  const std::string metric =
+      options.count("metric") ? options["metric"].as<std::string>() : std::string();
+  const std::string out = options.count("out") ? options["out"].as<std::string>() : "";
+  if (!out.empty()) refuse_unwritable(out, "--out");
+  const Comparison comparison = compare(std::move(sets), metric);
+  if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
+  if (!out.empty()) write_file_atomically(out, compare_page(comparison));
+  if (options["json"].as<bool>()) {
+    print_as_json(comparison);
+    return 0;
+  }
+  print_table(comparison);
+  if (!out.empty()) fmt::print("{}: open it in any browser\n", out);
+  return 0;
+}
+
+}  // namespace
+
+Command compare_command() {
+  return {.name = "compare",
+          .summary = "runs, evaluations or tasks beside each other, never averaged over models",
+          .usage = "RUN RUN... [--metric M] [--out page.html]",
+          .example = "kvlab compare run run --out compare.html",
+          .add_options = add_options,
+          .positional = "run",
+          .run = run};
+}
+
+}  // namespace kvlab
