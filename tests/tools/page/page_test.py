@@ -196,12 +196,11 @@ def check_kept(browser: Browser, run: Path) -> None:
     assert len(browser.driver.find_elements("css selector", ".pair .text")) == 2
 
 
-def check_looks(browser: Browser, pictures: Path | None) -> None:
+def check_looks(browser: Browser) -> None:
     ink = "return getComputedStyle(document.body).color"
     light = browser.js(ink)
     browser.choose("theme", "dark")
     assert browser.js(ink) != light, "dark looks as light does"
-    background = browser.js("return document.querySelector('.chart svg .background')?.getAttribute('fill') ?? ''")
     browser.choose("theme", "light")
     for width in (1280, 400):
         browser.resize(width)
@@ -210,7 +209,6 @@ def check_looks(browser: Browser, pictures: Path | None) -> None:
         wide = browser.js("return document.documentElement.scrollWidth")
         assert wide <= width, f"{wide} wide at {width}"
     browser.resize(1280)
-    _ = (background, pictures)
 
 
 def hostile(page: str) -> str:
@@ -241,6 +239,37 @@ def check_hostile(browser: Browser, page: Path) -> None:
     assert "<img" not in check_hand_text and "\u202e" not in check_hand_text
 
 
+def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -> None:
+    """Evaluations, tasks, tune's race and comparisons: they open, draw, and carry their tables' numbers."""
+    tiny, text = source / "engine/models/tiny", source / "tools/texts/carroll-alice.txt"
+    call("eval", "--model", tiny, "--text", text, "--max-tokens", "400", "--window", "200", "--policy", "window,sink,h2o",
+         "--budget", "32,64", "--prefill", "stream", "--out", folder / "eval")
+    call("task", "passkey", "--model", tiny, "--policy", "sink,h2o", "--budget", "32,64", "--words", "60", "--depth",
+         "20%,50%", "--draws", "2", "--out", folder / "task")
+    call("tune", "--model", tiny, "--text", text, "--prompt-tokens", "64", "--max-tokens", "160", "--budget", "32",
+         "--policy", "h2o,sink,window", "--out", folder / "tuned.json")
+    call("replay", "--trace", source / "traces/samples/tiny-story", "--policy", "h2o,lru", "--budget", "64,128", "--out",
+         folder / "other")
+    for what, name in (("eval", "eval.csv"), ("task", "task.csv"), ("tuned.json", "")):
+        page = folder / f"{what}.html"
+        call("report", folder / what, "--out", page)
+        browser.open(page)
+        dots = browser.dots()
+        assert dots, what
+        if name:
+            rows = list(csv.DictReader((folder / what / name).open(newline="")))
+            metric = browser.js("return kvlabPage.page.state.metric")
+            values = {float(row["value"]) for row in rows if row["metric"] == metric}
+            assert all(any(same(dot["y"], value) for value in values) for dot in dots), what
+        browser.check_quiet()
+    call("compare", folder / "run", folder / "other", "--out", folder / "compare.html")
+    browser.open(folder / "compare.html")
+    runs = {dot["label"].rsplit("run=", 1)[-1] for dot in browser.dots()}
+    assert runs >= {"run", "other"}, runs
+    assert "last less first" in browser.js("return document.body.innerText")
+    browser.check_quiet()
+
+
 def main() -> None:
     kvlab, source = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
     if not (Path(CHROME).exists() and Path(DRIVER).exists()):
@@ -264,10 +293,11 @@ def main() -> None:
             check_tables(browser)
             check_hand(browser)
             check_kept(browser, run)
-            check_looks(browser, None)
+            check_looks(browser)
             browser.check_quiet()
             check_hostile(browser, page)
             browser.check_quiet()
+            check_other_pages(browser, call, source, Path(folder))
         finally:
             browser.driver.quit()
         print(f"opened in {seconds:.2f} s")
