@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 
 #include "sim/budgets/grid.hpp"
@@ -74,7 +77,13 @@ std::vector<std::string> policies_asked(const po::variables_map& options,
   return names;
 }
 
-/// What a bar has drawn; drawn again when another percent is done, ten times a second at most.
+/// The file descriptor that a program which runs kvlab wants the fractions done on, a line each.
+std::optional<int> listener() {
+  const char* const text = std::getenv("KVLAB_PROGRESS_FD");
+  return text ? std::optional(std::atoi(text)) : std::nullopt;
+}
+
+/// What a bar has drawn, or told; again when another percent is done, ten times a second at most.
 class Bar {
  public:
   explicit Bar(std::string label) : label_(std::move(label)) {}
@@ -94,6 +103,10 @@ class Bar {
       return;
     percent_ = percent;
     last_ = now;
+    if (listener_) {
+      ::dprintf(*listener_, "%.4f\n", fraction);
+      return;
+    }
     drawn_ = true;
     const std::chrono::duration<double> since = now - started_;
     fmt::print(stderr, "\r{} [{:<{}}] {:3}% {:<14}", label_,
@@ -104,6 +117,7 @@ class Bar {
 
  private:
   std::string label_;
+  std::optional<int> listener_ = listener();
   std::mutex mutex_;
   int percent_ = -1;
   bool drawn_ = false;
@@ -273,7 +287,7 @@ std::string time_left(double first, double done, double seconds) {
 }
 
 std::function<void(double)> progress_bar(std::string label) {
-  if (!isatty(STDERR_FILENO)) return [](double) {};
+  if (!listener() && !isatty(STDERR_FILENO)) return [](double) {};
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
 

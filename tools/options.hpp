@@ -81,7 +81,8 @@ void check_device(const po::variables_map& options);
 /// or nothing as long as there is nothing to go by.
 std::string time_left(double first, double done, double seconds);
 /// A bar with the time left on standard error, on a terminal only; call with the fraction done,
-/// from any thread. The first call says where the work begins.
+/// from any thread. The first call says where the work begins. Where the environment has
+/// KVLAB_PROGRESS_FD, lines of fractions go to that file descriptor instead.
 std::function<void(double)> progress_bar(std::string label);
 
 /// What each text is called: its file's name without the extension, or the whole path where two

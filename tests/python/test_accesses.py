@@ -104,7 +104,9 @@ def test_attention_that_is_refused(small: kvlab.Trace) -> None:
 def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its LRU has to miss as often as ours of six lines."""
     pytest.importorskip("libcachesim")
-    blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```py\n(.*?)^```$", (ROOT / "docs" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     names: dict[str, Any] = {}

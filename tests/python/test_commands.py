@@ -48,6 +48,18 @@ def test_task() -> None:
     assert answers
 
 
+def test_progress_is_told() -> None:
+    seen: list[float] = []
+    kvlab.evaluate(TINY, TEXT, ["window", "h2o"], [64, 128], window=256, progress=seen.append)
+    assert seen == sorted(seen) and seen[-1] == 1.0
+
+    def broken(fraction: float) -> None:
+        raise LookupError("from the callback")
+
+    with pytest.raises(LookupError, match="from the callback"):
+        kvlab.task("passkey", TINY, "sink", 64, words=[100], draws=2, query_aware=True, progress=broken)
+
+
 def test_errors_are_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"--budget: policy h2o needs one"):
         kvlab.evaluate(TINY, TEXT, "h2o", ())

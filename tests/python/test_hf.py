@@ -22,15 +22,17 @@ def model_of(family: str = "llama", **words: Any) -> Any:
         "qwen2": transformers.Qwen2Config,
         "mistral": transformers.MistralConfig,
     }[family](
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        **({"sliding_window": None} if family == "mistral" else {}),
-        **words,
+        **{
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+        }
+        | ({"sliding_window": None} if family == "mistral" else {})
+        | words
     )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
@@ -106,6 +108,66 @@ def test_an_adapter_of_peft_is_captured_with_its_model() -> None:
     assert not numpy.allclose(trace.read("q", 0, 0), plain.read("q", 0, 0))
     for layer in range(2):
         numpy.testing.assert_allclose(trace.read("q", layer, 1), merged.read("q", layer, 1), atol=1e-5)
+
+
+def _dynamic(model: Any, folder: pathlib.Path) -> Any:
+    if int(torch.__version__.split(".")[0]) < 2:
+        pytest.skip("torch 2 is needed")
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def _torchao(model: Any, folder: pathlib.Path) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+def _quanto(model: Any, folder: pathlib.Path) -> Any:
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8)
+    quanto.freeze(model)
+    return model
+
+
+def _bitsandbytes(model: Any, folder: pathlib.Path, **words: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    model.save_pretrained(folder)
+    settings = transformers.BitsAndBytesConfig(**words)
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, device_map="cpu")
+    return found.eval()
+
+
+def _bitsandbytes_8(model: Any, folder: pathlib.Path) -> Any:
+    return _bitsandbytes(model, folder, load_in_8bit=True)
+
+
+def _bitsandbytes_4(model: Any, folder: pathlib.Path) -> Any:
+    return _bitsandbytes(model, folder, load_in_4bit=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("quantised", [_dynamic, _torchao, _quanto, _bitsandbytes_8, _bitsandbytes_4])
+def test_quantised_weights_are_captured_as_they_compute(quantised: Any, tmp_path: pathlib.Path) -> None:
+    words = {"hidden_size": 128, "intermediate_size": 256}  # a multiple of what four bits are packed by
+    ids = ids_of(40)
+    plain = kvlab.hf.capture(model_of(**words), ids, max_new_tokens=3)
+    model = quantised(model_of(**words), tmp_path)
+    trace = kvlab.hf.capture(model, ids, max_new_tokens=3)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        keys = layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens(ids)))[0]
+    mine = trace.read("k", 0, 1)[:40]
+    numpy.testing.assert_allclose(mine, keys.view(40, 2, 32)[:, 1].float().numpy(), rtol=1e-5, atol=1e-6)
+    assert not numpy.allclose(mine, plain.read("k", 0, 1)[:40], rtol=1e-4)
+    assert "residual_error" in kvlab.replay(trace, "h2o", 16).csv()
+
+
+def test_adapters_that_bring_keys_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="the adapter default is of PEFT's PREFIX_TUNING, which brings keys"):
+        kvlab.hf.capture(peft.get_peft_model(model_of(), settings), ids_of(40), prompt_tokens=30)
 
 
 @pytest.mark.parametrize(

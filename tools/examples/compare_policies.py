@@ -21,7 +21,7 @@ def fading(state: Any, seen: kvlab.Seen, token: kvlab.Token, step: kvlab.Step) -
 
 def main(path: str) -> None:
     trace = kvlab.Trace(path)
-    run = kvlab.replay(trace, ["window", "sink", "h2o", fading], ["5%", "10%", "20%"], progress=True)
+    run = kvlab.replay(trace, ["window", "sink", "h2o", fading], ["5%", "10%", "20%"])
     frame = run.frame()
     rows = frame[(frame["metric"] == "nll_recall") & (frame["layer"] == "all") & (frame["head"] == "all")]
     print(rows.pivot_table(values="value", index="policy", columns="budget", observed=True).round(3))

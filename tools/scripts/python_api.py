@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes docs/python-api.md from the docstrings of tools/python/kvlab: python3 tools/scripts/python_api.py [--check]
+"""Writes docs/python-api.md and docs/python-hf-api.md from the docstrings of tools/python/kvlab: python3 tools/scripts/python_api.py [--check]
 
-Reads the sources, so nothing has to be compiled or installed. --check changes nothing, and exits 1 where the page is
+Reads the sources, so nothing has to be compiled or installed. --check changes nothing, and exits 1 where a page is
 not what the sources say.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tools" / "python" / "kvlab"
-PAGE = ROOT / "docs" / "python-api.md"
 WIDTH = 120
 TITLES = {
     "_trace": "Traces",
@@ -27,8 +26,12 @@ TITLES = {
 }
 HEAD = """# Python, name by name
 
-What `import kvlab` offers; [Python](python.md) shows it at work. Made by `tools/scripts/python_api.py` from the
-docstrings."""
+What `import kvlab` offers; [Python](python.md) shows it at work. `kvlab.hf` has [a page of its own](python-hf-api.md).
+Made by `tools/scripts/python_api.py` from the docstrings."""
+HF_HEAD = """# kvlab.hf, name by name
+
+What `import kvlab.hf` offers; [Python](python.md#with-transformers) shows it at work. Made by
+`tools/scripts/python_api.py` from the docstrings."""
 
 
 def homes(path: pathlib.Path) -> dict[str, list[str]]:
@@ -57,8 +60,7 @@ def code(text: str) -> str:
 def filled(text: str) -> str:
     """Paragraphs as lines of the page."""
     return "\n\n".join(
-        textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False)
-        for part in text.split("\n\n")
+        textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False) for part in text.split("\n\n")
     )
 
 
@@ -177,7 +179,11 @@ def section(path: pathlib.Path, names: list[str], prefix: str) -> list[str]:
     return [aliases(module, "\n".join(parts)), *parts]
 
 
-def page() -> str:
+def joined(parts: list[str]) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def pages() -> dict[pathlib.Path, str]:
     parts = [HEAD]
     of_package = homes(PACKAGE / "__init__.py")
     for home, title in TITLES.items():
@@ -185,21 +191,22 @@ def page() -> str:
     if of_package:
         raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(of_package)}: no title in tools/scripts/python_api.py")
     hf = PACKAGE / "hf"
-    parts += ["## With transformers", filled(doc(ast.parse((hf / "__init__.py").read_text())))]
+    hf_parts = [HF_HEAD, filled(doc(ast.parse((hf / "__init__.py").read_text())))]
     for home, names in homes(hf / "__init__.py").items():
-        parts += section(hf / f"{home}.py", names, "kvlab.hf")
-    return "\n\n".join(part for part in parts if part) + "\n"
+        hf_parts += section(hf / f"{home}.py", names, "kvlab.hf")
+    docs = ROOT / "docs"
+    return {docs / "python-api.md": joined(parts), docs / "python-hf-api.md": joined(hf_parts)}
 
 
 def main() -> int:
-    made = page()
-    if "--check" in sys.argv[1:]:
-        if PAGE.exists() and PAGE.read_text() == made:
-            return 0
-        print(f"{PAGE.relative_to(ROOT)}: is not what the docstrings say; ./dev docs writes it anew", file=sys.stderr)
-        return 1
-    PAGE.write_text(made)
-    return 0
+    stale = [page for page, text in pages().items() if not page.exists() or page.read_text() != text]
+    if "--check" not in sys.argv[1:]:
+        for page in stale:
+            page.write_text(pages()[page])
+        return 0
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: is not what the docstrings say; ./dev docs writes it anew", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

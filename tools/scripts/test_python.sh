@@ -40,11 +40,11 @@ echo "pip install took $((SECONDS - began)) s"
 "$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs types-tqdm papermill ipykernel uv \
   libcachesim
 # For kvlab.hf: 3 GB, which uv fetches in a fifth of pip's time.
-torch=(torch==2.11.0 transformers==5.17.0 safetensors xxhash peft)
+torch=(torch==2.11.0 transformers==5.17.0 safetensors xxhash peft torchao bitsandbytes accelerate)
 "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" "${torch[@]}" ||
   "$folder/bin/pip" install --quiet --disable-pip-version-check "${torch[@]}" ||
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
 mypy=("$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy)
-"${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._run -m kvlab._trace
+"${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._progress -m kvlab._run -m kvlab._trace
 "${mypy[@]}" tools/examples/compare_policies.py

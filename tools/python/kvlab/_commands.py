@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from kvlab._policy import Policy
+from kvlab._progress import Progress, shown
 
 Path = str | os.PathLike[str]
 Option = str | int | float | bool | os.PathLike[str] | Iterable[Any] | None
@@ -19,33 +21,63 @@ Budgets = str | int | Sequence[str | int]
 _REPEATED = {"text", "trace", "policy_source"}  # the others take one list, with commas
 
 
-def evaluate(model: Path, text: Path | Sequence[Path], policies: Policies, budgets: Budgets, **options: Option) -> Any:
+def evaluate(
+    model: Path,
+    text: Path | Sequence[Path],
+    policies: Policies,
+    budgets: Budgets,
+    *,
+    progress: Progress = True,
+    **options: Option,
+) -> Any:
     """Closed loop: perplexity, KL to the full cache and top-1 agreement of each configuration (`kvlab eval`)."""
-    return _run("eval", [], options | {"model": model, "text": text}, policies, budgets)
+    return _run("eval", [], options | {"model": model, "text": text}, policies, budgets, progress)
 
 
 def fidelity(
-    model: Path, text: Path | Sequence[Path], policies: Policies, budgets: Budgets, out: Path, **options: Option
+    model: Path,
+    text: Path | Sequence[Path],
+    policies: Policies,
+    budgets: Budgets,
+    out: Path,
+    *,
+    progress: Progress = True,
+    **options: Option,
 ) -> Any:
     """Which figure of a replay predicts the closed loop of this model (`kvlab fidelity`). `out`: a new folder."""
-    return _run("fidelity", [], options | {"model": model, "text": text, "out": out}, policies, budgets)
+    return _run("fidelity", [], options | {"model": model, "text": text, "out": out}, policies, budgets, progress)
 
 
 def tune(
-    model: Path, text: Path | Sequence[Path], budget: str | int, out: Path, policies: Policies = (), **options: Option
+    model: Path,
+    text: Path | Sequence[Path],
+    budget: str | int,
+    out: Path,
+    policies: Policies = (),
+    *,
+    progress: Progress = True,
+    **options: Option,
 ) -> Any:
     """A policy file from texts: a grid in the open loop, a race in the closed one (`kvlab tune`)."""
-    return _run("tune", [], options | {"model": model, "text": text, "out": out}, policies, budget)
+    return _run("tune", [], options | {"model": model, "text": text, "out": out}, policies, budget, progress)
 
 
 def task(
-    kind: Literal["passkey", "needle", "recall"], model: Path, policies: Policies, budgets: Budgets, **options: Option
+    kind: Literal["passkey", "needle", "recall"],
+    model: Path,
+    policies: Policies,
+    budgets: Budgets,
+    *,
+    progress: Progress = True,
+    **options: Option,
 ) -> Any:
     """Answers under each policy, with intervals (`kvlab task`)."""
-    return _run("task", [kind], options | {"model": model}, policies, budgets)
+    return _run("task", [kind], options | {"model": model}, policies, budgets, progress)
 
 
-def _run(name: str, words: list[str], options: dict[str, Any], policies: Policies, budgets: Budgets) -> Any:
+def _run(
+    name: str, words: list[str], options: dict[str, Any], policies: Policies, budgets: Budgets, progress: Progress
+) -> Any:
     """What the command prints with --json. Options are its own, with '_' for '-'."""
     several = [policies] if isinstance(policies, (str, Policy)) else list(policies)
     for one in several:
@@ -56,12 +88,37 @@ def _run(name: str, words: list[str], options: dict[str, Any], policies: Policie
     call = [_program(), name, *words, "--json"]
     for option, value in all_options.items():
         call += _words("--" + option.replace("_", "-"), value, option in _REPEATED)
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        line = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+    with shown(progress, name) as told:
+        code, out, error = _finished(call, told)
+    if code != 0:
+        line = error.strip().splitlines()[-1:] or [f"ended with {code}"]
         message = line[0].removeprefix(f"kvlab {name}: ")
-        raise ValueError(message) if done.returncode == 2 else RuntimeError(message)
-    return json.loads(done.stdout)
+        raise ValueError(message) if code == 2 else RuntimeError(message)
+    return json.loads(out)
+
+
+def _finished(call: list[str], told: Callable[[float], object] | None) -> tuple[int, str, str]:
+    """The exit code and what was printed. Ctrl-C, or what `told` raises, ends the command too."""
+    read, write = os.pipe()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error, os.fdopen(read) as fractions:
+        with os.fdopen(write, "w"):
+            child = subprocess.Popen(
+                call, stdout=out, stderr=error, pass_fds=[write], env=os.environ | {"KVLAB_PROGRESS_FD": str(write)}
+            )
+        try:
+            for line in fractions:  # until the command ends
+                if told is not None:
+                    told(float(line))
+            code = child.wait()
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
+        texts = []
+        for file in (out, error):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return code, texts[0], texts[1]
 
 
 def _words(option: str, value: Option, repeated: bool) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy
@@ -14,6 +14,7 @@ import numpy.typing
 
 from kvlab import _kvlab
 from kvlab._policy import Policy, resolve
+from kvlab._progress import Progress, shown
 from kvlab._trace import Trace
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-Progress = bool | Callable[[float], object]
 Texts = str | Iterable[str]
 Budgets = str | int | Iterable[str | int]
 
@@ -228,13 +228,13 @@ def replay(
     plain: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
 ) -> Run:
     """Takes traces through every policy at every budget: `kvlab replay`, in memory.
 
     `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
-    shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar of tqdm; a function gets the
-    fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1.
+    shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar in notebooks and
+    on terminals, where tqdm is there; a function gets the fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1.
     `plain` is the readable reference without what replays share: slow, and the same sets.
     """
     several = [trace] if isinstance(trace, (Trace, str, os.PathLike)) else list(trace)
@@ -248,7 +248,7 @@ def replay(
     if threads is not None and threads < 1:
         raise ValueError(f"threads: {threads} should be at least 1")
     texts, own = resolve([policies] if isinstance(policies, (str, Policy)) else policies)
-    words = {
+    words: dict[str, Any] = {
         "policies": texts,
         "budgets": [str(one) for one in ([budgets] if isinstance(budgets, (str, int)) else budgets)],
         "prefill": _texts(prefill),
@@ -261,11 +261,11 @@ def replay(
         "plain": plain,
         "device": device,
         "layers": sorted(set(layers)),
-        "progress": _progress(progress),
         "threads": threads,
         "calibration": None if calibration is None else os.fspath(calibration),
     }
-    held = _kvlab.replay([one._held for one in traces], own, words)
+    with shown(progress, "replay") as words["progress"]:
+        held = _kvlab.replay([one._held for one in traces], own, words)
     for line in held.notices:
         warnings.warn(line, stacklevel=2)
     return Run(held, traces, own)
@@ -273,20 +273,3 @@ def replay(
 
 def _texts(asked: Texts) -> list[str]:
     return [asked] if isinstance(asked, str) else [str(one) for one in asked]
-
-
-def _progress(asked: Progress | None) -> Callable[[float], object] | None:
-    if asked is None or asked is False:
-        return None
-    if asked is not True:
-        return asked
-    import tqdm.auto
-
-    bar = tqdm.auto.tqdm(total=100, unit="%")
-
-    def show(fraction: float) -> None:
-        bar.update(round(100 * fraction) - bar.n)
-        if fraction >= 1:
-            bar.close()
-
-    return show

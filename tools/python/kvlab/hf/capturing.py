@@ -13,10 +13,12 @@ import safetensors
 import torch
 import transformers
 
+from kvlab._progress import shown
 from kvlab.hf.models import (
     Rope,
     Shape,
     attention_modules,
+    base_of,
     file_of,
     name_of,
     refuse_unsupported,
@@ -61,14 +63,14 @@ def plain_outputs(model: Any, shape: Shape, ids: Sequence[int]) -> torch.Tensor:
     return outputs[0].view(len(ids), shape.query_heads, shape.head_size)
 
 
-def output_projection(module: Any) -> torch.Tensor:
+def output_projection(module: Any, model: Any) -> torch.Tensor:
     """The weight [hidden, inputs] that an output projection works by: of an adapter or quantised weights, what it
     makes of the unit vectors."""
     weight = getattr(module, "weight", None)
-    if type(module) is torch.nn.Linear and weight is not None and weight.is_floating_point():
+    if type(module) is torch.nn.Linear and type(weight) is torch.nn.Parameter and weight.is_floating_point():
         return weight
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    device = next(iter(module.parameters())).device
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), model.dtype)
+    device = next((p.device for p in module.parameters()), model.device)
     units = torch.eye(module.in_features, dtype=dtype, device=device)
     made: torch.Tensor = module(units) - module(torch.zeros_like(units[:1]))
     return made.T
@@ -278,7 +280,7 @@ def write_capture(
     shape = shape_of(model)
     rope = rope_of(model, shape)
     plain = plain_outputs(model, shape, fed.ids[:PLAIN_TOKENS])
-    sketch = output_sketch([output_projection(module.o_proj) for module in attention_modules(model)])
+    sketch = output_sketch([output_projection(module.o_proj, model) for module in attention_modules(model)])
     forced = fed.prompt_tokens is not None
     writer = TraceWriter(out, description(model, shape, name, checkpoint, forced, spans), rope, sketch, SEED)
     hooked = HookedModel(model, shape, rope, writer, plain)
@@ -315,7 +317,7 @@ def capture(
     columns: Mapping[str, Column] | None = None,
     chunk: int = SHARD_TOKENS,
     checkpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
 ) -> Trace:
     """A trace of a loaded transformers model, as tools/capture_hf.py makes one; the model is left as it was.
 
@@ -323,11 +325,12 @@ def capture(
     the prompt, and the model goes on with `max_new_tokens` most likely ones. A model with PEFT's adapters is captured
     with them. `spans`: {"name", "start", "tokens"} each. `columns`: by name, functions (q, k, v, layer) -> [kv_heads,
     tokens]. `checkpoint`: the folder that the weights are of, whose hashes the trace then has. `out` keeps the trace in
-    a new folder; without it, it lies in a temporary one and goes with the handle.
+    a new folder; without it, it lies in a temporary one and goes with the handle. `progress`: True shows a bar in
+    notebooks and on terminals, where tqdm is there; a function gets the tokens fed.
     """
     from kvlab._trace import Trace
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     name = name_in_trace(pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name)
     refuse_unsupported(name, base.config)
     ids = _one_sequence(input_ids, int(base.config.vocab_size))
@@ -339,8 +342,10 @@ def capture(
     training = base.training
     base.eval()
     try:
-        with torch.inference_mode():
-            write_capture(base, fed, path, name, checkpoint, spans, columns or {}, progress or (lambda tokens: None))
+        with torch.inference_mode(), shown(progress is True, "capture") as bar:
+            most = len(ids) + (max_new_tokens if prompt_tokens is None else 0)
+            told = progress if callable(progress) else lambda tokens: bar(tokens / most) if bar else None
+            write_capture(base, fed, path, name, checkpoint, spans, columns or {}, told)
     finally:
         base.train(training)
     trace = Trace(path)

@@ -148,6 +148,18 @@ def load_model(name: str, dtype: str, attention: str, device: str) -> Any:
     return model
 
 
+def base_of(model: Any) -> Any:
+    """The transformers model in one of PEFT, whose adapters are in its modules; otherwise the model itself."""
+    for name, settings in getattr(model, "peft_config", {}).items():
+        kind = getattr(settings.peft_type, "value", settings.peft_type)
+        if settings.is_prompt_learning or kind == "ADAPTION_PROMPT":
+            raise Refused(
+                f"--model: the adapter {name} is of PEFT's {kind}, which brings keys and values of its own; an adapter"
+                " of weights such as LORA is expected"
+            )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def attention_modules(model: Any) -> list[Any]:
     modules = [layer.self_attn for layer in model.model.layers]
     for module in modules:

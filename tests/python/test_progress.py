@@ -1,0 +1,61 @@
+"""Bars: where somebody looks and tqdm is there, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+import time
+
+import pytest
+
+from kvlab._progress import shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work() -> None:
+    with shown(True, "replay") as told:
+        for fraction in (0.2, 0.5):
+            time.sleep(0.3)
+            if told is not None:
+                told(fraction)
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    work()
+    assert "replay:  50%" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with shown(True, "replay") as told:
+        if told is not None:
+            told(1.0)
+    assert sys.stderr.getvalue().strip() == ""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("without", ["terminal", "tqdm"])
+def test_others_get_nothing(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO() if without == "terminal" else Terminal())
+    if without == "tqdm":
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tqdm" else find(name))
+    work()
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_what_is_asked_for() -> None:
+    def told(fraction: float) -> None:
+        pass
+
+    with shown(told, "replay") as mine:
+        assert mine is told
+    for nothing in (False, None):
+        with shown(nothing, "replay") as mine:
+            assert mine is None

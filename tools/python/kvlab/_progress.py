@@ -1,0 +1,34 @@
+"""How far long calls are: a bar of tqdm where somebody looks, or a function of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Progress = bool | Callable[[float], object]
+
+
+def _bar() -> Any:
+    """tqdm's class for a notebook or a terminal; None where there is neither, or no tqdm."""
+    if importlib.util.find_spec("tqdm") is None:
+        return None
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    in_notebook = type(shell).__name__ == "ZMQInteractiveShell"
+    if in_notebook and importlib.util.find_spec("ipywidgets") is not None:
+        return importlib.import_module("tqdm.notebook").tqdm
+    return importlib.import_module("tqdm").tqdm if in_notebook or sys.stderr.isatty() else None
+
+
+@contextlib.contextmanager
+def shown(asked: Progress | None, label: str) -> Iterator[Callable[[float], object] | None]:
+    """What takes the fraction done, or None where nothing is to be told. A bar appears after half a second."""
+    bar_class = _bar() if asked is True else None
+    if bar_class is None:
+        yield asked if callable(asked) else None
+        return
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+    with bar_class(total=1.0, desc=label, delay=0.5, leave=False, bar_format=form) as bar:
+        yield lambda fraction: bar.update(fraction - bar.n)
