@@ -252,7 +252,7 @@ def refuse_beyond_context(arguments, config, ids):
 
 def run(arguments):
     config = load_config(arguments.model)
-    refuse_unsupported(arguments.model, config)
+    refuse_unsupported(arguments.model, config, others=True)
     ids = encode(arguments.model, config, prompt_text(arguments))[: arguments.max_tokens]
     if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")

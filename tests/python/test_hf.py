@@ -163,6 +163,75 @@ def test_quantised_weights_are_captured_as_they_compute(quantised: Any, tmp_path
     assert "residual_error" in kvlab.replay(trace, "h2o", 16).csv()
 
 
+def other_model(family: str, **words: Any) -> Any:
+    """Of a family that nobody listed."""
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if family not in mapping:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(3)
+    config = mapping[family](
+        **{
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 2048,
+            "pad_token_id": 0,
+        }
+        | words
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    if not getattr(type(model), "_supports_attention_backend", False):
+        pytest.skip(f"{family} of transformers {transformers.__version__} has attention of its own")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # so that rows of attention differ from each other
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "has_residual"),
+    [
+        ("granite", {"attention_multiplier": 0.2}, True),
+        ("granite", {"residual_multiplier": 0.5}, False),
+        ("olmo2", {}, False),  # norms what attention puts out
+        ("gemma", {}, True),
+        ("mixtral", {}, True),
+        ("starcoder2", {"sliding_window": None}, True),
+    ],
+)
+def test_families_like_llama_are_captured(family: str, words: dict[str, Any], has_residual: bool) -> None:
+    model, ids = other_model(family, **words), ids_of(90)
+    with torch.no_grad():
+        before = model(ids).logits
+    trace = kvlab.hf.capture(model, ids, prompt_tokens=60)  # verified: every layer's attention is recomputed
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+    assert trace.layers == 4 and trace.tokens == 90
+    assert ("residual_error" in kvlab.replay(trace, "h2o", 16).csv()) == has_residual
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("ernie4_5", {}, "'ernie4_5' is not supported; .* with the attention of Llama: layer 0's differs by"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "'smollm3' is not supported; .*: layer 2's differs by"),
+        ("granite", {"sliding_window": 64}, "sliding_window is 64; null is expected"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv is 8.0; null is expected"),
+        ("phi3", {}, "has no q_proj; separate projections are expected"),
+        ("glm", {}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_other_attention_is_refused(family: str, words: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvlab.hf.capture(other_model(family, **words), ids_of(90), prompt_tokens=60, out=tmp_path / "trace")
+    assert not (tmp_path / "trace").exists()
+
+
 def test_adapters_that_bring_keys_are_refused() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -15,12 +15,14 @@ import transformers
 
 from kvlab._progress import shown
 from kvlab.hf.models import (
+    FAMILIES,
     Rope,
     Shape,
     attention_modules,
     base_of,
     file_of,
     name_of,
+    projections,
     refuse_unsupported,
     rope_of,
     rope_parameters,
@@ -29,6 +31,7 @@ from kvlab.hf.models import (
     shape_of,
     weights_xxh3,
 )
+from kvlab.hf.other_families import measure
 from kvlab.hf.output_sketch import SEED, output_sketch
 from kvlab.hf.trace_files import FORMAT, Refused, name_in_trace, one_line, xxh3_of
 from kvlab.hf.trace_writer import SHARD_TOKENS, TraceWriter
@@ -86,8 +89,11 @@ class HookedModel:
     say.
     """
 
-    def __init__(self, model: Any, shape: Shape, rope: Rope, writer: TraceWriter, plain: torch.Tensor) -> None:
-        """`plain`: plain_outputs of the first tokens."""
+    def __init__(
+        self, model: Any, shape: Shape, rope: Rope, writer: TraceWriter, plain: torch.Tensor, residual: bool
+    ) -> None:
+        """`plain`: plain_outputs of the first tokens. `residual`: whether the residual stream can be had."""
+        self.residual = residual
         self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
         self.cache = transformers.DynamicCache()
         self.count = 0  # tokens being fed
@@ -105,23 +111,16 @@ class HookedModel:
         self.hooks.clear()
 
     def hook_layer(self, index: int, module: Any) -> None:
-        queries, keys = self.shape.query_heads, self.shape.kv_heads
-        normed = hasattr(module, "q_norm")
-        for part, source, heads in (
-            ("q", module.q_norm if normed else module.q_proj, queries),
-            ("k", module.k_norm if normed else module.k_proj, keys),
-            ("v", module.v_proj, keys),
-        ):
+        for part, source, heads in projections(module, self.shape):
 
             def keep(_: Any, inputs: Any, output: torch.Tensor, part: str = part, heads: int = heads) -> torch.Tensor:
                 return self.keep(index, part, heads, output)
 
             self.hooks.append(source.register_forward_hook(keep))
-        after = self.model.model.layers[index].post_attention_layernorm  # whose input is the residual stream
-        self.hooks += [
-            module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0])),
-            after.register_forward_pre_hook(lambda _, inputs: self.keep_residual(index, inputs[0])),
-        ]
+        self.hooks.append(module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0])))
+        if self.residual:
+            after = self.model.model.layers[index].post_attention_layernorm  # whose input is the residual stream
+            self.hooks.append(after.register_forward_pre_hook(lambda _, inputs: self.keep_residual(index, inputs[0])))
 
     def rows(self, layer: int, part: str, heads: int, values: torch.Tensor) -> torch.Tensor:
         """To [n, heads, head_size], from [1, n, heads * head_size], or [1, n, heads, head_size]
@@ -188,7 +187,7 @@ class HookedModel:
         self.turns_on.clear()
         tokens = torch.tensor([ids], device=self.model.device)
         result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
-        if len(self.seen) != 5 * self.shape.layers:
+        if len(self.seen) != (5 if self.residual else 4) * self.shape.layers:
             raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
         last: torch.Tensor = result.last_hidden_state[:, -1]
         return last
@@ -276,14 +275,20 @@ def write_capture(
     columns: Mapping[str, Column],
     progress: Progress,
 ) -> TraceWriter:
-    """The whole of a capture, of a model whose family is known to be supported. Returns the finished writer."""
-    shape = shape_of(model)
-    rope = rope_of(model, shape)
-    plain = plain_outputs(model, shape, fed.ids[:PLAIN_TOKENS])
-    sketch = output_sketch([output_projection(module.o_proj, model) for module in attention_modules(model)])
+    """The whole of a capture. Returns the finished writer."""
+    first = fed.ids[:PLAIN_TOKENS]
+    if model.config.model_type in FAMILIES:
+        shape, residual = shape_of(model), True
+        rope = rope_of(model, shape)
+    else:
+        shape, rope, residual = measure(model, first)
+    plain = plain_outputs(model, shape, first)
+    sketch = {}
+    if residual:
+        sketch = output_sketch([output_projection(module.o_proj, model) for module in attention_modules(model)])
     forced = fed.prompt_tokens is not None
     writer = TraceWriter(out, description(model, shape, name, checkpoint, forced, spans), rope, sketch, SEED)
-    hooked = HookedModel(model, shape, rope, writer, plain)
+    hooked = HookedModel(model, shape, rope, writer, plain, residual)
     try:
         feed(hooked, fed, progress)
         add_columns(writer, columns)
@@ -332,7 +337,7 @@ def capture(
 
     base = base_of(model)
     name = name_in_trace(pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name)
-    refuse_unsupported(name, base.config)
+    refuse_unsupported(name, base.config, others=True)
     ids = _one_sequence(input_ids, int(base.config.vocab_size))
     if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):
         raise Refused(f"prompt_tokens: {prompt_tokens} should be between 1 and {len(ids)}")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 import xxhash
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from kvlab.hf.trace_files import Refused, one_line, xxh3_of
 
@@ -80,16 +80,19 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return parameters
 
 
-def refuse_unsupported(name: str, config: Any) -> None:
-    """Whatever would change what attention computes from q, k and v, and the format cannot say."""
-
-    def refuse(what: str, right: str) -> NoReturn:
-        raise Refused(f"--model {name}: {what}; {right}")
+def refuse_unsupported(name: str, config: Any, others: bool = False) -> None:
+    """Whatever would change what attention computes from q, k and v, and the format cannot say. `others`: families that
+    are not listed are measured later."""
 
     family = config.model_type
-    if family not in FAMILIES:
+    is_other = others and family not in FAMILIES and TRANSFORMERS >= (4, 48)
+
+    def refuse(what: str, right: str) -> NoReturn:
+        raise Refused(f"--model {name}: {f'model_type {family!r}: ' if is_other else ''}{what}; {right}")
+
+    if family not in FAMILIES and not is_other:
         refuse(f"model_type {family!r} is not supported", f"one of {', '.join(FAMILIES)} is expected")
-    if FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
+    if not is_other and FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
         refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
 
     window = getattr(config, "sliding_window", None)
@@ -134,7 +137,8 @@ def load_model(name: str, dtype: str, attention: str, device: str) -> Any:
         "output_loading_info": True,
     }
     try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        model, loading = loaded
         model = model.to(device).eval()
     except Exception as error:
         raise Refused(f"--model {name}: {one_line(error)}") from None
@@ -171,6 +175,16 @@ def attention_modules(model: Any) -> list[Any]:
                 f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected"
             )
     return modules
+
+
+def projections(module: Any, shape: Any) -> list[tuple[str, Any, int]]:
+    """q, k and v: the module whose output they are before RoPE, and how many heads they have."""
+    normed = hasattr(module, "q_norm")
+    return [
+        ("q", module.q_norm if normed else module.q_proj, shape.query_heads),
+        ("k", module.k_norm if normed else module.k_proj, shape.kv_heads),
+        ("v", module.v_proj, shape.kv_heads),
+    ]
 
 
 def rotary_modules(model: Any) -> list[Any]:

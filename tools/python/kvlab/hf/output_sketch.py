@@ -51,8 +51,8 @@ def output_sketch(projections: Iterable[torch.Tensor], seed: int = SEED) -> dict
     tensors = {}
     for layer, weight in enumerate(projections):
         hidden, inputs = weight.shape
-        r = sketch_normal(seed, layer * hidden * COLUMNS, hidden * COLUMNS) / math.sqrt(COLUMNS)
-        r = torch.from_numpy(r).float().view(hidden, 1, COLUMNS).to(weight.device)
+        drawn = sketch_normal(seed, layer * hidden * COLUMNS, hidden * COLUMNS) / math.sqrt(COLUMNS)
+        r = torch.from_numpy(drawn).float().view(hidden, 1, COLUMNS).to(weight.device)
         rows = weight.detach().float().view(hidden, inputs, 1)
         sketch = torch.zeros(inputs, COLUMNS, device=weight.device)
         product = torch.empty_like(sketch)

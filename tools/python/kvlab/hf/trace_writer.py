@@ -24,9 +24,9 @@ LATEST = CHECK_ROWS  # the slot of the newest row's output, which a short shard 
 
 
 def write_tensors(
-    path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> str:
-    return write_by_rename(path, lambda part: safetensors.torch.save_file(tensors, part, metadata))
+    return write_by_rename(path, lambda part: safetensors.torch.save_file(dict(tensors), part, metadata))
 
 
 class TensorFile:
@@ -130,7 +130,8 @@ class Shard:
             for part in ("q", "k", "v"):
                 tensors[f"layers.{index}.{part}"] = layer[part][:, :count].contiguous().cpu()
             tensors[f"layers.{index}.check_out"] = layer["out"][:, slots].contiguous().cpu()
-            tensors[f"layers.{index}.residual_norm2"] = layer["residual"][:count].contiguous().cpu()
+            if "residual" in layer:
+                tensors[f"layers.{index}.residual_norm2"] = layer["residual"][:count].contiguous().cpu()
         return tensors
 
 
@@ -145,7 +146,7 @@ class TraceWriter:
         sketch: Mapping[str, torch.Tensor],
         seed: int,
     ) -> None:
-        """`sketch`: the tensors of output_sketch(), from `seed`."""
+        """`sketch`: the tensors of output_sketch(), from `seed`; empty where the residual stream cannot be had."""
         self.directory = pathlib.Path(directory)
         self.description = dict(description)  # what the manifest and every shard say alike
         self.rope = rope
@@ -158,12 +159,15 @@ class TraceWriter:
             self.directory.mkdir()
         except FileExistsError:
             raise Refused(f"--out {directory}: exists already; a new folder is expected") from None
+        self.extras: dict[str, Any] = {}
+        if not sketch:
+            return
         try:
             checksum = write_tensors(self.directory / SKETCH, sketch, {"seed": str(seed)})
         except BaseException:
             self.abandon()
             raise
-        self.extras: dict[str, Any] = {"residual_norm2": {}, "sketch": {"file": SKETCH, "xxh3": checksum, "seed": seed}}
+        self.extras = {"residual_norm2": {}, "sketch": {"file": SKETCH, "xxh3": checksum, "seed": seed}}
 
     def first_open(self) -> int:
         """Position of the first token that is in no sealed shard."""
@@ -206,7 +210,7 @@ class TraceWriter:
         if self.row() > 0:
             self.seal()
         shape = (self.description["config"]["kv_heads"], len(self.ids))
-        files = [safetensors.safe_open(self.directory / shard["file"], "pt") for shard in self.shards]
+        files: list[Any] = [safetensors.safe_open(self.directory / shard["file"], "pt") for shard in self.shards]
         tensors = {}
         for layer in range(self.description["config"]["layers"]):
             parts = [torch.cat([file.get_tensor(f"layers.{layer}.{part}") for file in files], dim=1) for part in "qkv"]
