@@ -135,6 +135,20 @@ def test_a_graph_keeps_what_steps_keep(policy: str) -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("policy", ["knorm", "sink", "window:once"])
+def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
+    """A prompt, an answer, another prompt: by what near ties in the model's own figures do not change."""
+    model, kept = model_of(), []
+    for device in ("cpu", "cuda"):
+        past = transformers.DynamicCache()
+        with torch.no_grad(), kvlab.hf.evicting(model.to(device), policy, 24, length=200) as caches:
+            for count in (40, 1, 1, 30, 1, 1, 1):
+                model(ids_of(count, seed=count).to(device), past_key_values=past, use_cache=True)
+        kept.append([caches.kept(layer, head).tolist() for layer in (0, 1) for head in (0, 1)])
+        assert caches.tokens == 75
+    assert kept[0] == kept[1]
+
+
 def test_memory_is_what_the_budget_says() -> None:
     """Keys and values of the slots, the policy's states and positions; what attention works in is shared by layers."""
     layers, budget = 12, 1024

@@ -118,21 +118,22 @@ class evicting:
 
     def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions of the tokens that KV head `head` holds now, ascending."""
-        return self._caches.kept(layer, head)
+        kept: numpy.typing.NDArray[numpy.uint32] = self._caches.kept(layer, head)
+        return kept
 
     @property
     def tokens(self) -> int:
         """Tokens that the sequence has so far."""
-        return self._caches.tokens(0)
+        return int(self._caches.tokens(0))
 
     @property
     def evictions(self) -> int:
-        return self._caches.evictions
+        return int(self._caches.evictions)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that are held now: on the CPU in float32, on CUDA in the model's dtype."""
-        return self._caches.kv_bytes
+        return int(self._caches.kv_bytes)
 
     def trace(self, out: str | os.PathLike[str] | None = None) -> Trace:
         """What attention was given, of the sequence that ran last: needs `record=True`."""

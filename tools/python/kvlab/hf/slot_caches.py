@@ -14,7 +14,7 @@ from kvlab.hf.models import Rope, Shape, name_of
 from kvlab.hf.trace_files import Refused
 
 Counts = numpy.typing.NDArray[numpy.uint32]
-OP = torch.ops.kvlab
+OP = torch.ops.kvlab  # .default: of one overload each, found once
 
 
 class Slots(NamedTuple):
@@ -146,7 +146,8 @@ class SlotCaches:
             )
         first, count = int(self._first_slot[layer, head]), int(self._lengths[layer, head])
         live = self._positions[first : first + count].sort().values
-        return live.cpu().numpy().astype(numpy.uint32)
+        kept: Counts = live.cpu().numpy().astype(numpy.uint32)
+        return kept
 
     @property
     def evictions(self) -> int:
@@ -154,7 +155,8 @@ class SlotCaches:
 
     @property
     def kv_bytes(self) -> int:
-        return int(self._live.sum()) * 2 * self._shape.head_size * self._keys.element_size()
+        held: int = int(self._live.sum()) * 2 * self._shape.head_size * self._keys.element_size()
+        return held
 
     # --- Attention ------------------------------------------------------------------------------
 
@@ -206,16 +208,16 @@ class SlotCaches:
         q, out = self._q, torch.empty_like(self._q)
         most, first_slot, keys, values, positions, lengths, next_slots, states, columns = self._layers[layer]
         zero = self._zero
-        OP.write(qkv, rope, zero, zero, None, self._now, first_slot, next_slots, keys, values, positions, q)
+        OP.write.default(qkv, rope, zero, zero, None, self._now, first_slot, next_slots, keys, values, positions, q)
         if columns is not None:
             plain, unit_keys = qkv[:, query_heads : query_heads + kv_heads], self._unit_keys_of(layer)
-            OP.columns(self._plan.columns, plain, first_slot, next_slots, self._now, values, unit_keys, columns)
+            OP.columns.default(self._plan.columns, plain, first_slot, next_slots, self._now, values, unit_keys, columns)
         slots = (first_slot, keys, values, positions, lengths, next_slots, self._ages, states)
         rules = (self._rules_of[layer], self._params, self._threshold16, self._seeds, zero)
         turns = (self._inv_freq if self._plan.squeezed else None, self._rope.factor)
         heads = (layer, self._rope.softmax_scale, most)
         room_at, work = self._room_of[layer], self._workspace
-        OP.evicting_attention(
+        OP.evicting_attention.default(
             self._plan.policy, q, self._now, *heads, *slots, *rules, columns, room_at, *turns, work, out
         )
         return out
@@ -243,7 +245,7 @@ class SlotCaches:
 
     def _number(self, slots: Slots) -> None:
         if self._ages is not None:
-            OP.number_by_age(
+            OP.number_by_age.default(
                 *self._heads[:2], slots.most, slots.first_slot, slots.positions, slots.lengths, self._ages, slots.keys
             )
 
@@ -260,7 +262,7 @@ class SlotCaches:
         workspace: torch.Tensor,
     ) -> None:
         plan = self._plan
-        OP.shrink(
+        OP.shrink.default(
             plan.policy,
             layer,
             self._shape.query_heads,
@@ -331,7 +333,7 @@ class SlotCaches:
             self._shrink(layer, self._layers[layer], memory, admission.now, self._zero, None, behind, False, work)
 
         q, out = (torch.empty(len(qkv), query_heads, size, dtype=self._dtype, device=self._device) for _ in range(2))
-        OP.write(
+        OP.write.default(
             qkv,
             admission.rope,
             admission.rows,
@@ -352,7 +354,7 @@ class SlotCaches:
         if memory.columns is not None:
             plain, unit_keys = qkv[:, query_heads : query_heads + kv_heads], self._unit_keys_of(layer)
             values, lengths = memory.values, memory.lengths
-            OP.columns(plan.columns, plain, memory.first_slot, lengths, None, values, unit_keys, memory.columns)
+            OP.columns.default(plan.columns, plain, memory.first_slot, lengths, None, values, unit_keys, memory.columns)
         slots = self._layers[layer]
         self._shrink(layer, memory, slots, admission.now, admission.admitted, seen, stays, admission.ends_prompt, work)
         self._number(slots)
@@ -381,12 +383,12 @@ class SlotCaches:
         scale, observes = self._rope.softmax_scale, self._policy.needs > 0
         first_slot, older, query_heads = memory.first_slot, memory.lengths, self._shape.query_heads
         rows = self._zeros(len(q), query_heads, 2, dtype=torch.float32) if observes else None
-        OP.prefill_attention(q, keys, memory.values, first_slot, older, 0, scale, out, rows)
+        OP.prefill_attention.default(q, keys, memory.values, first_slot, older, 0, scale, out, rows)
         if rows is None:
             return None
         seen = self._zeros(len(keys), _library.OBSERVATION_BYTES, dtype=torch.uint8)
         work = self._zeros(ops.observe_workspace(self._dtype, *self._heads, len(q)), dtype=torch.uint8)
-        OP.observe(
+        OP.observe.default(
             self._plan.policy,
             q,
             keys,

@@ -33,10 +33,10 @@ class StepGraph:
 
         @functools.wraps(original)
         def forward(*arguments: Any, **words: Any) -> Any:
-            ids, past = words.get("input_ids"), words.get("past_key_values")
-            fed = self._evicting.tokens
-            is_step = not arguments and ids is not None and tuple(ids.shape) == (1, 1) and past is not None and fed > 0
-            if not is_step or past.get_seq_length() != fed or any(words[word] for word in words.keys() - _KNOWN):
+            ids, past, fed = words.get("input_ids"), words.get("past_key_values"), self._evicting.tokens
+            if arguments or ids is None or past is None or any(words[word] for word in words.keys() - _KNOWN):
+                return original(*arguments, **words)
+            if tuple(ids.shape) != (1, 1) or fed == 0 or past.get_seq_length() != fed:
                 return original(*arguments, **words)
             if not self._ran:
                 self._ran = True
