@@ -11,7 +11,7 @@ ln -s "$source/engine" "$source/tools" .
 mkdir bin
 ln -s "$kvlab" bin/kvlab
 PATH=$folder/bin:$PATH
-for command in capture trace replay report deploy generate eval task verify policies demo; do
+for command in capture trace replay report compare deploy generate eval task verify policies manual demo; do
   example=$(kvlab "$command" --help | sed -n 's/^Example: //p')
   echo "$example"
   sh -c "$example" >/dev/null

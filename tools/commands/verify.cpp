@@ -38,8 +38,8 @@ void print_report(const CacheConfig& config, const VerifyReport& report) {
         "requests\n",
         report.right() ? "right" : "WRONG", report.observations, report.worst_mass,
         report.tolerance, report.wrong_requests);
-  fmt::print("  (c) free-running         {} of {} heads part\n", report.partings.size(),
-             report.heads);
+  fmt::print("  (c) free-running         in {} of {} heads another victim is chosen somewhere\n",
+             report.partings.size(), report.heads);
   for (const Parting& p : report.partings)
     fmt::print("      layer {} head {} at position {}: engine {}, simulator {}, margin {:.2e}\n",
                p.layer, p.kv_head, p.now, p.engine_victim, p.simulator_victim, p.margin);

@@ -7,8 +7,11 @@ nothing is logged. Needs Chromium, its driver and Selenium (Debian: chromium chr
 
 from __future__ import annotations
 
+import base64
 import csv
+import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -175,7 +178,6 @@ def check_hand(browser: Browser) -> None:
 
 def check_kept(browser: Browser, run: Path) -> None:
     """What is shown as kept, against kept.json, at several steps and of both policies and heads."""
-    import json
     kept = json.loads((run / "kept.json").read_text())
     assert kept["heads"][0]["series"][0]["policy"] != "window", "the winner comes first"
     slider = browser.driver.find_element("css selector", "input[name=query]")
@@ -213,7 +215,6 @@ def check_looks(browser: Browser) -> None:
 
 def hostile(page: str) -> str:
     """The page with a stranger's names in its data, as JSON says them."""
-    import json
     opened = page.index('id="data">') + len('id="data">')
     closed = page.index("</script>", opened)
     data = json.loads(page[opened:closed])
@@ -270,6 +271,71 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     browser.check_quiet()
 
 
+def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
+    """Several values of one parameter are drawn over it; several sequences with the spread between them."""
+    call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/demo/prompt.txt",
+         "--teacher-forced", "--prompt-tokens", "256", "--out", folder / "second")
+    call("replay", "--trace", source / "traces/samples/tiny-story", folder / "second", "--policy",
+         "h2o,a2sf:keep=0.9,a2sf:keep=0.95,a2sf:keep=0.99", "--budget", "32,64", "--out", folder / "sweep")
+    call("report", folder / "sweep", "--out", folder / "sweep.html")
+    browser.open(folder / "sweep.html")
+    browser.choose("metric", "recall")
+    rows = [row for row in rows_of(folder / "sweep") if (row["metric"], row["layer"]) == ("recall", "all")]
+    of = {}
+    for row in rows:
+        of.setdefault((row["policy"], row["params"], row["budget"]), []).append(float(row["value"]))
+    series = browser.js("return kvlabPage.page.data.series.map((s) => [s.policy, s.params])")
+
+    def check(dots: list[dict[str, Any]]) -> None:
+        for dot in dots:
+            values = of[(*series[dot["series"]], dot["asked"])]
+            assert len(values) == 2 and same(dot["y"], sum(values) / 2), (dot, values)
+            assert same(dot["least"], min(values)) and same(dot["most"], max(values)), (dot, values)
+
+    check(browser.dots())
+    assert len(browser.js("return kvlabPage.charts[0].view.data('spreads')")) == len(browser.dots())
+    browser.driver.find_element("css selector", "input[name=spread]").click()
+    browser.settle()
+    assert not browser.js("return kvlabPage.charts[0].view.data('spreads')")
+    browser.choose("over", "0")
+    dots = browser.dots()
+    check(dots)
+    assert sorted({dot["x"] for dot in dots}) == [0.9, 0.95, 0.99] and len(dots) == 6, dots
+    browser.check_quiet()
+
+
+def packed(values: list[float]) -> dict[str, Any]:
+    return {"bytes": 4, "base64": base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()}
+
+
+def large(page: str, metrics: int = 3) -> str:
+    """The page with figures of 24 policies, 8 budgets, 30 layers and 9 heads."""
+    opened = page.index('id="data">') + len('id="data">')
+    closed = page.index("</script>", opened)
+    data = json.loads(page[opened:closed])
+    data.update(series=[{**data["series"][0], "label": f"policy{s}", "policy": f"policy{s}"} for s in range(24)],
+                budgets=[{"text": str(16 << b), "tokens": 16 << b} for b in range(8)], layers=list(range(30)), heads=9,
+                winner=0, budget=3, kept=None, metrics=data["metrics"][:metrics], headline=data["metrics"][0]["name"])
+    cells, levels = 24 * 8, {"all": 1, "layer": 30, "head": 270}
+    data["values"] = [{metric["name"]: {level: {"value": packed([1 / (1 + i % 997) for i in range(cells * places)]),
+                                                "count": 100} for level, places in levels.items()}
+                       for metric in data["metrics"]}]
+    return page[:opened] + json.dumps(data).replace("<", "\\u003c") + page[closed:]
+
+
+def check_large(browser: Browser, page: str, folder: Path) -> float:
+    file = folder / "large.html"
+    file.write_text(large(page))
+    assert file.stat().st_size < 3_000_000, file.stat().st_size
+    seconds = browser.open(file)
+    assert seconds < 2, f"{seconds:.2f} s"
+    browser.choose("layer", "29")
+    browser.choose("head", "8")
+    assert len(browser.js("return kvlabPage.charts[1].view.data('cells')")) == 270
+    browser.check_quiet()
+    return seconds
+
+
 def main() -> None:
     kvlab, source = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
     if not (Path(CHROME).exists() and Path(DRIVER).exists()):
@@ -295,12 +361,14 @@ def main() -> None:
             check_kept(browser, run)
             check_looks(browser)
             browser.check_quiet()
+            opened_large = check_large(browser, page.read_text(), Path(folder))
             check_hostile(browser, page)
             browser.check_quiet()
             check_other_pages(browser, call, source, Path(folder))
+            check_sweep(browser, call, source, Path(folder))
         finally:
             browser.driver.quit()
-        print(f"opened in {seconds:.2f} s")
+        print(f"opened in {seconds:.2f} s, the large one in {opened_large:.2f} s")
 
 
 if __name__ == "__main__":
