@@ -110,6 +110,16 @@ def test_with_room_for_all_the_text_is_transformers_own() -> None:
         assert torch.equal(model.generate(ids, **words), plain)  # the model is as it was
 
 
+def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
+    model = model_of()
+    module = model.model.layers[0].self_attn
+    module.forward = own = module.forward
+    with kvlab.hf.evicting(model, "h2o", 16), torch.no_grad():
+        model(ids_of(20))
+        assert module.forward is not own
+    assert vars(module)["forward"] is own and "forward" not in vars(model.model.layers[1].self_attn)
+
+
 def test_the_real_model() -> None:
     folder = ROOT / "engine" / "models" / "smollm2"
     if not (folder / "config.json").exists():

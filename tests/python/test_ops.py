@@ -11,7 +11,6 @@ import pytest
 
 from kvlab import _kvlab, _library
 
-torch = pytest.importorskip("torch")
 HEADER = (pathlib.Path(__file__).resolve().parents[2] / "kernels" / "kvlab.h").read_text()
 TYPES: dict[str, Any] = {
     "int": ctypes.c_int,
@@ -79,6 +78,7 @@ def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.Mon
 
 
 def test_operators_say_what_they_write_and_trace() -> None:
+    torch = pytest.importorskip("torch")
     import kvlab.ops
     from torch._subclasses.fake_tensor import FakeTensorMode
 

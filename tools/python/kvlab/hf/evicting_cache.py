@@ -82,6 +82,7 @@ class evicting:
         self._rope = rope
         self._threads = threads or os.cpu_count() or 1
         self._record = record
+        self._replaced: list[tuple[Any, Any]] = []  # and their own forwards
         self._caches: Any = None
         self._attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # while a graph is captured
         self._graph = None
@@ -103,18 +104,24 @@ class evicting:
 
     def __enter__(self) -> evicting:
         for index, module in enumerate(attention_modules(self._model)):
-            module.forward = types.MethodType(_forward_of(self, index, hasattr(module, "q_norm")), module)
+            forward = _forward_of(self, index, hasattr(module, "q_norm"))
+            self._replace_forward(module, types.MethodType(forward, module))
         self._hook = self._model.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         if self._graph:
-            self._model.forward = self._graph.forward_of(self._model.forward)
+            self._replace_forward(self._model, self._graph.forward_of(self._model.forward))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in attention_modules(self._model):
+        for module, before in self._replaced:
             del module.forward  # the class's own shows again
+            if before is not None:  # what somebody else had put there, such as accelerate
+                module.forward = before
+        self._replaced.clear()
         self._hook.remove()
-        if self._graph:
-            del self._model.forward
+
+    def _replace_forward(self, module: Any, forward: Any) -> None:
+        self._replaced.append((module, vars(module).get("forward")))
+        module.forward = forward
 
     def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions of the tokens that KV head `head` holds now, ascending."""
