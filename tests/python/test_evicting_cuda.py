@@ -105,6 +105,7 @@ def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words:
 def test_families_keep_what_the_replay_keeps(family: str, dtype: Any) -> None:
     """In two bytes too, of 500 tokens: what differs are ties that two orders of adding probabilities break apart."""
     first, differ, sets = parted(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
+    print(f"{differ} of {sets} sets differ")  # pytest -rP shows it
     assert differ <= sets // 100, f"{differ} of {sets} sets differ, from query {first} on"
 
 
