@@ -224,12 +224,14 @@ def test_an_operator_says_what_is_wrong() -> None:
         torch.ops.kvlab.write(qkv, None, rows, rows, None, rows, first, numbers(2), keys, keys.clone(), numbers(8), q)
 
     write(made(1, 8, 64), made(8, 64))
-    with pytest.raises(ValueError, match="qkv .* is not contiguous"):
+    with pytest.raises(ValueError, match="qkv is .*, not contiguous; torch.bfloat16"):
         write(made(1, 8, 128)[..., :64], made(8, 64))
-    with pytest.raises(ValueError, match="keys is on cpu"):
+    with pytest.raises(ValueError, match="keys is .* on cpu; torch.bfloat16 on cuda:0"):
         write(made(1, 8, 64), torch.zeros(8, 64, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="torch.float64; one of bfloat16"):
-        write(made(1, 8, 64), made(8, 64, dtype=torch.float64))
+    with pytest.raises(ValueError, match="keys is torch.float32 .*; torch.bfloat16 on"):
+        write(made(1, 8, 64), made(8, 64, dtype=torch.float32))
+    with pytest.raises(ValueError, match="q is torch.bfloat16 .*; torch.float64 on"):
+        write(made(1, 8, 64, dtype=torch.float64), made(8, 64, dtype=torch.float64))
 
 
 def test_operators_are_compiled_around() -> None:

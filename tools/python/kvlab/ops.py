@@ -52,16 +52,24 @@ def _at(tensor: Any) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _check(name: str, first: torch.Tensor, tensors: dict[str, Any]) -> int:
-    """The stream; every tensor has to lie where `first` does, without gaps."""
-    device = first.device
-    for word, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.device != device:
-            raise ValueError(f"kvlab::{name}: {word} is on {tensor.device}; {device} is expected")
-        if not tensor.is_contiguous():
-            raise ValueError(f"kvlab::{name}: {word} {list(tensor.shape)} is not contiguous; {word}.contiguous()")
+def _check(name: str, like: torch.Tensor, values: dict[str, Any], **others: Any) -> int:
+    """The stream. All have to lie where `like` does, without gaps; `values` are of its type, `others` of int32."""
+    at, kind = like.get_device(), like.dtype
+    for tensors in (values, others):
+        for word, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.dtype is not kind or tensor.get_device() != at or not tensor.is_contiguous():
+                what = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                gaps = "" if tensor.is_contiguous() else ", not contiguous"
+                raise ValueError(
+                    f"kvlab::{name}: {word} is {what}{gaps}; {kind} on {like.device}, contiguous, is expected"
+                )
+        kind = torch.int32
+    return _stream(name, like.device)
+
+
+def _stream(name: str, device: torch.device) -> int:
     if device.index != torch.cuda.current_device():
         raise ValueError(f"kvlab::{name}: tensors are on {device}; with torch.cuda.device({device.index}): is expected")
     return int(torch.cuda.current_stream(device).cuda_stream)
@@ -97,7 +105,9 @@ def _cache(name: str, heads: tuple[int, int], most_slots: int, *tensors: Any, sc
 
 def _write(*given: Any) -> None:
     qkv, rope, rope_rows, sequences, slots, now, first_slot, next_slots, keys, values, positions, q = given
-    stream = _check("write", qkv, {"qkv": qkv, "rope": rope, "keys": keys, "values": values, "q": q})
+    numbers = {"rope_rows": rope_rows, "sequences": sequences, "slots": slots, "now": now, "next_slots": next_slots}
+    given_values = {"qkv": qkv, "keys": keys, "values": values, "q": q}
+    stream = _check("write", qkv, given_values, positions=positions, **numbers)
     heads = (q.shape[-2], (qkv.shape[-2] - q.shape[-2]) // 2)
     args = _library.WriteArgs(
         _cache("write", heads, 0, first_slot, keys, values, positions, None, next_slots),
@@ -112,7 +122,8 @@ def _write(*given: Any) -> None:
 def _columns(*given: Any) -> None:
     """`keys` may be a part of each row, such as that of q, k and v."""
     names, keys, first_slot, slots, now, values, unit_keys, to = given
-    stream = _check("columns", values, {"values": values, "to": to, "unit_keys": unit_keys})
+    stream = _check("columns", values, {"values": values}, slots=slots, now=now)
+    _check("columns", to, {"to": to, "unit_keys": unit_keys})
     for column in names:
         if column not in _library.COLUMNS:
             raise ValueError(f"kvlab::columns: {column}; one of {', '.join(_library.COLUMNS)} is expected")
@@ -136,7 +147,9 @@ def _evicting_attention(policy: str, *given: Any) -> None:
     ]
     states, rules, params, threshold16, seeds, sequence_ids, columns, room_at, inv_freq, rope_factor = given[12:22]
     workspace, out = given[22:]
-    stream = _check("evicting_attention", q, {"q": q, "keys": keys, "values": values, "rules": rules, "out": out})
+    numbers = {"positions": positions, "lengths": lengths, "next_slots": next_slots, "rules": rules, "room_at": room_at}
+    given_values = {"q": q, "keys": keys, "values": values, "out": out}
+    stream = _check("evicting_attention", q, given_values, now=now, **numbers)
     slots = (first_slot, keys, values, positions, lengths, next_slots, ages)
     heads = (q.shape[1], first_slot.numel() // q.shape[0])
     args = _library.EvictingAttentionArgs(
@@ -161,8 +174,7 @@ def _prefill(name: str, q: Any, first: int, softmax_scale: float, *tensors: Any)
 
 def _prefill_attention(*given: Any) -> None:
     q, keys, values, first_slot, older, first, softmax_scale, out, rows = given
-    tensors = {"q": q, "keys": keys, "values": values, "older": older, "out": out, "rows": rows}
-    stream = _check("prefill_attention", q, tensors)
+    stream = _check("prefill_attention", q, {"q": q, "keys": keys, "values": values, "out": out}, older=older)
     args = _prefill("prefill_attention", q, first, softmax_scale, keys, values, first_slot, older, out, None, rows)
     _done("prefill_attention", library().kvlab_prefill_attention(args, stream), q)
 
@@ -170,7 +182,7 @@ def _prefill_attention(*given: Any) -> None:
 def _observe(policy: str, *given: Any) -> None:
     q, keys, first_slot, older, rows, first, softmax_scale, keys_end, position, younger, weights, tail = given[:12]
     group_max, threshold16, seen, workspace = given[12:]
-    stream = _check("observe", q, {"q": q, "keys": keys, "rows": rows, "seen": seen})
+    stream = _check("observe", q, {"q": q, "keys": keys}, older=older, threshold16=threshold16)
     args = _library.ObserveArgs(
         _prefill("observe", q, first, softmax_scale, keys, None, first_slot, older, None, None, rows),
         _library.policy(policy).needs,
@@ -189,7 +201,9 @@ def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
     (most, *slots, states, columns), (to_most, *to_slots, to_states, to_columns) = given[:9], given[9:18]
     rules, room_at, now, admitted, seen = given[18:23], *given[23:27]
     weighted, by_layer, smooth, pool_max, workspace = given[27:]
-    stream = _check("shrink", slots[1], {"keys": slots[1], "values": slots[2], "to_keys": to_slots[1]})
+    numbers = {"lengths": slots[4], "to_lengths": to_slots[4], "rules": rules[0], "room_at": room_at}
+    given_values = {"keys": slots[1], "values": slots[2], "to_keys": to_slots[1], "to_values": to_slots[2]}
+    stream = _check("shrink", slots[1], given_values, now=now, admitted=admitted, **numbers)
     heads = (query_heads, slots[0].numel() // now.numel())
     args = _library.ShrinkArgs(
         _cache("shrink", heads, most, *slots),
@@ -206,7 +220,7 @@ def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
 
 def _number_by_age(*given: Any) -> None:
     query_heads, kv_heads, most_slots, first_slot, positions, lengths, ages, keys = given
-    stream = _check("number_by_age", ages, {"ages": ages, "positions": positions})
+    stream = _check("number_by_age", ages, {}, ages=ages, positions=positions, lengths=lengths)
     slots = (first_slot, keys, keys, positions, lengths, None, ages)
     cache = _cache("number_by_age", (query_heads, kv_heads), most_slots, *slots)
     _done("number_by_age", library().kvlab_number_by_age(cache, stream), ages)
