@@ -51,7 +51,8 @@ class RacePage {
  private:
   std::string context() const {
     std::vector<std::string> texts;
-    for (const json& text : run_.list("texts")) texts.push_back(escape(text_of(text)));
+    for (const json& text : run_.list("texts"))
+      texts.push_back(escape(JsonFields(text, run_.where() + ": texts").text("name")));
     return fmt::format("{} configurations in the order of {}, then {} rounds over {}. Ended: {}.",
                        run_.object("open_loop").list("ranking").size(),
                        escape(run_.object("open_loop").text("metric")), run_.list("rounds").size(),
@@ -62,12 +63,13 @@ class RacePage {
     std::vector<std::string> ties;
     for (const json& tie : run_.list("ties")) ties.push_back(escape(text_of(tie)));
     std::string text = fmt::format("<strong>{}</strong> was chosen", escape(file_.text("policy")));
+    if (!ties.empty() && ties.size() <= 4)
+      text += ". In KL it cannot be told apart from " + join_names(ties);
     if (ties.size() > 4)
       text += fmt::format(
-          ". In KL <details><summary>{} others</summary>{}</details> cannot be told apart from it",
-          ties.size(), join_names(ties));
-    else if (!ties.empty())
-      text += ". In KL it cannot be told apart from " + join_names(ties);
+          ". In KL it cannot be told apart from {} others: those of the last round below whose "
+          "interval holds zero",
+          ties.size());
     return text + ".";
   }
 

@@ -80,7 +80,7 @@ class Page {
     const all = ['controls', 'curves', 'heads', 'ranking'];
     const levels = (level) => this.figures.has(state.group, state.metric, level);
     holder.replaceChildren(
-      chooser('group', 'sequences', data.groups.map((group, g) => [g, group.name]), state.group,
+      chooser('group', 'of', data.groups.map((group, g) => [g, group.name]), state.group,
         (value) => this.set('group', index(value), ...all)),
       chooser('metric', 'figure', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
         if (!this.figures.has(state.group, value, 'head')) state.head = -1;

@@ -45,6 +45,7 @@ function rankingTable(page) {
   const body = element('tbody');
   const tied = ranked.filter(([, at], i) => i > 0 &&
     Math.abs(at.value - ranked[0][1].value) <= 2 * Math.hypot(at.error, ranked[0][1].error));
+  const errorsKnown = (at) => !Number.isNaN(at.error) && !Number.isNaN(ranked[0][1].error);
   const isTied = new Set(tied.map(([s]) => s));
   ranked.forEach(([s, at], place) => {
     const one = data.series[s];
@@ -54,7 +55,7 @@ function rankingTable(page) {
       element('td', {class: 'n', 'data-value': String(at.value)}, page.valueText(at.value)),
       element('td', {class: 'n'}, Number.isNaN(at.error) ? '–' : page.valueText(at.error)),
       element('td', {class: 'n'}, String(at.count)),
-      element('td', {}, place === 0 ? 'first' : isTied.has(s) ? 'ties with the first' : 'behind'));
+      element('td', {}, place === 0 ? 'first' : isTied.has(s) ? 'ties with the first' : errorsKnown(at) ? 'behind' : ''));
     if (isTied.has(s) && tied.length > 3) row.className = 'tied';
     body.append(row);
   });

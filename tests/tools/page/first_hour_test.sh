@@ -78,3 +78,19 @@ for figure in residual_error nll_recall residual_error_by_head; do
 done
 refused "exists" kvlab report $run --figures five/figures --out again.html
 [ ! -e again.html ] || fail "a refused report left a page"
+
+# Without Vega a run has its fixed pictures, and what has none says what is missing.
+KVLAB_VEGA=/nowhere kvlab report $run --out fixed.html >out 2>err
+has "libjs-vega" err
+! grep -q "<script" fixed.html || fail "a page of fixed pictures has scripts"
+has "<svg" fixed.html
+refused "libjs-vega" env KVLAB_VEGA=/nowhere kvlab compare $run spaces --out none.html
+[ ! -e none.html ] || fail "a refused comparison left a page"
+refused "holds no race" kvlab report five/policy.json --out none.html
+cp -r five/eval broken && echo 'all,h2o,,64' >>broken/eval.csv
+refused "eval.csv: line" kvlab report broken --out none.html
+mkdir other
+sed 's/}$/ }/' $tiny/tokenizer.json >other/tokenizer.json
+echo >>other/tokenizer.json
+refused "not the tokenizer of trace" kvlab report $run --model other --out none.html
+[ ! -e none.html ] || fail "a refused report left a page"
