@@ -149,3 +149,21 @@ def test_pickling(sample: kvlab.Trace, small: kvlab.Trace) -> None:
     assert pickle.loads(pickle.dumps(sample)).hash == sample.hash
     with pytest.raises(TypeError, match="temporary folder"):
         pickle.dumps(small)
+
+
+def test_opening_copies_nothing(tmp_path: pathlib.Path) -> None:
+    """32 MB on disk; what is no file's in memory grows by less than a tenth of it."""
+
+    def own_memory() -> int:
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("RssAnon:")]
+        return int(line.split()[1]) * 1024
+
+    block = numpy.random.default_rng(0).standard_normal((4096, 64)).astype("float32")
+    heads = {part: numpy.broadcast_to(block, (4, count, 4096, 64)) for part, count in (("q", 4), ("k", 2), ("v", 2))}
+    kvlab.Trace.from_arrays(**heads, prompt_tokens=4000, out=tmp_path / "trace")
+    before = own_memory()
+    trace = kvlab.Trace(tmp_path / "trace", verify=False)
+    views = trace.to_dict()
+    assert sum(array.nbytes for parts in views.values() for array in parts) > 32_000_000
+    assert own_memory() - before < 3_200_000
