@@ -47,4 +47,5 @@ torch=(torch==2.11.0 transformers==5.17.0 safetensors xxhash peft torchao bitsan
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
 mypy=("$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy)
 "${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._progress -m kvlab._run -m kvlab._trace
+"${mypy[@]}" -p kvlab.hf
 "${mypy[@]}" tools/examples/compare_policies.py

@@ -51,9 +51,9 @@ def measure(model: Any, ids: Sequence[int]) -> tuple[Shape, Rope, bool]:
         raise refusal(model, f"its modules are others ({error})") from None
     most = 1e-3 if model.dtype == torch.float32 else 0.1
     for index, layer in enumerate(layers):
-        error = _difference(layer.parts["out"], _attention(layer, shape, rope))
-        if not error <= most:
-            raise refusal(model, f"layer {index}'s differs by {error:.2g} from it")
+        off = _difference(layer.parts["out"], _attention(layer, shape, rope))
+        if not off <= most:
+            raise refusal(model, f"layer {index}'s differs by {off:.2g} from it")
     sums = [(layer.parts["before"] + layer.parts["added"], layer.parts.get("after")) for layer in layers]
     return shape, rope, all(after is not None and _difference(after, made) <= 1e-2 for made, after in sums)
 

@@ -47,7 +47,7 @@ class StepGraph:
 
         return forward
 
-    def _step(self, ids: torch.Tensor, fed: int) -> torch.Tensor:
+    def _step(self, ids: torch.Tensor, fed: int) -> Any:
         caches = self._evicting._caches
         self._ids.copy_(ids)
         self._position.fill_(fed)
