@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -15,6 +16,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/source/complaint.hpp"
 #include "tools/command.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -81,6 +83,32 @@ void complain(const std::vector<std::string>& words, const std::vector<std::stri
   }
 }
 
+/// SIGINT or SIGTERM: what is at work ends at its next item and takes away what is not whole. A
+/// second one ends the process at once.
+std::atomic<bool> called_off = false;
+volatile std::sig_atomic_t caller = 0;
+void call_off(int signal) {
+  caller = signal;
+  called_off = true;
+  std::signal(signal, SIG_DFL);
+}
+
+/// Signals that whoever began this process ignores, as `nohup` does, stay so.
+void listen_to(int signal) {
+  if (std::signal(signal, call_off) == SIG_IGN) std::signal(signal, SIG_IGN);
+}
+
+/// Says what is left of work that was called off, and how it goes on. Returns the exit code.
+int say_called_off(const std::vector<std::string>& words, std::string_view error) {
+  const std::string_view begin = Cancelled().what();
+  const bool says_more = error.starts_with(begin) && error.size() > begin.size();
+  const std::string_view rest = says_more ? error.substr(begin.size())
+                                          : "; nothing is left, and the same command begins again";
+  complain(words,
+           {fmt::format("{} by {}{}", begin, caller == SIGINT ? "SIGINT" : "SIGTERM", rest)});
+  return 128 + caller;
+}
+
 /// A mapped file that shrinks while it is read raises SIGBUS, where nothing but this can be done.
 void say_that_a_file_shrank(int) {
   constexpr std::string_view kLine =
@@ -94,6 +122,9 @@ void say_that_a_file_shrank(int) {
 
 int main(int argc, char** argv) {
   std::signal(SIGBUS, kvlab::say_that_a_file_shrank);
+  kvlab::listen_to(SIGINT);
+  kvlab::listen_to(SIGTERM);
+  const kvlab::Cancellable scope(&kvlab::called_off);
   const std::vector<std::string> words(argv + 1, argv + argc);
   try {
     const int code = kvlab::run(words);
@@ -106,6 +137,7 @@ int main(int argc, char** argv) {
   } catch (const std::filesystem::filesystem_error& error) {
     kvlab::complain(words, {fmt::format("{}: {}", error.path1().string(), error.code().message())});
   } catch (const std::exception& error) {
+    if (kvlab::called_off) return kvlab::say_called_off(words, error.what());
     kvlab::complain(words, {error.what()});
   }
   return kvlab::kBadInput;

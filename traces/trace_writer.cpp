@@ -50,9 +50,9 @@ bool take_unbegun(const fs::path& directory) {
   if (!fs::is_directory(fs::symlink_status(directory))) return false;
   std::vector<fs::path> left;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
-    const fs::path name = entry.path().filename();
-    const fs::path whole = name.extension() == ".part" ? name.stem() : name;
-    if (whole != kTokensFile && whole != kSketchFile && name != shard_name(0) + ".part")
+    const std::string name = entry.path().filename(), whole = finished_name(name);
+    const bool is_part = whole != name;
+    if (whole != kTokensFile && whole != kSketchFile && !(is_part && whole == shard_name(0)))
       return false;
     left.push_back(entry.path());
   }

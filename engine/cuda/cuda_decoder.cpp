@@ -7,6 +7,7 @@
 
 #include "engine/cuda/cache/full_cache.hpp"
 #include "kernels/host/transfer.hpp"
+#include "traces/base/cancel.hpp"
 
 namespace kvlab {
 
@@ -146,6 +147,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
   const std::size_t others = evicts() ? static_cast<std::size_t>(sequence) : 0;
   keep_logits(others);
   for (std::size_t start = 0; start < ids.size();) {
+    throw_if_cancelled();
     const std::size_t left = ids.size() - start;
     // Single tokens go by steps, all that follow each other at once.
     const bool alone = evicts() && (most == 1 || left == 1);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <stdexcept>
+#include "traces/base/cancel.hpp"
 #include "traces/base/json.hpp"
 
 #include "engine/capture.hpp"
@@ -75,6 +76,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   std::deque<int> copies;  // of steps whose token has not been seen yet
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {
+    throw_if_cancelled();
     for (; chosen < count && chosen - seen <= ahead; ++chosen) {
       decoder_.step(1);
       if (capture_)

@@ -3,7 +3,9 @@
 
 #include <fmt/format.h>
 #include <pcre2.h>
+#include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
@@ -11,7 +13,9 @@ namespace kvlab::tokenizer {
 namespace {
 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
-constexpr std::uint32_t kMaxSteps = 50'000'000;        // of one match
+constexpr std::uint32_t kMaxSteps = 10'000'000;          // from one place of the text on
+constexpr std::size_t kPlaces = 16, kMostPlaces = 4096;  // where a match may begin, in one call
+constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
 constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes
 constexpr std::uint32_t kMaxHeap = 256 * 1024;         // KiB, where there is no JIT
@@ -52,8 +56,9 @@ std::unique_ptr<pcre2_code, FreeCode> compile(std::string_view pattern, std::uin
   pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
   int error = 0;
   PCRE2_SIZE at = 0;
-  std::unique_ptr<pcre2_code, FreeCode> code(pcre2_compile(
-      units(pattern), pattern.size(), options | PCRE2_UTF, &error, &at, context.get()));
+  std::unique_ptr<pcre2_code, FreeCode> code(
+      pcre2_compile(units(pattern), pattern.size(), options | PCRE2_UTF | PCRE2_USE_OFFSET_LIMIT,
+                    &error, &at, context.get()));
   if (!code) {
     throw std::runtime_error(
         fmt::format("the pattern does not compile: {} at offset {}", message_of(error), at));
@@ -76,8 +81,28 @@ class Matcher {
     pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
   }
 
-  // The first match at or after `from`; false if there is none.
-  bool find(std::string_view text, std::size_t from, ByteRange& match) {
+  // The first match at or after `from`; false if there is none. Looks from a few places on at a
+  // time, for one call cannot be stopped.
+  bool find(std::string_view text, std::size_t from, const MatchTime& time, ByteRange& match) {
+    for (std::size_t places = kPlaces; from < text.size();
+         places = std::min(2 * places, kMostPlaces)) {
+      time.check();
+      const std::size_t next = start_of_char(text, std::min(from + places, text.size()));
+      pcre2_set_offset_limit(context_.get(), next - 1);
+      if (find_from(text, from, match)) return true;
+      from = next;
+    }
+    return false;
+  }
+
+ private:
+  // Where the character begins that is at `at` or behind it.
+  static std::size_t start_of_char(std::string_view text, std::size_t at) {
+    while (at < text.size() && (static_cast<unsigned char>(text[at]) & 0xc0) == 0x80) ++at;
+    return at;
+  }
+
+  bool find_from(std::string_view text, std::size_t from, ByteRange& match) {
     const int found = pcre2_match(&code_, units(text), text.size(), from, PCRE2_NO_UTF_CHECK,
                                   data_.get(), context_.get());
     if (found == PCRE2_ERROR_NOMATCH) return false;
@@ -90,7 +115,6 @@ class Matcher {
     return true;
   }
 
- private:
   const pcre2_code& code_;
   std::unique_ptr<pcre2_match_data, FreeMatchData> data_;
   std::unique_ptr<pcre2_match_context, FreeMatchContext> context_;
@@ -124,11 +148,32 @@ Pattern Pattern::literal(std::string_view text) {
   return Pattern(std::make_shared<const Code>(Code{compile(text, PCRE2_LITERAL)}));
 }
 
-std::vector<ByteRange> Pattern::isolate(std::string_view text) const {
+MatchTime::MatchTime(std::size_t bytes)
+    : bytes_(bytes),
+      most_(kSeconds + kSecondsPerByte * static_cast<double>(bytes)),
+      began_(of_thread()),
+      at_(std::chrono::steady_clock::now()) {}
+
+MatchTime::Seconds MatchTime::of_thread() {
+  timespec used{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+  return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
+}
+
+// The clock on the wall is quicker to ask, and never behind the thread's.
+void MatchTime::check() const {
+  if (std::chrono::steady_clock::now() - at_ < most_ || of_thread() - began_ < most_) return;
+  throw std::runtime_error(fmt::format(
+      "the tokenizer's pattern cannot split this text: it takes more than {:.1f} s for {} bytes",
+      most_.count(), bytes_));
+}
+
+std::vector<ByteRange> Pattern::isolate(std::string_view text, const MatchTime& time) const {
   Matcher matcher(*code_->compiled);
   std::vector<ByteRange> ranges;
   std::size_t done = 0;
-  for (ByteRange match{}; done < text.size() && matcher.find(text, done, match); done = match.end) {
+  for (ByteRange match{}; done < text.size() && matcher.find(text, done, time, match);
+       done = match.end) {
     // Look-behind could yet leave an empty match; it must not stop the scan.
     if (match.end <= done || match.begin == match.end) break;
     if (match.begin > done) ranges.push_back({done, match.begin});

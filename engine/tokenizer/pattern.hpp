@@ -1,6 +1,7 @@
 // The regular expression of a tokenizer.json, run by PCRE2.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -18,6 +19,25 @@ struct ByteRange {
 /// translated (white space, \u) or refused by name. Throws std::runtime_error.
 std::string translate_pattern(std::string_view pattern);
 
+/// How long the patterns of a tokenizer may take over one text: a second, and a hundred times what
+/// patterns of real models need. Of the processor, so that a machine that is busy counts for
+/// nothing.
+class MatchTime {
+ public:
+  /// Begins now, for a text of so many bytes.
+  explicit MatchTime(std::size_t bytes);
+  /// Throws std::runtime_error if this thread has used it up.
+  void check() const;
+
+ private:
+  using Seconds = std::chrono::duration<double>;
+  static Seconds of_thread();
+
+  std::size_t bytes_;
+  Seconds most_, began_;
+  std::chrono::steady_clock::time_point at_;
+};
+
 /// A compiled pattern; matching is const and may be done by many threads.
 class Pattern {
  public:
@@ -28,8 +48,8 @@ class Pattern {
   static Pattern literal(std::string_view text);
 
   /// Cuts valid UTF-8 at both ends of every match: matches and what lies between them, in order.
-  /// Throws std::runtime_error if the pattern needs too many steps on this text.
-  std::vector<ByteRange> isolate(std::string_view text) const;
+  /// Throws std::runtime_error if the pattern needs too many steps on this text, or `time` is up.
+  std::vector<ByteRange> isolate(std::string_view text, const MatchTime& time) const;
 
  private:
   struct Code;

@@ -44,8 +44,9 @@ PrependScheme read_scheme(const Node& node) {
                                        node.path("prepend_scheme"), json_quoted(scheme)));
 }
 
-void append_cut(const Pattern& pattern, std::string_view piece, std::vector<std::string>& out) {
-  for (const ByteRange range : pattern.isolate(piece)) {
+void append_cut(const Pattern& pattern, std::string_view piece, const MatchTime& time,
+                std::vector<std::string>& out) {
+  for (const ByteRange range : pattern.isolate(piece, time)) {
     out.emplace_back(piece.substr(range.begin, range.end - range.begin));
   }
 }
@@ -104,29 +105,32 @@ bool PreTokenizer::is_byte_level() const {
   return !steps_.empty() && std::holds_alternative<ByteLevel>(steps_.back());
 }
 
-std::vector<std::string> PreTokenizer::apply(std::string text, bool at_start) const {
+std::vector<std::string> PreTokenizer::apply(std::string text, bool at_start,
+                                             const MatchTime& time) const {
   if (text.empty()) return {};
   Pieces pieces;
   pieces.push_back(std::move(text));
   for (const Step& step : steps_) {
-    pieces = std::visit([&](const auto& known) { return run(known, std::move(pieces), at_start); },
-                        step);
+    pieces = std::visit(
+        [&](const auto& known) { return run(known, std::move(pieces), at_start, time); }, step);
   }
   return pieces;
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const Split& step, const Pieces& pieces, bool) {
+PreTokenizer::Pieces PreTokenizer::run(const Split& step, const Pieces& pieces, bool,
+                                       const MatchTime& time) {
   Pieces out;
-  for (const std::string& piece : pieces) append_cut(step.pattern, piece, out);
+  for (const std::string& piece : pieces) append_cut(step.pattern, piece, time, out);
   return out;
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const ByteLevel& step, Pieces pieces, bool) {
+PreTokenizer::Pieces PreTokenizer::run(const ByteLevel& step, Pieces pieces, bool,
+                                       const MatchTime& time) {
   Pieces out;
   for (std::string& piece : pieces) {
     if (step.add_prefix_space && !piece.starts_with(' ')) piece.insert(piece.begin(), ' ');
     if (step.pattern) {
-      append_cut(*step.pattern, piece, out);
+      append_cut(*step.pattern, piece, time, out);
     } else {
       out.push_back(std::move(piece));
     }
@@ -135,7 +139,8 @@ PreTokenizer::Pieces PreTokenizer::run(const ByteLevel& step, Pieces pieces, boo
   return out;
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const Metaspace& step, const Pieces& pieces, bool at_start) {
+PreTokenizer::Pieces PreTokenizer::run(const Metaspace& step, const Pieces& pieces, bool at_start,
+                                       const MatchTime&) {
   const std::string& mark = step.mark.replacement;
   Pieces out;
   for (std::size_t i = 0; i < pieces.size(); ++i) {

@@ -29,8 +29,9 @@ class PreTokenizer {
   /// last.
   static PreTokenizer from_file(const Node& file);
 
-  /// The pieces, in order, none empty. `text` is normalised; `at_start`: it begins the whole text.
-  std::vector<std::string> apply(std::string text, bool at_start) const;
+  /// The pieces, in order, none empty. `text` is normalised; `at_start`: it begins the whole text,
+  /// which `time` is for.
+  std::vector<std::string> apply(std::string text, bool at_start, const MatchTime& time) const;
   /// Pieces are spelled in the byte-level alphabet.
   bool is_byte_level() const;
 
@@ -50,9 +51,10 @@ class PreTokenizer {
   using Pieces = std::vector<std::string>;
 
   static Step read_step(const Node& node);
-  static Pieces run(const Split& step, const Pieces& pieces, bool at_start);
-  static Pieces run(const ByteLevel& step, Pieces pieces, bool at_start);
-  static Pieces run(const Metaspace& step, const Pieces& pieces, bool at_start);
+  static Pieces run(const Split& step, const Pieces& pieces, bool at_start, const MatchTime& time);
+  static Pieces run(const ByteLevel& step, Pieces pieces, bool at_start, const MatchTime& time);
+  static Pieces run(const Metaspace& step, const Pieces& pieces, bool at_start,
+                    const MatchTime& time);
 
   std::vector<Step> steps_;
 };

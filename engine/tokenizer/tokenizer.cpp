@@ -89,12 +89,13 @@ class Tokenizer::Impl {
     std::vector<std::int32_t> ids;
     if (add_special) ids = post_processor_.before;
     PieceEncoder pieces(model_, ids);
+    const tokenizer::MatchTime time(text.size());
     for (const Segment& segment : in_text_.split(text)) {
       const auto part = std::string_view(text).substr(segment.begin, segment.end - segment.begin);
       if (segment.id) {
         ids.push_back(*segment.id);
       } else {
-        encode_normalized(normalizer_.apply(part), segment.begin == 0, pieces, ids);
+        encode_normalized(normalizer_.apply(part), segment.begin == 0, time, pieces, ids);
       }
     }
     const auto& after = post_processor_.after;
@@ -181,16 +182,16 @@ class Tokenizer::Impl {
     }
   }
 
-  void encode_normalized(const std::string& text, bool at_start, PieceEncoder& pieces,
-                         std::vector<std::int32_t>& ids) const {
+  void encode_normalized(const std::string& text, bool at_start, const tokenizer::MatchTime& time,
+                         PieceEncoder& pieces, std::vector<std::int32_t>& ids) const {
     for (const Segment& segment : in_normalized_.split(text)) {
       if (segment.id) {
         ids.push_back(*segment.id);
         continue;
       }
       const bool first = at_start && segment.begin == 0;
-      for (const std::string& piece :
-           pre_tokenizer_.apply(text.substr(segment.begin, segment.end - segment.begin), first)) {
+      for (const std::string& piece : pre_tokenizer_.apply(
+               text.substr(segment.begin, segment.end - segment.begin), first, time)) {
         pieces.append(piece);
       }
     }

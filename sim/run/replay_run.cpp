@@ -12,6 +12,7 @@
 #include "sim/calibration.hpp"
 #include "sim/run/kept.hpp"
 #include "sim/run/run_folder.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/text.hpp"
@@ -276,12 +277,15 @@ Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& 
     folder.write_unit(units[u].trace, units[u].unit, bytes);
     progress.add_one();
   };
-  if (request.options.elsewhere)
-    sweep.compute_together(missing, finished);
-  else
-    share_work(
-        group, missing, request.options.threads, [&](std::size_t u) { return sweep.compute(u); },
-        finished);
+  const auto compute = [&](std::size_t u) { return sweep.compute(u); };
+  try {
+    if (request.options.elsewhere)
+      sweep.compute_together(missing, finished);
+    else
+      share_work(group, missing, request.options.threads, compute, finished);
+  } catch (const Cancelled& error) {
+    throw folder.in_name_of_run(error);
+  }
   Run run = sweep.collect(folder);
   folder.commit(run);
   return run;

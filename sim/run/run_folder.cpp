@@ -32,9 +32,8 @@ std::runtime_error cannot(const fs::path& path, std::string_view action, int err
 }
 
 /// Whether a replay puts a file of this name into RUN.part.
-bool is_ours(std::string name) {
-  constexpr std::string_view kPart = ".part";
-  if (name.ends_with(kPart)) name.resize(name.size() - kPart.size());
+bool is_ours(const std::string& part) {
+  const std::string name = finished_name(part);
   return name == kLockFile || name == kJobFile || name == kRunSubfolder ||
          name.ends_with(kUnitSuffix);
 }

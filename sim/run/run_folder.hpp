@@ -45,13 +45,14 @@ class RunFolder {
   /// Writes the run's files, gives them RUN's name, removes RUN.part. Throws std::runtime_error in
   /// the name of RUN.
   void commit(Run& run);
+  /// `error` with RUN for RUN.part, and where what is finished is kept, if anything is.
+  std::runtime_error in_name_of_run(const std::exception& error) const;
 
  private:
   void start(const nlohmann::json& job);
   void resume(const nlohmann::json& job) const;
   void clear() const;
   bool holds_units() const;
-  std::runtime_error in_name_of_run(const std::exception& error) const;
 
   std::filesystem::path run_, staging_;
   std::optional<FileLock> lock_;

@@ -17,7 +17,7 @@ const std::string kBad = "\uFFFD";
 
 std::vector<std::string> cut(const Pattern& pattern, const std::string& text) {
   std::vector<std::string> pieces;
-  for (const ByteRange range : pattern.isolate(text)) {
+  for (const ByteRange range : pattern.isolate(text, MatchTime(text.size()))) {
     pieces.push_back(text.substr(range.begin, range.end - range.begin));
   }
   return pieces;
@@ -162,7 +162,22 @@ TEST_CASE("what Oniguruma and PCRE2 read differently is refused by name") {
 TEST_CASE("a pattern that explodes is stopped") {
   const auto pattern = Pattern::regex("(?:a+)+[bc]");
   const std::string text(100'000, 'a');
-  CHECK(contains(test::error_of([&] { pattern.isolate(text); }), "cannot split this text"));
+  CHECK(contains(test::error_of([&] { cut(pattern, text); }), "cannot split this text"));
+}
+
+TEST_CASE("a pattern each of whose matches is allowed, but not all of them, is stopped") {
+  const auto pattern = Pattern::regex("(?:a|aa){20}[bc]|a");
+  CHECK(cut(pattern, std::string(30, 'a')).size() == 30);
+  CHECK(contains(test::error_of([&] { cut(pattern, std::string(5'000, 'a')); }),
+                 "takes more than 1.1 s for 5000 bytes"));
+}
+
+TEST_CASE("a match is found however far it is") {
+  std::string before;
+  for (int i = 0; i < 5'000; ++i) {
+    if (i % 100 == 0) CHECK(cut(Pattern::regex("x+"), before + "xx").back() == "xx");
+    before += i % 3 ? "\u00E9" : "\u3000";
+  }
 }
 
 }  // namespace kvlab::tokenizer

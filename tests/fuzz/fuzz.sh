@@ -8,7 +8,7 @@ shift 4
 [[ $# -gt 0 ]] || set -- $(cd "$binaries" && ls -d fuzz_* | grep -v '\.' | sed 's/^fuzz_//')
 cores=$(nproc)
 limits=(-timeout=5 -malloc_limit_mb=64 -rss_limit_mb=2048 -max_len=65536)
-export ASAN_OPTIONS=quarantine_size_mb=16:malloc_context_size=4:allocator_may_return_null=0:detect_leaks=1
+export ASAN_OPTIONS=quarantine_size_mb=16:malloc_context_size=0
 mkdir -p "$out/crashes" "$out/logs"
 
 # worker TARGET NUMBER: begins again where an input ended the process, until the time is over.
@@ -17,7 +17,7 @@ worker() {
   for ((run = 0; run < 20; ++run)); do
     left=$((end - SECONDS))
     ((left > 0)) || break
-    "$binaries/fuzz_$target" "${limits[@]}" -max_total_time=$left -print_final_stats=1 -reload=1 -use_value_profile=1 \
+    "$binaries/fuzz_$target" "${limits[@]}" -max_total_time=$left -print_final_stats=1 -reload=1 -entropic=0 \
       ${dictionary:+"-dict=$dictionary"} "-artifact_prefix=$out/crashes/$target-" \
       "$out/corpora/$target" "$corpora/$target" >"$out/logs/$target.$number.$run" 2>&1 && break
   done

@@ -164,9 +164,9 @@ TEST_CASE("a run's folder is continued by the same job alone, one process at a t
 TEST_CASE("a run that cannot be written is named, not the folder in which it is made") {
   const TemporaryFolder folder;
   RunFolder made(folder / "run", kJob, false);
-  std::filesystem::create_directory(made.unit_path(0, 0).string() + ".part");
+  std::filesystem::create_directory(made.unit_path(0, 0));
   const std::string error = error_of([&] { made.write_unit(0, 0, "unit"); });
-  CHECK_THAT(error, ContainsSubstring((folder / "run").string() + "/trace0-unit0.unit.part"));
+  CHECK_THAT(error, ContainsSubstring((folder / "run").string() + "/trace0-unit0.unit"));
   CHECK_THAT(error, !ContainsSubstring("is kept"));
   made.write_unit(0, 1, "unit");
   CHECK_THAT(error_of([&] { made.write_unit(0, 0, "unit"); }), ContainsSubstring("is kept in"));

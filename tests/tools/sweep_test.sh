@@ -11,7 +11,7 @@ for name in first second; do ln -s "$source/traces/samples/tiny-story" $name; do
 grid="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
 units=16 # 2 traces, 4 layers, 2 KV heads
 children() { cat /proc/$1/task/$1/children; }
-fail() { echo "FAILED: $*"; exit 1; }
+. "$source/tests/scripts/check.sh"
 # start RUN OPTION...: what this script replays, over both traces, in the place of the shell ($! is kvlab).
 start() {
   run=$1
@@ -35,14 +35,6 @@ kill_at() {
   kill -9 "$3" || fail "the replay was over before it could be killed"
   wait "$3" 2>/dev/null || true
   [ ! -e "$1" ] || fail "a killed replay left $1"
-}
-# refused WORDS COMMAND...: it exits 2 and says WORDS.
-refused() {
-  words=$1 code=0
-  shift
-  "$@" >out.txt 2>err.txt || code=$?
-  [ $code -eq 2 ] || fail "exit code $code, not 2, of: $*"
-  grep -qF -- "$words" err.txt || fail "not '$words', but: $(cat err.txt)"
 }
 
 reference() { replay reference --threads 1 >/dev/null; }
@@ -106,6 +98,7 @@ several_processes() {
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
   export OMPI_MCA_btl_base_warn_component_unused=0
   export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" # Open MPI leaves some behind
+  said() { grep -qF -- "$1" err.txt || fail "not '$1', but: $(cat err.txt), of: $2"; } # mpirun speaks too
   reference
   start_spread() { # start_spread N RUN OPTION...
     processes=$1 run=$2
@@ -137,10 +130,10 @@ several_processes() {
   # The leader fails in its work (something is where a unit should go): its error, once, and an end.
   start blocked --threads 1 >/dev/null 2>&1 &
   kill_at blocked 1 $!
-  mkdir blocked.part/trace1-unit7.unit.part
-  refused "blocked/trace1-unit7.unit.part: cannot create" spread 3 blocked --threads 1
-  [ "$(grep -c 'cannot create' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
-  rmdir blocked.part/trace1-unit7.unit.part
+  mkdir blocked.part/trace1-unit7.unit
+  refused "blocked/trace1-unit7.unit: is not a regular file" spread 3 blocked --threads 1
+  [ "$(grep -c 'is not a regular file' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  rmdir blocked.part/trace1-unit7.unit
   spread 3 blocked >/dev/null 2>&1
   same blocked
   # Bad input: said once, by the leader.

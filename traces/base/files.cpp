@@ -3,10 +3,12 @@
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <system_error>
@@ -44,13 +46,36 @@ void refuse_special(const std::filesystem::path& path) {
       "{}: is not a regular file and would be replaced; name another file", path.string()));
 }
 
+constexpr std::string_view kPart = ".part";
+constexpr std::size_t kDraw = 1 + 8;  // a dot, and digits that cannot be foreseen
+
+std::string part_ending() {
+  std::uint32_t draw = 0;
+  if (::getrandom(&draw, sizeof draw, 0) != sizeof draw)
+    throw std::runtime_error("the system gives no random numbers: a file cannot be made safely");
+  return fmt::format(".{:08x}{}", draw, kPart);
+}
+
 }  // namespace
+
+std::string finished_name(std::string name) {
+  if (!name.ends_with(kPart)) return name;
+  name.resize(name.size() - kPart.size());
+  const std::size_t at = name.size() - std::min(name.size(), kDraw);
+  const bool drawn = name.size() > kDraw && name[at] == '.' &&
+                     name.find_first_not_of("0123456789abcdef", at + 1) == std::string::npos;
+  if (drawn) name.resize(at);
+  return name;
+}
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), part_(path_) {
   refuse_special(path_);
-  part_ += ".part";
-  file_ = ::open(part_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (file_ < 0) throw failure(part_, "create", errno);
+  part_ += part_ending();
+  file_ = ::open(part_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (file_ >= 0) return;
+  const int error = errno;
+  part_.clear();
+  throw failure(path_, "create", error);
 }
 
 AtomicFile::~AtomicFile() {
@@ -89,10 +114,14 @@ AtomicFolder::AtomicFolder(std::filesystem::path path) : path_(std::move(path)) 
   for (auto parent = part_.parent_path();
        !parent.empty() && !std::filesystem::exists(parent, error); parent = parent.parent_path())
     parents_.push_back(parent);
-  std::filesystem::create_directories(part_, error);
-  if (!error) return;
-  remove();
-  throw failure(part_, "create", error.value());
+  error.clear();
+  if (!parents_.empty()) std::filesystem::create_directories(parents_.front(), error);
+  // mkdir() fails where something is by now: of two at once, one goes on.
+  if (!error && ::mkdir(part_.c_str(), 0777) == 0) return;
+  const int reason = error ? error.value() : errno;
+  const std::filesystem::path taken = std::exchange(part_, {});
+  remove_parents();
+  throw failure(taken, "create", reason);
 }
 
 AtomicFolder::~AtomicFolder() {
@@ -103,6 +132,11 @@ AtomicFolder::~AtomicFolder() {
 void AtomicFolder::remove() {
   std::error_code ignored;
   std::filesystem::remove_all(part_, ignored);
+  remove_parents();
+}
+
+void AtomicFolder::remove_parents() {
+  std::error_code ignored;
   for (const auto& parent : parents_) std::filesystem::remove(parent, ignored);
 }
 

@@ -10,8 +10,9 @@
 
 namespace kvlab {
 
-/// A file being written as PATH.part. commit() syncs it, renames it to PATH and syncs the folder;
-/// without commit() the .part is removed. Every failure throws std::runtime_error naming the file.
+/// A file being written as PATH.XXXXXXXX.part, a name that nobody can foresee and that was not
+/// there. commit() syncs it, renames it to PATH and syncs the folder; without commit() it is
+/// removed. Every failure throws std::runtime_error naming the file.
 class AtomicFile {
  public:
   /// Refuses a PATH that exists and is no regular file: a rename would put a file in the place of a
@@ -29,6 +30,9 @@ class AtomicFile {
   int file_ = -1;
 };
 
+/// What NAME.part or NAME.XXXXXXXX.part is to become: NAME. Other names stay as they are.
+std::string finished_name(std::string name);
+
 /// A folder being filled as PATH.part. commit() renames it to PATH; without commit() it is removed
 /// with all that is in it, and so are the parent folders that were made for it.
 class AtomicFolder {
@@ -44,6 +48,7 @@ class AtomicFolder {
 
  private:
   void remove();
+  void remove_parents();
 
   std::filesystem::path path_, part_;
   std::vector<std::filesystem::path> parents_;  // that were made, the innermost first
@@ -70,7 +75,7 @@ class MappedFile {
 /// The last name of a path, whatever slashes and dots follow it: `trace` of "a/trace/" and
 /// "a/trace/."; of "." the name of the folder that it is.
 std::string last_name(const std::filesystem::path& path);
-/// Writes `text` to PATH by PATH.part, fsync and rename. Throws std::runtime_error; PATH is then as
+/// Writes `text` to PATH by an AtomicFile. Throws std::runtime_error; PATH is then as
 /// it was, and no .part is left.
 void write_file_atomically(const std::filesystem::path& path, std::string_view text);
 /// Makes the names in the folder of `path` last: those just made by a rename. Throws

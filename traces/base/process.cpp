@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 #include <spawn.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,7 +12,12 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "traces/base/cancel.hpp"
+
 namespace kvlab {
+namespace {
+constexpr rlim_t kMostBytes = rlim_t{64} << 20;
+}
 
 TemporaryFolder::TemporaryFolder() {
   std::error_code error;
@@ -47,9 +53,13 @@ int run_program(std::vector<std::string> words, const std::filesystem::path& log
       posix_spawnp(&process, arguments[0], &streams, nullptr, arguments.data(), environ);
   posix_spawn_file_actions_destroy(&streams);
   if (error) throw std::system_error(error, std::generic_category());
+  // A file that grows beyond this ends it: what it says could fill a disk.
+  const rlimit limit{kMostBytes, kMostBytes};
+  ::prlimit(process, RLIMIT_FSIZE, &limit, nullptr);
   int status = 0;
   while (waitpid(process, &status, 0) < 0)
     if (errno != EINTR) throw std::system_error(errno, std::generic_category());
+  throw_if_cancelled();  // which may have ended the program too
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 

@@ -23,8 +23,9 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-/// Runs words[0], found on PATH, without a shell; all that it says is written to `log`. Returns
-/// its exit code, -1 if a signal ended it. Throws std::system_error: it cannot be run.
+/// Runs words[0], found on PATH, without a shell; all that it says is written to `log`. No file
+/// that it writes may be larger than 64 MiB. Returns its exit code, -1 if a signal ended it. Throws
+/// std::system_error: it cannot be run; Cancelled.
 int run_program(std::vector<std::string> words, const std::filesystem::path& log);
 
 }  // namespace kvlab

@@ -61,7 +61,7 @@ struct TensorToWrite {
   std::span<const std::byte> data;
 };
 
-/// Writes PATH.part, syncs it and renames it to PATH. The header is padded so that the data begin
+/// Writes PATH by an AtomicFile. The header is padded so that the data begin
 /// at a multiple of 64 bytes; wider dtypes come first, so every tensor is aligned. Returns the
 /// XXH3-64 of the file as 16 hex digits. Throws std::runtime_error: PATH is then as it was, and no
 /// .part is left. Throws std::invalid_argument for two tensors of one name, or data that do not fit

@@ -11,6 +11,7 @@
 #include "kernels/host/transfer.hpp"
 #include "policies/executor.hpp"
 #include "sim/device/loop_attention.hpp"
+#include "traces/base/cancel.hpp"
 
 namespace kvlab {
 namespace {
@@ -181,6 +182,7 @@ class SequenceRun {
       scores_[first + c].kv_bytes_peak = attention.live_max(c) * 2 * on_.model.key_bytes();
     }
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+      throw_if_cancelled();
       project(layer, memory, attention, group.size() * rows_);
       attention.attend(layer, memory.heads, memory.heads);
       finish(layer, memory, group.size() * rows_);

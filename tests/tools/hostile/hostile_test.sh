@@ -8,17 +8,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 cp -r "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
-fail() { echo "FAILED: $*"; exit 1; }
-# refused WORDS COMMAND...: it exits 2 and says WORDS, on one line without a control character.
-refused() {
-  words=$1 code=0
-  shift
-  "$@" >out.txt 2>err.txt || code=$?
-  [ $code -eq 2 ] || fail "exit code $code, not 2, of: $*: $(cat err.txt)"
-  grep -qF -- "$words" err.txt || fail "not '$words', but: $(cat err.txt)"
-  [ "$(wc -l <err.txt)" -eq 1 ] || fail "more than one line of: $*: $(cat err.txt)"
-  ! grep -q "$(printf '[\001-\011\013-\037]')" err.txt || fail "a control character of: $*"
-}
+. "$source/tests/scripts/check.sh"
 
 # A path that ends in a slash, as a shell completes it.
 for end in / /. //; do
@@ -42,6 +32,22 @@ sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
 ! cmp -s policy.json obeyed.json || fail "the model's name is not where it was"
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file obeyed.json
 refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
+
+# A link in the place of what is being written.
+echo theirs >theirs
+for part in made.json.part made.json.00000000.part; do ln -s theirs $part; done
+"$kvlab" deploy run --budget 32 --out made.json >/dev/null
+[ "$(cat theirs)" = theirs ] || fail "a link was written through"
+
+# A tokenizer.json that is broken or of another kind: one line, whatever else there was to say.
+mkdir broken
+cp tiny/config.json tiny/model.safetensors broken/
+for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","vocab":{"a":0},"merges":["a a"]}}'; do
+  echo "$json" >broken/tokenizer.json
+  refused "broken/tokenizer.json: " "$kvlab" capture --model broken --prompt hi --max-new-tokens 100000 --beyond-context --out trace
+  refused "broken/tokenizer.json: " "$kvlab" generate --model broken --prompt hi
+  refused "broken/tokenizer.json: " "$kvlab" eval --model broken --text policy.json
+done
 
 # A scratch folder that is not there.
 refused "TMPDIR: " env TMPDIR=/nowhere "$kvlab" report run --out page.html

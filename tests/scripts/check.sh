@@ -1,0 +1,16 @@
+# Sourced by the tests that are scripts: what to say of a command.
+fail() { echo "FAILED: $*"; exit 1; }
+# refused WORDS COMMAND...: it exits 2 and says WORDS, on one line without a control character.
+refused() {
+  words=$1 code=0
+  shift
+  "$@" >out.txt 2>err.txt || code=$?
+  [ $code -eq 2 ] || fail "exit code $code, not 2, of: $*: $(cat err.txt)"
+  said "$words" "$*"
+}
+# said WORDS WHAT: err.txt is one line that holds WORDS, and no control character.
+said() {
+  grep -qF -- "$1" err.txt || fail "not '$1', but: $(cat err.txt), of: $2"
+  [ "$(wc -l <err.txt)" -eq 1 ] || fail "more than one line of: $2: $(cat err.txt)"
+  ! grep -q "$(printf '[\001-\011\013-\037]')" err.txt || fail "a control character of: $2"
+}

@@ -1,0 +1,101 @@
+#!/bin/sh
+# faults_test.sh KVLAB SOURCE FAULTS [STEPS]: capture, replay and eval, each with one fault at a time: killed before a call
+# that changes files, or that call failing, writing less, or an allocation without memory. What was sealed is whole, the
+# same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (6), or `all`.
+set -eu
+kvlab=$1 source=$2 faults=$3 steps=${4:-6}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+. "$source/tests/scripts/check.sh"
+ln -s "$source/traces/samples/tiny-story" story
+ln -s "$source/engine/models/tiny" tiny
+head -c 3600 "$source/tools/texts/austen-emma.txt" >text
+tried=0
+
+capture() {
+  "$@" "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 16 --prefill chunk:512 \
+    --beyond-context --threads 1 --out trace
+}
+replay() {
+  "$@" "$kvlab" replay --trace story --policy h2o --budget 16 --layers 0 --threads 1 --no-references --out run
+}
+evaluate() {
+  "$@" "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 1 --out scores
+}
+
+# What may lie here after COMMAND, beside what was there.
+others() { ls -A | grep -vxE 'story|tiny|text|whole|(out|err|count|names).txt' | grep -vxE "$1" || true; }
+
+check_capture() {
+  [ -z "$(others trace)" ] || fail "capture, $1: $(others trace)"
+  if [ -e trace/manifest.json ]; then
+    diff -r trace whole/trace || fail "capture, $1: another trace"
+  elif [ -e trace/shard-00000.safetensors ]; then
+    for shard in trace/shard-?????.safetensors; do cmp "$shard" "whole/$shard" || fail "capture, $1: $shard"; done
+    refused "kvlab trace seal" capture env
+    "$kvlab" trace seal trace >/dev/null || fail "capture, $1: it cannot be sealed"
+    "$kvlab" trace verify trace >/dev/null || fail "capture, $1: it does not verify"
+  else
+    capture env >/dev/null 2>err.txt || fail "capture, $1: it does not begin again: $(cat err.txt)"
+    diff -r trace whole/trace || fail "capture, $1: another trace"
+  fi
+  rm -rf trace
+}
+check_replay() {
+  [ -z "$(others 'run|run.part')" ] || fail "replay, $1: $(others 'run|run.part')"
+  [ -e run ] || replay env >/dev/null 2>err.txt || fail "replay, $1: it does not go on: $(cat err.txt)"
+  for file in results.csv run.json kept.json; do
+    cmp "run/$file" "whole/run/$file" || fail "replay, $1: another $file"
+  done
+  rm -rf run run.part
+}
+check_evaluate() {
+  [ -z "$(others 'scores|scores.part')" ] || fail "eval, $1: $(others 'scores|scores.part')"
+  if [ -e scores.part ]; then
+    [ "${1%% *}" = kill ] || fail "eval, $1: scores.part is left"
+    refused "scores.part exists; remove it" evaluate env
+    rm -r scores.part
+  fi
+  [ -e scores ] || evaluate env >/dev/null 2>err.txt || fail "eval, $1: it does not begin again: $(cat err.txt)"
+  diff -r scores whole/scores || fail "eval, $1: other scores"
+  rm -rf scores
+}
+
+# one COMMAND KIND N
+one() {
+  code=0
+  $1 env "FAULT=$2" "FAULT_AT=$3" "LD_PRELOAD=$faults" >out.txt 2>err.txt || code=$?
+  case $2:$code in
+    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # an error that does not matter: what is removed anyway
+    ENOSPC:2 | EIO:2) [ "$(wc -l <err.txt)" -eq 1 ] || fail "$1, $2 $3: more than one line: $(cat err.txt)" ;;
+    memory:2) said "out of memory" "$1, $2 $3" ;;
+    *) fail "$1, $2 $3: exit code $code: $(cat err.txt)" ;;
+  esac
+  "check_$1" "$2 at $3"
+  tried=$((tried + 1))
+}
+
+# walk COMMAND KIND: through its moments, evenly.
+walk() {
+  $1 env "FAULT=$2" FAULT_COUNT="$folder/count.txt" "LD_PRELOAD=$faults" >/dev/null 2>&1 || fail "$1 by itself"
+  "check_$1" "without a fault"
+  count=$(cat count.txt)
+  [ "$count" -gt 10 ] || fail "$1: only $count calls were counted"
+  step=1
+  [ "$steps" = all ] || step=$(((count + steps - 1) / steps))
+  n=1
+  while [ $n -le "$count" ]; do
+    one "$1" "$2" $n
+    n=$((n + step))
+  done
+  [ "$steps" = all ] || one "$1" "$2" "$count"
+}
+
+mkdir whole
+for command in capture replay evaluate; do $command env >/dev/null 2>&1; done
+mv trace run scores whole
+for command in capture replay evaluate; do
+  for kind in kill ENOSPC EIO EINTR short memory; do walk $command $kind; done
+done
+echo "faults: $tried tried"

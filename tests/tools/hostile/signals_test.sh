@@ -1,0 +1,75 @@
+#!/bin/sh
+# signals_test.sh KVLAB SOURCE: SIGINT and SIGTERM end a command with 130 and 143 and one line that says how to go on;
+# nothing is left but what goes on.
+set -eu
+kvlab=$1 source=$2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+. "$source/tests/scripts/check.sh"
+ln -s "$source/traces/samples/tiny-story" story
+ln -s "$source/engine/models/tiny" tiny
+for i in 1 2 3; do cat "$source/tools/texts/austen-emma.txt"; done >text
+mkdir scratch
+export TMPDIR=$PWD/scratch
+
+# ended SIGNAL WHAT WORDS COMMAND...: the signal is sent when the file or pattern WHAT is there.
+ended() {
+  signal=$1 what=$2 words=$3 code=0
+  shift 3
+  # (A shell's background job begins with SIGINT ignored.)
+  env --default-signal=INT,TERM "$@" >out.txt 2>err.txt &
+  pid=$!
+  while ! ls $what >/dev/null 2>&1; do
+    kill -0 $pid 2>/dev/null || fail "it was over before the signal: $*: $(cat err.txt)"
+    sleep 0.01
+  done
+  sleep 0.1
+  kill -"$signal" $pid
+  wait $pid || code=$?
+  expected=130
+  [ "$signal" = INT ] || expected=143
+  [ $code -eq $expected ] || fail "exit code $code, not $expected, of: $*: $(cat err.txt)"
+  said "$words" "$*"
+  said "called off by SIG$signal" "$*"
+  [ -z "$(ls scratch)" ] || fail "left in TMPDIR: $(ls scratch), of: $*"
+}
+
+again="; nothing is left, and the same command begins again"
+for signal in INT TERM; do
+  ended $signal 'trace/tokens*' "$again" "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 12000 \
+    --beyond-context --out trace
+  [ ! -e trace ] || fail "capture left a folder"
+  ended $signal 'trace/shard-00000.safetensors' '; trace is unfinished, `kvlab trace seal trace` keeps its whole shards' \
+    "$kvlab" capture --model tiny --prompt-file text --prefill chunk:256 --teacher-forced --prompt-tokens 12000 --beyond-context --out trace
+  "$kvlab" trace seal trace >/dev/null
+  "$kvlab" trace verify trace >/dev/null
+  rm -r trace
+
+  ended $signal 'run.part/*.unit' '; the finished part is kept in run.part, and the same command goes on with it' \
+    "$kvlab" replay --trace story --policy h2o,lru,streaming_h2o,tova,roco --budget 16,32,64,128,200 --threads 1 --out run
+  [ ! -e run ] || fail "a run that is not whole"
+  rm -r run.part
+
+  ended $signal 'scores.part' "$again" \
+    "$kvlab" eval --model tiny --text text --policy h2o,lru --budget 16,64 --out scores
+  ended $signal 'scratch/*' "$again" \
+    "$kvlab" tune --model tiny --text text --budget 64 --policy h2o,lru --out policy.json
+  [ -z "$(ls | grep -E 'scores|policy')" ] || fail "left: $(ls)"
+done
+
+"$kvlab" replay --trace story --policy h2o,lru --budget 32 --out run >/dev/null 2>&1
+command -v gnuplot >/dev/null || { echo "not tried without gnuplot: a report"; exit 0; }
+for signal in INT TERM; do
+  ended $signal 'scratch/*' "$again" "$kvlab" report run --out page.html
+  [ -z "$(ls | grep page)" ] || fail "left: $(ls)"
+done
+
+# Who begins with a signal ignored goes on.
+(trap '' INT; exec "$kvlab" replay --trace story --policy h2o --budget 16,32,64 --threads 1 --out other >/dev/null 2>&1) &
+pid=$!
+while ! ls other.part/*.unit >/dev/null 2>&1; do sleep 0.01; done
+kill -INT $pid
+wait $pid || fail "an ignored signal was not ignored"
+[ -e other/results.csv ] || fail "an ignored signal ended a replay"
+echo "signals: all commands ended as they should"

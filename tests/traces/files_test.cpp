@@ -1,0 +1,74 @@
+#include "traces/base/files.hpp"
+
+#include <atomic>
+#include <set>
+#include <thread>
+
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/process.hpp"
+
+namespace kvlab {
+namespace {
+
+using test::read_bytes;
+using test::TemporaryFolder;
+
+TEST_CASE("What is being written has a name that was not there and that nobody can foresee") {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "theirs", "theirs");
+  std::filesystem::create_symlink("theirs", folder / "t.part");  // as names were once made
+  std::set<std::string> names;
+  for (int i = 0; i < 20; ++i) {
+    const AtomicFile file(folder / "t");
+    for (const std::string& name : test::names_in(folder.path()))
+      if (name != "theirs" && name != "t.part") names.insert(name);
+  }
+  CHECK(names.size() == 20);
+  for (const std::string& name : names) CHECK(finished_name(name) == "t");
+  write_file_atomically(folder / "t", "new");
+  CHECK(read_bytes(folder / "theirs") == "theirs");
+  CHECK(std::filesystem::is_symlink(folder / "t.part"));
+  CHECK(finished_name("t.part") == "t");
+  CHECK(finished_name("t.0000000g.part") == "t.0000000g");
+  CHECK(finished_name("t.01234567") == "t.01234567");
+  CHECK(finished_name(".01234567.part") == ".01234567");
+}
+
+TEST_CASE(
+    "Of many folders of one name that are begun at once, one goes on and the others are refused") {
+  constexpr int kRounds = 50, kAtOnce = 4;
+  const TemporaryFolder folder;
+  for (int round = 0; round < kRounds; ++round) {
+    const auto path = folder / std::to_string(round);
+    std::atomic<int> made{0}, refused{0}, ready{0};
+    const auto begin = [&] {
+      ++ready;
+      while (ready < kAtOnce) continue;
+      const std::string error = test::error_of([&] {
+        AtomicFolder one(path);
+        ++made;
+        while (made + refused < kAtOnce) continue;  // so that none is gone before all have tried
+      });
+      if (!error.empty()) ++refused;
+    };
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kAtOnce; ++i) threads.emplace_back(begin);
+    for (std::thread& thread : threads) thread.join();
+    CHECK(made == 1);
+  }
+  CHECK(test::names_in(folder.path()).empty());
+}
+
+TEST_CASE("A program that says too much is ended, and its log stays small") {
+  const test::TemporaryFolder folder;
+  const auto log = folder / "log";
+  CHECK(run_program({"sh", "-c", "echo short"}, log) == 0);
+  CHECK(read_bytes(log) == "short\n");
+  CHECK(run_program({"head", "-c", "100000000", "/dev/zero"}, log) != 0);
+  CHECK(std::filesystem::file_size(log) <= std::uintmax_t{64} << 20);
+}
+
+}  // namespace
+}  // namespace kvlab
