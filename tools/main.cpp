@@ -83,6 +83,22 @@ void complain(const std::vector<std::string>& words, const std::vector<std::stri
   }
 }
 
+constexpr std::string_view kOutOfMemory =
+    "kvlab: out of memory; a shorter input or fewer configurations would fit\n";
+
+/// Where memory ends in what may not throw, as the destructor of JSON: nothing more can be undone.
+[[noreturn]] void end_without_memory() {
+  try {
+    if (const auto error = std::current_exception()) std::rethrow_exception(error);
+  } catch (const std::bad_alloc&) {
+    [[maybe_unused]] const auto said =
+        ::write(STDERR_FILENO, kOutOfMemory.data(), kOutOfMemory.size());
+    ::_exit(kBadInput);
+  } catch (...) {  // a mistake of ours, which a core shows
+  }
+  std::abort();
+}
+
 /// SIGINT or SIGTERM: what is at work ends at its next item and takes away what is not whole. A
 /// second one ends the process at once.
 std::atomic<bool> called_off = false;
@@ -121,17 +137,19 @@ void say_that_a_file_shrank(int) {
 }  // namespace kvlab
 
 int main(int argc, char** argv) {
+  std::set_terminate(kvlab::end_without_memory);
   std::signal(SIGBUS, kvlab::say_that_a_file_shrank);
   kvlab::listen_to(SIGINT);
   kvlab::listen_to(SIGTERM);
   const kvlab::Cancellable scope(&kvlab::called_off);
-  const std::vector<std::string> words(argv + 1, argv + argc);
+  std::vector<std::string> words;
   try {
+    words.assign(argv + 1, argv + argc);
     const int code = kvlab::run(words);
     kvlab::flush_output();
     return code;
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "kvlab: out of memory; a shorter input or fewer configurations would fit\n");
+    fmt::print(stderr, "{}", kvlab::kOutOfMemory);
   } catch (const kvlab::DoesNotCompile& error) {
     kvlab::complain(words, kvlab::split_list(error.what(), '\n'));
   } catch (const std::filesystem::filesystem_error& error) {

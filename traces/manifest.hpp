@@ -54,4 +54,8 @@ std::string shard_name(std::size_t index);
 /// grad-00012.safetensors
 std::string gradient_name(std::size_t index);
 
+/// Whether a folder is what a capture left that was killed before its first shard. A TraceWriter
+/// begins again there.
+bool is_unbegun_trace(const std::filesystem::path& directory);
+
 }  // namespace kvlab

@@ -44,18 +44,12 @@ class FolderLock {
   int file_;
 };
 
-/// Whether `directory` is what a capture left that was killed before its first shard: then it is
-/// emptied.
+/// Empties the folder of a capture that was killed before its first shard. Whether it is one.
 bool take_unbegun(const fs::path& directory) {
-  if (!fs::is_directory(fs::symlink_status(directory))) return false;
+  if (!is_unbegun_trace(directory)) return false;
   std::vector<fs::path> left;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
-    const std::string name = entry.path().filename(), whole = finished_name(name);
-    const bool is_part = whole != name;
-    if (whole != kTokensFile && whole != kSketchFile && !(is_part && whole == shard_name(0)))
-      return false;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory))
     left.push_back(entry.path());
-  }
   for (const fs::path& path : left) fs::remove(path);
   return true;
 }
@@ -76,6 +70,17 @@ void require(bool condition, std::string_view text) {
 }
 
 }  // namespace
+
+bool is_unbegun_trace(const fs::path& directory) {
+  if (!fs::is_directory(fs::symlink_status(directory))) return false;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename(), whole = finished_name(name);
+    const bool is_part = whole != name;
+    if (whole != kTokensFile && whole != kSketchFile && !(is_part && whole == shard_name(0)))
+      return false;
+  }
+  return true;
+}
 
 class TraceWriter::Impl {
  public:

@@ -153,7 +153,7 @@ int run(const po::variables_map& options) {
   check_modes(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const std::string out = required(options, "out", "--out TRACE, a directory to be made");
-  refuse_existing(out, "--out");
+  if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
   const unsigned threads = threads_from(options);
   const SamplingOptions sampling = sampling_from(options);
   ResolvedConfig cache;  // the whole one: `full`

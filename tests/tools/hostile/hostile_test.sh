@@ -50,7 +50,8 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
 done
 
 # A scratch folder that is not there.
-refused "TMPDIR: " env TMPDIR=/nowhere "$kvlab" report run --out page.html
+head -c 2000 "$source/tools/texts/austen-emma.txt" >text
+refused "TMPDIR: " env TMPDIR=/nowhere "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru --out tuned.json
 
 # A shard that becomes shorter while it is mapped.
 if ldd "$kvlab" | grep -q asan; then
