@@ -1,0 +1,51 @@
+#!/bin/sh
+# together_test.sh KVLAB SOURCE: commands that write one output at once. Of captures, replays and evaluations one wins, whole,
+# and the others say so; a file is that of one of them, whole.
+set -eu
+kvlab=$1 source=$2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+. "$source/tests/scripts/check.sh"
+ln -s "$source/traces/samples/tiny-story" story
+ln -s "$source/engine/models/tiny" tiny
+head -c 1000 "$source/tools/texts/austen-emma.txt" >text
+
+capture() { "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 16 --out "$1"; }
+replay() { "$kvlab" replay --trace story --policy h2o --budget 16 --layers 0 --no-references --out "$1"; }
+evaluate() { "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --out "$1"; }
+report() { "$kvlab" report whole-replay --out "$1"; }
+deploy() { "$kvlab" deploy whole-replay --budget 16 --out "$1"; }
+
+# at_once COMMAND: four of them. Prints how many won.
+at_once() {
+  won=0 pids=
+  for i in 1 2 3 4; do
+    "$1" out >/dev/null 2>err$i.txt &
+    pids="$pids $!"
+  done
+  i=0
+  for pid in $pids; do
+    i=$((i + 1)) code=0
+    wait "$pid" || code=$?
+    case $code in
+      0) won=$((won + 1)) ;;
+      2) grep -v 'tell little apart' err$i.txt >err.txt && said out "$1" ;;
+      *) fail "exit code $code of: $1: $(cat err$i.txt)" ;;
+    esac
+  done
+  rm err*.txt
+  [ $won -ge 1 ] || fail "no $1 won"
+  [ -z "$(ls -A | grep -E 'part|out.+')" ] || fail "$1 left: $(ls -A)"
+  diff -r out "whole-$1" || fail "another output of $1"
+  rm -r out
+}
+
+for command in capture replay evaluate report deploy; do
+  $command whole-$command >/dev/null 2>&1
+  for round in 1 2 3; do
+    at_once $command
+    case $command:$won in capture:1 | replay:1 | evaluate:1 | report:4 | deploy:4) ;; *) fail "$won of 4 $command won" ;; esac
+  done
+done
+echo "together: one output each"
