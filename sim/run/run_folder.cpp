@@ -136,7 +136,7 @@ void RunFolder::clear() const {
 bool RunFolder::holds_units() const {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(staging_, ignored))
-    if (entry.path().extension() == kUnitSuffix) return true;
+    if (entry.path().extension() == kUnitSuffix && entry.is_regular_file(ignored)) return true;
   return false;
 }
 
