@@ -53,7 +53,8 @@ def test_frame(run: kvlab.Run) -> None:
     import io
 
     frame = run.frame()
-    read = pandas.read_csv(io.StringIO(run.csv()), keep_default_na=False, na_values={"stderr": [""]})
+    words = {"keep_default_na": False, "na_values": {"stderr": [""]}, "float_precision": "round_trip"}
+    read = pandas.read_csv(io.StringIO(run.csv()), **words)
     assert list(frame.columns) == list(read.columns)
     for name in frame.columns:
         mine = frame[name].astype(str) if frame[name].dtype == "category" else frame[name]
