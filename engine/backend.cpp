@@ -28,6 +28,9 @@ class CpuBackend final : public Backend {
 
   const ModelConfig& config() const override { return model_.config(); }
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
+  std::shared_ptr<const OutputProjections> output_projections() const override {
+    return model_.output_projections();
+  }
   std::optional<Dtype> rounding() const override { return std::nullopt; }
   std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache, std::uint32_t) override {
     return std::make_unique<Decoder>(model_, cache, threads_);

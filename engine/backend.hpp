@@ -26,6 +26,8 @@ class Backend {
   virtual ~Backend() = default;
   virtual const ModelConfig& config() const = 0;
   virtual std::string weights_xxh3() const = 0;
+  /// As the device holds them, in float32.
+  virtual std::shared_ptr<const OutputProjections> output_projections() const = 0;
   /// What queries, keys and values are rounded to; none: they are float32 throughout.
   virtual std::optional<Dtype> rounding() const = 0;
   /// A decoder for a sequence of at most `tokens`. Throws std::invalid_argument for a cache that

@@ -34,8 +34,9 @@ class Decoder::Impl {
                           .positions = asked_.positions,
                           .softmax_scale = config_.softmax_scale(),
                           .threshold16 = asked_.threshold16()};
+    if (wants_projections(asked_.policy.columns)) output_ = model.output_projections();
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-      layers_.emplace_back(asked_, shape, config_.kv_heads, layer);
+      layers_.emplace_back(asked_, shape, config_.kv_heads, layer, output_.get());
   }
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
@@ -280,6 +281,7 @@ class Decoder::Impl {
   const ModelConfig& config_;
   ResolvedConfig asked_;
   unsigned threads_;
+  std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::deque<LayerCache> layers_;
   GrowingRope rope_;
   DecoderObserver* observer_ = nullptr;

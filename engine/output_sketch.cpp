@@ -18,24 +18,42 @@ void add_row(std::span<const float> weights, const float* r, float* sketch) {
       sketch[input * kSketchColumns + c] += weights[input] * r[c];
 }
 
+/// Rows [query_head, dim] of W_o in a checkpoint, in float32.
+class OutputRows {
+ public:
+  explicit OutputRows(const std::filesystem::path& directory)
+      : config_(load_model_config(directory)), checkpoint_(Checkpoint::open(directory)) {}
+
+  const ModelConfig& config() const { return config_; }
+  std::string weights_xxh3() const { return checkpoint_.xxh3(); }
+  std::size_t inputs() const { return std::size_t{config_.query_heads} * config_.head_size; }
+
+  void read(std::size_t layer, std::size_t output, float* row) const {
+    const std::size_t shape[] = {config_.hidden, inputs()};
+    const TensorView& weight =
+        checkpoint_.at(fmt::format("model.layers.{}.self_attn.o_proj.weight", layer), shape);
+    to_float(weight.dtype, weight.data.data() + output * inputs() * bytes_of(weight.dtype),
+             inputs(), row);
+  }
+
+ private:
+  ModelConfig config_;
+  Checkpoint checkpoint_;
+};
+
 }  // namespace
 
 OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t seed,
                            unsigned threads) {
-  const ModelConfig config = load_model_config(directory);
-  const Checkpoint checkpoint = Checkpoint::open(directory);
-  const std::size_t inputs = std::size_t{config.query_heads} * config.head_size,
-                    of_layer = inputs * kSketchColumns;
+  const OutputRows rows(directory);
+  const ModelConfig& config = rows.config();
+  const std::size_t inputs = rows.inputs(), of_layer = inputs * kSketchColumns;
   const double deviation = 1 / std::sqrt(static_cast<double>(kSketchColumns));
   OutputSketch sketch{seed, std::vector<float>(config.layers * of_layer)};
   parallel_for(config.layers, threads, [&](std::size_t layer) {
-    const std::size_t shape[] = {config.hidden, inputs};
-    const TensorView& weight =
-        checkpoint.at(fmt::format("model.layers.{}.self_attn.o_proj.weight", layer), shape);
     std::vector<float> row(inputs), r(kSketchColumns);
     for (std::size_t h = 0; h < config.hidden; ++h) {
-      to_float(weight.dtype, weight.data.data() + h * inputs * bytes_of(weight.dtype), inputs,
-               row.data());
+      rows.read(layer, h, row.data());
       for (std::size_t c = 0; c < kSketchColumns; ++c)
         r[c] = static_cast<float>(
             deviation * sketch_normal(seed, (layer * config.hidden + h) * kSketchColumns + c));
@@ -43,6 +61,20 @@ OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t
     }
   });
   return sketch;
+}
+
+OutputProjections read_output_projections(const std::filesystem::path& directory) {
+  const OutputRows rows(directory);
+  const ModelConfig& config = rows.config();
+  OutputProjections all{config.hidden,
+                        config.query_heads / config.kv_heads,
+                        config.head_size,
+                        {},
+                        rows.weights_xxh3()};
+  for (std::uint32_t layer = 0; layer < config.layers; ++layer)
+    all.add_layer(config.query_heads,
+                  [&](std::size_t output, float* row) { rows.read(layer, output, row); });
+  return all;
 }
 
 }  // namespace kvlab

@@ -20,6 +20,7 @@ struct ReplayPlan {
   const QuerySpan& span;
   unsigned threads;
   std::vector<const ResolvedConfig*> configs;
+  const OutputProjections* output;  ///< of the model; null: not known
 };
 
 /// Takes many KV heads through many configurations together: a device.

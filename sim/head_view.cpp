@@ -8,7 +8,7 @@ TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView
                            const std::vector<Admission>& admissions)
     : width_(names.size()) {
   if (names.empty()) return;
-  ColumnMaker maker(names, view.head_size);
+  ColumnMaker maker(names, view.head_size, view.output);
   for (const Admission& admission : admissions) {
     const KeyValueRows rows{view.key(admission.first),
                             view.v + admission.first * view.kv_token_stride, view.kv_token_stride,
@@ -19,9 +19,10 @@ TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView
 }
 
 void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                   const std::vector<std::string>& names, BroughtColumns& brought) {
+                   const std::vector<std::string>& names, bool knows_projections,
+                   BroughtColumns& brought) {
   for (const std::string& name : names) {
-    if (built_in_column(name) || brought.contains(name)) continue;
+    if (is_computed(name, knows_projections) || brought.contains(name)) continue;
     std::vector<float>& column = brought[name];
     column.resize(trace.tokens());
     trace.column(name, layer, kv_head, column.data());

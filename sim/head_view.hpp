@@ -26,6 +26,7 @@ struct HeadView {
   const float* v = nullptr;  // [token, dim]
   std::size_t kv_token_stride = 0;
   const ErrorProjection* projection = nullptr;  ///< null: none is taken
+  OutputWeights output = {};                    ///< for columns that are computed from it
   const BroughtColumns* brought = nullptr;      ///< columns that are not computed; null: none
 
   /// Columns of the projection.
@@ -59,9 +60,11 @@ class TokenColumns {
   std::vector<float> values_;  // [token, width_]
 };
 
-/// Adds to `brought` those of `names` that are not computed, from a trace that has them.
+/// Adds to `brought` those of `names` that are not computed, with the output projections or without
+/// them, from a trace that has them.
 void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                   const std::vector<std::string>& names, BroughtColumns& brought);
+                   const std::vector<std::string>& names, bool knows_projections,
+                   BroughtColumns& brought);
 
 /// What else decides a row's arithmetic.
 struct HeadArithmetic {

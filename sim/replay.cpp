@@ -35,7 +35,8 @@ struct HeadTensors {
 };
 
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                      const QuerySpan& span, std::span<const ResolvedConfig> configs) {
+                      const QuerySpan& span, std::span<const ResolvedConfig> configs,
+                      const OutputProjections* output) {
   const ModelShape& shape = trace.shape();
   const std::size_t head_floats = std::size_t{trace.tokens()} * shape.head_size;
   HeadTensors tensors{AlignedVector<float>(shape.group() * head_floats),
@@ -45,7 +46,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                       std::make_unique<BroughtColumns>(),
                       {}};
   for (const ResolvedConfig& config : configs)
-    bring_columns(trace, layer, kv_head, config.policy.columns, *tensors.brought);
+    bring_columns(trace, layer, kv_head, config.policy.columns, output, *tensors.brought);
   if (projection_columns(trace, span.span()).all() > 0)
     tensors.projection = std::make_unique<const ErrorProjection>(trace, layer, kv_head, span);
   for (std::uint32_t g = 0; g < shape.group(); ++g)
@@ -64,6 +65,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size,
                   .projection = tensors.projection.get(),
+                  .output = output ? output->of(layer, kv_head) : OutputWeights{},
                   .brought = tensors.brought.get()};
   return tensors;
 }
@@ -80,17 +82,30 @@ struct LayerOutcomes {
 };
 
 /// Throws unless each column of a policy is computed, or the trace brings it.
-void check_columns(const PolicySpec& policy, const TraceReader& trace) {
+void check_columns(const PolicySpec& policy, const TraceReader& trace, bool knows_projections) {
   std::vector<std::string> there;
   for (const TraceExtras::Column& column : trace.extras().columns) there.push_back(column.name);
   for (const std::string& name : policy.columns)
-    if (!built_in_column(name) && !trace.has_column(name))
+    if (!is_computed(name, knows_projections) && !trace.has_column(name))
       throw std::invalid_argument(fmt::format(
           "policy {}: column {}: the trace {} has {}; tools/columns.py adds one, and {} are "
           "computed",
           policy.name, name, trace.directory().string(),
           there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
           built_in_column_names()));
+}
+
+/// Throws unless they are of the trace's model.
+void check_projections(const OutputProjections& output, const TraceReader& trace) {
+  const ModelShape& shape = trace.shape();
+  const std::string& own = trace.header().weights_xxh3;
+  const bool other_weights =
+      !output.weights_xxh3.empty() && !own.empty() && output.weights_xxh3 != own;
+  if (other_weights || output.layers.size() != shape.layers || output.group != shape.group() ||
+      output.head_size != shape.head_size)
+    throw std::invalid_argument(
+        fmt::format("--model: is not the checkpoint that the trace {} was captured from ({})",
+                    trace.directory().string(), trace.header().model));
 }
 
 /// Requests are counted once for all configurations.
@@ -189,7 +204,8 @@ class Replay {
   }
 
   ReplayPlan plan_for(std::span<const std::size_t> which) const {
-    ReplayPlan plan{trace_, sequence_, rope_, arithmetic_, span_, options_.threads, {}};
+    ReplayPlan plan{trace_, sequence_,        rope_, arithmetic_,
+                    span_,  options_.threads, {},    options_.output.get()};
     for (const std::size_t c : which) plan.configs.push_back(&configs_[c]);
     return plan;
   }
@@ -203,7 +219,8 @@ class Replay {
       (configs_[c].evicts_by_layer() ? by_layer : by_head).push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
     if (by_head.empty()) return;
-    const HeadTensors tensors = read_head(trace_, layer, kv_head, span_, configs_);
+    const HeadTensors tensors =
+        read_head(trace_, layer, kv_head, span_, configs_, options_.output.get());
     if (options_.plain)
       run_plainly(by_head, layer, kv_head, tensors.view, outcomes);
     else
@@ -222,7 +239,7 @@ class Replay {
     std::vector<HeadTensors> tensors;
     std::vector<HeadView> views;
     for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
-      tensors.push_back(read_head(trace_, layer, h, span_, configs_));
+      tensors.push_back(read_head(trace_, layer, h, span_, configs_, options_.output.get()));
       views.push_back(tensors.back().view);
     }
     if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
@@ -362,6 +379,7 @@ class Replay {
           "every query",
           trace_.directory().string()));
     if (options_.calibration) check_calibration(*options_.calibration, trace_);
+    if (options_.output) check_projections(*options_.output, trace_);
     layers_ = options_.layers;
     if (layers_.empty()) {
       layers_.resize(trace_.shape().layers);
@@ -378,7 +396,7 @@ class Replay {
     if (!config.policy.entry && config.positions == Positions::cache)
       throw std::invalid_argument(
           fmt::format("policy {}: a reference keeps original positions", config.policy.name));
-    check_columns(config.policy, trace_);
+    check_columns(config.policy, trace_, options_.output != nullptr);
     configs_.push_back(resolve(config, trace_.segments(), sequence_,
                                {trace_.shape().layers, trace_.shape().kv_heads}));
   }
@@ -512,7 +530,8 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     job.run_layer_together(only, layer, nullptr, kv_head, keep);
     return kept;
   }
-  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span(), job.configs());
+  const HeadTensors tensors =
+      read_head(trace, layer, kv_head, job.span(), job.configs(), options.output.get());
   if (!options.plain) {
     const auto own = job.configs_of_head(only, layer, kv_head);
     HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);

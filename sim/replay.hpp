@@ -21,8 +21,9 @@ inline constexpr std::string_view kSpanRecall = "span_recall:";  ///< and a span
 std::span<const std::string_view> replay_references();
 bool is_reference(std::string_view policy);
 
-class HeadReplayer;  // sim/head_replayer.hpp
-struct Calibration;  // sim/calibration.hpp
+class HeadReplayer;        // sim/head_replayer.hpp
+struct OutputProjections;  // policies/columns/output_projections.hpp
+struct Calibration;        // sim/calibration.hpp
 
 struct ReplayOptions {
   Span span = Span::decode;
@@ -30,6 +31,8 @@ struct ReplayOptions {
   bool plain = false;  ///< one configuration at a time, without lanes: what tests compare with
   HeadReplayer* elsewhere = nullptr;  ///< takes what it can off the CPU; null: nothing
   std::shared_ptr<const Calibration> calibration = nullptr;  ///< for calibrated_error
+  /// Of the traces' model, for columns that are computed from them; null: a trace brings those.
+  std::shared_ptr<const OutputProjections> output = nullptr;
   unsigned threads = 1;
   std::vector<std::uint32_t> layers;     ///< empty: all
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty

@@ -12,10 +12,10 @@ constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 
 }  // namespace
 
-HeadCache::HeadCache(const HeadShape& shape, LiveSet live)
+HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output)
     : shape_(shape),
       live_(std::move(live)),
-      columns_(live_.columns(), shape.head_size),
+      columns_(live_.columns(), shape.head_size, output),
       keys_(0, shape.head_size) {}
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
@@ -54,7 +54,7 @@ void HeadCache::compact() {
 
 void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
   const KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
-  live_.admit(admission.first, admission.tokens, columns_.admit(rows, admission.brought, 0));
+  live_.admit(admission.first, admission.tokens, columns_.admit(rows, nullptr, 0));
   place_rows();
   store(admission, rope);
   if (shape_.positions == Positions::cache) squeeze(rope);

@@ -38,13 +38,12 @@ struct HeadAdmission {
   std::size_t key_stride;
   float* lse;  // [token, group], natural logarithm
   std::size_t lse_stride;
-  const BroughtColumns* brought = nullptr;  ///< [token of the admission]; null: none
 };
 
 class HeadCache {
  public:
-  /// `live`: nobody yet.
-  HeadCache(const HeadShape& shape, LiveSet live);
+  /// `live`: nobody yet; `output`: for columns that are computed from it.
+  HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {});
 
   /// Step 1. Returns the positions of those who left, ascending.
   std::span<const std::uint32_t> make_room(std::uint32_t now);

@@ -21,9 +21,10 @@ struct LayerRows {
 
 class LayerCache {
  public:
-  /// `kv_heads` KV heads of layer `layer`, empty, under `config`.
+  /// `kv_heads` KV heads of layer `layer`, empty, under `config`. `output`: for columns that are
+  /// computed from it, which outlive the cache; or null.
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
-             std::uint32_t layer);
+             std::uint32_t layer, const OutputProjections* output = nullptr);
 
   std::deque<HeadCache>& heads() { return heads_; }
   const std::deque<HeadCache>& heads() const { return heads_; }

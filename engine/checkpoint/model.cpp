@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <mutex>
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
@@ -152,6 +153,19 @@ class Model::Impl {
     norm_heads(k, n * config_.kv_heads, layer.k_norm, threads);
   }
 
+  std::shared_ptr<const OutputProjections> output_projections() const {
+    std::call_once(made_output_, [&] {
+      auto made = std::make_shared<OutputProjections>(OutputProjections{
+          config_.hidden, config_.query_heads / config_.kv_heads, config_.head_size, {}});
+      for (const Layer& layer : layers_)
+        made->add_layer(config_.query_heads, [&](std::size_t output, float* row) {
+          layer.output.weight.get_row(output, row);
+        });
+      output_ = std::move(made);
+    });
+    return output_;
+  }
+
   void attention_output(std::uint32_t index, const float* o, std::size_t n, float* x,
                         unsigned threads) const {
     apply_and_add(layers_.at(index).output, o, n, x, threads);
@@ -220,6 +234,8 @@ class Model::Impl {
   Linear embedding_, head_;  // [vocab, hidden]; head_ is empty where it is tied
   std::vector<float> norm_;  // [hidden]
   std::vector<Layer> layers_;
+  mutable std::once_flag made_output_;
+  mutable std::shared_ptr<const OutputProjections> output_;
 };
 
 Model Model::load(const std::filesystem::path& directory, unsigned threads) {
@@ -239,6 +255,9 @@ void Model::attention_inputs(std::uint32_t layer, const float* x, std::size_t n,
   impl_->attention_inputs(layer, x, n, q, k, v, threads);
 }
 
+std::shared_ptr<const OutputProjections> Model::output_projections() const {
+  return impl_->output_projections();
+}
 void Model::attention_output(std::uint32_t layer, const float* o, std::size_t n, float* x,
                              unsigned threads) const {
   impl_->attention_output(layer, o, n, x, threads);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "policies/budgets/budget.hpp"
+#include "policies/columns/output_projections.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -63,6 +64,8 @@ class Model {
   /// x += output projection of o [n, query_heads, head_size].
   void attention_output(std::uint32_t layer, const float* o, std::size_t n, float* x,
                         unsigned threads) const;
+  /// Weights of attention_output(), made at the first call.
+  std::shared_ptr<const OutputProjections> output_projections() const;
   /// x += down(silu(gate(norm(x))) * up(norm(x))).
   void mlp(std::uint32_t layer, float* x, std::size_t n, unsigned threads) const;
   /// logits [n, vocab] of the final norm of x.

@@ -64,6 +64,9 @@ class CudaBackend final : public Backend, public BatchBackend {
 
   const ModelConfig& config() const override { return model_.config(); }
   std::string weights_xxh3() const override { return model_.weights_xxh3(); }
+  std::shared_ptr<const OutputProjections> output_projections() const override {
+    return model_.output_projections();
+  }
   std::optional<Dtype> rounding() const override { return model_.dtype(); }
 
   std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,

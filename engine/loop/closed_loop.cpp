@@ -28,7 +28,7 @@ struct Projections {
 };
 
 HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t tokens,
-                 std::uint32_t kv_head) {
+                 std::uint32_t kv_head, OutputWeights output) {
   const std::size_t dim = shape.head_size, kv_offset = kv_head * dim;
   return {.tokens = tokens,
           .group = shape.group(),
@@ -38,7 +38,8 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
           .q_token_stride = shape.query_heads * dim,
           .k = p.k.data() + kv_offset,
           .v = p.v.data() + kv_offset,
-          .kv_token_stride = shape.kv_heads * dim};
+          .kv_token_stride = shape.kv_heads * dim,
+          .output = output};
 }
 
 /// Where the attention of a configuration goes: [token, query_heads, dim].
@@ -70,6 +71,7 @@ class ClosedLoop {
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
       check_held(kDecoder, configs_.back());
+      if (wants_projections(config.policy.columns)) output_ = model.output_projections();
     }
   }
 
@@ -82,6 +84,9 @@ class ClosedLoop {
   }
 
  private:
+  OutputWeights output_of(std::uint32_t layer, std::uint32_t kv_head) const {
+    return output_ ? output_->of(layer, kv_head) : OutputWeights{};
+  }
   std::size_t output_floats() const {
     return std::size_t{tokens_} * shape_.query_heads * shape_.head_size;
   }
@@ -130,7 +135,7 @@ class ClosedLoop {
   void attend_by_head(std::uint32_t layer, const Projections& p, std::span<const Target> targets) {
     parallel_for(shape_.kv_heads, options_.threads, [&](std::size_t h) {
       const auto kv_head = static_cast<std::uint32_t>(h);
-      const HeadView view = view_of(p, shape_, tokens_, kv_head);
+      const HeadView view = view_of(p, shape_, tokens_, kv_head, output_of(layer, kv_head));
       std::vector<std::unique_ptr<HeadRun>> runs;
       for (const Target& target : targets) runs.push_back(make_run(target, layer, kv_head, view));
       SharedRows rows(view, rope_, arithmetic_);
@@ -143,7 +148,7 @@ class ClosedLoop {
     std::vector<SharedRows> rows;
     std::vector<LayerRun> runs(targets.size());
     for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
-      const HeadView view = view_of(p, shape_, tokens_, h);
+      const HeadView view = view_of(p, shape_, tokens_, h, output_of(layer, h));
       rows.emplace_back(view, rope_, arithmetic_);
       for (std::size_t i = 0; i < targets.size(); ++i)
         runs[i].push_back(make_run(targets[i], layer, h, view));
@@ -213,6 +218,7 @@ class ClosedLoop {
   const Model& model_;
   const ModelShape shape_;
   std::span<const std::int32_t> ids_;
+  std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::vector<ResolvedConfig> configs_;
   const LoopOptions& options_;
   std::uint32_t tokens_, first_scored_ = 0;

@@ -48,12 +48,13 @@ struct Row {
 class Verifier::Watch final : public DecoderObserver {
  public:
   Watch(const ModelConfig& config, const ResolvedConfig& cache, std::optional<Dtype> rounding,
-        VerifyOptions how)
+        VerifyOptions how, std::shared_ptr<const OutputProjections> output)
       : config_(config),
         shape_(config.shape()),
         asked_(cache),
         rounding_(rounding),
         how_(std::move(how)),
+        output_(std::move(output)),
         reference_(config.rope, shape_.head_size, config.softmax_scale()),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
@@ -61,7 +62,7 @@ class Verifier::Watch final : public DecoderObserver {
         WatchedHead& head = at(layer, h);
         head.shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
         if (const auto& names = head.shadow->columns(); !names.empty())
-          head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size);
+          head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size, output_of(layer, h));
       }
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
       std::vector<AgedSet*> shadows;
@@ -158,6 +159,10 @@ class Verifier::Watch final : public DecoderObserver {
         return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
                       now, live.positions[i]);
     }
+  }
+
+  OutputWeights output_of(std::uint32_t layer, std::uint32_t kv_head) const {
+    return output_ ? output_->of(layer, kv_head) : OutputWeights{};
   }
 
   /// The columns are the engine's here; compare_columns() holds them to their definition.
@@ -326,6 +331,7 @@ class Verifier::Watch final : public DecoderObserver {
   ResolvedConfig asked_;
   std::optional<Dtype> rounding_;
   VerifyOptions how_;
+  std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   Float64Attention reference_;
   double worst_plain_ = 0;
   std::vector<WatchedHead> heads_;  // [layer, kv_head]
@@ -395,7 +401,8 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                         .q_token_stride = shape_.group() * dim,
                         .k = head.k.data(),
                         .v = head.v.data(),
-                        .kv_token_stride = dim};
+                        .kv_token_stride = dim,
+                        .output = output_of(layer, kv_head)};
     FreeRun& own = free.emplace_back(head, layer, kv_head);
     runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
                                              admissions_, view, rope, arithmetic));
@@ -430,8 +437,10 @@ VerifyReport Verifier::Watch::finish() {
 }
 
 Verifier::Verifier(const ModelConfig& config, const ResolvedConfig& cache,
-                   std::optional<Dtype> rounding, VerifyOptions options)
-    : watch_(std::make_unique<Watch>(config, cache, rounding, std::move(options))) {}
+                   std::optional<Dtype> rounding, VerifyOptions options,
+                   std::shared_ptr<const OutputProjections> output)
+    : watch_(std::make_unique<Watch>(config, cache, rounding, std::move(options),
+                                     std::move(output))) {}
 Verifier::~Verifier() = default;
 DecoderObserver& Verifier::observer() { return *watch_; }
 VerifyReport Verifier::report() { return watch_->finish(); }
@@ -439,7 +448,9 @@ VerifyReport Verifier::report() { return watch_->finish(); }
 VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options) {
-  Verifier verifier(backend.config(), cache, backend.rounding(), options);
+  Verifier verifier(
+      backend.config(), cache, backend.rounding(), options,
+      wants_projections(cache.policy.columns) ? backend.output_projections() : nullptr);
   std::uint32_t tokens = 0;
   for (const VerifyTurn& turn : turns)
     tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;

@@ -57,9 +57,10 @@ struct VerifyOptions {
 /// Asks the three questions of one sequence: watch a decoder with it, then take the report.
 class Verifier {
  public:
-  /// `rounding`: what the decoder rounds q and k to after RoPE.
+  /// `rounding`: what the decoder rounds q and k to after RoPE. `output`: its output projections,
+  /// for columns that are computed from them; or null.
   Verifier(const ModelConfig& config, const ResolvedConfig& cache, std::optional<Dtype> rounding,
-           VerifyOptions options);
+           VerifyOptions options, std::shared_ptr<const OutputProjections> output = nullptr);
   ~Verifier();
 
   DecoderObserver& observer();

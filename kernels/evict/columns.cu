@@ -1,6 +1,6 @@
-// A block for each pair: sums in index order, as on the host, so a thread for each. Where there is
-// but one token, in a decode step, its key and value are first put into shared memory by all
-// threads at once.
+// Sums in index order, as on the host, so a thread for each. Norms and the cosine: a block for each
+// pair; where there is but one token, in a decode step, its key and value are first put into shared
+// memory by all threads at once. value_out_norm1: a block for some tokens of a pair.
 #include "kernels/evict/columns.hpp"
 
 #include "kernels/device/grid_dependency.cuh"
@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(kThreads)
   const int count = args.columns.count;
   constexpr int kEach = kOne ? kWarpSize : 1;  // columns of one token side by side: a warp each
   for (int i = static_cast<int>(threadIdx.x); i < args.tokens * count * kEach; i += kThreads)
-    if (const int at = i / kEach; i % kEach == 0)
+    if (const int at = i / kEach;
+        i % kEach == 0 && args.columns.of[at % count] != BuiltInColumn::value_out_norm1)
       own.column(at / count, at % count) = own.of_token(args.columns.of[at % count], at / count);
   for (int c = 0; c < count; ++c) {
     if (args.columns.of[c] != BuiltInColumn::key_cosine) continue;
@@ -123,13 +124,93 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+constexpr int kOutputs = 128;  // that a block takes at once
+constexpr int kMostGroup = 8, kTokensTogether = 8;
+
+/// Magnitudes of some outputs [query head and token, kOutputs + 1], so that rows begin in other
+/// banks.
+constexpr std::size_t bytes_of_magnitudes(int group, int tokens) {
+  return static_cast<std::size_t>(group * tokens) * (kOutputs + 1) * sizeof(float);
+}
+
+/// value_out_norm1, column `c`, of up to kTokens tokens of a pair. Each output is a thread's sum in
+/// index order; so are the outputs of each query head and token, and the query heads. Shared
+/// memory: values [kTokens, dim], then magnitudes.
+template <class T, int kTokens>
+__global__ void __launch_bounds__(kThreads)
+    output_norms_kernel(const __grid_constant__ ColumnArgs args, int c) {
+  extern __shared__ float values[];
+  wait_for_predecessor();
+  let_successor_start();
+  const SlotCache& cache = args.cache;
+  const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
+  if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
+  const int size = cache.head_size, group = cache.query_heads / cache.kv_heads;
+  const int first = static_cast<int>(blockIdx.y) * kTokens,
+            count = min(kTokens, args.tokens - first);
+  const std::int64_t slot = cache.first_slot[pair.index] + args.slots[pair.index] + first;
+  const T* const stored = static_cast<const T*>(cache.values) + slot * size;
+  float* const magnitudes = values + kTokens * size;
+  for (int i = static_cast<int>(threadIdx.x); i < kTokens * size; i += kThreads)
+    values[i] = i < count * size ? to_float(stored[i]) : 0.0f;
+
+  const T* const weights =
+      static_cast<const T*>(args.output) + std::int64_t{pair.kv_head} * group * size;
+  const std::int64_t row = std::int64_t{cache.query_heads} * size;
+  const int chain = static_cast<int>(threadIdx.x);  // a query head and token
+  float sum = 0;
+  for (int begin = 0; begin < args.hidden; begin += kOutputs) {
+    const int outputs = min(kOutputs, args.hidden - begin);
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < outputs * group; i += kThreads) {
+      const int output = i % outputs, head = i / outputs;
+      const T* const weight = weights + (begin + output) * row + head * size;
+      float products[kTokens] = {};
+      for (int d = 0; d < size; ++d) {
+        const float w = to_float(weight[d]);
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) products[t] += w * values[t * size + d];
+      }
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t)
+        magnitudes[(head * kTokens + t) * (kOutputs + 1) + output] = fabsf(products[t]);
+    }
+    __syncthreads();
+    for (int output = 0; chain < group * kTokens && output < outputs; ++output)
+      sum += magnitudes[chain * (kOutputs + 1) + output];
+  }
+  __syncthreads();
+  if (chain < group * kTokens) magnitudes[chain] = sum;
+  __syncthreads();
+  if (chain >= count) return;
+  float all = 0;
+  for (int head = 0; head < group; ++head) all += magnitudes[head * kTokens + chain];
+  args.to[(slot + chain) * args.columns.count + c] = all;
+}
+
+template <class T, int kTokens>
+cudaError_t launch_output_norms(const DeviceLimits& limits, const ColumnArgs& args, int c,
+                                cudaStream_t stream) {
+  const SlotCache& cache = args.cache;
+  const Launch where{
+      .grid = dim3(static_cast<unsigned>(cache.sequences * cache.kv_heads),
+                   static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens)),
+      .block = dim3(kThreads),
+      .shared_bytes = kTokens * static_cast<std::size_t>(cache.head_size) * sizeof(float) +
+                      bytes_of_magnitudes(cache.query_heads / cache.kv_heads, kTokens),
+      .stream = stream};
+  return launch(limits, output_norms_kernel<T, kTokens>, where, args, c);
+}
+
 bool valid(const ColumnArgs& args) {
   constexpr int kMostHeadSize = 1024;
   const SlotCache& cache = args.cache;
   return cache.sequences > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
          cache.head_size <= kMostHeadSize && args.tokens > 0 && args.columns.count > 0 &&
          cache.first_slot && cache.values && args.slots && args.keys && args.to &&
-         (!args.columns.has(BuiltInColumn::key_cosine) || args.unit_keys);
+         (!args.columns.has(BuiltInColumn::key_cosine) || args.unit_keys) &&
+         (!args.columns.has(BuiltInColumn::value_out_norm1) ||
+          (args.output && args.hidden > 0 && cache.query_heads <= kMostGroup * cache.kv_heads));
 }
 
 }  // namespace
@@ -144,6 +225,13 @@ cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream) {
       .shared_bytes = 3 * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
   return with_type(args.cache.type, [&]<class T>(T) {
+    for (int c = 0; c < args.columns.count; ++c) {
+      if (args.columns.of[c] != BuiltInColumn::value_out_norm1) continue;
+      const cudaError_t error =
+          args.tokens == 1 ? launch_output_norms<T, 1>(limits, args, c, stream)
+                           : launch_output_norms<T, kTokensTogether>(limits, args, c, stream);
+      if (error || args.columns.count == 1) return error;
+    }
     return args.tokens == 1 ? launch(limits, columns_kernel<T, true>, where, args)
                             : launch(limits, columns_kernel<T, false>, where, args);
   });

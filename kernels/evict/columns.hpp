@@ -32,10 +32,13 @@ struct ColumnArgs {
   float* unit_keys;           // [pair, dim]: the sum of all tokens' unit keys so far, to which the
                               // new ones are added; null without key_cosine
   float* to;                  // [slot, column]
+  const void* output = nullptr;  // W_o [hidden, query_head, dim], of type; for value_out_norm1
+  int hidden = 0;
 };
 /// A block for each pair, which reads a key and a value once for each column. The norms of one
 /// token take a thread's sum over its elements, in order; key_cosine adds up the tokens one after
-/// another.
+/// another. value_out_norm1 takes a launch of its own, a block for up to eight tokens of a pair,
+/// which reads the group's rows of W_o, and at most 8 query heads for a KV head.
 cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -1,4 +1,4 @@
-// The columns that are computed from keys and values.
+// The columns that are computed: from keys and values, and of the model no more than W_o.
 //
 // Included by CUDA code: nothing here may allocate, throw or use the host's library.
 #pragma once
@@ -7,10 +7,11 @@ namespace kvlab {
 
 /// What is computed from a token's key, before RoPE, or its value.
 enum class BuiltInColumn {
-  key_norm,     ///< Euclidean norm of the key
-  value_norm,   ///< of the value
-  value_norm1,  ///< sum of the value's magnitudes
-  key_cosine,   ///< of the key with the mean of the unit keys up to its own admission's end
+  key_norm,         ///< Euclidean norm of the key
+  value_norm,       ///< of the value
+  value_norm1,      ///< sum of the value's magnitudes
+  key_cosine,       ///< of the key with the mean of the unit keys up to its own admission's end
+  value_out_norm1,  ///< sum over the group's query heads of the magnitudes of W_o times the value
 };
 
 }  // namespace kvlab

@@ -18,7 +18,8 @@ constexpr std::pair<std::string_view, BuiltInColumn> kBuiltIn[] = {
     {"key_norm", BuiltInColumn::key_norm},
     {"value_norm", BuiltInColumn::value_norm},
     {"value_norm1", BuiltInColumn::value_norm1},
-    {"key_cosine", BuiltInColumn::key_cosine}};
+    {"key_cosine", BuiltInColumn::key_cosine},
+    {"value_out_norm1", BuiltInColumn::value_out_norm1}};
 
 /// A vector as policies/columns/column_sums.hpp reads it.
 auto reader(const float* x) {
@@ -43,6 +44,17 @@ std::string built_in_column_names() {
   return fmt::format("{}", fmt::join(names, ", "));
 }
 
+bool is_computed(std::string_view name, bool knows_projections) {
+  const auto column = built_in_column(name);
+  return column && (knows_projections || column != BuiltInColumn::value_out_norm1);
+}
+
+bool wants_projections(std::span<const std::string> names) {
+  return std::ranges::any_of(names, [](const std::string& name) {
+    return built_in_column(name) == BuiltInColumn::value_out_norm1;
+  });
+}
+
 bool is_column_name(std::string_view name) {
   const auto fits = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
@@ -51,8 +63,9 @@ bool is_column_name(std::string_view name) {
   return !name.empty() && name.size() <= kLongestName && std::ranges::all_of(name, fits);
 }
 
-ColumnMaker::ColumnMaker(std::vector<std::string> names, std::uint32_t head_size)
-    : names_(std::move(names)), head_size_(head_size) {
+ColumnMaker::ColumnMaker(std::vector<std::string> names, std::uint32_t head_size,
+                         OutputWeights output)
+    : names_(std::move(names)), head_size_(head_size), output_(output) {
   for (const std::string& name : names_)
     wants_direction_ |= built_in_column(name) == BuiltInColumn::key_cosine;
   if (wants_direction_) unit_keys_.resize(head_size_);
@@ -64,9 +77,9 @@ const float* ColumnMaker::admit(const KeyValueRows& rows, const BroughtColumns* 
   if (wants_direction_) add_unit_keys(rows);
   columns_.resize(rows.tokens * names_.size());
   for (std::size_t c = 0; c < names_.size(); ++c) {
-    const auto column = built_in_column(names_[c]);
+    const bool computed = is_computed(names_[c], output_.by_input);
     const float* from = nullptr;
-    if (!column) {
+    if (!computed) {
       const auto found = brought ? brought->find(names_[c]) : BroughtColumns::const_iterator{};
       if (!brought || found == brought->end() || found->second.size() < first + rows.tokens)
         throw std::logic_error(fmt::format("column {}: nobody brings it", names_[c]));
@@ -74,7 +87,9 @@ const float* ColumnMaker::admit(const KeyValueRows& rows, const BroughtColumns* 
     }
     for (std::size_t i = 0; i < rows.tokens; ++i)
       columns_[i * names_.size() + c] =
-          column ? built_in(*column, rows.k + i * rows.stride, rows.v + i * rows.stride) : from[i];
+          computed ? compute(*built_in_column(names_[c]), rows.k + i * rows.stride,
+                             rows.v + i * rows.stride)
+                   : from[i];
   }
   return columns_.data();
 }
@@ -89,7 +104,7 @@ void ColumnMaker::add_unit_keys(const KeyValueRows& rows) {
   unit_keys_norm_ = norm(unit_keys_.data(), head_size_);
 }
 
-float ColumnMaker::built_in(BuiltInColumn column, const float* key, const float* value) const {
+float ColumnMaker::compute(BuiltInColumn column, const float* key, const float* value) {
   switch (column) {
     case BuiltInColumn::key_norm:
       return norm(key, head_size_);
@@ -100,8 +115,24 @@ float ColumnMaker::built_in(BuiltInColumn column, const float* key, const float*
     case BuiltInColumn::key_cosine:
       return cosine_from(sum_of_products(head_size_, reader(key), reader(unit_keys_.data())),
                          norm(key, head_size_), unit_keys_norm_);
+    case BuiltInColumn::value_out_norm1:
+      return output_norm(value);
   }
   throw std::logic_error("a column that is not known");
+}
+
+/// All outputs side by side; each is summed in index order, as sum_of_products() would.
+float ColumnMaker::output_norm(const float* value) {
+  const std::size_t hidden = output_.hidden;
+  const float* weights = output_.by_input;
+  float sum = 0;
+  for (std::uint32_t head = 0; head < output_.group; ++head) {
+    products_.assign(hidden, 0.0f);
+    for (std::uint32_t d = 0; d < head_size_; ++d, weights += hidden)
+      for (std::size_t i = 0; i < hidden; ++i) products_[i] += weights[i] * value[d];
+    sum += sum_of_magnitudes(output_.hidden, reader(products_.data()));
+  }
+  return sum;
 }
 
 }  // namespace kvlab

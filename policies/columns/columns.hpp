@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "policies/columns/built_in.hpp"
+#include "policies/columns/output_projections.hpp"
 
 namespace kvlab {
 
@@ -20,8 +21,10 @@ std::optional<BuiltInColumn> built_in_column(std::string_view name);
 /// "key_norm, value_norm, …": for messages.
 std::string built_in_column_names();
 
-/// Sum over the group's query heads of the magnitudes of W_o v: needs the model's weights.
-inline constexpr std::string_view kValueOutNorm1 = "value_out_norm1";
+/// Whether a column is computed, where the model's output projections are known, or are not.
+bool is_computed(std::string_view name, bool knows_projections);
+/// Whether one of the columns is computed from the output projections.
+bool wants_projections(std::span<const std::string> names);
 
 /// Up to 64 letters, digits, '_', '-' and '.'.
 bool is_column_name(std::string_view name);
@@ -39,23 +42,27 @@ struct KeyValueRows {
 /// The columns of one KV head, admission by admission.
 class ColumnMaker {
  public:
-  ColumnMaker(std::vector<std::string> names, std::uint32_t head_size);
+  /// `output`: of the KV head's query heads, where it is known.
+  ColumnMaker(std::vector<std::string> names, std::uint32_t head_size, OutputWeights output = {});
 
   /// What the next admission's tokens bring, [token, names]; null where there are no names. Valid
-  /// until the next call. What is not built in is taken from `brought`, where the admission begins
+  /// until the next call. What is not computed is taken from `brought`, where the admission begins
   /// at `first`. Throws std::logic_error where it is not there.
   const float* admit(const KeyValueRows& rows, const BroughtColumns* brought, std::size_t first);
 
  private:
   void add_unit_keys(const KeyValueRows& rows);
-  float built_in(BuiltInColumn column, const float* key, const float* value) const;
+  float compute(BuiltInColumn column, const float* key, const float* value);
+  float output_norm(const float* value);
 
   std::vector<std::string> names_;
   std::uint32_t head_size_;
+  OutputWeights output_;
   bool wants_direction_ = false;
   std::vector<float> unit_keys_;  // [dim]: their sum, over all tokens so far
   float unit_keys_norm_ = 0;
-  std::vector<float> columns_;  // of the last admission
+  std::vector<float> columns_;   // of the last admission
+  std::vector<float> products_;  // [hidden]: of one value
 };
 
 }  // namespace kvlab

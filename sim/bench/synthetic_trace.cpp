@@ -81,7 +81,7 @@ void add_columns(const std::filesystem::path& directory, Uniform& draw) {
   std::set<std::string> names;
   for (const PolicyEntry& entry : policy_catalogue())
     for (const std::string& name : parse_policy(entry.info.name).columns)
-      if (!built_in_column(name)) names.insert(name);
+      if (!is_computed(name, false)) names.insert(name);
   for (const std::string& name : names)
     write_column(directory, name, [&](auto, auto, auto) { return draw(); });
 }

@@ -58,15 +58,17 @@ void Batch::send_columns(std::size_t first, std::size_t count, const float* land
     const ReplayUnit unit = units_[first + i];
     const float* const keys = landed + (i * (sizes_.group + 2) + sizes_.group) * head;
     BroughtColumns brought;
-    const HeadView view{.tokens = plan_.trace.tokens(),
-                        .head_size = static_cast<std::uint32_t>(sizes_.dim),
-                        .k = keys,
-                        .v = keys + head,
-                        .kv_token_stride = sizes_.dim,
-                        .brought = &brought};
+    const HeadView view{
+        .tokens = plan_.trace.tokens(),
+        .head_size = static_cast<std::uint32_t>(sizes_.dim),
+        .k = keys,
+        .v = keys + head,
+        .kv_token_stride = sizes_.dim,
+        .output = plan_.output ? plan_.output->of(unit.layer, unit.kv_head) : OutputWeights{},
+        .brought = &brought};
     for (const Grid::Columns& of : grid_.columns) {
       const auto& names = of.like->policy.columns;
-      bring_columns(plan_.trace, unit.layer, unit.kv_head, names, brought);
+      bring_columns(plan_.trace, unit.layer, unit.kv_head, names, plan_.output, brought);
       const TokenColumns own(names, view, of.like->admissions);
       std::copy_n(own.from(0), view.tokens * names.size(),
                   all.data() + i * of_unit + of.first * sizes_.tokens);

@@ -71,7 +71,7 @@ class Replayer final : public CudaReplayer {
                                                     ? std::optional(trace.shape().dtype)
                                                     : std::nullopt};
     const QuerySpan span(trace.segments(), Span::all, 1);
-    const ReplayPlan plan{trace, 0, rope, arithmetic, span, threads, {}};
+    const ReplayPlan plan{trace, 0, rope, arithmetic, span, threads, {}, nullptr};
     std::vector<ReplayUnit> units;
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head)

@@ -68,7 +68,7 @@ std::size_t LoopAttention::bytes_of_config(const UnitsPlan& plan,
   return plan.shape.kv_heads * bytes_of(outputs_alone(plan, grid_of(plan, configs)), 1);
 }
 
-void LoopAttention::send_columns() {
+void LoopAttention::send_columns(std::uint32_t layer) {
   const UnitSizes& s = units_.sizes();
   const std::size_t heads = plan_.shape.kv_heads, of_head = s.tokens * s.dim,
                     of_unit = s.tokens * s.token_columns;
@@ -90,7 +90,10 @@ void LoopAttention::send_columns() {
                           .head_size = static_cast<std::uint32_t>(s.dim),
                           .k = keys,
                           .v = keys + heads * of_head,
-                          .kv_token_stride = s.dim};
+                          .kv_token_stride = s.dim,
+                          .output = plan_.output
+                                        ? plan_.output->of(layer, static_cast<std::uint32_t>(head))
+                                        : OutputWeights{}};
       const TokenColumns own(names, view, configs_[c]->admissions);
       std::copy_n(own.from(0), view.tokens * names.size(), columns.data() + head * of_unit);
     });
@@ -112,7 +115,7 @@ void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::b
            static_cast<std::int64_t>(width * s.dim)},
           unit, head);
   }
-  send_columns();
+  send_columns(layer);
   units_.clear();
   units_.set_layer(layers_.as<std::uint32_t>() + layer * count_);
   units_.args().samples.outputs = outputs;

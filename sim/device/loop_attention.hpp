@@ -34,7 +34,7 @@ class LoopAttention {
 
  private:
   /// What the layer's tokens bring, made on the host of their keys and values.
-  void send_columns();
+  void send_columns(std::uint32_t layer);
 
   const UnitsPlan& plan_;
   std::span<const ResolvedConfig* const> configs_;

@@ -49,6 +49,7 @@ struct UnitsPlan {
   const HeadArithmetic& arithmetic;
   const QuerySpan& span;
   std::uint32_t tokens, sequence;
+  const OutputProjections* output = nullptr;  ///< for columns that are computed from them
 };
 
 /// Pairs of dimensions of a head, padded: see kernels::ReplayShape.

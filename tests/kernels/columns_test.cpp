@@ -15,20 +15,33 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr int kSequences = 2, kKvHeads = 3, kPairs = kSequences * kKvHeads;
+constexpr int kSequences = 2, kKvHeads = 3, kGroup = 3, kPairs = kSequences * kKvHeads;
+constexpr std::uint32_t kHidden = 200;
 constexpr int kSlots = 200;  // of a pair
-const std::vector<std::string> kNames{"value_norm1", "key_cosine", "key_norm", "value_norm"};
+using Names = std::vector<std::string>;
+const std::vector<Names> kNames{{"value_norm1", "key_cosine", "key_norm", "value_norm"},
+                                {"value_out_norm1"},
+                                {"key_norm", "value_out_norm1"}};
 
 /// Some sequences' caches, on both sides.
 class Columns {
  public:
-  Columns(Type type, int head_size) : type_(type), dim_(static_cast<std::size_t>(head_size)) {
+  Columns(Type type, int head_size, Names names)
+      : type_(type), dim_(static_cast<std::size_t>(head_size)), names_(std::move(names)) {
+    const auto size = static_cast<std::uint32_t>(head_size);
+    const std::size_t inputs = kKvHeads * kGroup * dim_;
+    weights_ = random_values(type_, kHidden * inputs, random_);
+    projections_ = {kHidden, kGroup, size, {}};
+    projections_.add_layer(kKvHeads * kGroup, [&](std::size_t output, float* row) {
+      std::copy_n(&weights_[output * inputs], inputs, row);
+    });
     for (int pair = 0; pair < kPairs; ++pair) {
-      makers_.emplace_back(kNames, static_cast<std::uint32_t>(head_size));
+      makers_.emplace_back(names_, size,
+                           projections_.of(0, static_cast<std::uint32_t>(pair % kKvHeads)));
       first_slots_.push_back(pair * kSlots + 1);
     }
     values_.resize((kPairs * kSlots + 1) * dim_);
-    expected_.resize((kPairs * kSlots + 1) * kNames.size());
+    expected_.resize((kPairs * kSlots + 1) * names_.size());
     next_.resize(kPairs);
     columns_ = std::make_unique<DeviceArray<float>>(expected_.size());
     unit_keys_ = std::make_unique<DeviceArray<float>>(kPairs * dim_);
@@ -59,7 +72,7 @@ class Columns {
       }
       const float* const made = makers_[pair].admit(
           {k.data(), v.data(), dim_, static_cast<std::uint32_t>(tokens)}, nullptr, 0);
-      std::copy_n(made, count * kNames.size(), &expected_[slot * kNames.size()]);
+      std::copy_n(made, count * names_.size(), &expected_[slot * names_.size()]);
       next_[pair] += tokens;
     }
     launch(encode(type_, keys), slots, now, tokens, row);
@@ -79,13 +92,14 @@ class Columns {
  private:
   void launch(const std::vector<std::byte>& keys, const std::vector<std::int32_t>& slots,
               const std::vector<std::uint32_t>& now, int tokens, std::size_t row) {
-    const DeviceArray<std::byte> device_keys(keys), device_values(encode(type_, values_));
+    const DeviceArray<std::byte> device_keys(keys), device_values(encode(type_, values_)),
+        device_weights(encode(type_, weights_));
     const DeviceArray<std::int32_t> device_slots(slots);
     const DeviceArray<std::uint32_t> device_now(now);
     const DeviceArray<std::int64_t> device_first(first_slots_);
     ColumnArgs args{.cache = {.type = type_,
                               .sequences = kSequences,
-                              .query_heads = kKvHeads,
+                              .query_heads = kKvHeads * kGroup,
                               .kv_heads = kKvHeads,
                               .head_size = static_cast<int>(dim_),
                               .softmax_scale = 1,
@@ -103,8 +117,10 @@ class Columns {
                     .keys = device_keys.data(),
                     .key_row = static_cast<std::int64_t>(row),
                     .unit_keys = unit_keys_->data(),
-                    .to = columns_->data()};
-    for (const std::string& name : kNames)
+                    .to = columns_->data(),
+                    .output = device_weights.data(),
+                    .hidden = kHidden};
+    for (const std::string& name : names_)
       args.columns.of[args.columns.count++] = built_in_column(name).value();
     check_cuda(make_columns(args, nullptr));
     check_cuda(cudaDeviceSynchronize());
@@ -112,7 +128,10 @@ class Columns {
 
   Type type_;
   std::size_t dim_;
+  Names names_;
   std::mt19937 random_{3};
+  std::vector<float> weights_;  // [hidden, query_head, dim]
+  OutputProjections projections_;
   std::vector<ColumnMaker> makers_;
   std::vector<std::int64_t> first_slots_;
   std::vector<std::int32_t> next_;
@@ -125,17 +144,18 @@ class Columns {
 TEST_CASE("columns on the device are the host's, to the bit, prompt and steps", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128}) {
-      INFO("head size " << head_size << ", type " << static_cast<int>(type));
-      Columns columns(type, head_size);
-      columns.admit(70);
-      columns.admit(1);
-      columns.admit(1, {false, true});
-      columns.admit(2, {true, false});
-      columns.admit(33);
-      columns.admit(1);
-      CHECK(columns.different() == 0);
-    }
+    for (const int head_size : {64, 96, 128})
+      for (const Names& names : kNames) {
+        INFO(names.back() << ", head size " << head_size << ", type " << static_cast<int>(type));
+        Columns columns(type, head_size, names);
+        columns.admit(70);
+        columns.admit(1);
+        columns.admit(1, {false, true});
+        columns.admit(2, {true, false});
+        columns.admit(33);
+        columns.admit(1);
+        CHECK(columns.different() == 0);
+      }
 }
 
 TEST_CASE("columns are refused without what they are made of, before any launch") {

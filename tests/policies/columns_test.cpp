@@ -96,6 +96,36 @@ TEST_CASE("sums of columns go by index, in float32") {
   }
 }
 
+TEST_CASE("value_out_norm1 is that of the output projections, and brought without them") {
+  const Rows rows;
+  constexpr std::uint32_t kGroup = 3, kHidden = 21, kInputs = 2 * kGroup * kSize;
+  std::mt19937 draw(5);
+  std::vector<float> weights(kHidden * kInputs);  // [hidden, query_head, dim]
+  for (float& w : weights) w = static_cast<float>(draw() % 2048) / 1024 - 1;
+  OutputProjections output{kHidden, kGroup, kSize, {}};
+  output.add_layer(2 * kGroup, [&](std::size_t row, float* to) {
+    std::copy_n(&weights[row * kInputs], kInputs, to);
+  });
+  const std::vector<std::string> names{"value_out_norm1"};
+  for (const std::uint32_t kv_head : {0u, 1u}) {
+    ColumnMaker maker(names, kSize, output.of(0, kv_head));
+    const float* const columns = maker.admit(rows.from(0, kTokens), nullptr, 0);
+    for (std::uint32_t t = 0; t < kTokens; ++t) {
+      double expected = 0;
+      for (std::uint32_t i = 0; i < kHidden * kGroup; ++i) {
+        double product = 0;
+        for (std::uint32_t d = 0; d < kSize; ++d)
+          product += weights[i / kGroup * kInputs + (kv_head * kGroup + i % kGroup) * kSize + d] *
+                     rows.value(t, d);
+        expected += std::fabs(product);
+      }
+      CHECK(static_cast<double>(columns[t]) == Approx(expected).epsilon(1e-5));
+    }
+  }
+  const BroughtColumns brought{{"value_out_norm1", {7}}};
+  CHECK(*ColumnMaker(names, kSize).admit(rows.from(0, 1), &brought, 0) == 7);
+}
+
 TEST_CASE("a column that is not computed is brought, from where the admission begins") {
   const Rows rows;
   ColumnMaker maker({"score", "key_norm"}, kSize);

@@ -179,7 +179,7 @@ TraceReader with_columns(const std::filesystem::path& directory, const RandomTra
     for (std::uint32_t c = 0; c < entry.info.column_count(); ++c)
       names.insert(entry.info.columns[c]);
   for (const std::string& name : names)
-    if (!built_in_column(name) && !name.starts_with("name="))
+    if (!is_computed(name, false) && !name.starts_with("name="))
       test::write_column(directory, name, [&](auto, auto, auto) {
         return static_cast<float>(draw() % 4096) / 4096;
       });

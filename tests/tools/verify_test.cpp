@@ -67,7 +67,8 @@ TEST_CASE("Every policy: the engine and the simulator evict the same tokens, in 
 
 TEST_CASE("Columns in the engine are those of its keys and values, bit for bit") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
-  for (const std::string column : {"key_norm", "value_norm", "value_norm1", "key_cosine"})
+  for (const std::string column :
+       {"key_norm", "value_norm", "value_norm1", "key_cosine", "value_out_norm1"})
     for (const Prefill prefill : {Prefill{0}, Prefill{16}}) {
       ResolvedConfig options =
           cache(*parse_policy("column").entry, 32, prefill, Positions::original);
@@ -82,7 +83,7 @@ TEST_CASE("A decoder refuses a column that it cannot compute") {
       cache(*parse_policy("lagkv").entry, 32, Prefill{0}, Positions::original);
   CHECK_THROWS_WITH(verify_decoder(*backend, options, two_turns(4), {}, {}),
                     "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
-                    "value_norm1, key_cosine "
+                    "value_norm1, key_cosine, value_out_norm1 "
                     "and no other; a replay reads it from a trace");
 }
 

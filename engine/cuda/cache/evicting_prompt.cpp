@@ -243,7 +243,9 @@ class EvictingCache::Prompt final : public DeviceAdmission {
                                  .keys = memory_.plain_keys,
                                  .key_row = std::int64_t{cache.kv_heads} * cache.head_size,
                                  .unit_keys = cache_.storage_->unit_keys_of(layer, sequence_),
-                                 .to = memory_.columns},
+                                 .to = memory_.columns,
+                                 .output = cache_.model_.weights().layers[layer].output.weight,
+                                 .hidden = static_cast<int>(cache_.config_.hidden)},
                                 cache_.stream_),
           "columns");
   }

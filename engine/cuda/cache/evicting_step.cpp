@@ -86,7 +86,9 @@ class EvictingCache::Step final : public CacheStep {
                         .keys = keys.first,
                         .key_row = static_cast<std::int64_t>(keys.row),
                         .unit_keys = cache_.storage_->unit_keys_of(layer, 0),
-                        .to = cache_.storage_->columns});
+                        .to = cache_.storage_->columns,
+                        .output = cache_.model_.weights().layers[layer].output.weight,
+                        .hidden = static_cast<int>(cache_.config_.hidden)});
     }
     return layers;
   }

@@ -9,6 +9,7 @@
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/weight_plan.hpp"
+#include "kernels/host/transfer.hpp"
 
 namespace kvlab {
 namespace {
@@ -181,6 +182,21 @@ kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const 
 std::uint64_t DeviceModel::step_bytes() const {
   const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
   return config_.tied_head ? bytes() : bytes() - embedding;
+}
+
+std::shared_ptr<const OutputProjections> DeviceModel::output_projections() const {
+  const std::size_t inputs = std::size_t{config_.query_heads} * config_.head_size,
+                    row_bytes = inputs * bytes_of(dtype_);
+  auto all = std::make_shared<OutputProjections>(OutputProjections{
+      config_.hidden, config_.query_heads / config_.kv_heads, config_.head_size, {}});
+  for (const DeviceLayer& layer : weights_.layers) {
+    const auto stored = cuda::download(
+        std::span(static_cast<const std::byte*>(layer.output.weight), config_.hidden * row_bytes));
+    all->add_layer(config_.query_heads, [&](std::size_t output, float* row) {
+      to_float(dtype_, stored.data() + output * row_bytes, inputs, row);
+    });
+  }
+  return all;
 }
 
 std::string DeviceModel::weights_xxh3() const {

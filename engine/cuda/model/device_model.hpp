@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -62,6 +63,8 @@ class DeviceModel {
   kernels::AttentionShape attention_shape(int slots) const;
   /// One layer's cache, but for where its memory is.
   kernels::SlotCache slot_cache(int sequences, int most_slots) const;
+  /// Weights of the output projections, read back.
+  std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
   /// Bytes that one decode step reads: all but the embedding, of which it reads a row a sequence,

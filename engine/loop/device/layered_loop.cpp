@@ -9,6 +9,7 @@
 #include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/model/device_layers.hpp"
 #include "kernels/host/transfer.hpp"
+#include "policies/columns/columns.hpp"
 #include "policies/executor.hpp"
 #include "sim/device/loop_attention.hpp"
 #include "traces/base/cancel.hpp"
@@ -77,6 +78,14 @@ ModelShape shape_of(const DeviceModel& model) {
   return shape;
 }
 
+/// Null where no column takes them.
+std::shared_ptr<const OutputProjections> projections_for(const DeviceModel& model,
+                                                         std::span<const CacheConfig> configs) {
+  const bool wanted = std::ranges::any_of(
+      configs, [](const CacheConfig& config) { return wants_projections(config.policy.columns); });
+  return wanted ? model.output_projections() : nullptr;
+}
+
 HeadArithmetic arithmetic_of(const DeviceModel& model, const CacheConfig& config) {
   const bool rounds = model.dtype() != Dtype::f32;
   return {.softmax_scale = model.config().softmax_scale(),
@@ -113,7 +122,9 @@ class SequenceRun {
         angles_(config_.rope, static_cast<std::uint32_t>(ids.size())),
         arithmetic_(arithmetic_of(on.model, first_evicting(configs))),
         every_query_(segments_, Span::all, 1),
-        plan_{shape_, config_.rope, angles_, arithmetic_, every_query_, tokens(), options.sequence},
+        output_(projections_for(on.model, configs)),
+        plan_{shape_,       config_.rope, angles_,          arithmetic_,
+              every_query_, tokens(),     options.sequence, output_.get()},
         tables_(plan_),
         rows_(LoopAttention::rows(ids.size())),
         scores_(configs.size()) {
@@ -284,6 +295,7 @@ class SequenceRun {
   const RopeTable angles_;
   const HeadArithmetic arithmetic_;
   const QuerySpan every_query_;
+  const std::shared_ptr<const OutputProjections> output_;
   const UnitsPlan plan_;
   const Tables tables_;
   const std::size_t rows_;  ///< of a configuration

@@ -2,9 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
+#include "policies/columns/columns.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -52,12 +54,16 @@ OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const C
                        const OpenLoopOptions& options) {
   std::optional<TraceReader> captured;
   if (!text.trace) captured = capture(backend, text, options);
-  const ReplayResult replayed = replay(captured ? *captured : *text.trace, 0, configs,
-                                       {.every_output_error = options.every_output_error,
-                                        .elsewhere = options.device,
-                                        .threads = options.threads,
-                                        .layers = {},
-                                        .progress = options.progress});
+  const bool wants_output = std::ranges::any_of(
+      configs, [](const CacheConfig& config) { return wants_projections(config.policy.columns); });
+  const ReplayResult replayed =
+      replay(captured ? *captured : *text.trace, 0, configs,
+             {.every_output_error = options.every_output_error,
+              .elsewhere = options.device,
+              .output = wants_output ? backend.output_projections() : nullptr,
+              .threads = options.threads,
+              .layers = {},
+              .progress = options.progress});
   OpenLoop loop{.figures = {}, .kv_bytes = std::vector<double>(configs.size())};
   for (const Measurement& row : replayed.measurements) {
     if (row.layer >= 0) continue;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "policies/columns/columns.hpp"
 #include "sim/budgets/grid.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
@@ -24,7 +25,12 @@ ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
   if (!asked.positions.empty()) request.positions = {asked.positions};
   ResolvedConfig config = kvlab::resolve(make_grid(request, {}, compiled_from(asked.own)).front(),
                                          asked.length, 0, asked.model);
-  check_held(executor, config, asked.model);
+  check_held(executor, config);
+  if (wants_projections(config.policy.columns))
+    throw std::invalid_argument(
+        fmt::format("policy {}: reads a column of the model's output projections, which these "
+                    "caches do not know; `kvlab generate` and `kvlab eval` run it",
+                    config.policy.name));
   return config;
 }
 
