@@ -34,6 +34,8 @@ class HeadRun {
   void follow_oracle(std::shared_ptr<std::vector<std::uint64_t>> future_mass) {
     future_mass_ = future_mass;
   }
+  /// Holds what the live set's hooks look at.
+  void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const QuerySpan* span) {
     span_ = span;
     stats_.resize(*span, view_.group, view_.projected());
@@ -84,6 +86,7 @@ class HeadRun {
   TokenColumns columns_;
   std::optional<SqueezedKeys> squeezed_;
   std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
+  std::shared_ptr<const void> kept_alive_;
   const QuerySpan* span_ = nullptr;
   HeadStats stats_;
   OutputTarget target_;

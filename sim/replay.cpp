@@ -15,7 +15,8 @@
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/lanes/layer_lanes.hpp"
-#include "sim/oracle.hpp"
+#include "sim/oracles/future_mass.hpp"
+#include "sim/oracles/residual_oracle.hpp"
 #include "sim/run/tabulate.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/numeric/aligned.hpp"
@@ -210,6 +211,11 @@ class Replay {
     return plan;
   }
 
+  /// Without lanes: one live set at a time.
+  bool runs_plainly(const CacheConfig& config) const {
+    return options_.plain || config.policy.name == kOracleResidual;
+  }
+
   /// Some configurations of one unit, on this thread.
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
@@ -218,13 +224,14 @@ class Replay {
     for (const std::size_t c : which)
       (configs_[c].evicts_by_layer() ? by_layer : by_head).push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
-    if (by_head.empty()) return;
+    const auto plain = std::ranges::stable_partition(
+        by_head, [&](std::size_t c) { return !runs_plainly(configs_[c]); });
+    const std::vector<std::size_t> by_rule(plain.begin(), plain.end());
+    by_head.erase(plain.begin(), plain.end());
     const HeadTensors tensors =
         read_head(trace_, layer, kv_head, span_, configs_, options_.output.get());
-    if (options_.plain)
-      run_plainly(by_head, layer, kv_head, tensors.view, outcomes);
-    else
-      run_lanes(by_head, layer, kv_head, tensors.view, outcomes);
+    if (!by_rule.empty()) run_plainly(by_rule, layer, kv_head, tensors.view, outcomes);
+    if (!by_head.empty()) run_lanes(by_head, layer, kv_head, tensors.view, outcomes);
   }
 
   /// One layer through configurations whose caches evict together: outcomes by KV head, then
@@ -285,6 +292,14 @@ class Replay {
                                        rope_, arithmetic_);
     };
     if (config.policy.name == kOracleTopk) return nullptr;
+    if (config.policy.name == kOracleResidual) {
+      auto oracle = std::make_shared<const ResidualOracle>(residual_oracle(layer, kv_head, view));
+      auto follower =
+          run(LiveSet(residual_oracle_ops(), residual_oracle_params(*oracle),
+                      config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
+      follower->keep(oracle);
+      return follower;
+    }
     if (config.policy.name != kOracleMass) return run(config.live_set(layer, kv_head));
     const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
     auto oracle =
@@ -292,6 +307,14 @@ class Replay {
                     config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
     oracle->follow_oracle(masses);
     return oracle;
+  }
+
+  ResidualOracle residual_oracle(std::uint32_t layer, std::uint32_t kv_head,
+                                 const HeadView& view) const {
+    std::vector<float> norm2(trace_.tokens());
+    trace_.residual_norm2(layer, norm2.data());
+    SharedRows rows = shared_rows(view);
+    return {view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2)};
   }
 
   std::vector<std::uint64_t> future_masses(std::span<const std::size_t> which,
@@ -396,6 +419,11 @@ class Replay {
     if (!config.policy.entry && config.positions == Positions::cache)
       throw std::invalid_argument(
           fmt::format("policy {}: a reference keeps original positions", config.policy.name));
+    if (config.policy.name == kOracleResidual && !(trace_.has_residuals() && trace_.sketch_file()))
+      throw std::invalid_argument(fmt::format(
+          "policy oracle_residual: the trace {} has no norms of the residual stream, or no sketch; "
+          "`kvlab capture` writes both",
+          trace_.directory().string()));
     check_columns(config.policy, trace_, options_.output != nullptr);
     configs_.push_back(resolve(config, trace_.segments(), sequence_,
                                {trace_.shape().layers, trace_.shape().kv_heads}));
@@ -415,7 +443,7 @@ class Replay {
 }  // namespace
 
 std::span<const std::string_view> replay_references() {
-  static constexpr std::string_view kReferences[] = {kOracleMass, kOracleTopk};
+  static constexpr std::string_view kReferences[] = {kOracleMass, kOracleTopk, kOracleResidual};
   return kReferences;
 }
 
@@ -532,7 +560,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   }
   const HeadTensors tensors =
       read_head(trace, layer, kv_head, job.span(), job.configs(), options.output.get());
-  if (!options.plain) {
+  if (!job.runs_plainly(config)) {
     const auto own = job.configs_of_head(only, layer, kv_head);
     HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
     lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
@@ -552,7 +580,8 @@ std::vector<std::vector<float>> attention_rows(const TraceReader& trace, const C
                                                std::uint32_t kv_head,
                                                std::span<const std::uint32_t> queries) {
   const Replay job(trace, 0, std::span(&config, 1), options);
-  const HeadTensors tensors = read_head(trace, layer, kv_head, job.span(), job.configs());
+  const HeadTensors tensors =
+      read_head(trace, layer, kv_head, job.span(), job.configs(), options.output.get());
   SharedRows rows = job.shared_rows(tensors.view);
   const std::uint32_t group = tensors.view.group;
   std::vector<std::vector<float>> attention;

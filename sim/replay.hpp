@@ -16,6 +16,8 @@ namespace kvlab {
 
 inline constexpr std::string_view kOracleMass = "oracle_mass";
 inline constexpr std::string_view kOracleTopk = "oracle_topk";
+inline constexpr std::string_view kOracleResidual =
+    "oracle_residual";                                           ///< slow: only where asked for
 inline constexpr std::string_view kSpanRecall = "span_recall:";  ///< and a span's name: a metric
 /// The references of the replay, as parse_policy wants them.
 std::span<const std::string_view> replay_references();

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "sim/head_run.hpp"
-#include "sim/oracle.hpp"
+#include "sim/oracles/future_mass.hpp"
 
 namespace kvlab {
 

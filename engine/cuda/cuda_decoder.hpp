@@ -99,6 +99,9 @@ class CudaDecoder {
   }
 
   const DeviceModel& model() const { return model_; }
+  std::vector<std::vector<std::uint32_t>> kept(int sequence) const {
+    return cache_->kept(sequence, tokens(sequence));
+  }
   std::uint64_t live_bytes(int sequence) const {  ///< keys and values that it holds
     return cache_->live_bytes(sequence, tokens(sequence));
   }

@@ -37,6 +37,7 @@ class CudaSequence final : public SequenceDecoder {
   std::uint32_t tokens() const override { return decoder_.tokens(0); }
   /// It never holds less than before.
   std::uint64_t kv_bytes_peak() const override { return decoder_.live_bytes(0); }
+  std::vector<std::vector<std::uint32_t>> kept() const override { return decoder_.kept(0); }
   std::uint64_t evictions() const override { return decoder_.evictions(0); }
 
  private:

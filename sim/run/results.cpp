@@ -35,6 +35,7 @@ constexpr std::array kMetrics{
     MetricInfo{"kl_estimate_joint", "estimate of KL, layers together", false, true},
     MetricInfo{"calibrated_error", "calibrated error", false, true},
     MetricInfo{"regret_mass", "−ln recall beyond oracle_mass", false, false},
+    MetricInfo{"regret_residual", "residual error beyond oracle_residual", false, false},
     MetricInfo{"evictions", "evictions", false, false},
     MetricInfo{"live_max", "most live tokens", false, false},
     MetricInfo{"kv_bytes", "bytes of keys and values", false, false},

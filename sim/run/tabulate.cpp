@@ -51,7 +51,7 @@ class Tabulator {
     }
   };
   void add_rows(std::int32_t layer, std::int32_t head, const ModelPart& part,
-                const ModelPart* oracle) {
+                const ModelPart* oracle, const ModelPart* residual_oracle) {
     layer_ = layer;
     head_ = head;
     using PerQueryHead = HeadStats::PerQueryHead;
@@ -65,6 +65,9 @@ class Tabulator {
     const auto layers = static_cast<std::uint32_t>(part.residual.size());
     add_layers("layer_error", mean_of(part.layer), 1, heads);
     add_layers("residual_error", mean_of(part.residual), layers, heads);
+    if (residual_oracle)
+      add_layers("regret_residual", difference_of(part.residual, residual_oracle->residual), layers,
+                 heads);
     add_layers("kl_estimate", mean_of(part.kl), layers, heads);
     add_layers("kl_estimate_joint", mean_of(part.joint), 1, heads * layers);
     add_layers("calibrated_error", mean_of(part.calibrated), layers, heads);
@@ -141,11 +144,12 @@ class Tabulator {
   std::int32_t layer_ = 0, head_ = 0;
 };
 
-/// `oracle_mass` beside a policy: at the same budget and prefill.
-std::optional<std::size_t> oracle_beside(std::span<const CacheConfig> configs, std::size_t c) {
+/// An oracle beside a policy: at the same budget and prefill.
+std::optional<std::size_t> oracle_beside(std::span<const CacheConfig> configs, std::size_t c,
+                                         std::string_view name) {
   if (is_reference(configs[c].policy.name) || !configs[c].evicts()) return std::nullopt;
   for (std::size_t other = 0; other < configs.size(); ++other)
-    if (configs[other].policy.name == kOracleMass &&
+    if (configs[other].policy.name == name &&
         configs[other].budget.text() == configs[c].budget.text() &&
         configs[other].prefill.chunk == configs[c].prefill.chunk)
       return other;
@@ -163,7 +167,8 @@ std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span
   std::vector<Measurement> rows;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     Tabulator table(shape, span, configs[c], c, rows);
-    const auto oracle = oracle_beside(configs, c);
+    const auto by_mass = oracle_beside(configs, c, kOracleMass),
+               by_residual = oracle_beside(configs, c, kOracleResidual);
     const auto of_layer = [&](std::size_t l, std::int32_t head, std::size_t config) {
       ModelPart part;
       part.add(layers[l], head, config);
@@ -175,9 +180,11 @@ std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span
       return part;
     };
     const auto add_rows = [&](std::int32_t layer, std::int32_t head, const auto& part_of) {
-      std::optional<ModelPart> beside;
-      if (oracle) beside = part_of(*oracle);
-      table.add_rows(layer, head, part_of(c), beside ? &*beside : nullptr);
+      std::optional<ModelPart> mass, residual;
+      if (by_mass) mass = part_of(*by_mass);
+      if (by_residual) residual = part_of(*by_residual);
+      table.add_rows(layer, head, part_of(c), mass ? &*mass : nullptr,
+                     residual ? &*residual : nullptr);
     };
     for (std::size_t l = 0; l < layers.size(); ++l) {
       const auto heads = static_cast<std::int32_t>(layers[l].heads.size());

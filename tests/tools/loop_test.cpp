@@ -68,7 +68,7 @@ TEST_CASE("a replay leaves the grid and the references, the same for any number 
     if (row.budget == "50%") CHECK(row.budget_tokens == run.info.traces[0].tokens / 2);
   }
   REQUIRE(run.kept);
-  CHECK(run.kept->series.size() == 4);  // three policies and oracle_mass
+  CHECK(run.kept->heads.front().series.size() == 4);  // three policies and oracle_mass
 }
 
 TEST_CASE("a replay without references has none, and only the layers asked for") {

@@ -20,7 +20,12 @@ constexpr Reference kReferences[] = {
     {kOracleMass, "evicts by least future mass under the full cache, summed over the group",
      "nothing: a strong rule for recall, not a bound"},
     {kOracleTopk, "keeps for each query and query head its most probable tokens",
-     "recall and misses; says nothing about output error"}};
+     "recall and misses; says nothing about output error"},
+    {kOracleResidual,
+     "evicts, one token after another, the one whose loss changes the residual stream least over "
+     "the "
+     "next 32 queries; slow, and run only where it is named",
+     "nothing: a greedy choice that knows those queries, but no other head"}};
 
 /// "mass, the column value_norm1".
 std::string needs_of(const PolicyInfo& info) {

@@ -87,6 +87,8 @@ class DeviceCache {
 
   /// Keys and values of a sequence that has been fed so many tokens.
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;
+  /// Tokens live after `fed`, [layer][KV head]; empty where nobody leaves.
+  virtual std::vector<std::vector<std::uint32_t>> kept(int, std::uint32_t) const { return {}; }
   /// How many have left for good, all layers and KV heads, when the last admission came behind so
   /// many tokens.
   virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*behind*/) const { return 0; }

@@ -144,6 +144,17 @@ std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
   return live * 2 * model_.key_bytes();
 }
 
+std::vector<std::vector<std::uint32_t>> EvictingCache::kept(int sequence, std::uint32_t fed) const {
+  std::vector<std::vector<std::uint32_t>> kept(config_.layers);
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const bool counted = counts(sequence);
+    kept[layer].push_back(counted   ? counts_of(layer, pair).live
+                          : fed > 0 ? slots_.older(layer, pair, fed - 1) + 1
+                                    : 0);
+  });
+  return kept;
+}
+
 std::uint64_t EvictingCache::evictions(int sequence, std::uint32_t behind) const {
   std::uint64_t left = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {

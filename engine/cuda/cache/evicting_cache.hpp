@@ -50,6 +50,7 @@ class EvictingCache final : public DeviceCache {
   void end_prompt(int sequence, std::uint32_t fed) override;
   std::unique_ptr<const CacheStep> step(int rows, const LayerOutputMemory& outputs) const override;
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
+  std::vector<std::vector<std::uint32_t>> kept(int sequence, std::uint32_t fed) const override;
   std::uint64_t evictions(int sequence, std::uint32_t behind) const override;
   void pretend(int sequence, std::uint32_t tokens) override;
 

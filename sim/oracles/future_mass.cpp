@@ -1,4 +1,4 @@
-#include "sim/oracle.hpp"
+#include "sim/oracles/future_mass.hpp"
 
 #include <algorithm>
 #include <numeric>

@@ -1,0 +1,132 @@
+// oracle_residual against the same choice in float64, by explicit attention over each live set.
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <set>
+
+#include "sim/replay.hpp"
+#include "tests/catch.hpp"
+#include "tests/sim/brute_force.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kAhead = 32, kDirections = 16;
+
+/// One KV head.
+class GreedyByHand {
+ public:
+  GreedyByHand(const brute::Simulator& sim, std::uint32_t layer, std::uint32_t kv_head)
+      : sim_(sim), s_(sim.sequence()), layer_(layer), kv_head_(kv_head) {}
+
+  /// The live tokens while each query attends.
+  std::vector<std::vector<std::uint32_t>> run(std::uint32_t budget, std::uint32_t prompt) const {
+    std::vector<std::vector<std::uint32_t>> kept;
+    std::set<std::uint32_t> live;
+    for (std::uint32_t now = 0; now < s_.tokens;) {
+      while (live.size() > budget - 1) live.erase(first_to_leave(live, now));
+      const std::uint32_t end = now < prompt ? prompt : now + 1;
+      for (; now < end; ++now) {
+        live.insert(now);
+        kept.emplace_back(live.begin(), live.end());
+      }
+    }
+    return kept;
+  }
+
+ private:
+  std::uint32_t first_to_leave(const std::set<std::uint32_t>& live, std::uint32_t now) const {
+    std::uint32_t first = 0;
+    double least = std::numeric_limits<double>::infinity();
+    for (const std::uint32_t candidate : live) {
+      std::set<std::uint32_t> rest = live;
+      rest.erase(candidate);
+      double change = 0;
+      for (std::uint32_t t = now; t < std::min(now + kAhead, s_.tokens); ++t) {
+        rest.insert(t);
+        change += change_at(t, rest);
+      }
+      if (change < least) least = change, first = candidate;
+    }
+    return first;
+  }
+
+  double change_at(std::uint32_t query, const std::set<std::uint32_t>& kept) const {
+    brute::Vector error(kDirections);
+    for (std::uint32_t g = 0; g < s_.group(); ++g) {
+      const std::uint32_t head = kv_head_ * s_.group() + g;
+      const brute::Vector& p = sim_.probabilities(layer_, head)[query];
+      double sum = 0;
+      for (const std::uint32_t token : kept) sum += p[token];
+      for (std::uint32_t token = 0; token <= query; ++token) {
+        const double off = p[token] - (kept.contains(token) ? p[token] / sum : 0);
+        for (std::uint32_t d = 0; d < s_.head_size; ++d)
+          for (std::uint32_t c = 0; c < kDirections; ++c)
+            error[c] += off * s_.v[layer_][kv_head_][token][d] * s_.sketch[layer_][head][d][c];
+      }
+    }
+    return std::inner_product(error.begin(), error.end(), error.begin(), 0.0) /
+           s_.norm2[layer_][query];
+  }
+
+  const brute::Simulator& sim_;
+  const brute::Sequence& s_;
+  std::uint32_t layer_, kv_head_;
+};
+
+CacheConfig oracle(std::uint32_t budget, std::uint32_t chunk) {
+  CacheConfig config;
+  config.policy = parse_policy(kOracleResidual, replay_references());
+  config.budget = parse_budget(std::to_string(budget));
+  config.prefill = {chunk};
+  return config;
+}
+
+TEST_CASE("oracle_residual keeps the greedy choice's sets, after a prompt and token by token") {
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(
+      folder / "trace", {.head_size = 4,
+                         .segments = {{0, 24, SegmentKind::prompt}, {24, 36, SegmentKind::decode}},
+                         .seed = 7});
+  const brute::Simulator sim(brute::load(trace));
+  std::vector<std::uint32_t> queries(trace.tokens());
+  std::iota(queries.begin(), queries.end(), 0u);
+  for (const std::uint32_t chunk : {0u, 1u})
+    for (const std::uint32_t kv_head : {0u, 1u}) {
+      const auto expected = GreedyByHand(sim, 1, kv_head).run(10, chunk == 0 ? 24 : 0);
+      const auto kept = kept_sets(trace, 0, oracle(10, chunk), {}, 1, kv_head, queries);
+      REQUIRE(kept.size() == expected.size());
+      for (std::size_t i = 0; i < kept.size(); ++i) {
+        INFO("chunk " << chunk << ", KV head " << kv_head << ", query " << i);
+        CHECK(kept[i].positions == expected[i]);
+      }
+    }
+}
+
+TEST_CASE("oracle_residual brings a regret, and needs what the error needs") {
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder / "trace", {});
+  CacheConfig window = oracle(16, 0);
+  window.policy = parse_policy("window");
+  const std::vector<CacheConfig> grid{window, oracle(16, 0)};
+  const ReplayResult result = replay(trace, 0, grid, {.layers = {}, .progress = {}});
+  const auto value = [&](std::size_t config, const std::string& metric) {
+    const auto row = std::ranges::find_if(result.measurements, [&](const Measurement& m) {
+      return m.config == config && m.layer == -1 && m.metric == metric;
+    });
+    REQUIRE(row != result.measurements.end());
+    return row->value;
+  };
+  const double regret = value(0, "residual_error") - value(1, "residual_error");
+  CHECK(value(0, "regret_residual") == Approx(regret));
+  CHECK(regret > 0);
+  const TraceReader plain = write_random_trace(folder / "plain", {.residuals = false});
+  using Catch::Matchers::ContainsSubstring;
+  CHECK_THROWS_WITH(replay(plain, 0, grid, {.layers = {}, .progress = {}}),
+                    ContainsSubstring("oracle_residual: the trace"));
+}
+
+}  // namespace
+}  // namespace kvlab
