@@ -110,7 +110,7 @@ TEST_CASE("what a replay cannot do is refused, and nothing is left behind") {
   CHECK_THAT(
       refusal(replay_command(), {"--trace", (folder / "trace").string(), "--policy", "window",
                                  "--budget", "8", "--out", (folder / "no" / "run").string()}),
-      ContainsSubstring("cannot be made"));
+      ContainsSubstring("lies in no folder"));
 
   std::string shard = read_bytes(folder / "trace" / "shard-00000.safetensors");
   shard[shard.size() / 2] = static_cast<char>(shard[shard.size() / 2] ^ 64);
