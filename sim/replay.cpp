@@ -86,14 +86,20 @@ struct LayerOutcomes {
 void check_columns(const PolicySpec& policy, const TraceReader& trace, bool knows_projections) {
   std::vector<std::string> there;
   for (const TraceExtras::Column& column : trace.extras().columns) there.push_back(column.name);
-  for (const std::string& name : policy.columns)
-    if (!is_computed(name, knows_projections) && !trace.has_column(name))
+  for (const std::string& name : policy.columns) {
+    if (is_computed(name, knows_projections) || trace.has_column(name)) continue;
+    if (built_in_column(name))
       throw std::invalid_argument(fmt::format(
-          "policy {}: column {}: the trace {} has {}; tools/columns.py adds one, and {} are "
-          "computed",
-          policy.name, name, trace.directory().string(),
-          there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-          built_in_column_names()));
+          "policy {}: column {}: is computed from the model's weights: give --model DIR, the "
+          "checkpoint of the trace {}",
+          policy.name, name, trace.directory().string()));
+    throw std::invalid_argument(fmt::format(
+        "policy {}: column {}: the trace {} has {}; tools/columns.py adds one, and {} are "
+        "computed",
+        policy.name, name, trace.directory().string(),
+        there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
+        built_in_column_names()));
+  }
 }
 
 /// Throws unless they are of the trace's model.

@@ -238,7 +238,7 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(std::ranges::count(rows, std::string("two, too"), &ResultRow::trace) == 7 * 2);
   write_file_atomically(folder / kEvalCsv, csv);
   write_file_atomically(folder / kEvalJson, json_text(json));
-  const std::string page = eval_page(folder.path());
+  const std::string page = eval_page(folder.path(), true);
   CHECK(page.find("m&lt;1&gt;") != std::string::npos);
   CHECK(page.find("cannot be told apart") != std::string::npos);
   CHECK(page.find("<svg") != std::string::npos);

@@ -81,7 +81,7 @@ def by_replay(experiment, policies, columns, budgets):
             refused[name] = str(error)
     run = experiment.kvlab(
         ["replay"], "--trace", trace, "--policy", ",".join(name for name in policies if name not in refused),
-        "--budget", ",".join(map(str, budgets)), "--no-references",
+        "--budget", ",".join(map(str, budgets)), "--no-references", "--model", experiment.arguments.model,
     )  # fmt: skip
     rows = [row for row in experiment.rows(run / "results.csv") if row["layer"] == row["head"] == "all"]
     found = {key: value for key, value in values(rows, "residual_error").items() if not is_once(key[:2])}
