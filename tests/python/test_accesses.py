@@ -113,3 +113,11 @@ def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.M
     exec(compile(blocks[0], "cache-simulators.md", "exec"), names)
     assert names["misses"]["LRU"] == pytest.approx(names["refetched"], abs=1e-12)
     assert names["misses"]["Belady"] < min(names["misses"]["LRU"], names["misses"]["Sieve"])
+
+
+def test_a_file_is_written_under_a_name_that_nobody_foresaw(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine").write_text("untouched")
+    (tmp_path / "accesses.bin.part").symlink_to(tmp_path / "mine")
+    small.accesses(tmp_path / "accesses.bin", layer=0, head=0, top_k=1)
+    assert (tmp_path / "mine").read_text() == "untouched"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "accesses.bin.part", "accesses.bin"}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy
 import numpy.typing
 
+from kvlab._files import unfinished
+
 if TYPE_CHECKING:
     from kvlab._trace import Trace
 
@@ -48,7 +50,7 @@ def accesses_of(
             objects += [tokens.astype("u8") | place, written.astype("u8") | place]
     records = _in_order(numpy.concatenate(times), numpy.concatenate(objects))
     if out is not None:
-        part = pathlib.Path(f"{os.fspath(out)}.part")
+        part = unfinished(pathlib.Path(out))
         try:
             records.tofile(part)
             part.replace(out)

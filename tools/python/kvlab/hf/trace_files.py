@@ -11,6 +11,8 @@ from typing import Any
 
 import xxhash
 
+from kvlab._files import unfinished
+
 FORMAT = 2
 
 # What names in a trace must not hold: C0, DEL, C1 and the marks that turn the direction of text.
@@ -48,8 +50,8 @@ def sync(path: pathlib.Path, flags: int) -> None:
 
 
 def write_by_rename(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> str:
-    """write(PATH.part), sync, rename, sync the folder. Returns the file's checksum."""
-    part = path.with_name(path.name + ".part")
+    """write(an unfinished file), sync, rename, sync the folder. Returns the file's checksum."""
+    part = unfinished(path)
     try:
         write(part)
         sync(part, os.O_RDWR)

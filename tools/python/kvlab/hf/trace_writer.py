@@ -13,6 +13,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from kvlab._files import unfinished
 from kvlab.hf.models import Rope
 from kvlab.hf.trace_files import Refused, sync, write_by_rename, write_manifest, xxh3_of
 
@@ -32,14 +33,14 @@ def write_tensors(
 class TensorFile:
     """A safetensors file of known shapes, whose tensors are written one by one, in any order.
 
-    It has its name from seal() on; what is not sealed is NAME.part, which discard() removes.
+    It has its name from seal() on; what is not sealed is NAME.XXXXXXXX.part, which discard() removes.
     """
 
     NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
     def __init__(self, path: pathlib.Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
         """`tensors`: name: (dtype, shape), in the order of the file."""
-        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.path, self.part = path, unfinished(path)
         self.tensors, self.offsets, at = tensors, {}, 0
         header = {}
         for name, (dtype, shape) in tensors.items():
@@ -49,7 +50,7 @@ class TensorFile:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self.data = 8 + len(text)
-        self.file = open(self.part, "w+b")
+        self.file = open(self.part, "r+b")
         self.file.write(len(text).to_bytes(8, "little") + text)
         self.file.truncate(self.data + at)
 
