@@ -116,7 +116,8 @@ void listen_to(int signal) {
 
 /// Says what is left of work that was called off, and how it goes on. Returns the exit code.
 int say_called_off(const std::vector<std::string>& words, std::string_view error) {
-  const std::string_view begin = Cancelled().what();
+  const Cancelled plain;
+  const std::string_view begin = plain.what();
   const bool says_more = error.starts_with(begin) && error.size() > begin.size();
   const std::string_view rest = says_more ? error.substr(begin.size())
                                           : "; nothing is left, and the same command begins again";

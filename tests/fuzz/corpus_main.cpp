@@ -26,6 +26,7 @@ std::string read_file(const std::filesystem::path& path) {
 
 }  // namespace
 
+#ifndef __SANITIZE_ADDRESS__  // which has allocations of its own, and pairs each with its release
 void* operator new(std::size_t bytes) {
   kvlab::fuzz::require(bytes <= most_bytes, "too large an allocation");
   if (void* const block = std::malloc(std::max<std::size_t>(bytes, 1))) return block;
@@ -33,6 +34,7 @@ void* operator new(std::size_t bytes) {
 }
 void operator delete(void* block) noexcept { std::free(block); }
 void operator delete(void* block, std::size_t) noexcept { std::free(block); }
+#endif
 
 int main(int argc, char** argv) {
   std::size_t inputs = 0;
