@@ -88,31 +88,26 @@ void check_columns(const PolicySpec& policy, const TraceReader& trace, bool know
   for (const TraceExtras::Column& column : trace.extras().columns) there.push_back(column.name);
   for (const std::string& name : policy.columns) {
     if (is_computed(name, knows_projections) || trace.has_column(name)) continue;
+    const std::string what = fmt::format("policy {}: column {}: ", policy.name, name);
     if (built_in_column(name))
-      throw std::invalid_argument(fmt::format(
-          "policy {}: column {}: is computed from the model's weights: give --model DIR, the "
-          "checkpoint of the trace {}",
-          policy.name, name, trace.directory().string()));
-    throw std::invalid_argument(fmt::format(
-        "policy {}: column {}: the trace {} has {}; tools/columns.py adds one, and {} are "
-        "computed",
-        policy.name, name, trace.directory().string(),
-        there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-        built_in_column_names()));
+      throw std::invalid_argument(what + "takes the model's weights: give --model DIR");
+    throw std::invalid_argument(
+        fmt::format("{}the trace {} has {}; tools/columns.py adds one, and {} are computed", what,
+                    trace.directory().string(),
+                    there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
+                    built_in_column_names()));
   }
 }
 
 /// Throws unless they are of the trace's model.
 void check_projections(const OutputProjections& output, const TraceReader& trace) {
   const ModelShape& shape = trace.shape();
-  const std::string& own = trace.header().weights_xxh3;
-  const bool other_weights =
-      !output.weights_xxh3.empty() && !own.empty() && output.weights_xxh3 != own;
+  const std::string &given = output.weights_xxh3, &own = trace.header().weights_xxh3;
+  const bool other_weights = !given.empty() && !own.empty() && given != own;
   if (other_weights || output.layers.size() != shape.layers || output.group != shape.group() ||
       output.head_size != shape.head_size)
     throw std::invalid_argument(
-        fmt::format("--model: is not the checkpoint that the trace {} was captured from ({})",
-                    trace.directory().string(), trace.header().model));
+        fmt::format("--model: the trace {} is not of this checkpoint", trace.directory().string()));
 }
 
 /// Requests are counted once for all configurations.
@@ -427,8 +422,7 @@ class Replay {
           fmt::format("policy {}: a reference keeps original positions", config.policy.name));
     if (config.policy.name == kOracleResidual && !(trace_.has_residuals() && trace_.sketch_file()))
       throw std::invalid_argument(fmt::format(
-          "policy oracle_residual: the trace {} has no norms of the residual stream, or no sketch; "
-          "`kvlab capture` writes both",
+          "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
           trace_.directory().string()));
     check_columns(config.policy, trace_, options_.output != nullptr);
     configs_.push_back(resolve(config, trace_.segments(), sequence_,
