@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares two traces of the same ids: q, k and v, and what replays of the two say.
 
-    python3 tests/scripts/compare_traces.py OURS THEIRS [--reference TRACE] [--replay build/kvlab] [--json]
+    python3 tests/scripts/compare_traces.py OURS THEIRS [--reference TRACE] [--replay build/kvlab --model MODEL] [--json]
 
 Differences are relative (norm of the difference by the norm of THEIRS), and in units of the last place, in the
 traces' dtype, of the largest element of a head's vector. --reference: a trace of the same ids in float32; each
@@ -84,23 +84,30 @@ def run_kvlab(kvlab, *arguments):
     return json.loads(done.stdout)
 
 
-def recall_of(kvlab, trace, policies, budgets):
+def recall_of(arguments, trace, policies):
     """{(policy, parameters, budget): recall}, references included."""
+    kvlab = arguments.replay
     with tempfile.TemporaryDirectory() as folder:
-        grid = ["--policy", policies, "--budget", budgets, "--device", "cpu", "--json"]
+        grid = ["--policy", policies, "--budget", arguments.budget, "--device", "cpu", "--json"]
+        grid += ["--model", arguments.model] if arguments.model else []
         result = run_kvlab(kvlab, "replay", "--trace", trace.path, *grid, "--out", pathlib.Path(folder) / "run")
     rows = [row for row in result["results"] if row["metric"] == "recall"]
     return {(row["policy"], row["params"], row["budget"]): row["value"] for row in rows}
 
 
-def compare_recall(kvlab, ours, theirs, policies, budgets):
+def replays_alone(policy, model):
+    """Whether it reads no column that a trace would have to bring, nor one that is made of a model's weights."""
+    return policy["decodes"] and (model or "value_out_norm1" not in policy["columns"])
+
+
+def compare_recall(arguments, ours, theirs):
+    policies = arguments.policy
     if not policies:
-        registered = run_kvlab(kvlab, "policies", "--json")["policies"]
-        # Not those that read a column which a trace would have to bring.
-        policies = ",".join(policy["name"] for policy in registered if policy["decodes"])
-    a, b = (recall_of(kvlab, trace, policies, budgets) for trace in (ours, theirs))
+        registered = run_kvlab(arguments.replay, "policies", "--json")["policies"]
+        policies = ",".join(policy["name"] for policy in registered if replays_alone(policy, arguments.model))
+    a, b = (recall_of(arguments, trace, policies) for trace in (ours, theirs))
     if a.keys() != b.keys():
-        raise Refused(f"{kvlab} replay: the two replays have different rows")
+        raise Refused(f"{arguments.replay} replay: the two replays have different rows")
     return [
         {"policy": key[0], "params": key[1], "budget": key[2], "ours": a[key], "theirs": b[key]} for key in a
     ]
@@ -150,6 +157,7 @@ def parse_arguments():
     parser.add_argument("--reference", metavar="TRACE", help="of the same ids, in float32")
     parser.add_argument("--replay", metavar="KVLAB", help="the kvlab command: compare recall, too")
     parser.add_argument("--policy", metavar="LIST", help="of the replays (default: every one)")
+    parser.add_argument("--model", help="of the replays, for policies that read its output projections")
     parser.add_argument("--budget", default="64,128,10%,25%,50%", help="of the replays (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
@@ -165,9 +173,7 @@ def main():
     parts = [compare_part(layer, part, ours, theirs, reference) for layer in layers for part in "qkv"]
     result = {"ours": arguments.ours, "theirs": arguments.theirs, "tokens": len(ours.ids), "parts": parts}
     if arguments.replay:
-        result["recall"] = compare_recall(
-            arguments.replay, ours, theirs, arguments.policy, arguments.budget
-        )
+        result["recall"] = compare_recall(arguments, ours, theirs)
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:

@@ -45,9 +45,9 @@ class CaptureTest(ScriptTest):
     def check_refused(self, words, out, *arguments):
         self.check_one_line(words, *self.capture(out, *arguments))
 
-    def check_same_recall(self, ours, theirs):
+    def check_same_recall(self, ours, theirs, model):
         """Of every policy and reference at two budgets."""
-        done = compare(ours, theirs, "--replay", KVLAB, "--budget", "64,25%")
+        done = compare(ours, theirs, "--replay", KVLAB, "--model", model, "--budget", "64,25%")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]:
             if policy["decodes"]:
@@ -138,7 +138,7 @@ class CaptureTest(ScriptTest):
             for part in ("q", "k", "v", "check_out", "residual_norm2"):
                 x, y = (tensors_of(trace, f"layers.{layer}.{part}") for trace in (ours, theirs))
                 self.assertLess(float((x - y).norm() / y.norm()), 1e-4, (layer, part))
-        self.check_same_recall(ours, theirs)
+        self.check_same_recall(ours, theirs, self.tiny32)
         self.check_same_sketch(ours, theirs)
         self.check_same_residual_error(ours, theirs, 1e-3)
 
@@ -149,7 +149,7 @@ class CaptureTest(ScriptTest):
         self.assertEqual(manifest_of(ours)["config"]["dtype"], "bfloat16")
         self.assertEqual(manifest_of(ours)["rounding"], "model_dtype")
         theirs = self.captured_by_kvlab("theirs16", *arguments)
-        self.check_same_recall(ours, theirs)
+        self.check_same_recall(ours, theirs, TINY)
         self.check_same_sketch(ours, theirs)
         self.check_same_residual_error(ours, theirs, 0.05)
 
