@@ -66,7 +66,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size,
                   .projection = tensors.projection.get(),
-                  .output = output ? output->of(layer, kv_head) : OutputWeights{},
+                  .output = weights_of(output, layer, kv_head),
                   .brought = tensors.brought.get()};
   return tensors;
 }
@@ -221,18 +221,18 @@ class Replay {
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
-    std::vector<std::size_t> by_layer, by_head;
+    std::vector<std::size_t> by_layer, plainly, in_lanes;
     for (const std::size_t c : which)
-      (configs_[c].evicts_by_layer() ? by_layer : by_head).push_back(c);
+      (configs_[c].evicts_by_layer() ? by_layer
+       : runs_plainly(configs_[c])   ? plainly
+                                     : in_lanes)
+          .push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
-    const auto plain = std::ranges::stable_partition(
-        by_head, [&](std::size_t c) { return !runs_plainly(configs_[c]); });
-    const std::vector<std::size_t> by_rule(plain.begin(), plain.end());
-    by_head.erase(plain.begin(), plain.end());
+    if (plainly.empty() && in_lanes.empty()) return;
     const HeadTensors tensors =
         read_head(trace_, layer, kv_head, span_, configs_, options_.output.get());
-    if (!by_rule.empty()) run_plainly(by_rule, layer, kv_head, tensors.view, outcomes);
-    if (!by_head.empty()) run_lanes(by_head, layer, kv_head, tensors.view, outcomes);
+    if (!plainly.empty()) run_plainly(plainly, layer, kv_head, tensors.view, outcomes);
+    if (!in_lanes.empty()) run_lanes(in_lanes, layer, kv_head, tensors.view, outcomes);
   }
 
   /// One layer through configurations whose caches evict together: outcomes by KV head, then

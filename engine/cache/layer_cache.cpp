@@ -16,8 +16,7 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
                        std::uint32_t layer, const OutputProjections* output)
     : shape_(shape), observes_(config.policy.entry->info.needs != Needs::nothing) {
   for (std::uint32_t head = 0; head < kv_heads; ++head)
-    heads_.emplace_back(shape_, config.live_set(layer, head),
-                        output ? output->of(layer, head) : OutputWeights{});
+    heads_.emplace_back(shape_, config.live_set(layer, head), weights_of(output, layer, head));
   // Under scope=layer the heads order their tokens by the same ranks.
   std::vector<AgedSet*> together;
   for (HeadCache& head : heads_) together.push_back(&head.aged());

@@ -84,9 +84,6 @@ class ClosedLoop {
   }
 
  private:
-  OutputWeights output_of(std::uint32_t layer, std::uint32_t kv_head) const {
-    return output_ ? output_->of(layer, kv_head) : OutputWeights{};
-  }
   std::size_t output_floats() const {
     return std::size_t{tokens_} * shape_.query_heads * shape_.head_size;
   }
@@ -135,7 +132,8 @@ class ClosedLoop {
   void attend_by_head(std::uint32_t layer, const Projections& p, std::span<const Target> targets) {
     parallel_for(shape_.kv_heads, options_.threads, [&](std::size_t h) {
       const auto kv_head = static_cast<std::uint32_t>(h);
-      const HeadView view = view_of(p, shape_, tokens_, kv_head, output_of(layer, kv_head));
+      const HeadView view =
+          view_of(p, shape_, tokens_, kv_head, weights_of(output_.get(), layer, kv_head));
       std::vector<std::unique_ptr<HeadRun>> runs;
       for (const Target& target : targets) runs.push_back(make_run(target, layer, kv_head, view));
       SharedRows rows(view, rope_, arithmetic_);
@@ -148,7 +146,7 @@ class ClosedLoop {
     std::vector<SharedRows> rows;
     std::vector<LayerRun> runs(targets.size());
     for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
-      const HeadView view = view_of(p, shape_, tokens_, h, output_of(layer, h));
+      const HeadView view = view_of(p, shape_, tokens_, h, weights_of(output_.get(), layer, h));
       rows.emplace_back(view, rope_, arithmetic_);
       for (std::size_t i = 0; i < targets.size(); ++i)
         runs[i].push_back(make_run(targets[i], layer, h, view));

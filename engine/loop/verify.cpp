@@ -62,7 +62,8 @@ class Verifier::Watch final : public DecoderObserver {
         WatchedHead& head = at(layer, h);
         head.shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
         if (const auto& names = head.shadow->columns(); !names.empty())
-          head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size, output_of(layer, h));
+          head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size,
+                                                     weights_of(output_.get(), layer, h));
       }
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
       std::vector<AgedSet*> shadows;
@@ -159,10 +160,6 @@ class Verifier::Watch final : public DecoderObserver {
         return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
                       now, live.positions[i]);
     }
-  }
-
-  OutputWeights output_of(std::uint32_t layer, std::uint32_t kv_head) const {
-    return output_ ? output_->of(layer, kv_head) : OutputWeights{};
   }
 
   /// The columns are the engine's here; compare_columns() holds them to their definition.
@@ -402,7 +399,7 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                         .k = head.k.data(),
                         .v = head.v.data(),
                         .kv_token_stride = dim,
-                        .output = output_of(layer, kv_head)};
+                        .output = weights_of(output_.get(), layer, kv_head)};
     FreeRun& own = free.emplace_back(head, layer, kv_head);
     runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
                                              admissions_, view, rope, arithmetic));

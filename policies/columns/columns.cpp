@@ -77,9 +77,10 @@ const float* ColumnMaker::admit(const KeyValueRows& rows, const BroughtColumns* 
   if (wants_direction_) add_unit_keys(rows);
   columns_.resize(rows.tokens * names_.size());
   for (std::size_t c = 0; c < names_.size(); ++c) {
-    const bool computed = is_computed(names_[c], output_.by_input);
+    const auto column =
+        is_computed(names_[c], output_.by_input) ? built_in_column(names_[c]) : std::nullopt;
     const float* from = nullptr;
-    if (!computed) {
+    if (!column) {
       const auto found = brought ? brought->find(names_[c]) : BroughtColumns::const_iterator{};
       if (!brought || found == brought->end() || found->second.size() < first + rows.tokens)
         throw std::logic_error(fmt::format("column {}: nobody brings it", names_[c]));
@@ -87,9 +88,7 @@ const float* ColumnMaker::admit(const KeyValueRows& rows, const BroughtColumns* 
     }
     for (std::size_t i = 0; i < rows.tokens; ++i)
       columns_[i * names_.size() + c] =
-          computed ? compute(*built_in_column(names_[c]), rows.k + i * rows.stride,
-                             rows.v + i * rows.stride)
-                   : from[i];
+          column ? compute(*column, rows.k + i * rows.stride, rows.v + i * rows.stride) : from[i];
   }
   return columns_.data();
 }

@@ -38,4 +38,10 @@ struct OutputProjections {
   }
 };
 
+/// Those of a KV head where they are known; `output` may be null.
+inline OutputWeights weights_of(const OutputProjections* output, std::uint32_t layer,
+                                std::uint32_t kv_head) {
+  return output ? output->of(layer, kv_head) : OutputWeights{};
+}
+
 }  // namespace kvlab

@@ -58,14 +58,13 @@ void Batch::send_columns(std::size_t first, std::size_t count, const float* land
     const ReplayUnit unit = units_[first + i];
     const float* const keys = landed + (i * (sizes_.group + 2) + sizes_.group) * head;
     BroughtColumns brought;
-    const HeadView view{
-        .tokens = plan_.trace.tokens(),
-        .head_size = static_cast<std::uint32_t>(sizes_.dim),
-        .k = keys,
-        .v = keys + head,
-        .kv_token_stride = sizes_.dim,
-        .output = plan_.output ? plan_.output->of(unit.layer, unit.kv_head) : OutputWeights{},
-        .brought = &brought};
+    const HeadView view{.tokens = plan_.trace.tokens(),
+                        .head_size = static_cast<std::uint32_t>(sizes_.dim),
+                        .k = keys,
+                        .v = keys + head,
+                        .kv_token_stride = sizes_.dim,
+                        .output = weights_of(plan_.output, unit.layer, unit.kv_head),
+                        .brought = &brought};
     for (const Grid::Columns& of : grid_.columns) {
       const auto& names = of.like->policy.columns;
       bring_columns(plan_.trace, unit.layer, unit.kv_head, names, plan_.output, brought);

@@ -86,14 +86,13 @@ void LoopAttention::send_columns(std::uint32_t layer) {
     fetch(values(), rows.data() + heads * of_head);
     parallel_for(heads, threads_, [&](std::size_t head) {
       const float* const keys = rows.data() + head * of_head;
-      const HeadView view{.tokens = plan_.tokens,
-                          .head_size = static_cast<std::uint32_t>(s.dim),
-                          .k = keys,
-                          .v = keys + heads * of_head,
-                          .kv_token_stride = s.dim,
-                          .output = plan_.output
-                                        ? plan_.output->of(layer, static_cast<std::uint32_t>(head))
-                                        : OutputWeights{}};
+      const HeadView view{
+          .tokens = plan_.tokens,
+          .head_size = static_cast<std::uint32_t>(s.dim),
+          .k = keys,
+          .v = keys + heads * of_head,
+          .kv_token_stride = s.dim,
+          .output = weights_of(plan_.output, layer, static_cast<std::uint32_t>(head))};
       const TokenColumns own(names, view, configs_[c]->admissions);
       std::copy_n(own.from(0), view.tokens * names.size(), columns.data() + head * of_unit);
     });

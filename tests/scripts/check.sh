@@ -1,4 +1,10 @@
-# Sourced by the tests that are scripts: what to say of a command.
+# Sourced by the tests that are scripts: where they work, and what to say of a command.
+# enter_scratch: an empty folder, $folder, that goes with the script.
+enter_scratch() {
+  folder=$(mktemp -d)
+  trap 'rm -rf "$folder"' EXIT
+  cd "$folder"
+}
 fail() { echo "FAILED: $*"; exit 1; }
 # refused WORDS COMMAND...: it exits 2 and says WORDS, on one line without a control character.
 refused() {

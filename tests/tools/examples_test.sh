@@ -4,9 +4,8 @@
 set -eu
 kvlab=$1 source=$2
 command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
+. "$source/tests/scripts/check.sh"
+enter_scratch
 ln -s "$source/engine" "$source/tools" .
 mkdir bin
 ln -s "$kvlab" bin/kvlab

@@ -3,15 +3,13 @@
 # the bytes of one that ran alone and undisturbed.
 set -eu
 kvlab=$1 source=$2 part=$3
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
+. "$source/tests/scripts/check.sh"
+enter_scratch
 for name in first second; do ln -s "$source/traces/samples/tiny-story" $name; done
 
 grid="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
 units=16 # 2 traces, 4 layers, 2 KV heads
 children() { cat /proc/$1/task/$1/children; }
-. "$source/tests/scripts/check.sh"
 # start RUN OPTION...: what this script replays, over both traces, in the place of the shell ($! is kvlab).
 start() {
   run=$1

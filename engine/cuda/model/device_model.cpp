@@ -185,6 +185,7 @@ std::uint64_t DeviceModel::step_bytes() const {
 }
 
 std::shared_ptr<const OutputProjections> DeviceModel::output_projections() const {
+  if (output_) return output_;
   const std::size_t inputs = std::size_t{config_.query_heads} * config_.head_size,
                     row_bytes = inputs * bytes_of(dtype_);
   auto all = std::make_shared<OutputProjections>(OutputProjections{
@@ -196,7 +197,7 @@ std::shared_ptr<const OutputProjections> DeviceModel::output_projections() const
       to_float(dtype_, stored.data() + output * row_bytes, inputs, row);
     });
   }
-  return all;
+  return output_ = std::move(all);
 }
 
 std::string DeviceModel::weights_xxh3() const {

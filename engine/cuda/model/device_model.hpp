@@ -63,7 +63,7 @@ class DeviceModel {
   kernels::AttentionShape attention_shape(int slots) const;
   /// One layer's cache, but for where its memory is.
   kernels::SlotCache slot_cache(int sequences, int most_slots) const;
-  /// Weights of the output projections, read back.
+  /// Weights of the output projections, read back at the first call. From one thread.
   std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
@@ -83,6 +83,7 @@ class DeviceModel {
   cuda::DeviceBuffer block_;
   DeviceWeights weights_;
   std::filesystem::path directory_;  ///< empty: random
+  mutable std::shared_ptr<const OutputProjections> output_;
 };
 
 }  // namespace kvlab

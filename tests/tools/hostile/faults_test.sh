@@ -4,10 +4,8 @@
 # same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (6), or `all`.
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-6}
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
 . "$source/tests/scripts/check.sh"
+enter_scratch
 ln -s "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
 head -c 3600 "$source/tools/texts/austen-emma.txt" >text

@@ -3,12 +3,10 @@
 # exit code 2 and one line.
 set -eu
 kvlab=$1 source=$2 shrinking=$3
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
+. "$source/tests/scripts/check.sh"
+enter_scratch
 cp -r "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
-. "$source/tests/scripts/check.sh"
 
 # A path that ends in a slash, as a shell completes it.
 for end in / /. //; do

@@ -3,10 +3,8 @@
 # and the others say so; a file is that of one of them, whole.
 set -eu
 kvlab=$1 source=$2
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
 . "$source/tests/scripts/check.sh"
+enter_scratch
 ln -s "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
 head -c 1000 "$source/tools/texts/austen-emma.txt" >text

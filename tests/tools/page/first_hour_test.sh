@@ -4,28 +4,15 @@
 set -eu
 kvlab=$1 source=$2
 command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
+. "$source/tests/scripts/check.sh"
+enter_scratch
 ln -s "$source/engine" "$source/tools" "$source/traces" .
 mkdir build
 ln -s "$kvlab" build/kvlab
 PATH=$folder/build:$PATH
 
-fail() { echo "first hour: $*"; exit 1; }
-
 # has TEXT FILE
 has() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
-
-# refused TEXT COMMAND…: exit 2 and one line that says TEXT.
-refused() {
-  said=$1
-  shift
-  if "$@" >out 2>err; then fail "not refused: $*"; else code=$?; fi
-  [ "$code" -eq 2 ] && [ "$(wc -l <err)" -eq 1 ] || { cat err; fail "exit $code: $*"; }
-  has "$said" err
-}
-
 # The first block of shell after the heading.
 awk '/^## Five minutes/ {on = 1} on && /^```$/ {exit} on && code {print} on && /^```sh$/ {code = 1}' \
   "$source/README.md" >five.sh
