@@ -95,7 +95,7 @@ TEST_CASE("In float32 logits under modifiers are the CPU decoder's", "[gpu]") {
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
       "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
-      "value_norm1, key_cosine and no other; a replay reads it from a trace");
+      "value_norm1, key_cosine, value_out_norm1 and no other; a replay reads it from a trace");
 }
 
 TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {
@@ -160,7 +160,8 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& po
   std::vector<std::unique_ptr<Verifier>> verifiers;
   for (int s = 0; s < 4; ++s) {
     verifiers.push_back(std::make_unique<Verifier>(
-        model.config(), caches[static_cast<std::size_t>(s)], model.dtype(), shape.verify));
+        model.config(), caches[static_cast<std::size_t>(s)], model.dtype(), shape.verify,
+        model.output_projections()));
     decoder.watch(s, &verifiers.back()->observer());
   }
   const std::size_t lengths[]{70, 33, 50, 9};
