@@ -151,6 +151,17 @@ void AgedSet::reserve(std::size_t count) {
   brought_.resize(positions_.size() * columns_.size());
 }
 
+void AgedSet::give_back() {
+  positions_.resize(size_);
+  states_.resize(size_ * ops_.slot_bytes);
+  brought_.resize(size_ * columns_.size());
+  positions_.shrink_to_fit();
+  states_.shrink_to_fit();
+  brought_.shrink_to_fit();
+  victims_ = {};
+  keys_ = {};
+}
+
 void AgedSet::admit(std::uint32_t first, std::uint32_t count, const float* brought) {
   if (!columns_.empty() && !brought)
     throw std::logic_error("a cache: tokens came without the columns of its policy");

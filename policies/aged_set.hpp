@@ -61,6 +61,11 @@ class AgedSet {
     return budget_ == kNoBudget ? 0 : modifiers_.surplus(size_, budget_, after_prompt_);
   }
   const Modifiers& modifiers() const { return modifiers_; }
+  /// Most tokens that are live where they come one at a time; 2^64 - 1: as many as come.
+  std::uint64_t capacity() const {
+    const bool bounded = budget_ != kNoBudget && !modifiers_.once;
+    return bounded ? modifiers_.capacity(budget_, 1) : ~std::uint64_t{0};
+  }
   /// The policy's ranks by age, were `now` admitted next; no modifier has touched them.
   std::vector<std::uint64_t> ranks(std::uint32_t now) const;
   /// The place of each live token, by age, in the order of leaving, were `now` admitted next.
@@ -72,6 +77,7 @@ class AgedSet {
   void observe(std::span<const Observation> seen);
   /// The last admission was the end of a prompt segment.
   void end_prompt() { after_prompt_ = true; }
+  bool after_prompt() const { return after_prompt_; }
 
   /// Under scope=layer, before room is made for the first time: what the layer's caches share.
   void share(std::shared_ptr<LayerRanks> layer) { layer_ = std::move(layer); }
@@ -106,6 +112,8 @@ class AgedSet {
   /// Step 2: admits `count` tokens from position `first` on. `brought` [count, columns()]: what
   /// they bring; null where that is nothing. Throws std::logic_error where it is not.
   void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
+  /// Gives back the memory of tokens that have left.
+  void give_back();
 
  private:
   Step step(std::uint32_t now, std::uint32_t queries) const;

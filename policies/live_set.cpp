@@ -1,5 +1,7 @@
 #include "policies/live_set.hpp"
 
+#include <numeric>
+
 namespace kvlab {
 
 std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions) {
@@ -41,6 +43,16 @@ void LiveSet::admit(std::uint32_t first, std::uint32_t count, const float* broug
     }
   }
   AgedSet::admit(first, count, brought);
+}
+
+std::vector<std::uint32_t> LiveSet::renumber() {
+  std::vector<std::uint32_t> before(slots_.size());
+  std::iota(before.begin(), before.end(), 0u);
+  before.swap(slots_);
+  slot_count_ = size();
+  free_ = {};
+  give_back();
+  return before;
 }
 
 }  // namespace kvlab

@@ -33,6 +33,9 @@ class LiveSet : public AgedSet {
   /// Step 2: admits `count` tokens from position `first` on, as AgedSet does. Reuses freed slots
   /// first.
   void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
+  /// Numbers the slots 0, 1, 2, … by age and gives back the memory of tokens that have left.
+  /// Returns which slots they were, by age.
+  std::vector<std::uint32_t> renumber();
 
  private:
   std::vector<std::uint32_t> slots_, free_;

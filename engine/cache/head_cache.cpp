@@ -1,13 +1,13 @@
 #include "engine/cache/head_cache.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kNoRow = 0xffff'ffffu;
 constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 
 }  // namespace
@@ -20,68 +20,70 @@ HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output)
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
-  victims_.clear();
-  for (const std::uint32_t age : live_.make_room(now)) victims_.push_back(before[age]);
-  if (row_count_ > kFewRows && live_.size() < row_count_ / 2) compact();
+  std::vector<std::uint32_t> victims;
+  for (const std::uint32_t age : live_.make_room(now)) victims.push_back(before[age]);
+  victims_ = std::move(victims);
+  if (has_spare_rows()) compact();
   return victims_;
+}
+
+/// After a prompt none is spared, but for the next token's; otherwise rows that have been needed
+/// are needed again.
+bool HeadCache::has_spare_rows() const {
+  const std::uint32_t rows = live_.slot_count(), live = live_.size();
+  return live_.after_prompt() ? rows > live + 1 : rows > kFewRows && live < rows / 2;
 }
 
 /// After a long prompt few tokens are left, all over the rows: moves them together.
 void HeadCache::compact() {
   const std::size_t dim = shape_.head_size;
-  const std::vector<std::uint32_t> from = std::move(row_of_slot_);
-  row_of_slot_.assign(from.size(), kNoRow);
-  Panels keys(live_.size(), dim);
-  std::vector<float> values, plain_keys, key(dim);
-  std::vector<std::uint32_t> rotated_to;
-  row_count_ = 0;
-  for (const std::uint32_t slot : live_.slots()) {
-    const std::uint32_t row = from[slot];
-    keys_.get_row(row, key.data());
-    keys.set_row(row_count_, key.data());
-    values.insert(values.end(), &values_[row * dim], &values_[row * dim] + dim);
-    if (shape_.positions == Positions::cache) {
-      plain_keys.insert(plain_keys.end(), &plain_keys_[row * dim], &plain_keys_[row * dim] + dim);
-      rotated_to.push_back(rotated_to_[row]);
-    }
-    row_of_slot_[slot] = row_count_++;
+  const std::vector<std::uint32_t> from = live_.renumber();
+  const Panels keys = std::exchange(keys_, Panels(0, dim));
+  const auto values = std::exchange(values_, {}), plain_keys = std::exchange(plain_keys_, {});
+  const auto rotated_to = std::exchange(rotated_to_, {});
+  seen_ = {};
+  grow_to(from.size() + 1);
+  std::vector<float> key(dim);
+  for (std::size_t row = 0; row < from.size(); ++row) {
+    keys.get_row(from[row], key.data());
+    keys_.set_row(row, key.data());
+    std::copy_n(&values[from[row] * dim], dim, &values_[row * dim]);
+    if (shape_.positions != Positions::cache) continue;
+    std::copy_n(&plain_keys[from[row] * dim], dim, &plain_keys_[row * dim]);
+    rotated_to_[row] = rotated_to[from[row]];
   }
-  keys_ = std::move(keys);
-  values_ = std::move(values);
-  plain_keys_ = std::move(plain_keys);
-  rotated_to_ = std::move(rotated_to);
+}
+
+/// Where there is no room, makes some for half as many rows again, if the budget wants them.
+void HeadCache::grow_to(std::size_t rows) {
+  const std::size_t dim = shape_.head_size, had = values_.capacity() / dim;
+  if (rows > had) {
+    const std::uint64_t wanted = std::min<std::uint64_t>(had + had / 2, live_.capacity());
+    const std::size_t room = std::max<std::size_t>(rows, wanted);
+    keys_.reserve(room);
+    values_.reserve(room * dim);
+    if (shape_.positions == Positions::cache) plain_keys_.reserve(room * dim);
+  }
+  keys_.grow(rows);
+  values_.resize(rows * dim);
+  if (shape_.positions != Positions::cache) return;
+  plain_keys_.resize(rows * dim);
+  rotated_to_.resize(rows);
 }
 
 void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
   const KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
   live_.admit(admission.first, admission.tokens, columns_.admit(rows, nullptr, 0));
-  place_rows();
+  grow_to(live_.slot_count());
   store(admission, rope);
   if (shape_.positions == Positions::cache) squeeze(rope);
   seen_ = Tally(live_, shape_.threshold16, live_.size());
   seen_.set_queries(admission.tokens);
 }
 
-/// A reused slot keeps its row; a new one gets the next.
-void HeadCache::place_rows() {
-  row_of_slot_.resize(live_.slot_count(), kNoRow);
-  rows_.clear();
-  for (const std::uint32_t slot : live_.slots()) {
-    if (row_of_slot_[slot] == kNoRow) row_of_slot_[slot] = row_count_++;
-    rows_.push_back(row_of_slot_[slot]);
-  }
-  const std::size_t dim = shape_.head_size;
-  keys_.grow(row_count_);
-  values_.resize(row_count_ * dim);
-  if (shape_.positions == Positions::cache) {
-    plain_keys_.resize(row_count_ * dim);
-    rotated_to_.resize(row_count_);
-  }
-}
-
 void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
-  const std::span rows = std::span(rows_).last(admission.tokens);
+  const std::span rows = live_.slots().last(admission.tokens);
   std::vector<float> rotated(dim);
   for (std::uint32_t i = 0; i < admission.tokens; ++i) {
     const float* key = admission.k + i * admission.key_stride;
@@ -104,7 +106,7 @@ void HeadCache::squeeze(const RopeTable& rope) {
   old_ = tokens_before_gaps(live_.positions());
   std::vector<float> rotated(dim);
   for (std::uint32_t age = 0; age < live_.size(); ++age) {
-    const std::uint32_t row = rows_[age], place = age < old_ ? age : live_.positions()[age];
+    const std::uint32_t row = live_.slots()[age], place = age < old_ ? age : live_.positions()[age];
     if (rotated_to_[row] == place) continue;
     rotated_to_[row] = place;
     rope.rotate(&plain_keys_[row * dim], dim, place, rotated.data());
@@ -133,7 +135,7 @@ void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin,
 void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
                        const RopeTable& rope) {
   const std::size_t dim = shape_.head_size, group = shape_.group;
-  const std::span rows = std::span(rows_).first(visible(admission, end - 1));
+  const std::span rows = live_.slots().first(visible(admission, end - 1));
   const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
   const std::size_t queries = (end - begin) * group, stride = panels * 16;
   std::vector<float> by_row, by_row_of_old, by_age(rows.size());

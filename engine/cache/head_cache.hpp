@@ -60,15 +60,21 @@ class HeadCache {
   AgedSet& aged() { return live_; }
 
   const LiveSet& live() const { return live_; }
-  /// Rows that keys and values take up: at most twice the live tokens, or a few.
-  std::uint32_t row_count() const { return row_count_; }
+  /// Rows that are written to. After a prompt as many as the budget lets live; before its end at
+  /// most twice the live tokens, or a few.
+  std::uint32_t row_count() const { return live_.slot_count(); }
+  /// That keys and values take up, rows to come among them; keys by sixteen.
+  std::size_t bytes() const {
+    return keys_.bytes() + (values_.capacity() + plain_keys_.capacity()) * sizeof(float);
+  }
 
  private:
   std::uint32_t visible(const HeadAdmission& admission, std::uint32_t token) const {
     return live_.size() - admission.tokens + token + 1;
   }
+  bool has_spare_rows() const;
   void compact();
-  void place_rows();
+  void grow_to(std::size_t rows);
   void store(const HeadAdmission& admission, const RopeTable& rope);
   void squeeze(const RopeTable& rope);
   void multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
@@ -79,9 +85,7 @@ class HeadCache {
   LiveSet live_;
   ColumnMaker columns_;
   std::vector<std::uint32_t> victims_;
-  std::vector<std::uint32_t> row_of_slot_;  // [slot]; kNoRow where a slot holds no token
-  std::vector<std::uint32_t> rows_;         // by age
-  std::uint32_t row_count_ = 0;
+  // A token's row is its slot.
   Panels keys_;                    // [row, dim], rotated
   std::vector<float> values_;      // [row, dim]
   std::vector<float> plain_keys_;  // [row, dim], before RoPE; only where positions are squeezed

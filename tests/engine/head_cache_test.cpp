@@ -144,6 +144,8 @@ class Runner {
     next_ += count;
   }
 
+  void end_prompt() { cache_.end_prompt(); }
+
   void check_last(std::uint32_t count) const {
     const auto live = cache_.live().positions();
     std::vector<std::vector<Row>> rows(count);
@@ -229,6 +231,27 @@ TEST_CASE("After a long prompt a head's cache gives its memory back") {
   for (int i = 0; i < 100; ++i) runner.admit(1);
   runner.check_last(1);
   CHECK(runner.cache().row_count() <= 80);
+}
+
+TEST_CASE("After a prompt's end a head's cache holds the budget's rows and no more") {
+  constexpr std::uint32_t kBudget = 48;  // whole panels
+  const Tensors all = random_tensors(700);
+  const Positions positions = GENERATE(Positions::original, Positions::cache);
+  const std::uint32_t prompt = GENERATE(5u, 48u, 600u);
+  const std::string policy = GENERATE("h2o", "random:every=16");
+  Runner runner(all, policy, kBudget, positions);
+  runner.admit(prompt);
+  runner.end_prompt();
+  const std::uint32_t rows = policy == "h2o" ? kBudget : kBudget + 15;
+  const std::size_t panels = (rows + 15) / 16 * 16,
+                    others = rows * (positions == Positions::cache ? 2 : 1);
+  for (int i = 0; i < 100; ++i) {
+    runner.admit(1);
+    CHECK(runner.cache().row_count() <= rows);
+    CHECK(runner.cache().bytes() <= (panels + others) * kDim * sizeof(float));
+  }
+  runner.check_last(1);
+  CHECK(runner.cache().row_count() == rows);
 }
 
 TEST_CASE("A head's cache refuses guards that do not fit its budget") {

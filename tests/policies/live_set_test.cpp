@@ -181,6 +181,23 @@ TEST_CASE("victims are given by age, as they were before leaving") {
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 1, 3}));
 }
 
+TEST_CASE("slots are numbered anew by age, and states stay with their tokens") {
+  LiveSet live = live_set({.budget = 4, .sinks = 0, .recent = 0});
+  live.admit(0, 6);
+  std::vector<Observation> seen(6, {.mass = 9, .queries = 6});
+  seen[0].mass = seen[2].mass = seen[4].mass = 1;
+  live.observe(seen);
+  live.make_room(6);  // 0, 2 and 4 leave
+  CHECK(std::ranges::equal(live.renumber(), std::vector{1, 3, 5}));
+  CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2}));
+  CHECK(live.slot_count() == 3);
+  live.admit(6, 1);
+  CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2, 3}));
+  live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 5}, {.mass = 5}, {.mass = 99}});
+  CHECK(std::ranges::equal(live.make_room(7), std::vector{0}));  // of 9, 14, 14 and 99
+  CHECK(std::ranges::equal(live.positions(), std::vector{3, 5, 6}));
+}
+
 TEST_CASE("a freed slot is used again, with a fresh state") {
   LiveSet live = live_set({.budget = 2, .sinks = 0, .recent = 0});
   live.admit(0, 1);

@@ -14,6 +14,7 @@ import kvlab
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "traces" / "samples" / "tiny-story"
+TINY = ROOT / "engine" / "models" / "tiny"
 
 
 @pytest.fixture(scope="session")

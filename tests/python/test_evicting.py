@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 DECODED = [
     entry.name
     for entry in kvlab.policies()
-    if entry.name not in ("lagkv", "expected_attention", "r_kv", "criticalkv")  # whose columns lie beside a trace
+    if entry.name not in ("lagkv", "expected_attention", "r_kv")  # whose columns lie beside a trace
 ]
 
 
@@ -38,14 +38,14 @@ def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
     return kept
 
 
-def check_against_replay(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> None:
+def check_against_replay(model: Any, ids: Any, steps: int, policy: Any, budget: int | str, **words: Any) -> None:
     with kvlab.hf.evicting(model, policy, budget, record=True, length=ids.shape[1] + steps, **words) as caches:
         kept = decode(model, ids, steps, caches)
     trace = caches.trace()
     assert trace.segments == [(0, ids.shape[1], "prompt"), (ids.shape[1], steps, "decode")]
-    run = kvlab.replay(trace, policy, () if policy == "full" else budget, references=False, **words)
+    run = kvlab.replay(trace, policy, () if policy == "full" else budget, references=False, model=model, **words)
     for at, sets in enumerate(kept):
-        live = run.kept(*divmod(at, trace.kv_heads), policy.split(":")[0]).live
+        live = run.kept(*divmod(at, trace.kv_heads), str(policy).split(":")[0]).live
         for query, positions in zip(live, sets, strict=True):
             numpy.testing.assert_array_equal(numpy.flatnonzero(query), positions)
 
@@ -92,6 +92,57 @@ def test_an_own_policy() -> None:
             numpy.testing.assert_array_equal(one, other)
 
 
+def test_a_policy_of_a_header(tmp_path: pathlib.Path) -> None:
+    text = (ROOT / "policies" / "mass" / "h2o.hpp").read_text()
+    text = text.replace('"h2o"', '"h2o_of_a_header"').replace("struct H2O ", "struct OfAHeader ")
+    (tmp_path / "mine.hpp").write_text(text)
+    mine = kvlab.policy_source(tmp_path / "mine.hpp")
+    check_against_replay(model_of(), ids_of(40), 20, mine, 24)
+    check_against_replay(model_of(), ids_of(40), 20, f"{mine}:every=8", 24)
+
+
+def test_an_adapters_output_projection_is_what_it_makes() -> None:
+    model = model_of()
+    weights = model.model.layers[1].self_attn.o_proj.weight
+    with torch.no_grad():
+        weights[:, 8:16] *= 50  # query head 1 of KV head 0
+    check_against_replay(model, ids_of(40), 30, "criticalkv", 24)
+    plain = weights.detach().clone()
+
+    class Doubled(torch.nn.Module):  # as an adapter: no weight of its own
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner, self.in_features = inner, inner.in_features
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x) * 2
+
+    model.model.layers[1].self_attn.o_proj = Doubled(model.model.layers[1].self_attn.o_proj)
+    check_against_replay(model, ids_of(40), 30, "criticalkv", 24)
+    assert torch.equal(weights, plain)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows"), [("h2o", 64), ("criticalkv", 64), ("sink", 64), ("h2o:every=16", 64 + 15), ("h2o:scope=layer", 64)]
+)
+@pytest.mark.parametrize("prompt", [20, 64, 300])
+@pytest.mark.parametrize("prefill", ["dense", "chunk:50"])
+def test_what_is_allocated_is_what_the_budget_says(policy: str, rows: int, prompt: int, prefill: str) -> None:
+    model, positions = model_of(), "original"
+    row = 2 * 2 * 2 * 8 * 4  # layers, KV heads, K and V, head size, float32
+    held: list[int] = []
+    with kvlab.hf.evicting(model, policy, 64, prefill=prefill, positions=positions) as caches:
+        hooks = [
+            module.self_attn.o_proj.register_forward_pre_hook(lambda *_: held.append(caches.allocated_bytes))
+            for module in model.model.layers  # each gives its prompt back before the next one has it
+        ]
+        decode(model, ids_of(prompt), 80, caches)
+        for hook in hooks:
+            hook.remove()
+    assert max(held) <= -(-rows // 16) * 16 * row, "keys are held by sixteen"
+    assert held[-1] >= caches.kv_bytes >= 63 * row
+
+
 def test_with_room_for_all_the_text_is_transformers_own() -> None:
     model, ids = model_of(), ids_of(30)
     words = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -133,7 +184,7 @@ def test_the_real_model() -> None:
     ("use", "message"),
     [
         (lambda m: kvlab.hf.evicting(m, "h2o"), "--budget: policy h2o needs one"),
-        (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "lagkv"),
+        (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "policy lagkv: .*column"),
         (lambda m: kvlab.hf.evicting(m, "oracle_mass", 16), "knows the future"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16).trace(), "nothing was recorded"),
         (lambda m: _call(m, input_ids=ids_of(6).view(2, 3)), "a batch of 2; one sequence at a time"),

@@ -260,3 +260,12 @@ def test_what_is_refused_leaves_nothing(change: dict[str, Any], message: str, tm
         kvlab.hf.capture(model, **words)
     assert (tmp_path / "trace").exists() == ("columns" in change)  # which are made of the shards
     assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_output_projections_of_a_loaded_model_are_those_of_its_folder(sample: kvlab.Trace) -> None:
+    folder = pathlib.Path(__file__).resolve().parents[2] / "engine" / "models" / "tiny"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded, read = (kvlab.replay(sample, "criticalkv", 64, model=one).csv() for one in (model, folder))
+    assert loaded == read
+    with pytest.raises(ValueError, match="is not of this checkpoint"):
+        kvlab.replay(sample, "criticalkv", 64, model=model_of())

@@ -96,7 +96,7 @@ def test_operators_say_what_they_write_and_trace() -> None:
 
 
 def plan_of(policy: str, budget: str, own: Any = ()) -> Any:
-    return _kvlab.SlotPlan(policy, list(own), budget, "dense", "", 0, 0.01, 1000, 2, 3)
+    return _kvlab.SlotPlan(_kvlab.CacheRequest(policy, list(own), budget, "dense", "", 0, 0.01, 1000, 2, 3))
 
 
 def test_a_plan_has_slots_for_the_budget() -> None:
@@ -115,6 +115,7 @@ def test_a_plan_has_slots_for_the_budget() -> None:
     [
         ("h2o", "ada(40)", "ada.*the kernel library does not know it; a model on the CPU does"),
         ("lagkv", "40", "lagkv"),
+        ("criticalkv", "40", "criticalkv: .*output projections.*a model on the CPU"),
         ("h2o", "", "needs one"),
         ("oracle_mass", "40", "knows the future"),
     ],
@@ -122,3 +123,30 @@ def test_a_plan_has_slots_for_the_budget() -> None:
 def test_what_the_library_does_not_hold_is_refused_by_name(policy: str, budget: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(policy, budget)
+
+
+def test_operators_look_at_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from kvlab import ops
+
+    class Library:  # takes whatever comes
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: 0
+
+    monkeypatch.setattr(ops, "library", Library)
+    monkeypatch.setattr(ops, "_stream", lambda *_: 0)
+    n = torch.zeros(2, dtype=torch.int32)
+    keys, qkv, first_slot = torch.zeros(8, 64), torch.zeros(1, 8, 64), torch.arange(2) * 4
+    given = {"names": ["key_norm"], "keys": qkv[:, 4:6], "first_slot": first_slot, "slots": n, "now": n[:1]}
+    given |= {"values": keys, "unit_keys": None, "to": torch.zeros(8, 1)}
+    for word, wrong, message in (
+        ("first_slot", first_slot.int(), "first_slot is torch.int32 .*; torch.int64 on"),
+        ("keys", given["keys"].double(), "keys is torch.float64 .*; torch.float32 on"),
+        ("keys", given["keys"].transpose(1, 2), "keys is .*, not contiguous"),
+        ("unit_keys", torch.zeros(2, 64).half(), "unit_keys is torch.float16"),
+        ("to", torch.zeros(8, 2)[:, :1], r"to is torch.float32 \[8, 1\] on cpu, not contiguous"),
+        ("names", ["value_out_norm1"], "value_out_norm1; one of key_norm"),
+    ):
+        ops._columns(*given.values())
+        with pytest.raises(ValueError, match=f"kvlab::columns: {message}"):
+            ops._columns(*(given | {word: wrong}).values())

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy
 import pytest
-from conftest import SAMPLE
+from conftest import SAMPLE, TINY
 
 import kvlab
 
@@ -39,6 +39,23 @@ def test_results_are_the_bytes_of_the_command(
     assert run.csv() == (tmp_path / "run" / "results.csv").read_text()
     assert kvlab.load_run(tmp_path / "run").csv() == run.csv()
     assert command("report", tmp_path / "mine", "--out", tmp_path / "page.html").returncode == 0
+
+
+def test_output_projections_of_the_model(
+    sample: kvlab.Trace, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: pathlib.Path
+) -> None:
+    words = ["--policy", "criticalkv", "--budget", "64", "--model", TINY]
+    done = command("replay", "--trace", SAMPLE, *words, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    run = kvlab.replay(sample, "criticalkv", 64, model=TINY)
+    assert run.csv() == (tmp_path / "run" / "results.csv").read_text()
+    live = run.kept(2, 1, "criticalkv", 64).live
+    again = kvlab.load_run(tmp_path / "run", model=TINY)
+    numpy.testing.assert_array_equal(again.kept(2, 1, "criticalkv", 64).live, live)
+    with pytest.raises(ValueError, match="value_out_norm1: takes the model's weights"):
+        kvlab.load_run(tmp_path / "run").kept(2, 1, "criticalkv", 64)
+    with pytest.raises(RuntimeError, match="config.json: cannot open"):
+        kvlab.replay(sample, "criticalkv", 64, model=tmp_path)
 
 
 def test_a_saved_run_is_whole_or_not_there(run: kvlab.Run, tmp_path: pathlib.Path) -> None:
@@ -124,6 +141,8 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
         ({"policies": "h2o", "budgets": 64, "request_threshold": 2.0}, "threshold 2"),
         ({"policies": "column:name=score", "budgets": 64}, "column score: the trace"),
         ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
+        ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: takes the model's weights"),
+        ({"policies": "h2o", "budgets": 64, "model": 7}, "model: a int; a folder or a model of transformers"),
         ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be at least 1"),
     ],
 )

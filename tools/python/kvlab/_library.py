@@ -239,7 +239,8 @@ class LibraryPolicy:
     def weights(self, params: bytes, queries: int) -> tuple[list[float], int]:
         """Of a prompt's queries, by how many are younger, and from where on they are 0."""
         to, tail = (F32 * queries)(), U32()
-        library().kvlab_policy_weights(self.handle, params or None, queries, to, ctypes.byref(tail))
+        if library().kvlab_policy_weights(self.handle, params or None, queries, to, ctypes.byref(tail)):
+            raise ValueError(f"policy {self.name}: the kernel library does not weigh its queries")
         return list(to), tail.value
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Texts = str | Iterable[str]
+Model = Any  # a folder, a transformers model, or what was read of one
 Budgets = str | int | Iterable[str | int]
 
 
@@ -51,10 +52,13 @@ class Kept(NamedTuple):
 class Run:
     """The figures of a replay, as results.csv holds them. Can be pickled, saved, and read by `kvlab report`."""
 
-    def __init__(self, held: _kvlab.Run, traces: Sequence[Trace] = (), own: Sequence[_kvlab.Policy] = ()) -> None:
+    def __init__(
+        self, held: _kvlab.Run, traces: Sequence[Trace] = (), own: Sequence[_kvlab.Policy] = (), model: Model = None
+    ) -> None:
         self._held = held
         self._traces = list(traces)
         self._own = list(own)
+        self._output = _output_of(model)
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame, one figure a row; texts are categories, `layer` and `head` among them ("all", "0", …)."""
@@ -121,7 +125,9 @@ class Run:
         """
         wanted = self._configuration(str(policy), budget, prefill, positions)
         sequence = self._sequence(trace)
-        queries, live = self._held.kept(self._trace(sequence), sequence, wanted, self._own, layer, head, plain)
+        queries, live = self._held.kept(
+            self._trace(sequence), sequence, wanted, self._own, layer, head, plain, self._output
+        )
         return Kept(queries, live)
 
     def _configuration(self, policy: str, budget: str | int | None, prefill: str | None, positions: str | None) -> int:
@@ -205,10 +211,24 @@ def _from_files(files: Mapping[str, bytes]) -> Run:
         return load_run(folder)
 
 
-def load_run(directory: str | os.PathLike[str]) -> Run:
-    """A run that `kvlab replay` or `Run.save` left. Own policies of it have to be defined, for kept()."""
+def load_run(directory: str | os.PathLike[str], *, model: Model = None) -> Run:
+    """A run that `kvlab replay` or `Run.save` left. For kept(), own policies of it have to be defined, and `model` given
+    as to replay()."""
     held = _kvlab.Run.load(os.fspath(directory))
-    return Run(held, own=resolve({entry[0] for entry in held.grid})[1])
+    return Run(held, own=resolve({entry[0] for entry in held.grid})[1], model=model)
+
+
+def _output_of(model: Model) -> _kvlab.OutputProjections | None:
+    if model is None or isinstance(model, _kvlab.OutputProjections):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        return _kvlab.OutputProjections.read(os.fspath(model))
+    if not hasattr(model, "config"):
+        raise ValueError(f"model: a {type(model).__name__}; a folder or a model of transformers is expected")
+    from kvlab.hf.models import base_of, output_projections, shape_of
+
+    base = base_of(model)
+    return output_projections(base, shape_of(base))
 
 
 def replay(
@@ -225,6 +245,7 @@ def replay(
     layers: Iterable[int] = (),
     references: bool = True,
     calibration: str | os.PathLike[str] | None = None,
+    model: Model = None,
     plain: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
@@ -235,7 +256,8 @@ def replay(
     `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
     shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar in notebooks and
     on terminals, where tqdm is there; a function gets the fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1.
-    `plain` is the readable reference without what replays share: slow, and the same sets.
+    `model`: of the traces, a checkpoint's folder or one that transformers loaded, for `criticalkv`, which reads its
+    output projections. `plain` is the readable reference without what replays share: slow, and the same sets.
     """
     several = [trace] if isinstance(trace, (Trace, str, os.PathLike)) else list(trace)
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
@@ -262,13 +284,14 @@ def replay(
         "device": device,
         "layers": sorted(set(layers)),
         "threads": threads,
+        "output": _output_of(model),
         "calibration": None if calibration is None else os.fspath(calibration),
     }
     with shown(progress, "replay") as words["progress"]:
         held = _kvlab.replay([one._held for one in traces], own, words)
     for line in held.notices:
         warnings.warn(line, stacklevel=2)
-    return Run(held, traces, own)
+    return Run(held, traces, own, words["output"])
 
 
 def _texts(asked: Texts) -> list[str]:

@@ -52,21 +52,36 @@ def _at(tensor: Any) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+# Of what is neither int32 nor of the cache's type; None: bytes, of any.
+_KINDS = {
+    **dict.fromkeys(("first_slot", "seeds"), torch.int64),
+    **dict.fromkeys(("columns", "inv_freq", "rope", "rows", "to", "unit_keys", "weights"), torch.float32),
+    **dict.fromkeys(("params", "seen", "states", "workspace"), None),
+}
+
+
 def _check(name: str, like: torch.Tensor, values: dict[str, Any], **others: Any) -> int:
-    """The stream. All have to lie where `like` does, without gaps; `values` are of its type, `others` of int32."""
-    at, kind = like.get_device(), like.dtype
-    for tensors in (values, others):
-        for word, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if tensor.dtype is not kind or tensor.get_device() != at or not tensor.is_contiguous():
-                what = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                gaps = "" if tensor.is_contiguous() else ", not contiguous"
-                raise ValueError(
-                    f"kvlab::{name}: {word} is {what}{gaps}; {kind} on {like.device}, contiguous, is expected"
-                )
-        kind = torch.int32
+    """The stream. All have to lie where `like` does, without gaps; `values` are of its type."""
+    for word, tensor in values.items():
+        _check_one(name, like, word, tensor, like.dtype)
+    for word, tensor in others.items():
+        _check_one(name, like, word, tensor, _KINDS.get(word.removeprefix("to_"), torch.int32))
     return _stream(name, like.device)
+
+
+def _check_one(name: str, like: torch.Tensor, word: str, tensor: Any, kind: torch.dtype | None) -> None:
+    if tensor is None:
+        return
+    if (
+        (kind is None or tensor.dtype is kind)
+        and tensor.get_device() == like.get_device()
+        and tensor.is_contiguous()
+    ):
+        return
+    what = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    gaps = "" if tensor.is_contiguous() else ", not contiguous"
+    expected = f"{kind} on {like.device}" if kind else f"a tensor on {like.device}"
+    raise ValueError(f"kvlab::{name}: {word} is {what}{gaps}; {expected}, contiguous, is expected")
 
 
 def _stream(name: str, device: torch.device) -> int:
@@ -107,7 +122,7 @@ def _write(*given: Any) -> None:
     qkv, rope, rope_rows, sequences, slots, now, first_slot, next_slots, keys, values, positions, q = given
     numbers = {"rope_rows": rope_rows, "sequences": sequences, "slots": slots, "now": now, "next_slots": next_slots}
     given_values = {"qkv": qkv, "keys": keys, "values": values, "q": q}
-    stream = _check("write", qkv, given_values, positions=positions, **numbers)
+    stream = _check("write", qkv, given_values, rope=rope, first_slot=first_slot, positions=positions, **numbers)
     heads = (q.shape[-2], (qkv.shape[-2] - q.shape[-2]) // 2)
     args = _library.WriteArgs(
         _cache("write", heads, 0, first_slot, keys, values, positions, None, next_slots),
@@ -122,8 +137,8 @@ def _write(*given: Any) -> None:
 def _columns(*given: Any) -> None:
     """`keys` may be a part of each row, such as that of q, k and v."""
     names, keys, first_slot, slots, now, values, unit_keys, to = given
-    stream = _check("columns", values, {"values": values}, slots=slots, now=now)
-    _check("columns", to, {"to": to, "unit_keys": unit_keys})
+    others = {"first_slot": first_slot, "slots": slots, "now": now, "unit_keys": unit_keys, "to": to}
+    stream = _check("columns", values, {"values": values, "keys": keys[0]}, **others)
     for column in names:
         if column not in _library.COLUMNS:
             raise ValueError(f"kvlab::columns: {column}; one of {', '.join(_library.COLUMNS)} is expected")
@@ -149,7 +164,9 @@ def _evicting_attention(policy: str, *given: Any) -> None:
     workspace, out = given[22:]
     numbers = {"positions": positions, "lengths": lengths, "next_slots": next_slots, "rules": rules, "room_at": room_at}
     given_values = {"q": q, "keys": keys, "values": values, "out": out}
-    stream = _check("evicting_attention", q, given_values, now=now, **numbers)
+    others = {"params": params, "threshold16": threshold16, "seeds": seeds, "sequence_ids": sequence_ids, "ages": ages}
+    more = {"first_slot": first_slot, "states": states, "columns": columns, "inv_freq": inv_freq, "workspace": workspace}
+    stream = _check("evicting_attention", q, given_values, now=now, **numbers, **others, **more)
     slots = (first_slot, keys, values, positions, lengths, next_slots, ages)
     heads = (q.shape[1], first_slot.numel() // q.shape[0])
     args = _library.EvictingAttentionArgs(
@@ -174,7 +191,8 @@ def _prefill(name: str, q: Any, first: int, softmax_scale: float, *tensors: Any)
 
 def _prefill_attention(*given: Any) -> None:
     q, keys, values, first_slot, older, first, softmax_scale, out, rows = given
-    stream = _check("prefill_attention", q, {"q": q, "keys": keys, "values": values, "out": out}, older=older)
+    given_values = {"q": q, "keys": keys, "values": values, "out": out}
+    stream = _check("prefill_attention", q, given_values, first_slot=first_slot, older=older, rows=rows)
     args = _prefill("prefill_attention", q, first, softmax_scale, keys, values, first_slot, older, out, None, rows)
     _done("prefill_attention", library().kvlab_prefill_attention(args, stream), q)
 
@@ -182,7 +200,9 @@ def _prefill_attention(*given: Any) -> None:
 def _observe(policy: str, *given: Any) -> None:
     q, keys, first_slot, older, rows, first, softmax_scale, keys_end, position, younger, weights, tail = given[:12]
     group_max, threshold16, seen, workspace = given[12:]
-    stream = _check("observe", q, {"q": q, "keys": keys}, older=older, threshold16=threshold16)
+    numbers = {"first_slot": first_slot, "older": older, "threshold16": threshold16}
+    others = {"rows": rows, "weights": weights, "seen": seen, "workspace": workspace}
+    stream = _check("observe", q, {"q": q, "keys": keys}, **numbers, **others)
     args = _library.ObserveArgs(
         _prefill("observe", q, first, softmax_scale, keys, None, first_slot, older, None, None, rows),
         _library.policy(policy).needs,
@@ -203,7 +223,10 @@ def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
     weighted, by_layer, smooth, pool_max, workspace = given[27:]
     numbers = {"lengths": slots[4], "to_lengths": to_slots[4], "rules": rules[0], "room_at": room_at}
     given_values = {"keys": slots[1], "values": slots[2], "to_keys": to_slots[1], "to_values": to_slots[2]}
-    stream = _check("shrink", slots[1], given_values, now=now, admitted=admitted, **numbers)
+    there = {"first_slot": slots[0], "states": states, "columns": columns, "seen": seen, "workspace": workspace}
+    to = {"to_first_slot": to_slots[0], "to_states": to_states, "to_columns": to_columns}
+    others = dict(zip(("params", "threshold16", "seeds", "sequence_ids"), rules[1:], strict=True))
+    stream = _check("shrink", slots[1], given_values, now=now, admitted=admitted, **numbers, **there, **to, **others)
     heads = (query_heads, slots[0].numel() // now.numel())
     args = _library.ShrinkArgs(
         _cache("shrink", heads, most, *slots),
@@ -220,7 +243,7 @@ def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
 
 def _number_by_age(*given: Any) -> None:
     query_heads, kv_heads, most_slots, first_slot, positions, lengths, ages, keys = given
-    stream = _check("number_by_age", ages, {}, ages=ages, positions=positions, lengths=lengths)
+    stream = _check("number_by_age", ages, {}, ages=ages, positions=positions, lengths=lengths, first_slot=first_slot)
     slots = (first_slot, keys, keys, positions, lengths, None, ages)
     cache = _cache("number_by_age", (query_heads, kv_heads), most_slots, *slots)
     _done("number_by_age", library().kvlab_number_by_age(cache, stream), ages)

@@ -12,6 +12,8 @@ void bind_trace(nb::module_& module);
 void bind_arrays(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_replay(nb::module_& module);
+void bind_projections(nb::module_& module);
+void bind_cache_request(nb::module_& module);
 void bind_caches(nb::module_& module);
 void bind_slot_plan(nb::module_& module);
 

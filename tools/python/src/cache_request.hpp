@@ -12,8 +12,9 @@
 namespace kvlab::python {
 
 struct CacheRequest {
-  const std::string &policy, &budget, &prefill, &positions;  ///< as on the command line; or empty
-  const std::vector<Policy>& own;
+  std::string policy;
+  std::vector<Policy> own;
+  std::string budget, prefill, positions;  ///< as on the command line; or empty
   std::uint64_t seed;
   double threshold;
   std::uint32_t length;

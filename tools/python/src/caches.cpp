@@ -1,11 +1,12 @@
 // The caches of a model whose other layers run elsewhere.
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <deque>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -18,34 +19,26 @@
 namespace kvlab::python {
 namespace {
 
+using ProjectionsOf = nb::typed<nb::callable, OutputProjections()>;
 using Rows = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 class Caches {
  public:
-  Caches(const std::string& policy, const std::vector<Policy>& own, const std::string& budget,
-         const std::string& prefill, const std::string& positions, std::uint64_t seed,
-         double threshold, std::uint32_t length, std::uint32_t layers, std::uint32_t query_heads,
-         std::uint32_t kv_heads, std::uint32_t head_size, const std::vector<float>& inv_freq,
-         float rope_factor, float softmax_scale)
-      : kv_heads_(kv_heads),
-        group_(query_heads / kv_heads),
+  Caches(const CacheRequest& asked, std::uint32_t query_heads, std::uint32_t head_size,
+         const std::vector<float>& inv_freq, float rope_factor, float softmax_scale,
+         const ProjectionsOf& projections)
+      : kv_heads_(asked.model.kv_heads),
+        group_(query_heads / kv_heads_),
         head_size_(head_size),
         rope_({inv_freq, rope_factor}),
-        tokens_(layers) {
-    const ResolvedConfig config = resolve({.policy = policy,
-                                           .budget = budget,
-                                           .prefill = prefill,
-                                           .positions = positions,
-                                           .own = own,
-                                           .seed = seed,
-                                           .threshold = threshold,
-                                           .length = length,
-                                           .model = {layers, kv_heads}},
-                                          kDecoder);
+        tokens_(asked.model.layers) {
+    const ResolvedConfig config = resolve(asked, kDecoder);
+    if (wants_projections(config.policy.columns))
+      output_ = nb::cast<std::shared_ptr<OutputProjections>>(projections());
     const HeadShape shape{head_size, group_, config.positions, softmax_scale, config.threshold16()};
     chunk_ = config.prefill.chunk;
-    for (std::uint32_t layer = 0; layer < layers; ++layer)
-      layers_.emplace_back(config, shape, kv_heads, layer);
+    for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer)
+      layers_.emplace_back(config, shape, kv_heads_, layer, output_.get());
   }
 
   Caches(const Caches&) = delete;
@@ -81,16 +74,19 @@ class Caches {
   std::uint64_t sum(Of of) const {
     std::uint64_t all = 0;
     for (const LayerCache& layer : layers_)
-      for (const HeadCache& head : layer.heads()) all += of(head.live());
+      for (const HeadCache& head : layer.heads()) all += of(head);
     return all;
   }
   std::uint64_t evictions() const {
-    return sum([](const LiveSet& live) { return live.evictions(); });
+    return sum([](const HeadCache& head) { return head.live().evictions(); });
   }
   /// Of keys and values of the live tokens.
   std::uint64_t kv_bytes() const {
-    return sum([](const LiveSet& live) { return std::uint64_t{live.size()}; }) * 2 * head_size_ *
-           sizeof(float);
+    return sum([](const HeadCache& head) { return std::uint64_t{head.live().size()}; }) * 2 *
+           head_size_ * sizeof(float);
+  }
+  std::uint64_t allocated_bytes() const {
+    return sum([](const HeadCache& head) { return head.bytes(); });
   }
 
  private:
@@ -114,7 +110,10 @@ class Caches {
       rows.k += rows.tokens * keys;
       rows.v += rows.tokens * keys;
     }
-    if (is_prompt) cache.end_prompt();
+    if (!is_prompt) return;
+    cache.end_prompt();
+    // At once, so that no two layers hold a prompt: that does not depend on who comes next.
+    for (HeadCache& head : cache.heads()) head.make_room(tokens_[layer]);
   }
 
   void check(const Rows& rows, std::string_view name, std::size_t tokens, std::size_t heads) const {
@@ -127,6 +126,7 @@ class Caches {
   std::uint32_t kv_heads_, group_, head_size_;
   std::uint32_t chunk_ = 0;  // tokens of a prompt's admission; 0: all
   GrowingRope rope_;
+  std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::deque<LayerCache> layers_;
   std::vector<std::uint32_t> tokens_;  // [layer]: so far
 };
@@ -135,21 +135,19 @@ class Caches {
 
 void bind_caches(nb::module_& module) {
   nb::class_<Caches>(module, "Caches", "The caches of every layer of a model, for one sequence.")
-      .def(nb::init<const std::string&, const std::vector<Policy>&, const std::string&,
-                    const std::string&, const std::string&, std::uint64_t, double, std::uint32_t,
-                    std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
-                    const std::vector<float>&, float, float>(),
-           nb::arg("policy"), nb::arg("own"), nb::arg("budget"), nb::arg("prefill"),
-           nb::arg("positions"), nb::arg("seed"), nb::arg("threshold"), nb::arg("length"),
-           nb::arg("layers"), nb::arg("query_heads"), nb::arg("kv_heads"), nb::arg("head_size"),
-           nb::arg("inv_freq"), nb::arg("rope_factor"), nb::arg("softmax_scale"))
+      .def(nb::init<const CacheRequest&, std::uint32_t, std::uint32_t, const std::vector<float>&,
+                    float, float, const ProjectionsOf&>(),
+           nb::arg("asked"), nb::arg("query_heads"), nb::arg("head_size"), nb::arg("inv_freq"),
+           nb::arg("rope_factor"), nb::arg("softmax_scale"), nb::arg("projections"),
+           "`projections` is called for OutputProjections where the policy reads them.")
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),
            "q [tokens, query_heads, head_size], k and v before RoPE; returns the outputs.")
       .def("tokens", &Caches::tokens, nb::arg("layer"))
       .def("kept", &Caches::kept, nb::arg("layer"), nb::arg("kv_head"), "Positions, ascending.")
       .def_prop_ro("evictions", &Caches::evictions)
-      .def_prop_ro("kv_bytes", &Caches::kv_bytes);
+      .def_prop_ro("kv_bytes", &Caches::kv_bytes)
+      .def_prop_ro("allocated_bytes", &Caches::allocated_bytes);
 }
 
 }  // namespace kvlab::python

@@ -9,7 +9,9 @@ NB_MODULE(_kvlab, module) {
   kvlab::python::bind_trace(module);
   kvlab::python::bind_arrays(module);
   kvlab::python::bind_policies(module);
+  kvlab::python::bind_projections(module);
   kvlab::python::bind_replay(module);
+  kvlab::python::bind_cache_request(module);
   kvlab::python::bind_caches(module);
   kvlab::python::bind_slot_plan(module);
 }

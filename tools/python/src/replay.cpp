@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "policies/columns/output_projections.hpp"
 #include "sim/budgets/grid.hpp"
 #include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
@@ -57,6 +59,8 @@ Asked asked_from(const Words& words) {
   if (!word("calibration").is_none())
     asked.options.calibration = std::make_shared<const Calibration>(
         read_calibration(nb::cast<std::string>(word("calibration"))));
+  if (!word("output").is_none())
+    asked.options.output = nb::cast<std::shared_ptr<OutputProjections>>(word("output"));
   return asked;
 }
 
@@ -187,11 +191,13 @@ std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, cons
                                                      std::uint32_t sequence, std::size_t config,
                                                      const std::vector<Policy>& own,
                                                      std::uint32_t layer, std::uint32_t kv_head,
-                                                     bool plain) {
+                                                     bool plain,
+                                                     std::shared_ptr<OutputProjections> output) {
   const CacheConfig wanted = config_of(self.run.info, config, own);
   const TraceReader& reader = *trace.reader;
   std::vector<std::uint32_t> queries = queries_of(reader, self.run.info.span);
-  const ReplayOptions options{.span = self.run.info.span, .plain = plain};
+  const ReplayOptions options{
+      .span = self.run.info.span, .plain = plain, .output = std::move(output)};
   const std::size_t tokens = reader.tokens();
   auto live = std::make_unique<bool[]>(queries.size() * tokens);
   call_long([&] {
@@ -235,6 +241,7 @@ void bind_replay(nb::module_& module) {
       .def("csv", [](const PythonRun& self) { return results_csv(self.run.rows); })
       .def("kept", kept_of, nb::arg("trace"), nb::arg("sequence"), nb::arg("config"),
            nb::arg("own"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("plain"),
+           nb::arg("output").none(),
            "Positions of the queries, and [query, token]: whether it was live.")
       .def_prop_ro("version", [](const PythonRun& self) { return self.run.info.version; })
       .def_prop_ro("span",

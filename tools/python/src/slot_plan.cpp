@@ -9,30 +9,11 @@
 #include <vector>
 
 #include "policies/columns/columns.hpp"
-#include "sim/budgets/grid.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/cache_request.hpp"
 
 namespace kvlab::python {
-
-ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
-  GridRequest request{.policies = {asked.policy},
-                      .prefills = {asked.prefill},
-                      .seed = asked.seed,
-                      .threshold = asked.threshold};
-  if (!asked.budget.empty()) request.budgets = {asked.budget};
-  if (!asked.positions.empty()) request.positions = {asked.positions};
-  ResolvedConfig config = kvlab::resolve(make_grid(request, {}, compiled_from(asked.own)).front(),
-                                         asked.length, 0, asked.model);
-  check_held(executor, config);
-  if (wants_projections(config.policy.columns))
-    throw std::invalid_argument(
-        fmt::format("policy {}: reads a column of the model's output projections, which these "
-                    "caches do not know; `kvlab generate` and `kvlab eval` run it",
-                    config.policy.name));
-  return config;
-}
 
 namespace {
 
@@ -40,26 +21,21 @@ using Counts = nb::ndarray<const std::uint32_t, nb::ndim<2>, nb::c_contig, nb::d
 
 class SlotPlan {
  public:
-  SlotPlan(const std::string& policy, const std::vector<Policy>& own, const std::string& budget,
-           const std::string& prefill, const std::string& positions, std::uint64_t seed,
-           double threshold, std::uint32_t length, std::uint32_t layers, std::uint32_t kv_heads)
-      : config_(resolve({.policy = policy,
-                         .budget = budget,
-                         .prefill = prefill,
-                         .positions = positions,
-                         .own = own,
-                         .seed = seed,
-                         .threshold = threshold,
-                         .length = length,
-                         .model = {layers, kv_heads}},
-                        kKernelLibrary)),
-        layers_(layers),
-        kv_heads_(kv_heads),
-        length_(length) {
-    if (config_.policy.entry->source || config_.policy.entry->host)
+  explicit SlotPlan(const CacheRequest& asked)
+      : config_(resolve(asked, kKernelLibrary)),
+        layers_(asked.model.layers),
+        kv_heads_(asked.model.kv_heads),
+        length_(asked.length) {
+    const PolicySpec& policy = config_.policy;
+    if (policy.entry->source || policy.entry->host)
       throw std::invalid_argument(
-          fmt::format("policy {}: {} holds registered policies; {} runs others", policy,
+          fmt::format("policy {}: {} holds registered policies; {} runs others", policy.name,
                       kKernelLibrary.name, kKernelLibrary.instead));
+    if (wants_projections(policy.columns))
+      throw std::invalid_argument(fmt::format(
+          "policy {}: reads a column of the model's output projections, which {} does not know; {} "
+          "runs it",
+          policy.name, kKernelLibrary.name, kKernelLibrary.instead));
   }
 
   const ResolvedConfig& config() const { return config_; }
@@ -119,12 +95,7 @@ void bind_slot_plan(nb::module_& module) {
   };
   nb::class_<Plan>(module, "SlotPlan",
                    "What caches of slots hold under a policy, by layer and KV head.")
-      .def(nb::init<const std::string&, const std::vector<Policy>&, const std::string&,
-                    const std::string&, const std::string&, std::uint64_t, double, std::uint32_t,
-                    std::uint32_t, std::uint32_t>(),
-           nb::arg("policy"), nb::arg("own"), nb::arg("budget"), nb::arg("prefill"),
-           nb::arg("positions"), nb::arg("seed"), nb::arg("threshold"), nb::arg("length"),
-           nb::arg("layers"), nb::arg("kv_heads"))
+      .def(nb::init<const CacheRequest&>(), nb::arg("asked"))
       .def_prop_ro("policy", [](const Plan& p) { return p.config().policy.name; })
       .def_prop_ro("params", [](const Plan& p) { return p.config().policy.params; })
       .def_prop_ro("columns", [](const Plan& p) { return p.config().policy.columns; })

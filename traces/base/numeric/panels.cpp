@@ -17,18 +17,20 @@ Panels::Panels(std::size_t rows, std::size_t depth, Dtype dtype)
 }
 
 void Panels::grow(std::size_t rows) {
-  const std::size_t panels = (rows + 15) / 16, panel_bytes = depth_ * 16 * bytes_of(dtype_);
-  if (panels > capacity_) {
-    const std::size_t wanted = std::max(panels, capacity_ + capacity_ / 2);
-    std::unique_ptr<std::byte, Free> data(static_cast<std::byte*>(
-        std::aligned_alloc(64, std::max<std::size_t>(64, (wanted * panel_bytes + 63) / 64 * 64))));
-    if (!data) throw std::bad_alloc();
-    if (capacity_) std::memcpy(data.get(), data_.get(), capacity_ * panel_bytes);
-    std::memset(data.get() + capacity_ * panel_bytes, 0, (wanted - capacity_) * panel_bytes);
-    data_ = std::move(data);
-    capacity_ = wanted;
-  }
+  if (rows > capacity_ * 16) reserve(std::max(rows, (capacity_ + capacity_ / 2) * 16));
   rows_ = std::max(rows_, rows);
+}
+
+void Panels::reserve(std::size_t rows) {
+  const std::size_t wanted = (rows + 15) / 16, panel_bytes = depth_ * 16 * bytes_of(dtype_);
+  if (wanted <= capacity_) return;
+  std::unique_ptr<std::byte, Free> data(static_cast<std::byte*>(
+      std::aligned_alloc(64, std::max<std::size_t>(64, (wanted * panel_bytes + 63) / 64 * 64))));
+  if (!data) throw std::bad_alloc();
+  if (capacity_) std::memcpy(data.get(), data_.get(), capacity_ * panel_bytes);
+  std::memset(data.get() + capacity_ * panel_bytes, 0, (wanted - capacity_) * panel_bytes);
+  data_ = std::move(data);
+  capacity_ = wanted;
 }
 
 void Panels::set_row(std::size_t row, const float* values) {

@@ -22,6 +22,7 @@ from kvlab.hf.models import (
     base_of,
     file_of,
     name_of,
+    output_projection,
     projections,
     refuse_unsupported,
     rope_of,
@@ -64,19 +65,6 @@ def plain_outputs(model: Any, shape: Shape, ids: Sequence[int]) -> torch.Tensor:
     finally:
         hook.remove()
     return outputs[0].view(len(ids), shape.query_heads, shape.head_size)
-
-
-def output_projection(module: Any, model: Any) -> torch.Tensor:
-    """The weight [hidden, inputs] that an output projection works by: of an adapter or quantised weights, what it
-    makes of the unit vectors."""
-    weight = getattr(module, "weight", None)
-    if type(module) is torch.nn.Linear and type(weight) is torch.nn.Parameter and weight.is_floating_point():
-        return weight
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), model.dtype)
-    device = next((p.device for p in module.parameters()), model.device)
-    units = torch.eye(module.in_features, dtype=dtype, device=device)
-    made: torch.Tensor = module(units) - module(torch.zeros_like(units[:1]))
-    return made.T
 
 
 class HookedModel:

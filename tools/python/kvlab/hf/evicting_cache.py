@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from collections.abc import Callable
@@ -13,7 +14,14 @@ import torch
 
 from kvlab import _kvlab
 from kvlab._policy import Policy, resolve
-from kvlab.hf.models import TRANSFORMERS, attention_modules, refuse_unsupported, rope_of, shape_of
+from kvlab.hf.models import (
+    TRANSFORMERS,
+    attention_modules,
+    output_projections,
+    refuse_unsupported,
+    rope_of,
+    shape_of,
+)
 from kvlab.hf.trace_files import Refused
 
 if TYPE_CHECKING:
@@ -58,27 +66,29 @@ class evicting:
         self._shape = shape_of(self._model)
         rope = rope_of(self._model, self._shape)
         texts, own = resolve([policy])
-        asked = (
-            texts[0],
-            own,
-            "" if budget is None else str(budget),
-            prefill,
-            positions or "",
-            seed,
-            request_threshold,
-            int(length or config.max_position_embeddings),
-            self._shape.layers,
+        asked = _kvlab.CacheRequest(
+            policy=texts[0],
+            own=own,
+            budget="" if budget is None else str(budget),
+            prefill=prefill,
+            positions=positions or "",
+            seed=seed,
+            threshold=request_threshold,
+            length=int(length or config.max_position_embeddings),
+            layers=self._shape.layers,
+            kv_heads=self._shape.kv_heads,
         )
-        heads = (self._shape.query_heads, self._shape.kv_heads, self._shape.head_size)
-        rotation = ([float(x) for x in rope.inv_freq], rope.factor, rope.softmax_scale)
         self._make: Callable[[], Any]
         if self._device.type == "cuda":
             from kvlab.hf.slot_caches import SlotCaches
 
-            plan = _kvlab.SlotPlan(*asked, self._shape.kv_heads)
+            plan = _kvlab.SlotPlan(asked)
             self._make = lambda: SlotCaches(plan, self._shape, rope, self._model.dtype, self._device)
         else:
-            self._make = lambda: _kvlab.Caches(*asked, *heads, *rotation)
+            heads = (self._shape.query_heads, self._shape.head_size)
+            inv_freq, turns = rope.inv_freq.tolist(), (rope.factor, rope.softmax_scale)
+            outputs = functools.cache(lambda: output_projections(self._model, self._shape))
+            self._make = lambda: _kvlab.Caches(asked, *heads, inv_freq, *turns, outputs)
         self._rope = rope
         self._threads = threads or os.cpu_count() or 1
         self._record = record
@@ -141,6 +151,11 @@ class evicting:
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that are held now: on the CPU in float32, on CUDA in the model's dtype."""
         return int(self._caches.kv_bytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that keys and values take up, room for tokens to come among them."""
+        return int(self._caches.allocated_bytes)
 
     def trace(self, out: str | os.PathLike[str] | None = None) -> Trace:
         """What attention was given, of the sequence that ran last: needs `record=True`."""

@@ -12,6 +12,7 @@ import transformers
 import xxhash
 from transformers.utils.hub import cached_file
 
+from kvlab import _kvlab
 from kvlab.hf.trace_files import Refused, one_line, xxh3_of
 
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
@@ -175,6 +176,27 @@ def attention_modules(model: Any) -> list[Any]:
                 f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected"
             )
     return modules
+
+
+def output_projection(module: Any, model: Any) -> torch.Tensor:
+    """The weight [hidden, inputs] that an output projection works by: of an adapter or quantised weights, what it
+    makes of the unit vectors."""
+    weight = getattr(module, "weight", None)
+    if type(module) is torch.nn.Linear and type(weight) is torch.nn.Parameter and weight.is_floating_point():
+        return weight
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), model.dtype)
+    device = next((p.device for p in module.parameters()), model.device)
+    units = torch.eye(module.in_features, dtype=dtype, device=device)
+    made: torch.Tensor = module(units) - module(torch.zeros_like(units[:1]))
+    return made.T
+
+
+def output_projections(model: Any, shape: Shape) -> _kvlab.OutputProjections:
+    """Those of all layers, as columns that are computed from them read them."""
+    modules = [module.o_proj for module in attention_modules(model)]
+    with torch.no_grad():
+        weights = [output_projection(module, model).detach().float().T.contiguous().cpu() for module in modules]
+    return _kvlab.OutputProjections([one.numpy() for one in weights], shape.kv_heads, shape.head_size)
 
 
 def projections(module: Any, shape: Any) -> list[tuple[str, Any, int]]:

@@ -158,19 +158,26 @@ class SlotCaches:
         held: int = int(self._live.sum()) * 2 * self._shape.head_size * self._keys.element_size()
         return held
 
+    @property
+    def allocated_bytes(self) -> int:
+        return 2 * self._keys.numel() * self._keys.element_size()
+
     # --- Attention ------------------------------------------------------------------------------
 
     def attend(self, layer: int, qkv: torch.Tensor, is_prompt: bool) -> torch.Tensor:
         """[token, query and KV heads, head size] before RoPE; returns [token, query head, head size]."""
-        if self._limit is not None and self._fed[layer] + len(qkv) > self._limit:
+        return self._admit_prompt(layer, qkv) if is_prompt else self._step(layer, qkv)
+
+    def _refuse_beyond(self, count: int) -> None:
+        if self._limit is not None and self._fed[0] + count > self._limit:
             raise Refused(
                 f"evicting: more than {self._limit} tokens, and caches that keep so many; evicting(…, length=…) says how"
                 " many there may be"
             )
-        return self._admit_prompt(layer, qkv) if is_prompt else self._step(layer, qkv)
 
     def before_token(self) -> None:
         """What the host does for a step of all layers: room that steps leave to a shrink, and the position."""
+        self._refuse_beyond(1)
         fed, plan = self._fed[0], self._plan
         if not plan.steps_make_room:
             self._make_room(plan.surplus(self._live, False))
@@ -288,6 +295,7 @@ class SlotCaches:
 
     def _admit_prompt(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         if layer == 0:
+            self._refuse_beyond(len(qkv))
             self._admissions = list(self._admissions_of(self._fed[0], len(qkv)))
         outs = []
         for admission in self._admissions:

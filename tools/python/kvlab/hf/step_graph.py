@@ -34,9 +34,10 @@ class StepGraph:
         @functools.wraps(original)
         def forward(*arguments: Any, **words: Any) -> Any:
             ids, past, fed = words.get("input_ids"), words.get("past_key_values"), self._evicting.tokens
-            if arguments or ids is None or past is None or any(words[word] for word in words.keys() - _KNOWN):
+            others = (value for word, value in words.items() if word not in _KNOWN)
+            if arguments or ids is None or past is None or any(value is not None and value is not False for value in others):
                 return original(*arguments, **words)
-            if tuple(ids.shape) != (1, 1) or fed == 0 or past.get_seq_length() != fed:
+            if words.get("return_dict") is False or tuple(ids.shape) != (1, 1) or fed == 0 or past.get_seq_length() != fed:
                 return original(*arguments, **words)
             if not self._ran:
                 self._ran = True

@@ -1,0 +1,40 @@
+#include "tools/python/src/cache_request.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "sim/budgets/grid.hpp"
+#include "tools/python/src/bindings.hpp"
+
+namespace kvlab::python {
+
+ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
+  GridRequest request{.policies = {asked.policy},
+                      .prefills = {asked.prefill},
+                      .seed = asked.seed,
+                      .threshold = asked.threshold};
+  if (!asked.budget.empty()) request.budgets = {asked.budget};
+  if (!asked.positions.empty()) request.positions = {asked.positions};
+  ResolvedConfig config = kvlab::resolve(make_grid(request, {}, compiled_from(asked.own)).front(),
+                                         asked.length, 0, asked.model);
+  check_held(executor, config);
+  return config;
+}
+
+void bind_cache_request(nb::module_& module) {
+  using Text = const std::string&;
+  nb::class_<CacheRequest>(module, "CacheRequest", "A cache, as Caches and SlotPlan take it.")
+      .def(
+          "__init__",
+          [](CacheRequest* to, Text policy, const std::vector<Policy>& own, Text budget,
+             Text prefill, Text positions, std::uint64_t seed, double threshold,
+             std::uint32_t length, std::uint32_t layers, std::uint32_t kv_heads) {
+            new (to) CacheRequest{policy, own,       budget, prefill,           positions,
+                                  seed,   threshold, length, {layers, kv_heads}};
+          },
+          nb::arg("policy"), nb::arg("own"), nb::arg("budget"), nb::arg("prefill"),
+          nb::arg("positions"), nb::arg("seed"), nb::arg("threshold"), nb::arg("length"),
+          nb::arg("layers"), nb::arg("kv_heads"));
+}
+
+}  // namespace kvlab::python
