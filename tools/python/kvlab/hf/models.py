@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import transformers
 import xxhash
 from transformers.utils.hub import cached_file
 
-from kvlab import _kvlab
 from kvlab.hf.trace_files import Refused, one_line, xxh3_of
+
+if TYPE_CHECKING:
+    from kvlab import _kvlab
 
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
@@ -193,6 +195,8 @@ def output_projection(module: Any, model: Any) -> torch.Tensor:
 
 def output_projections(model: Any, shape: Shape) -> _kvlab.OutputProjections:
     """Those of all layers, as columns that are computed from them read them."""
+    from kvlab import _kvlab  # which the scripts that share this file do without
+
     modules = [module.o_proj for module in attention_modules(model)]
     with torch.no_grad():
         weights = [output_projection(module, model).detach().float().T.contiguous().cpu() for module in modules]
