@@ -8,13 +8,10 @@ from experiment import Experiment, Refused, figure, main, name_of_policy, rankin
 
 QUESTION = """
 Every registered policy with its defaults, at several budgets, judged twice: how far do its predictions move from the
-full cache's (KL, in nats), and does the model still find a number in the text (pass key)? The two need not agree:
-choose by what you need.
+full cache's (KL, in nats), and does the model still find a number in the text (pass key)? The two need not agree.
 
-A policy that compresses prompts (`once`) keeps all that it decodes: its budget is the prompt's alone, and its memory
-grows. Such lines stand apart; beside them stands the same policy without, which keeps to its budget.
-
-A policy that reads columns which no engine computes is compared in the replay alone, with all others, at the end.
+A policy that compresses prompts (`once`) keeps all that it decodes: its memory grows. Such lines stand apart, beside
+the same policy without. A policy that reads columns which no engine computes stands in the replay alone, at the end.
 """
 
 
@@ -63,6 +60,9 @@ def by_pass_key(experiment, groups, budgets):
         asked = [row for row in rows if row["mode"] == mode]
         share = values(asked, "exact_match")
         full = figure(share["full", "", "all"], 2)
+        if share["full", "", "all"][0] == 0:
+            experiment.section(f"## Pass key, {mode}\n\nThe full cache finds none: there is nothing to lose.")
+            continue
         experiment.section(
             f"## Pass key, {mode}\n\nThe share of right answers; the full cache has {full}.\n\n"
             + ranking(share, budgets, best=max)
