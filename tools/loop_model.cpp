@@ -6,6 +6,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "engine/checkpoint/model.hpp"
 #include "engine/cpu_backend.hpp"
 #include "engine/loop/device/layered_loop.hpp"
 #include "sim/device/cuda_replay.hpp"
@@ -48,7 +49,8 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   LoopModel loaded{.directory = directory,
                    .backend = nullptr,
                    .sweep = {},
-                   .tokenizer = Tokenizer::load(directory + "/tokenizer.json")};
+                   .tokenizer = Tokenizer::load(directory + "/tokenizer.json",
+                                                load_model_config(directory).vocab)};
   if (device_from(options) == Device::cpu) {
     const Model model = Model::load(directory, threads);
     loaded.backend = cpu_backend(model, threads);

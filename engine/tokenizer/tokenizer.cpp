@@ -103,12 +103,14 @@ class Tokenizer::Impl {
     return ids;
   }
 
-  std::string decode(std::span<const std::int32_t> ids, bool skip_special) const {
+  std::string decode(std::span<const std::int32_t> ids, bool skip_special,
+                     std::size_t model_ids) const {
     std::vector<std::string> tokens;
     tokens.reserve(ids.size());
     for (const std::int32_t id : ids) {
       const auto it = token_of_.find(id);
       if (it == token_of_.end()) {
+        if (id >= 0 && static_cast<std::size_t>(id) < model_ids) continue;
         throw std::out_of_range(fmt::format(
             "token id {} is not in the vocabulary, whose largest id is {}", id, max_id_));
       }
@@ -124,6 +126,7 @@ class Tokenizer::Impl {
   }
 
   std::size_t vocab_size() const { return static_cast<std::size_t>(max_id_) + 1; }
+  std::size_t known_ids() const { return token_of_.size(); }
 
  private:
   void add_id(std::int32_t id, const std::string& token) {
@@ -212,6 +215,7 @@ class Tokenizer::Impl {
 Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json) {
   const tokenizer::Json json = tokenizer::read_json(tokenizer_json);
   Tokenizer result;
+  result.place_ = tokenizer_json.string();
   try {
     result.impl_ = std::make_shared<const Impl>(tokenizer::Node::root(json));
   } catch (const std::runtime_error& error) {
@@ -220,12 +224,30 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json) {
   return result;
 }
 
+Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, std::size_t model_ids) {
+  Tokenizer result = load(tokenizer_json);
+  result.model_ids_ = model_ids;
+  if (const std::size_t known = result.impl_->known_ids(); known < model_ids - model_ids / 2)
+    throw std::runtime_error(
+        fmt::format("{}: has {} tokens, and the model {} ids; the file of this model is needed",
+                    result.place_, known, model_ids));
+  return result;
+}
+
 std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_special) const {
-  return impl_->encode(text, add_special);
+  std::vector<std::int32_t> ids = impl_->encode(text, add_special);
+  if (model_ids_ == 0) return ids;
+  for (const std::int32_t id : ids)
+    if (static_cast<std::size_t>(id) >= model_ids_)
+      throw std::runtime_error(
+          fmt::format("{}: the text has the token id {}, and the model {} ids; the file of this "
+                      "model is needed",
+                      place_, id, model_ids_));
+  return ids;
 }
 
 std::string Tokenizer::decode(std::span<const std::int32_t> ids, bool skip_special) const {
-  return impl_->decode(ids, skip_special);
+  return impl_->decode(ids, skip_special, model_ids_);
 }
 
 std::optional<std::int32_t> Tokenizer::id_of(std::string_view token) const {

@@ -17,13 +17,18 @@ class Tokenizer {
   /// Byte-level BPE (GPT-2, Llama-3, Qwen2 split patterns) or SentencePiece-style BPE with byte
   /// fallback. Throws std::runtime_error that names the file and what is wrong or not supported.
   static Tokenizer load(const std::filesystem::path& tokenizer_json);
+  /// That of a model of `model_ids` token ids. Throws std::runtime_error too where the file knows
+  /// less than half of them: padding is never as much, so it is another model's.
+  static Tokenizer load(const std::filesystem::path& tokenizer_json, std::size_t model_ids);
 
   /// Token ids of UTF-8 text. `add_special`: what the file's post-processor adds (BOS, say).
   /// Invalid UTF-8: each maximal invalid part is read as one U+FFFD, as Python's errors="replace"
-  /// does. Throws std::runtime_error if the file's pattern needs too many steps on this text.
+  /// does. Throws std::runtime_error if the file's pattern needs too many steps on this text, or
+  /// for an id that the model does not have.
   std::vector<std::int32_t> encode(std::string_view text, bool add_special = true) const;
   /// Bytes of the ids, not always whole UTF-8 (a token may end within a character); `skip_special`
-  /// leaves out special tokens. Unknown ids throw std::out_of_range.
+  /// leaves out special tokens. Ids that only the model has are no text; others that are unknown
+  /// throw std::out_of_range.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = true) const;
 
   /// The id of a token as the file spells it.
@@ -34,6 +39,8 @@ class Tokenizer {
  private:
   class Impl;
   std::shared_ptr<const Impl> impl_;
+  std::string place_;
+  std::size_t model_ids_ = 0;  ///< 0: whatever the file says
 };
 
 }  // namespace kvlab

@@ -113,14 +113,14 @@ TEST_CASE("With a budget of the whole length every policy gives the bits of the 
   CHECK(conversation_logits(cache(policy, 60, prefill)) != full);
 }
 
-TEST_CASE("Neither threads nor the size of an admission change a full cache's bits") {
+TEST_CASE("Neither threads nor the size of an admission change a full cache's bits", "[threads]") {
   const auto full = conversation_logits({});
   CHECK(conversation_logits({}, 3) == full);
   CHECK(conversation_logits(cache("full", kNoBudget, {1})) == full);
   CHECK(conversation_logits(cache("full", kNoBudget, {29})) == full);
 }
 
-TEST_CASE("Threads do not change what a policy keeps") {
+TEST_CASE("Threads do not change what a policy keeps", "[threads]") {
   const std::string policy = GENERATE("lru", "streaming_h2o");
   CHECK(conversation_logits(cache(policy, 40), 3) == conversation_logits(cache(policy, 40), 1));
 }

@@ -118,7 +118,8 @@ bool equal_bits(std::span<const float> a, std::span<const float> b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
 }
 
-TEST_CASE("a row's bits depend neither on the rows computed with it nor on the threads") {
+TEST_CASE("a row's bits depend neither on the rows computed with it nor on the threads",
+          "[threads]") {
   for (const char* name :
        {"engine/models/tiny", "tests/data/models/qwen3", "tests/data/models/llama_biases"}) {
     const Model model = Model::load(source_path(name), 2);

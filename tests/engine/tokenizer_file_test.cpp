@@ -6,6 +6,8 @@
 #include "tests/catch.hpp"
 #include "tests/engine/tokenizer_fixture.hpp"
 #include "tests/error_of.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -71,6 +73,24 @@ TEST_CASE("ids need not follow each other") {
   CHECK(tokenizer.id_of("abc") == kAbc);
   CHECK(tokenizer.id_of("nothing") == std::nullopt);
   CHECK_THROWS_AS(tokenizer.decode(Ids{6'000'000}), std::out_of_range);
+}
+
+TEST_CASE(
+    "a model may have ids that its file has not: they are no text; the other way is refused") {
+  const test::TemporaryFolder folder;
+  const auto path = folder / "tokenizer.json";
+  write_file_atomically(path, small_tokenizer().dump());
+  const std::size_t size = Tokenizer::load(path).vocab_size();
+  const auto padded = Tokenizer::load(path, size + 100);
+  const auto last = static_cast<std::int32_t>(size + 99);
+  CHECK(padded.decode(Ids{kAbc, last, kAbc}) == "abcabc");
+  CHECK_THROWS_AS(padded.decode(Ids{last + 1}), std::out_of_range);
+  CHECK_THROWS_AS(padded.decode(Ids{-1}), std::out_of_range);
+  CHECK_THROWS_WITH(Tokenizer::load(path, 2 * size + 1),
+                    Catch::Matchers::ContainsSubstring("of this model is needed"));
+  CHECK_THROWS_WITH(
+      Tokenizer::load(path, kAbc).encode("abc"),
+      Catch::Matchers::ContainsSubstring("tokenizer.json: the text has the token id"));
 }
 
 TEST_CASE("Metaspace prepends its mark always, at the start or never") {

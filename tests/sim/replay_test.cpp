@@ -270,7 +270,7 @@ TEST_CASE("oracle_topk bounds every policy's recall and misses, row by row") {
   }
 }
 
-TEST_CASE("measurements are the same bytes for any number of threads") {
+TEST_CASE("measurements are the same bytes for any number of threads", "[threads]") {
   const Traced traced(two_turns_in_bf16());
   const auto cases = whole_grid(traced.trace.tokens());
   const auto once = replay_all(traced.trace, cases, Span::decode, 1).measurements;

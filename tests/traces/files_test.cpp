@@ -7,11 +7,13 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/output_claim.hpp"
 #include "traces/base/process.hpp"
 
 namespace kvlab {
 namespace {
 
+using Catch::Matchers::ContainsSubstring;
 using test::read_bytes;
 using test::TemporaryFolder;
 
@@ -37,7 +39,8 @@ TEST_CASE("What is being written has a name that was not there and that nobody c
 }
 
 TEST_CASE(
-    "Of many folders of one name that are begun at once, one goes on and the others are refused") {
+    "Of many folders of one name that are begun at once, one goes on and the others are refused",
+    "[threads]") {
   constexpr int kRounds = 50, kAtOnce = 4;
   const TemporaryFolder folder;
   for (int round = 0; round < kRounds; ++round) {
@@ -59,6 +62,21 @@ TEST_CASE(
     CHECK(made == 1);
   }
   CHECK(test::names_in(folder.path()).empty());
+}
+
+TEST_CASE("A file is claimed by one at a time; what a killed process left claims nothing") {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "out.00000000.part", "left");
+  {
+    const OutputClaim first(folder / "out"), other(folder / "out.html");
+    CHECK_THAT(test::error_of([&] { OutputClaim(folder / "." / "out"); }),
+               ContainsSubstring("out: another command is making it"));
+    write_file_atomically(folder / "out", "whole");
+  }
+  const OutputClaim again(folder / "out");
+  CHECK(read_bytes(folder / "out") == "whole");
+  CHECK(read_bytes(folder / "out.00000000.part") == "left");
+  CHECK(test::names_in(folder.path()).size() == 3);
 }
 
 TEST_CASE("A program that says too much is ended, and its log stays small") {

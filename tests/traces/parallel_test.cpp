@@ -14,7 +14,7 @@
 namespace kvlab {
 namespace {
 
-TEST_CASE("every item of a loop is done once, however many threads") {
+TEST_CASE("every item of a loop is done once, however many threads", "[threads]") {
   for (const unsigned threads : {0u, 1u, 2u, 5u, 40u})
     for (const std::size_t count : {0u, 1u, 3u, 1000u}) {
       std::vector<std::atomic<int>> done(count);
@@ -23,7 +23,7 @@ TEST_CASE("every item of a loop is done once, however many threads") {
     }
 }
 
-TEST_CASE("loops may be nested") {
+TEST_CASE("loops may be nested", "[threads]") {
   std::atomic<int> done{0};
   parallel_for(8, 4, [&](std::size_t) {
     parallel_for(8, 4, [&](std::size_t) { parallel_for(8, 4, [&](std::size_t) { ++done; }); });
@@ -31,7 +31,7 @@ TEST_CASE("loops may be nested") {
   CHECK(done == 512);
 }
 
-TEST_CASE("loops may be started from several threads at once") {
+TEST_CASE("loops may be started from several threads at once", "[threads]") {
   std::atomic<int> done{0};
   {
     std::vector<std::jthread> callers;
@@ -43,7 +43,8 @@ TEST_CASE("loops may be started from several threads at once") {
   CHECK(done == 4 * 200 * 10);
 }
 
-TEST_CASE("the first exception of a loop comes out, no item is left running, and others go on") {
+TEST_CASE("the first exception of a loop comes out, no item is left running, and others go on",
+          "[threads]") {
   std::atomic<int> running{0};
   const auto loop = [&] {
     parallel_for(1000, 4, [&](std::size_t i) {
@@ -64,7 +65,8 @@ TEST_CASE("the first exception of a loop comes out, no item is left running, and
   CHECK(done == 100);
 }
 
-TEST_CASE("a loop that is called off drops what it has not started, nested loops too") {
+TEST_CASE("a loop that is called off drops what it has not started, nested loops too",
+          "[threads]") {
   std::atomic<bool> off{false};
   std::atomic<int> done{0};
   const auto loop = [&](unsigned threads) {
@@ -90,7 +92,7 @@ TEST_CASE("a loop that is called off drops what it has not started, nested loops
   CHECK(done == 10'000);
 }
 
-TEST_CASE("a forked child has threads of its own") {
+TEST_CASE("a forked child has threads of its own", "[threads]") {
   parallel_for(100, 4, [](std::size_t) {});
   const pid_t child = ::fork();
   if (child == 0) {

@@ -115,7 +115,7 @@ TEST_CASE("A value that is not finite is not written") {
   }
 }
 
-TEST_CASE("The check does not depend on the number of threads") {
+TEST_CASE("The check does not depend on the number of threads", "[threads]") {
   const TemporaryFolder folder;
   write_trace(folder / "t", make_sample(1100, Dtype::bf16, Rounding::model_dtype, Mistake::scale),
               900);

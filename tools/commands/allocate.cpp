@@ -6,6 +6,7 @@
 #include "sim/budgets/budget_file.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {
@@ -54,6 +55,7 @@ int run(const po::variables_map& options) {
   const Budget mean = mean_from(options);
   const std::string out = required(options, "out", "--out budgets.json");
   refuse_unwritable(out, "--out");
+  const OutputClaim claim(out);
   const Allocation allocation =
       allocate_budgets(load_run(directory), {.policy = text_from(options, "policy"),
                                              .metric = text_from(options, "metric"),

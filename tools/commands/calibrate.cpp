@@ -10,6 +10,7 @@
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {
@@ -81,13 +82,14 @@ int run(const po::variables_map& options) {
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
   refuse_unwritable(out, "--out");
+  const OutputClaim claim(out);
   const auto texts = options["text"].as<std::vector<std::string>>();
   const unsigned threads = threads_from(options);
   const double noise = noise_from(options);
   const std::uint64_t seed = seed_from(options);
   const std::size_t tokens = count_from(options, "max-tokens", 128, kMostTokens);
   const Model model = Model::load(directory, threads);
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json", model.config().vocab);
   std::vector<std::vector<std::int32_t>> ids(texts.size());
   for (std::size_t t = 0; t < texts.size(); ++t)
     ids[t] = ids_of_text(texts[t], tokenizer, model.config(), tokens);

@@ -144,7 +144,10 @@ std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConf
 
 /// What to say of a trace that an error ended.
 std::string unfinished(const std::string& out) {
-  if (!std::filesystem::exists(std::filesystem::path(out) / shard_name(0))) return "";
+  const std::filesystem::path folder = out;
+  if (!std::filesystem::exists(folder / shard_name(0)) ||
+      std::filesystem::exists(folder / kManifestFile))
+    return "";
   return fmt::format("; {} is unfinished, `kvlab trace seal {}` keeps its whole shards", out, out);
 }
 
@@ -153,6 +156,8 @@ int run(const po::variables_map& options) {
   check_modes(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const std::string out = required(options, "out", "--out TRACE, a directory to be made");
+  if (const std::string left = unfinished(out); !left.empty())
+    throw std::runtime_error("--out: " + out + " exists" + left);
   if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
   const unsigned threads = threads_from(options);
   const SamplingOptions sampling = sampling_from(options);
@@ -162,7 +167,7 @@ int run(const po::variables_map& options) {
 
   const auto backend = load_backend(device, directory, threads);
   const ModelConfig& config = backend->config();
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json", config.vocab);
   const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
 
   const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);

@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "sim/report/html.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -82,7 +84,11 @@ int run(const po::variables_map& options) {
   const std::string metric =
       options.count("metric") ? options["metric"].as<std::string>() : std::string();
   const std::string out = options.count("out") ? options["out"].as<std::string>() : "";
-  if (!out.empty()) refuse_unwritable(out, "--out");
+  std::optional<OutputClaim> claim;
+  if (!out.empty()) {
+    refuse_unwritable(out, "--out");
+    claim.emplace(out);
+  }
   const Comparison comparison = compare(std::move(sets), metric);
   if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
   if (!out.empty()) write_file_atomically(out, compare_page(comparison));

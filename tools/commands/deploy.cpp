@@ -13,6 +13,7 @@
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {
@@ -114,6 +115,8 @@ int run(const po::variables_map& options) {
       required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
   const std::string budget = required(options, "budget", "--budget B, one of the run");
   const std::string out = required(options, "out", "--out policy.json");
+  refuse_unwritable(out, "--out");
+  const OutputClaim claim(out);
   const Run loaded = load_run(directory);
   const Figures figures(loaded.rows);
   Ballot ballot =

@@ -134,7 +134,7 @@ int run(const po::variables_map& options) {
 
   const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json", config.vocab);
   const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
   std::uint32_t longest_prompt = 0;

@@ -14,6 +14,7 @@
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {
@@ -87,6 +88,8 @@ int run(const po::variables_map& options) {
   const std::string out = required(options, "out", "--out report.html");
   if (options.count("figures")) refuse_existing(options["figures"].as<std::string>(), "--figures");
   if (options.count("model")) refuse_hub_name(options["model"].as<std::string>());
+  refuse_unwritable(out, "--out");
+  const OutputClaim claim(out);
   const std::string html = page_of(directory, options);
   write_file_atomically(out, html);
   if (options["json"].as<bool>())

@@ -299,7 +299,8 @@ int run(const po::variables_map& options) {
   const Device device = device_from(options);
   if (device == Device::cuda) request.answers.most_rows = kCudaRows;
   const auto backend = load_backend(device, directory, threads_from(options));
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Tokenizer tokenizer =
+      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
 
   const TaskRun run = run_task(*backend, tokenizer, request);
   const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);

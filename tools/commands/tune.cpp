@@ -10,6 +10,7 @@
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {
@@ -149,6 +150,7 @@ int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out policy.json");
   refuse_unwritable(out, "--out");
+  const OutputClaim claim(out);
   const Budget budget = read_budget(required(options, "budget", "--budget B, tokens or a share"));
   if (budget.all)
     throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");

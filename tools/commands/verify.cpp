@@ -95,7 +95,8 @@ int run(const po::variables_map& options) {
   const std::vector<CacheConfig> grid = grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
+  const Tokenizer tokenizer =
+      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
   const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
 
   bool ok = true;

@@ -24,6 +24,8 @@ class AtomicFile {
 
   void write(std::span<const std::byte> bytes);
   void commit();
+  /// Of the open file, until commit().
+  int descriptor() const { return file_; }
 
  private:
   std::filesystem::path path_, part_;

@@ -1,14 +1,20 @@
 #!/bin/sh
-# faults_test.sh KVLAB SOURCE FAULTS [STEPS]: capture, replay and eval, each with one fault at a time: killed before a call
-# that changes files, or that call failing, writing less, or an allocation without memory. What was sealed is whole, the
-# same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (6), or `all`.
+# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: capture, replay, eval and tune, each with one fault at a time:
+# killed before a call that changes files, or that call failing, writing less, or an allocation without memory. What was
+# sealed is whole, the same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (6),
+# or `all` (of a hundred thousand allocations, 400); KINDS in the environment: these kinds of faults alone.
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-6}
+shift 3
+[ $# -eq 0 ] || shift
+commands=${*:-capture replay evaluate tune}
 . "$source/tests/scripts/check.sh"
 enter_scratch
 ln -s "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
 head -c 3600 "$source/tools/texts/austen-emma.txt" >text
+mkdir scratch
+export TMPDIR=$PWD/scratch
 tried=0
 
 capture() {
@@ -21,9 +27,13 @@ replay() {
 evaluate() {
   "$@" "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 1 --out scores
 }
+tune() {
+  "$@" "$kvlab" tune --model tiny --text text --max-tokens 300 --prompt-tokens 50 --budget 64 --policy h2o,lru \
+    --threads 1 --out tuned
+}
 
 # What may lie here after COMMAND, beside what was there.
-others() { ls -A | grep -vxE 'story|tiny|text|whole|(out|err|count|names).txt' | grep -vxE "$1" || true; }
+others() { ls -A | grep -vxE 'story|tiny|text|whole|scratch|(out|err|count|names).txt' | grep -vxE "$1" || true; }
 
 check_capture() {
   [ -z "$(others trace)" ] || fail "capture, $1: $(others trace)"
@@ -59,6 +69,16 @@ check_evaluate() {
   diff -r scores whole/scores || fail "eval, $1: other scores"
   rm -rf scores
 }
+check_tune() {
+  left=tuned
+  [ "${1%% *}" != kill ] || left='tuned|tuned.[0-9a-f]{8}.part' # and what is in TMPDIR: nothing can be done about it
+  [ -z "$(others "$left")" ] || fail "tune, $1: $(others "$left")"
+  [ "${1%% *}" = kill ] || [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)"
+  rm -rf tuned.*.part scratch/*
+  [ -e tuned ] || tune env >/dev/null 2>err.txt || fail "tune, $1: it does not begin again: $(cat err.txt)"
+  cmp tuned whole/tuned || fail "tune, $1: another policy"
+  rm tuned
+}
 
 # one COMMAND KIND N
 one() {
@@ -83,19 +103,24 @@ walk() {
   count=$(cat count.txt)
   [ "$count" -gt 10 ] || fail "$1: only $count calls were counted"
   step=1
-  [ "$steps" = all ] || step=$(((count + steps - 1) / steps))
+  case $steps:$2 in
+    all:memory) step=$(((count + 399) / 400)) ;;
+    all:*) ;;
+    *) step=$(((count + steps - 1) / steps)) ;;
+  esac
   n=1
   while [ $n -le "$count" ]; do
     one "$1" "$2" $n
     n=$((n + step))
   done
   [ "$steps" = all ] || one "$1" "$2" "$count"
+  echo "$1, $2: $count there are"
 }
 
 mkdir whole
-for command in capture replay evaluate; do $command env >/dev/null 2>&1; done
-mv trace run scores whole
-for command in capture replay evaluate; do
-  for kind in kill ENOSPC EIO EINTR short memory; do walk $command $kind; done
+for command in capture replay evaluate tune; do $command env >/dev/null 2>&1; done
+mv trace run scores tuned whole
+for command in $commands; do
+  for kind in ${KINDS:-kill ENOSPC EIO EINTR short memory}; do walk $command $kind; done
 done
 echo "faults: $tried tried"

@@ -31,6 +31,13 @@ sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file obeyed.json
 refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
+# Another program's complaint of several lines.
+mkdir bin
+printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/gnuplot
+chmod +x bin/gnuplot
+refused "gnuplot failed on figure" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --fixed --out other.html
+[ ! -e other.html ] || fail "a page without its figures"
+
 # A link in the place of what is being written.
 echo theirs >theirs
 for part in made.json.part made.json.00000000.part; do ln -s theirs $part; done
@@ -46,6 +53,31 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
   refused "broken/tokenizer.json: " "$kvlab" generate --model broken --prompt hi
   refused "broken/tokenizer.json: " "$kvlab" eval --model broken --text policy.json
 done
+# A whole one of another model, with fewer tokens, and with ids that this one has not.
+echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json
+sed 's/^\( *"t": \)[0-9]*/\19084/' tiny/tokenizer.json >far.json
+! cmp -s far.json tiny/tokenizer.json || fail "the token t is not where it was"
+echo t >t.txt
+for kind in few far; do
+  mv $kind.json broken/tokenizer.json
+  refused "the file of this model is needed" "$kvlab" capture --model broken --prompt t --max-new-tokens 3000 --beyond-context --out trace
+  refused "the file of this model is needed" "$kvlab" generate --model broken --prompt t --max-new-tokens 3000 --beyond-context
+  refused "the file of this model is needed" "$kvlab" eval --model broken --text t.txt
+  [ ! -e trace ] || fail "a trace was begun"
+done
+
+# Weights that are numbers, and too large to be computed with (bytes 0x7f in layer 0).
+mkdir huge
+cp tiny/config.json tiny/tokenizer.json huge/
+{
+  head -c 5000000 tiny/model.safetensors
+  head -c 100000 /dev/zero | tr '\0' '\177'
+  tail -c +5100001 tiny/model.safetensors
+} >huge/model.safetensors
+refused "not finite; the checkpoint's weights may be damaged" "$kvlab" capture --model huge --prompt hi --out trace
+[ ! -e trace ] || fail "a trace of no use"
+refused "logits are not finite" "$kvlab" generate --model huge --prompt hi
+refused "scored token 0 is not finite" "$kvlab" eval --model huge --text "$source/tools/demo/prompt.txt" --max-tokens 60
 
 # A scratch folder that is not there.
 head -c 2000 "$source/tools/texts/austen-emma.txt" >text

@@ -1,6 +1,6 @@
 #!/bin/sh
-# together_test.sh KVLAB SOURCE: commands that write one output at once. Of captures, replays and evaluations one wins, whole,
-# and the others say so; a file is that of one of them, whole.
+# together_test.sh KVLAB SOURCE: commands that write one output at once: one wins, whole, and the others say so. Pages and
+# policy files replace an older one, so there the next may win when the first is over.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -43,7 +43,21 @@ for command in capture replay evaluate report deploy; do
   $command whole-$command >/dev/null 2>&1
   for round in 1 2 3; do
     at_once $command
-    case $command:$won in capture:1 | replay:1 | evaluate:1 | report:4 | deploy:4) ;; *) fail "$won of 4 $command won" ;; esac
+    case $command:$won in capture:1 | replay:1 | evaluate:1 | report:* | deploy:*) ;; *) fail "$won of 4 $command won" ;; esac
   done
+done
+
+# A file that another command is making, and one that a killed command left.
+touch out.0123abcd.part
+for command in report deploy; do
+  flock --no-fork out.0123abcd.part sleep 60 &
+  pid=$!
+  while flock -n out.0123abcd.part true; do sleep 0.01; done
+  refused "out: another command is making it" $command out
+  [ ! -e out ] || fail "$command wrote what another is making"
+  kill $pid
+  wait $pid || true
+  $command out >/dev/null
+  rm out
 done
 echo "together: one output each"

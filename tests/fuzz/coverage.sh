@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# coverage.sh [CORPORA]: how many lines of the readers' files the fuzz targets reach over their corpora, and over those in
+# CORPORA (a folder for each target, as `./dev fuzz` leaves them in build-fuzz/found/corpora). Builds in build-coverage.
+# KVLAB_SHOW=FILE prints the lines of FILE that are not reached.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+build=${KVLAB_COVERAGE_BUILD:-build-coverage} corpora=${1:-}
+targets=$(cd tests/fuzz && ls ./*_target.cpp | sed 's|./||; s/_target.cpp//')
+readers=(
+  traces/base/{json,json_fields,json_value,safetensors,text}.cpp
+  traces/{extras,manifest,shard,trace_reader,trace_seal,trace_verify}.cpp
+  engine/tokenizer/*.cpp engine/checkpoint/{checkpoint,model_config}.cpp engine/loop/{policy_file,task/chat}.cpp
+  sim/run/{csv,kept,results,run,unit_file}.cpp sim/budgets/budget_file.cpp sim/calibration.cpp sim/source/policy_struct.cpp
+  policies/{catalogue,cache_config,budgets/budget}.cpp)
+cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=clang++-14 -DKVLAB_WERROR=OFF -DKVLAB_CUDA=OFF \
+  -DKVLAB_MPI=OFF "-DCMAKE_CXX_FLAGS=-O1 -fprofile-instr-generate -fcoverage-mapping -Wno-unknown-warning-option" >/dev/null
+# shellcheck disable=SC2046
+ninja -C "$build" $(for target in $targets; do echo "fuzz_$target"; done) >&2
+objects=()
+for target in $targets; do
+  folders=("tests/data/fuzz/$target")
+  [[ -z $corpora || ! -d $corpora/$target ]] || folders+=("$corpora/$target")
+  LLVM_PROFILE_FILE=$build/$target.profraw "$build/tests/fuzz/fuzz_$target" "${folders[@]}" >/dev/null
+  objects+=(${objects[@]:+-object} "$build/tests/fuzz/fuzz_$target")
+done
+llvm-profdata-14 merge -sparse "$build"/*.profraw -o "$build/all.profdata"
+if [[ -n ${KVLAB_SHOW:-} ]]; then
+  llvm-cov-14 show "${objects[@]}" -instr-profile "$build/all.profdata" "$KVLAB_SHOW" | grep -E '^ +[0-9]+\| +0\|'
+  exit
+fi
+llvm-cov-14 export -summary-only "${objects[@]}" -instr-profile "$build/all.profdata" | python3 -c '
+import json, os, sys
+rows = [(os.path.relpath(file["filename"]), file["summary"]["lines"]) for file in json.load(sys.stdin)["data"][0]["files"]]
+rows = [row for row in rows if row[0] in sys.argv[1:]]
+for name, lines in sorted(rows) + [("all", {k: sum(row[1][k] for row in rows) for k in ("count", "covered")})]:
+    reached, there = lines["covered"], lines["count"]
+    print(f"{name:45} {reached:5} of {there:5} {100 * reached / there:6.1f}%")' "${readers[@]}"
