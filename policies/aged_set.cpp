@@ -158,8 +158,8 @@ void AgedSet::give_back() {
   positions_.shrink_to_fit();
   states_.shrink_to_fit();
   brought_.shrink_to_fit();
-  victims_ = {};
-  keys_ = {};
+  victims_ = std::vector<std::uint32_t>();
+  keys_ = std::vector<LeavingKey>();  // (braces alone would keep the memory)
 }
 
 void AgedSet::admit(std::uint32_t first, std::uint32_t count, const float* brought) {

@@ -50,7 +50,7 @@ std::vector<std::uint32_t> LiveSet::renumber() {
   std::iota(before.begin(), before.end(), 0u);
   before.swap(slots_);
   slot_count_ = size();
-  free_ = {};
+  free_ = std::vector<std::uint32_t>();
   give_back();
   return before;
 }
