@@ -95,8 +95,9 @@ class TraceWriter::Impl {
   }
 
   ~Impl() {
-    if (!shards_.empty()) return;
     std::error_code ignored;
+    // (Also one that was renamed before an error; it needs the ids.)
+    if (!shards_.empty() || fs::exists(directory_ / shard_name(0), ignored)) return;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
     if (made_) fs::remove(directory_, ignored);  // only if empty

@@ -207,6 +207,17 @@ TEST_CASE("What a capture left that was killed before its first shard is taken o
              ContainsSubstring("exists already"));
 }
 
+TEST_CASE("A capture that fails when its first shard is there leaves the ids too") {
+  const TemporaryFolder folder;
+  const Sample s = make_sample(8, Dtype::f32, Rounding::none);
+  {
+    const TraceWriter writer(folder / "t", s.header);
+    write_file_atomically(folder / "t" / "tokens.safetensors", "the ids");
+    write_file_atomically(folder / "t" / "shard-00000.safetensors", "renamed before the error");
+  }
+  CHECK(read_bytes(folder / "t" / "tokens.safetensors") == "the ids");
+}
+
 TEST_CASE("A folder that exists, or cannot be made, is refused and left alone") {
   const TemporaryFolder folder;
   const TraceHeader header = make_sample(1, Dtype::f32, Rounding::none).header;

@@ -73,7 +73,10 @@ check_tune() {
   left=tuned
   [ "${1%% *}" != kill ] || left='tuned|tuned.[0-9a-f]{8}.part' # and what is in TMPDIR: nothing can be done about it
   [ -z "$(others "$left")" ] || fail "tune, $1: $(others "$left")"
-  [ "${1%% *}" = kill ] || [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)"
+  case $1:${code:-} in
+    kill* | ENOSPC*:0 | EIO*:0) ;; # the call that failed was one that removes it
+    *) [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)" ;;
+  esac
   rm -rf tuned.*.part scratch/*
   [ -e tuned ] || tune env >/dev/null 2>err.txt || fail "tune, $1: it does not begin again: $(cat err.txt)"
   cmp tuned whole/tuned || fail "tune, $1: another policy"
