@@ -3,6 +3,7 @@
 // The cache of one layer is keys and values [sequence, kv_head, slot, dim] of `type`, keys rotated.
 #pragma once
 
+#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -60,6 +61,7 @@ struct PrefillAttentionArgs {
   const std::int32_t* older = nullptr;  ///< [kv_head], device; null: 0
   const std::int64_t* first_slot = nullptr;  ///< [kv_head], device: where a head's slots begin;
                                              ///< null: every shape.head_stride elements
+  PagedRows paged{};                         ///< of keys and values; pairs are KV heads
 };
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
 

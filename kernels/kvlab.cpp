@@ -1,6 +1,7 @@
 // The C interface: translates structs, finds policies by name, and does nothing else.
 #include "kernels/kvlab.h"
 
+#include <bit>
 #include <cstring>
 #include <span>
 #include <string_view>
@@ -43,6 +44,30 @@ Needs needs_of(kvlab_needs needs) { return static_cast<Needs>(needs); }
 /// Whether the enumerations hold what their types name: C lets them be anything.
 bool known(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
 
+/// Whether they can be PagedRows at all; the kernels know the rest.
+bool known(const kvlab_pages& pages) {
+  if (pages.blocks == nullptr) return pages.page == 0;
+  return pages.page > 0 && std::has_single_bit(static_cast<unsigned>(pages.page)) &&
+         pages.slot_stride == static_cast<std::int32_t>(pages.slot_stride);
+}
+
+bool known(const kvlab_cache& cache) { return known(cache.type) && known(cache.pages); }
+
+bool known(const kvlab_prefill_args& args) {
+  return known(args.type) && known(args.pages) && args.first_slot != nullptr;
+}
+
+PagedRows rows_of(const kvlab_pages& pages) {
+  if (pages.blocks == nullptr) return {};
+  return {.blocks = pages.blocks,
+          .block_stride = pages.block_stride,
+          .head_stride = pages.head_stride,
+          .slot_stride = static_cast<std::int32_t>(pages.slot_stride),
+          .most_blocks = pages.most_blocks,
+          .shift = std::countr_zero(static_cast<unsigned>(pages.page)),
+          .by_pair = pages.by_pair != 0};
+}
+
 SlotCache cache_of(const kvlab_cache& c) {
   SlotCache cache{};
   cache.type = type_of(c.type);
@@ -59,6 +84,7 @@ SlotCache cache_of(const kvlab_cache& c) {
   cache.lengths = c.lengths;
   cache.next_slots = c.next_slots;
   cache.ages = c.ages;
+  cache.paged = rows_of(c.pages);
   return cache;
 }
 
@@ -152,7 +178,7 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
 }
 
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
-  if (args == nullptr || !known(args->cache.type)) return cudaErrorInvalidValue;
+  if (args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
   const kvlab_cache& cache = args->cache;
   if (cache.first_slot == nullptr) return cudaErrorInvalidValue;
   RopeWriteArgs converted{};
@@ -174,11 +200,12 @@ cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
                     .positions = args->now == nullptr ? nullptr : cache.positions,
                     .now = args->now};
   converted.q = args->q;
+  converted.paged = rows_of(cache.pages);
   return rope_write(converted, stream);
 }
 
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
-  if (args == nullptr || !known(args->cache.type)) return cudaErrorInvalidValue;
+  if (args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
   if (args->count < 1 || args->count > static_cast<int>(kMaxColumns)) return cudaErrorInvalidValue;
   ColumnList columns{.count = args->count};
   for (int at = 0; at < args->count; ++at) {
@@ -204,15 +231,14 @@ cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
 }
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
-  if (policy == nullptr || cache == nullptr || !known(cache->type)) return 0;
+  if (policy == nullptr || cache == nullptr || !known(*cache)) return 0;
   return policy->kernels.attention_workspace(cache_of(*cache));
 }
 
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
-  if (policy == nullptr || args == nullptr || !known(args->cache.type))
-    return cudaErrorInvalidValue;
+  if (policy == nullptr || args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
   EvictingAttentionArgs converted{};
   converted.cache = cache_of(args->cache);
   converted.policy = state_of(args->policy);
@@ -231,8 +257,7 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
-  if (args == nullptr) return cudaErrorInvalidValue;
-  if (!known(args->type) || args->first_slot == nullptr) return cudaErrorInvalidValue;
+  if (args == nullptr || !known(*args)) return cudaErrorInvalidValue;
   return prefill_attention({.shape = shape_of(*args),
                             .first = args->first,
                             .queries = args->queries,
@@ -243,7 +268,8 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
                             .lse = args->lse,
                             .rows = reinterpret_cast<RowSoftmax*>(args->rows),
                             .older = args->older,
-                            .first_slot = args->first_slot},
+                            .first_slot = args->first_slot,
+                            .paged = rows_of(args->pages)},
                            stream);
 }
 
@@ -256,7 +282,7 @@ size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
   if (args == nullptr) return cudaErrorInvalidValue;
   const kvlab_prefill_args& prefill = args->prefill;
-  if (!known(prefill.type) || prefill.first_slot == nullptr) return cudaErrorInvalidValue;
+  if (!known(prefill)) return cudaErrorInvalidValue;
   return observe_queries({.shape = shape_of(prefill),
                           .needs = needs_of(args->needs),
                           .first = prefill.first,
@@ -274,7 +300,8 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                           .group_max = args->group_max != 0,
                           .threshold16 = args->threshold16,
                           .seen = reinterpret_cast<Observation*>(args->seen),
-                          .workspace = args->workspace},
+                          .workspace = args->workspace,
+                          .paged = rows_of(prefill.pages)},
                          stream);
 }
 
@@ -285,7 +312,7 @@ size_t kvlab_shrink_workspace(const kvlab_cache* from) {
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
   if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
-  if (!known(args->from.type) || !known(args->to.type)) return cudaErrorInvalidValue;
+  if (!known(args->from) || !known(args->to)) return cudaErrorInvalidValue;
   if (policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
     return cudaErrorNotSupported;
   return shrink(policy->kernels,

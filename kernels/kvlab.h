@@ -68,6 +68,22 @@ const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
+/** Keys and values in blocks of slots, as engines with paged caches keep them; zeroed: slot by slot.
+ *  Slots of a pair count from 0. The key of slot s begins at this element of `keys`, the value at
+ *  that of `values`:
+ *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
+ *  where row is the sequence, or the pair. Only keys and values lie in blocks: what else is [slot]
+ *  stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens live. */
+typedef struct {
+  const int32_t* blocks; /**< [row, most_blocks]; NULL: no blocks */
+  int page;              /**< slots of a block: a power of two from 16 to 2^20 */
+  int most_blocks;       /**< enough for the cache's most_slots */
+  int by_pair;           /**< 1: a row of blocks for each pair, not for each sequence */
+  /** In elements. Of 16 bytes or multiples of them; slots no nearer than head_size, and, unless
+   *  by_pair, KV heads neither. */
+  int64_t block_stride, slot_stride, head_stride;
+} kvlab_pages;
+
 /** A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head. Its slots begin at
  *  first_slot[pair]; the first lengths[pair] of them hold live tokens, in any order. Pairs may have
  *  different budgets, hence different numbers of slots: a pair that decodes needs `budget` slots.
@@ -87,6 +103,7 @@ typedef struct {
   uint32_t* ages;            /**< [slot]: how many of the pair's live tokens are older; where
                                 KVLAB_SQUEEZED, else NULL. Kept by kvlab_evicting_attention, set by
                                 kvlab_number_by_age */
+  kvlab_pages pages;         /**< where keys and values lie in blocks */
 } kvlab_cache;
 
 /** Sets cache->ages from positions and lengths: after a prompt. */
@@ -230,6 +247,7 @@ typedef struct {
   void* out;                 /**< [query, query_head, head_size] */
   float* lse;                /**< [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
+  kvlab_pages pages;         /**< of keys and values: [1, most_blocks], or by_pair [kv_head, most_blocks] */
 } kvlab_prefill_args;
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
@@ -254,8 +272,8 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 /** The end of a prompt: admits its tokens to the policy, shows it what they received, and keeps the
  *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
  *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
- * Those that stay go to `to`, which is disjoint from `from`, or the same memory. With nothing
- * admitted and `seen` NULL it makes room between decode steps, in place.
+ * Those that stay go to `to`, which is disjoint from `from`, or the same memory (of caches in
+ * blocks: the same blocks). With nothing admitted and `seen` NULL it makes room between decode steps, in place.
  * cudaErrorNotSupported where a policy weighs queries and `weighted` does not say that they were.
  */
 typedef struct {

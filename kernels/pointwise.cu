@@ -179,7 +179,9 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   const int kv_head = (index - args.query_heads) % args.kv_heads;
   const TokenSlot place_of(args, static_cast<int>(token));
   if (!query && place_of.sits_out()) return;
-  const std::int64_t cached = query ? 0 : place_of.of_head(args, kv_head);
+  const std::int64_t slot = query ? 0 : place_of.of_head(args, kv_head);
+  const std::int64_t cached =
+      query || !args.paged.in_use() ? slot : place_of.in_blocks(args, kv_head);
   if (index >= args.query_heads + args.kv_heads) {
     for (int d = lane; d < args.head_size; d += kWarpSize)
       static_cast<T*>(args.values)[cached + d] = from[d];
@@ -201,7 +203,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
     load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
               place(args.plain_k, kv_head, args.kv_heads));
     store_rotated(head, cos_sin, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
-    if (lane == 0) place_of.note_position(args, cached);
+    if (lane == 0) place_of.note_position(args, slot);
   }
 }
 
@@ -278,7 +280,8 @@ bool valid(const RopeWriteArgs& args) {
          args.rotated <= args.head_size && args.qkv && args.sequences && args.keys && args.values &&
          args.q && (args.rotated == 0 || (args.rope && args.positions)) &&
          (next.first_slot ? next.next_slots && (!next.positions || next.now)
-                          : args.slots != nullptr);
+                          : args.slots && !args.paged.in_use()) &&
+         can_page(args.paged, args.head_size, 1, bytes_of(args.type));
 }
 
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream) {

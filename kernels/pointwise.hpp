@@ -1,6 +1,7 @@
 // Everything between the products: embedding, norm, RoPE and cache write, gate, sampling.
 #pragma once
 
+#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -56,6 +57,7 @@ struct RopeWriteArgs {
   void* q;  // [token, query_head, dim] of type, rotated
   /// For capture, or null: before RoPE, after the norms, of type.
   void *plain_q, *plain_k;  // [token, query_head, dim], [token, kv_head, dim]
+  PagedRows paged{};        ///< of keys and values, where `next` has first_slot
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);

@@ -36,6 +36,11 @@ class TokenSlot {
     const int pair = sequence_ * args.kv_heads + kv_head;
     return (args.next.first_slot[pair] + args.next.next_slots[pair] + slot_) * args.head_size;
   }
+  /// That where keys and values lie in blocks; of_head then counts as if they did not.
+  __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
+    const int pair = sequence_ * args.kv_heads + kv_head;
+    return args.paged.row(pair, args.kv_heads, args.next.next_slots[pair] + slot_);
+  }
   /// Notes the token's position where its key has gone, in a cache by pairs.
   __device__ void note_position(const RopeWriteArgs& args, std::int64_t place) const {
     if (args.next.first_slot && args.next.positions)

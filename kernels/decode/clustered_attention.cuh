@@ -105,14 +105,29 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
 }
 
 /// To the L2 cache: the newest token's tile, which waits for it. Its slot is then written there.
-template <class Warp>
-__device__ void prefetch_newest(const PairAttention& args, const PairSlots& slots, int first,
+template <class Warp, bool kPaged>
+__device__ void prefetch_newest(const PairPlan& plan, const PairSlots& slots, int first,
                                 int count) {
+  const PairAttention& args = plan.args;
   constexpr int kLine = 128;
   constexpr int kSlot = Warp::kHeadSize * static_cast<int>(sizeof(typename Warp::Element));
   const int tile = slots.newest / kSlotsPerTile;
   if (tile < first || tile >= first + count) return;
   const int slot = tile * kSlotsPerTile;
+  if constexpr (kPaged) {
+    // A thread for each line of a slot.
+    constexpr int kLines = (kSlot + kLine - 1) / kLine;
+    const int pair = slots.pair, end = min(slots.live, slot + kSlotsPerTile);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); slot + i / kLines < end; i += kThreads) {
+      const std::int64_t row = plan.paged.row(pair, args.table.kv_heads, slot + i / kLines) *
+                                   static_cast<std::int64_t>(sizeof(typename Warp::Element)) +
+                               i % kLines * kLine;
+      prefetch_line(static_cast<const char*>(args.keys) + row);
+      prefetch_line(static_cast<const char*>(args.values) + row);
+    }
+    return;
+  }
   const int bytes = min(slots.live - slot, kSlotsPerTile) * kSlot;
   const std::int64_t from = (slots.base / Warp::kHeadSize + slot) * kSlot;
 #pragma unroll 1  // short code: a launch finds the instruction cache cold
@@ -122,7 +137,7 @@ __device__ void prefetch_newest(const PairAttention& args, const PairSlots& slot
   }
 }
 
-template <class Warp>
+template <class Warp, bool kPaged>
 __global__ void __launch_bounds__(kThreads)
     attend_in_clusters(const __grid_constant__ PairPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // not compiled where nothing launches it
@@ -141,8 +156,8 @@ __global__ void __launch_bounds__(kThreads)
   let_successor_start();
   const EvenShare share(slots.tiles(), kClusterCtas);
   const int first = share.begin(rank), count = share.begin(rank + 1) - first;
-  prefetch_newest<Warp>(args, slots, first, count);
-  AllTilesAhead<Warp> tiles(plan, ring.tiles(warp), TileCursor{slots, first}, count);
+  prefetch_newest<Warp, kPaged>(plan, slots, first, count);
+  AllTilesAhead<Warp, kPaged> tiles(plan, ring.tiles(warp), TileCursor{slots, first}, count);
   wait_for_predecessor();
   Warp state;
   state.start(static_cast<const typename Warp::Element*>(args.q) +
@@ -185,14 +200,15 @@ int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
   return fits ? static_cast<int>(each) : 0;
 }
 
-template <class Warp>
+template <class Warp, bool kPaged>
 cudaError_t launch_clusters(const DeviceLimits& limits, PairPlan plan, int stages,
                             cudaStream_t stream) {
   plan.stages = stages;
   plan.read_once = false;
   const PairAttention& args = plan.args;
-  if (const cudaError_t error = allow_shared_memory(attend_in_clusters<Warp>, limits)) return error;
-  return launch(limits, attend_in_clusters<Warp>,
+  const auto kernel = attend_in_clusters<Warp, kPaged>;
+  if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
+  return launch(limits, kernel,
                 {.grid = dim3(static_cast<unsigned>(args.table.pairs * kClusterCtas)),
                  .block = dim3(kThreads),
                  .shared_bytes = clustered_bytes<Warp>(args, stages),

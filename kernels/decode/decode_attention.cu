@@ -39,7 +39,7 @@ cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t strea
   pairs.lse = args.lse;
   pairs.settled = args.settled;
   pairs.workspace = args.workspace;
-  return pair_attention(pairs, stream);
+  return pair_attention(pairs, {}, stream);
 }
 
 }  // namespace kvlab::kernels

@@ -2,6 +2,7 @@
 // evicting attention share. Not for callers of the library.
 #pragma once
 
+#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -54,7 +55,7 @@ struct PairAttention {
   float softmax_scale;
   PairTable table;
   const void* q;              // [pair, head of the group, dim]
-  const void *keys, *values;  // [slot, dim]
+  const void *keys, *values;  // [slot, dim]; or blocks of slots
   const std::uint32_t* ages;  // [slot]: keys are rotated here, by age; null: they are rotated
   const PairRule* rules;      // [pair]: the query is rotated for its sinks, in two frames; or null
   const float* inv_freq;      // [head_size / 2], where there are ages or rules
@@ -66,7 +67,12 @@ struct PairAttention {
 };
 
 /// For the current device; 0 for what is not supported.
-std::size_t pair_attention_workspace(const PairAttention& args);
-cudaError_t pair_attention(const PairAttention& args, cudaStream_t stream);
+std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows& paged = {});
+/// `paged`, where there are next_slots: where keys and values lie in blocks.
+cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cudaStream_t stream);
+
+/// What pair_attention does where blocks are in use.
+cudaError_t paged_pair_attention(const PairAttention& args, const PagedRows& paged,
+                                 cudaStream_t stream);
 
 }  // namespace kvlab::kernels

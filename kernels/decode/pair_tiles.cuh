@@ -23,6 +23,7 @@ struct PairPlan {
   std::int32_t* arrived;  // [cta], zero between launches
   int stages;             ///< tiles of each warp in shared memory
   bool read_once;         ///< keys and values need not stay in the L2 cache
+  PagedRows paged;        ///< where keys and values are, of kernels that are kPaged
 };
 
 /// Begins shared memory: each warp's tiles, and what rotating takes.
@@ -81,44 +82,76 @@ struct Exchange {
   }
 };
 
-/// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on.
-template <class Warp>
+/// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on, which lie
+/// in one block where kPaged.
+template <class Warp, bool kPaged>
 class TileSource {
  public:
   using T = typename Warp::Element;
   __device__ TileSource(const PairPlan& plan, const TileCursor& cursor, int count)
-      : args_(plan.args), cursor_(cursor), left_(count), policy_(cache_policy(plan.read_once)) {}
+      : args_(plan.args),
+        paged_(plan.paged),
+        cursor_(cursor),
+        left_(count),
+        policy_(cache_policy(plan.read_once)) {
+    if constexpr (kPaged) look_up();
+  }
 
   /// Starts copying the next tile, if there is one. A group of copies in any case.
   __device__ void start_next(typename Warp::Tile& tile) {
     if (left_ > 0) {
-      if (cursor_.tile == cursor_.slots.tiles()) cursor_.next_pair(args_.table, Warp::kHeadSize);
+      if (cursor_.tile == cursor_.slots.tiles()) {
+        cursor_.next_pair(args_.table, Warp::kHeadSize);
+        if constexpr (kPaged) look_up();
+      }
       // The newest token comes from the kernel before; the rest has been there.
       if (cursor_.slots.newest / kSlotsPerTile == cursor_.tile) wait_for_predecessor();
-      const int slot = cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
+      const int slot = first_slot();
       const int valid = cursor_.slots.live - slot;
       const std::int64_t from =
           cursor_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
-      tile.load_slots(static_cast<const T*>(args_.keys) + from,
-                      static_cast<const T*>(args_.values) + from, valid, policy_);
+      const std::int64_t row = kPaged ? paged_row(slot, valid) : from;
+      tile.template load_slots<kPaged>(static_cast<const T*>(args_.keys) + row,
+                                       static_cast<const T*>(args_.values) + row,
+                                       paged_.slot_stride, valid, policy_);
       if constexpr (Warp::kRotated == Rotated::keys)
         tile.load(args_.ages + from / Warp::kHeadSize, valid);
       ++cursor_.tile;
+      if constexpr (kPaged) look_up();
       --left_;
     }
     commit_copies();
   }
 
  private:
+  /// Of the warp's in the cursor's tile.
+  __device__ int first_slot() const {
+    return cursor_.tile * kSlotsPerTile + static_cast<int>(threadIdx.x) / 32 * Warp::kKeys;
+  }
+  /// The block of the cursor's tile, a tile ahead of its use: what it is found by is on its way
+  /// then.
+  __device__ void look_up() {
+    static_assert(Warp::kKeys <= kFewestSlotsOfBlock && kFewestSlotsOfBlock % Warp::kKeys == 0);
+    const int pair = cursor_.slots.pair, slot = first_slot();
+    if (slot < cursor_.slots.live)
+      block_ = paged_.table(pair, pair / args_.table.kv_heads)[slot >> paged_.shift];
+  }
+  /// The element at which the cursor's slots begin; 0 where none is live.
+  __device__ std::int64_t paged_row(int slot, int valid) const {
+    return valid > 0 ? paged_.begin(block_, cursor_.slots.pair % args_.table.kv_heads, slot) : 0;
+  }
+
   const PairAttention& args_;
+  const PagedRows& paged_;
   TileCursor cursor_;
   int left_;
   CachePolicy policy_;
+  std::int32_t block_ = 0;  ///< of the cursor's tile, kPaged
 };
 
 /// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,
 /// launches of many tiles took about 1 us longer.)
-template <class Warp>
+template <class Warp, bool kPaged>
 class TilesAhead {
  public:
   static constexpr int kStages = Warp::kStages;
@@ -144,13 +177,13 @@ class TilesAhead {
     write_ = write_ + 1 == kStages ? 0 : write_ + 1;
   }
 
-  TileSource<Warp> source_;
+  TileSource<Warp, kPaged> source_;
   typename Warp::Tile* ring_;
   int read_ = 0, write_ = 0;
 };
 
 /// A warp's tiles in plan.stages, all of which are sent for at once.
-template <class Warp>
+template <class Warp, bool kPaged>
 class AllTilesAhead {
  public:
   __device__ static int stages(const PairPlan& plan) { return plan.stages; }
@@ -177,7 +210,7 @@ class AllTilesAhead {
     write_ = write_ + 1 == stages_ ? 0 : write_ + 1;
   }
 
-  TileSource<Warp> source_;
+  TileSource<Warp, kPaged> source_;
   typename Warp::Tile* ring_;
   int stages_;
   int read_ = -1, write_ = 0;

@@ -19,6 +19,12 @@ __device__ inline int live_slots(const SlotCache& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
+/// The element at which the key of a pair's slot begins, and its value.
+__device__ inline std::int64_t row_of(const SlotCache& cache, int pair, std::int64_t slot) {
+  if (cache.paged.in_use()) return cache.paged.row(pair, cache.kv_heads, static_cast<int>(slot));
+  return (cache.first_slot[pair] + slot) * cache.head_size;
+}
+
 /// How many live tokens make room necessary; kUnlimited: none do.
 __device__ inline std::uint32_t room_at(const PolicyState& policy, int pair) {
   return policy.room_at != nullptr ? policy.room_at[pair] : policy.rules[pair].budget;

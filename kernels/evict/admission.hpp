@@ -36,6 +36,7 @@ struct ObserveArgs {
   Observation* seen;  ///< [slot], indexed like keys: added to (mass, requests, last_request).
                       ///< Zeroes before the first part of an admission
   void* workspace;    // observe_workspace() bytes, not shared by calls at one time
+  PagedRows paged{};  ///< as PrefillAttentionArgs has it; `seen` is by slot
 };
 std::size_t observe_workspace(const AttentionShape& shape, int queries);
 /// Sums are of integers: equal bits, whatever the parts. Work: 2 * head_size operations for each

@@ -26,7 +26,9 @@ class NewTokens {
         keys_(static_cast<const T*>(args.keys) +
               std::int64_t{pair.sequence} * args.tokens * args.key_row +
               std::int64_t{pair.kv_head} * args.cache.head_size),
-        first_(args.cache.first_slot[pair.index] + args.slots[pair.index]),
+        pair_(pair.index),
+        slot_(args.slots[pair.index]),
+        first_(args.cache.first_slot[pair.index] + slot_),
         staged_(staged) {
     if constexpr (!kOne) return;
     const int size = args.cache.head_size;
@@ -68,12 +70,13 @@ class NewTokens {
 
  private:
   __device__ const T* values(int token) const {
-    return static_cast<const T*>(args_.cache.values) + (first_ + token) * args_.cache.head_size;
+    return static_cast<const T*>(args_.cache.values) + row_of(args_.cache, pair_, slot_ + token);
   }
 
   const ColumnArgs& args_;
   const T* keys_;
-  std::int64_t first_;
+  int pair_, slot_;     // of the first, from the pair's
+  std::int64_t first_;  // among all slots
   const float* staged_;
 };
 
@@ -210,7 +213,9 @@ bool valid(const ColumnArgs& args) {
          cache.first_slot && cache.values && args.slots && args.keys && args.to &&
          (!args.columns.has(BuiltInColumn::key_cosine) || args.unit_keys) &&
          (!args.columns.has(BuiltInColumn::value_out_norm1) ||
-          (args.output && args.hidden > 0 && cache.query_heads <= kMostGroup * cache.kv_heads));
+          (args.output && args.hidden > 0 && cache.query_heads <= kMostGroup * cache.kv_heads &&
+           !cache.paged.in_use())) &&
+         can_page(cache.paged, cache.head_size, args.tokens, bytes_of(cache.type));
 }
 
 }  // namespace

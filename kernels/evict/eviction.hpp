@@ -5,6 +5,7 @@
 // from step to step is in device memory, so that a captured graph goes on serving.
 #pragma once
 
+#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 #include "policies/policy.hpp"
 
@@ -28,6 +29,7 @@ struct SlotCache {
   /// [slot]: how many of the first lengths[pair] tokens are older than its own. Where squeezed, for
   /// the fast kernels, which keep it so; number_by_age() sets it after an admission. Else null.
   std::uint32_t* ages = nullptr;
+  PagedRows paged{};  ///< in use: where keys and values lie; all else by slot
 };
 
 /// Fills cache.ages from positions and lengths: where the cache was filled by other means than

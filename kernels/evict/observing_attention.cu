@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) 
 
 bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   return args.workspace != nullptr && complete(policy, args) && complete(args) &&
-         pair_attention_workspace(pairs_of(args.cache)) != 0;
+         pair_attention_workspace(pairs_of(args.cache), args.cache.paged) != 0;
 }
 
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
@@ -147,7 +147,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
       pairs.softmax_scale *= args.rope_factor * args.rope_factor;
     }
   }
-  return pair_attention(pairs, stream);
+  return pair_attention(pairs, args.cache.paged, stream);
 }
 
 /// Whether one launch serves both: it has the blocks of the one for each.
@@ -180,7 +180,7 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
 
 std::size_t observing_workspace(const SlotCache& cache) {
   const PairAttention pairs = pairs_of(cache);
-  return pair_attention_workspace(pairs) == 0 ? 0 : Layout(pairs).end;
+  return pair_attention_workspace(pairs, cache.paged) == 0 ? 0 : Layout(pairs).end;
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
 /// Moves what stays: a thread for each 16 bytes of a key, and of the value beside it.
 __global__ void __launch_bounds__(kShrinkThreads)
     move_stayers(const __grid_constant__ ShrinkArgs args, int slot_bytes, int columns, int chunks,
-                 bool in_place) {
+                 int bytes, bool in_place) {
   const int pair = static_cast<int>(blockIdx.y);
   if (args.now[pair / args.from.kv_heads] == kIdle) return;
   const std::int64_t i = std::int64_t{blockIdx.x} * kShrinkThreads + threadIdx.x;
@@ -122,15 +122,17 @@ __global__ void __launch_bounds__(kShrinkThreads)
   const std::int64_t source =
       shrink_parts(args).sources[std::int64_t{pair} * args.from.most_slots + slot];
   if (in_place && source == slot) return;
-  const std::int64_t from = args.from.first_slot[pair] + source;
-  const std::int64_t to = args.to.first_slot[pair] + slot;
+  const std::int64_t from_row = row_of(args.from, pair, source) * bytes,
+                     to_row = row_of(args.to, pair, slot) * bytes;
   const auto move = [&](const void* source_rows, void* target_rows) {
-    static_cast<uint4*>(target_rows)[to * chunks + chunk] =
-        static_cast<const uint4*>(source_rows)[from * chunks + chunk];
+    reinterpret_cast<uint4*>(static_cast<char*>(target_rows) + to_row)[chunk] =
+        reinterpret_cast<const uint4*>(static_cast<const char*>(source_rows) + from_row)[chunk];
   };
   move(args.from.keys, args.to.keys);
   move(args.from.values, args.to.values);
   if (chunk != 0) return;
+  const std::int64_t from = args.from.first_slot[pair] + source;
+  const std::int64_t to = args.to.first_slot[pair] + slot;
   args.to.positions[to] = args.from.positions[from];
   for (int byte = 0; byte < slot_bytes; ++byte)
     args.to_states[to * slot_bytes + byte] = args.policy.states[from * slot_bytes + byte];
@@ -146,7 +148,8 @@ bool same_shape(const SlotCache& a, const SlotCache& b) {
 bool whole(const SlotCache& cache) {
   return cache.keys != nullptr && cache.values != nullptr && cache.positions != nullptr &&
          cache.lengths != nullptr && cache.next_slots != nullptr && cache.first_slot != nullptr &&
-         aligned16(cache.keys) && aligned16(cache.values);
+         aligned16(cache.keys) && aligned16(cache.values) &&
+         can_page(cache.paged, cache.head_size, cache.most_slots, bytes_of(cache.type));
 }
 
 }  // namespace
@@ -177,16 +180,18 @@ bool can_shrink(const ShrinkArgs& args, const DevicePolicy& policy) {
 /// The rest of a shrink, once the workspace holds every live token's rank.
 cudaError_t keep_last_to_leave(const DevicePolicy& policy, const ShrinkArgs& args,
                                cudaStream_t stream) {
-  const bool in_place = args.from.keys == args.to.keys;
+  const bool in_place =
+      args.from.keys == args.to.keys && args.from.paged.blocks == args.to.paged.blocks;
   const auto pairs = static_cast<unsigned>(args.from.sequences * args.from.kv_heads);
   choose_stayers<<<pairs, kThreads, 0, stream>>>(args, in_place);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  const int chunks = static_cast<int>(args.from.head_size * bytes_of(args.from.type) / 16);
+  const int bytes = static_cast<int>(bytes_of(args.from.type));
+  const int chunks = args.from.head_size * bytes / 16;
   const std::int64_t most = std::int64_t{args.to.most_slots} * chunks;
   const dim3 grid(static_cast<unsigned>((most + kShrinkThreads - 1) / kShrinkThreads), pairs);
   move_stayers<<<grid, kShrinkThreads, 0, stream>>>(args, static_cast<int>(policy.slot_bytes),
                                                     static_cast<int>(policy.columns.size()), chunks,
-                                                    in_place);
+                                                    bytes, in_place);
   return cudaGetLastError();
 }
 

@@ -425,7 +425,8 @@ bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
 bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
   constexpr int kStrip = outputs_of_strip(Form::rotated);
   return args.type != Type::f32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&
-         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kStrip == 0;
+         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kStrip == 0 &&
+         !rope.paged.in_use();
 }
 
 }  // namespace

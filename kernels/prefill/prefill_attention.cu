@@ -4,7 +4,8 @@
 // Work: 4 * head_size operations for each (query, query head, visible key). Tensor cores do it for
 // the 2-byte types; float32 is done plainly.
 //
-// Instantiated: 3 head sizes, by tensor cores for 2 types (6 kernels) and plainly (3).
+// Instantiated: 3 head sizes, by tensor cores for 2 types (6 kernels) and plainly (3); and all of
+// them once more for keys and values in blocks.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -59,12 +60,15 @@ struct alignas(16) Shared {
   T values[kStages][kKeys * kDim];
 };
 
-constexpr int kSlices = kKeys / 16;
+constexpr int kSlotsOfSlice = 16;  ///< of one block
+constexpr int kSlices = kKeys / kSlotsOfSlice;
+static_assert(kSlotsOfSlice <= kFewestSlotsOfBlock);
 
 /// Starts copying one of kSlices parts of a tile's rows [slot, dim]; zeros from row `valid` on. By
-/// the whole CTA.
-template <class T, int kDim>
-__device__ void load_slice(T* to, const T* from, int valid, int slice) {
+/// the whole CTA. `from`: the tile's rows or, kPaged, the slice's, which are `stride` elements
+/// apart.
+template <class T, int kDim, bool kPaged>
+__device__ void load_slice(T* to, const T* from, int stride, int valid, int slice) {
   using Layout = Swizzled<kDim * sizeof(T)>;
   constexpr int kEach = kKeys * Layout::kChunks / kSlices;
 #pragma unroll
@@ -72,7 +76,8 @@ __device__ void load_slice(T* to, const T* from, int valid, int slice) {
     const int i = slice * kEach + j + threadIdx.x;
     if (kEach % kThreads != 0 && j + static_cast<int>(threadIdx.x) >= kEach) break;
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
-    copy_async(shared_address(to) + Layout::offset(row, chunk), row < valid ? from + i * 8 : from,
+    const int at = kPaged ? (row - slice * kSlotsOfSlice) * stride + chunk * 8 : i * 8;
+    copy_async(shared_address(to) + Layout::offset(row, chunk), row < valid ? from + at : from,
                row < valid);
   }
 }
@@ -249,7 +254,7 @@ class WarpRows {
 };
 
 /// The tensor-core kernel.
-template <class T, int kDim>
+template <class T, int kDim, bool kPaged>
 __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
@@ -269,14 +274,19 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
     copy_async(shared_address(shared.query) + Layout::offset(i / Layout::kChunks, chunk),
                q + (wanted ? rows.head(row) * kDim + chunk * 8 : 0), wanted);
   }
-  const std::int64_t begin = head_begin(args, rows.kv_head);
+  const std::int64_t begin = kPaged ? 0 : head_begin(args, rows.kv_head);
   const T* keys = static_cast<const T*>(args.keys) + begin;
   const T* values = static_cast<const T*>(args.values) + begin;
   const auto fetch = [&](int tile, int slice) {
-    const std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
+    std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
     const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
-    load_slice<T, kDim>(shared.keys[tile % kStages], keys + from, valid, slice);
-    load_slice<T, kDim>(shared.values[tile % kStages], values + from, valid, slice);
+    if constexpr (kPaged)
+      from = slice * kSlotsOfSlice < valid
+                 ? paged_row(args, rows.kv_head, tile * kKeys + slice * kSlotsOfSlice)
+                 : 0;
+    const int stride = args.paged.slot_stride;
+    load_slice<T, kDim, kPaged>(shared.keys[tile % kStages], keys + from, stride, valid, slice);
+    load_slice<T, kDim, kPaged>(shared.values[tile % kStages], values + from, stride, valid, slice);
   };
   for (int slice = 0; slice < kSlices; ++slice) fetch(0, slice);
   commit_copies();
@@ -319,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
 constexpr int kPlainRows = 16, kPlainKeys = 32;
 
 /// Float32: a warp has four rows and, at a time, 32 keys, one for each lane.
-template <int kDim>
+template <int kDim, bool kPaged>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
   __shared__ float query[kPlainRows][kDim];
   __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
@@ -333,9 +343,12 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
     const int row = first_row + i / kDim;
     query[i / kDim][i % kDim] = row <= last_row ? q[rows.head(row) * kDim + i % kDim] : 0;
   }
-  const std::int64_t begin = head_begin(args, rows.kv_head);
+  const std::int64_t begin = kPaged ? 0 : head_begin(args, rows.kv_head);
   const float* all_keys = static_cast<const float*>(args.keys) + begin;
   const float* all_values = static_cast<const float*>(args.values) + begin;
+  const auto row_at = [&](int slot) {
+    return kPaged ? paged_row(args, rows.kv_head, slot) : std::int64_t{slot} * kDim;
+  };
 
   constexpr int kEach = kPlainRows / kWarps, kOwn = kDim / 32;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
@@ -346,7 +359,7 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
     const int there = min(kPlainKeys, keys_end - start);
     __syncthreads();
     for (int i = threadIdx.x; i < there * kDim; i += kThreads)
-      keys[i / kDim][i % kDim] = all_keys[std::int64_t{start} * kDim + i];
+      keys[i / kDim][i % kDim] = all_keys[row_at(start + i / kDim) + i % kDim];
     __syncthreads();
     float weight[kEach];
 #pragma unroll
@@ -368,7 +381,7 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
       for (int i = 0; i < kOwn; ++i) out[r][i] *= factor;
     }
     for (int key = 0; key < there; ++key) {
-      const float* value = all_values + std::int64_t{start + key} * kDim;
+      const float* value = all_values + row_at(start + key);
 #pragma unroll
       for (int r = 0; r < kEach; ++r) {
         const float w = __shfl_sync(~0u, weight[r], key);
@@ -394,28 +407,34 @@ unsigned grid(const Plan& plan, int rows_of_tile) {
   return static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.shape.kv_heads;
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kPaged>
 cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
   const cudaError_t allowed = cudaFuncSetAttribute(
-      prefill_tiles<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      prefill_tiles<T, kDim, kPaged>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
-  prefill_tiles<T, kDim><<<grid(plan, kRows), kThreads, kBytes, stream>>>(plan);
+  prefill_tiles<T, kDim, kPaged><<<grid(plan, kRows), kThreads, kBytes, stream>>>(plan);
+  return cudaGetLastError();
+}
+
+template <int kDim, bool kPaged>
+cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+  switch (plan.args.shape.type) {
+    case Type::bf16:
+      return launch_tiles<__nv_bfloat16, kDim, kPaged>(plan, stream);
+    case Type::f16:
+      return launch_tiles<__half, kDim, kPaged>(plan, stream);
+    case Type::f32:
+      break;
+  }
+  prefill_plain<kDim, kPaged><<<grid(plan, kPlainRows), kThreads, 0, stream>>>(plan);
   return cudaGetLastError();
 }
 
 template <int kDim>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  switch (plan.args.shape.type) {
-    case Type::bf16:
-      return launch_tiles<__nv_bfloat16, kDim>(plan, stream);
-    case Type::f16:
-      return launch_tiles<__half, kDim>(plan, stream);
-    case Type::f32:
-      break;
-  }
-  prefill_plain<kDim><<<grid(plan, kPlainRows), kThreads, 0, stream>>>(plan);
-  return cudaGetLastError();
+  return plan.args.paged.in_use() ? launch<kDim, true>(plan, stream)
+                                  : launch<kDim, false>(plan, stream);
 }
 
 bool aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }

@@ -64,9 +64,9 @@ struct alignas(16) Shared {
   RowTerm terms[kStages][kQueries];
 };
 
-/// Starts copying rows [row, dim], `stride` elements apart; zeros from row `valid` on.
-template <class T, int kDim, int kRows>
-__device__ void load_rows(T* to, const T* from, std::int64_t stride, int valid) {
+/// Starts copying rows [row, dim], which begin at element begin(row); zeros from row `valid` on.
+template <class T, int kDim, int kRows, class Begin>
+__device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   using Layout = Swizzled<kDim * sizeof(T)>;
   static_assert(kRows * Layout::kChunks % kThreads == 0);
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ void load_rows(T* to, const T* from, std::int64_t stride, int valid) 
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
     const bool wanted = row < valid;
     copy_async(shared_address(to) + Layout::offset(row, chunk),
-               from + (wanted ? row * stride + chunk * 8 : 0), wanted);
+               from + (wanted ? begin(row) + chunk * 8 : 0), wanted);
   }
 }
 
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   if (part.begin >= part.end) return;
 
   load_rows<T, kDim, kKeys>(
-      shared.keys, static_cast<const T*>(args.keys) + part.key_index(args) * kDim, kDim, part.keys);
+      shared.keys, static_cast<const T*>(args.keys),
+      [&](int key) { return part.key_row(args, key); }, part.keys);
   commit_copies();
   wait_copies<0>();
   __syncthreads();
@@ -192,9 +193,10 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   const auto query_of = [&](int tile) { return part.begin + tile / plan.group * kQueries; };
   const auto fetch = [&](int tile) {
     const int query = query_of(tile), head = part.kv_head * plan.group + tile % plan.group;
-    load_rows<T, kDim, kQueries>(shared.queries[tile % kStages],
-                                 static_cast<const T*>(args.q) + query * stride + head * kDim,
-                                 stride, args.queries - query);
+    load_rows<T, kDim, kQueries>(
+        shared.queries[tile % kStages],
+        static_cast<const T*>(args.q) + query * stride + head * kDim,
+        [&](int row) { return row * stride; }, args.queries - query);
     constexpr int kTermsAtOnce = 16 / sizeof(RowTerm);
     if (threadIdx.x < kQueries / kTermsAtOnce)
       copy_async(shared_address(shared.terms[tile % kStages]) + threadIdx.x * 16,
@@ -237,9 +239,9 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
   const auto& args = plan.args;
   const Part part(plan, kPlainKeys);
   if (part.begin >= part.end) return;
-  const float* all_keys = static_cast<const float*>(args.keys) + part.key_index(args) * kDim;
+  const float* all_keys = static_cast<const float*>(args.keys);
   for (int i = threadIdx.x; i < part.keys * kDim; i += kThreads)
-    keys[i / kDim][i % kDim] = all_keys[i];
+    keys[i / kDim][i % kDim] = all_keys[part.key_row(args, i / kDim) + i % kDim];
   __syncthreads();
 
   const int lane = threadIdx.x % 32;

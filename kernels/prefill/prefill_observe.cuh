@@ -125,6 +125,11 @@ struct Part {
     begin = max(begin, (first_key - first) / kQueries * kQueries);  // none before sees a key
     if (keys <= 0) end = begin;
   }
+  /// The element at which key `i` of the CTA's begins.
+  __device__ std::int64_t key_row(const ObserveArgs& args, int i) const {
+    return args.paged.in_use() ? paged_row(args, kv_head, first_key + i)
+                               : (key_index(args) + i) * args.shape.head_size;
+  }
   /// Index of the first key among all slots, hence of what it has seen.
   __device__ std::int64_t key_index(const ObserveArgs& args) const {
     return head_begin(args, kv_head) / args.shape.head_size + first_key;

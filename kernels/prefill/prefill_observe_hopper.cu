@@ -199,11 +199,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   using KeyLayout = Swizzled<kDim * sizeof(T)>;
   constexpr int kChunks = KeyLayout::kChunks;
-  const T* keys = static_cast<const T*>(args.keys) + part.key_index(args) * kDim;
+  const T* keys = static_cast<const T*>(args.keys);
   for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
     const bool wanted = i / kChunks < part.keys;
     copy_async(shared_address(shared.keys) + KeyLayout::offset(i / kChunks, i % kChunks),
-               keys + (wanted ? i * 8 : 0), wanted);
+               keys + (wanted ? part.key_row(args, i / kChunks) + i % kChunks * 8 : 0), wanted);
   }
   commit_copies();
   if (threadIdx.x == 0)

@@ -18,6 +18,9 @@ bool can_prefill(const Args& args) {
   constexpr int kMostPosition = 1 << 27;  // so that eight times as many rows can be counted
   if (args.first < 0 || args.first >= kMostPosition) return false;
   if (args.queries < 1 || args.queries >= kMostPosition) return false;
+  if (!can_page(args.paged, shape.head_size, std::int64_t{args.first} + args.queries,
+                bytes_of(shape.type)))
+    return false;
   constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
   return std::int64_t{args.queries} * shape.query_heads < kMostCtas;
 }
@@ -27,6 +30,12 @@ template <class Args>
 __device__ inline std::int64_t head_begin(const Args& args, int kv_head) {
   return args.first_slot == nullptr ? kv_head * args.shape.head_stride
                                     : args.first_slot[kv_head] * args.shape.head_size;
+}
+
+/// The element at which a slot of a KV head begins, where there are blocks.
+template <class Args>
+__device__ inline std::int64_t paged_row(const Args& args, int kv_head, int slot) {
+  return args.paged.row(kv_head, args.shape.kv_heads, slot);
 }
 
 /// The slot of a KV head's first query.

@@ -1,0 +1,476 @@
+// Split-KV decode attention in one launch. It moves the keys and values once: 2 * head_size
+// elements a live slot, and the floor is that over the read bandwidth. What it leaves for whoever
+// observes, 4 bytes a slot and query head, stays in the L2 cache.
+//
+// All tiles of all pairs stand in one row, and the CTAs share them evenly, whatever the lengths: a
+// pair is cut where a share ends. A CTA that has all of a pair writes its output; of a pair that is
+// cut each CTA leaves a part in the workspace, and the last to arrive merges them in their order.
+// So the grid depends on capacity and device alone, and lengths are read where the kernel runs.
+// A few pairs with few slots have a kernel of their own (clustered_attention.cuh).
+// Not for callers of the library: pair_attention.cu has what is contiguous, paged_attention.cu the
+// same kernels over blocks.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/decode/clustered_attention.cuh"
+#include "kernels/decode/pair_tiles.cuh"
+#include "kernels/device/even_share.cuh"
+#include "kernels/device/reduce.cuh"
+#include "kernels/device/signal.cuh"
+#include "kernels/launch.cuh"
+
+namespace kvlab::kernels {
+
+/// Four dimensions of one query head, merged.
+using State = SoftmaxState<4>;
+
+/// For whoever observes.
+__device__ inline void leave_softmax(const PairPlan& plan, int pair, int head, float2 max_and_sum) {
+  if (plan.args.rows.softmax != nullptr)
+    plan.args.rows.softmax[pair * kMostGroup + head] =
+        make_float2(max_and_sum.x, 1 / max_and_sum.y);
+}
+__device__ inline void leave_gone(const PairPlan& plan, int pair, std::uint32_t gone) {
+  if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
+}
+
+/// Merges what the warps found out about one pair, or about some tiles of it.
+template <class Warp>
+__device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>& exchange,
+                           int pair, bool whole, int part) {
+  constexpr int kDim = Warp::kHeadSize;
+  const int group = plan.args.group;
+  for (int i = threadIdx.x; i < group * kDim / 4; i += kThreads) {
+    const int head = i / (kDim / 4), dim = i % (kDim / 4) * 4;
+    State state;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const WarpPart found = exchange.part(w);
+      const float4 out = *reinterpret_cast<const float4*>(found.out + head * kDim + dim);
+      state = merge(state,
+                    State{found.state[head].x, found.state[head].y, {out.x, out.y, out.z, out.w}});
+    }
+    const float4 out = make_float4(state.out[0], state.out[1], state.out[2], state.out[3]);
+    const float2 max_and_sum = make_float2(state.max, state.sum);
+    if (whole) {
+      write_output<typename Warp::Element>(plan, pair * group + head, dim, out, max_and_sum);
+      if (dim == 0) leave_softmax(plan, pair, head, max_and_sum);
+    } else {
+      const int row = part * group + head;
+      *reinterpret_cast<float4*>(&plan.part_out[row * kDim + dim]) = out;
+      if (dim == 0) plan.part_state[row] = max_and_sum;
+    }
+  }
+}
+
+/// The parts of a pair that is cut: one from each CTA `first` … `last`.
+struct PairParts {
+  int first, last;
+  bool first_is_second;  ///< CTA `first` had another pair before, so this is its second part
+
+  __device__ PairParts(const EvenShare& share, int begin, int tiles)
+      : first(share.worker_of(begin)),
+        last(share.worker_of(begin + tiles - 1)),
+        first_is_second(share.begin(first) < begin) {}
+  __device__ int count() const { return last - first + 1; }
+  /// Row of part i in the workspace.
+  __device__ int at(int i) const { return (first + i) * 2 + (i == 0 && first_is_second ? 1 : 0); }
+};
+
+/// What each part weighs; the sum is of all in a fixed order. A warp for each query head.
+template <int kDim>
+__device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
+                            const Exchange<kDim>& exchange) {
+  constexpr int kMost = kMostCtas / 32;  // parts of a lane
+  const int lane = threadIdx.x % 32, count = parts.count(), group = plan.args.group;
+  for (int head = threadIdx.x / 32; head < group; head += kWarps) {
+    float2 states[kMost];
+    float max = -INFINITY, sum = 0;
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int i = lane + k * 32;
+      states[k] = i < count ? __ldcg(&plan.part_state[parts.at(i) * group + head])
+                            : make_float2(-INFINITY, 0);
+      max = fmaxf(max, states[k].x);
+    }
+    max = warp_max(max);
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int i = lane + k * 32;
+      const float weight = rescale(states[k].x, max);
+      if (i < count) exchange.weights()[i * group + head] = weight;
+      sum = fmaf(weight, states[k].y, sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) exchange.rows()[head] = make_float2(max, sum);
+  }
+}
+
+/// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns of four
+/// dimensions of a query head; where there are threads for several rows of them, row r takes parts
+/// r, r + rows, … What is fetched first is on its way while the parts are weighed.
+template <class Warp>
+class OutputMerge {
+ public:
+  __device__ OutputMerge(const PairPlan& plan, const PairParts& parts,
+                         const Exchange<Warp::kHeadSize>& exchange)
+      : plan_(plan),
+        parts_(parts),
+        exchange_(exchange),
+        columns_(plan.args.group * kChunks),
+        rows_(max(kThreads / columns_, 1)),
+        row_(rows_ > 1 ? threadIdx.x / columns_ : 0),
+        column_(rows_ > 1 ? threadIdx.x % columns_ : threadIdx.x) {
+    if (row_ < rows_) fetch(row_);
+  }
+
+  /// Once the parts are weighed and all threads have seen it.
+  __device__ void write(int pair) {
+    if (rows_ == 1) {
+      for (; column_ < columns_; column_ += kThreads) {
+        write_column(pair, sum());
+        if (column_ + kThreads < columns_) fetch(0, column_ + kThreads);
+      }
+      return;
+    }
+    float4* const outputs = exchange_.outputs();
+    if (row_ < rows_) outputs[threadIdx.x] = sum();
+    __syncthreads();
+    if (row_ != 0) return;
+    float4 all = outputs[column_];
+    for (int r = 1; r < rows_; ++r) {
+      const float4 other = outputs[r * columns_ + column_];
+      all = make_float4(all.x + other.x, all.y + other.y, all.z + other.z, all.w + other.w);
+    }
+    write_column(pair, all);
+  }
+
+ private:
+  static constexpr int kChunks = Warp::kHeadSize / 4;
+  static constexpr int kAtOnce = 12;
+
+  __device__ void fetch(int first) { fetch(first, column_); }
+  __device__ void fetch(int first, int column) {
+    const auto* const out = reinterpret_cast<const float4*>(plan_.part_out);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = first + k * rows_;
+      if (i < parts_.count() && column < columns_)
+        fetched_[k] = __ldcg(&out[parts_.at(i) * columns_ + column]);
+    }
+  }
+  __device__ float4 sum() {
+    const float* const weights = exchange_.weights() + column_ / kChunks;
+    float4 all = make_float4(0, 0, 0, 0);
+    for (int first = row_; first < parts_.count(); first += kAtOnce * rows_) {
+      if (first != row_) fetch(first);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int i = first + k * rows_;
+        if (i >= parts_.count()) break;
+        const float weight = weights[i * plan_.args.group];
+        all.x = fmaf(weight, fetched_[k].x, all.x);
+        all.y = fmaf(weight, fetched_[k].y, all.y);
+        all.z = fmaf(weight, fetched_[k].z, all.z);
+        all.w = fmaf(weight, fetched_[k].w, all.w);
+      }
+    }
+    return all;
+  }
+  __device__ void write_column(int pair, float4 out) const {
+    const int head = column_ / kChunks;
+    write_output<typename Warp::Element>(plan_, pair * plan_.args.group + head,
+                                         column_ % kChunks * 4, out, exchange_.rows()[head]);
+  }
+
+  const PairPlan& plan_;
+  const PairParts& parts_;
+  const Exchange<Warp::kHeadSize>& exchange_;
+  int columns_, rows_, row_, column_;
+  float4 fetched_[kAtOnce];
+};
+
+/// A part has been written: whoever comes last merges the pair's.
+template <class Warp>
+__device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
+                                 const Exchange<Warp::kHeadSize>& exchange, int pair,
+                                 std::uint32_t gone) {
+  int before = 0;
+  __syncthreads();
+  if (threadIdx.x == 0) before = arrive(&plan.arrived[parts.first]);
+  if (__syncthreads_or(before == parts.last - parts.first) == 0) return;
+  if (threadIdx.x == 0) plan.arrived[parts.first] = 0;
+  OutputMerge<Warp> merge(plan, parts, exchange);
+  weigh_parts(plan, parts, exchange);
+  __syncthreads();
+  if (threadIdx.x < plan.args.group)
+    leave_softmax(plan, pair, threadIdx.x, exchange.rows()[threadIdx.x]);
+  leave_gone(plan, pair, gone);
+  merge.write(pair);
+}
+
+/// The age that the newest token's slot had: it has left.
+template <class Warp>
+__device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& slots) {
+  if constexpr (Warp::kRotated == Rotated::keys) {
+    if (slots.newest < args.table.lengths[slots.pair])
+      return args.ages[slots.base / Warp::kHeadSize + slots.newest];
+  }
+  return PairRows::kNone;
+}
+
+/// How the query is rotated for a pair's sinks: it stands at the newest token's position, and that
+/// is further from them than there are live tokens between.
+template <class T, int kDim>
+class SinkRotation {
+ public:
+  /// What does not need the query.
+  __device__ void start(const PairAttention& args, const TileCursor& cursor) {
+    sinks_ = 0;
+    const PairSlots& slots = cursor.slots;
+    const auto sinks = static_cast<int>(args.rules[slots.pair].sinks);
+    const std::uint32_t gap = args.table.now[slots.pair / args.table.kv_heads] -
+                              static_cast<std::uint32_t>(slots.live - 1);
+    if (gap == 0 || cursor.tile * kSlotsPerTile >= sinks) return;
+    sinks_ = sinks;
+    cos_sin_ = rotation_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
+  }
+  /// Slots, from the pair's first, for which the query is rotated.
+  __device__ int sinks() const { return sinks_; }
+  /// By the whole CTA, whose threads then see it. `query`: [head of the group, dim].
+  __device__ void rotate(const T* query, int group, RotatedQuery<T, kDim>& to) const {
+    if (sinks_ == 0) return;
+    const int low = threadIdx.x % kHalf, high = low + kHalf;
+    const int rows = kThreads / kHalf, row = threadIdx.x / kHalf;
+    for (int head = row; head < group && row < rows; head += rows) {
+      const auto* const from = query + head * kDim;
+      const float a = to_float(from[low]), b = to_float(from[high]);
+      to.set(head, low, fmaf(a, cos_sin_.x, -b * cos_sin_.y));
+      to.set(head, high, fmaf(b, cos_sin_.x, a * cos_sin_.y));
+    }
+    __syncthreads();
+  }
+
+ private:
+  static constexpr int kHalf = kDim / 2;
+  int sinks_ = 0;
+  float2 cos_sin_;  ///< of dimensions threadIdx.x % kHalf and kHalf more
+};
+
+/// What is to be known of a pair's tiles before the first. By the whole CTA.
+template <class Warp, class Sinks>
+__device__ __forceinline__ TileUse pair_use(const PairAttention& args, const PairSlots& slots,
+                                            const Ring<Warp>& ring,
+                                            const typename Warp::Element* query,
+                                            const Sinks& sink_rotation) {
+  TileUse use{};
+  if constexpr (Warp::kRotated == Rotated::query) {
+    sink_rotation.rotate(query, args.group, ring.rotated_query());
+    use.rotated_query = &ring.rotated_query();
+  }
+  if constexpr (Warp::kRotated == Rotated::keys) {
+    use.angles.frequencies = ring.frequencies();
+    use.angles.youngest = static_cast<std::uint32_t>(slots.live - 1);
+    use.angles.gone = gone_age<Warp>(args, slots);
+  }
+  use.logits_stride = logits_stride(args.group);
+  return use;
+}
+
+/// `Tiles`: TilesAhead or AllTilesAhead.
+template <class Warp, class Tiles>
+__global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ PairPlan plan) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const PairAttention& args = plan.args;
+  const Ring<Warp> ring{Tiles::stages(plan), memory};
+  const Exchange<Warp::kHeadSize> exchange{
+      args.group, reinterpret_cast<float*>(memory + Ring<Warp>::bytes(Tiles::stages(plan)))};
+  if (!args.settled) wait_for_predecessor();
+  const TileRow row(args.table);
+  const EvenShare share(row.total(), plan.ctas);
+  int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
+  if constexpr (Warp::kRotated == Rotated::keys)
+    for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
+      ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
+  __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
+  let_successor_start();
+  if (left == 0) {
+    wait_for_predecessor();
+    return;
+  }
+
+  const int warp = threadIdx.x / 32;
+  int at = share.begin(blockIdx.x);  // in the row
+  TileCursor cursor = row.at(at, Warp::kHeadSize);
+  Tiles tiles(plan, ring.tiles(warp), cursor, left);
+  SinkRotation<typename Warp::Element, Warp::kHeadSize> sink_rotation;
+  if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, cursor);
+  wait_for_predecessor();
+  Warp state;
+  for (bool first = true; left > 0; first = false) {
+    if (!first) {
+      cursor.next_pair(args.table, Warp::kHeadSize);
+      if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, cursor);
+    }
+    const PairSlots& slots = cursor.slots;
+    const int count = min(left, slots.tiles() - cursor.tile);
+    const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
+                              std::int64_t{slots.pair} * args.group * Warp::kHeadSize;
+    state.start(query, args.group);
+    TileUse use = pair_use(args, slots, ring, query, sink_rotation);
+    for (int i = 0; i < count; ++i) {
+      const auto& tile = tiles.next();
+      const int slot = (cursor.tile + i) * kSlotsPerTile + warp * Warp::kKeys;
+      use.valid = slots.live - slot;
+      use.angles.newest = slots.newest - slot;
+      if constexpr (Warp::kRotated == Rotated::query) use.sinks = sink_rotation.sinks() - slot;
+      if (args.rows.logits != nullptr)
+        use.logits = args.rows.logits +
+                     (slots.pair * row_slots(args.table.most_slots) + slot) * use.logits_stride;
+      if (use.valid > 0) state.add(tile, use, plan.base2_scale);
+    }
+    if (!first) __syncthreads();  // the pair before has been read
+    state.finish(exchange.part(warp));
+    __syncthreads();
+    const bool whole = count == slots.tiles();
+    write_pair<Warp>(plan, exchange, slots.pair, whole, blockIdx.x * 2 + (first ? 0 : 1));
+    if (whole) {
+      leave_gone(plan, slots.pair, use.angles.gone);
+    } else {
+      arrive_and_merge<Warp>(plan, PairParts(share, at - cursor.tile, slots.tiles()), exchange,
+                             slots.pair, use.angles.gone);
+    }
+    left -= count;
+    at += count;
+  }
+}
+
+template <class Warp>
+std::size_t shared_bytes(const PairAttention& args, int stages) {
+  return Ring<Warp>::bytes(stages) + Exchange<Warp::kHeadSize>::bytes(args.group);
+}
+
+/// Of the largest lengths.
+inline std::int64_t most_tiles(const PairAttention& args) {
+  return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
+}
+
+inline constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
+/// What a multiprocessor has: what one CTA may have, and what is reserved for it.
+inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
+
+/// Two for each multiprocessor keep enough bytes on their way; but no more than there may be tiles.
+/// 0 if the device holds none.
+template <class Warp>
+int most_ctas(const DeviceLimits& limits, const PairAttention& args) {
+  const int bytes = static_cast<int>(shared_bytes<Warp>(args, Warp::kStages));
+  const int on_one = shared_of_all(limits) / (bytes + kReserved);
+  return static_cast<int>(std::min<std::int64_t>(
+      {most_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
+}
+
+struct PairGrid {
+  int ctas, stages;
+  bool all_ahead;  ///< every stage is sent for at once
+};
+
+template <class Warp>
+PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
+  constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
+  PairGrid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
+  if (Warp::kRotated != Rotated::none) return grid;
+  if (most_tiles(args) <= kShort * limits.multiprocessors) {
+    // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
+    // of a share, or most of it, has been sent for when the query comes.
+    grid.ctas = std::min(grid.ctas, limits.multiprocessors);
+    grid.stages =
+        most_tiles(args) <= 2 * limits.multiprocessors ? Warp::kStages : Warp::kMostStages;
+    grid.all_ahead = true;
+  } else if (Warp::kHeadSize == 64 && most_tiles(args) >= kLong * grid.ctas) {
+    grid.stages = Warp::kMostStages;  // at head size 128 this gains nothing
+    grid.all_ahead = true;
+  }
+  return grid;
+}
+
+/// Of a CTA, with no room for a third beside two: else some multiprocessors get three of a launch
+/// and others one, since each takes the place of one of the launch before.
+template <class Warp>
+std::size_t shared_for_two(const DeviceLimits& limits, const PairPlan& plan) {
+  const int a_third = shared_of_all(limits) / 3 - kReserved;
+  return std::max(shared_bytes<Warp>(plan.args, plan.stages),
+                  static_cast<std::size_t>(a_third / 16 * 16 + 16));
+}
+
+/// Of the parts of pairs that are cut.
+inline std::size_t part_rows(const PairAttention& args, int ctas) {
+  return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
+}
+
+template <class Warp, class Tiles>
+cudaError_t launch_pairs(const DeviceLimits& limits, const PairPlan& plan, cudaStream_t stream) {
+  const auto kernel = attend_pairs<Warp, Tiles>;
+  if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
+  const std::size_t bytes = shared_for_two<Warp>(limits, plan);
+  return launch(limits, kernel, {plan.ctas, kThreads, bytes, stream}, plan);
+}
+
+template <class Warp, bool kPaged>
+cudaError_t launch_attention(const PairAttention& args, const PagedRows& paged,
+                             cudaStream_t stream) {
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  const PairGrid grid = grid_for<Warp>(limits, args);
+  if (grid.ctas == 0) return cudaErrorInvalidDevice;
+  auto* const signals = static_cast<Signals*>(args.workspace);
+  auto* const part_out = reinterpret_cast<float*>(signals + 1);
+  const PairPlan plan{.args = args,
+                      .ctas = grid.ctas,
+                      .base2_scale = args.softmax_scale * kLog2E,
+                      .part_out = part_out,
+                      .part_state = reinterpret_cast<float2*>(
+                          part_out + part_rows(args, grid.ctas) * Warp::kHeadSize),
+                      .arrived = signals->arrived,
+                      .stages = grid.stages,
+                      .read_once = true,
+                      .paged = paged};
+  if constexpr (Warp::kRotated == Rotated::none) {
+    if (const int stages = clustered_stages<Warp>(limits, args))
+      return launch_clusters<Warp, kPaged>(limits, plan, stages, stream);
+    if (grid.all_ahead)
+      return launch_pairs<Warp, AllTilesAhead<Warp, kPaged>>(limits, plan, stream);
+  }
+  return launch_pairs<Warp, TilesAhead<Warp, kPaged>>(limits, plan, stream);
+}
+
+/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.
+template <class Visit>
+auto with_warp(const PairAttention& args, Visit visit) {
+  const auto by_type = [&]<int kDim, Rotated kRotated>() {
+    switch (args.type) {
+      case Type::bf16:
+        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated>>();
+      case Type::f16:
+        return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated>>();
+      case Type::f32:
+        break;
+    }
+    return visit.template operator()<PlainWarp<kDim, kRotated>>();
+  };
+  const auto by_size = [&]<int kDim>() {
+    if (args.ages != nullptr) return by_type.template operator()<kDim, Rotated::keys>();
+    if (args.rules != nullptr) return by_type.template operator()<kDim, Rotated::query>();
+    return by_type.template operator()<kDim, Rotated::none>();
+  };
+  switch (args.head_size) {
+    case 64:
+      return by_size.template operator()<64>();
+    case 96:
+      return by_size.template operator()<96>();
+    default:
+      return by_size.template operator()<128>();
+  }
+}
+
+}  // namespace kvlab::kernels

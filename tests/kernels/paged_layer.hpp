@@ -1,0 +1,92 @@
+// One layer driven through kvlab.h alone: prompts, then steps. The same with its keys and values
+// slot by slot, or in the blocks of an engine.
+#pragma once
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/kvlab.h"
+#include "tests/device.hpp"
+
+namespace kvlab {
+
+/// What lies behind what in a pool of blocks.
+enum class PoolOrder {
+  slot_head,   ///< [block, slot, kv_head, dim]
+  head_slot,   ///< [block, kv_head, slot, dim]
+  keys_values  ///< [block, keys or values, slot, kv_head, dim]
+};
+
+struct Paging {
+  int page = 0;  ///< 0: slot by slot
+  PoolOrder order = PoolOrder::slot_head;
+  bool by_pair = false;
+};
+
+struct LayerSize {
+  std::string policy = "h2o";
+  kvlab_type type = KVLAB_BF16;
+  kvlab_positions numbering = KVLAB_ORIGINAL;
+  int head_size = 64, group = 4, kv_heads = 2;
+  std::vector<int> prompts = {70, 5, 33};      ///< [sequence]: tokens
+  std::vector<int> budgets = {17, 40, 65, 8};  ///< [pair], repeated
+  bool in_place = false;                       ///< prompts are shrunk where they lie
+  bool captured = false;                       ///< steps are launches of one graph
+  bool settled = false;
+
+  std::string name() const;
+};
+
+/// One cache's arrays. Its pool is all-ones, which no type takes for a number, but for what kernels
+/// write; its blocks are shuffled, and no block's number stands where no slot is.
+class PagedCache {
+ public:
+  PagedCache(const LayerSize& size, const Paging& paging, const std::vector<int>& slots);
+
+  kvlab_cache cache() const;
+  /// One sequence of it.
+  kvlab_cache sequence(int index) const;
+  std::size_t slots() const { return static_cast<std::size_t>(slots_); }
+  /// Keys and values by slot, as the host finds them.
+  std::vector<std::byte> rows() const;
+  /// Bytes that a kernel has written outside of the cache's slots.
+  std::size_t strays() const;
+
+ private:
+  /// Bytes of an element, and where a slot's row begins, in bytes of the pool.
+  std::size_t element() const { return size_.type == KVLAB_F32 ? 4 : 2; }
+  std::size_t row_bytes() const { return static_cast<std::size_t>(size_.head_size) * element(); }
+  std::size_t row_at(int pair, int slot) const;
+  std::size_t values_at() const;
+
+  LayerSize size_;
+  Paging paging_;
+  std::vector<int> capacity_;  ///< [pair]
+  std::vector<std::int64_t> first_;
+  std::int64_t slots_ = 0;
+  std::size_t pool_bytes_ = 0;
+  int most_slots_ = 1, most_blocks_ = 0, pool_blocks_ = 0;
+  std::vector<std::int32_t> blocks_;
+  template <class T>
+  using Array = std::unique_ptr<DeviceArray<T>>;
+  Array<std::byte> pool_;
+  Array<std::int64_t> first_slot_;
+  Array<std::int32_t> device_blocks_, lengths_, next_slots_;
+  Array<std::uint32_t> positions_, ages_;
+};
+
+/// What is left of a run, of which all must be equal whatever the blocks are.
+struct LayerLeft {
+  std::vector<std::byte> prompt_outputs, step_outputs, rows, states, columns, seen;
+  std::vector<std::uint32_t> positions, ages;
+  std::vector<std::int32_t> lengths, next_slots;
+  std::size_t strays = 0;
+  bool operator==(const LayerLeft&) const = default;
+};
+
+/// Prompts, a shrink from `prompt` to `resident`, then `steps` decoded tokens of each sequence.
+LayerLeft run_layer(const LayerSize& size, const Paging& prompt, const Paging& resident, int steps);
+
+}  // namespace kvlab

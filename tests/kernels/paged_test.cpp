@@ -1,0 +1,286 @@
+// Caches in blocks: where rows lie, what is refused, and that nothing differs from caches without.
+#include <utility>
+
+#include "kernels/paged_rows.hpp"
+#include "tests/catch.hpp"
+#include "tests/kernels/paged_layer.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+using kvlab::kernels::PagedRows;
+
+namespace {
+
+const std::vector<Paging> kPagings{{.page = 16},
+                                   {.page = 64, .order = PoolOrder::head_slot},
+                                   {.page = 16, .order = PoolOrder::keys_values},
+                                   {.page = 64, .by_pair = true},
+                                   {.page = 16, .by_pair = true}};
+
+void compare(const LayerLeft& contiguous, const LayerLeft& paged) {
+  CHECK(paged.strays == 0);
+  CHECK(paged.prompt_outputs == contiguous.prompt_outputs);
+  CHECK(paged.step_outputs == contiguous.step_outputs);
+  CHECK(paged.positions == contiguous.positions);
+  CHECK(paged.lengths == contiguous.lengths);
+  CHECK(paged.next_slots == contiguous.next_slots);
+  CHECK(paged.rows == contiguous.rows);
+  CHECK(paged.states == contiguous.states);
+  CHECK(paged.columns == contiguous.columns);
+  CHECK(paged.ages == contiguous.ages);
+  CHECK(paged.seen == contiguous.seen);
+}
+
+/// Prompts and steps in blocks, each way, beside the same without.
+void check_layer(const LayerSize& size, int steps, const std::vector<Paging>& pagings = kPagings) {
+  INFO(size.name());
+  const LayerLeft contiguous = run_layer(size, {}, {}, steps);
+  CHECK(contiguous.strays == 0);
+  for (const Paging& paging : pagings) {
+    INFO("page " << paging.page << " order " << static_cast<int>(paging.order) << " by pair "
+                 << paging.by_pair);
+    compare(contiguous, run_layer(size, paging, paging, steps));
+  }
+}
+
+/// Arguments that lack nothing but memory: pointers are never followed.
+kvlab_cache cache_of_nothing() {
+  static std::byte somewhere[64];
+  void* const any =
+      reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(somewhere) + 15) / 16 * 16);
+  kvlab_cache cache{};
+  cache.type = KVLAB_BF16;
+  cache.sequences = 1;
+  cache.query_heads = 8;
+  cache.kv_heads = 2;
+  cache.head_size = 64;
+  cache.softmax_scale = 1;
+  cache.most_slots = 100;
+  cache.first_slot = static_cast<const std::int64_t*>(any);
+  cache.keys = cache.values = any;
+  cache.positions = static_cast<std::uint32_t*>(any);
+  cache.lengths = cache.next_slots = static_cast<std::int32_t*>(any);
+  cache.pages = {.blocks = static_cast<const std::int32_t*>(any),
+                 .page = 16,
+                 .most_blocks = 7,
+                 .by_pair = 0,
+                 .block_stride = 16 * 128,
+                 .slot_stride = 128,
+                 .head_stride = 64};
+  return cache;
+}
+
+cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
+  void* const any = from.keys;
+  kvlab_shrink_args args{};
+  args.from = from;
+  args.to = to;
+  args.policy.rules = static_cast<const kvlab_rule*>(any);
+  args.policy.seeds = static_cast<const std::uint64_t*>(any);
+  args.policy.sequence_ids = args.now = args.admitted = static_cast<const std::uint32_t*>(any);
+  args.workspace = any;
+  return kvlab_shrink(kvlab_find_policy("window"), &args, nullptr);
+}
+
+cudaError_t write_to(const kvlab_cache& cache) {
+  kvlab_write_args args{};
+  args.cache = cache;
+  args.tokens = 1;
+  args.qkv = args.q = cache.keys;
+  args.sequences = cache.lengths;
+  return kvlab_write(&args, nullptr);
+}
+
+cudaError_t columns_of(const kvlab_cache& cache) {
+  kvlab_columns_args args{};
+  args.cache = cache;
+  args.count = 1;
+  args.columns[0] = KVLAB_VALUE_NORM;
+  args.slots = cache.next_slots;
+  args.tokens = 1;
+  args.keys = cache.keys;
+  args.to = static_cast<float*>(cache.keys);
+  return kvlab_columns(&args, nullptr);
+}
+
+cudaError_t attend_prompt(const kvlab_cache& cache) {
+  kvlab_prefill_args args{};
+  args.type = cache.type;
+  args.query_heads = cache.query_heads;
+  args.kv_heads = cache.kv_heads;
+  args.head_size = cache.head_size;
+  args.softmax_scale = 1;
+  args.queries = cache.most_slots;
+  args.q = args.keys = args.values = cache.keys;
+  args.out = cache.keys;
+  args.first_slot = cache.first_slot;
+  args.pages = cache.pages;
+  return kvlab_prefill_attention(&args, nullptr);
+}
+
+}  // namespace
+
+TEST_CASE("A slot's row lies in its block") {
+  const std::vector<std::int32_t> blocks{7, 3, 70'000, 0, 5, 9};  // [sequence or pair, 3]
+  PagedRows rows{.blocks = blocks.data(),
+                 .block_stride = 64 * 1024,
+                 .head_stride = 128,
+                 .slot_stride = 1024,
+                 .most_blocks = 3,
+                 .shift = 6,
+                 .by_pair = false};
+  // Four KV heads: pair 6 is head 2 of sequence 1.
+  CHECK(rows.row(6, 4, 0) == 0 * 64 * 1024 + 2 * 128);
+  CHECK(rows.row(6, 4, 63) == 63 * 1024 + 2 * 128);
+  CHECK(rows.row(6, 4, 64) == 5 * 64 * 1024 + 2 * 128);
+  CHECK(rows.row(1, 4, 127) == 3 * 64 * 1024 + 63 * 1024 + 128);
+  CHECK(rows.row(3, 4, 130) == std::int64_t{70'000} * 64 * 1024 + 2 * 1024 + 3 * 128);
+  rows.by_pair = true;
+  rows.head_stride = 0;
+  CHECK(rows.row(1, 4, 65) == 5 * 64 * 1024 + 1024);
+  for (int slot = 0; slot < 192; ++slot)
+    CHECK(rows.row(1, 4, slot) ==
+          blocks[3 + static_cast<std::size_t>(slot) / 64] * rows.block_stride + slot % 64 * 1024);
+}
+
+TEST_CASE("Blocks are refused that the kernels cannot take") {
+  const std::int32_t block = 0;
+  const PagedRows good{.blocks = &block,
+                       .block_stride = 16 * 128,
+                       .head_stride = 64,
+                       .slot_stride = 128,
+                       .most_blocks = 7,
+                       .shift = 4,
+                       .by_pair = false};
+  const auto taken = [](PagedRows rows, auto change) {
+    change(rows);
+    return kernels::can_page(rows, 64, 100, 2);
+  };
+  CHECK(taken(good, [](PagedRows&) {}));
+  CHECK(taken(good, [](PagedRows& rows) { rows = {}; }));
+  CHECK(taken(good, [](PagedRows& rows) { rows.by_pair = true, rows.head_stride = 0; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 3; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 21; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.most_blocks = 6; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.block_stride += 4; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride += 4; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.head_stride += 4; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.block_stride = -2048; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride = 56; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.head_stride = 0; }));
+}
+
+TEST_CASE("The library refuses blocks that it cannot take before any launch") {
+  const kvlab_cache good = cache_of_nothing();
+  const auto all_refuse = [](const kvlab_cache& cache) {
+    kvlab_evicting_attention_args step{};
+    step.cache = cache;
+    kvlab_cache to = cache;
+    to.pages = {};
+    return write_to(cache) == cudaErrorInvalidValue && columns_of(cache) == cudaErrorInvalidValue &&
+           attend_prompt(cache) == cudaErrorInvalidValue &&
+           shrink_between(cache, to) == cudaErrorInvalidValue &&
+           shrink_between(to, cache) == cudaErrorInvalidValue &&
+           kvlab_evicting_attention_workspace(kvlab_find_policy("h2o"), &cache) == 0;
+  };
+  const auto refused = [&](auto change) {
+    kvlab_cache cache = good;
+    change(cache.pages);
+    return all_refuse(cache);
+  };
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 24; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 1; }));  // a table of tokens
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 0; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.page = -16; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.blocks = nullptr; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.slot_stride = 32; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.slot_stride = std::int64_t{1} << 33; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.block_stride += 1; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.head_stride = 8; }));
+  if (has_device()) return;  // these would be launched
+  CHECK(write_to(good) != cudaErrorInvalidValue);
+  CHECK(columns_of(good) != cudaErrorInvalidValue);
+  CHECK(attend_prompt(good) != cudaErrorInvalidValue);
+  CHECK(shrink_between(good, good) != cudaErrorInvalidValue);
+}
+
+TEST_CASE("A cache in blocks evicts as one without, for every type, size and group", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
+    for (const int head_size : {64, 96, 128})
+      for (const int group : {1, 3, 8})
+        check_layer({.policy = group == 3 ? "lru" : "h2o",
+                     .type = type,
+                     .head_size = head_size,
+                     .group = group},
+                    20);
+}
+
+TEST_CASE("A cache in blocks evicts as one without, by policies that need nothing", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"window", "knorm", "keydiff"})
+    for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
+      check_layer({.policy = policy, .type = type, .head_size = 128}, 30);
+  check_layer({.policy = "knorm", .prompts = {900, 1300}, .budgets = {600, 1000, 63}}, 9);
+}
+
+TEST_CASE("A cache in blocks evicts as one without, where positions are squeezed", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
+    for (const int head_size : {64, 96, 128}) {
+      check_layer({.policy = "streaming_h2o",
+                   .type = type,
+                   .numbering = KVLAB_SQUEEZED,
+                   .head_size = head_size},
+                  25);
+      check_layer(
+          {.policy = "sink", .type = type, .numbering = KVLAB_TWO_FRAMES, .head_size = head_size},
+          25);
+    }
+}
+
+TEST_CASE("A cache in blocks evicts as one without, in a graph", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const bool settled : {false, true})
+    for (const std::string policy : {"h2o", "window", "keydiff"})
+      check_layer({.policy = policy, .head_size = 128, .captured = true, .settled = settled}, 40);
+}
+
+TEST_CASE("A prompt in blocks is shrunk where it lies", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "knorm", "window"})
+    check_layer({.policy = policy, .prompts = {300, 20, 129}, .in_place = true}, 20);
+}
+
+TEST_CASE("A prompt goes from blocks to slots, from slots to blocks, and to blocks of another size",
+          "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32}) {
+    const LayerSize size{.policy = "h2o", .type = type, .prompts = {200, 77}};
+    const LayerLeft contiguous = run_layer(size, {}, {}, 15);
+    const Paging sixteen = kPagings[0], sixty_four = kPagings[1], by_pair = kPagings[3];
+    for (const auto& [from, to] : {std::pair{sixteen, Paging{}}, std::pair{Paging{}, sixteen},
+                                   std::pair{sixteen, sixty_four}, std::pair{sixty_four, by_pair}})
+      compare(contiguous, run_layer(size, from, to, 15));
+  }
+}
+
+TEST_CASE(
+    "A cache in blocks evicts as one without, where pairs are cut and where many tiles are ahead",
+    "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const std::vector<Paging> two{kPagings[0], kPagings[1]};
+  check_layer(
+      {.policy = "h2o", .head_size = 128, .prompts = {9100, 9000}, .budgets = {9000, 511, 4097}}, 3,
+      two);
+  check_layer(
+      {.policy = "window", .head_size = 128, .prompts = {9000, 9100}, .budgets = {9000, 511, 4097}},
+      3, two);
+  check_layer({.policy = "window",
+               .head_size = 64,
+               .group = 2,
+               .kv_heads = 8,
+               .prompts = std::vector<int>(9, 4000),
+               .budgets = {4000}},
+              3, two);
+}
