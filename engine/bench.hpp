@@ -69,7 +69,9 @@ struct AttentionBenchOptions {
 };
 /// A time is the mean of launches in a row over the caches of many layers, as a captured step has
 /// them, so that none finds its keys in the L2 cache; the median of several such rows. What shows
-/// the policy what was attended runs on a branch beside them, and ends within the row's time.
+/// the policy what was attended runs on a branch beside them, and ends within the row's time. Then
+/// attention alone with keys and values in blocks, as the C library takes them, beside itself
+/// without.
 nlohmann::ordered_json bench_attention(const AttentionBenchOptions& options);
 
 }  // namespace kvlab

@@ -82,9 +82,7 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
     for (int i = lane; i < kKeys * Layout::kChunks; i += 32) {
       const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
       const bool wanted = row < valid;
-      int from = i * kPerChunk;
-      if constexpr (kStrided) from = row * stride + chunk * kPerChunk;
-      if (!wanted) from = 0;
+      const int from = !wanted ? 0 : kStrided ? row * stride + chunk * kPerChunk : i * kPerChunk;
       copy_async(shared_address(keys) + Layout::offset(row, chunk), from_keys + from, wanted,
                  policy);
       copy_async(shared_address(values) + Layout::offset(row, chunk), from_values + from, wanted,

@@ -82,6 +82,15 @@ struct Exchange {
   }
 };
 
+/// The block of a warp's next tile, looked up a tile ahead of its use: it is on its way then.
+template <bool kPaged>
+struct BlockAhead {};
+template <>
+struct BlockAhead<true> {
+  const PagedRows& paged;
+  std::int32_t block = 0;
+};
+
 /// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on, which lie
 /// in one block where kPaged.
 template <class Warp, bool kPaged>
@@ -90,10 +99,10 @@ class TileSource {
   using T = typename Warp::Element;
   __device__ TileSource(const PairPlan& plan, const TileCursor& cursor, int count)
       : args_(plan.args),
-        paged_(plan.paged),
         cursor_(cursor),
         left_(count),
-        policy_(cache_policy(plan.read_once)) {
+        policy_(cache_policy(plan.read_once)),
+        ahead_(ahead_of(plan)) {
     if constexpr (kPaged) look_up();
   }
 
@@ -110,10 +119,16 @@ class TileSource {
       const int valid = cursor_.slots.live - slot;
       const std::int64_t from =
           cursor_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
-      const std::int64_t row = kPaged ? paged_row(slot, valid) : from;
-      tile.template load_slots<kPaged>(static_cast<const T*>(args_.keys) + row,
+      if constexpr (kPaged) {
+        const std::int64_t row = paged_row(slot, valid);
+        tile.template load_slots<true>(static_cast<const T*>(args_.keys) + row,
                                        static_cast<const T*>(args_.values) + row,
-                                       paged_.slot_stride, valid, policy_);
+                                       ahead_.paged.slot_stride, valid, policy_);
+      } else {
+        tile.template load_slots<false>(static_cast<const T*>(args_.keys) + from,
+                                        static_cast<const T*>(args_.values) + from, 0, valid,
+                                        policy_);
+      }
       if constexpr (Warp::kRotated == Rotated::keys)
         tile.load(args_.ages + from / Warp::kHeadSize, valid);
       ++cursor_.tile;
@@ -124,29 +139,34 @@ class TileSource {
   }
 
  private:
+  __device__ static BlockAhead<kPaged> ahead_of(const PairPlan& plan) {
+    if constexpr (kPaged)
+      return {plan.paged};
+    else
+      return {};
+  }
   /// Of the warp's in the cursor's tile.
   __device__ int first_slot() const {
-    return cursor_.tile * kSlotsPerTile + static_cast<int>(threadIdx.x) / 32 * Warp::kKeys;
+    return cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
   }
-  /// The block of the cursor's tile, a tile ahead of its use: what it is found by is on its way
-  /// then.
   __device__ void look_up() {
-    static_assert(Warp::kKeys <= kFewestSlotsOfBlock && kFewestSlotsOfBlock % Warp::kKeys == 0);
+    static_assert(kFewestSlotsOfBlock % Warp::kKeys == 0);
     const int pair = cursor_.slots.pair, slot = first_slot();
     if (slot < cursor_.slots.live)
-      block_ = paged_.table(pair, pair / args_.table.kv_heads)[slot >> paged_.shift];
+      ahead_.block =
+          ahead_.paged.table(pair, pair / args_.table.kv_heads)[slot >> ahead_.paged.shift];
   }
   /// The element at which the cursor's slots begin; 0 where none is live.
   __device__ std::int64_t paged_row(int slot, int valid) const {
-    return valid > 0 ? paged_.begin(block_, cursor_.slots.pair % args_.table.kv_heads, slot) : 0;
+    const int kv_head = cursor_.slots.pair % args_.table.kv_heads;
+    return valid > 0 ? ahead_.paged.begin(ahead_.block, kv_head, slot) : 0;
   }
 
   const PairAttention& args_;
-  const PagedRows& paged_;
   TileCursor cursor_;
   int left_;
   CachePolicy policy_;
-  std::int32_t block_ = 0;  ///< of the cursor's tile, kPaged
+  [[no_unique_address]] BlockAhead<kPaged> ahead_;
 };
 
 /// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,

@@ -1,5 +1,5 @@
 # Installs BUILD (a CUDA build) to a fresh prefix, builds the examples of SOURCE against that with find_package, and
-# runs the one in C (which says "skipped" where there is no device).
+# runs those in C (which say "skipped" where there is no device).
 set(prefix ${WORK}/prefix)
 file(REMOVE_RECURSE ${WORK})
 foreach(component kernels command)
@@ -10,7 +10,9 @@ execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE}/tools/examples -B ${WORK}/
                         -DCUDAToolkit_ROOT=${TOOLKIT} "-DCMAKE_C_FLAGS=-Wall -Wextra -Werror"
                 COMMAND_ERROR_IS_FATAL ANY)
 execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK}/build COMMAND_ERROR_IS_FATAL ANY)
-execute_process(COMMAND ${WORK}/build/evict COMMAND_ERROR_IS_FATAL ANY)
+foreach(example evict paged)
+  execute_process(COMMAND ${WORK}/build/${example} COMMAND_ERROR_IS_FATAL ANY)
+endforeach()
 # A policy source needs no checkout: the installed command has the headers in it.
 execute_process(COMMAND ${prefix}/bin/kvlab policies --policy-source ${POLICY} WORKING_DIRECTORY ${WORK}
                 OUTPUT_VARIABLE policies COMMAND_ERROR_IS_FATAL ANY)

@@ -17,10 +17,15 @@ BF16 = 0
 p, u32, i32, f32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float
 
 
+class Pages(ctypes.Structure):  # kvlab_pages: none
+    _fields_ = [("blocks", p), ("page", i32), ("most_blocks", i32), ("by_pair", i32), ("block_stride", ctypes.c_int64),
+                ("slot_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+
+
 class Cache(ctypes.Structure):  # kvlab_cache
     _fields_ = [("type", i32), ("sequences", i32), ("query_heads", i32), ("kv_heads", i32), ("head_size", i32),
                 ("softmax_scale", f32), ("most_slots", i32), ("first_slot", p), ("keys", p), ("values", p),
-                ("positions", p), ("lengths", p), ("next_slots", p), ("ages", p)]
+                ("positions", p), ("lengths", p), ("next_slots", p), ("ages", p), ("pages", Pages)]
 
 
 class PolicyState(ctypes.Structure):  # kvlab_policy_state

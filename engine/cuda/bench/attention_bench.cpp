@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "engine/cuda/bench/bench_tools.hpp"
+#include "engine/cuda/bench/paged_bench.hpp"
 #include "engine/cuda/cuda_decoder.hpp"
 
 namespace kvlab {
@@ -78,11 +79,18 @@ ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies,
                         {"microseconds", time},
                         {"percent_over", 100 * (time / plain - 1)}});
   }
-  return {{"kv_heads", kKvHeads},         {"head_size", shape.head_size},
-          {"group", shape.group},         {"batch", shape.batch},
-          {"slots", shape.slots},         {"bytes", shape.bytes()},
-          {"microseconds", plain},        {"bytes_per_second", rate},
-          {"share_of_read", rate / read}, {"evicting", std::move(evicting)}};
+  return {{"kv_heads", kKvHeads},
+          {"head_size", shape.head_size},
+          {"group", shape.group},
+          {"batch", shape.batch},
+          {"slots", shape.slots},
+          {"bytes", shape.bytes()},
+          {"microseconds", plain},
+          {"bytes_per_second", rate},
+          {"share_of_read", rate / read},
+          {"evicting", std::move(evicting)},
+          {"pages",
+           bench_pages({shape.head_size, shape.group, kKvHeads, shape.batch, shape.slots, kPool})}};
 }
 
 }  // namespace

@@ -19,6 +19,18 @@ OBSERVATION_BYTES = 24
 NOT_SUPPORTED = 801
 
 
+class Pages(ctypes.Structure):  # kvlab_pages
+    _fields_ = [
+        ("blocks", P),
+        ("page", I32),
+        ("most_blocks", I32),
+        ("by_pair", I32),
+        ("block_stride", I64),
+        ("slot_stride", I64),
+        ("head_stride", I64),
+    ]
+
+
 class Cache(ctypes.Structure):  # kvlab_cache
     _fields_ = [
         ("type", I32),
@@ -35,6 +47,7 @@ class Cache(ctypes.Structure):  # kvlab_cache
         ("lengths", P),
         ("next_slots", P),
         ("ages", P),
+        ("pages", Pages),
     ]
 
 
@@ -117,6 +130,7 @@ class PrefillArgs(ctypes.Structure):  # kvlab_prefill_args
         ("out", P),
         ("lse", P),
         ("rows", P),
+        ("pages", Pages),
     ]
 
 
@@ -155,6 +169,7 @@ class ShrinkArgs(ctypes.Structure):  # kvlab_shrink_args
 
 
 STRUCTS = {
+    "kvlab_pages": Pages,
     "kvlab_cache": Cache,
     "kvlab_policy_state": PolicyState,
     "kvlab_write_args": WriteArgs,
