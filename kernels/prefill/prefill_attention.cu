@@ -82,6 +82,13 @@ __device__ void load_slice(T* to, const T* from, int stride, int valid, int slic
   }
 }
 
+/// The element at which a tile's slice begins in its block; 0 where no row of it is valid.
+__device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int kv_head, int tile,
+                                           int slice, int valid) {
+  const int row = slice * kSlotsOfSlice;
+  return row < valid ? paged_row(args, kv_head, tile * kKeys + row) : 0;
+}
+
 /// A warp's 32 rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
 template <class T, int kDim>
 class WarpRows {
@@ -280,10 +287,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const auto fetch = [&](int tile, int slice) {
     std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
     const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
-    if constexpr (kPaged)
-      from = slice * kSlotsOfSlice < valid
-                 ? paged_row(args, rows.kv_head, tile * kKeys + slice * kSlotsOfSlice)
-                 : 0;
+    if constexpr (kPaged) from = slice_begin(args, rows.kv_head, tile, slice, valid);
     const int stride = args.paged.slot_stride;
     load_slice<T, kDim, kPaged>(shared.keys[tile % kStages], keys + from, stride, valid, slice);
     load_slice<T, kDim, kPaged>(shared.values[tile % kStages], values + from, stride, valid, slice);
@@ -349,7 +353,6 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   const auto row_at = [&](int slot) {
     return kPaged ? paged_row(args, rows.kv_head, slot) : std::int64_t{slot} * kDim;
   };
-
   constexpr int kEach = kPlainRows / kWarps, kOwn = kDim / 32;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
   float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach] = {};
