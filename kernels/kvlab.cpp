@@ -1,6 +1,7 @@
 // The C interface: translates structs, finds policies by name, and does nothing else.
 #include "kernels/kvlab.h"
 
+#include <array>
 #include <bit>
 #include <cstring>
 #include <span>
@@ -99,6 +100,24 @@ PolicyState state_of(const kvlab_policy_state& c) {
           .seen = reinterpret_cast<Observation*>(c.seen),
           .room_at = c.room_at,
           .columns = c.columns};
+}
+
+EvictingAttentionArgs evicting_of(const kvlab_evicting_attention_args& args) {
+  EvictingAttentionArgs converted{};
+  converted.cache = cache_of(args.cache);
+  converted.policy = state_of(args.policy);
+  converted.numbering = args.numbering == KVLAB_ORIGINAL ? Positions::original : Positions::cache;
+  converted.two_frames = args.numbering == KVLAB_TWO_FRAMES;
+  converted.now = args.now;
+  converted.q = args.q;
+  converted.inv_freq = args.inv_freq;
+  converted.rotated = args.rotated;
+  converted.rope_factor = args.rope_factor;
+  converted.out = args.out;
+  converted.lse = args.lse;
+  converted.workspace = args.workspace;
+  converted.settled = args.settled != 0;
+  return converted;
 }
 
 AttentionShape shape_of(const kvlab_prefill_args& c) {
@@ -235,25 +254,31 @@ size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvla
   return policy->kernels.attention_workspace(cache_of(*cache));
 }
 
+cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
+                         cudaStream_t stream) {
+  if (policy == nullptr || args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
+  return policy->kernels.attend(policy->kernels, evicting_of(*args), stream);
+}
+
+cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
+                                 const kvlab_evicting_attention_args* layers, int count,
+                                 cudaStream_t stream) {
+  if (policy == nullptr || layers == nullptr || count < 1 || count > kMostObservedLayers)
+    return cudaErrorInvalidValue;
+  std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
+  for (int layer = 0; layer < count; ++layer) {
+    if (!known(layers[layer].cache)) return cudaErrorInvalidValue;
+    converted[static_cast<std::size_t>(layer)] = evicting_of(layers[layer]);
+  }
+  const std::span all(converted.data(), static_cast<std::size_t>(count));
+  return policy->kernels.observe(policy->kernels, all, false, stream);
+}
+
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
   if (policy == nullptr || args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
-  EvictingAttentionArgs converted{};
-  converted.cache = cache_of(args->cache);
-  converted.policy = state_of(args->policy);
-  converted.numbering = args->numbering == KVLAB_ORIGINAL ? Positions::original : Positions::cache;
-  converted.two_frames = args->numbering == KVLAB_TWO_FRAMES;
-  converted.now = args->now;
-  converted.q = args->q;
-  converted.inv_freq = args->inv_freq;
-  converted.rotated = args->rotated;
-  converted.rope_factor = args->rope_factor;
-  converted.out = args->out;
-  converted.lse = args->lse;
-  converted.workspace = args->workspace;
-  converted.settled = args->settled != 0;
-  return policy->kernels.attention(converted, stream);
+  return policy->kernels.attention(evicting_of(*args), stream);
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {

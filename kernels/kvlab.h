@@ -68,12 +68,12 @@ const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
-/** Keys and values in blocks of slots, as engines with paged caches keep them; zeroed: slot by slot.
- *  Slots of a pair count from 0. The key of slot s begins at this element of `keys`, the value at
- *  that of `values`:
- *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
- *  where row is the sequence, or the pair. Only keys and values lie in blocks: what else is [slot]
- *  stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens live. */
+/** Keys and values in blocks of slots, as engines with paged caches keep them; zeroed: slot by
+ * slot. Slots of a pair count from 0. The key of slot s begins at this element of `keys`, the value
+ * at that of `values`: blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head *
+ * head_stride where row is the sequence, or the pair. Only keys and values lie in blocks: what else
+ * is [slot] stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens
+ * live. */
 typedef struct {
   const int32_t* blocks; /**< [row, most_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
@@ -225,6 +225,18 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream);
 
+/** The two halves of kvlab_evicting_attention, for an engine that runs the second beside its next
+ *  kernels: attention. */
+cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
+                         cudaStream_t stream);
+/** And what the policy makes of it, of up to 8 layers that differ in nothing but their arrays:
+ * their states, next_slots and lengths. `layers`: as given to kvlab_attend, each with a workspace
+ * of its own. On another stream it comes behind their attention; and whatever next writes such a
+ * layer, attends over it or takes such a workspace comes behind it. */
+cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
+                                 const kvlab_evicting_attention_args* layers, int count,
+                                 cudaStream_t stream);
+
 /* --- Prompts -------------------------------------------------------------------------------- */
 
 /** A row of logits and its softmax, kept for kvlab_observe. */
@@ -247,7 +259,7 @@ typedef struct {
   void* out;                 /**< [query, query_head, head_size] */
   float* lse;                /**< [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
-  kvlab_pages pages;         /**< of keys and values: [1, most_blocks], or by_pair [kv_head, most_blocks] */
+  kvlab_pages pages; /**< of keys and values: [1, most_blocks], or by_pair [kv_head, most_blocks] */
 } kvlab_prefill_args;
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
@@ -273,8 +285,9 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
  *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
  *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
  * Those that stay go to `to`, which is disjoint from `from`, or the same memory (of caches in
- * blocks: the same blocks). With nothing admitted and `seen` NULL it makes room between decode steps, in place.
- * cudaErrorNotSupported where a policy weighs queries and `weighted` does not say that they were.
+ * blocks: the same blocks). With nothing admitted and `seen` NULL it makes room between decode
+ * steps, in place. cudaErrorNotSupported where a policy weighs queries and `weighted` does not say
+ * that they were.
  */
 typedef struct {
   kvlab_cache from, to;

@@ -173,6 +173,22 @@ std::size_t PagedCache::strays() const {
 
 namespace {
 
+/// What lets one stream wait for another.
+class Event {
+ public:
+  Event() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() { cudaEventDestroy(event_); }
+  void hold(cudaStream_t waiting, cudaStream_t ahead) const {
+    check_cuda(cudaEventRecord(event_, ahead));
+    check_cuda(cudaStreamWaitEvent(waiting, event_, 0));
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 /// A run: what its kernels are given beside the two caches.
 class Run {
  public:
@@ -216,6 +232,8 @@ class Run {
   Array<kvlab_rule> rules_;
   Array<kvlab_observation> prompt_seen_, seen_;
   std::vector<std::byte> prompt_outputs_, step_outputs_;
+  Stream second_;
+  Event attended_, chosen_;
 };
 
 constexpr int kMostPositions = 1 << 14;
@@ -468,7 +486,11 @@ void Run::enqueue_step(cudaStream_t stream) {
   args.lse = lse_->data();
   args.workspace = workspace_->data();
   args.settled = size_.settled ? 1 : 0;
-  check_cuda(kvlab_evicting_attention(policy_, &args, stream));
+  if (!size_.two_streams) return check_cuda(kvlab_evicting_attention(policy_, &args, stream));
+  check_cuda(kvlab_attend(policy_, &args, stream));
+  attended_.hold(second_.get(), stream);
+  check_cuda(kvlab_choose_victims(policy_, &args, 1, second_.get()));
+  chosen_.hold(stream, second_.get());
 }
 
 void Run::decode(int steps) {

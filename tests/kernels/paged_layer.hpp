@@ -35,6 +35,7 @@ struct LayerSize {
   bool in_place = false;                       ///< prompts are shrunk where they lie
   bool captured = false;                       ///< steps are launches of one graph
   bool settled = false;
+  bool two_streams = false;  ///< victims are chosen on a stream of their own
 
   std::string name() const;
 };

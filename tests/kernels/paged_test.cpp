@@ -159,7 +159,7 @@ TEST_CASE("Blocks are refused that the kernels cannot take") {
   CHECK(taken(good, [](PagedRows&) {}));
   CHECK(taken(good, [](PagedRows& rows) { rows = {}; }));
   CHECK(taken(good, [](PagedRows& rows) { rows.by_pair = true, rows.head_stride = 0; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 3; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 3, rows.most_blocks = 100; }));
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 21; }));
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.most_blocks = 6; }));
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.block_stride += 4; }));
@@ -167,14 +167,13 @@ TEST_CASE("Blocks are refused that the kernels cannot take") {
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.head_stride += 4; }));
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.block_stride = -2048; }));
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride = 56; }));
+  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride = 1 << 25; }));
   CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.head_stride = 0; }));
 }
 
 TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   const kvlab_cache good = cache_of_nothing();
   const auto all_refuse = [](const kvlab_cache& cache) {
-    kvlab_evicting_attention_args step{};
-    step.cache = cache;
     kvlab_cache to = cache;
     to.pages = {};
     return write_to(cache) == cudaErrorInvalidValue && columns_of(cache) == cudaErrorInvalidValue &&
@@ -188,8 +187,9 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
     change(cache.pages);
     return all_refuse(cache);
   };
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 8, pages.most_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 24; }));
-  CHECK(refused([](kvlab_pages& pages) { pages.page = 1; }));  // a table of tokens
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.most_blocks = 100; }));  // of tokens
   CHECK(refused([](kvlab_pages& pages) { pages.page = 0; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = -16; }));
   CHECK(refused([](kvlab_pages& pages) { pages.blocks = nullptr; }));
@@ -197,6 +197,14 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   CHECK(refused([](kvlab_pages& pages) { pages.slot_stride = std::int64_t{1} << 33; }));
   CHECK(refused([](kvlab_pages& pages) { pages.block_stride += 1; }));
   CHECK(refused([](kvlab_pages& pages) { pages.head_stride = 8; }));
+  const kvlab_policy* const h2o = kvlab_find_policy("h2o");
+  kvlab_evicting_attention_args layers[9]{};
+  CHECK(kvlab_attend(h2o, nullptr, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_attend(nullptr, layers, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_attend(h2o, layers, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_choose_victims(nullptr, layers, 1, nullptr) == cudaErrorInvalidValue);
+  for (const int count : {-1, 0, 1, 9})
+    CHECK(kvlab_choose_victims(h2o, layers, count, nullptr) == cudaErrorInvalidValue);
   if (has_device()) return;  // these would be launched
   CHECK(write_to(good) != cudaErrorInvalidValue);
   CHECK(columns_of(good) != cudaErrorInvalidValue);
@@ -244,6 +252,18 @@ TEST_CASE("A cache in blocks evicts as one without, in a graph", "[gpu]") {
   for (const bool settled : {false, true})
     for (const std::string policy : {"h2o", "window", "keydiff"})
       check_layer({.policy = policy, .head_size = 128, .captured = true, .settled = settled}, 40);
+}
+
+TEST_CASE("Victims that are chosen on a second stream are the same", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string policy : {"h2o", "window", "keydiff"})
+    for (const bool captured : {false, true}) {
+      LayerSize size{.policy = policy, .head_size = 128, .captured = captured};
+      const LayerLeft one_stream = run_layer(size, {}, {}, 20);
+      size.two_streams = true;
+      compare(one_stream, run_layer(size, {}, {}, 20));
+      compare(one_stream, run_layer(size, kPagings[0], kPagings[0], 20));
+    }
 }
 
 TEST_CASE("A prompt in blocks is shrunk where it lies", "[gpu]") {
