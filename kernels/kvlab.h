@@ -69,11 +69,12 @@ const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
 /** Keys and values in blocks of slots, as engines with paged caches keep them; zeroed: slot by
- * slot. Slots of a pair count from 0. The key of slot s begins at this element of `keys`, the value
- * at that of `values`: blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head *
- * head_stride where row is the sequence, or the pair. Only keys and values lie in blocks: what else
- * is [slot] stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens
- * live. */
+ *  slot. Slots of a pair count from 0, and slot s begins at this element, of keys and of values:
+ *
+ *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
+ *
+ *  where row is the sequence, or the pair. Only keys and values lie in blocks: what else is [slot]
+ *  stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens live. */
 typedef struct {
   const int32_t* blocks; /**< [row, most_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */

@@ -32,8 +32,8 @@ kernels::EvictionKernels window_kernels() {
 class PagedLayers {
  public:
   explicit PagedLayers(const PagedBenchShape& shape);
-  /// Of one layer.
-  double microseconds(std::uint32_t page) const;
+  /// Of one layer. `by_head`: blocks are [kv_head, slot, dim], else [slot, kv_head, dim].
+  double microseconds(std::uint32_t page, bool by_head) const;
 
  private:
   std::uint64_t slots() const {
@@ -44,7 +44,8 @@ class PagedLayers {
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
   kernels::SlotCache cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;
-  kernels::PagedRows paged(std::uint32_t page, const cuda::DeviceBuffer& blocks) const;
+  kernels::PagedRows paged(std::uint32_t page, bool by_head,
+                           const cuda::DeviceBuffer& blocks) const;
 
   PagedBenchShape shape_;
   kernels::EvictionKernels window_ = window_kernels();
@@ -104,19 +105,19 @@ cuda::DeviceBuffer PagedLayers::blocks(std::uint32_t page) const {
   return cuda::upload(numbers, kWhat);
 }
 
-/// Blocks are [slot, kv_head, dim].
-kernels::PagedRows PagedLayers::paged(std::uint32_t page, const cuda::DeviceBuffer& blocks) const {
+kernels::PagedRows PagedLayers::paged(std::uint32_t page, bool by_head,
+                                      const cuda::DeviceBuffer& blocks) const {
   const std::uint32_t slot = shape_.kv_heads * shape_.head_size;
   return {.blocks = blocks.as<std::int32_t>(),
           .block_stride = std::int64_t{page} * slot,
-          .head_stride = shape_.head_size,
-          .slot_stride = static_cast<std::int32_t>(slot),
+          .head_stride = std::int64_t{by_head ? page : 1} * shape_.head_size,
+          .slot_stride = static_cast<std::int32_t>(by_head ? shape_.head_size : slot),
           .most_blocks = static_cast<std::int32_t>(slots() / page),
           .shift = std::countr_zero(page),
           .by_pair = false};
 }
 
-double PagedLayers::microseconds(std::uint32_t page) const {
+double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
   const cuda::DeviceBuffer numbers = page == 0 ? cuda::DeviceBuffer() : blocks(page);
   const cuda::Stream stream;
   cuda::check(cudaDeviceSynchronize(), kWhat);
@@ -124,7 +125,7 @@ double PagedLayers::microseconds(std::uint32_t page) const {
     for (std::uint32_t layer = 0; layer < layers_; ++layer) {
       kernels::EvictingAttentionArgs args{};
       args.cache = cache(layer);
-      if (page != 0) args.cache.paged = paged(page, numbers);
+      if (page != 0) args.cache.paged = paged(page, by_head, numbers);
       args.policy.rules = zeroes_.as<kernels::PairRule>();
       args.policy.seeds = zeroes_.as<std::uint64_t>();
       args.policy.sequence_ids = zeroes_.as<std::uint32_t>();
@@ -144,13 +145,17 @@ double PagedLayers::microseconds(std::uint32_t page) const {
 
 nlohmann::ordered_json bench_pages(const PagedBenchShape& shape) {
   const PagedLayers layers(shape);
-  const double contiguous = layers.microseconds(0);
+  const double contiguous = layers.microseconds(0, false);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  for (const std::uint32_t page : {0u, 16u, 64u}) {
-    const double time = page == 0 ? contiguous : layers.microseconds(page);
-    rows.push_back(
-        {{"page", page}, {"microseconds", time}, {"percent_over", 100 * (time / contiguous - 1)}});
-  }
+  rows.push_back({{"page", 0}, {"microseconds", contiguous}});
+  for (const std::uint32_t page : {16u, 64u})
+    for (const bool by_head : {false, true}) {
+      const double time = layers.microseconds(page, by_head);
+      rows.push_back({{"page", page},
+                      {"block", by_head ? "HND" : "NHD"},
+                      {"microseconds", time},
+                      {"percent_over", 100 * (time / contiguous - 1)}});
+    }
   return rows;
 }
 

@@ -13,7 +13,8 @@ struct PagedBenchShape {
   std::uint64_t pool;  ///< bytes of keys and values, of all layers, at most
 };
 
-/// Microseconds of one layer's attention, by pages: 0 (no blocks), 16 and 64 slots.
+/// Microseconds of one layer's attention, by pages: 0 (no blocks), 16 and 64 slots, where a block
+/// is [slot, kv_head, dim] (NHD) and where it is [kv_head, slot, dim] (HND).
 nlohmann::ordered_json bench_pages(const PagedBenchShape& shape);
 
 }  // namespace kvlab
