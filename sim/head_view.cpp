@@ -1,6 +1,11 @@
 #include "sim/head_view.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <stdexcept>
+
+#include "policies/observation.hpp"
 
 namespace kvlab {
 
@@ -27,6 +32,52 @@ void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t 
     column.resize(trace.tokens());
     trace.column(name, layer, kv_head, column.data());
   }
+}
+
+void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head) {
+  const ModelShape& shape = trace.shape();
+  if (layer >= shape.layers || kv_head >= shape.kv_heads)
+    throw std::invalid_argument(
+        fmt::format("layer {}, KV head {}: the trace {} has {} layers of {} KV heads", layer,
+                    kv_head, trace.directory().string(), shape.layers, shape.kv_heads));
+}
+
+HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head) {
+  check_head(trace, layer, kv_head);
+  const ModelShape& shape = trace.shape();
+  const std::size_t floats = std::size_t{trace.tokens()} * shape.head_size;
+  HeadTensors tensors{AlignedVector<float>(shape.group() * floats),
+                      AlignedVector<float>(floats),
+                      AlignedVector<float>(floats),
+                      {},
+                      {},
+                      {}};
+  for (std::uint32_t g = 0; g < shape.group(); ++g)
+    trace.read(Part::q, layer, kv_head * shape.group() + g, 0, trace.tokens(),
+               tensors.q.data() + g * floats);
+  trace.read(Part::k, layer, kv_head, 0, trace.tokens(), tensors.k.data());
+  trace.read(Part::v, layer, kv_head, 0, trace.tokens(), tensors.v.data());
+  tensors.view = {.tokens = trace.tokens(),
+                  .group = shape.group(),
+                  .head_size = shape.head_size,
+                  .q = tensors.q.data(),
+                  .q_head_stride = floats,
+                  .q_token_stride = shape.head_size,
+                  .k = tensors.k.data(),
+                  .v = tensors.v.data(),
+                  .kv_token_stride = shape.head_size};
+  return tensors;
+}
+
+HeadArithmetic arithmetic_of(const TraceReader& trace, double threshold) {
+  if (!(threshold >= 0 && threshold <= 1))
+    throw std::invalid_argument(
+        fmt::format("request threshold {}: should be between 0 and 1", threshold));
+  return {.softmax_scale = trace.header().softmax_scale,
+          .rounding = trace.header().rounding == Rounding::model_dtype
+                          ? std::optional(trace.shape().dtype)
+                          : std::nullopt,
+          .threshold16 = request_threshold16(threshold)};
 }
 
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,

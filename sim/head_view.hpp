@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "policies/cache_config.hpp"
 #include "policies/columns/columns.hpp"
 #include "sim/error_projection.hpp"
+#include "traces/base/numeric/aligned.hpp"
 #include "traces/base/numeric/dtype.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/trace.hpp"
@@ -66,12 +68,30 @@ void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t 
                    const std::vector<std::string>& names, bool knows_projections,
                    BroughtColumns& brought);
 
+/// One KV head's tensors, read from a trace, and what a replay adds to them.
+struct HeadTensors {
+  AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
+  std::unique_ptr<const ErrorProjection> projection;
+  std::unique_ptr<BroughtColumns> brought;
+  HeadView view;
+};
+
+/// Throws std::invalid_argument where the trace has no such head.
+void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
+
+/// Queries, keys and values; no more is added. Throws as check_head() does.
+HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
+
 /// What else decides a row's arithmetic.
 struct HeadArithmetic {
   float softmax_scale = 1.0f;
   std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
   std::uint32_t threshold16 = 0;  ///< of requests
 };
+
+/// The trace's own, at a threshold of requests: throws std::invalid_argument unless it is between 0
+/// and 1.
+HeadArithmetic arithmetic_of(const TraceReader& trace, double threshold);
 
 /// y = x [dim] rotated to its original position, and rounded as the model does.
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,

@@ -9,7 +9,6 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "policies/observation.hpp"
 #include "sim/calibration.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
@@ -19,57 +18,12 @@
 #include "sim/oracles/residual_oracle.hpp"
 #include "sim/run/tabulate.hpp"
 #include "sim/run_heads.hpp"
-#include "traces/base/numeric/aligned.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
-
-/// One KV head's tensors, read from a trace.
-struct HeadTensors {
-  AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
-  std::unique_ptr<const ErrorProjection> projection;
-  std::unique_ptr<BroughtColumns> brought;
-  HeadView view;
-};
-
-HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                      const QuerySpan& span, std::span<const ResolvedConfig> configs,
-                      const OutputProjections* output) {
-  const ModelShape& shape = trace.shape();
-  const std::size_t head_floats = std::size_t{trace.tokens()} * shape.head_size;
-  HeadTensors tensors{AlignedVector<float>(shape.group() * head_floats),
-                      AlignedVector<float>(head_floats),
-                      AlignedVector<float>(head_floats),
-                      {},
-                      std::make_unique<BroughtColumns>(),
-                      {}};
-  for (const ResolvedConfig& config : configs)
-    bring_columns(trace, layer, kv_head, config.policy.columns, output, *tensors.brought);
-  if (projection_columns(trace, span.span()).all() > 0)
-    tensors.projection = std::make_unique<const ErrorProjection>(trace, layer, kv_head, span);
-  for (std::uint32_t g = 0; g < shape.group(); ++g)
-    trace.read(Part::q, layer, kv_head * shape.group() + g, 0, trace.tokens(),
-               tensors.q.data() + g * head_floats);
-  trace.read(Part::k, layer, kv_head, 0, trace.tokens(), tensors.k.data());
-  trace.read(Part::v, layer, kv_head, 0, trace.tokens(), tensors.v.data());
-  trace.release();
-  tensors.view = {.tokens = trace.tokens(),
-                  .group = shape.group(),
-                  .head_size = shape.head_size,
-                  .q = tensors.q.data(),
-                  .q_head_stride = head_floats,
-                  .q_token_stride = shape.head_size,
-                  .k = tensors.k.data(),
-                  .v = tensors.v.data(),
-                  .kv_token_stride = shape.head_size,
-                  .projection = tensors.projection.get(),
-                  .output = weights_of(output, layer, kv_head),
-                  .brought = tensors.brought.get()};
-  return tensors;
-}
 
 HeadOutcome outcome_of(const HeadRun& run) {
   return {run.stats(), run.live().evictions(), run.live().live_max(), run.live().size()};
@@ -118,9 +72,6 @@ double threshold_of(std::span<const CacheConfig> configs) {
       throw std::invalid_argument(
           fmt::format("request threshold {}: another configuration has {}; a replay has one",
                       config.threshold, threshold));
-  if (!(threshold >= 0 && threshold <= 1))
-    throw std::invalid_argument(
-        fmt::format("request threshold {}: should be between 0 and 1", threshold));
   return threshold;
 }
 
@@ -133,11 +84,7 @@ class Replay {
         sequence_(sequence),
         options_(options),
         rope_(trace.header().rope, trace.tokens()),
-        arithmetic_{.softmax_scale = trace.header().softmax_scale,
-                    .rounding = trace.header().rounding == Rounding::model_dtype
-                                    ? std::optional(trace.shape().dtype)
-                                    : std::nullopt,
-                    .threshold16 = request_threshold16(threshold_of(configs))},
+        arithmetic_(arithmetic_of(trace, threshold_of(configs))),
         span_(trace.segments(), options.span, options.every_output_error ? 1 : kSampleEvery,
               trace.header().spans),
         by_layer_(trace.shape().layers) {
@@ -147,7 +94,6 @@ class Replay {
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
-  std::span<const ResolvedConfig> configs() const { return configs_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
   unsigned threads() const { return options_.threads; }
   LayerFacts facts(std::uint32_t layer) const {
@@ -217,6 +163,22 @@ class Replay {
     return options_.plain || config.policy.name == kOracleResidual;
   }
 
+  /// A KV head with all that the configurations look at.
+  HeadTensors read(std::uint32_t layer, std::uint32_t kv_head) const {
+    const OutputProjections* const output = options_.output.get();
+    HeadTensors tensors = read_head(trace_, layer, kv_head);
+    tensors.brought = std::make_unique<BroughtColumns>();
+    for (const ResolvedConfig& config : configs_)
+      bring_columns(trace_, layer, kv_head, config.policy.columns, output, *tensors.brought);
+    if (columns().all() > 0)
+      tensors.projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, span_);
+    trace_.release();
+    tensors.view.projection = tensors.projection.get();
+    tensors.view.output = weights_of(output, layer, kv_head);
+    tensors.view.brought = tensors.brought.get();
+    return tensors;
+  }
+
   /// Some configurations of one unit, on this thread.
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
@@ -229,8 +191,7 @@ class Replay {
           .push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
     if (plainly.empty() && in_lanes.empty()) return;
-    const HeadTensors tensors =
-        read_head(trace_, layer, kv_head, span_, configs_, options_.output.get());
+    const HeadTensors tensors = read(layer, kv_head);
     if (!plainly.empty()) run_plainly(plainly, layer, kv_head, tensors.view, outcomes);
     if (!in_lanes.empty()) run_lanes(in_lanes, layer, kv_head, tensors.view, outcomes);
   }
@@ -247,7 +208,7 @@ class Replay {
     std::vector<HeadTensors> tensors;
     std::vector<HeadView> views;
     for (std::uint32_t h = 0; h < trace_.shape().kv_heads; ++h) {
-      tensors.push_back(read_head(trace_, layer, h, span_, configs_, options_.output.get()));
+      tensors.push_back(read(layer, h));
       views.push_back(tensors.back().view);
     }
     if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
@@ -544,10 +505,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   if (config.policy.name == kOracleTopk)
     throw std::invalid_argument("oracle_topk keeps a set for each query head, not for a KV head");
   const Replay job(trace, sequence, std::span(&config, 1), options);
-  if (layer >= trace.shape().layers || kv_head >= trace.shape().kv_heads)
-    throw std::invalid_argument(fmt::format(
-        "layer {}, KV head {}: the trace {} has {} layers of {} KV heads", layer, kv_head,
-        trace.directory().string(), trace.shape().layers, trace.shape().kv_heads));
+  check_head(trace, layer, kv_head);
   std::vector<KeptSet> kept;
   const auto keep = [&](std::uint32_t query, std::span<const std::uint32_t> live) {
     if (std::binary_search(queries.begin(), queries.end(), query))
@@ -558,8 +516,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     job.run_layer_together(only, layer, nullptr, kv_head, keep);
     return kept;
   }
-  const HeadTensors tensors =
-      read_head(trace, layer, kv_head, job.span(), job.configs(), options.output.get());
+  const HeadTensors tensors = job.read(layer, kv_head);
   if (!job.runs_plainly(config)) {
     const auto own = job.configs_of_head(only, layer, kv_head);
     HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
@@ -573,28 +530,6 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   runs[0]->watch(keep);
   run_head(trace.tokens(), rows, runs, nullptr);
   return kept;
-}
-
-std::vector<std::vector<float>> attention_rows(const TraceReader& trace, const CacheConfig& config,
-                                               const ReplayOptions& options, std::uint32_t layer,
-                                               std::uint32_t kv_head,
-                                               std::span<const std::uint32_t> queries) {
-  const Replay job(trace, 0, std::span(&config, 1), options);
-  const HeadTensors tensors =
-      read_head(trace, layer, kv_head, job.span(), job.configs(), options.output.get());
-  SharedRows rows = job.shared_rows(tensors.view);
-  const std::uint32_t group = tensors.view.group;
-  std::vector<std::vector<float>> attention;
-  for (const std::uint32_t query : queries) {
-    rows.compute(query, 1);
-    std::vector<float>& mean = attention.emplace_back(query + 1);
-    for (std::uint32_t head = 0; head < group; ++head) {
-      const SharedRows::Row row = rows.row(query, head);
-      for (std::uint32_t j = 0; j <= query; ++j)
-        mean[j] += row.e[j] / row.sum / static_cast<float>(group);
-    }
-  }
-  return attention;
 }
 
 }  // namespace kvlab

@@ -129,11 +129,4 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                std::uint32_t layer, std::uint32_t kv_head,
                                std::span<const std::uint32_t> queries);
 
-/// What the full cache's query heads of one KV head give each token, their mean, at each query:
-/// [query][token, itself included]. As for kept_sets.
-std::vector<std::vector<float>> attention_rows(const TraceReader& trace, const CacheConfig& config,
-                                               const ReplayOptions& options, std::uint32_t layer,
-                                               std::uint32_t kv_head,
-                                               std::span<const std::uint32_t> queries);
-
 }  // namespace kvlab

@@ -25,6 +25,9 @@ class FullAttention {
   /// p [count, token] of a query head of the group at queries `first` on; 0 behind the query.
   std::vector<float> probabilities(std::uint32_t head, std::uint32_t first, std::uint32_t count);
 
+  /// What the group's query heads give each token at `query`, their mean: [token, itself included].
+  std::vector<float> mean_row(std::uint32_t query);
+
   /// Earlier tokens that some query head of the group asks for, by query, then position.
   struct Accesses {
     std::vector<std::uint32_t> queries, tokens;
@@ -32,13 +35,11 @@ class FullAttention {
   Accesses accesses(AccessRule rule, const std::vector<std::uint32_t>& queries);
 
  private:
-  HeadView view_of(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
   void mark_most_probable(std::uint32_t query, std::uint32_t top_k,
                           std::vector<std::uint8_t>& asked);
 
-  std::vector<float> q_, k_, v_;
+  HeadTensors tensors_;
   RopeTable rope_;
-  std::uint32_t tokens_, group_;
   SharedRows rows_;
 };
 

@@ -5,6 +5,7 @@
 #include <limits>
 #include <map>
 
+#include "sim/access/full_attention.hpp"
 #include "sim/run/ranking.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -82,17 +83,14 @@ std::vector<Scope> telling_heads(std::span<const ResultRow> rows, std::string_vi
 }
 
 /// What is worth a shade: one level of 255, of the root of a probability, so that little is seen.
-std::vector<std::vector<Glance>> glances_of(const std::vector<std::vector<float>>& attention) {
+std::vector<Glance> glances_of(const std::vector<float>& attention) {
   constexpr std::uint32_t kFaintest = 10;  // a probability of 0.0015
-  std::vector<std::vector<Glance>> rows;
-  for (const auto& row : attention) {
-    std::vector<Glance>& glances = rows.emplace_back();
-    for (std::uint32_t j = 0; j < row.size(); ++j) {
-      const auto level = static_cast<std::uint32_t>(std::lround(255 * std::sqrt(row[j])));
-      if (level >= kFaintest) glances.push_back({j, level});
-    }
+  std::vector<Glance> glances;
+  for (std::uint32_t j = 0; j < attention.size(); ++j) {
+    const auto level = static_cast<std::uint32_t>(std::lround(255 * std::sqrt(attention[j])));
+    if (level >= kFaintest) glances.push_back({j, level});
   }
-  return rows;
+  return glances;
 }
 
 /// At most kMostQueries positions of the span, evenly.
@@ -137,8 +135,9 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
     KeptHead& head = kept.heads[i / jobs];
     const CacheConfig& config = *configs[std::min(i % jobs, configs.size() - 1)];
     if (i % jobs == configs.size()) {
-      head.attention =
-          glances_of(attention_rows(trace, config, options, head.layer, head.head, kept.queries));
+      FullAttention full(trace, head.layer, head.head, config.threshold);
+      for (const std::uint32_t query : kept.queries)
+        head.attention.push_back(glances_of(full.mean_row(query)));
       return;
     }
     const auto sets =

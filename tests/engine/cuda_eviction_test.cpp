@@ -159,9 +159,9 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& po
                               .plain_eviction = plain});
   std::vector<std::unique_ptr<Verifier>> verifiers;
   for (int s = 0; s < 4; ++s) {
-    verifiers.push_back(std::make_unique<Verifier>(
-        model.config(), caches[static_cast<std::size_t>(s)], model.dtype(), shape.verify,
-        model.output_projections()));
+    verifiers.push_back(
+        std::make_unique<Verifier>(model.config(), caches[static_cast<std::size_t>(s)],
+                                   model.dtype(), shape.verify, model.output_projections()));
     decoder.watch(s, &verifiers.back()->observer());
   }
   const std::size_t lengths[]{70, 33, 50, 9};
