@@ -86,13 +86,17 @@ void complain(const std::vector<std::string>& words, const std::vector<std::stri
 constexpr std::string_view kOutOfMemory =
     "kvlab: out of memory; a shorter input or fewer configurations would fit\n";
 
+constexpr std::string_view kOutOfMemoryAtOnce =
+    "kvlab: out of memory; a shorter input or fewer configurations would fit; "
+    "what was unfinished is left, as *.part\n";
+
 /// Where memory ends in what may not throw, as the destructor of JSON: nothing more can be undone.
 [[noreturn]] void end_without_memory() {
   try {
     if (const auto error = std::current_exception()) std::rethrow_exception(error);
   } catch (const std::bad_alloc&) {
     [[maybe_unused]] const auto said =
-        ::write(STDERR_FILENO, kOutOfMemory.data(), kOutOfMemory.size());
+        ::write(STDERR_FILENO, kOutOfMemoryAtOnce.data(), kOutOfMemoryAtOnce.size());
     ::_exit(kBadInput);
   } catch (...) {  // a mistake of ours, which a core shows
   }

@@ -35,6 +35,15 @@ tune() {
 # What may lie here after COMMAND, beside what was there.
 others() { ls -A | grep -vxE 'story|tiny|text|whole|scratch|(out|err|count|names).txt' | grep -vxE "$1" || true; }
 
+# ended_at_once FAULT: whether nothing could be taken away: a kill, or no memory in a destructor (JSON's allocates).
+ended_at_once() {
+  case $1 in
+    kill*) ;;
+    memory*) grep -q 'what was unfinished is left' err.txt ;;
+    *) false ;;
+  esac
+}
+
 check_capture() {
   [ -z "$(others trace)" ] || fail "capture, $1: $(others trace)"
   if [ -e trace/manifest.json ]; then
@@ -61,7 +70,7 @@ check_replay() {
 check_evaluate() {
   [ -z "$(others 'scores|scores.part')" ] || fail "eval, $1: $(others 'scores|scores.part')"
   if [ -e scores.part ]; then
-    [ "${1%% *}" = kill ] || fail "eval, $1: scores.part is left"
+    ended_at_once "$1" || fail "eval, $1: scores.part is left"
     refused "scores.part exists; remove it" evaluate env
     rm -r scores.part
   fi
@@ -71,11 +80,11 @@ check_evaluate() {
 }
 check_tune() {
   left=tuned
-  [ "${1%% *}" != kill ] || left='tuned|tuned.[0-9a-f]{8}.part' # and what is in TMPDIR: nothing can be done about it
+  ! ended_at_once "$1" || left='tuned|tuned.[0-9a-f]{8}.part'
   [ -z "$(others "$left")" ] || fail "tune, $1: $(others "$left")"
   case $1:${code:-} in
-    kill* | ENOSPC*:0 | EIO*:0) ;; # the call that failed was one that removes it
-    *) [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)" ;;
+    ENOSPC*:0 | EIO*:0) ;; # the call that failed was one that removes it
+    *) ended_at_once "$1" || [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)" ;;
   esac
   rm -rf tuned.*.part scratch/*
   [ -e tuned ] || tune env >/dev/null 2>err.txt || fail "tune, $1: it does not begin again: $(cat err.txt)"
