@@ -57,6 +57,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                tensors.q.data() + g * floats);
   trace.read(Part::k, layer, kv_head, 0, trace.tokens(), tensors.k.data());
   trace.read(Part::v, layer, kv_head, 0, trace.tokens(), tensors.v.data());
+  trace.release();
   tensors.view = {.tokens = trace.tokens(),
                   .group = shape.group(),
                   .head_size = shape.head_size,

@@ -79,7 +79,7 @@ struct HeadTensors {
 /// Throws std::invalid_argument where the trace has no such head.
 void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
-/// Queries, keys and values; no more is added. Throws as check_head() does.
+/// Queries, keys and values; then lets go of the trace's pages. Throws as check_head() does.
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
 /// What else decides a row's arithmetic.

@@ -166,13 +166,15 @@ class Replay {
   /// A KV head with all that the configurations look at.
   HeadTensors read(std::uint32_t layer, std::uint32_t kv_head) const {
     const OutputProjections* const output = options_.output.get();
-    HeadTensors tensors = read_head(trace_, layer, kv_head);
-    tensors.brought = std::make_unique<BroughtColumns>();
+    auto brought = std::make_unique<BroughtColumns>();
     for (const ResolvedConfig& config : configs_)
-      bring_columns(trace_, layer, kv_head, config.policy.columns, output, *tensors.brought);
+      bring_columns(trace_, layer, kv_head, config.policy.columns, output, *brought);
+    std::unique_ptr<const ErrorProjection> projection;
     if (columns().all() > 0)
-      tensors.projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, span_);
-    trace_.release();
+      projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, span_);
+    HeadTensors tensors = read_head(trace_, layer, kv_head);
+    tensors.brought = std::move(brought);
+    tensors.projection = std::move(projection);
     tensors.view.projection = tensors.projection.get();
     tensors.view.output = weights_of(output, layer, kv_head);
     tensors.view.brought = tensors.brought.get();

@@ -8,28 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
+
 enum { STEPS = 200, BUDGET = 32, QUERY_HEADS = 8, KV_HEADS = 2, DIM = 64, PAIRS = KV_HEADS };
 enum { GROUP = QUERY_HEADS / KV_HEADS, SLOTS = PAIRS * BUDGET };
-
-static void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  exit(2);
-}
-
-/* Device memory, from `from` or zeroed. */
-static void* on_device(const void* from, size_t bytes) {
-  void* to = NULL;
-  if (bytes == 0) return NULL;
-  check(cudaMalloc(&to, bytes), "cudaMalloc");
-  check(from ? cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice) : cudaMemset(to, 0, bytes),
-        "cudaMemcpy");
-  return to;
-}
-
-static void to_host(void* to, const void* from, size_t bytes) {
-  check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
-}
 
 static void draw(float* values, int count) {
   for (int i = 0; i < count; ++i) values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;

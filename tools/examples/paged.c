@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
+
 enum { SEQUENCES = 2, KV_HEADS = 2, GROUP = 4, QUERY_HEADS = KV_HEADS * GROUP, DIM = 64 };
 enum { PAGE = 16, BUDGET = 44, STEPS = 100, MOST_SLOTS = 208, MOST_BLOCKS = MOST_SLOTS / PAGE };
 enum { POOL_BLOCKS = 16, PAIRS = SEQUENCES * KV_HEADS, SLOTS = PAIRS * MOST_SLOTS };
@@ -16,25 +18,6 @@ enum { BLOCK = PAGE * KV_HEADS * DIM, POOL = POOL_BLOCKS * BLOCK }; /* elements 
 enum { QKV = (QUERY_HEADS + 2 * KV_HEADS) * DIM, Q = QUERY_HEADS * DIM };
 static const int prompts[SEQUENCES] = {200, 90};
 
-static void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  exit(2);
-}
-
-/* Device memory, from `from` or zeroed. */
-static void* on_device(const void* from, size_t bytes) {
-  void* to = NULL;
-  if (bytes == 0) return NULL;
-  check(cudaMalloc(&to, bytes), "cudaMalloc");
-  check(from ? cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice) : cudaMemset(to, 0, bytes),
-        "cudaMemcpy");
-  return to;
-}
-
-static void to_host(void* to, const void* from, size_t bytes) {
-  check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
-}
 static void to_device(const void* to, const void* from, size_t bytes) {
   check(cudaMemcpy((void*)to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
 }
