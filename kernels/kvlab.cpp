@@ -26,7 +26,7 @@ static_assert(sizeof(kvlab_observation) == sizeof(Observation));
 static_assert(sizeof(kvlab_rule) == sizeof(PairRule));
 static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
 static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
-              KVLAB_KEY_COSINE == static_cast<int>(BuiltInColumn::key_cosine));
+              KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInColumn::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 
 const std::vector<kvlab_policy>& policies() {
@@ -228,7 +228,7 @@ cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
   if (args->count < 1 || args->count > static_cast<int>(kMaxColumns)) return cudaErrorInvalidValue;
   ColumnList columns{.count = args->count};
   for (int at = 0; at < args->count; ++at) {
-    if (args->columns[at] < KVLAB_KEY_NORM || args->columns[at] > KVLAB_KEY_COSINE)
+    if (args->columns[at] < KVLAB_KEY_NORM || args->columns[at] > KVLAB_VALUE_OUT_NORM1)
       return cudaErrorInvalidValue;
     columns.of[at] = static_cast<BuiltInColumn>(args->columns[at]);
   }
@@ -240,7 +240,9 @@ cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
                        .keys = args->keys,
                        .key_row = args->key_row,
                        .unit_keys = args->unit_keys,
-                       .to = args->to},
+                       .to = args->to,
+                       .output = args->output,
+                       .hidden = args->hidden},
                       stream);
 }
 

@@ -166,13 +166,14 @@ typedef struct {
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
 
-/** Columns that are computed from keys and values (docs/columns.md), by these names in lower case.
- */
+/** Columns that are computed from keys, values and output projections (docs/columns.md), by these
+ *  names in lower case. */
 typedef enum {
   KVLAB_KEY_NORM = 0,
   KVLAB_VALUE_NORM = 1,
   KVLAB_VALUE_NORM1 = 2,
-  KVLAB_KEY_COSINE = 3
+  KVLAB_KEY_COSINE = 3,
+  KVLAB_VALUE_OUT_NORM1 = 4
 } kvlab_column;
 
 /** Some columns of new tokens, whose values are in the cache already. */
@@ -187,6 +188,9 @@ typedef struct {
   int64_t key_row;      /**< elements from one token to the next */
   float* unit_keys;     /**< [pair, head_size], zeroed before a sequence begins; for key_cosine */
   float* to;            /**< [slot, column] */
+  const void* output;   /**< W_o [hidden, query_head, head_size], of the cache's type; for
+                             value_out_norm1 */
+  int hidden;
 } kvlab_columns_args;
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 

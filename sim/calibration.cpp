@@ -14,7 +14,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kFormat = 1;
-constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
+constexpr std::size_t kMostCalibrationBytes = std::size_t{64} << 20;
 
 /// A list by layer of lists by query head.
 json lists_of(const std::vector<double>& values, std::uint32_t query_heads) {
@@ -60,7 +60,7 @@ std::string calibration_text(const Calibration& calibration) {
 }
 
 Calibration read_calibration(const std::filesystem::path& path) {
-  const std::string text = read_text_file(path, kMaxBytes);
+  const std::string text = read_text_file(path, kMostCalibrationBytes);
   const json object = parse_json(text, path.string());
   const JsonFields fields(object, path.string());
   fields.check_format(kFormat);

@@ -16,8 +16,6 @@
 namespace kvlab::tokenizer {
 namespace {
 
-constexpr int kBytes = 256;
-
 std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
   return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 |
          static_cast<std::uint32_t>(right);

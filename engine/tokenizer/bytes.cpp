@@ -10,7 +10,6 @@
 namespace kvlab::tokenizer {
 namespace {
 
-constexpr int kBytes = 256;
 constexpr int kChars = 0x144;  // the last byte character is U+0143
 
 constexpr bool stands_for_itself(int byte) {

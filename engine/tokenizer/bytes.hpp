@@ -8,6 +8,8 @@
 
 namespace kvlab::tokenizer {
 
+inline constexpr int kBytes = 256;
+
 /// The character that stands for a byte, as UTF-8.
 std::string_view char_of_byte(std::uint8_t byte);
 /// Each byte of the text as its character.

@@ -151,11 +151,13 @@ __global__ void __launch_bounds__(kThreads)
   const int size = cache.head_size, group = cache.query_heads / cache.kv_heads;
   const int first = static_cast<int>(blockIdx.y) * kTokens,
             count = min(kTokens, args.tokens - first);
-  const std::int64_t slot = cache.first_slot[pair.index] + args.slots[pair.index] + first;
-  const T* const stored = static_cast<const T*>(cache.values) + slot * size;
+  const int slot = args.slots[pair.index] + first;
+  const T* const stored = static_cast<const T*>(cache.values);
   float* const magnitudes = values + kTokens * size;
   for (int i = static_cast<int>(threadIdx.x); i < kTokens * size; i += kThreads)
-    values[i] = i < count * size ? to_float(stored[i]) : 0.0f;
+    values[i] = i < count * size
+                    ? to_float(stored[row_of(cache, pair.index, slot + i / size) + i % size])
+                    : 0.0f;
 
   const T* const weights =
       static_cast<const T*>(args.output) + std::int64_t{pair.kv_head} * group * size;
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
   if (chain >= count) return;
   float all = 0;
   for (int head = 0; head < group; ++head) all += magnitudes[head * kTokens + chain];
-  args.to[(slot + chain) * args.columns.count + c] = all;
+  args.to[(cache.first_slot[pair.index] + slot + chain) * args.columns.count + c] = all;
 }
 
 template <class T, int kTokens>
@@ -213,8 +215,9 @@ bool valid(const ColumnArgs& args) {
          cache.first_slot && cache.values && args.slots && args.keys && args.to &&
          (!args.columns.has(BuiltInColumn::key_cosine) || args.unit_keys) &&
          (!args.columns.has(BuiltInColumn::value_out_norm1) ||
-          (args.output && args.hidden > 0 && cache.query_heads <= kMostGroup * cache.kv_heads &&
-           !cache.paged.in_use())) &&
+          (args.output && args.hidden > 0 && cache.query_heads >= cache.kv_heads &&
+           cache.query_heads % cache.kv_heads == 0 &&
+           cache.query_heads <= kMostGroup * cache.kv_heads)) &&
          can_page(cache.paged, cache.head_size, args.tokens, bytes_of(cache.type));
 }
 

@@ -9,16 +9,12 @@
 
 #include "sim/report/html.hpp"
 #include "sim/report/palette.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
 
 constexpr auto kNowhere = std::string_view::npos;
-
-void replace_all(std::string& text, std::string_view from, std::string_view to) {
-  for (std::size_t at = 0; (at = text.find(from, at)) != kNowhere; at += to.size())
-    text.replace(at, from.size(), to);
-}
 
 /// Drops everything from each `first` to the `last` that follows it.
 void drop_elements(std::string& text, std::string_view first, std::string_view last) {

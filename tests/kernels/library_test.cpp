@@ -56,7 +56,7 @@ TEST_CASE("The library refuses what it cannot do before any launch") {
   columns.count = 5;
   CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);
   columns.count = 1;
-  columns.columns[0] = static_cast<kvlab_column>(4);
+  columns.columns[0] = static_cast<kvlab_column>(5);
   CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);
 
   kvlab_observation seen{};

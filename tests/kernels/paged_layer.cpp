@@ -224,7 +224,8 @@ class Run {
   std::unique_ptr<PagedCache> prompt_, resident_;
   template <class T>
   using Array = std::unique_ptr<DeviceArray<T>>;
-  Array<std::byte> qkv_, q_, out_, prompt_states_, states_, params_, workspace_, shrink_workspace_;
+  Array<std::byte> qkv_, q_, out_, output_, prompt_states_, states_, params_, workspace_,
+      shrink_workspace_;
   Array<float> rope_, inv_freq_, lse_, unit_keys_, prompt_columns_, columns_;
   Array<std::int32_t> rope_rows_, token_sequences_, token_slots_;
   Array<std::uint32_t> now_, admitted_, threshold16_, ids_;
@@ -236,7 +237,7 @@ class Run {
   Event attended_, chosen_;
 };
 
-constexpr int kMostPositions = 1 << 14;
+constexpr int kMostPositions = 1 << 14, kHidden = 72;
 
 std::vector<int> prompt_slots(const LayerSize& size, const std::vector<int>& budgets) {
   std::vector<int> slots;
@@ -254,8 +255,9 @@ std::vector<int> budgets_of(const LayerSize& size) {
 }
 
 kvlab_column column_named(const std::string& name) {
-  const char* const names[] = {"key_norm", "value_norm", "value_norm1", "key_cosine"};
-  for (int i = 0; i < 4; ++i)
+  const char* const names[] = {"key_norm", "value_norm", "value_norm1", "key_cosine",
+                               "value_out_norm1"};
+  for (int i = 0; i < 5; ++i)
     if (name == names[i]) return static_cast<kvlab_column>(i);
   throw std::invalid_argument("no kernel for column " + name);
 }
@@ -314,6 +316,12 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   rope_ = to_device(rope);
   inv_freq_ = to_device(inv_freq);
   const std::size_t outputs = count * static_cast<std::size_t>(query_heads());
+  std::mt19937 of_model(7);
+  output_ = to_device(kernels::encode(
+      type_of(size_.type),
+      kernels::random_values(type_of(size_.type),
+                             static_cast<std::size_t>(kHidden * query_heads() * size_.head_size),
+                             of_model)));
   lse_ = poisoned<float>(outputs);
   out_ = poisoned<std::byte>(outputs * static_cast<std::size_t>(size_.head_size) * element());
   const kvlab_cache cache = this->resident().cache();
@@ -436,6 +444,8 @@ void Run::make_columns(const kvlab_cache& cache, const std::byte* qkv, int token
   args.key_row = static_cast<std::int64_t>(row_elements());
   args.unit_keys = unit_keys;
   args.to = to;
+  args.output = output_->data();
+  args.hidden = kHidden;
   check_cuda(kvlab_columns(&args, stream));
 }
 

@@ -232,11 +232,12 @@ TEST_CASE("A cache in blocks evicts as one without, by policies that need nothin
   check_layer({.policy = "knorm", .prompts = {900, 1300}, .budgets = {600, 1000, 63}}, 9);
 }
 
-// Its column is made of values, which are read from their blocks.
+// Their columns are made of values, which are read from their blocks.
 TEST_CASE("A cache in blocks evicts as one without, by a column of values", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
-    check_layer({.policy = "vatp", .type = type, .head_size = 128}, 30);
+  for (const std::string policy : {"vatp", "criticalkv"})
+    for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
+      check_layer({.policy = policy, .type = type, .head_size = 128}, 30);
 }
 
 TEST_CASE("A cache in blocks evicts as one without, where positions are squeezed", "[gpu]") {

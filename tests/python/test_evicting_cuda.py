@@ -24,7 +24,7 @@ except RuntimeError as error:
 from test_evicting import decode  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BROUGHT = ("lagkv", "expected_attention", "r_kv", "criticalkv")  # whose columns lie beside a trace
+BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose columns lie beside a trace
 
 
 def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2, **words: Any) -> Any:
@@ -62,6 +62,7 @@ def parted(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **w
         kept = decode(model, ids, steps, caches)
     trace = caches.trace()
     assert trace.segments == [(0, ids.shape[1], "prompt"), (ids.shape[1], steps, "decode")]
+    words |= {"model": model} if policy == "criticalkv" else {}
     run = kvlab.replay(trace, policy, () if policy == "full" else budget, references=False, **words)
     first, differ, sets = steps, 0, 0
     for at, own in enumerate(kept):
@@ -125,7 +126,7 @@ def test_with_room_for_all_the_text_is_transformers_own(graph: bool) -> None:
         assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is as it was
 
 
-@pytest.mark.parametrize("policy", ["h2o", "knorm", "h2o:every=8", "streaming_h2o"])
+@pytest.mark.parametrize("policy", ["h2o", "knorm", "criticalkv", "h2o:every=8", "streaming_h2o"])
 def test_a_graph_keeps_what_steps_keep(policy: str) -> None:
     model, kept = model_of(), []
     for graph in (False, True):
@@ -134,6 +135,15 @@ def test_a_graph_keeps_what_steps_keep(policy: str) -> None:
         kept.append([text.tolist(), *(caches.kept(layer, head).tolist() for layer in (0, 1) for head in (0, 1))])
         assert caches.evictions > 0
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_text_ends_where_the_slots_end(graph: bool) -> None:
+    model = model_of()
+    with torch.no_grad(), kvlab.hf.evicting(model, "full", length=50, graph=graph) as caches:
+        with pytest.raises(ValueError, match="more than 50 tokens.*length="):
+            model.generate(ids_of(40), **WORDS)
+        assert caches.tokens == 50
 
 
 @pytest.mark.parametrize("policy", ["knorm", "sink", "window:once"])

@@ -115,7 +115,6 @@ def test_a_plan_has_slots_for_the_budget() -> None:
     [
         ("h2o", "ada(40)", "ada.*the kernel library does not know it; a model on the CPU does"),
         ("lagkv", "40", "lagkv"),
-        ("criticalkv", "40", "criticalkv: .*output projections.*a model on the CPU"),
         ("h2o", "", "needs one"),
         ("oracle_mass", "40", "knows the future"),
     ],
@@ -138,14 +137,15 @@ def test_operators_look_at_what_they_are_given(monkeypatch: pytest.MonkeyPatch) 
     n = torch.zeros(2, dtype=torch.int32)
     keys, qkv, first_slot = torch.zeros(8, 64), torch.zeros(1, 8, 64), torch.arange(2) * 4
     given = {"names": ["key_norm"], "keys": qkv[:, 4:6], "first_slot": first_slot, "slots": n, "now": n[:1]}
-    given |= {"values": keys, "unit_keys": None, "to": torch.zeros(8, 1)}
+    given |= {"values": keys, "unit_keys": None, "to": torch.zeros(8, 1), "output": None}
     for word, wrong, message in (
         ("first_slot", first_slot.int(), "first_slot is torch.int32 .*; torch.int64 on"),
         ("keys", given["keys"].double(), "keys is torch.float64 .*; torch.float32 on"),
         ("keys", given["keys"].transpose(1, 2), "keys is .*, not contiguous"),
         ("unit_keys", torch.zeros(2, 64).half(), "unit_keys is torch.float16"),
         ("to", torch.zeros(8, 2)[:, :1], r"to is torch.float32 \[8, 1\] on cpu, not contiguous"),
-        ("names", ["value_out_norm1"], "value_out_norm1; one of key_norm"),
+        ("names", ["lagkv"], "lagkv; one of key_norm"),
+        ("output", torch.zeros(16, 4, 64).half(), "output is torch.float16"),
     ):
         ops._columns(*given.values())
         with pytest.raises(ValueError, match=f"kvlab::columns: {message}"):

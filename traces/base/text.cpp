@@ -63,4 +63,9 @@ std::vector<std::string> split_list(std::string_view text, char separator) {
   }
 }
 
+void replace_all(std::string& text, std::string_view from, std::string_view to) {
+  for (std::size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
+    text.replace(at, from.size(), to);
+}
+
 }  // namespace kvlab

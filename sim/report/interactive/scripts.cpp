@@ -8,6 +8,7 @@
 
 #include "policies/embedded.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 
@@ -18,11 +19,6 @@ namespace {
 constexpr std::array<std::string_view, 8> kScripts{"data.js",   "elements.js", "chart.js",
                                                    "curves.js", "heads.js",    "kept.js",
                                                    "tables.js", "main.js"};
-
-void replace_all(std::string& text, std::string_view from, std::string_view to) {
-  for (std::size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
-    text.replace(at, from.size(), to);
-}
 
 /// Inside <script> nothing but "</script" and "<!--" ends or bends it; in JSON "<" may be escaped.
 std::string json_element(const nlohmann::ordered_json& data) {

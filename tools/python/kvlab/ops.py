@@ -25,7 +25,7 @@ _SCHEMAS = {
     "write": "Tensor qkv, Tensor? rope, Tensor rope_rows, Tensor sequences, Tensor? slots, Tensor? now,"
     " Tensor first_slot, Tensor next_slots, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!) q",
     "columns": "str[] names, Tensor keys, Tensor first_slot, Tensor slots, Tensor? now, Tensor values,"
-    " Tensor(a!)? unit_keys, Tensor(b!) to",
+    " Tensor(a!)? unit_keys, Tensor(b!) to, Tensor? output=None",
     "evicting_attention": "str policy, Tensor q, Tensor now, int layer, float softmax_scale, int most_slots,"
     " Tensor first_slot, Tensor keys, Tensor values, Tensor(a!) positions, Tensor(b!) lengths, Tensor(c!) next_slots,"
     " Tensor(d!)? ages, Tensor(e!)? states, Tensor rules, Tensor? params, Tensor? threshold16, Tensor seeds,"
@@ -135,18 +135,20 @@ def _write(*given: Any) -> None:
 
 
 def _columns(*given: Any) -> None:
-    """`keys` may be a part of each row, such as that of q, k and v."""
-    names, keys, first_slot, slots, now, values, unit_keys, to = given
+    """`keys` may be a part of each row, such as that of q, k and v. `output`: W_o [hidden, query head, head size], for
+    value_out_norm1."""
+    names, keys, first_slot, slots, now, values, unit_keys, to, output = (*given, None)[:9]
     others = {"first_slot": first_slot, "slots": slots, "now": now, "unit_keys": unit_keys, "to": to}
-    stream = _check("columns", values, {"values": values, "keys": keys[0]}, **others)
+    stream = _check("columns", values, {"values": values, "keys": keys[0], "output": output}, **others)
     for column in names:
         if column not in _library.COLUMNS:
             raise ValueError(f"kvlab::columns: {column}; one of {', '.join(_library.COLUMNS)} is expected")
-    cache = _cache("columns", (0, keys.shape[-2]), 0, first_slot, keys, values)
+    cache = _cache("columns", (0 if output is None else output.shape[1], keys.shape[-2]), 0, first_slot, keys, values)
     args = _library.ColumnsArgs(cache, len(names))
     for at, column in enumerate(names):
         args.columns[at] = _library.COLUMNS.index(column)
-    args.slots, args.now, args.unit_keys, args.to = map(_at, (slots, now, unit_keys, to))
+    args.slots, args.now, args.unit_keys, args.to, args.output = map(_at, (slots, now, unit_keys, to, output))
+    args.hidden = 0 if output is None else output.shape[0]
     args.tokens, args.keys, args.key_row = keys.shape[0] // cache.sequences, keys.data_ptr(), keys.stride(0)
     _done("columns", library().kvlab_columns(args, stream), keys)
 

@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <vector>
 
-#include "policies/columns/columns.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/cache_request.hpp"
@@ -31,11 +30,6 @@ class SlotPlan {
       throw std::invalid_argument(
           fmt::format("policy {}: {} holds registered policies; {} runs others", policy.name,
                       kKernelLibrary.name, kKernelLibrary.instead));
-    if (wants_projections(policy.columns))
-      throw std::invalid_argument(fmt::format(
-          "policy {}: reads a column of the model's output projections, which {} does not know; {} "
-          "runs it",
-          policy.name, kKernelLibrary.name, kKernelLibrary.instead));
   }
 
   const ResolvedConfig& config() const { return config_; }

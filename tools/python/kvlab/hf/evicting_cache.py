@@ -18,6 +18,7 @@ from kvlab.hf.models import (
     TRANSFORMERS,
     attention_modules,
     output_projections,
+    output_weights,
     refuse_unsupported,
     rope_of,
     shape_of,
@@ -83,7 +84,8 @@ class evicting:
             from kvlab.hf.slot_caches import SlotCaches
 
             plan = _kvlab.SlotPlan(asked)
-            self._make = lambda: SlotCaches(plan, self._shape, rope, self._model.dtype, self._device)
+            weights = functools.partial(output_weights, self._model)
+            self._make = lambda: SlotCaches(plan, self._shape, rope, self._model.dtype, self._device, weights)
         else:
             heads = (self._shape.query_heads, self._shape.head_size)
             inv_freq, turns = rope.inv_freq.tolist(), (rope.factor, rope.softmax_scale)

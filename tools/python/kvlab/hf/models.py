@@ -193,13 +193,17 @@ def output_projection(module: Any, model: Any) -> torch.Tensor:
     return made.T
 
 
+def output_weights(model: Any) -> list[torch.Tensor]:
+    """Of all layers, [hidden, inputs]."""
+    with torch.no_grad():
+        return [output_projection(module.o_proj, model).detach() for module in attention_modules(model)]
+
+
 def output_projections(model: Any, shape: Shape) -> _kvlab.OutputProjections:
     """Those of all layers, as columns that are computed from them read them."""
     from kvlab import _kvlab  # which the scripts that share this file do without
 
-    modules = [module.o_proj for module in attention_modules(model)]
-    with torch.no_grad():
-        weights = [output_projection(module, model).detach().float().T.contiguous().cpu() for module in modules]
+    weights = [weight.float().T.contiguous().cpu() for weight in output_weights(model)]
     return _kvlab.OutputProjections([one.numpy() for one in weights], shape.kv_heads, shape.head_size)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
@@ -50,7 +51,16 @@ class Admission:
 class SlotCaches:
     """All layers' caches for one sequence: each KV head has as many slots as the plan says, and no more."""
 
-    def __init__(self, plan: Any, shape: Shape, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Any,
+        shape: Shape,
+        rope: Rope,
+        dtype: torch.dtype,
+        device: torch.device,
+        outputs: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        """`outputs` gives each layer's W_o [hidden, inputs], if the policy has a column that reads it."""
         if name_of(dtype) not in _library.TYPES:
             raise Refused(f"evicting: {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
         self._plan, self._shape, self._rope = plan, shape, rope
@@ -59,6 +69,10 @@ class SlotCaches:
         self._inv_freq = rope.inv_freq.to(device)
         self._inv_freq64 = self._inv_freq.double()
         self._heads = (shape.query_heads, shape.kv_heads, shape.head_size)
+        query_heads, _, size = self._heads
+        self._outputs: list[torch.Tensor | None] = [None] * shape.layers  # [hidden, query head, head size]
+        if "value_out_norm1" in plan.columns:
+            self._outputs = [one.to(dtype).reshape(-1, query_heads, size).contiguous() for one in outputs()]
         self._allocate()
         self._clear_counts()
         self._admissions: list[Admission] = []  # of the prompt that goes through the layers
@@ -217,8 +231,7 @@ class SlotCaches:
         zero = self._zero
         OP.write.default(qkv, rope, zero, zero, None, self._now, first_slot, next_slots, keys, values, positions, q)
         if columns is not None:
-            plain, unit_keys = qkv[:, query_heads : query_heads + kv_heads], self._unit_keys_of(layer)
-            OP.columns.default(self._plan.columns, plain, first_slot, next_slots, self._now, values, unit_keys, columns)
+            self._bring(layer, qkv, first_slot, next_slots, self._now, values, columns)
         slots = (first_slot, keys, values, positions, lengths, next_slots, self._ages, states)
         rules = (self._rules_of[layer], self._params, self._threshold16, self._seeds, zero)
         turns = (self._inv_freq if self._plan.squeezed else None, self._rope.factor)
@@ -229,8 +242,13 @@ class SlotCaches:
         )
         return out
 
-    def _unit_keys_of(self, layer: int) -> torch.Tensor | None:
-        return None if self._unit_keys is None else self._unit_keys[layer]
+    def _bring(self, layer: int, qkv: torch.Tensor, *held: torch.Tensor | None) -> None:
+        """The columns of new tokens. `held`: first_slot, next_slots, now, values and the columns."""
+        query_heads, kv_heads, _ = self._heads
+        *slots, columns = held
+        unit_keys = None if self._unit_keys is None else self._unit_keys[layer]
+        plain = qkv[:, query_heads : query_heads + kv_heads]
+        OP.columns.default(self._plan.columns, plain, *slots, unit_keys, columns, self._outputs[layer])
 
     # --- Room -----------------------------------------------------------------------------------
 
@@ -360,9 +378,7 @@ class SlotCaches:
             q, keys = self._squeezed(q, memory)
         seen = self._attend_prompt(q, keys, memory, admission, older + admission.count, out)
         if memory.columns is not None:
-            plain, unit_keys = qkv[:, query_heads : query_heads + kv_heads], self._unit_keys_of(layer)
-            values, lengths = memory.values, memory.lengths
-            OP.columns.default(plan.columns, plain, memory.first_slot, lengths, None, values, unit_keys, memory.columns)
+            self._bring(layer, qkv, memory.first_slot, memory.lengths, None, memory.values, memory.columns)
         slots = self._layers[layer]
         self._shrink(layer, memory, slots, admission.now, admission.admitted, seen, stays, admission.ends_prompt, work)
         self._number(slots)
