@@ -55,7 +55,14 @@ bool known(const kvlab_pages& pages) {
 bool known(const kvlab_cache& cache) { return known(cache.type) && known(cache.pages); }
 
 bool known(const kvlab_prefill_args& args) {
-  return known(args.type) && known(args.pages) && args.first_slot != nullptr;
+  return known(args.type) && known(args.pages) && args.first_slot != nullptr &&
+         (args.sequences == 0) == (args.first_query == nullptr);
+}
+
+QueryBatch batch_of(const kvlab_prefill_args& args) {
+  return {.first = args.first_query,
+          .sequences = args.sequences == 0 ? 1 : args.sequences,
+          .all = args.all_queries};
 }
 
 PagedRows rows_of(const kvlab_pages& pages) {
@@ -294,14 +301,15 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
                             .rows = reinterpret_cast<RowSoftmax*>(args->rows),
                             .older = args->older,
                             .first_slot = args->first_slot,
-                            .paged = rows_of(args->pages)},
+                            .paged = rows_of(args->pages),
+                            .batch = batch_of(*args)},
                            stream);
 }
 
 size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
   if (args == nullptr) return 0;
   if (!known(args->prefill.type)) return 0;
-  return observe_workspace(shape_of(args->prefill), args->prefill.queries);
+  return observe_workspace(shape_of(args->prefill), args->prefill.queries, batch_of(args->prefill));
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
@@ -326,7 +334,10 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                           .threshold16 = args->threshold16,
                           .seen = reinterpret_cast<Observation*>(args->seen),
                           .workspace = args->workspace,
-                          .paged = rows_of(prefill.pages)},
+                          .paged = rows_of(prefill.pages),
+                          .batch = batch_of(prefill),
+                          .positions = args->positions,
+                          .youngers = args->youngers},
                          stream);
 }
 

@@ -246,7 +246,9 @@ typedef struct {
 } kvlab_row_softmax;
 
 /** Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i of its head and
- *  sees that slot and all before it. */
+ *  sees that slot and all before it. Or of several sequences, one's behind the other's in q, out,
+ *  lse and rows: then `queries` is the most of one, and what is [kv_head] is [pair], by pair =
+ *  sequence * kv_heads + kv_head. Outputs are the bits of a call for each. */
 typedef struct {
   kvlab_type type;
   int query_heads, kv_heads, head_size;
@@ -261,6 +263,10 @@ typedef struct {
   float* lse;                /**< [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
   kvlab_pages pages; /**< of keys and values: [1, most_blocks], or by_pair [kv_head, most_blocks] */
+  int sequences;     /**< of a batch, at most 65535; 0: one sequence, and the next two are 0 too */
+  int all_queries;   /**< that q has; no less than first_query[sequences] */
+  const int32_t* first_query; /**< [sequences + 1]: those of sequence s are first_query[s] to
+                                   first_query[s + 1] - 1 of all; it may have none */
 } kvlab_prefill_args;
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
@@ -268,9 +274,9 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
 typedef struct {
   kvlab_prefill_args prefill;  /**< as given there; rows are read, values, out and lse are not */
   kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
-  int keys_end;                /**< no query sees a slot from here on */
+  int keys_end;                /**< no query sees a slot from here on, of any sequence */
   uint32_t position;           /**< of the first query */
-  const uint32_t* threshold16; /**< one number, for requests */
+  const uint32_t* threshold16; /**< one number, for requests; of a batch [sequence] */
   kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
   void* workspace;
   int group_max; /**< 1: as kvlab_rule.group_max */
@@ -278,6 +284,9 @@ typedef struct {
   const float* weights; /**< [age]; NULL: each query counts once */
   uint32_t tail;        /**< 0: they never end */
   int younger;          /**< queries of the prompt after these */
+  /** Of a batch: */
+  const uint32_t* positions; /**< [sequence]; NULL: `position` for all */
+  const int32_t* youngers;   /**< [sequence]; NULL: `younger` for all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
