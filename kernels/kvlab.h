@@ -34,7 +34,7 @@ typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
 /** What a policy looks at. */
 typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH = 3 } kvlab_needs;
 
-/** A policy of the registry. */
+/** A policy of the registry, or of a header of yours. */
 typedef struct kvlab_policy kvlab_policy;
 
 /** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process.
@@ -42,6 +42,15 @@ typedef struct kvlab_policy kvlab_policy;
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** The names, from 0 on; NULL behind the last. */
 const char* kvlab_policy_name(int index);
+/** Compiles a header such as those in policies/ (docs/adding-a-policy.md), for the current device,
+ * or takes what was made of the same text before: by NVRTC, which is loaded then. The policy lives
+ * as long as the process. `log`: what is wrong, with the header's own lines, cut to log_bytes;
+ * empty on success; may be NULL where log_bytes is 0. cudaErrorFileNotFound;
+ * cudaErrorInvalidSource: no policy, or it does not compile; cudaErrorNotSupported: there is no
+ * NVRTC, or the device does not take the code. Without a device the header is compiled all the same
+ * before the error is. */
+cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
+                                 size_t log_bytes);
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy);
 /** Bytes of state for each slot; 0: none. */
 size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
@@ -57,7 +66,7 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
 int kvlab_policy_weighted(const kvlab_policy* policy);
 /** Those weights, for kvlab_observe: of the query that `age` others are younger than, to host
  * memory to[age], `queries` numbers. From `*tail` on they are 0. `params`: as kvlab_policy_params
- * wrote them.
+ * wrote them. Of a compiled policy the device is asked, and waited for.
  */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);

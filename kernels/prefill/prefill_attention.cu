@@ -335,8 +335,7 @@ constexpr int kPlainRows = 16, kPlainKeys = 32;
 /// Float32: a warp has four rows and, at a time, 32 keys, one for each lane.
 template <int kDim, bool kPaged>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
-  __shared__ float query[kPlainRows][kDim];
-  __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
+  __shared__ float query[kPlainRows][kDim], keys[kPlainKeys][kDim + 1];  // lanes read a column
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kPlainRows;
