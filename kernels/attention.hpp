@@ -48,11 +48,20 @@ struct alignas(8) RowSoftmax {
   float lse2;         ///< log-sum-exp of the scaled logits, base 2
 };
 
+/// Queries of several sequences in one call, a sequence's behind another's, in q and in all that is
+/// for each query. What else is [kv_head] then is [pair], pair = sequence * kv_heads + kv_head.
+struct QueryBatch {
+  const std::int32_t* first = nullptr;  // [sequences + 1], device: sequence s has queries first[s]
+                                        // to first[s + 1] - 1 of all; null: there is one sequence
+  int sequences = 1;
+  int all = 0;  ///< queries of all: no less than first[sequences]
+};
+
 /// Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i and sees that
 /// slot and all before it. (Nothing has been evicted: slot = position, and older is null.)
 struct PrefillAttentionArgs {
   AttentionShape shape;
-  int first, queries;
+  int first, queries;                   ///< queries: of a batch, the most of a sequence
   const void* q;                        // [query, query_head, dim] of type, rotated
   const void *keys, *values;            // one sequence of the layer's cache: [kv_head, slot, dim]
   void* out;                            // [query, query_head, dim] of type
@@ -62,6 +71,7 @@ struct PrefillAttentionArgs {
   const std::int64_t* first_slot = nullptr;  ///< [kv_head], device: where a head's slots begin;
                                              ///< null: every shape.head_stride elements
   PagedRows paged{};                         ///< of keys and values; pairs are KV heads
+  QueryBatch batch{};                        ///< first_slot is there
 };
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
 

@@ -1,10 +1,16 @@
-// The C interface: translates structs, finds policies by name, and does nothing else.
+// The C interface: translates structs, finds policies by name, has others compiled, and does
+// nothing else.
 #include "kernels/kvlab.h"
 
 #include <array>
 #include <bit>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <memory>
 #include <span>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -12,12 +18,14 @@
 #include "kernels/evict/columns.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/pointwise.hpp"
+#include "kernels/runtime/policy_kernels.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
 
 struct kvlab_policy {
   EvictionKernels kernels;
+  std::unique_ptr<const HeaderPolicy> header = nullptr;  ///< null: of the registry
 };
 
 namespace {
@@ -38,6 +46,34 @@ const std::vector<kvlab_policy>& policies() {
   return list;
 }
 
+/// `said`: what is wrong.
+cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::string& said) try {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file) {
+    said = std::string(path) + ": cannot be read";
+    return cudaErrorFileNotFound;
+  }
+  int device = 0;
+  const cudaError_t found = cudaGetDevice(&device);
+  const DeviceCode code =
+      code_of_header(path, text, found == cudaSuccess ? current_architecture() : 90);
+  if (found != cudaSuccess) {
+    said = std::string(path) + ": compiles; " + cudaGetErrorString(found);
+    return found;
+  }
+  auto header = std::make_unique<const HeaderPolicy>(code);
+  const EvictionKernels kernels = observing_kernels(header->policy());
+  *policy = new kvlab_policy{kernels, std::move(header)};
+  return cudaSuccess;
+} catch (const std::invalid_argument& error) {
+  said = error.what();
+  return cudaErrorInvalidSource;
+} catch (const std::exception& error) {
+  said = std::string(path) + ": " + error.what();
+  return cudaErrorNotSupported;
+}
+
 Type type_of(kvlab_type type) { return static_cast<Type>(type); }
 
 Needs needs_of(kvlab_needs needs) { return static_cast<Needs>(needs); }
@@ -55,7 +91,14 @@ bool known(const kvlab_pages& pages) {
 bool known(const kvlab_cache& cache) { return known(cache.type) && known(cache.pages); }
 
 bool known(const kvlab_prefill_args& args) {
-  return known(args.type) && known(args.pages) && args.first_slot != nullptr;
+  return known(args.type) && known(args.pages) && args.first_slot != nullptr &&
+         (args.sequences == 0) == (args.first_query == nullptr);
+}
+
+QueryBatch batch_of(const kvlab_prefill_args& args) {
+  return {.first = args.first_query,
+          .sequences = args.sequences == 0 ? 1 : args.sequences,
+          .all = args.all_queries};
 }
 
 PagedRows rows_of(const kvlab_pages& pages) {
@@ -143,6 +186,17 @@ const kvlab_policy* kvlab_find_policy(const char* name) {
   return nullptr;
 }
 
+cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
+                                 size_t log_bytes) {
+  if (path == nullptr || policy == nullptr || (log == nullptr && log_bytes > 0))
+    return cudaErrorInvalidValue;
+  *policy = nullptr;
+  std::string said;
+  const cudaError_t error = compile_policy(path, policy, said);
+  if (log_bytes > 0) log[said.copy(log, log_bytes - 1)] = '\0';
+  return error;
+}
+
 const char* kvlab_policy_name(int index) {
   if (index < 0 || static_cast<std::size_t>(index) >= policies().size()) return nullptr;
   return policies()[static_cast<std::size_t>(index)].kernels.name.data();  // from a literal
@@ -177,7 +231,11 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
   const std::size_t wanted = policy->kernels.params_bytes / sizeof(double);
   if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
   if (wanted > 0 && (values == nullptr || to == nullptr)) return cudaErrorInvalidValue;
-  policy->kernels.params(std::span(values, wanted), static_cast<std::byte*>(to));
+  const std::span all(values, wanted);
+  if (policy->header != nullptr)
+    policy->header->write_params(all, static_cast<std::byte*>(to));
+  else
+    policy->kernels.params(all, static_cast<std::byte*>(to));
   return cudaSuccess;
 }
 
@@ -190,6 +248,7 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
   if (policy == nullptr || to == nullptr || tail == nullptr ||
       (params == nullptr && policy->kernels.params_bytes > 0))
     return cudaErrorInvalidValue;
+  if (policy->header != nullptr) return policy->header->weigh(params, queries, to, tail);
   *tail = policy->kernels.tail(params);
   for (uint32_t age = 0; age < queries; ++age)
     to[age] = age < *tail ? policy->kernels.weight(age, params) : 0.0f;
@@ -296,14 +355,15 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
                             .rows = reinterpret_cast<RowSoftmax*>(args->rows),
                             .older = args->older,
                             .first_slot = args->first_slot,
-                            .paged = rows_of(args->pages)},
+                            .paged = rows_of(args->pages),
+                            .batch = batch_of(*args)},
                            stream);
 }
 
 size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
   if (args == nullptr) return 0;
   if (!known(args->prefill.type)) return 0;
-  return observe_workspace(shape_of(args->prefill), args->prefill.queries);
+  return observe_workspace(shape_of(args->prefill), args->prefill.queries, batch_of(args->prefill));
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
@@ -328,7 +388,10 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                           .threshold16 = args->threshold16,
                           .seen = reinterpret_cast<Observation*>(args->seen),
                           .workspace = args->workspace,
-                          .paged = rows_of(prefill.pages)},
+                          .paged = rows_of(prefill.pages),
+                          .batch = batch_of(prefill),
+                          .positions = args->positions,
+                          .youngers = args->youngers},
                          stream);
 }
 

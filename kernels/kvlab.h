@@ -34,7 +34,7 @@ typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
 /** What a policy looks at. */
 typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH = 3 } kvlab_needs;
 
-/** A policy of the registry. */
+/** A policy of the registry, or of a header of yours. */
 typedef struct kvlab_policy kvlab_policy;
 
 /** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process.
@@ -42,6 +42,15 @@ typedef struct kvlab_policy kvlab_policy;
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** The names, from 0 on; NULL behind the last. */
 const char* kvlab_policy_name(int index);
+/** Compiles a header such as those in policies/ (docs/adding-a-policy.md), for the current device,
+ * or takes what was made of the same text before: by NVRTC, which is loaded then. The policy lives
+ * as long as the process. `log`: what is wrong, with the header's own lines, cut to log_bytes;
+ * empty on success; may be NULL where log_bytes is 0. cudaErrorFileNotFound;
+ * cudaErrorInvalidSource: no policy, or it does not compile; cudaErrorNotSupported: there is no
+ * NVRTC, or the device does not take the code. Without a device the header is compiled all the same
+ * before the error is. */
+cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
+                                 size_t log_bytes);
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy);
 /** Bytes of state for each slot; 0: none. */
 size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
@@ -57,7 +66,7 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
 int kvlab_policy_weighted(const kvlab_policy* policy);
 /** Those weights, for kvlab_observe: of the query that `age` others are younger than, to host
  * memory to[age], `queries` numbers. From `*tail` on they are 0. `params`: as kvlab_policy_params
- * wrote them.
+ * wrote them. Of a compiled policy the device is asked, and waited for.
  */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
@@ -250,7 +259,9 @@ typedef struct {
 } kvlab_row_softmax;
 
 /** Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i of its head and
- *  sees that slot and all before it. */
+ *  sees that slot and all before it. Or of several sequences, one's behind the other's in q, out,
+ *  lse and rows: then `queries` is the most of one, and what is [kv_head] is [pair], by pair =
+ *  sequence * kv_heads + kv_head. Outputs are the bits of a call for each. */
 typedef struct {
   kvlab_type type;
   int query_heads, kv_heads, head_size;
@@ -265,6 +276,10 @@ typedef struct {
   float* lse;                /**< [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
   kvlab_pages pages; /**< of keys and values: [1, most_blocks], or by_pair [kv_head, most_blocks] */
+  int sequences;     /**< of a batch, at most 65535; 0: one sequence, and the next two are 0 too */
+  int all_queries;   /**< that q has; no less than first_query[sequences] */
+  const int32_t* first_query; /**< [sequences + 1]: those of sequence s are first_query[s] to
+                                   first_query[s + 1] - 1 of all; it may have none */
 } kvlab_prefill_args;
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
@@ -272,9 +287,9 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
 typedef struct {
   kvlab_prefill_args prefill;  /**< as given there; rows are read, values, out and lse are not */
   kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
-  int keys_end;                /**< no query sees a slot from here on */
+  int keys_end;                /**< no query sees a slot from here on, of any sequence */
   uint32_t position;           /**< of the first query */
-  const uint32_t* threshold16; /**< one number, for requests */
+  const uint32_t* threshold16; /**< one number, for requests; of a batch [sequence] */
   kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
   void* workspace;
   int group_max; /**< 1: as kvlab_rule.group_max */
@@ -282,6 +297,9 @@ typedef struct {
   const float* weights; /**< [age]; NULL: each query counts once */
   uint32_t tail;        /**< 0: they never end */
   int younger;          /**< queries of the prompt after these */
+  /** Of a batch: */
+  const uint32_t* positions; /**< [sequence]; NULL: `position` for all */
+  const int32_t* youngers;   /**< [sequence]; NULL: `younger` for all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);

@@ -1,6 +1,8 @@
 // A pair on the device: one KV head of one sequence, its slots, and what a policy is told of it.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/evict/eviction.hpp"
 #include "policies/rule.hpp"
 

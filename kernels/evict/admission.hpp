@@ -33,12 +33,16 @@ struct ObserveArgs {
   std::uint32_t tail = kNoTail;    ///< from this age on queries weigh nothing. For mass.
   bool group_max = false;          ///< as PairRule::group_max. For mass.
   const std::uint32_t* threshold16 = nullptr;  ///< device, one: for requests
-  Observation* seen;  ///< [slot], indexed like keys: added to (mass, requests, last_request).
-                      ///< Zeroes before the first part of an admission
-  void* workspace;    // observe_workspace() bytes, not shared by calls at one time
-  PagedRows paged{};  ///< as PrefillAttentionArgs has it; `seen` is by slot
+  Observation* seen;   ///< [slot], indexed like keys: added to (mass, requests, last_request).
+                       ///< Zeroes before the first part of an admission
+  void* workspace;     // observe_workspace() bytes, not shared by calls at one time
+  PagedRows paged{};   ///< as PrefillAttentionArgs has it; `seen` is by slot
+  QueryBatch batch{};  ///< likewise; threshold16 is [sequence], keys_end that of all, and:
+  const std::uint32_t* positions = nullptr;  // [sequence], device; null: `position` for all
+  const std::int32_t* youngers = nullptr;    // [sequence], device; null: `younger` for all
 };
-std::size_t observe_workspace(const AttentionShape& shape, int queries);
+std::size_t observe_workspace(const AttentionShape& shape, int queries,
+                              const QueryBatch& batch = {});
 /// Sums are of integers: equal bits, whatever the parts. Work: 2 * head_size operations for each
 /// (query, query head, visible key), half of attention's; twice that
 /// for both. Refused: Needs::nothing.

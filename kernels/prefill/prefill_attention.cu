@@ -41,8 +41,7 @@ __device__ int kv_head_of_block(const Plan& plan) {
 }
 
 __device__ PrefillRows rows_of_block(const Plan& plan) {
-  const int kv_head = kv_head_of_block(plan);
-  return {plan.args, plan.group, kv_head, first_query_slot(plan.args, kv_head)};
+  return {plan.args, plan.group, kv_head_of_block(plan), OwnQueries(plan.args)};
 }
 
 /// Writes what is asked for of a row: of its largest product, that times the scale, and the sum
@@ -83,10 +82,10 @@ __device__ void load_slice(T* to, const T* from, int stride, int valid, int slic
 }
 
 /// The element at which a tile's slice begins in its block; 0 where no row of it is valid.
-__device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int kv_head, int tile,
+__device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int pair, int tile,
                                            int slice, int valid) {
   const int row = slice * kSlotsOfSlice;
-  return row < valid ? paged_row(args, kv_head, tile * kKeys + row) : 0;
+  return row < valid ? paged_row(args, pair, tile * kKeys + row) : 0;
 }
 
 /// A warp's 32 rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
@@ -269,6 +268,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kRows;
+  if (first_row >= rows.count()) return;  // of a shorter sequence than another
   const int last_row = min(first_row + kRows, rows.count()) - 1;
   const int keys_end = rows.slot(last_row) + 1;
   const int tiles = (keys_end + kKeys - 1) / kKeys;
@@ -281,13 +281,13 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
     copy_async(shared_address(shared.query) + Layout::offset(i / Layout::kChunks, chunk),
                q + (wanted ? rows.head(row) * kDim + chunk * 8 : 0), wanted);
   }
-  const std::int64_t begin = kPaged ? 0 : head_begin(args, rows.kv_head);
+  const std::int64_t begin = kPaged ? 0 : pair_begin(args, rows.pair);
   const T* keys = static_cast<const T*>(args.keys) + begin;
   const T* values = static_cast<const T*>(args.values) + begin;
   const auto fetch = [&](int tile, int slice) {
     std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
     const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
-    if constexpr (kPaged) from = slice_begin(args, rows.kv_head, tile, slice, valid);
+    if constexpr (kPaged) from = slice_begin(args, rows.pair, tile, slice, valid);
     const int stride = args.paged.slot_stride;
     load_slice<T, kDim, kPaged>(shared.keys[tile % kStages], keys + from, stride, valid, slice);
     load_slice<T, kDim, kPaged>(shared.values[tile % kStages], values + from, stride, valid, slice);
@@ -335,11 +335,11 @@ constexpr int kPlainRows = 16, kPlainKeys = 32;
 /// Float32: a warp has four rows and, at a time, 32 keys, one for each lane.
 template <int kDim, bool kPaged>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
-  __shared__ float query[kPlainRows][kDim];
-  __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
+  __shared__ float query[kPlainRows][kDim], keys[kPlainKeys][kDim + 1];  // lanes read a column
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kPlainRows;
+  if (first_row >= rows.count()) return;  // of a shorter sequence than another
   const int last_row = min(first_row + kPlainRows, rows.count()) - 1;
   const int keys_end = rows.slot(last_row) + 1;
   const float* q = static_cast<const float*>(args.q);
@@ -347,11 +347,11 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
     const int row = first_row + i / kDim;
     query[i / kDim][i % kDim] = row <= last_row ? q[rows.head(row) * kDim + i % kDim] : 0;
   }
-  const std::int64_t begin = kPaged ? 0 : head_begin(args, rows.kv_head);
+  const std::int64_t begin = kPaged ? 0 : pair_begin(args, rows.pair);
   const float* all_keys = static_cast<const float*>(args.keys) + begin;
   const float* all_values = static_cast<const float*>(args.values) + begin;
   const auto row_at = [&](int slot) {
-    return kPaged ? paged_row(args, rows.kv_head, slot) : std::int64_t{slot} * kDim;
+    return kPaged ? paged_row(args, rows.pair, slot) : std::int64_t{slot} * kDim;
   };
   constexpr int kEach = kPlainRows / kWarps, kOwn = kDim / 32;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
@@ -404,10 +404,12 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   }
 }
 
-/// CTAs for all tiles of all KV heads.
-unsigned grid(const Plan& plan, int rows_of_tile) {
+/// CTAs for all tiles of all KV heads of the longest sequence, for each sequence.
+dim3 grid(const Plan& plan, int rows_of_tile) {
   const int rows = plan.args.queries * plan.group;
-  return static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.shape.kv_heads;
+  return dim3(
+      static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.shape.kv_heads,
+      static_cast<unsigned>(plan.args.batch.sequences));
 }
 
 template <class T, int kDim, bool kPaged>

@@ -30,29 +30,33 @@ constexpr int kKeysOfWarp = 32;
 constexpr int kKeys = kWarps * kKeysOfWarp;  ///< of a CTA
 constexpr int kStages = 2;
 
-/// The row terms of all queries from plan.begin on: a thread for each (query, query head).
+__host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+/// The row terms of all queries that count: a thread for each (query, query head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
+  const Sequence own(args);
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int query = plan.begin + static_cast<int>(i / args.shape.query_heads);
+  const int query = own.silent + static_cast<int>(i / args.shape.query_heads);
   const int head = static_cast<int>(i % args.shape.query_heads);
-  if (query >= plan.padded) return;
+  if (query >= round_up(own.count, kQueries)) return;
   RowTerm term{-INFINITY, INFINITY};
-  const auto age = static_cast<std::uint32_t>(args.younger + args.queries - 1 - query);
-  if (query < args.queries && (count == Count::requests || age < args.tail)) {
-    const RowSoftmax row = args.rows[std::int64_t{query} * args.shape.query_heads + head];
+  const auto age = static_cast<std::uint32_t>(own.younger + own.count - 1 - query);
+  if (query < own.count && age < args.tail) {
+    const std::int64_t at = own.begin + query;
+    const RowSoftmax row = args.rows[at * args.shape.query_heads + head];
     term.minus_lse2 = -row.lse2;
     if (count == Count::requests) {
       const float p = exp2_fast(fmaf(row.max_product, plan.base2_scale, -row.lse2));
-      term.bound = request_floor(fixed_mass(1, p), *args.threshold16);
+      term.bound = request_floor(fixed_mass(1, p), args.threshold16[own.sequence]);
     } else {
       term.bound = args.weights != nullptr ? args.weights[age] : 1;
     }
   } else if (count != Count::requests) {
     term.bound = 0;
   }
-  plan.terms[std::int64_t{head} * plan.padded + query] = term;
+  plan.terms[std::int64_t{head} * plan.padded + own.term + query] = term;
 }
 
 template <class T, int kDim>
@@ -195,13 +199,12 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
     const int query = query_of(tile), head = part.kv_head * plan.group + tile % plan.group;
     load_rows<T, kDim, kQueries>(
         shared.queries[tile % kStages],
-        static_cast<const T*>(args.q) + query * stride + head * kDim,
-        [&](int row) { return row * stride; }, args.queries - query);
+        static_cast<const T*>(args.q) + (part.own.begin + query) * stride + head * kDim,
+        [&](int row) { return row * stride; }, part.own.count - query);
     constexpr int kTermsAtOnce = 16 / sizeof(RowTerm);
     if (threadIdx.x < kQueries / kTermsAtOnce)
       copy_async(shared_address(shared.terms[tile % kStages]) + threadIdx.x * 16,
-                 plan.terms + std::int64_t{head} * plan.padded + query + threadIdx.x * kTermsAtOnce,
-                 true);
+                 part.terms(plan, head, query) + threadIdx.x * kTermsAtOnce, true);
   };
   fetch(0);
   commit_copies();
@@ -226,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
 
   Observation* const seen = args.seen + part.key_index(args) + warp_key;
   warp.finish([&](int key, const KeyCount<kCount>& count) {
-    if (warp_key + key < part.keys) count.add_to(seen[key], args.position);
+    if (warp_key + key < part.keys) count.add_to(seen[key], part.position(args));
   });
 }
 
@@ -251,20 +254,21 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
     const bool sees = lane < part.keys && part.first_key + lane <= part.first + query;
     for (int h = 0; h < plan.group; ++h, ++added) {
       const int head = part.kv_head * plan.group + h;
-      const float* q = static_cast<const float*>(args.q) +
-                       (std::int64_t{query} * args.shape.query_heads + head) * kDim;
-      const RowTerm term = plan.terms[std::int64_t{head} * plan.padded + query];
+      const float* q =
+          static_cast<const float*>(args.q) +
+          (std::int64_t{part.own.begin + query} * args.shape.query_heads + head) * kDim;
+      const RowTerm term = *part.terms(plan, head, query);
       float product = 0;
       if (sees)
         for (int d = 0; d < kDim; ++d) product = fmaf(q[d], keys[lane][d], product);
       const float p = exp2_fast(fmaf(product, plan.base2_scale, term.minus_lse2));
       count.add(sees ? p : kUnseen<kCount>, term, 0);
     }
-    const std::int64_t first_head = std::int64_t{part.kv_head} * plan.group;
-    count.end_queries(query, plan.terms + first_head * plan.padded + query, [](int) { return 0; });
+    count.end_queries(query, part.terms(plan, part.kv_head * plan.group, query),
+                      [](int) { return 0; });
   }
   count.reduce(added, 0);
-  if (lane < part.keys) count.add_to(args.seen[part.key_index(args) + lane], args.position);
+  if (lane < part.keys) count.add_to(args.seen[part.key_index(args) + lane], part.position(args));
 }
 
 template <class T, int kDim, Count kCount>
@@ -305,9 +309,11 @@ cudaError_t is_hopper(bool& hopper) {
 
 template <Count kCount>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  const std::int64_t rows = std::int64_t{plan.padded - plan.begin} * plan.args.shape.query_heads;
-  make_row_terms<<<static_cast<unsigned>((rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
-      plan, kCount);
+  const std::int64_t rows =
+      std::int64_t{round_up(plan.span, kQueries)} * plan.args.shape.query_heads;
+  const dim3 grid(static_cast<unsigned>((rows + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(plan.args.batch.sequences));
+  make_row_terms<<<grid, kThreads, 0, stream>>>(plan, kCount);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   bool hopper = false;
   if (const cudaError_t error = is_hopper(hopper); error != cudaSuccess) return error;
@@ -334,14 +340,18 @@ bool supported(const ObserveArgs& args) {
          (!needs_requests(args.needs) || args.threshold16 != nullptr);
 }
 
-int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+/// Terms of a head: each sequence's begin at a tile of their own.
+int padded(int queries, const QueryBatch& batch) {
+  return batch.first == nullptr ? round_up(queries, kQueries)
+                                : (batch.all / kQueries + batch.sequences) * kQueries;
+}
 
 }  // namespace
 }  // namespace observe
 
-std::size_t observe_workspace(const AttentionShape& shape, int queries) {
+std::size_t observe_workspace(const AttentionShape& shape, int queries, const QueryBatch& batch) {
   using namespace observe;
-  return std::size_t(shape.query_heads) * round_up(queries, kQueries) * sizeof(RowTerm);
+  return std::size_t(shape.query_heads) * padded(queries, batch) * sizeof(RowTerm);
 }
 
 cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
@@ -349,18 +359,20 @@ cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
   if (!supported(args)) return cudaErrorInvalidValue;
   Plan plan{.args = args,
             .group = args.shape.query_heads / args.shape.kv_heads,
-            .begin = 0,
-            .padded = round_up(args.queries, kQueries),
+            .span = args.queries,
+            .padded = padded(args.queries, args.batch),
             .base2_scale = args.shape.softmax_scale * kLog2E,
             .terms = static_cast<RowTerm*>(args.workspace)};
   if (needs_requests(args.needs)) {
+    plan.args.tail = kNoTail;
     const cudaError_t error = launch<Count::requests>(plan, stream);
     if (error != cudaSuccess || !needs_mass(args.needs)) return error;
+    plan.args.tail = args.tail;
   }
-  // Only queries of age < tail weigh anything.
-  const std::int64_t silent = std::int64_t{args.younger} + args.queries - args.tail;
-  if (silent >= args.queries) return cudaSuccess;
-  plan.begin = static_cast<int>(std::max<std::int64_t>(silent, 0)) / kQueries * kQueries;
+  // Only queries of age < tail weigh anything, and the others of their first tile.
+  const std::int64_t weighing = std::int64_t{args.tail} - (args.youngers ? 0 : args.younger);
+  if (weighing <= 0) return cudaSuccess;
+  plan.span = static_cast<int>(std::min<std::int64_t>(args.queries, weighing + kQueries - 1));
   if (args.group_max) return launch<Count::largest>(plan, stream);
   return args.weights == nullptr ? launch<Count::mass>(plan, stream)
                                  : launch<Count::weighted>(plan, stream);

@@ -23,8 +23,8 @@ struct alignas(8) RowTerm {
 struct Plan {
   ObserveArgs args;
   int group;
-  int begin;          ///< first query that counts, a multiple of kQueries
-  int padded;         ///< queries, rounded up to kQueries
+  int span;           ///< queries of a sequence that count, at most
+  int padded;         ///< queries of all, those of each rounded up to kQueries
   float base2_scale;  ///< softmax scale, for base-2 logits
   RowTerm* terms;     // [query_head, padded]
 };
@@ -103,44 +103,68 @@ __device__ inline int query_of_bit(int bit) {
   return bit / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + bit % 2;
 }
 
+/// A CTA's sequence.
+struct Sequence : OwnQueries {
+  int younger;  ///< queries of the prompt after these
+  int silent;   ///< queries that count for nothing, before the others: a multiple of kQueries
+  int term;     ///< of its first query, among a head's
+
+  __device__ explicit Sequence(const ObserveArgs& args)
+      : OwnQueries(args),
+        younger(args.youngers == nullptr ? args.younger : args.youngers[sequence]),
+        silent(static_cast<int>(max(std::int64_t{younger} + count - args.tail, std::int64_t{0})) /
+               kQueries * kQueries),
+        term((begin / kQueries + sequence) * kQueries) {}
+};
+
 /// The keys and queries of a CTA: blocks of keys follow each other, so that CTAs at work at one
 /// time share their queries in the L2 cache.
 struct Part {
-  int kv_head;
+  Sequence own;
+  int kv_head, pair;
   int first;       ///< slot of query 0
   int first_key;   ///< slot of the CTA's first key
   int keys;        ///< how many of them exist
   int begin, end;  ///< queries; begin is a multiple of kQueries; end <= begin: nothing to do
 
-  __device__ Part(const Plan& plan, int keys_of_cta) {
+  __device__ Part(const Plan& plan, int keys_of_cta) : own(plan.args) {
     const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
     const int block = static_cast<int>(blockIdx.x) % blocks;
     const int rest = static_cast<int>(blockIdx.x) / blocks;
     kv_head = rest % plan.args.shape.kv_heads;
-    first = first_query_slot(plan.args, kv_head);
+    pair = own.sequence * plan.args.shape.kv_heads + kv_head;
+    first = first_query_slot(plan.args, pair);
     first_key = block * keys_of_cta;
-    keys = min(keys_of_cta, first + plan.args.queries - first_key);
-    begin = plan.begin + rest / plan.args.shape.kv_heads * kRange;
-    end = min(begin + kRange, plan.args.queries);
+    keys = min(keys_of_cta, first + own.count - first_key);
+    begin = own.silent + rest / plan.args.shape.kv_heads * kRange;
+    end = min(begin + kRange, own.count);
     begin = max(begin, (first_key - first) / kQueries * kQueries);  // none before sees a key
     if (keys <= 0) end = begin;
   }
   /// The element at which key `i` of the CTA's begins.
   __device__ std::int64_t key_row(const ObserveArgs& args, int i) const {
-    return args.paged.in_use() ? paged_row(args, kv_head, first_key + i)
+    return args.paged.in_use() ? paged_row(args, pair, first_key + i)
                                : (key_index(args) + i) * args.shape.head_size;
   }
   /// Index of the first key among all slots, hence of what it has seen.
   __device__ std::int64_t key_index(const ObserveArgs& args) const {
-    return head_begin(args, kv_head) / args.shape.head_size + first_key;
+    return pair_begin(args, pair) / args.shape.head_size + first_key;
+  }
+  __device__ std::uint32_t position(const ObserveArgs& args) const {
+    return args.positions == nullptr ? args.position : args.positions[own.sequence];
+  }
+  /// A query's term for one query head.
+  __device__ const RowTerm* terms(const Plan& plan, int head, int query) const {
+    return plan.terms + std::int64_t{head} * plan.padded + own.term + query;
   }
 };
 
-/// CTAs for all blocks of keys, KV heads and ranges of queries.
-inline unsigned grid(const Plan& plan, int keys_of_cta) {
+/// CTAs for all blocks of keys, KV heads and ranges of queries, for each sequence.
+inline dim3 grid(const Plan& plan, int keys_of_cta) {
   const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
-  const int ranges = (plan.args.queries - plan.begin + kRange - 1) / kRange;
-  return static_cast<unsigned>(blocks) * ranges * plan.args.shape.kv_heads;
+  const int ranges = (plan.span + kRange - 1) / kRange;
+  return dim3(static_cast<unsigned>(blocks) * ranges * plan.args.shape.kv_heads,
+              static_cast<unsigned>(plan.args.batch.sequences));
 }
 
 /// On a device of compute capability 9.0, for the 2-byte types.

@@ -60,6 +60,14 @@ class WarpKeys {
     commit_products();
   }
 
+  /// Clears the products of queries from `there` on, which are another sequence's and may be no
+  /// numbers.
+  __device__ static void cut(float (&product)[kQueries / 2], int there) {
+#pragma unroll
+    for (int i = 0; i < kQueries / 2; ++i)
+      if (i / 4 * 8 + lane() % 4 * 2 + i % 2 >= there) product[i] = 0;
+  }
+
   /// Counts a tile; visible(half): queries before this one do not see the key.
   template <bool kMasked, class Visible>
   __device__ void count(const float (&product)[kQueries / 2], const RowTerm* terms,
@@ -132,9 +140,9 @@ __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
     const int head = part.kv_head * plan.group + tile.head;
 #pragma unroll
     for (int panel = 0; panel < Shared<T, kDim>::kPanels; ++panel)
-      copy_box(shared.queries[tile.stage][panel], queries, panel * 64, head, tile.query, full);
-    copy_bulk(shared.terms[tile.stage], plan.terms + std::int64_t{head} * plan.padded + tile.query,
-              kTermBytes, full);
+      copy_box(shared.queries[tile.stage][panel], queries, panel * 64, head,
+               part.own.begin + tile.query, full);
+    copy_bulk(shared.terms[tile.stage], part.terms(plan, head, tile.query), kTermBytes, full);
   }
   for (int empty = 0; empty < 2; ++empty, tile.next(plan.group)) {
     shared.free[tile.stage].wait(tile.round ^ 1);
@@ -157,7 +165,9 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
     take_products(product);
   };
   const int last_key = part.first_key + warp_key + 15 - part.first;
-  const auto count = [&](const float(&product)[kQueries / 2]) {
+  const auto count = [&](float(&product)[kQueries / 2]) {
+    const int there = part.end - counted.query;
+    if (plan.args.batch.first != nullptr && there < kQueries) warp.cut(product, there);
     const auto visible = [&](int half) {
       return last_key - 15 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4 - counted.query;
     };
@@ -224,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   count_tiles(shared, plan, part, warp, warp_key);
   Observation* const seen = args.seen + part.key_index(args) + warp_key;
   warp.finish([&](int key, const KeyCount<kCount>& given) {
-    if (warp_key + key < part.keys) given.add_to(seen[key], args.position);
+    if (warp_key + key < part.keys) given.add_to(seen[key], part.position(args));
   });
 }
 
@@ -239,7 +249,8 @@ cudaError_t describe_queries(const ObserveArgs& args, CUtensorMap& map) {
   const AttentionShape& shape = args.shape;
   const auto dim = static_cast<cuuint64_t>(shape.head_size);
   const auto heads = static_cast<cuuint64_t>(shape.query_heads);
-  const cuuint64_t sizes[] = {dim, heads, static_cast<cuuint64_t>(args.queries)};
+  const int queries = args.batch.first == nullptr ? args.queries : args.batch.all;
+  const cuuint64_t sizes[] = {dim, heads, static_cast<cuuint64_t>(queries)};
   const cuuint64_t strides[] = {dim * 2, dim * 2 * heads};  // bytes
   const cuuint32_t box[] = {64, 1, kQueries}, steps[] = {1, 1, 1};
   const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(

@@ -18,6 +18,13 @@ bool can_prefill(const Args& args) {
   constexpr int kMostPosition = 1 << 27;  // so that eight times as many rows can be counted
   if (args.first < 0 || args.first >= kMostPosition) return false;
   if (args.queries < 1 || args.queries >= kMostPosition) return false;
+  const QueryBatch& batch = args.batch;
+  constexpr int kMostSequences = 65535;  // of a grid's second dimension
+  if (batch.first == nullptr
+          ? batch.sequences != 1 || batch.all != 0
+          : batch.sequences < 1 || batch.sequences > kMostSequences || batch.all < args.queries ||
+                batch.all >= kMostPosition || args.first_slot == nullptr)
+    return false;
   if (!can_page(args.paged, shape.head_size, std::int64_t{args.first} + args.queries,
                 bytes_of(shape.type)))
     return false;
@@ -25,23 +32,37 @@ bool can_prefill(const Args& args) {
   return std::int64_t{args.queries} * shape.query_heads < kMostCtas;
 }
 
-/// The element at which a KV head's keys (and values) begin.
+/// The queries of a CTA's sequence, which is blockIdx.y.
+struct OwnQueries {
+  int sequence = static_cast<int>(blockIdx.y);
+  int begin = 0;  ///< its first, of all
+  int count;
+
+  template <class Args>
+  __device__ explicit OwnQueries(const Args& args) : count(args.queries) {
+    if (args.batch.first == nullptr) return;
+    begin = args.batch.first[sequence];
+    count = args.batch.first[sequence + 1] - begin;
+  }
+};
+
+/// The element at which a pair's keys (and values) begin.
 template <class Args>
-__device__ inline std::int64_t head_begin(const Args& args, int kv_head) {
-  return args.first_slot == nullptr ? kv_head * args.shape.head_stride
-                                    : args.first_slot[kv_head] * args.shape.head_size;
+__device__ inline std::int64_t pair_begin(const Args& args, int pair) {
+  return args.first_slot == nullptr ? pair * args.shape.head_stride
+                                    : args.first_slot[pair] * args.shape.head_size;
 }
 
-/// The element at which a slot of a KV head begins, where there are blocks.
+/// The element at which a slot of a pair begins, where there are blocks.
 template <class Args>
-__device__ inline std::int64_t paged_row(const Args& args, int kv_head, int slot) {
-  return args.paged.row(kv_head, args.shape.kv_heads, slot);
+__device__ inline std::int64_t paged_row(const Args& args, int pair, int slot) {
+  return args.paged.row(pair, args.shape.kv_heads, slot);
 }
 
-/// The slot of a KV head's first query.
+/// The slot of a pair's first query.
 template <class Args>
-__device__ inline int first_query_slot(const Args& args, int kv_head) {
-  return args.first + (args.older == nullptr ? 0 : args.older[kv_head]);
+__device__ inline int first_query_slot(const Args& args, int pair) {
+  return args.first + (args.older == nullptr ? 0 : args.older[pair]);
 }
 
 /// Row r is query r / group of query head r % group of the KV head: the rows of a tile share their
@@ -50,13 +71,16 @@ struct PrefillRows {
   const PrefillAttentionArgs& args;
   int group;
   int kv_head;
-  int first;  ///< slot of the first query
+  OwnQueries own;
+  int pair = own.sequence * args.shape.kv_heads + kv_head;
+  int first = first_query_slot(args, pair);  ///< slot of the first query
 
-  __device__ int count() const { return args.queries * group; }
+  __device__ int count() const { return own.count * group; }
   __device__ int slot(int row) const { return first + row / group; }
   /// Index of the row's query head among [query, query_head].
   __device__ std::int64_t head(int row) const {
-    return std::int64_t{row / group} * args.shape.query_heads + kv_head * group + row % group;
+    return std::int64_t{own.begin + row / group} * args.shape.query_heads + kv_head * group +
+           row % group;
   }
 };
 

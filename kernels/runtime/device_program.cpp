@@ -200,4 +200,15 @@ const void* LoadedCode::kernel(const std::string& name) const {
   return reinterpret_cast<const void*>(kernel);
 }
 
+void LoadedCode::read(const char* variable, void* to, std::size_t bytes) const {
+  void* from = nullptr;
+  std::size_t there = 0;
+  cudaError_t error = cudaLibraryGetGlobal(&from, &there, library_, variable);
+  if (error == cudaSuccess && there != bytes) error = cudaErrorInvalidSymbol;
+  if (error == cudaSuccess) error = cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost);
+  if (error != cudaSuccess)
+    throw std::runtime_error(
+        fmt::format("CUDA: variable {}: {}", variable, cudaGetErrorString(error)));
+}
+
 }  // namespace kvlab::kernels

@@ -52,6 +52,8 @@ class LoadedCode {
 
   /// For cudaLaunchKernel. Throws std::runtime_error if it was not asked for.
   const void* kernel(const std::string& name) const;
+  /// Copies a variable, extern "C". Throws std::runtime_error if there is none of that size.
+  void read(const char* variable, void* to, std::size_t bytes) const;
 
  private:
   cudaLibrary_t library_ = nullptr;

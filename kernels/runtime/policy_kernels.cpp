@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <stdexcept>
 
 #include "kernels/runtime/code_cache.hpp"
 #include "policies/embedded.hpp"
+#include "policies/policy_struct.hpp"
 
 namespace kvlab {
 /// kernels/runtime/std: what NVRTC lacks; and the headers of the kernels below.
@@ -21,7 +23,9 @@ constexpr const char* kSource = "policy_source.hpp";
 constexpr const char *kProbe = "kvlab::run_states<kvlab::ThePolicy>",
                      *kEvict = "kvlab::kernels::evict_kernel<kvlab::ThePolicy>",
                      *kObserve = "kvlab::kernels::observe_pairs<kvlab::ThePolicy>",
-                     *kSettle = "kvlab::kernels::settle_tokens<kvlab::ThePolicy>";
+                     *kSettle = "kvlab::kernels::settle_tokens<kvlab::ThePolicy>",
+                     *kWeigh = "kvlab::kernels::weigh_queries<kvlab::ThePolicy>",
+                     *kDescription = "kvlab_policy_description";
 
 /// Null where the registry has no such policy.
 const DevicePolicy* registered(const PolicyEntry& entry) {
@@ -115,5 +119,69 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
               .evict = code_.kernel(kEvict),
               .settle_tokens = code_.kernel(kSettle),
               .run_states = code_.kernel(kProbe)} {}
+
+DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture) {
+  const PolicyStruct found = find_policy_struct(text, path);
+  PolicyEntry entry{};
+  entry.source = std::make_shared<const PolicySource>(
+      PolicySource{.path = path, .text = text, .xxh3 = {}, .type = found.name});
+  DeviceProgram program = program_of(
+      entry,
+      std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/shrink.cuh",
+                 "kernels/evict/policy_description.hpp", "kernels/evict/weigh_queries.cuh"},
+      {kObserve, kSettle, kWeigh}, architecture);
+  // What is no policy is so at the line of its struct.
+  program.text += fmt::format(
+      "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());\n#line 1 "
+      "\"policy.cu\"\n"
+      "extern \"C\" __device__ kvlab::kernels::PolicyDescription {} =\n"
+      "    kvlab::kernels::describe<kvlab::ThePolicy>();\n",
+      found.line, c_literal(path), kDescription);
+  return code_of(program, entry);
+}
+
+HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code) {
+  code_.read(kDescription, &about_, sizeof about_);
+  std::ranges::transform(about_.columns, columns_.begin(), [](const auto& name) { return name; });
+  policy_ = {.name = {},
+             .needs = about_.needs,
+             .oldest_first = about_.oldest_first,
+             .weighted = about_.weighted,
+             .columns = std::span<const char* const>(columns_).first(about_.column_count),
+             .slot_bytes = about_.slot_bytes,
+             .params_bytes = about_.param_count * sizeof(double),
+             .params = nullptr,
+             .weight = nullptr,
+             .tail = nullptr,
+             .header = {},
+             .type = {},
+             .observe_pairs = code_.kernel(kObserve),
+             .evict = nullptr,
+             .settle_tokens = code_.kernel(kSettle),
+             .run_states = nullptr};
+}
+
+void HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
+  for (std::size_t i = 0; i < about_.param_count; ++i)
+    std::memcpy(to + i * sizeof(double), &values[about_.param_of[i]], sizeof(double));
+}
+
+cudaError_t HeaderPolicy::weigh(const void* params, std::uint32_t queries, float* to,
+                                std::uint32_t* tail) const {
+  constexpr unsigned kThreads = 128;
+  double own[PolicyDescription::kMostParams] = {};
+  if (policy_.params_bytes > 0) std::memcpy(own, params, policy_.params_bytes);
+  std::uint32_t* made = nullptr;
+  cudaError_t error = cudaMalloc(&made, (std::size_t{queries} + 1) * sizeof *made);
+  if (error != cudaSuccess) return error;
+  void* args[] = {own, &queries, &made};
+  error = cudaLaunchKernel(code_.kernel(kWeigh), dim3(queries / kThreads + 1), dim3(kThreads), args,
+                           0, nullptr);
+  if (error == cudaSuccess) error = cudaMemcpy(tail, made, sizeof *tail, cudaMemcpyDeviceToHost);
+  if (error == cudaSuccess)
+    error = cudaMemcpy(to, made + 1, queries * sizeof *to, cudaMemcpyDeviceToHost);
+  cudaFree(made);
+  return error;
+}
 
 }  // namespace kvlab::kernels

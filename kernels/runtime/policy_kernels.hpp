@@ -1,7 +1,10 @@
 // The kernels of a policy that are compiled while the program runs.
 #pragma once
 
+#include <array>
+
 #include "kernels/evict/device_policy.hpp"
+#include "kernels/evict/policy_description.hpp"
 #include "kernels/replay/replay.hpp"
 #include "kernels/runtime/device_program.hpp"
 #include "policies/entry.hpp"
@@ -30,6 +33,32 @@ class PolicyKernels {
  private:
   std::shared_ptr<const PolicyEntry> entry_;
   LoadedCode code_;
+  DevicePolicy policy_;
+};
+
+/// The code of a policy's header for HeaderPolicy. Throws as code_of(), and std::invalid_argument
+/// if it holds no policy.
+DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture);
+
+/// A policy from a header that no compiler of the host's has read: the code itself says what the
+/// host has to know. The hooks of policy() that the host would call are null.
+class HeaderPolicy {
+ public:
+  /// `code`: of code_of_header(), for the current device. Throws as LoadedCode does.
+  explicit HeaderPolicy(const DeviceCode& code);
+  HeaderPolicy(const HeaderPolicy&) = delete;
+  HeaderPolicy& operator=(const HeaderPolicy&) = delete;
+
+  const DevicePolicy& policy() const { return policy_; }
+  void write_params(std::span<const double> values, std::byte* to) const;
+  /// Waits for the device.
+  cudaError_t weigh(const void* params, std::uint32_t queries, float* to,
+                    std::uint32_t* tail) const;
+
+ private:
+  LoadedCode code_;
+  PolicyDescription about_;
+  std::array<const char*, kMaxColumns> columns_;
   DevicePolicy policy_;
 };
 

@@ -10,11 +10,11 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/embedded.hpp"
+#include "policies/policy_struct.hpp"
 #include "sim/replay.hpp"
 #include "sim/source/complaint.hpp"
 #include "sim/source/host_compiler.hpp"
 #include "sim/source/object_cache.hpp"
-#include "sim/source/policy_struct.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/process.hpp"
 #include "traces/base/text.hpp"

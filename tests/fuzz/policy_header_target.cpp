@@ -1,5 +1,5 @@
 // The header of --policy-source: which struct is its policy.
-#include "sim/source/policy_struct.hpp"
+#include "policies/policy_struct.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
 using namespace kvlab;

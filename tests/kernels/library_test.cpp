@@ -1,14 +1,39 @@
 // kvlab.h beside the host's catalogue, and what it refuses: without a device.
+#include <algorithm>
+#include <array>
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "kernels/kvlab.h"
 #include "policies/catalogue.hpp"
 #include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/skip.hpp"
+#include "tests/traces/temporary_folder.hpp"
 
 using namespace kvlab;
+using namespace kvlab::test;
+using Catch::Matchers::ContainsSubstring;
 
 namespace {
+
+/// What kvlab_compile_policy says of a text, called my.hpp, and whether it gave a policy.
+struct Compiled {
+  cudaError_t error;
+  bool there;
+  std::string log;
+};
+Compiled compiled(std::string text, const std::string& good = "", const std::string& bad = "") {
+  if (!good.empty()) text.replace(text.find(good), good.size(), bad);
+  const TemporaryFolder folder;
+  write_bytes(folder / "my.hpp", text);
+  std::array<char, 10'000> log;
+  const kvlab_policy* policy = nullptr;
+  const cudaError_t error =
+      kvlab_compile_policy((folder / "my.hpp").c_str(), &policy, log.data(), log.size());
+  return {error, policy != nullptr, log.data()};
+}
 
 std::vector<double> defaults_of(const PolicyEntry& entry) {
   return parse_policy(entry.info.name).params;
@@ -65,4 +90,49 @@ TEST_CASE("The library refuses what it cannot do before any launch") {
   CHECK(kvlab_shrink(snapkv, &shrink, nullptr) == cudaErrorNotSupported);
   shrink.weighted = 1;
   CHECK(kvlab_shrink(snapkv, &shrink, nullptr) == cudaErrorInvalidValue);
+}
+
+TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
+  const std::string h2o = read_bytes(KVLAB_SOURCE_DIR "/policies/mass/h2o.hpp");
+  const Compiled whole = compiled(h2o);
+  if (whole.error == cudaErrorNotSupported) return skip("no NVRTC");
+  if (has_device()) {
+    CHECK(whole.error == cudaSuccess);
+    CHECK(whole.there);
+    CHECK(whole.log.empty());
+  } else {
+    CHECK(whole.error != cudaErrorInvalidSource);
+    CHECK_FALSE(whole.there);
+    CHECK_THAT(whole.log, ContainsSubstring("my.hpp: compiles; CUDA driver"));
+  }
+
+  const std::string good = "slot.mass += seen.mass;";
+  const Compiled misspelt = compiled(h2o, good, "slot.mass += sen.mass;");
+  CHECK(misspelt.error == cudaErrorInvalidSource);
+  CHECK_FALSE(misspelt.there);
+  const auto line =
+      1 + std::count(h2o.begin(), h2o.begin() + static_cast<std::ptrdiff_t>(h2o.find(good)), '\n');
+  CHECK_THAT(misspelt.log, ContainsSubstring("my.hpp(" + std::to_string(line) + "): error") &&
+                               ContainsSubstring("\"sen\" is undefined"));
+
+  const Compiled hook = compiled(h2o, " rank(", " rnk(");
+  CHECK(hook.error == cudaErrorInvalidSource);
+  CHECK_THAT(hook.log, ContainsSubstring("policy: needs") &&
+                           ContainsSubstring("rank(const Slot&") && ContainsSubstring("my.hpp"));
+  const Compiled slots = compiled(h2o, "slot.mass = 0;", "");
+  CHECK(slots.error == cudaErrorInvalidSource);
+  CHECK_THAT(slots.log, ContainsSubstring("policy: admit() must set every member of Slot"));
+  CHECK(compiled("int x;").error == cudaErrorInvalidSource);
+  CHECK_THAT(compiled("int x;").log, ContainsSubstring("my.hpp: holds no struct"));
+}
+
+TEST_CASE("The library says what it cannot read, in the room that there is") {
+  const kvlab_policy* policy = nullptr;
+  std::array<char, 9> log{};
+  CHECK(kvlab_compile_policy("/nowhere/my.hpp", &policy, log.data(), 8) == cudaErrorFileNotFound);
+  CHECK(std::string(log.data()) == "/nowher");
+  CHECK(kvlab_compile_policy("/nowhere/my.hpp", &policy, nullptr, 0) == cudaErrorFileNotFound);
+  CHECK(kvlab_compile_policy("/nowhere/my.hpp", &policy, nullptr, 1) == cudaErrorInvalidValue);
+  CHECK(kvlab_compile_policy(nullptr, &policy, log.data(), 8) == cudaErrorInvalidValue);
+  CHECK(kvlab_compile_policy("/nowhere/my.hpp", nullptr, log.data(), 8) == cudaErrorInvalidValue);
 }

@@ -262,8 +262,18 @@ kvlab_column column_named(const std::string& name) {
   throw std::invalid_argument("no kernel for column " + name);
 }
 
+const kvlab_policy* policy_of(const LayerSize& size) {
+  if (size.header.empty()) return kvlab_find_policy(size.policy.c_str());
+  const std::string path = KVLAB_SOURCE_DIR "/policies/" + size.header;
+  const kvlab_policy* policy = nullptr;
+  std::string log(10'000, '\0');
+  if (kvlab_compile_policy(path.c_str(), &policy, log.data(), log.size()) != cudaSuccess)
+    throw std::invalid_argument(log);
+  return policy;
+}
+
 Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
-    : size_(size), policy_(kvlab_find_policy(size.policy.c_str())) {
+    : size_(size), policy_(policy_of(size)) {
   if (policy_ == nullptr) throw std::invalid_argument("no policy " + size.policy);
   for (int i = 0; const char* name = kvlab_policy_column(policy_, i); ++i)
     column_ids_.push_back(column_named(name));

@@ -36,6 +36,7 @@ struct LayerSize {
   bool captured = false;                       ///< steps are launches of one graph
   bool settled = false;
   bool two_streams = false;  ///< victims are chosen on a stream of their own
+  std::string header = "";   ///< of the policy, below policies/: compiled; else the registry's
 
   std::string name() const;
 };

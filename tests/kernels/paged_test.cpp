@@ -274,6 +274,24 @@ TEST_CASE("Victims that are chosen on a second stream are the same", "[gpu]") {
     }
 }
 
+TEST_CASE("A policy that the library compiles evicts as the registry's", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const auto& [policy, header] : {std::pair{"h2o", "mass/h2o.hpp"},
+                                       {"a2sf", "mass/a2sf.hpp"},
+                                       {"lazy_eviction", "requests/lazy_eviction.hpp"},
+                                       {"window", "recency/window.hpp"},
+                                       {"random", "baseline/random.hpp"},
+                                       {"keydiff", "columns/keydiff.hpp"}})
+    for (const bool captured : {false, true}) {
+      LayerSize size{.policy = policy, .head_size = 128, .captured = captured};
+      INFO(size.name());
+      const LayerLeft registered = run_layer(size, {}, {}, 40);
+      size.header = header;
+      compare(registered, run_layer(size, {}, {}, 40));
+      compare(registered, run_layer(size, kPagings[0], kPagings[0], 40));
+    }
+}
+
 TEST_CASE("A prompt in blocks is shrunk where it lies", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "knorm", "window"})

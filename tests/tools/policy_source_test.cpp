@@ -7,7 +7,7 @@
 #include "engine/loop/deploy/deploy.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "policies/live_set.hpp"
-#include "sim/source/policy_struct.hpp"
+#include "policies/policy_struct.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"

@@ -133,6 +133,9 @@ class PrefillArgs(ctypes.Structure):  # kvlab_prefill_args
         ("lse", P),
         ("rows", P),
         ("pages", Pages),
+        ("sequences", I32),
+        ("all_queries", I32),
+        ("first_query", P),
     ]
 
 
@@ -149,6 +152,8 @@ class ObserveArgs(ctypes.Structure):  # kvlab_observe_args
         ("weights", P),
         ("tail", U32),
         ("younger", I32),
+        ("positions", P),
+        ("youngers", P),
     ]
 
 

@@ -1,4 +1,4 @@
-#include "sim/source/policy_struct.hpp"
+#include "policies/policy_struct.hpp"
 
 #include <fmt/format.h>
 

@@ -1,0 +1,54 @@
+// What the host has to know of a policy whose text no compiler of the host's has read.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "policies/bytes.hpp"
+
+namespace kvlab::kernels {
+
+/// As DevicePolicy has it.
+struct PolicyDescription {
+  static constexpr std::uint32_t kMostParams = 32, kMostNameBytes = 64;
+
+  Needs needs;
+  bool oldest_first, weighted;
+  std::uint32_t slot_bytes, column_count;
+  char columns[kMaxColumns][kMostNameBytes];
+  std::uint32_t param_count;            ///< Params are so many doubles
+  std::uint32_t param_of[kMostParams];  ///< which line of kParams each of them is
+
+  constexpr bool operator==(const PolicyDescription&) const = default;
+};
+
+template <Policy P>
+constexpr PolicyDescription describe() {
+  PolicyDescription about{.needs = P::kInfo.needs,
+                          .oldest_first = P::kInfo.oldest_first,
+                          .weighted = P::kInfo.weighted,
+                          .slot_bytes = kSlotBytes<P>,
+                          .column_count = P::kInfo.column_count()};
+  for (std::uint32_t c = 0; c < about.column_count; ++c)
+    for (std::uint32_t i = 0; i == 0 || about.columns[c][i - 1] != '\0'; ++i)
+      about.columns[c][i] = P::kInfo.columns[c][i];  // too long a name does not compile
+  if constexpr (kParamsBytes < P >> 0) {
+    constexpr std::uint32_t kCount = sizeof(P::kParams) / sizeof(P::kParams[0]);
+    static_assert(kCount <= PolicyDescription::kMostParams, "policy: has more than 32 parameters");
+    static_assert(kCount * sizeof(double) == kParamsBytes<P>,
+                  "policy: each double of Params needs a line of kParams");
+    struct Doubles {
+      double at[kCount];
+    };
+    double numbers[kCount] = {};
+    for (std::uint32_t i = 0; i < kCount; ++i) numbers[i] = i;
+    const auto params = std::bit_cast<Doubles>(params_from<P>(numbers));
+    about.param_count = kCount;
+    for (std::uint32_t i = 0; i < kCount; ++i)
+      about.param_of[i] = static_cast<std::uint32_t>(params.at[i]);
+  }
+  return about;
+}
+
+}  // namespace kvlab::kernels
