@@ -134,6 +134,7 @@ walk() {
 # storm COMMAND OUT: killed before counted calls, and every fourth time after a part of the time that it takes.
 storm() {
   rm -r "whole/$2"
+  killed=0
   began=$(date +%s%N)
   $1 env FAULT_COUNT="$folder/count.txt" "LD_PRELOAD=$faults" >/dev/null 2>&1 || fail "$1 by itself"
   took=$((($(date +%s%N) - began) / 1000))
@@ -153,12 +154,16 @@ END
       -) $1 env FAULT=kill "FAULT_AT=$call" "LD_PRELOAD=$faults" >out.txt 2>err.txt || code=$? ;;
       *) $1 timeout -s KILL "$time" >out.txt 2>err.txt || code=$? ;;
     esac
-    case $code:$time in 137:* | 0:0*) ;; *) fail "$1, kill $draw: exit code $code: $(cat err.txt)" ;; esac
+    case $code:$time in
+      137:*) killed=$((killed + 1)) ;;
+      0:[0-9]*) ;; # it was over before
+      *) fail "$1, kill $draw: exit code $code: $(cat err.txt)" ;;
+    esac
     threads=1
     "check_$1" "kill $draw (threads:call:time)"
     tried=$((tried + 1))
   done
-  echo "$1, killed at random: $kills times, $(cat count.txt) calls there are"
+  echo "$1, killed at random: $killed times, $(cat count.txt) calls there are"
 }
 
 mkdir whole
