@@ -77,7 +77,8 @@ void complain(const std::vector<std::string>& words, const std::vector<std::stri
   std::string text = words.empty() ? "kvlab: " : "kvlab " + words[0] + ": ";
   for (const std::string& line : lines) {
     text = printable(text + line);
-    if (text.size() > kLongest) text = text.substr(0, kLongest) + " ...";
+    if (text.size() > kLongest)  // of a long path, too, the reason is said: it is at the end
+      text = text.substr(0, kLongest / 2) + " ... " + text.substr(text.size() - kLongest / 2);
     fmt::print(stderr, "{}\n", text);
     text.clear();
   }

@@ -1,4 +1,5 @@
-// A model's folder: config.json, the index of its tensor files, its chat template.
+// A model's folder: config.json, the index of its tensor files, all of them as the model asks for
+// them, its chat template.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/loop/task/chat.hpp"
@@ -17,6 +18,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         checkpoint.xxh3();
         const std::size_t shape[] = {2, 2};
         checkpoint.at("w", shape);
+      },
+      place);
+  fuzz::accepts(
+      [&] {
+        const Model model = Model::load(folder.path(), 1);
+        std::vector<float> x(model.config().hidden);
+        const std::int32_t first = 0;
+        model.embed({&first, 1}, x.data());
       },
       place);
   return 0;

@@ -1,4 +1,5 @@
-// A run's folder: read, ranked, put into the report's words, deployed at its first budget.
+// A run's folder: read, ranked, put into the report's words, deployed at each of its budgets;
+// written again, and read back the same.
 #include "engine/loop/deploy/deploy.hpp"
 #include "sim/report/answer.hpp"
 #include "tests/fuzz/fuzz.hpp"
@@ -21,12 +22,26 @@ void say(const Run& run, const Figures& figures, const BudgetColumn& budget) {
   std::filesystem::remove(path);
 }
 
+void rewrite(const Run& run) {
+  const auto directory = fuzz::Folder::path() / "copy";
+  std::filesystem::remove_all(directory);
+  std::filesystem::create_directory(directory);
+  Run copy = run;
+  save_run(copy, directory);
+  const Run again = load_run(directory);
+  fuzz::require(again.info == run.info && again.kept == run.kept && again.hash == copy.hash &&
+                    results_csv(again.rows) == results_csv(run.rows),
+                "the run changed");
+  fuzz::require(job_of(again.info, "build") == job_of(run.info, "build"), "the job changed");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const fuzz::Folder folder(fuzz::text_of(data, size));
   std::optional<Run> run;
   if (!fuzz::accepts([&] { run = load_run(folder.path()); }, folder.path().string())) return 0;
+  rewrite(*run);
   fuzz::accepts([&] {
     const Figures figures(run->rows);
     for (const BudgetColumn& budget : figures.budgets()) say(*run, figures, budget);

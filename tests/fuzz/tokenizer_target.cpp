@@ -1,4 +1,5 @@
-// A tokenizer.json that may be anything: loaded, a text encoded by it, the ids decoded.
+// A tokenizer.json that may be anything: loaded, a text encoded by it, the ids decoded; also as the
+// tokenizer of a model that has fewer ids.
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
@@ -19,5 +20,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     tokenizer->decode(ids, false);
   });
   tokenizer->id_of(text);
+  fuzz::accepts([&] {
+    const Tokenizer of_model = Tokenizer::load(path, tokenizer->vocab_size() - 1);
+    of_model.decode(of_model.encode(text));
+  });
   return 0;
 }

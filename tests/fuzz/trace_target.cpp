@@ -1,9 +1,12 @@
 // A trace's folder, extras too: opened, verified; one that verifies is replayed under what the part
-// `ask` says. Without a manifest it is sealed first.
+// `ask` says. Without a manifest it is sealed first. Manifest and sketch are written again, and
+// read back the same.
 #include "sim/replay.hpp"
 #include "tests/fuzz/fuzz.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/text.hpp"
 #include "traces/manifest.hpp"
+#include "traces/shard.hpp"
 #include "traces/trace.hpp"
 
 using namespace kvlab;
@@ -23,6 +26,32 @@ CacheConfig config_of(std::string_view ask, ReplayOptions& options) {
   if (!words[3].empty()) config.positions = parse_positions(words[3]);
   options.span = words[4] == "decode" ? Span::decode : Span::all;
   return config;
+}
+
+void rewrite(const TraceReader& trace) {
+  const std::string manifest = manifest_text(
+      parse_manifest(read_text_file(trace.directory() / kManifestFile, 1 << 20), "copy"));
+  fuzz::require(manifest_text(parse_manifest(manifest, "copy")) == manifest,
+                "it changed:", manifest);
+  if (!trace.sketch_file()) return;
+  OutputSketch sketch{.seed = trace.extras().sketch->seed};
+  const auto of_layer = [](const SafetensorsFile& file, std::uint32_t layer) {
+    return file.at(layer_tensor(layer, "sketch")).data;
+  };
+  for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
+    const auto data = of_layer(*trace.sketch_file(), layer);
+    const std::size_t at = sketch.values.size(), count = data.size() / bytes_of(Dtype::bf16);
+    sketch.values.resize(at + count);
+    to_float(Dtype::bf16, data.data(), count, sketch.values.data() + at);
+  }
+  const auto directory = trace.directory() / "copy";
+  std::filesystem::create_directory(directory);
+  write_sketch(directory, trace.shape(), sketch);
+  const auto again = SafetensorsFile::open(directory / kSketchFile);
+  fuzz::require(check_sketch(again, trace.shape()) == sketch.seed, "another seed");
+  for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
+    fuzz::require(std::ranges::equal(of_layer(again, layer), of_layer(*trace.sketch_file(), layer)),
+                  "another sketch");
 }
 
 void replay_once(const TraceReader& trace, std::string_view ask) {
@@ -51,6 +80,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         verifies = check.ok;
       },
       place);
+  if (verifies) rewrite(*trace);
   if (verifies) fuzz::accepts([&] { replay_once(*trace, folder.word("ask")); });
   trace.reset();
   std::filesystem::remove(folder / kManifestFile, ignored);

@@ -2,7 +2,8 @@
 # faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: capture, replay, eval and tune, each with one fault at a time:
 # killed before a call that changes files, or that call failing, writing less, or an allocation without memory. What was
 # sealed is whole, the same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (6),
-# or `all` (of a hundred thousand allocations, 400); KINDS in the environment: these kinds of faults alone.
+# or `all` (of a hundred thousand allocations, 400). In the environment: KINDS, these kinds of faults alone; KILLS, how
+# often capture and replay are killed at random too, as larger jobs by one to four threads (12; SEED: other moments).
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-6}
 shift 3
@@ -13,17 +14,18 @@ enter_scratch
 ln -s "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
 head -c 3600 "$source/tools/texts/austen-emma.txt" >text
+head -c 9000 "$source/tools/texts/austen-emma.txt" >long
+for name in trace.part run.part.more tuned.part shard-00000.safetensors.part; do echo theirs >$name; done
 mkdir scratch
 export TMPDIR=$PWD/scratch
-tried=0
+ours='line.txt|'$(ls -A | paste -sd '|')
+tried=0 threads=1 text=text grid='--policy h2o --budget 16 --layers 0'
 
 capture() {
-  "$@" "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 16 --prefill chunk:512 \
-    --beyond-context --threads 1 --out trace
+  "$@" "$kvlab" capture --model tiny --prompt-file $text --teacher-forced --prompt-tokens 16 --prefill chunk:512 \
+    --beyond-context --threads $threads --out trace
 }
-replay() {
-  "$@" "$kvlab" replay --trace story --policy h2o --budget 16 --layers 0 --threads 1 --no-references --out run
-}
+replay() { "$@" "$kvlab" replay --trace story $grid --threads $threads --no-references --out run; }
 evaluate() {
   "$@" "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 1 --out scores
 }
@@ -33,7 +35,7 @@ tune() {
 }
 
 # What may lie here after COMMAND, beside what was there.
-others() { ls -A | grep -vxE 'story|tiny|text|whole|scratch|(out|err|count|names).txt' | grep -vxE "$1" || true; }
+others() { ls -A | grep -vxE "whole|(out|err|count).txt|$ours" | grep -vxE "$1" || true; }
 
 # ended_at_once FAULT: whether nothing could be taken away: a kill, or no memory in a destructor (JSON's allocates).
 ended_at_once() {
@@ -129,10 +131,49 @@ walk() {
   echo "$1, $2: $count there are"
 }
 
+# storm COMMAND OUT: killed before counted calls, and every fourth time after a part of the time that it takes.
+storm() {
+  rm -r "whole/$2"
+  killed=0
+  began=$(date +%s%N)
+  $1 env FAULT_COUNT="$folder/count.txt" "LD_PRELOAD=$faults" >/dev/null 2>&1 || fail "$1 by itself"
+  took=$((($(date +%s%N) - began) / 1000))
+  mv "$2" whole
+  for draw in $(awk -v kills="$kills" -v calls="$(cat count.txt)" -v took=$took -v seed="${SEED:-1}" 'BEGIN {
+      srand(seed)
+      for (i = 0; i < kills; ++i) {
+        threads = 1 + int(4 * rand())
+        if (i % 4) printf "%d:%d:-\n", threads, 1 + int(calls * rand())
+        else printf "%d:-:%.4f\n", threads, 0.001 + took * rand() / 1e6
+      } }'); do
+    IFS=: read -r threads call time <<END
+$draw
+END
+    code=0
+    case $time in
+      -) $1 env FAULT=kill "FAULT_AT=$call" "LD_PRELOAD=$faults" >out.txt 2>err.txt || code=$? ;;
+      *) $1 timeout -s KILL "$time" >out.txt 2>err.txt || code=$? ;;
+    esac
+    case $code:$time in
+      137:*) killed=$((killed + 1)) ;;
+      0:[0-9]*) ;; # it was over before
+      *) fail "$1, kill $draw: exit code $code: $(cat err.txt)" ;;
+    esac
+    threads=1
+    "check_$1" "kill $draw (threads:call:time)"
+    tried=$((tried + 1))
+  done
+  echo "$1, killed at random: $killed times, $(cat count.txt) calls there are"
+}
+
 mkdir whole
 for command in capture replay evaluate tune; do $command env >/dev/null 2>&1; done
 mv trace run scores tuned whole
 for command in $commands; do
   for kind in ${KINDS:-kill ENOSPC EIO EINTR short memory}; do walk $command $kind; done
 done
+kills=${KILLS:-12} text=long grid='--policy h2o,lru --budget 16,32'
+case "$commands" in *capture*) storm capture trace ;; esac
+case "$commands" in *replay*) storm replay run ;; esac
+[ "$(cat ./*.part run.part.more | sort -u)" = theirs ] || fail "a file of another was written"
 echo "faults: $tried tried"

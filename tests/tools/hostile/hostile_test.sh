@@ -81,7 +81,36 @@ refused "scored token 0 is not finite" "$kvlab" eval --model huge --text "$sourc
 
 # A scratch folder that is not there.
 head -c 2000 "$source/tools/texts/austen-emma.txt" >text
-refused "TMPDIR: " env TMPDIR=/nowhere "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru --out tuned.json
+tune() { "$@" "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru --out tuned.json; }
+refused "TMPDIR: " tune env TMPDIR=/nowhere
+
+# A TMPDIR, paths and names that are longer than a system takes: whatever is said, the reason is in it.
+name=$(head -c 250 /dev/zero | tr '\0' n)
+deep=$PWD
+while [ ${#deep} -lt 3800 ]; do
+  deep=$deep/$name
+  mkdir "$deep"
+done
+deep=$deep/$(head -c $((4080 - ${#deep})) /dev/zero | tr '\0' n) # a folder that can be, and no file in it
+mkdir "$deep"
+refused "TMPDIR: it should name a folder" tune env "TMPDIR=$deep/$name"
+refused "File name too long" tune env "TMPDIR=$deep"
+for path in "${name}s.longer" "$(head -c 5000 /dev/zero | tr '\0' p)"; do
+  refused "File name too long" "$kvlab" trace verify "$path"
+  refused "File name too long" "$kvlab" trace seal "$path"
+  refused "File name too long" "$kvlab" capture --model "$path" --prompt hi --out trace
+  refused "File name too long" "$kvlab" capture --model tiny --prompt-file "$path" --out trace
+  refused "File name too long" "$kvlab" capture --model tiny --prompt hi --out "$path"
+  refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget "@$path" --out other
+  refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --calibration "$path" --out other
+  refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --policy-source "$path" --out other
+  refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --out "$path"
+  refused "File name too long" "$kvlab" report run --out "$path"
+  refused "File name too long" "$kvlab" deploy "$path" --budget 32 --out made.json
+  refused "File name too long" "$kvlab" deploy run --budget 32 --out "$path"
+  refused "File name too long" "$kvlab" generate --model tiny --prompt hi --policy-file "$path"
+  refused "File name too long" "$kvlab" eval --model tiny --text text --policy h2o --budget 16 --max-tokens 60 --out "$path"
+done
 
 # A shard that becomes shorter while it is mapped.
 if ldd "$kvlab" | grep -q asan; then
