@@ -161,6 +161,7 @@ int run(const po::variables_map& options) {
     }));
     if (!json) fmt::print("\n");
   }
+  std::fflush(stdout);  // before what is said of it, where both go to one file
   if (json) print_json(to_json(answers, cache, *decoder, conversation));
   if (!json && cache.evicts())
     warn(evicted_text(*decoder, config.shape(), value_bytes(*backend), cache));

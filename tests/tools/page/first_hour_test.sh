@@ -20,8 +20,10 @@ awk '/^## Five minutes/ {on = 1} on && /^```$/ {exit} on && code {print} on && /
 for round in first second; do
   sh -e five.sh >"$round.out" 2>&1 || { cat "$round.out"; fail "Five minutes, the $round time"; }
 done
-grep -Eq 'evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]+ of [0-9.]+ KiB' first.out ||
+grep -Eq '^kvlab generate: evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]+ of [0-9.]+ KiB' first.out ||
   fail "the policy file evicted nothing"
+! grep -q '0\.[0-9]*99999' first.out || fail "a parameter has sixteen digits"
+has "the full cache answers none right" first.out
 
 tiny=engine/models/tiny run=five/run
 kvlab help replay >help.out
@@ -49,6 +51,10 @@ has "tell little apart" err
 kvlab compare $run spaces --out compare.html >compare.out
 has "last less first" compare.out
 has "a tie" compare.out
+has "no policy has the same" compare.out
+kvlab compare spaces spaces >same.out
+has "h2o:sinks=0:recent=50%" same.out
+! grep -q "no policy has the same" same.out || fail "what two runs share is not seen"
 refused "of one kind" kvlab compare $run five/eval
 refused "two or more" kvlab compare $run
 refused "is not in all of these" kvlab compare $run spaces --metric nonsense
