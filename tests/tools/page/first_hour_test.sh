@@ -38,6 +38,10 @@ has "says nothing of errors" first.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
 refused "make nowhere first" kvlab replay --trace five/trace --policy window --budget 64 --out nowhere/x
+kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file five/policy.json >verify.out
+has "sink:sinks=4:recent=0 budget 97" verify.out
+refused "leave out --budget" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
+has "most live tokens" five/report.html
 printf 'ab\377\376' >bytes.txt
 kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
 has "not UTF-8 from byte 2" err
@@ -46,6 +50,9 @@ has "evicted nothing" err
 echo 'abc de fg' >nine.txt
 kvlab eval --model $tiny --text nine.txt >out 2>err
 has "tell little apart" err
+kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
+has "peak KV: a dense prompt is whole" dense.out
+! grep -q "peak KV: a dense" first.out || fail "what streams is told of dense prompts"
 
 # Comparisons, completion, the manual.
 kvlab compare $run spaces --out compare.html >compare.out
