@@ -45,6 +45,13 @@ void refuse_hub_name(const std::string& model) {
       model, model));
 }
 
+void refuse_beside_policy_file(const po::variables_map& options) {
+  for (const char* name : {"policy", "budget", "positions", "prefill"})
+    if (options.count(name) && !options[name].defaulted())
+      throw std::invalid_argument(
+          fmt::format("--policy-file: says the {} itself; leave out --{}", name, name));
+}
+
 void refuse_lone_budget(const po::variables_map& options) {
   if (options.count("budget"))
     throw std::invalid_argument(

@@ -65,6 +65,9 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 /// given.
 CacheConfig only_config(const po::variables_map& options);
 
+/// Throws std::invalid_argument for options that say what `--policy-file` says.
+void refuse_beside_policy_file(const po::variables_map& options);
+
 /// Throws std::invalid_argument for a `--budget` that no policy would heed: without any, the cache
 /// is `full`.
 void refuse_lone_budget(const po::variables_map& options);

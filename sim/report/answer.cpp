@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cctype>
 #include <cmath>
 
 #include "sim/report/html.hpp"
@@ -122,10 +123,12 @@ std::string answer_html(const Figures& figures, const BudgetColumn& budget,
   if (standings.size() == 1)
     text += strong(figures.series()[best].label) + " stands alone";
   else if (tied.size() == 1)
-    text += strong(figures.series()[best].label) + " keeps the attention best";
+    text += strong(figures.series()[best].label) + " loses least";
   else
     text += join_names(tied) + " tie: none is apart by more than twice the error of the difference";
-  text += fmt::format(". {}{} is {}", escape(metric.label),
+  std::string label(metric.label);
+  label[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(label[0])));
+  text += fmt::format(". {}{} is {}", escape(label),
                       tied.size() > 1 ? " of " + escape(figures.series()[best].label) : "",
                       score_text(standings.front().score));
   std::vector<std::string> others;

@@ -58,6 +58,11 @@ constexpr const char* kMeanings =
     "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>\n"
     "<dt>output error</dt><dd>‖o − ô‖ / ‖o‖ of a head’s output, before the output projection</dd>\n"
     "<dt>layer error</dt><dd>the same with a layer’s heads side by side</dd>\n"
+    "<dt>residual error</dt><dd>squared size of what the lost tokens change in the residual "
+    "stream, "
+    "over the stream’s own, summed over layers</dd>\n"
+    "<dt>most live tokens</dt><dd>that a head held at once: a dense prompt is whole while it is "
+    "read, whatever the budget</dd>\n"
     "<dt>oracle_mass</dt><dd>evicts by least future attention; strong, but no bound</dd>\n"
     "<dt>oracle_topk</dt><dd>each query’s most probable tokens; bounds recall and misses</dd>\n";
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 #include <string_view>
 
 #include "traces/base/text.hpp"
@@ -27,6 +28,17 @@ std::string_view check_in(std::string_view line) {
   return line.substr(0, line.find('"'));
 }
 
+/// What the linker did not find, each name once: "exp, std::log".
+std::string missing_in(std::string_view log) {
+  constexpr std::string_view kMissing = "undefined reference to `";
+  std::set<std::string_view> names;
+  for (std::size_t at = 0; (at = log.find(kMissing, at)) != std::string_view::npos;) {
+    at += kMissing.size();
+    names.insert(log.substr(at, log.find('\'', at) - at));
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
 }  // namespace
 
 std::string complaint(std::string log, const std::filesystem::path& folder,
@@ -37,6 +49,11 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
     found = std::min(log.find(prefix, at), log.size());
     plain.append(log, at, found - at);
   }
+  if (const std::string missing = missing_in(plain); !missing.empty())
+    return fmt::format(
+        "\n{}:{}: error: calls {}; a policy has no mathematical library, only integers and + - * / "
+        "on doubles, which give the same bits on every machine and device",
+        source.path, line, missing);
   std::string own, checks;
   bool ours = false;  // what follows a fault of the text is about our headers, not about the text
   for (const std::string& text : split_list(plain, '\n')) {

@@ -59,11 +59,12 @@ std::string_view options_of(InstructionSet set) {
 
 }  // namespace
 
-// Without contraction: the results are those of a policy that is built in, whatever the set.
+// Without contraction, the results are those of a policy that is built in, whatever the set. The
+// mathematical library is left out: its last bits differ from machine to machine.
 HostCompiler::HostCompiler()
     : command_(compiler_command()),
       flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
-              "-fmax-errors=20"}) {
+              "-fmax-errors=20", "-nodefaultlibs", "-Wl,-z,defs"}) {
   for (std::string& option : words_of(options_of(instruction_set())))
     flags_.push_back(std::move(option));
 }
@@ -82,7 +83,7 @@ bool HostCompiler::compile(const fs::path& folder, const fs::path& source,
   std::vector<std::string> words = command_;
   words.insert(words.end(), flags_.begin(), flags_.end());
   words.insert(words.end(), {"-I" + folder.string(), "-MMD", "-MF", (folder / "reads").string(),
-                             "-o", object.string(), source.string()});
+                             "-o", object.string(), source.string(), "-lstdc++", "-lc", "-lgcc"});
   return succeeds(words, folder / "log");
 }
 

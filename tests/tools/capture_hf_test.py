@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -360,6 +361,18 @@ class CaptureTest(ScriptTest):
         self.check_refused(
             "no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was"
         )
+
+    def test_a_hub_that_cannot_be_reached_is_one_line(self):
+        (self.at / "quick").mkdir()
+        (self.at / "quick" / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
+        at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": str(self.at / "quick")}
+        done = subprocess.run(
+            [sys.executable, SCRIPT, "--model", "no/such", "--prompt", "x", "--out", self.at / "refused"],
+            env=os.environ | at,
+            capture_output=True,
+            text=True,
+        )
+        self.check_one_line("is no folder here, and the hub did not give it", done.returncode, done.stderr)
 
     def test_a_missing_package_is_named(self):
         (self.at / "stub").mkdir()

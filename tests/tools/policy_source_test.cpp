@@ -188,6 +188,16 @@ TEST_CASE("a policy's own mistake is shown without what follows from it") {
   CHECK_THAT(broken, !ContainsSubstring("policy: needs"));
 }
 
+TEST_CASE("functions of the mathematical library are refused by name") {
+  const auto refused = [](const std::string& call) {
+    return compile_error("#include <cmath>\n" +
+                         replaced(peak_text(), "return slot.most;", "return " + call + ";"));
+  };
+  CHECK_THAT(refused("std::exp(-1.0 * double(slot.most))"),
+             ContainsSubstring("\nmy.hpp:16: error: calls exp; a policy has no"));
+  CHECK_THAT(refused("std::log(1.0f + float(slot.most))"), ContainsSubstring(": calls logf; "));
+}
+
 TEST_CASE("names of kvlab's own are taken") {
   CHECK(compile_error(replaced(peak_text(), "\"peak\"", "\"h2o\"")) ==
         "my.hpp: kInfo.name 'h2o' is taken by a policy of kvlab; give another");

@@ -49,6 +49,7 @@ TEST_CASE("Parameters are tried around their defaults, within their range") {
   REQUIRE(decay.size() == 3);
   CHECK(decay[0] == Approx(0.96));
   CHECK(decay[2] == Approx(0.9975));
+  CHECK(near(0.98, 0, 1) == std::vector<double>{0.92, 0.98, 0.995});
   CHECK(near(32, 1, 4096) == std::vector<double>{8, 32, 128});
   CHECK(near(2, 1, 4) == std::vector<double>{1, 2, 4});
   CHECK(near(0, 0, 10) == std::vector<double>{0});

@@ -73,7 +73,11 @@ void print_table(const Comparison& comparison) {
                           : is_tie(*row.difference) ? average_text(*row.difference) + ", a tie"
                                                     : average_text(*row.difference));
   }
-  if (comparison.rows.empty()) fmt::print("no configuration is in two of them\n");
+  const auto evicts = [](const ComparedRow& row) { return row.policy != "full"; };
+  if (std::ranges::none_of(comparison.rows, evicts))
+    fmt::print(
+        "no policy has the same settings and budget in two of them; --out shows each on one page, "
+        "and one replay of several policies compares them in pairs\n");
 }
 
 int run(const po::variables_map& options) {

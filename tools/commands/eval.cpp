@@ -81,6 +81,12 @@ void print_table(const std::vector<EvalScore>& scores) {
                static_cast<double>(score.kv_bytes_peak) / 1024);
     print_blocks(score);
   }
+  if (std::ranges::any_of(scores, [](const EvalScore& score) {
+        return score.config.policy.entry->info.evicts && score.config.prefill.chunk == 0;
+      }))
+    fmt::print(
+        "peak KV: a dense prompt is whole, a layer at a time, while it is read; --prefill stream "
+        "never holds more than the budget\n");
 }
 
 /// How far a configuration's texts differ.

@@ -28,13 +28,6 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-void refuse_beside_policy_file(const po::variables_map& options) {
-  for (const char* name : {"policy", "budget", "positions", "prefill"})
-    if (options.count(name) && !options[name].defaulted())
-      throw std::invalid_argument(
-          fmt::format("--policy-file: says the {} itself; leave out --{}", name, name));
-}
-
 /// The cache that `--policy-file` or the other options ask for; with the file, if it was one.
 struct Asked {
   CacheConfig cache;
@@ -161,6 +154,7 @@ int run(const po::variables_map& options) {
     }));
     if (!json) fmt::print("\n");
   }
+  std::fflush(stdout);  // before what is said of it, where both go to one file
   if (json) print_json(to_json(answers, cache, *decoder, conversation));
   if (!json && cache.evicts())
     warn(evicted_text(*decoder, config.shape(), value_bytes(*backend), cache));

@@ -202,6 +202,13 @@ void print_table(const TaskRun& run, std::span<const TaskFigure> figures,
       "{} draws at each of {} depths; (low-high): 95%, Wilson; log p: of the right answer, nats;\n"
       "change: from the first line's, over the same draws; ±: 1.96 standard errors\n",
       request.draws, request.depths.size());
+  const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
+    const TaskFigure* const full = find_figure(figures, 0, mode, {}, "exact_match");
+    return full && full->value > 0;
+  });
+  if (!any)
+    fmt::print(
+        "the full cache answers none right: too hard for this model; log p alone compares\n");
 }
 
 ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {

@@ -125,10 +125,11 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
   if (tied.size() == 1)
     fmt::print("\n{} is ahead in KL of all that ran to the end\n", winner);
   else {
-    std::vector<std::string> names;
-    names.reserve(tied.size());
-    for (const std::size_t config : tied) names.push_back(request.grid[config].policy.text());
-    fmt::print("\ncannot be told apart in KL: {}\n", fmt::join(names, ", "));
+    fmt::print("\ncannot be told apart in KL:\n");
+    for (std::size_t i = 0; i < std::min(tied.size(), kMostShown); ++i)
+      fmt::print("  {}\n", request.grid[tied[i]].policy.text());
+    if (tied.size() > kMostShown)
+      fmt::print("  and {} more, named in {}\n", tied.size() - kMostShown, out);
   }
   if (tuning.race.end == RaceEnd::alike) {
     std::size_t texts = 0;

@@ -1,8 +1,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "engine/loop/conversation.hpp"
+#include "engine/loop/policy_file.hpp"
 #include "engine/loop/verify.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/options.hpp"
@@ -20,6 +22,7 @@ void add_options(po::options_description& options) {
       "check (b) at every N-th admission only; (a) is always checked");
   add_prompt_options(options);
   add_turn_options(options);
+  add("policy-file", text_option("FILE"), "a deployed policy, in place of --policy and --budget");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -90,11 +93,19 @@ Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& conf
   return dialogue;
 }
 
+std::optional<PolicyFile> policy_file_from(const po::variables_map& options) {
+  if (!options.count("policy-file")) return std::nullopt;
+  refuse_beside_policy_file(options);
+  return read_policy_file(options["policy-file"].as<std::string>(), policy_sources_from(options));
+}
+
 int run(const po::variables_map& options) {
   const unsigned threads = threads_from(options);
-  const std::vector<CacheConfig> grid = grid_from(options);
+  const std::optional<PolicyFile> file = policy_file_from(options);
+  const auto grid = file ? std::vector{file->cache} : grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);
+  if (file) check_shape(*file, backend->config().shape());
   const Tokenizer tokenizer =
       Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
   const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
@@ -122,7 +133,9 @@ Command verify_command() {
   return {
       .name = "verify",
       .summary = "the decoder's evictions against the simulator's, step by step",
-      .usage = "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST [options]",
+      .usage =
+          "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST "
+          "[options]",
       .example =
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "
           "--budget 64 --max-new-tokens 200",

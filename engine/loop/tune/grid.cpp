@@ -74,6 +74,7 @@ std::vector<double> parameter_values(double standard, double least, double most)
   for (const double factor : {0.25, 4.0}) {
     double value = share ? 1 - factor * (1 - standard) : factor * standard;
     if (whole) value = std::max(1.0, std::round(value));
+    if (share) value = std::round(value * 1e9) / 1e9;  // 0.92, not 0.9199999999999999
     values.push_back(std::clamp(value, least, most));
   }
   std::ranges::sort(values);

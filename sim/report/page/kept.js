@@ -63,7 +63,7 @@ class KeptView {
       this.place = Number(value);
       this.draw();
     }));
-    const where = element('p', {class: 'quiet'}, `Budget ${shown(kept.budget)}, sequence ${shown(kept.trace)}` +
+    const where = element('p', {class: 'quiet'}, `Budget ${shown(kept.budget)}, whichever is chosen above; sequence ${shown(kept.trace)}` +
       (heads.length > 1 ? '.' : `, ${heads[0][1]}.`) +
       (kept.has_text ? '' : ' Numbers are token ids: give the report --model DIR for the text.'));
     this.slider = element('input', {type: 'range', name: 'query', min: '0', max: String(kept.queries.length - 1),

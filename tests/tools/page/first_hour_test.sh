@@ -20,8 +20,10 @@ awk '/^## Five minutes/ {on = 1} on && /^```$/ {exit} on && code {print} on && /
 for round in first second; do
   sh -e five.sh >"$round.out" 2>&1 || { cat "$round.out"; fail "Five minutes, the $round time"; }
 done
-grep -Eq 'evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]+ of [0-9.]+ KiB' first.out ||
+grep -Eq '^kvlab generate: evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]+ of [0-9.]+ KiB' first.out ||
   fail "the policy file evicted nothing"
+! grep -q '0\.[0-9]*99999' first.out || fail "a parameter has sixteen digits"
+has "the full cache answers none right" first.out
 
 tiny=engine/models/tiny run=five/run
 kvlab help replay >help.out
@@ -36,6 +38,10 @@ has "says nothing of errors" first.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
 refused "make nowhere first" kvlab replay --trace five/trace --policy window --budget 64 --out nowhere/x
+kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file five/policy.json >verify.out
+has "sink:sinks=4:recent=0 budget 97" verify.out
+refused "leave out --budget" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
+has "most live tokens" five/report.html
 printf 'ab\377\376' >bytes.txt
 kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
 has "not UTF-8 from byte 2" err
@@ -44,11 +50,18 @@ has "evicted nothing" err
 echo 'abc de fg' >nine.txt
 kvlab eval --model $tiny --text nine.txt >out 2>err
 has "tell little apart" err
+kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
+has "peak KV: a dense prompt is whole" dense.out
+! grep -q "peak KV: a dense" first.out || fail "what streams is told of dense prompts"
 
 # Comparisons, completion, the manual.
 kvlab compare $run spaces --out compare.html >compare.out
 has "last less first" compare.out
 has "a tie" compare.out
+has "no policy has the same" compare.out
+kvlab compare spaces spaces >same.out
+has "h2o:sinks=0:recent=50%" same.out
+! grep -q "no policy has the same" same.out || fail "what two runs share is not seen"
 refused "of one kind" kvlab compare $run five/eval
 refused "two or more" kvlab compare $run
 refused "is not in all of these" kvlab compare $run spaces --metric nonsense

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pathlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,10 +66,17 @@ class Shape:
 
 
 def load_config(name: str) -> Any:
+    """Of a folder or a name of the hub. For commands: what the hub logs of each retry is left out."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return transformers.AutoConfig.from_pretrained(name)
     except Exception as error:  # transformers raises nearly anything
-        raise Refused(f"--model {name}: {one_line(error)}") from None
+        if pathlib.Path(name).is_dir():
+            raise Refused(f"--model {name}: {one_line(error)}") from None
+        raise Refused(
+            f"--model {name}: is no folder here, and the hub did not give it; name a checkpoint's folder, or fetch it "
+            f"where there is a network (`hf download`): {one_line(error, 120)}"
+        ) from None
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
