@@ -260,8 +260,9 @@ typedef struct {
 
 /** Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i of its head and
  *  sees that slot and all before it. Or of several sequences, one's behind the other's in q, out,
- *  lse and rows: then `queries` is the most of one, and what is [kv_head] is [pair], by pair =
- *  sequence * kv_heads + kv_head. Outputs are the bits of a call for each. */
+ *  lse and rows: then `queries` is the most of one, what is [kv_head] is [pair], by pair =
+ *  sequence * kv_heads + kv_head, and pages have a row for each sequence, or pair. Outputs are the
+ *  bits of a call for each. */
 typedef struct {
   kvlab_type type;
   int query_heads, kv_heads, head_size;

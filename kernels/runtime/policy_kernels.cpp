@@ -132,33 +132,25 @@ DeviceCode code_of_header(const std::string& path, const std::string& text, int 
       {kObserve, kSettle, kWeigh}, architecture);
   // What is no policy is so at the line of its struct.
   program.text += fmt::format(
-      "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());\n#line 1 "
-      "\"policy.cu\"\n"
+      "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());\n"
+      "#line 1 \"policy.cu\"\n"
       "extern \"C\" __device__ kvlab::kernels::PolicyDescription {} =\n"
       "    kvlab::kernels::describe<kvlab::ThePolicy>();\n",
       found.line, c_literal(path), kDescription);
   return code_of(program, entry);
 }
 
-HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code) {
+HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.kernel(kWeigh)) {
   code_.read(kDescription, &about_, sizeof about_);
   std::ranges::transform(about_.columns, columns_.begin(), [](const auto& name) { return name; });
-  policy_ = {.name = {},
-             .needs = about_.needs,
+  policy_ = {.needs = about_.needs,
              .oldest_first = about_.oldest_first,
              .weighted = about_.weighted,
              .columns = std::span<const char* const>(columns_).first(about_.column_count),
              .slot_bytes = about_.slot_bytes,
              .params_bytes = about_.param_count * sizeof(double),
-             .params = nullptr,
-             .weight = nullptr,
-             .tail = nullptr,
-             .header = {},
-             .type = {},
              .observe_pairs = code_.kernel(kObserve),
-             .evict = nullptr,
-             .settle_tokens = code_.kernel(kSettle),
-             .run_states = nullptr};
+             .settle_tokens = code_.kernel(kSettle)};
 }
 
 void HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
@@ -175,8 +167,7 @@ cudaError_t HeaderPolicy::weigh(const void* params, std::uint32_t queries, float
   cudaError_t error = cudaMalloc(&made, (std::size_t{queries} + 1) * sizeof *made);
   if (error != cudaSuccess) return error;
   void* args[] = {own, &queries, &made};
-  error = cudaLaunchKernel(code_.kernel(kWeigh), dim3(queries / kThreads + 1), dim3(kThreads), args,
-                           0, nullptr);
+  error = cudaLaunchKernel(weigh_, dim3(queries / kThreads + 1), dim3(kThreads), args, 0, nullptr);
   if (error == cudaSuccess) error = cudaMemcpy(tail, made, sizeof *tail, cudaMemcpyDeviceToHost);
   if (error == cudaSuccess)
     error = cudaMemcpy(to, made + 1, queries * sizeof *to, cudaMemcpyDeviceToHost);

@@ -41,7 +41,8 @@ class PolicyKernels {
 DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture);
 
 /// A policy from a header that no compiler of the host's has read: the code itself says what the
-/// host has to know. The hooks of policy() that the host would call are null.
+/// host has to know. Hooks of policy() that the host would call, and kernels that kvlab.h does not
+/// launch, are null.
 class HeaderPolicy {
  public:
   /// `code`: of code_of_header(), for the current device. Throws as LoadedCode does.
@@ -57,6 +58,7 @@ class HeaderPolicy {
 
  private:
   LoadedCode code_;
+  const void* weigh_;  ///< a kernel
   PolicyDescription about_;
   std::array<const char*, kMaxColumns> columns_;
   DevicePolicy policy_;
