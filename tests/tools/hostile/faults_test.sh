@@ -152,7 +152,7 @@ END
     code=0
     case $time in
       -) $1 env FAULT=kill "FAULT_AT=$call" "LD_PRELOAD=$faults" >out.txt 2>err.txt || code=$? ;;
-      *) $1 timeout -s KILL "$time" >out.txt 2>err.txt || code=$? ;;
+      *) $1 timeout --foreground -s KILL "$time" >out.txt 2>err.txt || code=$? ;;
     esac
     case $code:$time in
       137:*) killed=$((killed + 1)) ;;
