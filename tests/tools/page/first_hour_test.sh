@@ -55,6 +55,13 @@ kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy 
 has "peak KV: a dense prompt is whole" dense.out
 ! grep -q "peak KV: a dense" first.out || fail "what streams is told of dense prompts"
 
+# A policy of one's own: the header that docs/adding-a-policy.md shows, by what each command says comes next.
+awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/adding-a-policy.md" >peak.hpp
+kvlab replay --trace five/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
+kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
+has "--policy-file mine.json --policy-source peak.hpp" deploy.out
+kvlab generate --model $tiny --prompt x --policy-file mine.json --policy-source peak.hpp --max-new-tokens 2 >out 2>err
+
 # Comparisons, completion, the manual.
 kvlab compare $run spaces --out compare.html >compare.out
 has "last less first" compare.out
