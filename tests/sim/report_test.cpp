@@ -78,6 +78,15 @@ TEST_CASE("the answer says a tie as a tie") {
   CHECK_THAT(text, ContainsSubstring("among the best at every budget"));
 }
 
+TEST_CASE("of many that tie the first is named, and the others open") {
+  std::vector<MadeUp> policies;
+  for (const char* policy : {"window", "sink", "lru", "h2o", "tova", "lfu"})
+    policies.push_back({policy, "", 0.3, 0.01});
+  CHECK_THAT(
+      report_html(made_up_run(policies), {.fixed = true}),
+      ContainsSubstring("<details><summary>") && ContainsSubstring(" and 4 others</summary>"));
+}
+
 TEST_CASE("figures are written with few digits and their errors beside them") {
   CHECK(figure_text(0.012345) == "0.0123");
   CHECK(figure_text(1234567) == "1,234,567");

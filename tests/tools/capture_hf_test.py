@@ -82,11 +82,11 @@ class CaptureTest(ScriptTest):
         self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
     def test_columns_of_a_function(self):
-        """A function that is kvlab's own key_norm in float64 evicts as that does, and mistakes are named."""
+        """A function that sums as kvlab's own key_norm does evicts as that does, and mistakes are named."""
         (self.at / "own_columns.py").write_text(
             "def norm(q, k, v, layer):\n"
             "    assert q.shape[1:] == k.shape[1:] == v.shape[1:]\n"
-            "    return k.double().norm(dim=-1)\n"
+            "    return sum((k[..., d] * k[..., d]) for d in range(k.shape[-1])).sqrt()\n"
             "def short(q, k, v, layer):\n"
             "    return k.float().norm(dim=-1)[:, 1:]\n"
             "def broken(q, k, v, layer):\n"

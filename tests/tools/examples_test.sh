@@ -6,11 +6,11 @@ kvlab=$1 source=$2
 command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
 . "$source/tests/scripts/check.sh"
 enter_scratch
-ln -s "$source/engine" "$source/tools" .
+ln -s "$source/engine" "$source/tools" "$source/traces" .
 mkdir bin
 ln -s "$kvlab" bin/kvlab
 PATH=$folder/bin:$PATH
-for command in capture trace replay report compare deploy generate eval task verify policies manual demo; do
+for command in capture trace replay report compare deploy generate eval task verify policies manual bench demo; do
   example=$(kvlab "$command" --help | sed -n 's/^Example: //p')
   echo "$example"
   sh -c "$example" >/dev/null

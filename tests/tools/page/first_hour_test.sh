@@ -42,6 +42,7 @@ kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file fiv
 has "sink:sinks=4:recent=0 budget 97" verify.out
 refused "leave out --budget" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
 has "most live tokens" five/report.html
+has "loses least. Residual error is" five/report.html
 printf 'ab\377\376' >bytes.txt
 kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
 has "not UTF-8 from byte 2" err
@@ -53,6 +54,13 @@ has "tell little apart" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "peak KV: a dense prompt is whole" dense.out
 ! grep -q "peak KV: a dense" first.out || fail "what streams is told of dense prompts"
+
+# A policy of one's own: the header that docs/adding-a-policy.md shows, by what each command says comes next.
+awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/adding-a-policy.md" >peak.hpp
+kvlab replay --trace five/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
+kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
+has "--policy-file mine.json --policy-source peak.hpp" deploy.out
+kvlab generate --model $tiny --prompt x --policy-file mine.json --policy-source peak.hpp --max-new-tokens 2 >out 2>err
 
 # Comparisons, completion, the manual.
 kvlab compare $run spaces --out compare.html >compare.out

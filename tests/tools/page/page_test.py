@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The interactive page in a browser: page_test.py KVLAB SOURCE.
+"""The interactive page in a browser: page_test.py KVLAB SOURCE; page_test.py KVLAB SOURCE --images five/report.html
+takes the pictures of docs/images of that page.
 
 Every control changes what it should, figures carry the numbers of results.csv, nothing is asked of the network,
 nothing is logged. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver python3-selenium).
@@ -336,8 +337,31 @@ def check_large(browser: Browser, page: str, folder: Path) -> float:
     return seconds
 
 
+def take_pictures(page: Path, folder: Path) -> None:
+    def take(name: str, width: int, section: str, height: int) -> None:
+        browser.resize(width)
+        time.sleep(0.5)
+        browser.settle()
+        top = browser.js("const h = [...document.querySelectorAll('h2')].find((h) => h.innerText === arguments[0]);"
+                         "return h ? h.getBoundingClientRect().top + scrollY - 20 : 0", section)
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
+        taken = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+        (folder / name).write_bytes(base64.b64decode(taken["data"]))
+
+    browser = Browser()
+    try:
+        browser.open(page.resolve())
+        take("report.png", 1280, "What each budget buys", 623)
+        take("report-kept.png", 1280, "What was kept, seen", 980)
+        take("report-narrow.png", 400, "", 1500)
+    finally:
+        browser.driver.quit()
+
+
 def main() -> None:
     kvlab, source = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
+    if sys.argv[3:4] == ["--images"]:
+        return take_pictures(Path(sys.argv[4]), source / "docs/images")
     if not (Path(CHROME).exists() and Path(DRIVER).exists()):
         sys.exit(print("skipped: there is no chromium with its driver (Debian: chromium chromium-driver)"))
     if not os.environ.get("KVLAB_VEGA") and not Path("/usr/share/javascript/vega").exists():
