@@ -60,7 +60,8 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
     ours = ours || is_ours(text);
     if (const std::string_view check = check_in(text); !check.empty())
       checks += fmt::format("\n{}:{}: error: {}", source.path, line, check);
-    else if (!ours && !text.empty() && text.find("from entry.cpp") == std::string::npos)
+    else if (!ours && !text.empty() && text.find("from entry.cpp") == std::string::npos &&
+             !text.ends_with("[-Wunused-command-line-argument]"))  // clang's word on GCC's options
       own += "\n" + text;
   }
   if (!own.empty()) return own;

@@ -14,8 +14,9 @@ struct DoesNotCompile : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-/// The faults of the text itself; if there are none, what check_policy says of it, at `line`, where
-/// the struct begins. `folder`: where the text was compiled; it is taken out.
+/// What the text calls that no policy has; else its own faults; if there are none, what
+/// check_policy says of it, at `line`, where the struct begins. `folder`: where the text was
+/// compiled; it is taken out.
 std::string complaint(std::string log, const std::filesystem::path& folder,
                       const PolicySource& source, unsigned line);
 

@@ -8,6 +8,7 @@
 #include "engine/loop/policy_file.hpp"
 #include "policies/live_set.hpp"
 #include "policies/policy_struct.hpp"
+#include "sim/source/complaint.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -179,6 +180,16 @@ TEST_CASE("what check_policy says comes through, at the struct's line") {
       "my.hpp: does not compile\n"
       "my.hpp:15: error: policy: every hook must be constexpr, so that one text compiles for host "
       "and device");
+}
+
+TEST_CASE("what check_policy says comes through from clang, which warns of GCC's options") {
+  const std::string log =
+      "clang: warning: argument unused during compilation: '-fmax-errors=20' "
+      "[-Wunused-command-line-argument]\n"
+      "In file included from entry.cpp:1:\n"
+      "policies/policy_checks.hpp:149:5: error: static_assert failed \"policy: a check\"\n";
+  CHECK(complaint(log, "/folder", {.path = "my.hpp", .text = {}, .xxh3 = {}, .type = {}}, 15) ==
+        "\nmy.hpp:15: error: policy: a check");
 }
 
 TEST_CASE("a policy's own mistake is shown without what follows from it") {
