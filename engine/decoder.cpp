@@ -8,6 +8,7 @@
 
 #include "engine/cache/growing_rope.hpp"
 #include "engine/cache/layer_cache.hpp"
+#include "engine/longest_sequence.hpp"
 #include "policies/executor.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -16,7 +17,6 @@ namespace {
 
 constexpr std::uint32_t kFullAdmission = 512;  // tokens: bounds memory where chunks do not matter
 constexpr double kThreadedProducts = 1e6;      // fewer multiplications: threads cost more
-constexpr std::uint32_t kLongestSequence = 1u << 31;  // tokens
 
 }  // namespace
 
@@ -42,9 +42,10 @@ class Decoder::Impl {
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits) {
     if (ids.empty()) throw std::invalid_argument("decoder: no tokens to feed; give at least one");
-    if (ids.size() > kLongestSequence - tokens_)
+    const std::uint32_t most = longest_sequence(config_.query_heads / config_.kv_heads);
+    if (ids.size() > most - tokens_)
       throw std::invalid_argument(
-          fmt::format("decoder: more than {} tokens in a sequence", kLongestSequence));
+          fmt::format("decoder: more than {} tokens in a sequence; begin another", most));
     if (all_logits) all_logits->resize(ids.size() * config_.vocab);
     logits_.resize(config_.vocab);
     const std::size_t chunk = admission_tokens(kind, ids.size());

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "engine/cuda/cache/full_cache.hpp"
+#include "engine/longest_sequence.hpp"
 #include "kernels/host/transfer.hpp"
 #include "traces/base/cancel.hpp"
 
@@ -16,8 +17,7 @@ using cuda::DeviceBuffer;
 
 namespace {
 
-constexpr std::size_t kLogitRows = 128;               // of a prompt, at once
-constexpr std::uint32_t kLongestSequence = 1u << 31;  // tokens
+constexpr std::size_t kLogitRows = 128;  // of a prompt, at once
 
 }  // namespace
 
@@ -77,7 +77,8 @@ void CudaDecoder::check_rows(int rows) const {
 }
 
 void CudaDecoder::check_capacity(std::uint64_t tokens) const {
-  const std::uint32_t most = options_.slots > 0 ? options_.slots : kLongestSequence - 1;
+  const std::uint32_t longest = longest_sequence(config_.query_heads / config_.kv_heads);
+  const std::uint32_t most = options_.slots > 0 ? options_.slots : longest;
   if (tokens > most)
     throw std::invalid_argument(
         fmt::format("CUDA decoder: {} tokens of a sequence; it was made for {}", tokens, most));

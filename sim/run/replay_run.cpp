@@ -283,12 +283,12 @@ Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& 
       sweep.compute_together(missing, finished);
     else
       share_work(group, missing, request.options.threads, compute, finished);
+    Run run = sweep.collect(folder);
+    folder.commit(run);
+    return run;
   } catch (const Cancelled& error) {
     throw folder.in_name_of_run(error);
   }
-  Run run = sweep.collect(folder);
-  folder.commit(run);
-  return run;
 }
 
 /// Throws unless all processes are about to compute the same.

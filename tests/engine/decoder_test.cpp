@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "engine/longest_sequence.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/llama_reference.hpp"
 
@@ -123,6 +124,23 @@ TEST_CASE("Neither threads nor the size of an admission change a full cache's bi
 TEST_CASE("Threads do not change what a policy keeps", "[threads]") {
   const std::string policy = GENERATE("lru", "streaming_h2o");
   CHECK(conversation_logits(cache(policy, 40), 3) == conversation_logits(cache(policy, 40), 1));
+}
+
+// Nothing is read of what is too long, so that it need not be there.
+TEST_CASE("A sequence ends before a sum of attention or a count of requests is full") {
+  const auto sum_of_ones = [](std::uint64_t group) {
+    return static_cast<double>(longest_sequence(static_cast<std::uint32_t>(group)) * group);
+  };
+  for (const std::uint64_t group : {1, 2, 3, 4, 8, 71}) CHECK(sum_of_ones(group) < 4294967296.0);
+  CHECK(longest_sequence(1) == 2147483647);
+
+  Decoder decoder(tiny(), cache("h2o", 32), 1);
+  const std::vector<std::int32_t> ids = some_ids(1);
+  const std::uint32_t most =
+      longest_sequence(tiny().config().query_heads / tiny().config().kv_heads);
+  CHECK_THROWS_WITH(decoder.feed({ids.data(), std::size_t{most} + 1}, SegmentKind::prompt),
+                    fmt::format("decoder: more than {} tokens in a sequence; begin another", most));
+  CHECK(decoder.tokens() == 0);
 }
 
 TEST_CASE("A decoded query spans its budget, and a dense prompt all of itself") {

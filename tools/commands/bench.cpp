@@ -177,9 +177,7 @@ Command bench_command() {
           "decode|prefill|stream|evict|loop --model DIR|--random-weights CONFIG.json [options]\n"
           "       kvlab bench attention [options]\n"
           "       kvlab bench replay [--trace TRACE] [options]",
-      .example = cuda_in_build()
-                     ? "kvlab bench decode --random-weights engine/models/configs/llama-3.1-8b.json"
-                     : "kvlab bench replay --trace traces/samples/tiny-story",
+      .example = "kvlab bench replay --trace traces/samples/tiny-story",
       .add_options = add_options,
       .positional = "what",
       .run = run};

@@ -56,10 +56,17 @@ for signal in INT TERM; do
   "$kvlab" trace verify trace >/dev/null
   rm -r trace
 
-  ended $signal 'run.part/*.unit' '; the finished part is kept in run.part, and the same command goes on with it' \
-    "$kvlab" replay --trace story --policy h2o,lru,streaming_h2o,tova,roco --budget 16,32,64,128,200 --threads 1 --out run
-  [ ! -e run ] || fail "a run that is not whole"
-  rm -r run.part
+  # At the first unit, and at the last, when the run is put together.
+  delay=0
+  for unit in 0 7; do
+    ended $signal "run.part/trace0-unit$unit.unit" \
+      '; the finished part is kept in run.part, and the same command goes on with it' \
+      "$kvlab" replay --trace story --policy h2o,lru,streaming_h2o,tova,roco,lfu --threads 1 --out run \
+      --budget "$(seq -s, 16 6 200)"
+    [ ! -e run ] || fail "a run that is not whole"
+    rm -r run.part
+  done
+  delay=0.1
 
   ended $signal 'scores.part' "$again" \
     "$kvlab" eval --model tiny --text text --policy h2o,lru --budget 16,64 --out scores
