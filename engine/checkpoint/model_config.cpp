@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kMaxConfigBytes = 1 << 20;
 constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 << 14,
-                        kMaxHeadSize = 1024, kMaxVocab = 1 << 24, kMaxContext = 1 << 28;
+                        kMaxHeadSize = 1024, kMaxVocab = 1 << 24;
 
 /// What an architecture fixes, and which of its keys mean something.
 struct Architecture {

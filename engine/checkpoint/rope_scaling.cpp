@@ -11,7 +11,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kMaxFactor = 1e6, kMaxTheta = 1e15, kMostPositions = 1 << 28;
+constexpr double kMaxFactor = 1e6, kMaxTheta = 1e15;
 constexpr double kTiny = 1e-6;
 
 using Frequencies = std::vector<double>;
@@ -30,7 +30,7 @@ double original_context(const JsonFields& config, const JsonFields& parameters) 
   constexpr std::string_view key = "original_max_position_embeddings";
   if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
     config.refuse(key, "it must equal the one of the RoPE parameters");
-  return (config.has(key) ? config : parameters).number(key, 1, kMostPositions);
+  return (config.has(key) ? config : parameters).number(key, 1, kMaxContext);
 }
 
 void scale_linear(const JsonFields& parameters, Frequencies& inv_freq) {

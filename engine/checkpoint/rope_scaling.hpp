@@ -9,6 +9,9 @@
 
 namespace kvlab {
 
+/// Of positions that a config.json may speak of.
+inline constexpr std::uint32_t kMaxContext = 1 << 28;
+
 struct ScaledRope {
   Rope rope;              ///< inv_freq [head_size / 2]; factor on cos and sin
   nlohmann::json config;  ///< rope_type, rope_theta and the type's parameters, for people

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "policies/catalogue.hpp"
+#include "policies/columns/columns.hpp"
 #include "tests/kernels/attention_reference.hpp"
 
 namespace kvlab {
@@ -254,14 +255,6 @@ std::vector<int> budgets_of(const LayerSize& size) {
   return budgets;
 }
 
-kvlab_column column_named(const std::string& name) {
-  const char* const names[] = {"key_norm", "value_norm", "value_norm1", "key_cosine",
-                               "value_out_norm1"};
-  for (int i = 0; i < 5; ++i)
-    if (name == names[i]) return static_cast<kvlab_column>(i);
-  throw std::invalid_argument("no kernel for column " + name);
-}
-
 const kvlab_policy* policy_of(const LayerSize& size) {
   if (size.header.empty()) return kvlab_find_policy(size.policy.c_str());
   const std::string path = KVLAB_SOURCE_DIR "/policies/" + size.header;
@@ -276,7 +269,7 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
     : size_(size), policy_(policy_of(size)) {
   if (policy_ == nullptr) throw std::invalid_argument("no policy " + size.policy);
   for (int i = 0; const char* name = kvlab_policy_column(policy_, i); ++i)
-    column_ids_.push_back(column_named(name));
+    column_ids_.push_back(static_cast<kvlab_column>(built_in_column(name).value()));
   const std::vector<int> budgets = budgets_of(size_);
   prompt_ = std::make_unique<PagedCache>(size_, prompt, prompt_slots(size_, budgets));
   resident_ = std::make_unique<PagedCache>(size_, resident, budgets);

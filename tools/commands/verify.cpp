@@ -133,9 +133,7 @@ Command verify_command() {
   return {
       .name = "verify",
       .summary = "the decoder's evictions against the simulator's, step by step",
-      .usage =
-          "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST "
-          "[options]",
+      .usage = "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST [options]",
       .example =
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "
           "--budget 64 --max-new-tokens 200",

@@ -69,10 +69,10 @@ class SlotCaches:
         self._inv_freq = rope.inv_freq.to(device)
         self._inv_freq64 = self._inv_freq.double()
         self._heads = (shape.query_heads, shape.kv_heads, shape.head_size)
-        query_heads, _, size = self._heads
         self._outputs: list[torch.Tensor | None] = [None] * shape.layers  # [hidden, query head, head size]
         if "value_out_norm1" in plan.columns:
-            self._outputs = [one.to(dtype).reshape(-1, query_heads, size).contiguous() for one in outputs()]
+            rows = (-1, shape.query_heads, shape.head_size)
+            self._outputs = [one.to(dtype).reshape(rows).contiguous() for one in outputs()]
         self._allocate()
         self._clear_counts()
         self._admissions: list[Admission] = []  # of the prompt that goes through the layers
@@ -225,7 +225,6 @@ class SlotCaches:
 
     def token(self, layer: int, qkv: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
         """One token's attention: nothing but launches."""
-        query_heads, kv_heads, _ = self._heads
         q, out = self._q, torch.empty_like(self._q)
         most, first_slot, keys, values, positions, lengths, next_slots, states, columns = self._layers[layer]
         zero = self._zero
