@@ -156,7 +156,7 @@ END
     esac
     case $code:$time in
       137:*) killed=$((killed + 1)) ;;
-      0:[0-9]*) ;; # it was over before
+      0:[0-9]* | 124:[0-9]*) ;; # it was over before, or in that moment: 124 is timeout's
       *) fail "$1, kill $draw: exit code $code: $(cat err.txt)" ;;
     esac
     threads=1
