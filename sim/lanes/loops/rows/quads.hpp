@@ -45,17 +45,27 @@ inline Floats repeated(const float* four) {
   return v;
 }
 
+/// Of the elements of a, then b: those numbered I.
+template <int... I, class V>
+inline V shuffled(V a, V b) {
+#if !defined(__clang__) && __GNUC__ < 12  // without the other
+  return __builtin_shuffle(a, b, decltype(a < b){I...});
+#else
+  return __builtin_shufflevector(a, b, I...);
+#endif
+}
+
 /// Unpacks pairs within each lane of four: (a0 b0 a1 b1) or, high, (a2 b2 a3 b3).
 template <bool High, class V>
 inline V unpack(V a, V b) {
   constexpr int o = High ? 2 : 0;
   if constexpr (kWidth == 16)
-    return __builtin_shufflevector(a, b, o, o + 16, o + 1, o + 17, o + 4, o + 20, o + 5, o + 21,
-                                   o + 8, o + 24, o + 9, o + 25, o + 12, o + 28, o + 13, o + 29);
+    return shuffled<o, o + 16, o + 1, o + 17, o + 4, o + 20, o + 5, o + 21, o + 8, o + 24, o + 9,
+                    o + 25, o + 12, o + 28, o + 13, o + 29>(a, b);
   else if constexpr (kWidth == 8)
-    return __builtin_shufflevector(a, b, o, o + 8, o + 1, o + 9, o + 4, o + 12, o + 5, o + 13);
+    return shuffled<o, o + 8, o + 1, o + 9, o + 4, o + 12, o + 5, o + 13>(a, b);
   else
-    return __builtin_shufflevector(a, b, o, o + 4, o + 1, o + 5);
+    return shuffled<o, o + 4, o + 1, o + 5>(a, b);
 }
 
 /// Interleaves two elements at a time: (a0 a1 b0 b1) or (a2 a3 b2 b3).
@@ -63,12 +73,12 @@ template <bool High, class V>
 inline V unpack_pairs(V a, V b) {
   constexpr int o = High ? 2 : 0;
   if constexpr (kWidth == 16)
-    return __builtin_shufflevector(a, b, o, o + 1, o + 16, o + 17, o + 4, o + 5, o + 20, o + 21,
-                                   o + 8, o + 9, o + 24, o + 25, o + 12, o + 13, o + 28, o + 29);
+    return shuffled<o, o + 1, o + 16, o + 17, o + 4, o + 5, o + 20, o + 21, o + 8, o + 9, o + 24,
+                    o + 25, o + 12, o + 13, o + 28, o + 29>(a, b);
   else if constexpr (kWidth == 8)
-    return __builtin_shufflevector(a, b, o, o + 1, o + 8, o + 9, o + 4, o + 5, o + 12, o + 13);
+    return shuffled<o, o + 1, o + 8, o + 9, o + 4, o + 5, o + 12, o + 13>(a, b);
   else
-    return __builtin_shufflevector(a, b, o, o + 1, o + 4, o + 5);
+    return shuffled<o, o + 1, o + 4, o + 5>(a, b);
 }
 
 /// Element j of lane k goes to kQuads j + k: the tokens of four registers [token][4], turned, come
@@ -76,9 +86,9 @@ inline V unpack_pairs(V a, V b) {
 template <class V>
 inline V in_order(V v) {
   if constexpr (kWidth == 16)
-    return __builtin_shufflevector(v, v, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return shuffled<0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15>(v, v);
   else if constexpr (kWidth == 8)
-    return __builtin_shufflevector(v, v, 0, 4, 1, 5, 2, 6, 3, 7);
+    return shuffled<0, 4, 1, 5, 2, 6, 3, 7>(v, v);
   else
     return v;
 }
@@ -86,7 +96,7 @@ inline V in_order(V v) {
 template <class V>
 inline V out_of_order(V v) {
   if constexpr (kWidth == 8)
-    return __builtin_shufflevector(v, v, 0, 2, 4, 6, 1, 3, 5, 7);
+    return shuffled<0, 2, 4, 6, 1, 3, 5, 7>(v, v);
   else
     return in_order(v);
 }
