@@ -90,6 +90,11 @@ bool known(const kvlab_pages& pages) {
 
 bool known(const kvlab_cache& cache) { return known(cache.type) && known(cache.pages); }
 
+bool known(const kvlab_evicting_attention_args& args) {
+  return known(args.cache) && args.numbering >= KVLAB_ORIGINAL &&
+         args.numbering <= KVLAB_TWO_FRAMES;
+}
+
 bool known(const kvlab_prefill_args& args) {
   return known(args.type) && known(args.pages) && args.first_slot != nullptr &&
          (args.sequences == 0) == (args.first_query == nullptr);
@@ -328,7 +333,7 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
     return cudaErrorInvalidValue;
   std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
   for (int layer = 0; layer < count; ++layer) {
-    if (!known(layers[layer].cache)) return cudaErrorInvalidValue;
+    if (!known(layers[layer])) return cudaErrorInvalidValue;
     converted[static_cast<std::size_t>(layer)] = evicting_of(layers[layer]);
   }
   const std::span all(converted.data(), static_cast<std::size_t>(count));
@@ -338,7 +343,7 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
-  if (policy == nullptr || args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
+  if (policy == nullptr || args == nullptr || !known(*args)) return cudaErrorInvalidValue;
   return policy->kernels.attention(evicting_of(*args), stream);
 }
 

@@ -29,8 +29,9 @@ json lists_of(const std::vector<double>& values, std::uint32_t query_heads) {
 std::vector<double> values_of(const JsonFields& fields, std::string_view key,
                               const Calibration& calibration) {
   std::vector<double> values;
-  const std::string right = fmt::format("{} lists of {} numbers from 0 on are expected",
-                                        calibration.layers, calibration.query_heads);
+  constexpr double kMost = 1e30;  // sums of squares stay finite
+  const std::string right = fmt::format("{} lists of {} numbers from 0 to {:g} are expected",
+                                        calibration.layers, calibration.query_heads, kMost);
   const auto refuse = [&] {
     throw std::runtime_error(fmt::format("{}: \"{}\": {}", fields.where(), key, right));
   };
@@ -38,7 +39,8 @@ std::vector<double> values_of(const JsonFields& fields, std::string_view key,
   for (const json& layer : fields.list(key)) {
     if (!layer.is_array() || layer.size() != calibration.query_heads) refuse();
     for (const json& value : layer) {
-      if (!value.is_number() || !(value.get<double>() >= 0)) refuse();  // JSON holds no infinity
+      if (!value.is_number() || !(value.get<double>() >= 0 && value.get<double>() <= kMost))
+        refuse();
       values.push_back(value);
     }
   }

@@ -12,7 +12,7 @@ import numpy
 from command_line import Parser, whole_number
 from trace_reader import Tensors, Trace
 
-from kvlab.hf.trace_files import FORMAT, Refused, write_by_rename, write_manifest
+from kvlab.hf.trace_files import FORMAT, Refused, write_by_rename, write_manifest, xxh3_of_weights
 
 # ---------------------------------------------------------------------------------------------
 # Files
@@ -151,8 +151,13 @@ def redundancy(trace, layer, arguments):
 
 
 def output_projections(trace, directory):
-    """Reads o_proj of each layer, by the index file where there is one."""
+    """Reads o_proj of each layer. Refuses a checkpoint that is not the trace's."""
     directory = pathlib.Path(directory)
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    found = xxh3_of_weights(single if single.exists() else None, index if index.exists() else None)
+    wanted = trace.manifest.get("weights_xxh3")
+    if wanted and found and wanted != found:
+        raise Refused(f"{trace.name}: was captured from weights {wanted}; those of --model {directory} are {found}")
     files = [Tensors(path) for path in sorted(directory.glob("*.safetensors"))]
     if not files:
         raise Refused(f"{directory}: no *.safetensors; the checkpoint's folder is expected")
@@ -175,7 +180,9 @@ def value_out_norm1(trace, layer, arguments):
     """Σ over the group's query heads of the magnitudes of W_o v."""
     if arguments.model is None:
         raise Refused("column value_out_norm1: needs --model DIR, the checkpoint that the trace was captured from")
-    weight = output_projections(trace, arguments.model)(layer)
+    if layer == 0:
+        arguments.projections = output_projections(trace, arguments.model)
+    weight = arguments.projections(layer)
     v = trace.part(layer, "v")
     column = numpy.zeros((trace.kv_heads, trace.tokens))
     for query_head in range(trace.heads):

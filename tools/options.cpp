@@ -29,6 +29,10 @@ namespace {
 
 constexpr std::int64_t kMostThreads = 1024;
 
+bool is_given(const po::variables_map& options, const char* name) {
+  return options.count(name) && !options[name].defaulted();
+}
+
 }  // namespace
 
 void refuse_hub_name(const std::string& model) {
@@ -45,11 +49,22 @@ void refuse_hub_name(const std::string& model) {
       model, model));
 }
 
+void refuse_given(const po::variables_map& options, std::initializer_list<const char*> names,
+                  std::string_view why) {
+  for (const char* name : names)
+    if (is_given(options, name))
+      throw std::invalid_argument(fmt::format("--{}: {}; leave it out", name, why));
+}
+
+void refuse_without(const po::variables_map& options, const char* needed,
+                    std::initializer_list<const char*> names) {
+  if (!is_given(options, needed))
+    refuse_given(options, names, fmt::format("is of --{}, which is not given", needed));
+}
+
 void refuse_beside_policy_file(const po::variables_map& options) {
-  for (const char* name : {"policy", "budget", "positions", "prefill"})
-    if (options.count(name) && !options[name].defaulted())
-      throw std::invalid_argument(
-          fmt::format("--policy-file: says the {} itself; leave out --{}", name, name));
+  refuse_given(options, {"policy", "budget", "positions", "prefill", "request-threshold"},
+               "the file of --policy-file says this itself");
 }
 
 void refuse_lone_budget(const po::variables_map& options) {
@@ -58,9 +73,6 @@ void refuse_lone_budget(const po::variables_map& options) {
         "--budget: of which policy? the full cache has none; give one: --policy h2o");
 }
 
-namespace {
-
-/// The entries of `--name`, less the space around each; none where it was not given.
 std::vector<std::string> list_from(const po::variables_map& options, const char* name) {
   if (!options.count(name)) return {};
   std::vector<std::string> entries = split_list(options[name].as<std::string>());
@@ -70,6 +82,8 @@ std::vector<std::string> list_from(const po::variables_map& options, const char*
   }
   return entries;
 }
+
+namespace {
 
 /// `--policy`, or else the policies of `--policy-source`, or else `full`.
 std::vector<std::string> policies_asked(const po::variables_map& options,
@@ -254,6 +268,7 @@ CacheConfig only_config(const po::variables_map& options) {
   if (!options.count("budget") && policies.size() == 1 && policies.front() != "full")
     throw std::invalid_argument(fmt::format(
         "--budget: policy {} needs one; give tokens or a share: --budget 128", policies.front()));
+  if (policies == std::vector<std::string>{"full"}) refuse_lone_budget(options);
   const auto grid = grid_from(options);
   if (grid.size() != 1)
     throw std::invalid_argument(fmt::format(

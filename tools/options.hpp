@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -34,6 +35,8 @@ void add_common_options(po::options_description& options);
 /// The text of `--name`. Throws std::invalid_argument if it was not given; `example` says what
 /// would be right: "--model DIR".
 std::string required(const po::variables_map& options, const char* name, std::string_view example);
+/// The entries of the list `--name`, less the space around each; none where it was not given.
+std::vector<std::string> list_from(const po::variables_map& options, const char* name);
 /// The number of `--name`, which is a value<std::int64_t> (Boost reads -1 as a large unsigned).
 /// Throws std::invalid_argument outside [least, most].
 std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
@@ -65,6 +68,13 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 /// given.
 CacheConfig only_config(const po::variables_map& options);
 
+/// Throws std::invalid_argument for the first of `names` that was given: "--NAME: WHY; leave it
+/// out".
+void refuse_given(const po::variables_map& options, std::initializer_list<const char*> names,
+                  std::string_view why);
+/// The same for options that say how `--needed` is done, where that was not given.
+void refuse_without(const po::variables_map& options, const char* needed,
+                    std::initializer_list<const char*> names);
 /// Throws std::invalid_argument for options that say what `--policy-file` says.
 void refuse_beside_policy_file(const po::variables_map& options);
 

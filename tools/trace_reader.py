@@ -11,7 +11,7 @@ import numpy
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
 
-from kvlab.hf.trace_files import Refused
+from kvlab.hf.trace_files import FORMAT, Refused
 
 
 class Tensors:
@@ -54,7 +54,7 @@ class Trace:
         path = self.directory / "manifest.json"
         try:
             self.manifest = json.loads(path.read_text())
-            config = self.manifest["config"]
+            config, format = self.manifest["config"], self.manifest["format"]
             self.layers, self.heads = config["layers"], config["query_heads"]
             self.kv_heads, self.size = config["kv_heads"], config["head_size"]
             self.tokens, self.segments = self.manifest["tokens"], self.manifest["segments"]
@@ -63,6 +63,8 @@ class Trace:
             raise Refused(f"{path}: {error.strerror}; a finished trace is expected") from None
         except (ValueError, KeyError, TypeError) as error:
             raise Refused(f"{path}: not a manifest of a trace: {error}") from None
+        if format not in (1, FORMAT):
+            raise Refused(f"{path}: trace format {format}; up to {FORMAT} is expected")
         self.fixed = Tensors(self.directory / "tokens.safetensors")
 
     def part(self, layer, name):

@@ -74,6 +74,7 @@ class Page {
         styles_(styles_of(figures_.series())),
         options_(options),
         headline_(*find_metric(best_metric(run.rows))),
+        by_head_(best_by_head()),
         budget_(chosen_budget()),
         groups_(groups_of(run)) {
     const auto standings = rank_policies(figures_, budget_.text, headline_);
@@ -99,12 +100,20 @@ class Page {
       if (const auto drawing = curve_drawing(figures_, styles_, drawn_for(*metric), *metric))
         write(std::string(metric->name), *drawing);
     if (winner_ && !layers_are_empty())
-      write(std::string(headline_.name) + "_by_head",
+      write(std::string(by_head_.name) + "_by_head",
             heat_drawing(grid_of(*winner_, {}), Shading::amount));
     folder.commit();
   }
 
  private:
+  const MetricInfo& best_by_head() const {
+    for (const std::string_view name :
+         {headline_.name, std::string_view("kl_estimate"), std::string_view("residual_error")})
+      if (std::ranges::any_of(
+              run_.rows, [&](const ResultRow& row) { return row.head >= 0 && row.metric == name; }))
+        return *find_metric(name);
+    return *find_metric("nll_recall");
+  }
   const BudgetColumn& chosen_budget() const {
     if (figures_.budgets().empty())
       throw std::runtime_error("the run holds no budget: only the full cache was replayed");
@@ -276,10 +285,11 @@ class Page {
     return drawn;
   }
 
-  std::string curve(std::string_view metric_name, std::string_view heading, std::string_view note) {
+  std::string curve(std::string_view metric_name, std::string_view heading, std::string note) {
     const MetricInfo& metric = *find_metric(metric_name);
     const std::string svg = curve_chart(figures_, styles_, drawn_for(metric), metric,
                                         fmt::format("curve_{}", metric_name));
+    if (metric_name == headline_.name) note += " This figure decides.";
     return svg.empty() ? "" : figure(heading, note, svg);
   }
 
@@ -293,9 +303,12 @@ class Page {
                     run_.info.every_output_error ? "" : "; every eighth query");
     return html_section(
         "What each budget buys", kCurves,
-        curve("nll_recall", "−ln recall, lower is better",
-              "The mean of −ln of each query’s recall: rows that lose nearly everything "
-              "weigh most. This figure decides.") +
+        (headline_.name == "nll_recall"
+             ? ""
+             : curve(headline_.name, fmt::format("{}, lower is better", headline_.label), "")) +
+            curve("nll_recall", "−ln recall, lower is better",
+                  "The mean of −ln of each query’s recall: rows that lose nearly everything "
+                  "weigh most.") +
             curve("recall", "Recall, higher is better",
                   "The share of the full cache’s attention that falls on kept tokens.") +
             curve("miss_rate", "Miss rate, lower is better", requests) +
@@ -316,15 +329,15 @@ class Page {
     return grid;
   }
 
-  /// The headline figure of `series` on each head, less that of `base` if there is one.
+  /// The figure by_head_ of `series` on each head, less that of `base` if there is one.
   HeadGrid grid_of(std::size_t series, std::optional<std::size_t> base) const {
     HeadGrid grid = empty_grid();
     for (std::size_t l = 0; l < grid.layers.size(); ++l)
       for (std::size_t h = 0; h < grid.heads; ++h) {
         const Scope scope{grid.layers[l], static_cast<std::int32_t>(h)};
-        const auto value = figures_.average(series, budget_.text, headline_.name, scope);
+        const auto value = figures_.average(series, budget_.text, by_head_.name, scope);
         const auto less =
-            base ? figures_.average(*base, budget_.text, headline_.name, scope) : Average{};
+            base ? figures_.average(*base, budget_.text, by_head_.name, scope) : Average{};
         if (value && less) grid.cells[l * grid.heads + h] = value->mean - less->mean;
       }
     return grid;
@@ -351,7 +364,7 @@ class Page {
                                  name + " less oracle_mass, by layer and head", "map_regret"));
     return html_section("Where it is lost",
                         fmt::format("{} by layer and KV head at a budget of {}.",
-                                    escape(headline_.label), escape(budget_.text)),
+                                    escape(by_head_.label), escape(budget_.text)),
                         figures, "figures");
   }
 
@@ -492,6 +505,7 @@ class Page {
   std::vector<SeriesStyle> styles_;
   const ReportOptions& options_;
   const MetricInfo& headline_;
+  const MetricInfo& by_head_;  ///< the best that exists by head
   const BudgetColumn& budget_;
   std::vector<SequenceGroup> groups_;
   std::optional<std::size_t> winner_;

@@ -62,6 +62,7 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
                          budgets_of(config.budget)});
   if (const auto& calibration = request.options.calibration)
     info.calibration = {calibration->path, calibration->xxh3};
+  if (const auto& output = request.options.output) info.projections_xxh3 = output->weights_xxh3;
   if (!request.grid.empty()) info.threshold = request.grid.front().threshold;
   for (const CacheConfig& config : request.grid)
     if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source) {

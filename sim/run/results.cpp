@@ -81,6 +81,7 @@ class RowParser {
     if (!find_metric(row.metric))
       throw std::runtime_error(fmt::format("unknown metric '{}'", quoted(row.metric)));
     row.value = number<double>("value");
+    check_value(row);
     row.standard_error = fields_[next_].empty()
                              ? (++next_, std::numeric_limits<double>::quiet_NaN())
                              : number<double>("stderr");
@@ -90,6 +91,15 @@ class RowParser {
   }
 
  private:
+  /// Nothing that is measured is less than nothing, but for differences (and rounding).
+  static void check_value(const ResultRow& row) {
+    constexpr double kMost = 1e100, kRounding = 1e-6;
+    const double least = row.metric.starts_with("regret_") ? -kMost : -kRounding;
+    if (row.value < least || row.value > kMost)
+      throw std::runtime_error(fmt::format("{} of {:g} should be between {:g} and {:g}", row.metric,
+                                           row.value, least, kMost));
+  }
+
   /// A field as an error line may quote it: short, no control characters.
   static std::string quoted(std::string_view field) { return printable(field.substr(0, 40)); }
 

@@ -118,6 +118,7 @@ json to_json(const RunInfo& info) {
            {"layers", layers}};
   if (info.calibration)
     top["calibration"] = {{"path", info.calibration->path}, {"xxh3", info.calibration->xxh3}};
+  if (!info.projections_xxh3.empty()) top["projections_xxh3"] = info.projections_xxh3;
   if (info.sources.size() == 1) top["policy_source"] = to_json(info.sources.front());
   if (info.sources.size() > 1) {
     json sources = json::array();
@@ -153,6 +154,7 @@ RunInfo info_from(const JsonFields& fields) {
     const JsonFields calibration = fields.object("calibration");
     info.calibration = {calibration.text("path"), calibration.text("xxh3")};
   }
+  if (fields.has("projections_xxh3")) info.projections_xxh3 = fields.text("projections_xxh3");
   if (fields.has("policy_source") && fields.any("policy_source").is_array())
     info.sources = list_of(fields, "policy_source", source_from);
   else if (fields.has("policy_source"))

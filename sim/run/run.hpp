@@ -64,6 +64,7 @@ struct RunInfo {
     bool operator==(const CalibrationFile&) const = default;
   };
   std::optional<CalibrationFile> calibration;
+  std::string projections_xxh3;  ///< weights of --model; empty: none was given
 
   bool operator==(const RunInfo&) const = default;
 };

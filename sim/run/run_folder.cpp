@@ -151,8 +151,12 @@ std::optional<std::string> RunFolder::read_unit(std::size_t trace, std::size_t u
 }
 
 void RunFolder::write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const {
+  const fs::path path = unit_path(trace, unit);
+  const fs::file_status there = fs::symlink_status(path);
+  if (fs::exists(there) && !fs::is_regular_file(there))  // no replay made that
+    throw std::runtime_error(path.string() + ": is no file; move it away");
   try {
-    write_file_atomically(unit_path(trace, unit), bytes);
+    write_file_atomically(path, bytes);
   } catch (const std::runtime_error& error) {
     throw in_name_of_run(error);
   }

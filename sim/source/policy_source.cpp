@@ -128,14 +128,18 @@ void check_name(const PolicyOps& ops, const std::string& path) {
   if (!is_word(name))
     throw std::invalid_argument(
         fmt::format("{}: kInfo.name '{}' should be letters, digits and underscores", path, name));
-  bool taken = is_reference(name);
-  for (const PolicyEntry& other : policy_catalogue()) taken = taken || other.info.name == name;
-  if (taken)
+  if (is_taken(name))
     throw std::invalid_argument(
         fmt::format("{}: kInfo.name '{}' is taken by a policy of kvlab; give another", path, name));
 }
 
 }  // namespace
+
+bool is_taken(std::string_view name) {
+  return is_reference(name) ||
+         std::ranges::any_of(policy_catalogue(),
+                             [&](const PolicyEntry& other) { return other.info.name == name; });
+}
 
 std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
   PolicySource source{

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "policies/entry.hpp"
 
@@ -17,6 +18,9 @@ namespace kvlab {
 /// own words, at the header's own lines), that is no policy (with what check_policy says), whose
 /// name is taken or not a word; std::runtime_error: a file that cannot be read, no compiler.
 std::shared_ptr<const PolicyEntry> compile_policy_source(const std::filesystem::path& path);
+
+/// Whether a policy of kvlab, or a reference, has this name.
+bool is_taken(std::string_view name);
 
 /// Several. Throws as well where two have one name.
 CompiledPolicies compile_policy_sources(std::span<const std::string> paths);

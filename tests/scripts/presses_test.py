@@ -56,6 +56,7 @@ class PressesTest(unittest.TestCase):
         fixed = {"inv_freq": tensors["inv_freq"], "rope_factor": one(1), "softmax_scale": one(size**-0.5)}
         self.write("tokens", fixed)
         manifest = {
+            "format": 2,
             "config": {"layers": 1, "query_heads": heads, "kv_heads": len(parts["k"]), "head_size": size},
             "tokens": tokens,
             "segments": [{"start": 0, "tokens": tokens, "kind": "prompt"}],

@@ -113,7 +113,8 @@ TEST_CASE("a bad row is refused by its line") {
       Bad{11, "0", "a head without a layer"}, Bad{12, "speed", "unknown metric 'speed'"},
       Bad{13, "nan", "finite number"}, Bad{13, "inf", "finite number"},
       Bad{13, "", "finite number"}, Bad{13, "1e400", "finite number"},
-      Bad{13, "0x10", "finite number"}, Bad{14, "-0.5", "stderr is negative"},
+      Bad{13, "0x10", "finite number"}, Bad{13, "-1", "should be between"},
+      Bad{13, "1e101", "should be between"}, Bad{14, "-0.5", "stderr is negative"},
       Bad{15, "1.5", "whole number"});
   const std::string message = refusal(with_column(bad.column, bad.value));
   CAPTURE(bad.value);

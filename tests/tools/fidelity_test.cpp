@@ -134,6 +134,7 @@ TEST_CASE("A share of texts that differ in length is no evidence at a budget in 
       file.string() +
           ": tokens: 2 are of 2 lengths, so that 25% is no number of tokens; measure texts of one "
           "length, or budgets in tokens");
+  CHECK(evidence_at("pyramid(25%)", 64)["budget"] == "pyramid(25%)");
 }
 
 TEST_CASE("A text is captured, replayed and run over the same ids") {

@@ -129,7 +129,7 @@ void read_numbers(const po::variables_map& options, const char* name, std::uint3
                   std::vector<std::uint32_t>& numbers) {
   if (!options.count(name)) return;
   numbers.clear();
-  for (const std::string& text : split_list(options[name].as<std::string>())) {
+  for (const std::string& text : list_from(options, name)) {
     std::uint32_t number = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
     if (error != std::errc() || end != text.data() + text.size() || number < 1 || number > most)
@@ -141,7 +141,7 @@ void read_numbers(const po::variables_map& options, const char* name, std::uint3
 
 ordered_json attention(const po::variables_map& options) {
   AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMostSlots)};
-  if (options.count("policy")) how.policies = split_list(options["policy"].as<std::string>());
+  if (options.count("policy")) how.policies = list_from(options, "policy");
   read_numbers(options, "head-size", 128, how.head_sizes);
   read_numbers(options, "group", 8, how.groups);
   read_numbers(options, "sequences", 1024, how.batches);

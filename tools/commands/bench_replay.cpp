@@ -112,9 +112,7 @@ void add_bench_replay_options(po::options_description& options) {
 ordered_json bench_replay(const po::variables_map& options) {
   const auto device =
       options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
-  const auto grids =
-      bench_grids(options.count("grid") ? split_list(options["grid"].as<std::string>())
-                                        : std::vector<std::string>{});
+  const auto grids = bench_grids(list_from(options, "grid"));
   const auto repeats = count_from(options, "repeats", 1, kMostRepeats);
   ReplayOptions how;
   how.threads = threads_from(options);

@@ -110,7 +110,7 @@ void print_confirmed(const Figures& figures, const Ballot& ballot,
 }
 
 int run(const po::variables_map& options) {
-  check_device(options);
+  refuse_without(options, "confirm", {"model", "text", "max-tokens", "device"});
   const std::string directory =
       required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
   const std::string budget = required(options, "budget", "--budget B, one of the run");

@@ -157,10 +157,16 @@ int run(const po::variables_map& options) {
   threshold_from(options);  // refuses what is out of range, whatever uses it
   std::vector<CacheConfig> configs;
   const auto compiled = policy_sources_from(options);
-  if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file")))
+  if (options["stream"].as<bool>())
+    refuse_given(options, {"window"}, "--stream takes each text as one sequence");
+  if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file"))) {
     configs = grid_from(options, {}, compiled);
-  else
+  } else if (options.count("policy-file")) {
+    refuse_beside_policy_file(options);
+  } else {
     refuse_lone_budget(options);
+    refuse_given(options, {"prefill", "positions"}, "the full cache heeds none");
+  }
   std::optional<AtomicFolder> folder;
   if (options.count("out")) {
     refuse_existing(options["out"].as<std::string>(), "--out");

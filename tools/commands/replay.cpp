@@ -45,8 +45,7 @@ void add_options(po::options_description& options) {
 
 std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
   std::vector<std::uint32_t> layers;
-  if (!options.count("layers")) return layers;
-  for (const std::string& item : split_list(options["layers"].as<std::string>())) {
+  for (const std::string& item : list_from(options, "layers")) {
     const bool digits = !item.empty() && item.size() < 7 &&
                         item.find_first_not_of("0123456789") == std::string::npos;
     if (!digits)
@@ -102,10 +101,10 @@ void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t 
   fmt::print("\n");
 }
 
-/// What the KV heads of a series kept at the end of the traces, on average: "24.5, 8 to 40".
-std::string kept_text(const Run& run, const Figures& figures, std::size_t series,
+/// What the KV heads of a series kept at the end of a model's traces, of which `trace` is one, on
+/// average: "24.5, 8 to 40".
+std::string kept_text(const RunTrace& trace, const Figures& figures, std::size_t series,
                       const std::string& budget) {
-  const RunTrace& trace = run.info.traces.front();
   const auto bytes = bytes_of(dtype_from_torch(trace.dtype).value_or(Dtype::f32));
   std::vector<double> kept;
   for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
@@ -122,7 +121,7 @@ std::string kept_text(const Run& run, const Figures& figures, std::size_t series
 }
 
 /// Where budgets differ by head.
-void print_kept(const Run& run, const Figures& figures, std::size_t width) {
+void print_kept(const RunTrace& trace, const Figures& figures, std::size_t width) {
   for (const BudgetColumn& budget : figures.budgets()) {
     const bool in_file = budget.text.starts_with('@');
     if (!in_file && parse_budget(budget.text).is_even()) continue;
@@ -130,18 +129,22 @@ void print_kept(const Run& run, const Figures& figures, std::size_t width) {
     for (std::size_t s = 0; s < figures.series().size(); ++s)
       if (!figures.series()[s].is_reference() && !figures.series()[s].is_full())
         fmt::print("  {:<{}} {}\n", figures.series()[s].label, width,
-                   kept_text(run, figures, s, budget.text));
+                   kept_text(trace, figures, s, budget.text));
     fmt::print("\n");
   }
 }
 
-/// Of the rows of one model.
-void print_metrics(const Run& run, const std::vector<ResultRow>& rows) {
+/// Of the rows of one model, to which `trace` belongs.
+void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows) {
   const Figures figures(rows);
   std::size_t width = 16;
   for (const Series& series : figures.series()) width = std::max(width, series.label.size());
+  const std::string_view best = best_metric(rows);  // what decides comes first
+  std::vector<std::string_view> shown{best};
   for (const char* name :
        {"kl_estimate", "residual_error", "nll_recall", "recall", "miss_rate", "output_error"})
+    if (name != best) shown.emplace_back(name);
+  for (const std::string_view name : shown)
     if (std::any_of(rows.begin(), rows.end(),
                     [&](const ResultRow& row) { return row.metric == name; }))
       print_metric(figures, *find_metric(name), width);
@@ -149,28 +152,30 @@ void print_metrics(const Run& run, const std::vector<ResultRow>& rows) {
   for (const ResultRow& row : rows)
     if (row.metric.starts_with(kSpanRecall)) of_spans.insert(row.metric);
   for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
-  print_kept(run, figures, width);
+  print_kept(trace, figures, width);
 }
 
 /// Each model by itself: figures of several have no mean.
 void print_table(const Run& run, const std::string& out) {
   std::map<std::string, std::string> model_of;
-  std::vector<std::string> models;
+  std::vector<std::pair<std::string, const RunTrace*>> models;  // each with its first trace
   for (const RunTrace& trace : run.info.traces) {
     const std::string model = trace.model + " " + trace.weights_xxh3;
     model_of[trace.name] = model;
-    if (std::ranges::find(models, model) == models.end()) models.push_back(model);
+    if (std::ranges::none_of(models, [&](const auto& other) { return other.first == model; }))
+      models.emplace_back(model, &trace);
   }
   const bool evicts = std::ranges::any_of(run.rows, [](const ResultRow& row) {
     return row.policy != "full" && !is_reference(row.policy);
   });
   if (!evicts) fmt::print("only the full cache was replayed, which loses nothing\n");
-  for (const std::string& model : evicts ? models : std::vector<std::string>{}) {
+  if (!evicts) models.clear();
+  for (const auto& [model, trace] : models) {
     std::vector<ResultRow> rows;
     for (const ResultRow& row : run.rows)
       if (model_of[row.trace] == model) rows.push_back(row);
     if (models.size() > 1) fmt::print("== {} ==\n", model);
-    print_metrics(run, rows);
+    print_metrics(*trace, rows);
   }
   if (evicts &&
       std::ranges::any_of(run.rows, [](const ResultRow& row) { return row.policy == kOracleTopk; }))

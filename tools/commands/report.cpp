@@ -73,8 +73,12 @@ std::string page_of(const std::filesystem::path& folder, const po::variables_map
   if (std::filesystem::exists(folder / kEvalJson))
     return eval_page(folder, options["fixed"].as<bool>());
   if (std::filesystem::exists(folder / kFidelityJson)) return fidelity_page(folder);
-  if (std::filesystem::exists(folder / kTaskJson)) return task_page(folder);
-  if (std::filesystem::is_regular_file(folder)) return race_page(folder);
+  if (std::filesystem::exists(folder / kTaskJson)) {
+    refuse_given(options, {"fixed"}, "a task's page is drawn by its script");
+    return task_page(folder);
+  }
+  if (std::filesystem::is_regular_file(folder))
+    return race_page(folder, options["fixed"].as<bool>());
   throw std::runtime_error(
       fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "
                   "directory made by `kvlab replay`, `eval --out`, `fidelity` or `task --out`, or "

@@ -55,7 +55,7 @@ void add_options(po::options_description& options) {
 std::vector<double> numbers_from(const po::variables_map& options, const char* name, double most,
                                  std::string_view suffix, std::string_view example) {
   std::vector<double> numbers;
-  for (const std::string& item : split_list(options[name].as<std::string>())) {
+  for (const std::string& item : list_from(options, name)) {
     double value = -1;
     const char* const end = item.data() + item.size();
     const auto read = std::from_chars(item.data(), end, value, std::chars_format::fixed);

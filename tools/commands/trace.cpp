@@ -193,6 +193,7 @@ int run(const po::variables_map& options) {
   if (words.size() != 2)
     throw std::invalid_argument(fmt::format("an action and one trace are expected: {}", kUsage));
   const std::string &action = words[0], &directory = words[1];
+  if (action != "verify") refuse_given(options, {"threads"}, "is of `kvlab trace verify`");
   if (action == "info") return info(directory, options);
   if (action == "verify") return verify(directory, options);
   if (action == "seal") return seal(directory, options);

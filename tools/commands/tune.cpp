@@ -41,7 +41,7 @@ void add_options(po::options_description& options) {
 std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget& budget,
                                  std::uint32_t tokens, const CompiledPolicies& compiled) {
   std::vector<std::string> names = tunable_policies(compiled);
-  if (options.count("policy")) names = split_list(options["policy"].as<std::string>());
+  if (options.count("policy")) names = list_from(options, "policy");
   std::vector<CacheConfig> grid;
   for (const std::string& name : names)
     for (PolicySpec& spec : policy_variants(name, tokens, compiled)) {
@@ -59,6 +59,7 @@ std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget&
 }
 
 std::optional<TaskRequest> task_from(const po::variables_map& options) {
+  refuse_without(options, "task", {"words", "draws"});
   if (!options.count("task")) return std::nullopt;
   const std::string name = options["task"].as<std::string>();
   TaskRequest task;

@@ -42,7 +42,7 @@ const nlohmann::json& JsonFields::any(std::string_view key) const {
 }
 
 std::string JsonFields::text(std::string_view key) const {
-  return json_string(*object_, key, where_);
+  return json_name(*object_, key, where_);
 }
 
 std::string JsonFields::name(std::string_view key) const {

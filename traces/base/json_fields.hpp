@@ -26,8 +26,8 @@ class JsonFields {
   const nlohmann::json& value(std::string_view key) const;
   /// The value, which must be there.
   const nlohmann::json& any(std::string_view key) const;
-  std::string text(std::string_view key) const;
   /// Text without control characters.
+  std::string text(std::string_view key) const;
   std::string name(std::string_view key) const;
   /// A finite number.
   double number(std::string_view key, double low = std::numeric_limits<double>::lowest(),

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <span>
 #include <string>
+#include <string_view>
 
 namespace kvlab {
 
@@ -13,6 +14,9 @@ struct Candidate {
   double kv_bytes;  ///< keys and values that it really kept: live at a replay's end
   bool last_resort = false;
 };
+
+/// Whether it is chosen only where no other ties: `random`, which knows nothing.
+inline bool is_last_resort(std::string_view policy) { return policy == "random"; }
 
 /// Index of the one to take, of candidates with the best first: of those that tie with the first
 /// the one that keeps least, and of equals the earlier. A last resort only where no other ties.

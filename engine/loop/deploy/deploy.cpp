@@ -52,6 +52,11 @@ std::vector<double> kept_bytes(const Figures& figures, const Ballot& ballot) {
   for (const Standing& standing : ballot.standings) {
     const auto kept = figures.average(standing.series, ballot.budget.text, "kv_bytes");
     bytes.push_back(kept ? kept->mean : 0);
+    if ((bytes.front() > 0) != (bytes.back() > 0))
+      throw std::runtime_error(
+          fmt::format("the run says of some policies alone what they keep at budget {} (kv_bytes); "
+                      "replay it again",
+                      ballot.budget.text));
   }
   return bytes;
 }
@@ -106,9 +111,10 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 
 Candidate candidate_of(const Figures& figures, const Ballot& ballot, std::size_t standing,
                        bool ties) {
-  return {.ties = ties,
-          .kv_bytes = ballot.kv_bytes[standing],
-          .last_resort = figures.series()[ballot.standings[standing].series].policy == "random"};
+  return {
+      .ties = ties,
+      .kv_bytes = ballot.kv_bytes[standing],
+      .last_resort = is_last_resort(figures.series()[ballot.standings[standing].series].policy)};
 }
 
 double Ballot::least_kv_bytes() const { return std::ranges::min(kv_bytes); }

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "engine/loop/eval/table.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/run/csv.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -63,11 +64,18 @@ ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConf
   return json;
 }
 
-/// Tokens of a budget as asked for, in texts of so many tokens by their names. Throws
-/// std::runtime_error for a share of texts that differ in length.
-double tokens_of(const std::string& budget, const JsonFields& tokens) {
-  const double number = std::strtod(budget.c_str(), nullptr);
-  if (!budget.ends_with('%')) return number;
+/// Tokens of a budget as asked for, a mean where heads share it, in texts of so many tokens by
+/// their names; none of budgets in a file. Throws std::runtime_error for a share of texts that
+/// differ in length.
+std::optional<double> tokens_of(const std::string& budget, const JsonFields& tokens) {
+  if (budget.starts_with('@')) return std::nullopt;
+  Extent extent;
+  try {
+    extent = parse_budget(budget).extent;
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(fmt::format("{}: {}", tokens.where(), error.what()));
+  }
+  if (!extent.is_share) return extent.tokens;
   std::set<std::uint64_t> lengths;
   for (const auto& [text, length] : tokens.json().items()) lengths.insert(tokens.whole(text));
   if (lengths.size() != 1)
@@ -75,11 +83,16 @@ double tokens_of(const std::string& budget, const JsonFields& tokens) {
         "{}: {} are of {} lengths, so that {} is no number of tokens; measure texts of one length, "
         "or budgets in tokens",
         tokens.where(), tokens.json().size(), lengths.size(), budget));
-  return number / 100 * static_cast<double>(*lengths.begin());
+  return static_cast<double>(*lengths.begin()) * extent.share_ppm / 1e6;
 }
 
-std::optional<double> optional_number(const JsonFields& fields, const std::string& key) {
-  return fields.has(key) ? std::optional(fields.number(key)) : std::nullopt;
+/// A rank correlation.
+std::optional<double> optional_rho(const JsonFields& fields, const std::string& key) {
+  return fields.has(key) ? std::optional(fields.number(key, -1, 1)) : std::nullopt;
+}
+std::optional<double> optional_regret(const JsonFields& fields, const std::string& key) {
+  constexpr double kMost = 1e9;
+  return fields.has(key) ? std::optional(fields.number(key, 0, kMost)) : std::nullopt;
 }
 
 nlohmann::json or_null(const std::optional<double>& value) {
@@ -141,18 +154,20 @@ nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::s
   std::string nearest;
   double least = std::numeric_limits<double>::infinity();
   for (const auto& [budget, value] : within.json().items()) {
+    const auto count = tokens_of(budget, tokens);
     const double apart =
-        std::abs(std::log(tokens_of(budget, tokens) / static_cast<double>(budget_tokens)));
+        count ? std::abs(std::log(*count / static_cast<double>(budget_tokens))) : least;
     if (apart < least) least = apart, nearest = budget;
   }
-  if (nearest.empty()) throw std::runtime_error(own.where() + ": key 'within' is empty");
+  if (nearest.empty())
+    throw std::runtime_error(own.where() + ": key 'within' has no budget in tokens or a share");
   return {{"metric", metric},
           {"budget", nearest},
-          {"rho", or_null(optional_number(within, nearest))},
-          {"rho_low", or_null(optional_number(own.object("within_low"), nearest))},
-          {"rho_high", or_null(optional_number(own.object("within_high"), nearest))},
-          {"regret", or_null(optional_number(own.object("regret"), nearest))},
-          {"pooled", or_null(optional_number(own, "pooled"))},
+          {"rho", or_null(optional_rho(within, nearest))},
+          {"rho_low", or_null(optional_rho(own.object("within_low"), nearest))},
+          {"rho_high", or_null(optional_rho(own.object("within_high"), nearest))},
+          {"regret", or_null(optional_regret(own.object("regret"), nearest))},
+          {"pooled", or_null(optional_rho(own, "pooled"))},
           {"texts", fields.list("texts").size()},
           {"tokens", tokens.json()},
           {"file_xxh3", xxh3_hex(text)}};

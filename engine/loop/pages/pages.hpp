@@ -9,8 +9,8 @@ namespace kvlab {
 /// Of a folder of `kvlab task --out`. Throws std::runtime_error: not one, or no Vega.
 std::string task_page(const std::filesystem::path& folder);
 
-/// Of a policy file of `kvlab tune`: the race, round by round. Throws std::runtime_error that names
-/// the file: damaged, or without a race.
-std::string race_page(const std::filesystem::path& policy_file);
+/// Of a policy file of `kvlab tune`: the race, round by round; `fixed`: without what needs a
+/// script. Throws std::runtime_error that names the file: damaged, or without a race.
+std::string race_page(const std::filesystem::path& policy_file, bool fixed);
 
 }  // namespace kvlab

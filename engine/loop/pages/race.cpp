@@ -35,10 +35,11 @@ class RacePage {
                                ": holds no race; it should be a policy file made by `kvlab tune`");
   }
 
-  std::string html() const {
+  /// `fixed`: without what needs a script.
+  std::string html(bool fixed) const {
     const std::string model = file_.object("model").text("name");
     const std::string title = "Which policy for " + model + "?";
-    const auto vega = vega_script();
+    const auto vega = fixed ? std::nullopt : vega_script();
     std::optional<Explorer> explorer;
     if (vega) explorer = explorer_of(as_scores(model), "The race, round by round", *vega);
     return html_page(
@@ -141,10 +142,10 @@ class RacePage {
 
 }  // namespace
 
-std::string race_page(const std::filesystem::path& policy_file) {
+std::string race_page(const std::filesystem::path& policy_file, bool fixed) {
   const std::string file = policy_file.string();
   const json top = parse_json(read_text_file(file, std::size_t{64} << 20), file);
-  return RacePage(top, file).html();
+  return RacePage(top, file).html(fixed);
 }
 
 }  // namespace kvlab

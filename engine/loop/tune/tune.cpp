@@ -128,7 +128,7 @@ bool answers_better(const TuneAnswers& a, const TuneAnswers& b) {
 
 /// The best at the task among those that KL cannot tell apart; without a task, the one of them that
 /// keeps least, or the race's first.
-std::size_t choose(const Tuning& tuning) {
+std::size_t choose(const Tuning& tuning, std::span<const CacheConfig> grid) {
   const std::vector<std::size_t> tied = tuning.tied();
   const TuneAnswers* best = nullptr;
   for (const std::size_t config : tied)
@@ -138,7 +138,9 @@ std::size_t choose(const Tuning& tuning) {
   std::vector<Candidate> candidates;
   candidates.reserve(tied.size());
   for (const std::size_t config : tied)
-    candidates.push_back({.ties = true, .kv_bytes = tuning.kv_bytes[config]});
+    candidates.push_back({.ties = true,
+                          .kv_bytes = tuning.kv_bytes[config],
+                          .last_resort = is_last_resort(grid[config].policy.name)});
   return tied[preferred(candidates)];
 }
 
@@ -192,7 +194,7 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
   std::ranges::stable_sort(tuning.order, {}, [&](std::size_t c) { return tuning.figure[c]; });
   tuning.race = race(sweep, request, tuning.order);
   if (request.task) tuning.answers = ask(backend, tokenizer, request, tuning);
-  tuning.winner = choose(tuning);
+  tuning.winner = choose(tuning, request.grid);
   return tuning;
 }
 

@@ -29,6 +29,11 @@ refused "is a NUL" "$kvlab" generate --model tiny --prompt hi --policy-file nul.
 sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
 ! cmp -s policy.json obeyed.json || fail "the model's name is not where it was"
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file obeyed.json
+sed 's/"weights_xxh3": "[0-9a-f]*"/"weights_xxh3": "\\u001b[2J"/' policy.json >hashed.json
+! cmp -s policy.json hashed.json || fail "the weights' hash is not where it was"
+refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file hashed.json
+sed 's/"weights_xxh3":/"weights": 1, "weights_xxh3":/' policy.json >more.json
+refused "this key is not supported here" "$kvlab" generate --model tiny --prompt hi --policy-file more.json
 refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
 # Another program's complaint of several lines.

@@ -40,7 +40,7 @@ refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
 refused "make nowhere first" kvlab replay --trace five/trace --policy window --budget 64 --out nowhere/x
 kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file five/policy.json >verify.out
 has "sink:sinks=4:recent=0 budget 97" verify.out
-refused "leave out --budget" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
+refused "budget: the file of --policy-file says this itself" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
 has "most live tokens" five/report.html
 has "loses least. Residual error is" five/report.html
 printf 'ab\377\376' >bytes.txt
@@ -86,6 +86,17 @@ for figure in residual_error nll_recall residual_error_by_head; do
 done
 refused "exists" kvlab report $run --figures five/figures --out again.html
 [ ! -e again.html ] || fail "a refused report left a page"
+
+# An option that would be ignored is refused, and lists may have spaces.
+refused "model: is of --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
+refused "words: is of --task" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --words 7 --out no.json
+refused "threads: is of" kvlab trace info five/trace --threads 2
+refused "budget: of which policy" kvlab generate --model $tiny --prompt x --policy full --budget 64
+refused "prefill: the full cache heeds none" kvlab eval --model $tiny --text nine.txt --prefill stream
+refused "window: --stream takes" kvlab eval --model $tiny --text nine.txt --stream --window 32
+refused "prefill: the file of" kvlab eval --model $tiny --text nine.txt --policy-file five/policy.json --prefill stream
+kvlab replay --trace five/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
+has "window" listed.out
 
 # Without Vega a run has its fixed pictures, and what has none says what is missing.
 KVLAB_VEGA=/nowhere kvlab report $run --out fixed.html >out 2>err

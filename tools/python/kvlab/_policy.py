@@ -168,7 +168,7 @@ def policy(
         own = _OwnFunction(function, name or function.__name__, tuple(columns), state)
         if not own.name.isidentifier():
             raise ValueError(f"{own.where}: '{own.name}' should be letters, digits and underscores")
-        if own.name in {entry.name for entry in policies()} | {"oracle_mass", "oracle_topk"}:
+        if _kvlab.is_taken(own.name):
             raise ValueError(f"{own.where}: the name {own.name} is taken by a policy of kvlab; give another: name=…")
         guards = [f"{word}={value}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None]
         held = _kvlab.Policy.own(

@@ -1,4 +1,5 @@
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include "policies/catalogue.hpp"
@@ -60,6 +61,8 @@ void bind_policies(nb::module_& module) {
           "json", [](const Policy& p) { return json_of(*p.entry); },
           "What `kvlab policies --json` says of it.");
   module.def("registered_policies", registered, "Of each registered policy, the same.");
+  module.def("is_taken", is_taken, nb::arg("name"),
+             "Whether a policy or a reference has the name.");
 }
 
 }  // namespace kvlab::python

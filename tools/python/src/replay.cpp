@@ -173,7 +173,16 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
                       .seed = asked.seed,
                       .threshold = info.threshold};
   if (asked.budget == "all") request.budgets.clear();
-  return make_grid(request, replay_references(), compiled_from(own)).front();
+  if (!asked.budget.starts_with('@'))
+    return make_grid(request, replay_references(), compiled_from(own)).front();
+  // The run holds what the file held.
+  constexpr std::uint32_t kAny = 1'000'000'000;
+  request.budgets = {std::to_string(kAny)};
+  CacheConfig config = make_grid(request, replay_references(), compiled_from(own)).front();
+  const HeadBudgets& stored = asked.budgets;
+  const bool one = stored.size() == 1 && stored.front().size() == 1;
+  config.budget = one ? Budget{.extent = tokens(stored.front().front())} : budget_of_heads(stored);
+  return config;
 }
 
 /// The positions of the queries that a replay over `span` measures.

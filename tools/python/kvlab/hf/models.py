@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import transformers
-import xxhash
 from transformers.utils.hub import cached_file
 
-from kvlab.hf.trace_files import Refused, one_line, xxh3_of
+from kvlab.hf.trace_files import Refused, one_line, xxh3_of_weights
 
 if TYPE_CHECKING:
     from kvlab import _kvlab
@@ -274,10 +273,4 @@ def file_of(model: str, name: str) -> pathlib.Path | None:
 
 def weights_xxh3(model: str) -> str:
     """Of the file; of several, the checksum of their checksums in the order of their names."""
-    single, index = file_of(model, "model.safetensors"), file_of(model, "model.safetensors.index.json")
-    if single:
-        return xxh3_of(single)
-    if not index:
-        return ""
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return xxhash.xxh3_64("".join(xxh3_of(index.parent / name) for name in names).encode()).hexdigest()
+    return xxh3_of_weights(file_of(model, "model.safetensors"), file_of(model, "model.safetensors.index.json"))

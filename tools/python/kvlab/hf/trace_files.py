@@ -41,6 +41,16 @@ def xxh3_of(path: pathlib.Path) -> str:
     return str(digest.hexdigest())
 
 
+def xxh3_of_weights(single: pathlib.Path | None, index: pathlib.Path | None) -> str:
+    """Of a checkpoint's one file; of several, the checksum of their checksums in the order of their names."""
+    if single:
+        return xxh3_of(single)
+    if not index:
+        return ""
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return xxhash.xxh3_64("".join(xxh3_of(index.parent / name) for name in names).encode()).hexdigest()
+
+
 def sync(path: pathlib.Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
