@@ -9,7 +9,7 @@ namespace {
 
 Manifest manifest_of(const std::filesystem::path& directory) {
   const std::string path = (directory / kManifestFile).string();
-  return parse_manifest(read_text_file(path, 1'000'000), path);
+  return parse_manifest(read_text_file(path, kMaxManifestBytes), path);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 namespace kvlab {
 
 inline constexpr std::string_view kManifestFile = "manifest.json";
+inline constexpr std::size_t kMaxManifestBytes = 100'000'000;
 inline constexpr std::string_view kTokensFile = "tokens.safetensors";
 /// Positions fit an int32.
 inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;

@@ -14,8 +14,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMaxManifestBytes = 100'000'000;
-
 void require_manifest(const fs::path& directory) {
   if (!fs::is_directory(directory))
     throw std::runtime_error(fmt::format(

@@ -235,7 +235,12 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, std::size
 }
 
 std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_special) const {
-  std::vector<std::int32_t> ids = impl_->encode(text, add_special);
+  std::vector<std::int32_t> ids;
+  try {
+    ids = impl_->encode(text, add_special);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(fmt::format("{}: {}", place_, error.what()));
+  }
   if (model_ids_ == 0) return ids;
   for (const std::int32_t id : ids)
     if (static_cast<std::size_t>(id) >= model_ids_)

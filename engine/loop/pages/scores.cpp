@@ -19,6 +19,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -90,7 +91,7 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
                .groups = {{model + ", all tokens together", {}}, {model + ", mean over texts", {}}},
                .note = "Closed loop, teacher-forced: evictions change what later layers see."};
   for (const json& text : fields.list("texts"))
-    set.sequences += (set.sequences.empty() ? "" : ", ") + text_of(text);
+    set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
   for (ResultRow& row : parse_score_rows(read_text_file(csv, kMaxBytes), csv))
     set.groups[row.trace == "all" ? 0 : 1].rows.push_back(std::move(row));
   if (fields.list("texts").size() < 2) set.groups.pop_back();
