@@ -96,15 +96,8 @@ void refuse_foreign(const po::variables_map& options, TaskKind kind) {
 }
 
 TaskSpec spec_from(const po::variables_map& options) {
-  const std::string name = required(options, "task", "kvlab task passkey, needle or recall");
   TaskSpec spec;
-  if (name == "needle")
-    spec.kind = TaskKind::needle;
-  else if (name == "recall")
-    spec.kind = TaskKind::recall;
-  else if (name != "passkey")
-    throw std::invalid_argument(
-        fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+  spec.kind = parse_task_kind(required(options, "task", "kvlab task passkey, needle or recall"));
   refuse_foreign(options, spec.kind);
   spec.reassigned = options["reassigned"].as<bool>();
   const std::string kind = options.count("kind") ? options["kind"].as<std::string>() : "single";
