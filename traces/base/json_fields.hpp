@@ -7,6 +7,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace kvlab {
 
@@ -44,6 +45,8 @@ class JsonFields {
   bool flag(std::string_view key, bool if_absent) const;
   const nlohmann::json& list(std::string_view key) const;
   JsonFields object(std::string_view key) const;
+  /// A list of objects.
+  std::vector<JsonFields> objects(std::string_view key) const;
 
   /// Throws unless the object says that it is of this format.
   void check_format(int format) const;
