@@ -11,6 +11,7 @@
 #include "policies/catalogue.hpp"
 #include "policies/embedded.hpp"
 #include "policies/policy_struct.hpp"
+#include "policies/private_folder.hpp"
 #include "sim/replay.hpp"
 #include "sim/source/complaint.hpp"
 #include "sim/source/host_compiler.hpp"
@@ -145,7 +146,7 @@ std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
   source.xxh3 = xxh3_hex(source.text);
 
   const HostCompiler compiler;
-  const ObjectCache cache(ObjectCache::standard_folder());
+  const ObjectCache cache(private_folder("policies"));
   const std::string key = key_of(source, compiler);
   const auto kept = cache.find(key);
   const PolicyOps& ops =
