@@ -178,7 +178,7 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
     const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
       return find_figure(figures, c, mode, count, metric);
     };
-    fmt::print("{:<36} {:>6}", config.policy.text(), budget_text(config));
+    fmt::print("{:<36} {:>6}", config.policy.text(), config.budget_text());
     for (const std::uint32_t count : words)
       fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
     fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),
@@ -208,7 +208,7 @@ ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
   const CacheConfig& config = run.configs[figure.config];
   return {{"policy", config.policy.name},
           {"params", config.policy.params_text()},
-          {"budget", budget_text(config)},
+          {"budget", config.budget_text()},
           {"prefill", config.prefill.text()},
           {"positions", name_of(config.positions)},
           {"seed", config.seed},
