@@ -8,15 +8,14 @@
 #include <stdexcept>
 #include <vector>
 
+#include "traces/base/split_mix.hpp"
+
 namespace kvlab {
 namespace {
 
-/// SplitMix64's finaliser over the counter-th state from `seed`: uniform in [0, 1).
+/// The counter-th number from `seed`: uniform in [0, 1).
 double uniform(std::uint64_t seed, std::uint64_t counter) {
-  std::uint64_t x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-53;
+  return static_cast<double>(split_mix(seed + counter * kSplitMixStep) >> 11) * 0x1p-53;
 }
 
 std::int32_t most_likely(std::span<const float> logits) {

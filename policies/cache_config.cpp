@@ -55,6 +55,15 @@ void check_layers_even(const ResolvedConfig& config) {
 
 }  // namespace
 
+std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
+  const auto full = std::ranges::find_if(configs, &CacheConfig::is_full);
+  if (full == configs.end())
+    configs.insert(configs.begin(), CacheConfig{});
+  else
+    std::rotate(configs.begin(), full, full + 1);
+  return configs;
+}
+
 ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_head) const {
   ResolvedConfig own = *this;
   if (head_budgets.empty() || !evicts()) return own;

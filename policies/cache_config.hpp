@@ -21,6 +21,9 @@ struct CacheConfig {
 
   /// Whether tokens ever leave: not under `full`. A reference evicts.
   bool evicts() const { return !policy.entry || policy.entry->info.evicts; }
+  bool is_full() const { return !evicts() && positions == Positions::original; }
+  /// The budget as asked for; "all" where nothing leaves.
+  std::string budget_text() const { return evicts() ? budget.text() : "all"; }
   /// Whether the KV heads of a layer keep one set, or share their slots: who leaves is found for
   /// all of them.
   bool evicts_by_layer() const {
@@ -31,6 +34,9 @@ struct CacheConfig {
     return policy.entry && evicts() && budget.split == Budget::Split::ada;
   }
 };
+
+/// `configs` behind the full cache, which is put there if it is not among them.
+std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs);
 
 /// Tokens that enter a cache together.
 struct Admission {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "policies/columns/columns.hpp"
@@ -53,6 +54,22 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
 bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
   return one.policy.entry == other.policy.entry && one.policy.columns == other.policy.columns &&
          one.positions == other.positions;
+}
+
+std::vector<std::vector<std::size_t>> batches_of(
+    std::span<const CacheConfig> configs, std::size_t most,
+    const std::function<bool(const CacheConfig&, const CacheConfig&)>& alike) {
+  std::vector<std::vector<std::size_t>> batches;
+  for (std::size_t c = 0; c < configs.size(); ++c) {
+    const auto batch = std::ranges::find_if(batches, [&](const auto& b) {
+      return b.size() < most && alike(configs[b.front()], configs[c]);
+    });
+    if (batch == batches.end())
+      batches.push_back({c});
+    else
+      batch->push_back(c);
+  }
+  return batches;
 }
 
 void check_held(const Executor& executor, const CacheConfig& config) {

@@ -3,7 +3,11 @@
 // knows.
 #pragma once
 
+#include <cstddef>
+#include <functional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "policies/cache_config.hpp"
 
@@ -74,5 +78,9 @@ void check_held(const Executor& executor, const ResolvedConfig& config, HeadCoun
 /// Whether a device holds both side by side: of one policy, one choice of columns, one kind of
 /// positions.
 bool side_by_side(const CacheConfig& one, const CacheConfig& other);
+/// Indices of configurations that are alike, at most `most` together.
+std::vector<std::vector<std::size_t>> batches_of(
+    std::span<const CacheConfig> configs, std::size_t most,
+    const std::function<bool(const CacheConfig&, const CacheConfig&)>& alike);
 
 }  // namespace kvlab

@@ -7,17 +7,11 @@
 #include <numbers>
 #include <stdexcept>
 
+#include "traces/base/split_mix.hpp"
 #include "traces/shard.hpp"
 
 namespace kvlab {
 namespace {
-
-std::uint64_t split_mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 /// In (0, 1].
 double uniform(std::uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1p-53; }
@@ -29,6 +23,12 @@ std::vector<std::size_t> sketch_shape(const ModelShape& shape) {
 }  // namespace
 
 std::string_view name_of(Span span) { return span == Span::decode ? "decode" : "all"; }
+
+Span parse_span(std::string_view text) {
+  if (text == "decode") return Span::decode;
+  if (text == "all") return Span::all;
+  throw std::invalid_argument(fmt::format("span: '{}' should be decode or all", text));
+}
 
 double sketch_normal(std::uint64_t seed, std::uint64_t index) {
   const std::uint64_t key = split_mix(seed);

@@ -28,6 +28,8 @@ struct ShardInfo {
 /// Which queries count: those of decode segments, or all.
 enum class Span { decode, all };
 std::string_view name_of(Span span);
+/// Throws std::invalid_argument unless decode or all.
+Span parse_span(std::string_view text);
 
 /// Some tokens of a trace under a name: `span_recall` is measured over them.
 struct NamedSpan {

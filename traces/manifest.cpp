@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "traces/base/json.hpp"
-#include "traces/base/text.hpp"
+#include "traces/base/json_fields.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,47 +18,22 @@ std::runtime_error error(std::string_view what, std::string_view text) {
   return std::runtime_error(fmt::format("{}: {}", what, text));
 }
 
-std::string_view name_of(Rounding rounding) {
-  return rounding == Rounding::model_dtype ? "model_dtype" : "none";
-}
-std::string_view name_of(SegmentKind kind) {
-  return kind == SegmentKind::prompt ? "prompt" : "decode";
-}
-
-Rounding parse_rounding(const std::string& name, std::string_view what) {
-  for (const Rounding rounding : {Rounding::model_dtype, Rounding::none})
-    if (name == name_of(rounding)) return rounding;
-  throw error(what, fmt::format("rounding {} is not known; \"model_dtype\" or \"none\" is expected",
-                                json_quoted(name)));
-}
-
-SegmentKind parse_kind(const std::string& name, std::string_view what) {
-  for (const SegmentKind kind : {SegmentKind::prompt, SegmentKind::decode})
-    if (name == name_of(kind)) return kind;
-  throw error(what,
-              fmt::format("segment kind {} is not known; \"prompt\" or \"decode\" is expected",
-                          json_quoted(name)));
-}
-
-/// `decode` where there is none: so it was before traces said it, unless asked otherwise.
-Span parse_span(const json& object, std::string_view what) {
-  if (!object.contains("span")) return Span::decode;
-  const std::string name = json_string(object, "span", what);
-  for (const Span span : {Span::decode, Span::all})
-    if (name == kvlab::name_of(span)) return span;
-  throw error(what, fmt::format("span {} is not known; \"decode\" or \"all\" is expected",
-                                json_quoted(name)));
+/// The one of two that a text names.
+template <class Name>
+Name parse_name(const JsonFields& fields, std::string_view key, Name one, Name other) {
+  const std::string name = fields.text(key);
+  for (const Name known : {one, other})
+    if (name == name_of(known)) return known;
+  fields.refuse(key, fmt::format("\"{}\" or \"{}\" is expected", name_of(one), name_of(other)));
 }
 
 /// 16 lower-case hex digits, or nothing where that is allowed.
-std::string parse_hash(const json& object, std::string_view key, std::string_view what,
-                       bool may_be_empty) {
-  std::string hash = json_string(object, key, what);
+std::string parse_hash(const JsonFields& fields, std::string_view key, bool may_be_empty = false) {
+  std::string hash = fields.text(key);
   const bool is_hash =
       hash.size() == 16 && hash.find_first_not_of("0123456789abcdef") == std::string::npos;
-  if (is_hash || (may_be_empty && hash.empty())) return hash;
-  throw error(what, fmt::format("{} is {}; 16 hex digits are expected", json_quoted(key),
-                                json_quoted(hash)));
+  if (!is_hash && !(may_be_empty && hash.empty())) fields.refuse(key, "16 hex digits are expected");
+  return hash;
 }
 
 json config_json(const TraceHeader& header) {
@@ -74,38 +49,30 @@ json config_json(const TraceHeader& header) {
 
 /// The types whose angles are position * inv_freq at any length of the sequence. The parameters are
 /// for people: inv_freq is what counts.
-void check_rope(const json& rope, std::string_view what) {
+void check_rope(const JsonFields& rope) {
   constexpr std::string_view known[] = {"default", "linear", "llama3", "yarn"};
-  const std::string type = json_string(rope, "rope_type", fmt::format("{}: config.rope", what));
-  if (std::find(std::begin(known), std::end(known), type) == std::end(known))
-    throw error(what, fmt::format("rope_type {} is not known; default, linear, llama3 or yarn is "
-                                  "expected",
-                                  json_quoted(type)));
+  if (std::ranges::find(known, rope.text("rope_type")) == std::end(known))
+    rope.refuse("rope_type", "default, linear, llama3 or yarn is expected");
 }
 
-void parse_config(const json& config, std::string_view what, TraceHeader& header) {
-  const std::string where = fmt::format("{}: config", what);
+void parse_config(const JsonFields& config, TraceHeader& header) {
   // Whatever else a config says may change what attention computes: sliding windows, soft caps, …
-  json_refuse_unknown(config, where,
-                      {"layers", "query_heads", "kv_heads", "head_size", "dtype", "rope"});
+  config.allow_only({"layers", "query_heads", "kv_heads", "head_size", "dtype", "rope"});
   ModelShape& shape = header.shape;
-  shape.layers = json_get<std::uint32_t>(config, "layers", where, 1, kMaxLayers);
-  shape.query_heads = json_get<std::uint32_t>(config, "query_heads", where, 1, kMaxHeads);
-  shape.kv_heads = json_get<std::uint32_t>(config, "kv_heads", where, 1, kMaxHeads);
-  shape.head_size = json_get<std::uint32_t>(config, "head_size", where, 1, kMaxHeadSize);
+  shape.layers = config.size("layers", kMaxLayers);
+  shape.query_heads = config.size("query_heads", kMaxHeads);
+  shape.kv_heads = config.size("kv_heads", kMaxHeads);
+  shape.head_size = config.size("head_size", kMaxHeadSize);
   if (shape.query_heads % shape.kv_heads != 0)
-    throw error(where,
+    throw error(config.where(),
                 fmt::format("{} query heads cannot share {} KV heads; a multiple is expected",
                             shape.query_heads, shape.kv_heads));
-  const std::string dtype_name = json_string(config, "dtype", where);
-  const auto dtype = dtype_from_torch(dtype_name);
+  const auto dtype = dtype_from_torch(config.text("dtype"));
   if (!dtype || *dtype == Dtype::i32)
-    throw error(where,
-                fmt::format("dtype {} is not known; float32, float16 or bfloat16 is expected",
-                            json_quoted(dtype_name)));
+    config.refuse("dtype", "float32, float16 or bfloat16 is expected");
   shape.dtype = *dtype;
-  header.rope_config = json_object(config, "rope", where);
-  check_rope(*header.rope_config, what);
+  check_rope(config.object("rope"));
+  header.rope_config = config.any("rope");
 }
 
 json spans_json(const std::vector<NamedSpan>& spans) {
@@ -115,22 +82,25 @@ json spans_json(const std::vector<NamedSpan>& spans) {
   return list;
 }
 
+/// Throws where the last one of a list, `item`, has the name of another.
+template <class Named>
+void refuse_known_name(const JsonFields& item, const std::vector<Named>& list) {
+  for (std::size_t i = 0; i + 1 < list.size(); ++i)
+    if (list[i].name == list.back().name)
+      throw error(item.where(),
+                  fmt::format("the name {} is there twice", json_quoted(list[i].name)));
+}
+
 /// Names that differ, each of at least one of the trace's first `tokens`.
-std::vector<NamedSpan> parse_spans(const json& list, std::uint32_t tokens, std::string_view what) {
+std::vector<NamedSpan> parse_spans(const JsonFields& fields, std::uint32_t tokens) {
   std::vector<NamedSpan> spans;
-  for (const json& item : list) {
-    const std::string where = fmt::format("{}: spans[{}]", what, spans.size());
-    json_refuse_unknown(item, where, {"name", "start", "tokens"});
-    NamedSpan span{json_string(item, "name", where), 0, 0};
-    if (span.name.empty() || has_controls(span.name))
-      throw error(where, fmt::format("the name is {}; one without control characters is expected",
-                                     json_quoted(span.name)));
-    span.start = json_get<std::uint32_t>(item, "start", where, 0, tokens - 1);
-    span.tokens = json_get<std::uint32_t>(item, "tokens", where, 1, tokens - span.start);
-    for (const NamedSpan& other : spans)
-      if (other.name == span.name)
-        throw error(where, fmt::format("the name {} is there twice", json_quoted(span.name)));
+  for (const JsonFields& item : fields.objects("spans")) {
+    item.allow_only({"name", "start", "tokens"});
+    NamedSpan span{item.text("name"), item.whole32("start", tokens - 1), 0};
+    if (span.name.empty()) item.refuse("name", "one that is not empty is expected");
+    span.tokens = item.size("tokens", tokens - span.start);
     spans.push_back(std::move(span));
+    refuse_known_name(item, spans);
   }
   return spans;
 }
@@ -145,29 +115,28 @@ json shards_json(const std::vector<ShardInfo>& shards) {
   return list;
 }
 
+/// Throws unless a text says `expected`.
+void check_text(const JsonFields& fields, std::string_view key, std::string_view expected) {
+  if (fields.text(key) != expected) fields.refuse(key, fmt::format("{} is expected", expected));
+}
+
 /// Files `key` of 1024 tokens from 0 on, the last one maybe shorter, called as `name` says.
-std::vector<ShardInfo> parse_shards(const json& object, std::string_view key,
-                                    std::string (*name)(std::size_t), std::uint32_t tokens,
-                                    std::string_view what) {
-  const json& list = json_array(object, key, what);
+std::vector<ShardInfo> parse_shards(const JsonFields& fields, std::string_view key,
+                                    std::string (*name)(std::size_t), std::uint32_t tokens) {
+  const std::vector<JsonFields> list = fields.objects(key);
   const std::size_t count = (std::size_t{tokens} + kShardTokens - 1) / kShardTokens;
   if (list.size() != count)
-    throw error(what,
+    throw error(fields.where(),
                 fmt::format("{} {} listed; {} tokens take {}", list.size(), key, tokens, count));
   std::vector<ShardInfo> shards;
-  for (const json& item : list) {
-    const std::string where = fmt::format("{}: {}[{}]", what, key, shards.size());
-    json_refuse_unknown(item, where, {"file", "first", "tokens", "xxh3"});
+  for (const JsonFields& item : list) {
+    item.allow_only({"file", "first", "tokens", "xxh3"});
     const auto first = static_cast<std::uint32_t>(shards.size()) * kShardTokens;
     const std::uint32_t length = std::min(kShardTokens, tokens - first);
-    ShardInfo shard{json_string(item, "file", where),
-                    json_get<std::uint32_t>(item, "first", where, first, first),
-                    json_get<std::uint32_t>(item, "tokens", where, length, length),
-                    parse_hash(item, "xxh3", where, false)};
-    if (shard.file != name(shards.size()))
-      throw error(where, fmt::format("\"file\" is {}; {} is expected", json_quoted(shard.file),
-                                     name(shards.size())));
-    shards.push_back(std::move(shard));
+    item.integer("first", first, first);
+    item.integer("tokens", length, length);
+    check_text(item, "file", name(shards.size()));
+    shards.push_back({item.text("file"), first, length, parse_hash(item, "xxh3")});
   }
   return shards;
 }
@@ -181,7 +150,7 @@ json extras_json(const TraceExtras& extras) {
   if (const auto& gradients = extras.gradients)
     object["grad"] = {{"draws", gradients->draws},
                       {"seed", gradients->seed},
-                      {"span", kvlab::name_of(gradients->span)},
+                      {"span", name_of(gradients->span)},
                       {"files", shards_json(gradients->files)}};
   for (const TraceExtras::Column& column : extras.columns)
     object["columns"].push_back(
@@ -189,60 +158,43 @@ json extras_json(const TraceExtras& extras) {
   return object;
 }
 
-/// A seed, which JSON holds as a number.
-std::uint64_t parse_seed(const json& object, std::string_view what) {
-  return static_cast<std::uint64_t>(json_get<std::int64_t>(object, "seed", what, 0, INT64_MAX));
-}
-
 /// Names that differ, each with a file called by it.
-std::vector<TraceExtras::Column> parse_columns(const json& list, std::string_view what) {
+std::vector<TraceExtras::Column> parse_columns(const JsonFields& fields) {
   std::vector<TraceExtras::Column> columns;
-  for (const json& item : list) {
-    const std::string where = fmt::format("{}.columns[{}]", what, columns.size());
-    json_refuse_unknown(item, where, {"name", "file", "xxh3"});
-    TraceExtras::Column column{json_string(item, "name", where),
-                               parse_hash(item, "xxh3", where, false)};
-    if (!is_trace_column_name(column.name))
-      throw error(where, fmt::format("the name is {}; up to 64 letters, digits, '_', '-' and '.' "
-                                     "are expected",
-                                     json_quoted(column.name)));
-    if (const std::string file = json_string(item, "file", where); file != column_file(column.name))
-      throw error(where, fmt::format("\"file\" is {}; {} is expected", json_quoted(file),
-                                     column_file(column.name)));
-    for (const TraceExtras::Column& other : columns)
-      if (other.name == column.name)
-        throw error(where, fmt::format("the name {} is there twice", json_quoted(column.name)));
-    columns.push_back(std::move(column));
+  for (const JsonFields& item : fields.objects("columns")) {
+    item.allow_only({"name", "file", "xxh3"});
+    columns.push_back({item.text("name"), parse_hash(item, "xxh3")});
+    if (!is_trace_column_name(columns.back().name))
+      item.refuse("name", "up to 64 letters, digits, '_', '-' and '.' are expected");
+    check_text(item, "file", column_file(columns.back().name));
+    refuse_known_name(item, columns);
   }
   return columns;
 }
 
-TraceExtras parse_extras(const json& object, std::uint32_t tokens, std::string_view what) {
-  const std::string where = fmt::format("{}: extras", what);
-  json_refuse_unknown(object, where, {"residual_norm2", "sketch", "grad", "columns"});
+TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
+  fields.allow_only({"residual_norm2", "sketch", "grad", "columns"});
   TraceExtras extras;
-  if (object.contains("residual_norm2")) {
-    json_refuse_unknown(json_object(object, "residual_norm2", where), where, {});
+  if (fields.has("residual_norm2")) {
+    fields.object("residual_norm2").allow_only({});
     extras.residual_norm2 = true;
   }
-  if (object.contains("sketch")) {
-    const json& sketch = json_object(object, "sketch", where);
-    json_refuse_unknown(sketch, where, {"file", "xxh3", "seed"});
-    if (const std::string file = json_string(sketch, "file", where); file != kSketchFile)
-      throw error(where,
-                  fmt::format("\"file\" is {}; {} is expected", json_quoted(file), kSketchFile));
-    extras.sketch = {parse_seed(sketch, where), parse_hash(sketch, "xxh3", where, false)};
+  if (fields.has("sketch")) {
+    const JsonFields sketch = fields.object("sketch");
+    sketch.allow_only({"file", "xxh3", "seed"});
+    check_text(sketch, "file", kSketchFile);
+    extras.sketch = {sketch.whole("seed"), parse_hash(sketch, "xxh3")};
   }
-  if (object.contains("grad")) {
-    const json& gradients = json_object(object, "grad", where);
-    const std::string what_grad = where + ".grad";
-    json_refuse_unknown(gradients, what_grad, {"draws", "seed", "span", "files"});
-    extras.gradients = {json_get<std::uint32_t>(gradients, "draws", what_grad, 1, kMaxDraws),
-                        parse_seed(gradients, what_grad), parse_span(gradients, what_grad),
-                        parse_shards(gradients, "files", gradient_name, tokens, what_grad)};
+  if (fields.has("grad")) {
+    const JsonFields grad = fields.object("grad");
+    grad.allow_only({"draws", "seed", "span", "files"});
+    // `decode` where there is none: so it was before traces said it, unless asked otherwise.
+    const Span span =
+        grad.has("span") ? parse_name(grad, "span", Span::decode, Span::all) : Span::decode;
+    extras.gradients = {grad.size("draws", kMaxDraws), grad.whole("seed"), span,
+                        parse_shards(grad, "files", gradient_name, tokens)};
   }
-  if (object.contains("columns"))
-    extras.columns = parse_columns(json_array(object, "columns", where), where);
+  if (fields.has("columns")) extras.columns = parse_columns(fields);
   return extras;
 }
 
@@ -257,14 +209,14 @@ json description_json(const TraceHeader& header) {
           {"capture", header.capture->is_null() ? json::object() : *header.capture}};
 }
 
-TraceHeader parse_description(const json& object, std::string_view what) {
+TraceHeader parse_description(const JsonFields& fields) {
   TraceHeader header;
-  header.model = json_name(object, "model", what);
-  parse_config(json_object(object, "config", what), what, header);
-  header.rounding = parse_rounding(json_string(object, "rounding", what), what);
-  header.weights_xxh3 = parse_hash(object, "weights_xxh3", what, true);
-  header.tokenizer_xxh3 = parse_hash(object, "tokenizer_xxh3", what, true);
-  header.capture = json_object(object, "capture", what);
+  header.model = fields.text("model");
+  parse_config(fields.object("config"), header);
+  header.rounding = parse_name(fields, "rounding", Rounding::model_dtype, Rounding::none);
+  header.weights_xxh3 = parse_hash(fields, "weights_xxh3", true);
+  header.tokenizer_xxh3 = parse_hash(fields, "tokenizer_xxh3", true);
+  header.capture = fields.object("capture").json();
   return header;
 }
 
@@ -280,30 +232,27 @@ json segments_json(const std::vector<Segment>& segments) {
 }
 
 /// Segments that follow each other from 0 to `tokens`.
-std::vector<Segment> parse_segments(const json& list, std::uint32_t tokens, std::string_view what) {
+std::vector<Segment> parse_segments(const JsonFields& fields, std::uint32_t tokens) {
   std::vector<Segment> segments;
   std::uint32_t next = 0;
-  for (const json& item : list) {
-    const std::string where = fmt::format("{}: segments[{}]", what, segments.size());
-    json_refuse_unknown(item, where, {"start", "tokens", "kind"});
-    Segment segment{};
-    segment.start = json_get<std::uint32_t>(item, "start", where, next, next);
-    if (next == tokens) throw error(where, "begins past the last token");
-    segment.tokens = json_get<std::uint32_t>(item, "tokens", where, 1, tokens - next);
-    segment.kind = parse_kind(json_string(item, "kind", where), what);
-    next += segment.tokens;
-    segments.push_back(segment);
+  for (const JsonFields& item : fields.objects("segments")) {
+    item.allow_only({"start", "tokens", "kind"});
+    item.integer("start", next, next);
+    if (next == tokens) throw error(item.where(), "begins past the last token");
+    segments.push_back({next, item.size("tokens", tokens - next),
+                        parse_name(item, "kind", SegmentKind::prompt, SegmentKind::decode)});
+    next += segments.back().tokens;
   }
   if (next != tokens)
-    throw error(what,
+    throw error(fields.where(),
                 fmt::format("segments cover {} of {} tokens; all are expected", next, tokens));
   return segments;
 }
 
-std::int64_t check_format(const json& manifest, std::string_view what) {
-  const auto format = json_get<std::int64_t>(manifest, "format", what, 1, INT64_MAX);
+std::int64_t check_format(const JsonFields& fields) {
+  const std::int64_t format = fields.integer("format", 1, INT64_MAX);
   if (format > kTraceFormat)
-    throw error(what,
+    throw error(fields.where(),
                 fmt::format("trace format {}; this kvlab reads format {}, a later one is needed",
                             format, kTraceFormat));
   return format;
@@ -325,23 +274,22 @@ std::string manifest_text(const Manifest& manifest) {
 
 Manifest parse_manifest(std::string_view text, std::string_view what) {
   const json object = parse_json(text, what);
-  const bool has_extras = check_format(object, what) > 1;
-  json_refuse_unknown(
-      object, what,
-      {"format", "model", "config", "rounding", "tokens", "prompt_tokens", "segments", "shards",
-       "tokens_xxh3", "weights_xxh3", "tokenizer_xxh3", "capture", has_extras ? "extras" : "format",
-       has_extras ? "spans" : "format"});
+  const JsonFields fields(object, std::string(what));
+  const bool has_extras = check_format(fields) > 1;
+  fields.allow_only({"format", "model", "config", "rounding", "tokens", "prompt_tokens", "segments",
+                     "shards", "tokens_xxh3", "weights_xxh3", "tokenizer_xxh3", "capture",
+                     has_extras ? "extras" : "format", has_extras ? "spans" : "format"});
   Manifest manifest;
-  manifest.header = parse_description(object, what);
-  manifest.tokens = json_get<std::uint32_t>(object, "tokens", what, 1, kMaxTraceTokens);
-  manifest.segments = parse_segments(json_array(object, "segments", what), manifest.tokens, what);
-  const std::uint32_t prompt = prompt_tokens_of(manifest.segments);
-  manifest.prompt_tokens = json_get<std::uint32_t>(object, "prompt_tokens", what, prompt, prompt);
-  manifest.shards = parse_shards(object, "shards", shard_name, manifest.tokens, what);
-  manifest.tokens_xxh3 = parse_hash(object, "tokens_xxh3", what, false);
+  manifest.header = parse_description(fields);
+  manifest.tokens = fields.size("tokens", kMaxTraceTokens);
+  manifest.segments = parse_segments(fields, manifest.tokens);
+  manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
+  fields.integer("prompt_tokens", manifest.prompt_tokens, manifest.prompt_tokens);
+  manifest.shards = parse_shards(fields, "shards", shard_name, manifest.tokens);
+  manifest.tokens_xxh3 = parse_hash(fields, "tokens_xxh3");
   if (has_extras) {
-    manifest.extras = parse_extras(json_object(object, "extras", what), manifest.tokens, what);
-    manifest.header.spans = parse_spans(json_array(object, "spans", what), manifest.tokens, what);
+    manifest.extras = parse_extras(fields.object("extras"), manifest.tokens);
+    manifest.header.spans = parse_spans(fields, manifest.tokens);
   }
   return manifest;
 }
@@ -361,22 +309,31 @@ std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata)
 ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   const std::string what = file.path().string() + ": __metadata__";
   json object = file.metadata();
-  for (const char* key : {"format", "config", "first", "tokens", "segments", "capture"})
-    object[key] = parse_json(json_string(object, key, what), fmt::format("{} {}", what, key));
-  const bool has_spans = check_format(object, what) > 1;
+  const JsonFields fields(object, what);
+  const auto parse = [&](const char* key) {
+    object[key] = parse_json(fields.text(key), fmt::format("{} {}", what, key));
+  };
+  for (const char* key : {"format", "config", "first", "tokens", "segments", "capture"}) parse(key);
   ShardMetadata metadata;
-  metadata.header = parse_description(object, what);
-  metadata.tokens = json_get<std::uint32_t>(object, "tokens", what, 1, kShardTokens);
-  metadata.first =
-      json_get<std::uint32_t>(object, "first", what, 0, kMaxTraceTokens - metadata.tokens);
-  metadata.segments =
-      parse_segments(json_array(object, "segments", what), metadata.first + metadata.tokens, what);
+  const bool has_spans = check_format(fields) > 1;
+  metadata.header = parse_description(fields);
+  metadata.tokens = fields.size("tokens", kShardTokens);
+  metadata.first = fields.whole32("first", kMaxTraceTokens - metadata.tokens);
+  metadata.segments = parse_segments(fields, metadata.first + metadata.tokens);
   if (has_spans) {
     // Of the whole trace, whose length a shard does not know.
-    object["spans"] = parse_json(json_string(object, "spans", what), what + " spans");
-    metadata.header.spans = parse_spans(json_array(object, "spans", what), kMaxTraceTokens, what);
+    parse("spans");
+    metadata.header.spans = parse_spans(fields, kMaxTraceTokens);
   }
   return metadata;
+}
+
+std::string_view name_of(Rounding rounding) {
+  return rounding == Rounding::model_dtype ? "model_dtype" : "none";
+}
+
+std::string_view name_of(SegmentKind kind) {
+  return kind == SegmentKind::prompt ? "prompt" : "decode";
 }
 
 bool same_description(const TraceHeader& a, const TraceHeader& b) {
@@ -385,8 +342,8 @@ bool same_description(const TraceHeader& a, const TraceHeader& b) {
 
 void check_header(const TraceHeader& header) {
   try {
-    parse_description(parse_json(text_of(description_json(header)), "trace header"),
-                      "trace header");
+    const json description = parse_json(text_of(description_json(header)), "trace header");
+    parse_description(JsonFields(description, "trace header"));
     check_rope_and_scale(header, "trace header");
   } catch (const std::runtime_error& wrong) {
     throw std::invalid_argument(wrong.what());

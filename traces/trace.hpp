@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "traces/base/json_value.hpp"
@@ -31,8 +32,10 @@ struct ModelShape {
 
 /// Whether q and k were rounded to the model's dtype after RoPE at original positions.
 enum class Rounding { model_dtype, none };
+std::string_view name_of(Rounding rounding);
 
 enum class SegmentKind { prompt, decode };
+std::string_view name_of(SegmentKind kind);
 struct Segment {
   std::uint32_t start, tokens;
   SegmentKind kind;
@@ -136,8 +139,6 @@ class TraceReader {
   /// All of open() but reading the manifest.
   static TraceReader assemble(const std::filesystem::path& directory, Manifest manifest);
   void open_extras();
-  /// Tokens [first, first + count) of the `head`-th block [tokens of the shard, head_size] of a
-  /// tensor that every file has.
 
   std::filesystem::path directory_;
   Manifest manifest_;  // and of tokens.safetensors what belongs to its header

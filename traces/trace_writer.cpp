@@ -1,16 +1,14 @@
 #include <fcntl.h>
 #include <fmt/core.h>
-#include <sys/file.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <deque>
 #include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
+#include "traces/base/files.hpp"
 #include "traces/manifest.hpp"
 #include "traces/shard.hpp"
 #include "traces/shard_buffer.hpp"
@@ -20,29 +18,6 @@ namespace kvlab {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// Held while a trace is written into a folder: of two writers one goes on.
-class FolderLock {
- public:
-  explicit FolderLock(const fs::path& folder)
-      : file_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-    if (file_ >= 0 && ::flock(file_, LOCK_EX | LOCK_NB) == 0) return;
-    const int reason = errno;
-    if (file_ >= 0) ::close(file_);
-    throw std::runtime_error(
-        reason == EWOULDBLOCK
-            ? fmt::format("{}: another trace is being written there; name another folder",
-                          folder.string())
-            : fmt::format("{}: cannot be locked: {}", folder.string(),
-                          std::generic_category().message(reason)));
-  }
-  ~FolderLock() { ::close(file_); }
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
-
- private:
-  int file_;
-};
 
 /// Empties the folder of a capture that was killed before its first shard. Whether it is one.
 bool take_unbegun(const fs::path& directory) {
@@ -88,7 +63,9 @@ class TraceWriter::Impl {
       : directory_(std::move(directory)), header_(std::move(header)) {
     check_header(header_);
     made_ = make_directory(directory_);
-    lock_.emplace(directory_);
+    lock_.emplace(directory_, O_RDONLY | O_DIRECTORY);
+    lock_->require(fmt::format("{}: another trace is being written there; name another folder",
+                               directory_.string()));
     if (!made_ && !take_unbegun(directory_))
       throw std::runtime_error(
           fmt::format("{}: exists already; a new folder is expected", directory_.string()));
@@ -222,8 +199,8 @@ class TraceWriter::Impl {
   }
 
   fs::path directory_;
-  bool made_ = false;  // directory_ was not there
-  std::optional<FolderLock> lock_;
+  bool made_ = false;             // directory_ was not there
+  std::optional<FileLock> lock_;  // of two writers one goes on
   TraceHeader header_;
   State state_ = State::ready;
   std::vector<std::int32_t> ids_;

@@ -57,11 +57,11 @@ class CudaDecoder {
   /// Feeds each of the first `rows` sequences its next token, computes its logits and samples the
   /// token after. Sequences that were given nothing yet are idle.
   void step(int rows) { run_graph(rows, Next::sampled); }
-  /// A step enqueued launch by launch instead of as a graph.
+  /// A step enqueued launch by launch instead of as a graph. Tests hold the graph against it.
   void step_plain(int rows);
   /// Samples the next token of each of the first `rows` sequences from its logits.
   void choose(int rows);
-  /// Feeds as step() does, but leaves the next tokens as they are.
+  /// Feeds as step() does, but leaves the next tokens as they are. For tests.
   void feed_next(int rows) { run_graph(rows, Next::given); }
 
   /// Feeds the first `rows` sequences ids [step, row], whatever was sampled. `logits`: device

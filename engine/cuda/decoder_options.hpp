@@ -19,11 +19,6 @@ enum class KeyRotation {
   two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
 };
 
-/// Whether room for a decoded token is made by the step itself; else by a shrink before it.
-inline bool makes_room_at_once(const Modifiers& modifiers) {
-  return modifiers.every == 1 && !modifiers.once && modifiers.scope == Modifiers::Scope::head;
-}
-
 struct CudaDecoderOptions {
   int sequences = 1;
   std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget

@@ -14,22 +14,9 @@ using Ids = std::vector<std::int32_t>;
 constexpr std::size_t kMostRows = 128;                      // of a batch
 constexpr std::size_t kLogitFloats = std::size_t{1} << 24;  // of a batch that are held at once
 
-/// Configurations that can be side by side: of one policy, one kind of positions and one prefill.
-std::vector<std::vector<std::size_t>> batches_of(std::span<const CacheConfig> configs) {
-  std::vector<std::vector<std::size_t>> batches;
-  const auto alike = [&](std::size_t a, std::size_t b) {
-    const CacheConfig &x = configs[a], &y = configs[b];
-    return side_by_side(x, y) && x.prefill.chunk == y.prefill.chunk;
-  };
-  for (std::size_t c = 0; c < configs.size(); ++c) {
-    const auto batch =
-        std::ranges::find_if(batches, [&](const auto& b) { return alike(b.front(), c); });
-    if (batch == batches.end() || batch->size() == kMostRows)
-      batches.push_back({c});
-    else
-      batch->push_back(c);
-  }
-  return batches;
+/// Whether configurations can be fed side by side.
+bool alike(const CacheConfig& one, const CacheConfig& other) {
+  return side_by_side(one, other) && one.prefill.chunk == other.prefill.chunk;
 }
 
 /// A sequence of the group, the longer ones first.
@@ -93,7 +80,7 @@ class BatchLoop {
         sequences_(sequences),
         configs_(configs),
         options_(options),
-        batches_(batches_of(configs)),
+        batches_(batches_of(configs, kMostRows, alike)),
         scores_(sequences.size(), std::vector<LoopScores>(configs.size())) {
     for (std::size_t s = 0; s < sequences.size(); ++s) {
       const auto tokens = static_cast<std::uint32_t>(sequences[s].size());

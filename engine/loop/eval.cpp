@@ -149,14 +149,8 @@ Sweep sweep_by_batches(BatchBackend& backend) {
 Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vector<Ids>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options) {
   Sequences sequences = sequences_of(model, texts, options);
-  const auto is_full = [](const CacheConfig& c) {
-    return !c.evicts() && c.positions == Positions::original;
-  };
-  const auto full = std::find_if(configs.begin(), configs.end(), is_full);
-  if (full != configs.end())
-    std::rotate(configs.begin(), full, full + 1);
-  else if (options.against_full)
-    configs.insert(configs.begin(), CacheConfig{});
+  if (options.against_full || std::ranges::any_of(configs, &CacheConfig::is_full))
+    configs = with_full_first(std::move(configs));
   if (configs.empty())
     throw std::invalid_argument("nothing to score: no policy, and not the full cache either");
 

@@ -127,7 +127,7 @@ PolicyFile file_from(const JsonFields& fields, const json& top, const CompiledPo
   if (fields.has("seed")) cache.seed = fields.whole("seed");
   const JsonFields model = fields.object("model");
   model.allow_only({"name", "weights_xxh3"});
-  file.model = model.name("name");
+  file.model = model.text("name");
   file.weights_xxh3 = model.text("weights_xxh3");
   if (const json* run = json_find(top, "run")) file.run = *run;
   return file;

@@ -12,14 +12,14 @@ namespace kvlab::tokenizer {
 namespace {
 
 AddedToken read_added_token(const Node& node) {
-  const bool special = node.flag_or("special", false);
+  const bool special = node.flag("special", false);
   AddedToken token{.content = node.content("content"),
-                   .id = token_id(node.at("id"), node.path("id")),
+                   .id = token_id(node.any("id"), node.path("id")),
                    .special = special,
-                   .single_word = node.flag_or("single_word", false),
-                   .lstrip = node.flag_or("lstrip", false),
-                   .rstrip = node.flag_or("rstrip", false),
-                   .normalized = node.flag_or("normalized", !special)};
+                   .single_word = node.flag("single_word", false),
+                   .lstrip = node.flag("lstrip", false),
+                   .rstrip = node.flag("rstrip", false),
+                   .normalized = node.flag("normalized", !special)};
   if (token.content.empty()) {
     throw std::runtime_error(fmt::format("{} is empty", node.path("content")));
   }

@@ -142,8 +142,8 @@ class Bpe::Word {
 Bpe::Bpe(const Node& model) {
   require_bpe(model);
   refuse_unsupported_options(model);
-  fuse_unk_ = model.flag_or("fuse_unk", false);
-  ignore_merges_ = model.flag_or("ignore_merges", false);
+  fuse_unk_ = model.flag("fuse_unk", false);
+  ignore_merges_ = model.flag("ignore_merges", false);
   read_vocabulary(model);
   read_merges(model);
   read_fallbacks(model);
@@ -164,7 +164,7 @@ void Bpe::read_vocabulary(const Node& model) {
 }
 
 void Bpe::read_merges(const Node& model) {
-  const Json& merges = model.array("merges");
+  const Json& merges = model.list("merges");
   merges_.reserve(merges.size());
   std::int32_t rank = 0;
   for (const Json& merge : merges) {
@@ -188,7 +188,7 @@ void Bpe::read_fallbacks(const Node& model) {
           fmt::format("model.unk_token {} is not in model.vocab", json_quoted(unk)));
     }
   }
-  if (!model.flag_or("byte_fallback", false)) return;
+  if (!model.flag("byte_fallback", false)) return;
   for (int byte = 0; byte < kBytes; ++byte) {
     byte_ids_.push_back(id_of(fallback_token(static_cast<std::uint8_t>(byte))));
   }

@@ -7,6 +7,7 @@
 #include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab::tokenizer {
 namespace {
@@ -18,7 +19,7 @@ std::string joined(const std::vector<std::string>& tokens) {
 }
 
 std::size_t count_at(const Node& node, std::string_view key) {
-  const Json& count = node.at(key);
+  const Json& count = node.any(key);
   if (!count.is_number_unsigned()) {
     throw std::runtime_error(fmt::format("{} must be 0 or more", node.path(key)));
   }

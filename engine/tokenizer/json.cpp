@@ -36,22 +36,15 @@ Json read_json(const std::filesystem::path& path) {
   return parse_json(read_text_file(path, kMaxFileBytes), path.string());
 }
 
-Node::Node(const Json& json, std::string where) : json_(&json), where_(std::move(where)) {
-  if (!json.is_object()) {
-    throw std::runtime_error(
-        fmt::format("{} is {}; an object is expected", where_, json.type_name()));
-  }
-}
-
 Node Node::root(const Json& json) { return {json, std::string(kTopLevel)}; }
 
 std::string Node::path(std::string_view key) const {
-  return where_ == kTopLevel ? std::string(key) : fmt::format("{}.{}", where_, key);
+  return where() == kTopLevel ? std::string(key) : fmt::format("{}.{}", where(), key);
 }
 
 std::vector<Node> Node::children(std::string_view key) const {
   std::vector<Node> nodes;
-  for (const Json& item : array(key)) {
+  for (const Json& item : list(key)) {
     nodes.emplace_back(item, fmt::format("{}[{}]", path(key), nodes.size()));
   }
   return nodes;
@@ -67,10 +60,6 @@ std::string Node::content(std::string_view key) const {
     throw std::runtime_error(fmt::format("{} has more than {} bytes", path(key), kMaxContentBytes));
   }
   return content;
-}
-
-bool Node::flag_or(std::string_view key, bool fallback) const {
-  return find(key) == nullptr ? fallback : json_bool(*json_, key, where_);
 }
 
 std::string string_pattern(const Node& node) {

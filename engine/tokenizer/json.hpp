@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 
 namespace kvlab::tokenizer {
 
@@ -21,34 +22,23 @@ constexpr std::size_t kMaxContentBytes = 1024;
 Json read_json(const std::filesystem::path& path);
 
 /// One object of the file and where it stands there ("pre_tokenizer.pretokenizers[1]").
-class Node {
+class Node : public JsonFields {
  public:
+  using JsonFields::JsonFields;
   static Node root(const Json& json);
-  /// Throws unless `json` is an object.
-  Node(const Json& json, std::string where);
 
-  const std::string& where() const { return where_; }
-  const Json& json() const { return *json_; }
   /// Where a member stands, for messages.
   std::string path(std::string_view key) const;
 
   /// The member, or nullptr where it is missing or null.
-  const Json* find(std::string_view key) const { return json_find(*json_, key); }
-  const Json& at(std::string_view key) const { return json_at(*json_, key, where_); }
-  const Json& array(std::string_view key) const { return json_array(*json_, key, where_); }
-  Node child(std::string_view key) const { return {at(key), path(key)}; }
+  const Json* find(std::string_view key) const { return json_find(json(), key); }
+  Node child(std::string_view key) const { return {any(key), path(key)}; }
   std::vector<Node> children(std::string_view key) const;
 
-  std::string text(std::string_view key) const { return json_string(*json_, key, where_); }
   std::string text_or(std::string_view key, std::string_view fallback) const;
   /// A text that the tokenizer puts in place of others: at most kMaxContentBytes.
   std::string content(std::string_view key) const;
-  bool flag_or(std::string_view key, bool fallback) const;
   std::string type() const { return text("type"); }
-
- private:
-  const Json* json_;
-  std::string where_;
 };
 
 /// The text of `pattern`: {"String": ...}; regular expressions are refused.

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab::tokenizer {
 namespace {

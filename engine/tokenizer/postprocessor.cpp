@@ -10,7 +10,7 @@ namespace {
 
 void append_special(const Node& known, const Node& item, std::vector<std::int32_t>& ids) {
   const Node token = known.child(item.text("id"));
-  for (const Json& id : token.array("ids")) ids.push_back(token_id(id, token.path("ids")));
+  for (const Json& id : token.list("ids")) ids.push_back(token_id(id, token.path("ids")));
 }
 
 // The template for one text: special tokens around $A.

@@ -7,6 +7,7 @@
 
 #include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab::tokenizer {
 namespace {
@@ -30,12 +31,12 @@ Pattern read_pattern(const Node& split) {
 }
 
 Pattern digits_pattern(const Node& node) {
-  return Pattern::regex(node.flag_or("individual_digits", false) ? "\\p{N}" : "\\p{N}+");
+  return Pattern::regex(node.flag("individual_digits", false) ? "\\p{N}" : "\\p{N}+");
 }
 
 PrependScheme read_scheme(const Node& node) {
   // Files older than prepend_scheme say add_prefix_space.
-  const bool prefix = node.flag_or("add_prefix_space", true);
+  const bool prefix = node.flag("add_prefix_space", true);
   const std::string scheme = node.text_or("prepend_scheme", prefix ? "always" : "never");
   if (scheme == "always") return PrependScheme::kAlways;
   if (scheme == "first") return PrependScheme::kFirst;
@@ -89,10 +90,10 @@ PreTokenizer::Step PreTokenizer::read_step(const Node& node) {
   const std::string type = node.type();
   if (type == "Split") return Split{read_pattern(node)};
   if (type == "Digits") return Split{digits_pattern(node)};
-  if (type == "Metaspace") return Metaspace{MetaspaceMark::read(node), node.flag_or("split", true)};
+  if (type == "Metaspace") return Metaspace{MetaspaceMark::read(node), node.flag("split", true)};
   if (type == "ByteLevel") {
-    ByteLevel step{node.flag_or("add_prefix_space", true), std::nullopt};
-    if (node.flag_or("use_regex", true)) step.pattern = Pattern::regex(kGpt2Pattern);
+    ByteLevel step{node.flag("add_prefix_space", true), std::nullopt};
+    if (node.flag("use_regex", true)) step.pattern = Pattern::regex(kGpt2Pattern);
     return step;
   }
   throw std::runtime_error(

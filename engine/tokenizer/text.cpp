@@ -124,18 +124,6 @@ std::string replace_invalid_utf8(std::string_view bytes) {
   return text;
 }
 
-std::string replace_all(std::string_view text, std::string_view from, std::string_view to) {
-  std::string out;
-  out.reserve(text.size());
-  std::size_t at = 0;
-  for (std::size_t hit; (hit = text.find(from, at)) != text.npos; at = hit + from.size()) {
-    out += text.substr(at, hit - at);
-    out += to;
-  }
-  out += text.substr(at);
-  return out;
-}
-
 bool is_white_space(char32_t c) {
   return (c >= 0x09 && c <= 0x0D) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
          (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||

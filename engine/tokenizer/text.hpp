@@ -17,9 +17,6 @@ void append_utf8(std::string& text, char32_t code_point);
 /// Unicode recommends and Python's errors="replace" does.
 std::string replace_invalid_utf8(std::string_view bytes);
 
-/// `text` with every `from` replaced, left to right. `from` must not be empty.
-std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
-
 /// White_Space of Unicode.
 bool is_white_space(char32_t code_point);
 /// What regular expressions call a word character: letters, marks, decimal digits, connectors.

@@ -8,25 +8,14 @@
 #include <xxhash.h>
 
 #include <charconv>
-#include <filesystem>
 #include <string_view>
+
+#include "kernels/runtime/private_folder.hpp"
 
 namespace kvlab::kernels {
 namespace {
 
 constexpr std::string_view kMark = "kvlab device code 1";
-
-std::string default_folder() {
-  const char* const caches = getenv("XDG_CACHE_HOME");
-  if (caches && *caches) return fmt::format("{}/kvlab/device", caches);
-  const char* const home = getenv("HOME");
-  return home && *home ? fmt::format("{}/.cache/kvlab/device", home) : "";
-}
-
-/// Whether nobody but this user can have written it.
-bool is_own(const struct stat& file) {
-  return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
-}
 
 /// An open file, closed with this object.
 class File {
@@ -102,7 +91,7 @@ std::optional<DeviceCode> unpacked(std::string_view bytes, const std::string& ke
 
 }  // namespace
 
-CodeCache::CodeCache() : CodeCache(default_folder()) {}
+CodeCache::CodeCache() : CodeCache(private_folder("device").string()) {}
 
 CodeCache::CodeCache(std::string folder) : folder_(std::move(folder)) {}
 
@@ -119,19 +108,13 @@ DeviceCode CodeCache::code_of(const DeviceProgram& program) const {
 }
 
 std::optional<DeviceCode> CodeCache::find(const std::string& key) const {
-  struct stat folder;
-  if (folder_.empty() || stat(folder_.c_str(), &folder) != 0 || !is_own(folder)) return {};
+  if (!is_private(folder_)) return {};
   const File file(open(path_of(key).c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
   return file.is_open() ? unpacked(file.read_own(), key) : std::nullopt;
 }
 
 void CodeCache::keep(const std::string& key, const DeviceCode& code) const {
-  if (folder_.empty()) return;
-  std::error_code ignored;
-  std::filesystem::create_directories(std::filesystem::path(folder_).parent_path(), ignored);
-  mkdir(folder_.c_str(), 0700);
-  struct stat folder;
-  if (stat(folder_.c_str(), &folder) != 0 || !S_ISDIR(folder.st_mode) || !is_own(folder)) return;
+  if (!make_private(folder_)) return;
   std::string temporary = fmt::format("{}/.XXXXXX", folder_);
   bool whole = false;
   {

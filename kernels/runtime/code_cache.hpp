@@ -9,7 +9,8 @@
 namespace kvlab::kernels {
 
 /// A file for each program, by its key. Files are written whole or not at all, and belong to the
-/// user alone; one that is damaged, or that somebody else could have written, is as none.
+/// user alone, as the folder and the one above have to; one that is damaged, or that somebody else
+/// could have written, is as none.
 class CodeCache {
  public:
   /// $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. Made when first written to.

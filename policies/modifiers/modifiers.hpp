@@ -45,6 +45,13 @@ struct Modifiers {
     if (once && !after_prompt) return 0;
     return live < std::uint64_t{kept} + every ? 0 : live - kept;
   }
+  /// Whether room for a decoded token is made by the step itself; else by a shrink before it.
+  constexpr bool steps_make_room() const { return every == 1 && !once && scope == Scope::head; }
+  /// At how many live tokens room is made; the largest number: never.
+  constexpr std::uint32_t room_at(std::uint32_t budget) const {
+    const std::uint64_t live = std::uint64_t{budget} - 1 + every;
+    return live < ~std::uint32_t{0} ? static_cast<std::uint32_t>(live) : ~std::uint32_t{0};
+  }
   /// Whether ranks are smoothed where room is made now: in a burst, and after a prompt segment.
   constexpr bool smooths(bool after_prompt) const {
     return smooth > 0 && (every > 1 || once || after_prompt);

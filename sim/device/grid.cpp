@@ -53,12 +53,6 @@ std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
   return sets;
 }
 
-std::uint32_t room_at(const ResolvedConfig& config, std::uint32_t budget) {
-  const std::uint64_t live = std::uint64_t{budget} - 1 + config.policy.modifiers.every;
-  return budget == kNoBudget || live >= kernels::kUnlimited ? kernels::kUnlimited
-                                                            : static_cast<std::uint32_t>(live);
-}
-
 /// `rules`, of `configs`, for each KV head of each layer with its own budget; those themselves
 /// where budgets are even.
 std::vector<ReplayRule> rules_by_head(const std::vector<ReplayRule>& rules,
@@ -79,7 +73,7 @@ std::vector<ReplayRule> rules_by_head(const std::vector<ReplayRule>& rules,
         const std::uint32_t budget = config.budget_of(layer, head);
         const Guards guards = resolve_guards(config.policy, budget);
         own.rule = {budget, guards.sinks, guards.recent};
-        own.room_at = room_at(config, budget);
+        own.room_at = config.policy.modifiers.room_at(budget);
       }
   return all;
 }
@@ -112,7 +106,7 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
     const std::uint32_t slots = is_walked ? most_live(config) : 0;
     rules.push_back({.rule = {config.budget_tokens, config.guards.sinks, config.guards.recent},
                      .modifiers = config.policy.modifiers,
-                     .room_at = room_at(config, config.budget_tokens),
+                     .room_at = config.policy.modifiers.room_at(config.budget_tokens),
                      .looks_back = looks_back(config.policy.modifiers),
                      .squeezed = config.positions == Positions::cache,
                      .seed = config.seed,

@@ -92,15 +92,15 @@ std::string inline_svg(std::string_view svg, std::string_view name, std::string_
   body = themed(without_empty_groups(body));
   for (const char quote : {'\'', '"'})
     for (const std::string_view attribute : {"color", "fill", "stroke"})
-      replace_all(body, fmt::format(" {}={}black{}", attribute, quote, quote),
-                  fmt::format(" {}={}{}{}", attribute, quote,
-                              attribute == "color" ? "inherit" : "currentColor", quote));
+      body = replace_all(body, fmt::format(" {}={}black{}", attribute, quote, quote),
+                         fmt::format(" {}={}{}{}", attribute, quote,
+                                     attribute == "color" ? "inherit" : "currentColor", quote));
   // Ids are the page's, and every figure brings the same markers.
-  replace_all(body, "id='gp", fmt::format("id='{}-gp", name));
-  replace_all(body, "href='#gp", fmt::format("href='#{}-gp", name));
-  replace_all(body, "id=\"gnuplot_canvas\"", "");
-  replace_all(body, "font-family=\"sans-serif\"", "");
-  replace_all(body, "xlink:href", "href");
+  body = replace_all(body, "id='gp", fmt::format("id='{}-gp", name));
+  body = replace_all(body, "href='#gp", fmt::format("href='#{}-gp", name));
+  body = replace_all(body, "id=\"gnuplot_canvas\"", "");
+  body = replace_all(body, "font-family=\"sans-serif\"", "");
+  body = replace_all(body, "xlink:href", "href");
   return fmt::format("<svg viewBox=\"{}\" role=\"img\" aria-label=\"{}\">{}</svg>", escape(view),
                      escape(label), body);
 }

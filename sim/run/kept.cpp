@@ -6,6 +6,7 @@
 #include <map>
 
 #include "sim/access/full_attention.hpp"
+#include "sim/metrics.hpp"
 #include "sim/run/ranking.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -95,10 +96,8 @@ std::vector<Glance> glances_of(const std::vector<float>& attention) {
 
 /// At most kMostQueries positions of the span, evenly.
 std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Span span) {
-  std::vector<std::uint32_t> all, queries;
-  for (const Segment& segment : trace.segments())
-    if (span == Span::all || segment.kind == SegmentKind::decode)
-      for (std::uint32_t i = 0; i < segment.tokens; ++i) all.push_back(segment.start + i);
+  const auto all = QuerySpan(trace.segments(), span, 1).sampled_queries();
+  std::vector<std::uint32_t> queries;
   const std::size_t count = std::min(all.size(), kMostQueries);
   for (std::size_t i = 0; i < count; ++i)
     queries.push_back(all[count < 2 ? 0 : i * (all.size() - 1) / (count - 1)]);

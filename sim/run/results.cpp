@@ -248,10 +248,4 @@ std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view
   return rows;
 }
 
-Span parse_span(std::string_view text) {
-  if (text == "decode") return Span::decode;
-  if (text == "all") return Span::all;
-  throw std::invalid_argument(fmt::format("span: '{}' should be decode or all", text));
-}
-
 }  // namespace kvlab

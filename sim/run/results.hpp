@@ -58,7 +58,4 @@ std::string results_csv(std::span<const ResultRow> rows);
 /// metric, a row that is there twice.
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file);
 
-/// Throws std::invalid_argument unless decode or all.
-Span parse_span(std::string_view text);
-
 }  // namespace kvlab

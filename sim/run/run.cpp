@@ -88,9 +88,7 @@ RunSource source_from(const JsonFields& fields) {
 template <class Read>
 auto list_of(const JsonFields& fields, std::string_view key, Read read) {
   std::vector<decltype(read(fields))> entries;
-  for (const json& entry : fields.list(key))
-    entries.push_back(
-        read(JsonFields(entry, fmt::format("{}: {}[{}]", fields.where(), key, entries.size()))));
+  for (const JsonFields& entry : fields.objects(key)) entries.push_back(read(entry));
   return entries;
 }
 

@@ -2,16 +2,12 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
-#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
 
@@ -25,11 +21,6 @@ constexpr std::string_view kLockFile = "lock", kJobFile = "job.json", kRunSubfol
                            kUnitSuffix = ".unit";
 constexpr std::size_t kMaxUnitBytes = std::size_t{1} << 40;
 constexpr std::size_t kMaxJobBytes = std::size_t{256} << 20;
-
-std::runtime_error cannot(const fs::path& path, std::string_view action, int error) {
-  return std::runtime_error(fmt::format("{}: cannot {}: {}", path.string(), action,
-                                        std::generic_category().message(error)));
-}
 
 /// Whether a replay puts a file of this name into RUN.part.
 bool is_ours(const std::string& part) {
@@ -48,7 +39,9 @@ std::vector<fs::path> entries(const fs::path& folder) {
 void make_or_take(const fs::path& staging) {
   std::error_code error;
   if (fs::create_directory(staging, error)) return;
-  if (error) throw cannot(staging, "be made", error.value());
+  if (error)
+    throw std::runtime_error(
+        fmt::format("{}: cannot be made: {}", staging.string(), error.message()));
   if (!fs::is_directory(fs::symlink_status(staging)))
     throw std::runtime_error(
         fmt::format("{}: is in the way; a replay works in a folder of that name, so move it away",
@@ -71,18 +64,6 @@ std::string differences(const json& a, const json& b) {
 
 }  // namespace
 
-FileLock::FileLock(const fs::path& path, const std::string& taken)
-    : file_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
-  if (file_ < 0) throw cannot(path, "open", errno);
-  if (::flock(file_, LOCK_EX | LOCK_NB) == 0) return;
-  const int error = errno;
-  ::close(file_);
-  if (error == EWOULDBLOCK) throw std::runtime_error(taken);
-  throw cannot(path, "lock", error);
-}
-
-FileLock::~FileLock() { ::close(file_); }
-
 RunFolder::RunFolder(fs::path run, const json& job, bool fresh) : run_(std::move(run)) {
   if (!run_.has_filename()) run_ = run_.parent_path();  // "runs/a/" is "runs/a"
   if (fs::exists(fs::symlink_status(run_)))
@@ -90,10 +71,11 @@ RunFolder::RunFolder(fs::path run, const json& job, bool fresh) : run_(std::move
         fmt::format("{}: exists already; name a new directory or remove this one", run_.string()));
   staging_ = run_.string() + ".part";
   make_or_take(staging_);
-  lock_.emplace(staging_ / kLockFile,
-                fmt::format("{}: another kvlab replay is at work in {}; wait for it or name "
-                            "another directory",
-                            run_.string(), staging_.string()));
+  lock_.emplace(staging_ / kLockFile, O_RDWR | O_CREAT);
+  lock_->require(
+      fmt::format("{}: another kvlab replay is at work in {}; wait for it or name "
+                  "another directory",
+                  run_.string(), staging_.string()));
   if (fresh) clear();
   if (fs::exists(staging_ / kJobFile))
     resume(job);
@@ -151,12 +133,8 @@ std::optional<std::string> RunFolder::read_unit(std::size_t trace, std::size_t u
 }
 
 void RunFolder::write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const {
-  const fs::path path = unit_path(trace, unit);
-  const fs::file_status there = fs::symlink_status(path);
-  if (fs::exists(there) && !fs::is_regular_file(there))  // no replay made that
-    throw std::runtime_error(path.string() + ": is no file; move it away");
   try {
-    write_file_atomically(path, bytes);
+    write_file_atomically(unit_path(trace, unit), bytes);
   } catch (const std::runtime_error& error) {
     throw in_name_of_run(error);
   }

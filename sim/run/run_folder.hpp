@@ -9,21 +9,9 @@
 
 #include "sim/run/run.hpp"
 #include "sim/run/unit_file.hpp"
+#include "traces/base/files.hpp"
 
 namespace kvlab {
-
-/// An open lock on a file: one process at a time.
-class FileLock {
- public:
-  /// Throws std::runtime_error `taken` if another process holds it.
-  FileLock(const std::filesystem::path& path, const std::string& taken);
-  ~FileLock();
-  FileLock(const FileLock&) = delete;
-  FileLock& operator=(const FileLock&) = delete;
-
- private:
-  int file_;
-};
 
 class RunFolder {
  public:

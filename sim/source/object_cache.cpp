@@ -1,14 +1,13 @@
 #include "sim/source/object_cache.hpp"
 
 #include <fmt/format.h>
-#include <stdlib.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <exception>
 #include <span>
 #include <system_error>
 
+#include "kernels/runtime/private_folder.hpp"
 #include "traces/base/files.hpp"
 
 namespace kvlab {
@@ -21,39 +20,10 @@ constexpr std::string_view kMark = "kvlab-object ";  // then the sum, behind the
 
 std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
 
-/// Whether `folder` is there, as a folder that this user owns and nobody else may write.
-bool is_private(const fs::path& folder) {
-  struct stat found {};
-  return lstat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
-         found.st_uid == geteuid() && (found.st_mode & (S_IWGRP | S_IWOTH)) == 0;
-}
-
-bool make_private(const fs::path& folder) {
-  const mode_t others = umask(077);
-  std::error_code ignored;
-  fs::create_directories(folder, ignored);
-  umask(others);
-  return is_private(folder.parent_path()) && is_private(folder);
-}
-
 }  // namespace
 
 ObjectCache::ObjectCache(fs::path folder) : folder_(std::move(folder)) {
-  if (!folder_.is_absolute() || !make_private(folder_)) folder_.clear();
-}
-
-fs::path ObjectCache::standard_folder() {
-  const auto variable = [](const char* name) {
-    const char* const value = getenv(name);
-    return fs::path(value ? value : "");
-  };
-  fs::path caches = variable("XDG_CACHE_HOME");
-  if (!caches.is_absolute()) {
-    caches = variable("HOME");
-    if (!caches.is_absolute()) return {};
-    caches /= ".cache";
-  }
-  return caches / "kvlab" / "policies";
+  if (!make_private(folder_)) folder_.clear();
 }
 
 fs::path ObjectCache::path_of(std::string_view key) const {

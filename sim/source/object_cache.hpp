@@ -19,9 +19,6 @@ class ObjectCache {
   /// `folder` as it is, or made with the one above.
   explicit ObjectCache(std::filesystem::path folder);
 
-  /// kvlab/policies in $XDG_CACHE_HOME, or else in ~/.cache; empty where there is neither.
-  static std::filesystem::path standard_folder();
-
   /// The object that was kept under `key`, whole; or nothing.
   std::optional<std::filesystem::path> find(std::string_view key) const;
   /// Keeps a copy of `object`: whole or not at all, whoever else does the same.

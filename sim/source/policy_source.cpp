@@ -8,6 +8,7 @@
 #include <span>
 #include <stdexcept>
 
+#include "kernels/runtime/private_folder.hpp"
 #include "policies/catalogue.hpp"
 #include "policies/embedded.hpp"
 #include "policies/policy_struct.hpp"
@@ -149,7 +150,7 @@ std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
   source.xxh3 = xxh3_hex(source.text);
 
   const HostCompiler compiler;
-  const ObjectCache cache(ObjectCache::standard_folder());
+  const ObjectCache cache(private_folder("policies"));
   const std::string key = key_of(source, compiler);
   const auto kept = cache.find(key);
   const PolicyOps& ops =

@@ -250,10 +250,11 @@ TEST_CASE("what is wrong or not supported is named") {
   const std::string huge(5000, 'a');
   const std::vector<Case> cases = {
       {[](json& f) { f.erase("model"); }, "\"model\" is missing"},
-      {[](json& f) { f["model"] = 3; }, "model is number; an object is expected"},
+      {[](json& f) { f["model"] = 3; }, "model: this is 3; a JSON object is expected"},
       {[](json& f) { f["model"]["type"] = "Unigram"; }, "model.type \"Unigram\" is not supported"},
       {[](json& f) { f["model"].erase("vocab"); }, "model: key \"vocab\" is missing"},
-      {[](json& f) { f["model"]["vocab"] = json::array(); }, "model.vocab is array"},
+      {[](json& f) { f["model"]["vocab"] = json::array(); },
+       "model.vocab: this is []; a JSON object"},
       {[](json& f) { f["model"]["vocab"] = json::object(); }, "model.vocab is empty"},
       {[](json& f) { f["model"].erase("merges"); }, "\"merges\" is missing"},
       {[](json& f) { f["model"]["merges"] = "a b"; }, "\"merges\" is \"a b\"; an array"},
@@ -289,7 +290,7 @@ TEST_CASE("what is wrong or not supported is named") {
          f["normalizer"] = {{"type", "NFKC"}};
        },
        "normalizer \"NFKC\" is not supp"},
-      {[](json& f) { f["normalizer"] = "NFC"; }, "normalizer is string; an object"},
+      {[](json& f) { f["normalizer"] = "NFC"; }, "normalizer: this is \"NFC\"; a JSON object"},
       {[](json& f) {
          f["normalizer"] = {{"type", "Replace"}, {"pattern", {{"Regex", " +"}}}, {"content", ""}};
        },

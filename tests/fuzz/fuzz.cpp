@@ -8,6 +8,7 @@
 #include <charconv>
 
 #include "traces/base/files.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab::fuzz {
 namespace {
@@ -65,12 +66,6 @@ std::string safetensors(std::string_view part) {
   return file.append(header).append(data);
 }
 
-void replace_all(std::string& text, const std::string& from, const std::string& to) {
-  for (std::size_t at = text.find(from); at != std::string::npos;
-       at = text.find(from, at + to.size()))
-    text.replace(at, from.size(), to);
-}
-
 }  // namespace
 
 std::map<std::string, std::string> parts_of(std::string_view input) {
@@ -110,7 +105,7 @@ Folder::Folder(std::string_view input) : parts_(parts_of(input)) {
     for (auto& [name, part] : parts_) {
       if (!is_file_name(name) || !name.ends_with(kind)) continue;
       if (kind == ".json")
-        for (const auto& [mark, hash] : hashes) replace_all(part, mark, hash);
+        for (const auto& [mark, hash] : hashes) part = replace_all(part, mark, hash);
       put(name, kind == ".safetensors" ? safetensors(part) : part);
     }
 }

@@ -116,12 +116,16 @@ TEST_CASE("device code that somebody else could have written is compiled anew") 
   fs::permissions(folder, fs::perms::group_write, fs::perm_options::add);
   CHECK(equal(cache.code_of(program(1)), first));
   CHECK(files_of(folder).empty());
+  fs::permissions(folder, fs::perms::owner_all);
+  fs::permissions(root.path(), fs::perms::group_write, fs::perm_options::add);
+  CHECK(equal(cache.code_of(program(1)), first));
+  CHECK(files_of(folder).empty());
 }
 
 TEST_CASE("without a folder that can be used, device code is compiled every time") {
   if (!has_nvrtc()) return skip("no NVRTC");
   const DeviceCode first = compile(program(1));
-  for (const char* folder : {"", "/dev/null/kvlab"})
+  for (const char* folder : {"", "/dev/null/kvlab", "a/relative/folder"})
     CHECK(equal(CodeCache(folder).code_of(program(1)), first));
   CHECK_THROWS_AS(CodeCache("").code_of({"no C++", {}, {}, 90}), std::invalid_argument);
 }

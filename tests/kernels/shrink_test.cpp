@@ -41,7 +41,7 @@ std::vector<std::byte> row_of(int pair, std::uint32_t position, int part) {
   std::vector<std::byte> row(kRowBytes);
   for (std::size_t i = 0; i < kRowBytes; i += 8) {
     const std::uint64_t bits =
-        draw_bits((std::uint64_t{position} << 24) + (std::uint64_t(pair) << 16) + part * 4096 + i);
+        split_mix((std::uint64_t{position} << 24) + (std::uint64_t(pair) << 16) + part * 4096 + i);
     std::memcpy(&row[i], &bits, 8);
   }
   return row;

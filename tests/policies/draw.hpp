@@ -6,22 +6,15 @@
 #include <vector>
 
 #include "policies/policy.hpp"
+#include "traces/base/split_mix.hpp"
 
 namespace kvlab {
-
-/// SplitMix64.
-constexpr std::uint64_t draw_bits(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 /// What the token at `position` receives from the `count` queries from `first` on. Every third
 /// token or so is not requested, and masses are often equal.
 constexpr Observation draw_observation(std::uint32_t position, std::uint32_t first,
                                        std::uint32_t count) {
-  const std::uint64_t bits = draw_bits(std::uint64_t{position} << 32 | first);
+  const std::uint64_t bits = split_mix(std::uint64_t{position} << 32 | first);
   const std::uint32_t queries = std::min(count, first + count - position);  // causal
   Observation seen{.mass = bits % 4 ? (bits >> 40) << 12 : (bits >> 8) % 3, .queries = queries};
   if (bits % 3) {
@@ -33,7 +26,7 @@ constexpr Observation draw_observation(std::uint32_t position, std::uint32_t fir
 
 /// Column `which` of the token at `position`: of either sign, and often equal.
 constexpr float draw_column(std::uint32_t position, std::uint32_t which) {
-  const std::uint64_t bits = draw_bits(std::uint64_t{position} << 8 | which);
+  const std::uint64_t bits = split_mix(std::uint64_t{position} << 8 | which);
   return static_cast<float>(static_cast<std::int64_t>(bits % 4 ? bits % 2000 : bits % 7) - 1000) /
          8;
 }

@@ -94,14 +94,6 @@ TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves"
     CHECK(test::read_bytes(folder / "memory" / file) == test::read_bytes(folder / "run" / file));
 }
 
-TEST_CASE("what stands in a unit's place and is no file is named where it is") {
-  const TemporaryFolder folder;
-  const RunFolder run(folder / "run", kJob, false);
-  std::filesystem::create_directory(run.unit_path(0, 1));
-  CHECK(error_of([&] { run.write_unit(0, 1, "unit"); }) ==
-        run.unit_path(0, 1).string() + ": is no file; move it away");
-}
-
 TEST_CASE("a unit that was cut, changed or is another's is refused by the file's name") {
   const UnitId id{7, 1, 2};
   HeadOutcome outcome{.evictions = 3};

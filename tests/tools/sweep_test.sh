@@ -129,8 +129,8 @@ several_processes() {
   start blocked --threads 1 >/dev/null 2>&1 &
   kill_at blocked 1 $!
   mkdir blocked.part/trace1-unit7.unit
-  refused "blocked.part/trace1-unit7.unit: is no file; move it away" spread 3 blocked --threads 1
-  [ "$(grep -c 'is no file; move it away' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  refused "blocked/trace1-unit7.unit: is not a regular file" spread 3 blocked --threads 1
+  [ "$(grep -c 'is not a regular file' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
   rmdir blocked.part/trace1-unit7.unit
   spread 3 blocked >/dev/null 2>&1
   same blocked

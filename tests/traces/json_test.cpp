@@ -4,6 +4,7 @@
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/files.hpp"
+#include "traces/base/json_fields.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -38,9 +39,10 @@ TEST_CASE("A NUL ends no text: what follows it is not passed over") {
 
 TEST_CASE("What a terminal would obey is refused in names, and shown as something else") {
   const auto object = parse_json("{\"a\": \"x\\u001b[2J\", \"b\": \"x y\"}", "f");
-  CHECK(json_name(object, "b", "f") == "x y");
+  const JsonFields fields(object, "f");
+  CHECK(fields.text("b") == "x y");
   CHECK(error_of([&] {
-          json_name(object, "a", "f");
+          fields.text("a");
         }).ends_with("; text without control characters is expected"));
   CHECK(!has_controls("tokens of \u00e9t\u00e9, \u6f22\u5b57"));
   for (const char* text : {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f"})
@@ -74,14 +76,15 @@ TEST_CASE("Nesting beyond the limit is refused, whatever the depth") {
 TEST_CASE("A member of another type or out of range is named with what is expected") {
   const auto object = parse_json(
       R"({"n": 5, "f": 2.5, "s": "text", "z": null, "big": 18446744073709551615, "b": true})", "f");
-  CHECK(json_get<std::uint32_t>(object, "n", "f", 1, 5) == 5);
-  CHECK(json_get<float>(object, "f", "f", 0.0f, 3.0f) == 2.5f);
-  CHECK(json_get<double>(object, "n", "f", 0, 10) == 5.0);
-  CHECK(json_string(object, "s", "f") == "text");
-  CHECK(json_bool(object, "b", "f"));
+  const JsonFields fields(object, "f");
+  CHECK(fields.integer("n", 1, 5) == 5);
+  CHECK(fields.number("f", 0, 3) == 2.5);
+  CHECK(fields.number("n", 0, 10) == 5.0);
+  CHECK(fields.text("s") == "text");
+  CHECK(fields.flag("b", false));
   CHECK(json_find(object, "z") == nullptr);
   const auto integer_error = [&](std::string_view key) {
-    return error_of([&] { json_get<std::uint32_t>(object, key, "f", 1, 4); });
+    return error_of([&] { fields.integer(key, 1, 4); });
   };
   CHECK(integer_error("n") == R"(f: "n" is 5; an integer from 1 to 4 is expected)");
   CHECK(integer_error("f") == R"(f: "f" is 2.5; an integer from 1 to 4 is expected)");
@@ -89,9 +92,9 @@ TEST_CASE("A member of another type or out of range is named with what is expect
         R"(f: "big" is 18446744073709551615; an integer from 1 to 4 is expected)");
   CHECK(integer_error("b") == R"(f: "b" is true; an integer from 1 to 4 is expected)");
   CHECK(integer_error("z") == R"(f: key "z" is missing)");
-  CHECK(error_of([&] { json_string(object, "n", "f"); }) == R"(f: "n" is 5; a string is expected)");
+  CHECK(error_of([&] { fields.text("n"); }) == R"(f: "n" is 5; a string is expected)");
   CHECK(error_of([&] {
-          json_refuse_unknown(object, "f", {"n", "f", "s", "z", "b"});
+          fields.allow_only({"n", "f", "s", "z", "b"});
         }) == R"(f: key "big" is not known to this version of kvlab)");
 }
 

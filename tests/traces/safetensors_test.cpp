@@ -108,8 +108,7 @@ TEST_CASE("A header longer than the file or than the limit is refused") {
 TEST_CASE("A header that is no JSON object of tensors is refused") {
   CHECK_THAT(open_error("[]", 0), ContainsSubstring("the header is not a JSON object"));
   CHECK_THAT(open_error("{\"a\":", 0), ContainsSubstring("broken at byte"));
-  CHECK_THAT(open_error(R"({"a":1})", 0),
-             ContainsSubstring("tensor \"a\": a JSON object is expected"));
+  CHECK_THAT(open_error(R"({"a":1})", 0), ContainsSubstring("a JSON object is expected"));
   CHECK_THAT(open_error(R"({"a":{"shape":[],"data_offsets":[0,4]}})", 4),
              ContainsSubstring("key \"dtype\" is missing"));
   CHECK_THAT(open_error(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4),

@@ -124,18 +124,17 @@ std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
 }
 
 EvalOptions eval_options(const po::variables_map& options) {
-  const std::string span = options["span"].as<std::string>();
-  if (span != "decode" && span != "all")
-    throw std::invalid_argument(fmt::format("--span '{}': should be decode or all", span));
+  const Span span = parse_span(options["span"].as<std::string>());
   if (options["batched"].as<bool>() && device_from(options) == Device::cpu)
     throw std::invalid_argument("--batched: is for a CUDA device; leave it out");
-  if (options["batched"].as<bool>() && (span == "all" || tokens_from(options, "block-tokens") > 0))
+  if (options["batched"].as<bool>() &&
+      (span == Span::all || tokens_from(options, "block-tokens") > 0))
     throw std::invalid_argument("--batched: scores decoded tokens alone, without --block-tokens");
   return {.window = tokens_from(options, "window"),
           .stream = options["stream"].as<bool>(),
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
-          .span = span == "all" ? Span::all : Span::decode,
+          .span = span,
           .against_full = !options["no-full"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),

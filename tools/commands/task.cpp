@@ -96,15 +96,8 @@ void refuse_foreign(const po::variables_map& options, TaskKind kind) {
 }
 
 TaskSpec spec_from(const po::variables_map& options) {
-  const std::string name = required(options, "task", "kvlab task passkey, needle or recall");
   TaskSpec spec;
-  if (name == "needle")
-    spec.kind = TaskKind::needle;
-  else if (name == "recall")
-    spec.kind = TaskKind::recall;
-  else if (name != "passkey")
-    throw std::invalid_argument(
-        fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+  spec.kind = parse_task_kind(required(options, "task", "kvlab task passkey, needle or recall"));
   refuse_foreign(options, spec.kind);
   spec.reassigned = options["reassigned"].as<bool>();
   const std::string kind = options.count("kind") ? options["kind"].as<std::string>() : "single";
@@ -185,7 +178,7 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
     const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
       return find_figure(figures, c, mode, count, metric);
     };
-    fmt::print("{:<36} {:>6}", config.policy.text(), budget_text(config));
+    fmt::print("{:<36} {:>6}", config.policy.text(), config.budget_text());
     for (const std::uint32_t count : words)
       fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
     fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),
@@ -215,7 +208,7 @@ ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
   const CacheConfig& config = run.configs[figure.config];
   return {{"policy", config.policy.name},
           {"params", config.policy.params_text()},
-          {"budget", budget_text(config)},
+          {"budget", config.budget_text()},
           {"prefill", config.prefill.text()},
           {"positions", name_of(config.positions)},
           {"seed", config.seed},

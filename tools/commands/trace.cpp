@@ -36,22 +36,14 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   return bytes;
 }
 
-std::string_view name_of(Rounding rounding) {
-  return rounding == Rounding::model_dtype ? "model_dtype" : "none";
-}
-std::string_view name_of(SegmentKind kind) {
-  return kind == SegmentKind::prompt ? "prompt" : "decode";
-}
-
 /// What a manifest's `extras` holds, without its files.
 Json extras_json(const TraceReader& trace) {
   Json extras = Json::object();
   if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
   if (const auto& sketch = trace.extras().sketch) extras["sketch"] = {{"seed", sketch->seed}};
   if (const auto& gradients = trace.extras().gradients)
-    extras["grad"] = {{"draws", gradients->draws},
-                      {"seed", gradients->seed},
-                      {"span", kvlab::name_of(gradients->span)}};
+    extras["grad"] = {
+        {"draws", gradients->draws}, {"seed", gradients->seed}, {"span", name_of(gradients->span)}};
   for (const auto& column : trace.extras().columns) extras["columns"].push_back(column.name);
   return extras;
 }
@@ -62,7 +54,7 @@ std::string extras_text(const TraceReader& trace) {
   if (trace.sketch_file()) parts.emplace_back("sketch of the output projections");
   if (const auto& gradients = trace.extras().gradients)
     parts.push_back(fmt::format("gradients of {} draws over {} queries", gradients->draws,
-                                kvlab::name_of(gradients->span)));
+                                name_of(gradients->span)));
   for (const auto& column : trace.extras().columns) parts.push_back("column " + column.name);
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }

@@ -61,15 +61,8 @@ std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget&
 std::optional<TaskRequest> task_from(const po::variables_map& options) {
   refuse_without(options, "task", {"words", "draws"});
   if (!options.count("task")) return std::nullopt;
-  const std::string name = options["task"].as<std::string>();
   TaskRequest task;
-  if (name == "needle")
-    task.spec.kind = TaskKind::needle;
-  else if (name == "recall")
-    task.spec.kind = TaskKind::recall;
-  else if (name != "passkey")
-    throw std::invalid_argument(
-        fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+  task.spec.kind = parse_task_kind(options["task"].as<std::string>());
   task.words = {count_from(options, "words", 1, 1'000'000)};
   task.draws = count_from(options, "draws", 1, 100'000);
   task.seed = seed_from(options);

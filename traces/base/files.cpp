@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -22,23 +23,6 @@ std::runtime_error failure(const std::filesystem::path& path, std::string_view a
                                         std::generic_category().message(error)));
 }
 
-/// An open file descriptor.
-class Descriptor {
- public:
-  Descriptor(const std::filesystem::path& path, int flags)
-      : value_(::open(path.c_str(), flags | O_CLOEXEC)) {
-    if (value_ < 0) throw failure(path, "open", errno);
-  }
-  ~Descriptor() { ::close(value_); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int get() const { return value_; }
-
- private:
-  int value_;
-};
-
 void refuse_special(const std::filesystem::path& path) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
@@ -57,6 +41,13 @@ std::string part_ending() {
 }
 
 }  // namespace
+
+Descriptor::Descriptor(const std::filesystem::path& path, int flags)
+    : value_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
+
+Descriptor::~Descriptor() {
+  if (value_ >= 0) ::close(value_);
+}
 
 std::string finished_name(std::string name) {
   if (!name.ends_with(kPart)) return name;
@@ -150,6 +141,7 @@ void AtomicFolder::commit() {
 
 MappedFile::MappedFile(const std::filesystem::path& path) {
   const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // a pipe must not block
+  if (descriptor.get() < 0) throw failure(path, "open", errno);
   struct stat status {};
   if (::fstat(descriptor.get(), &status) != 0) throw failure(path, "examine", errno);
   if (!S_ISREG(status.st_mode))
@@ -172,6 +164,19 @@ void MappedFile::release() const {
     ::madvise(const_cast<std::byte*>(bytes_.data()), bytes_.size(), MADV_DONTNEED);
 }
 
+FileLock::FileLock(std::filesystem::path path, int flags, Wait wait)
+    : path_(std::move(path)), file_(path_, flags) {
+  const int operation = wait == Wait::yes ? LOCK_EX : LOCK_EX | LOCK_NB;
+  error_ = file_.get() >= 0 && ::flock(file_.get(), operation) == 0 ? 0 : errno;
+}
+
+bool FileLock::held_by_another() const { return error_ == EWOULDBLOCK; }
+
+void FileLock::require(const std::string& taken) const {
+  if (held_by_another()) throw std::runtime_error(taken);
+  if (error_ != 0) throw failure(path_, "lock", error_);
+}
+
 std::string last_name(const std::filesystem::path& path) {
   std::filesystem::path clean = std::filesystem::absolute(path).lexically_normal();
   if (!clean.has_filename()) clean = clean.parent_path();  // "a/trace/"
@@ -181,6 +186,7 @@ std::string last_name(const std::filesystem::path& path) {
 void sync_folder_of(const std::filesystem::path& path) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
+  if (descriptor.get() < 0) throw failure(folder, "open", errno);
   // Some file systems cannot sync a folder (EINVAL): nothing to be done there.
   if (::fsync(descriptor.get()) != 0 && errno != EINVAL) throw failure(folder, "sync", errno);
 }

@@ -1,4 +1,4 @@
-// Files: written whole or not at all, read by mapping.
+// Files: written whole or not at all, read by mapping, locked.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +9,20 @@
 #include <vector>
 
 namespace kvlab {
+
+/// An open file or folder, closed with this object.
+class Descriptor {
+ public:
+  Descriptor(const std::filesystem::path& path, int flags);
+  ~Descriptor();
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int get() const { return value_; }  ///< -1: it could not be opened, errno says why
+
+ private:
+  int value_;
+};
 
 /// A file being written as PATH.XXXXXXXX.part, a name that nobody can foresee and that was not
 /// there. commit() syncs it, renames it to PATH and syncs the folder; without commit() it is
@@ -72,6 +86,23 @@ class MappedFile {
 
  private:
   std::span<const std::byte> bytes_;
+};
+
+/// A lock on a file or folder, which goes with this object: of all that ask, one has it.
+class FileLock {
+ public:
+  enum class Wait { no, yes };
+  /// `flags`: how the file is opened.
+  FileLock(std::filesystem::path path, int flags, Wait wait = Wait::no);
+
+  bool held_by_another() const;
+  /// Throws std::runtime_error where this has no lock: `taken` if another has it.
+  void require(const std::string& taken) const;
+
+ private:
+  std::filesystem::path path_;
+  Descriptor file_;
+  int error_;  // 0: locked
 };
 
 /// The last name of a path, whatever slashes and dots follow it: `trace` of "a/trace/" and

@@ -2,12 +2,9 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <vector>
-
-#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -82,16 +79,6 @@ class Builder : public nlohmann::json_sax<json> {
   json* member_ = nullptr;   // where the value of the last key goes
 };
 
-std::runtime_error wrong(std::string_view what, std::string_view key, const json& value,
-                         std::string_view expected) {
-  std::string shown = value.is_structured()
-                          ? std::string(value.type_name())
-                          : value.dump(-1, ' ', true, json::error_handler_t::replace);
-  if (shown.size() > kLongestQuote) shown = shown.substr(0, kLongestQuote) + "...";
-  return std::runtime_error(
-      fmt::format("{}: {} is {}; {} is expected", what, json_quoted(key), shown, expected));
-}
-
 }  // namespace
 
 json parse_json(std::string_view text, std::string_view what) {
@@ -127,74 +114,6 @@ const json* json_find(const json& object, std::string_view key) {
   if (!object.is_object()) return nullptr;
   const auto found = object.find(key);
   return found == object.end() || found->is_null() ? nullptr : &*found;
-}
-
-const json& json_at(const json& object, std::string_view key, std::string_view what) {
-  if (!object.is_object())
-    throw std::runtime_error(fmt::format("{}: a JSON object is expected", what));
-  if (const json* found = json_find(object, key)) return *found;
-  throw std::runtime_error(fmt::format("{}: key {} is missing", what, json_quoted(key)));
-}
-
-std::int64_t json_integer(const json& object, std::string_view key, std::string_view what,
-                          std::int64_t min, std::int64_t max) {
-  const json& value = json_at(object, key, what);
-  const bool fits = value.is_number_integer() &&
-                    !(value.is_number_unsigned() &&
-                      value.get<std::uint64_t>() > std::numeric_limits<std::int64_t>::max());
-  const std::int64_t number = fits ? value.get<std::int64_t>() : 0;
-  if (!fits || number < min || number > max)
-    throw wrong(what, key, value, fmt::format("an integer from {} to {}", min, max));
-  return number;
-}
-
-double json_number(const json& object, std::string_view key, std::string_view what, double min,
-                   double max) {
-  const json& value = json_at(object, key, what);
-  const double number = value.is_number() ? value.get<double>() : std::nan("");
-  if (!(std::isfinite(number) && number >= min && number <= max))
-    throw wrong(what, key, value, fmt::format("a number from {} to {}", min, max));
-  return number;
-}
-
-bool json_bool(const json& object, std::string_view key, std::string_view what) {
-  const json& value = json_at(object, key, what);
-  if (!value.is_boolean()) throw wrong(what, key, value, "true or false");
-  return value.get<bool>();
-}
-
-std::string json_string(const json& object, std::string_view key, std::string_view what) {
-  const json& value = json_at(object, key, what);
-  if (!value.is_string()) throw wrong(what, key, value, "a string");
-  return value.get<std::string>();
-}
-
-std::string json_name(const json& object, std::string_view key, std::string_view what) {
-  std::string name = json_string(object, key, what);
-  if (has_controls(name)) throw wrong(what, key, name, "text without control characters");
-  return name;
-}
-
-const json& json_object(const json& object, std::string_view key, std::string_view what) {
-  const json& value = json_at(object, key, what);
-  if (!value.is_object()) throw wrong(what, key, value, "an object");
-  return value;
-}
-
-const json& json_array(const json& object, std::string_view key, std::string_view what) {
-  const json& value = json_at(object, key, what);
-  if (!value.is_array()) throw wrong(what, key, value, "an array");
-  return value;
-}
-
-void json_refuse_unknown(const json& object, std::string_view what,
-                         std::initializer_list<std::string_view> known) {
-  if (!object.is_object())
-    throw std::runtime_error(fmt::format("{}: a JSON object is expected", what));
-  for (const auto& [key, value] : object.items())
-    if (std::find(known.begin(), known.end(), key) == known.end())
-      throw std::runtime_error(
-          fmt::format("{}: key {} is not known to this version of kvlab", what, json_quoted(key)));
 }
 
 }  // namespace kvlab

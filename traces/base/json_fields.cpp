@@ -3,10 +3,12 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
 #include "traces/base/json.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -38,23 +40,34 @@ const nlohmann::json& JsonFields::value(std::string_view key) const {
 }
 
 const nlohmann::json& JsonFields::any(std::string_view key) const {
-  return json_at(*object_, key, where_);
+  if (const nlohmann::json* found = json_find(*object_, key)) return *found;
+  throw std::runtime_error(fmt::format("{}: key {} is missing", where_, json_quoted(key)));
 }
 
 std::string JsonFields::text(std::string_view key) const {
-  return json_name(*object_, key, where_);
-}
-
-std::string JsonFields::name(std::string_view key) const {
-  return json_name(*object_, key, where_);
+  if (!any(key).is_string()) refuse(key, "a string is expected");
+  std::string text = any(key).get<std::string>();
+  if (has_controls(text)) refuse(key, "text without control characters is expected");
+  return text;
 }
 
 double JsonFields::number(std::string_view key, double low, double high) const {
-  return json_number(*object_, key, where_, low, high);
+  const nlohmann::json& found = any(key);
+  const double number = found.is_number() ? found.get<double>() : std::nan("");
+  if (!(std::isfinite(number) && number >= low && number <= high))
+    refuse(key, fmt::format("a number from {} to {} is expected", low, high));
+  return number;
 }
 
 std::int64_t JsonFields::integer(std::string_view key, std::int64_t low, std::int64_t high) const {
-  return json_integer(*object_, key, where_, low, high);
+  const nlohmann::json& found = any(key);
+  const bool fits = found.is_number_integer() &&
+                    !(found.is_number_unsigned() &&
+                      found.get<std::uint64_t>() > std::numeric_limits<std::int64_t>::max());
+  const std::int64_t number = fits ? found.get<std::int64_t>() : 0;
+  if (!fits || number < low || number > high)
+    refuse(key, fmt::format("an integer from {} to {} is expected", low, high));
+  return number;
 }
 
 std::uint32_t JsonFields::size(std::string_view key, std::uint32_t high) const {
@@ -66,15 +79,26 @@ std::uint64_t JsonFields::whole(std::string_view key, std::int64_t high) const {
 }
 
 bool JsonFields::flag(std::string_view key, bool if_absent) const {
-  return has(key) ? json_bool(*object_, key, where_) : if_absent;
+  if (!has(key)) return if_absent;
+  if (!any(key).is_boolean()) refuse(key, "true or false is expected");
+  return any(key).get<bool>();
 }
 
 const nlohmann::json& JsonFields::list(std::string_view key) const {
-  return json_array(*object_, key, where_);
+  if (!any(key).is_array()) refuse(key, "an array is expected");
+  return any(key);
 }
 
 JsonFields JsonFields::object(std::string_view key) const {
-  return {json_object(*object_, key, where_), fmt::format("{}: {}", where_, key)};
+  if (!any(key).is_object()) refuse(key, "an object is expected");
+  return {any(key), fmt::format("{}: {}", where_, key)};
+}
+
+std::vector<JsonFields> JsonFields::objects(std::string_view key) const {
+  std::vector<JsonFields> objects;
+  for (const nlohmann::json& entry : list(key))
+    objects.emplace_back(entry, fmt::format("{}: {}[{}]", where_, key, objects.size()));
+  return objects;
 }
 
 void JsonFields::check_format(int format) const {
@@ -87,7 +111,8 @@ void JsonFields::check_format(int format) const {
 void JsonFields::allow_only(std::initializer_list<std::string_view> known) const {
   for (const auto& [key, found] : object_->items())
     if (!found.is_null() && std::find(known.begin(), known.end(), key) == known.end())
-      refuse(key, "this key is not supported here");
+      throw std::runtime_error(fmt::format("{}: key {} is not known to this version of kvlab",
+                                           where_, json_quoted(key)));
 }
 
 void JsonFields::refuse(std::string_view key, std::string_view right) const {

@@ -7,6 +7,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace kvlab {
 
@@ -28,7 +29,6 @@ class JsonFields {
   const nlohmann::json& any(std::string_view key) const;
   /// Text without control characters.
   std::string text(std::string_view key) const;
-  std::string name(std::string_view key) const;
   /// A finite number.
   double number(std::string_view key, double low = std::numeric_limits<double>::lowest(),
                 double high = std::numeric_limits<double>::max()) const;
@@ -44,6 +44,8 @@ class JsonFields {
   bool flag(std::string_view key, bool if_absent) const;
   const nlohmann::json& list(std::string_view key) const;
   JsonFields object(std::string_view key) const;
+  /// A list of objects.
+  std::vector<JsonFields> objects(std::string_view key) const;
 
   /// Throws unless the object says that it is of this format.
   void check_format(int format) const;

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 
 namespace kvlab {
 namespace {
@@ -92,17 +93,17 @@ class HeaderParser {
 
   TensorView read_tensor(const std::string& name, const json& entry) {
     const std::string where = fmt::format("{}: tensor {}", what_, json_quoted(name));
-    const std::string dtype_name = json_string(entry, "dtype", where);
+    const JsonFields fields(entry, where);
+    const std::string dtype_name = fields.text("dtype");
     const auto dtype = dtype_from_safetensors(dtype_name);
     if (!dtype)
       throw std::runtime_error(fmt::format("{} has dtype {}; F32, F16, BF16 and I32 can be read",
                                            where, json_quoted(dtype_name)));
-    TensorView tensor{*dtype, read_sizes(json_array(entry, "shape", where), where, "shape"), {}};
+    TensorView tensor{*dtype, read_sizes(fields, "shape"), {}};
     if (tensor.shape.size() > kMaxDimensions)
       throw std::runtime_error(fmt::format("{} has {} dimensions; at most {} are allowed", where,
                                            tensor.shape.size(), kMaxDimensions));
-    const auto offsets =
-        read_sizes(json_array(entry, "data_offsets", where), where, "data_offsets");
+    const auto offsets = read_sizes(fields, "data_offsets");
     if (offsets.size() != 2 || offsets[0] > offsets[1])
       throw std::runtime_error(where + ": data_offsets must be [begin, end] with begin <= end");
     const std::size_t begin = offsets[0], end = offsets[1];
@@ -117,13 +118,10 @@ class HeaderParser {
     return tensor;
   }
 
-  static std::vector<std::size_t> read_sizes(const json& values, const std::string& where,
-                                             std::string_view key) {
+  static std::vector<std::size_t> read_sizes(const JsonFields& fields, std::string_view key) {
     std::vector<std::size_t> sizes;
-    for (const json& value : values) {
-      if (!value.is_number_unsigned())
-        throw std::runtime_error(
-            fmt::format("{}: {} must hold non-negative integers", where, json_quoted(key)));
+    for (const json& value : fields.list(key)) {
+      if (!value.is_number_unsigned()) fields.refuse(key, "non-negative integers are expected");
       sizes.push_back(value.get<std::size_t>());
     }
     return sizes;

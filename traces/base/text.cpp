@@ -63,9 +63,16 @@ std::vector<std::string> split_list(std::string_view text, char separator) {
   }
 }
 
-void replace_all(std::string& text, std::string_view from, std::string_view to) {
-  for (std::size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
-    text.replace(at, from.size(), to);
+std::string replace_all(std::string_view text, std::string_view from, std::string_view to) {
+  std::string out;
+  out.reserve(text.size());
+  std::size_t at = 0;
+  for (std::size_t hit; (hit = text.find(from, at)) != text.npos; at = hit + from.size()) {
+    out += text.substr(at, hit - at);
+    out += to;
+  }
+  out += text.substr(at);
+  return out;
 }
 
 }  // namespace kvlab

@@ -9,8 +9,8 @@ namespace kvlab {
 
 /// The parts between separators; one empty part where `text` is empty.
 std::vector<std::string> split_list(std::string_view text, char separator = ',');
-/// Puts `to` in every place of `from`.
-void replace_all(std::string& text, std::string_view from, std::string_view to);
+/// `text` with every `from` replaced, left to right. `from` must not be empty.
+std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
 
 /// Whether a terminal would do something with `text` but show it: control characters (C0, DEL, and
 /// C1 in UTF-8) and the marks that change the direction of what follows.

@@ -351,7 +351,7 @@ void EvictingCache::share_slots_of_live(int sequence, std::uint32_t fed) {
 
 void EvictingCache::before_token(int sequence, std::uint32_t fed) {
   if (!counts(sequence)) return;
-  if (!makes_room_at_once(modifiers(sequence))) make_room(sequence, fed, false);
+  if (!modifiers(sequence).steps_make_room()) make_room(sequence, fed, false);
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);  // by the step itself

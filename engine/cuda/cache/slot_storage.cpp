@@ -57,8 +57,8 @@ void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::si
                          .sinks = guards.sinks,
                          .recent = guards.recent,
                          .group_max = modifiers.group == Modifiers::Group::max});
-    of_steps.push_back(makes_room_at_once(modifiers) ? budget : kernels::kUnlimited);
-    of_shrinks.push_back(budget == kNoBudget ? kernels::kUnlimited : budget - 1 + modifiers.every);
+    of_steps.push_back(modifiers.steps_make_room() ? budget : kernels::kUnlimited);
+    of_shrinks.push_back(modifiers.room_at(budget));
     starts.push_back(slots.first_slots()[at]);
   }
   cuda::write(rules + first, own_rules, kTables);

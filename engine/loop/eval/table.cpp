@@ -18,15 +18,11 @@ using nlohmann::ordered_json;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-std::string budget_text(const CacheConfig& config) {
-  return config.evicts() ? config.budget.text() : "all";
-}
-
 ordered_json config_json(const EvalScore& score) {
   const CacheConfig& cache = score.config;
   return {{"policy", cache.policy.name},
           {"params", cache.policy.params_text()},
-          {"budget", budget_text(cache)},
+          {"budget", cache.budget_text()},
           {"budget_tokens", score.budget_tokens},
           {"prefill", cache.prefill.text()},
           {"positions", name_of(cache.positions)},
@@ -71,9 +67,9 @@ ordered_json pair_json(const Evaluation& evaluation, const EvalPair& pair) {
   ordered_json json{{"a", pair.a},
                     {"b", pair.b},
                     {"a_policy", a.policy.text()},
-                    {"a_budget", budget_text(a)},
+                    {"a_budget", a.budget_text()},
                     {"b_policy", b.policy.text()},
-                    {"b_budget", budget_text(b)}};
+                    {"b_budget", b.budget_text()}};
   if (!std::isnan(pair.kl.mean)) json["kl"] = difference_json(pair.kl);
   json["nll"] = difference_json(pair.nll);
   return json;
@@ -156,7 +152,7 @@ ordered_json difference_json(const Difference& difference) {
 
 std::string config_columns(const CacheConfig& config, std::uint32_t budget_tokens) {
   return fmt::format("{},{},{},{},{},{},{}", csv_field(config.policy.name),
-                     csv_field(config.policy.params_text()), csv_field(budget_text(config)),
+                     csv_field(config.policy.params_text()), csv_field(config.budget_text()),
                      budget_tokens, config.prefill.text(), name_of(config.positions), config.seed);
 }
 

@@ -7,6 +7,7 @@
 
 #include "engine/loop/task/judge.hpp"
 #include "engine/loop/text_stream.hpp"
+#include "policies/executor.hpp"
 
 namespace kvlab {
 namespace {
@@ -43,7 +44,10 @@ class TaskLoop {
                  std::vector(modes.size(), std::vector<TaskAnswer>(configs.size()))) {}
 
   std::vector<std::vector<std::vector<TaskAnswer>>> run() {
-    for (const auto& together : batches()) {
+    const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
+      return backend_.side_by_side(one, other);
+    };
+    for (const auto& together : batches_of(configs_, configs_.size(), alike)) {
       std::vector<Row> rows, open;
       for (std::size_t p = 0; p < prompts_.size(); ++p)
         for (std::size_t m = 0; m < modes_.size(); ++m)
@@ -60,21 +64,6 @@ class TaskLoop {
   }
 
  private:
-  /// Configurations whose caches can be side by side.
-  std::vector<std::vector<std::size_t>> batches() const {
-    std::vector<std::vector<std::size_t>> batches;
-    for (std::size_t c = 0; c < configs_.size(); ++c) {
-      const auto batch = std::ranges::find_if(batches, [&](const auto& b) {
-        return backend_.side_by_side(configs_[b.front()], configs_[c]);
-      });
-      if (batch == batches.end())
-        batches.push_back({c});
-      else
-        batch->push_back(c);
-    }
-    return batches;
-  }
-
   /// Calls `body` with as many rows as fit, and a decoder of them.
   template <class Body>
   void in_groups(std::span<const Row> rows, Body body) {

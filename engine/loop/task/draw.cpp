@@ -9,6 +9,10 @@
 #include <cmath>
 #include <set>
 #include <stdexcept>
+#include <utility>
+
+#include "traces/base/json.hpp"
+#include "traces/base/split_mix.hpp"
 
 namespace kvlab {
 namespace {
@@ -33,12 +37,7 @@ class Random {
   explicit Random(std::initializer_list<std::uint64_t> seeds) {
     for (const std::uint64_t seed : seeds) state_ = next() ^ seed;
   }
-  std::uint64_t next() {
-    std::uint64_t x = state_ += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-  }
+  std::uint64_t next() { return split_mix(std::exchange(state_, state_ + kSplitMixStep)); }
   std::uint64_t below(std::uint64_t count) { return next() % count; }
   double share() { return static_cast<double>(next() >> 11) * 0x1p-53; }
   /// Of so many digits, the first one not 0.
@@ -162,6 +161,14 @@ TaskDraw draw_recall(const TaskSpec& spec, TaskPlace place, Random& random) {
 }
 
 }  // namespace
+
+TaskKind parse_task_kind(std::string_view name) {
+  if (name == "passkey") return TaskKind::passkey;
+  if (name == "needle") return TaskKind::needle;
+  if (name == "recall") return TaskKind::recall;
+  throw std::invalid_argument(
+      fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+}
 
 std::string TaskSpec::text() const {
   switch (kind) {

@@ -11,6 +11,8 @@
 namespace kvlab {
 
 enum class TaskKind { passkey, needle, recall };
+/// Throws std::invalid_argument in the name of --task for another name.
+TaskKind parse_task_kind(std::string_view name);
 
 /// What is asked.
 struct TaskSpec {

@@ -2,22 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 namespace kvlab {
 namespace {
-
-std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
-  const auto full = std::ranges::find_if(configs, [](const CacheConfig& config) {
-    return !config.evicts() && config.positions == Positions::original;
-  });
-  if (full == configs.end())
-    configs.insert(configs.begin(), CacheConfig{});
-  else
-    std::rotate(configs.begin(), full, full + 1);
-  return configs;
-}
 
 void check_context(const ModelConfig& config, const TaskRun& run) {
   for (std::size_t p = 0; p < run.prompts.size(); ++p) {

@@ -14,7 +14,7 @@ namespace {
 std::string config_fields(const TaskRun& run, std::size_t c, QueryMode mode) {
   const CacheConfig& config = run.configs[c];
   return fmt::format("{},{},{},{},{},{},{},{}", csv_field(run.task), csv_field(config.policy.name),
-                     csv_field(config.policy.params_text()), csv_field(budget_text(config)),
+                     csv_field(config.policy.params_text()), csv_field(config.budget_text()),
                      csv_field(config.prefill.text()), name_of(config.positions), config.seed,
                      name_of(mode));
 }
@@ -24,10 +24,6 @@ std::string number_or_nothing(double value) {
 }
 
 }  // namespace
-
-std::string budget_text(const CacheConfig& config) {
-  return config.evicts() ? config.budget.text() : "all";
-}
 
 std::string depth_text(double depth) { return fmt::format("{:.6g}%", 100 * depth); }
 

@@ -21,8 +21,6 @@ struct TaskRun {
   std::vector<std::vector<std::vector<TaskAnswer>>> answers;  ///< [prompt][mode][configuration]
 };
 
-/// The budget as asked for; "all" where nothing leaves.
-std::string budget_text(const CacheConfig& config);
 /// "25%", "33.3%".
 std::string depth_text(double depth);
 

@@ -23,13 +23,13 @@ constexpr std::array<std::string_view, 8> kScripts{"data.js",   "elements.js", "
 /// Inside <script> nothing but "</script" and "<!--" ends or bends it; in JSON "<" may be escaped.
 std::string json_element(const nlohmann::ordered_json& data) {
   std::string text = json_text(data, -1);
-  replace_all(text, "<", "\\u003c");
+  text = replace_all(text, "<", "\\u003c");
   return fmt::format("<script type=\"application/json\" id=\"data\">{}</script>\n", text);
 }
 
 std::string script_element(std::string text) {
-  replace_all(text, "</script", "<\\/script");
-  replace_all(text, "<!--", "<\\!--");
+  text = replace_all(text, "</script", "<\\/script");
+  text = replace_all(text, "<!--", "<\\!--");
   return fmt::format("<script>\n{}</script>\n", text);
 }
 

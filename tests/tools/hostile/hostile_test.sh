@@ -33,7 +33,7 @@ sed 's/"weights_xxh3": "[0-9a-f]*"/"weights_xxh3": "\\u001b[2J"/' policy.json >h
 ! cmp -s policy.json hashed.json || fail "the weights' hash is not where it was"
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file hashed.json
 sed 's/"weights_xxh3":/"weights": 1, "weights_xxh3":/' policy.json >more.json
-refused "this key is not supported here" "$kvlab" generate --model tiny --prompt hi --policy-file more.json
+refused "is not known to this version" "$kvlab" generate --model tiny --prompt hi --policy-file more.json
 refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
 # Another program's complaint of several lines.

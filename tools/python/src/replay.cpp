@@ -16,6 +16,7 @@
 #include "sim/budgets/grid.hpp"
 #include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
+#include "sim/metrics.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
@@ -185,16 +186,6 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   return config;
 }
 
-/// The positions of the queries that a replay over `span` measures.
-std::vector<std::uint32_t> queries_of(const TraceReader& trace, Span span) {
-  std::vector<std::uint32_t> queries;
-  for (const Segment& segment : trace.segments())
-    for (std::uint32_t i = 0; i < segment.tokens; ++i)
-      if (span == Span::all || segment.kind == SegmentKind::decode)
-        queries.push_back(segment.start + i);
-  return queries;
-}
-
 /// Positions of queries, and [query, token]: whether the token was live.
 std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, const Trace& trace,
                                                      std::uint32_t sequence, std::size_t config,
@@ -204,7 +195,8 @@ std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, cons
                                                      std::shared_ptr<OutputProjections> output) {
   const CacheConfig wanted = config_of(self.run.info, config, own);
   const TraceReader& reader = *trace.reader;
-  std::vector<std::uint32_t> queries = queries_of(reader, self.run.info.span);
+  std::vector<std::uint32_t> queries =
+      QuerySpan(reader.segments(), self.run.info.span, 1).sampled_queries();
   const ReplayOptions options{
       .span = self.run.info.span, .plain = plain, .output = std::move(output)};
   const std::size_t tokens = reader.tokens();

@@ -53,13 +53,6 @@ class SlotPlan {
     return static_cast<std::uint32_t>(
         std::min<std::uint64_t>(modifiers().capacity(budget, 1), length_));
   }
-  std::uint32_t room_at(std::uint32_t budget) const {
-    return budget == kNoBudget ? kNoBudget : budget - 1 + modifiers().every;
-  }
-  bool steps_make_room() const {
-    return modifiers().every == 1 && !modifiers().once &&
-           modifiers().scope == Modifiers::Scope::head;
-  }
   /// How many of so many live tokens, [layer, KV head], leave before the next admission.
   Array<std::uint32_t> surplus(const Counts& live, bool after_prompt) const {
     if (live.shape(0) != layers_ || live.shape(1) != kv_heads_)
@@ -113,9 +106,12 @@ void bind_slot_plan(nb::module_& module) {
                    kOwned)
       .def_prop_ro("slots", by_head([](const Plan& p, std::uint32_t b) { return p.slots(b); }),
                    kOwned)
-      .def_prop_ro("room_at", by_head([](const Plan& p, std::uint32_t b) { return p.room_at(b); }),
+      .def_prop_ro("room_at",
+                   by_head([](const Plan& p, std::uint32_t b) { return p.modifiers().room_at(b); }),
                    kOwned, "Live tokens at which room is made by a shrink.")
-      .def_prop_ro("steps_make_room", &Plan::steps_make_room, "Else a shrink before a step does.")
+      .def_prop_ro(
+          "steps_make_room", [](const Plan& p) { return p.modifiers().steps_make_room(); },
+          "Else a shrink before a step does.")
       .def_prop_ro("once", [](const Plan& p) { return p.modifiers().once; })
       .def_prop_ro("by_layer",
                    [](const Plan& p) { return p.modifiers().scope == Modifiers::Scope::layer; })
