@@ -311,7 +311,7 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   json object = file.metadata();
   const JsonFields fields(object, what);
   const auto parse = [&](const char* key) {
-    object[key] = parse_json(fields.text(key), fmt::format("{} {}", what, key));
+    object[key] = parse_json(fields.raw(key), fmt::format("{} {}", what, key));
   };
   for (const char* key : {"format", "config", "first", "tokens", "segments", "capture"}) parse(key);
   ShardMetadata metadata;

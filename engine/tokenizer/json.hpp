@@ -35,6 +35,8 @@ class Node : public JsonFields {
   Node child(std::string_view key) const { return {any(key), path(key)}; }
   std::vector<Node> children(std::string_view key) const;
 
+  /// Any text, as a token may be.
+  std::string text(std::string_view key) const { return raw(key); }
   std::string text_or(std::string_view key, std::string_view fallback) const;
   /// A text that the tokenizer puts in place of others: at most kMaxContentBytes.
   std::string content(std::string_view key) const;

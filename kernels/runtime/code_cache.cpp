@@ -10,7 +10,7 @@
 #include <charconv>
 #include <string_view>
 
-#include "kernels/runtime/private_folder.hpp"
+#include "policies/private_folder.hpp"
 
 namespace kvlab::kernels {
 namespace {

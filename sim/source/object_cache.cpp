@@ -7,7 +7,7 @@
 #include <span>
 #include <system_error>
 
-#include "kernels/runtime/private_folder.hpp"
+#include "policies/private_folder.hpp"
 #include "traces/base/files.hpp"
 
 namespace kvlab {

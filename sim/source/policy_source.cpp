@@ -8,10 +8,10 @@
 #include <span>
 #include <stdexcept>
 
-#include "kernels/runtime/private_folder.hpp"
 #include "policies/catalogue.hpp"
 #include "policies/embedded.hpp"
 #include "policies/policy_struct.hpp"
+#include "policies/private_folder.hpp"
 #include "sim/replay.hpp"
 #include "sim/source/complaint.hpp"
 #include "sim/source/host_compiler.hpp"

@@ -154,6 +154,7 @@ TEST_CASE("added tokens take white space along and respect words as they are tol
   file["added_tokens"].push_back(added(401, "[r]", {{"rstrip", true}}));
   file["added_tokens"].push_back(added(402, "ca", {{"single_word", true}}));
   file["added_tokens"].push_back(added(403, "[r]]", json::object()));
+  file["added_tokens"].push_back(added(404, "\n\t\n", json::object()));
   const Tokenizer tokenizer = load_json(file);
   CHECK(tokenizer.encode("a \t [l] a") == Ids{kA, 400, kMarkA});
   CHECK(tokenizer.encode("a [r] \n a") == Ids{kA, kMark, 401, kA});
@@ -163,6 +164,7 @@ TEST_CASE("added tokens take white space along and respect words as they are tol
   CHECK(tokenizer.encode("cab") == Ids{262, 263});
   CHECK(tokenizer.encode("aca") == Ids{kA, 262, kA});
   CHECK(tokenizer.encode("[r]]") == Ids{403});
+  CHECK(tokenizer.encode("[r]]\n\t\n") == Ids{403, 404});
 }
 
 TEST_CASE("a normalized added token is looked for in the normalised text") {

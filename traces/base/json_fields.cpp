@@ -44,9 +44,13 @@ const nlohmann::json& JsonFields::any(std::string_view key) const {
   throw std::runtime_error(fmt::format("{}: key {} is missing", where_, json_quoted(key)));
 }
 
-std::string JsonFields::text(std::string_view key) const {
+std::string JsonFields::raw(std::string_view key) const {
   if (!any(key).is_string()) refuse(key, "a string is expected");
-  std::string text = any(key).get<std::string>();
+  return any(key).get<std::string>();
+}
+
+std::string JsonFields::text(std::string_view key) const {
+  std::string text = raw(key);
   if (has_controls(text)) refuse(key, "text without control characters is expected");
   return text;
 }

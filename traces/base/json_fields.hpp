@@ -29,6 +29,8 @@ class JsonFields {
   const nlohmann::json& any(std::string_view key) const;
   /// Text without control characters.
   std::string text(std::string_view key) const;
+  /// Any text.
+  std::string raw(std::string_view key) const;
   /// A finite number.
   double number(std::string_view key, double low = std::numeric_limits<double>::lowest(),
                 double high = std::numeric_limits<double>::max()) const;

@@ -65,8 +65,8 @@ std::string template_of(const nlohmann::json& config, const std::string& file) {
   if (entry->is_string()) return entry->get<std::string>();
   if (entry->is_array())
     for (const nlohmann::json& one : *entry)
-      if (one.is_object() && JsonFields(one, file).text("name") == "default")
-        return JsonFields(one, file).text("template");
+      if (one.is_object() && JsonFields(one, file).raw("name") == "default")
+        return JsonFields(one, file).raw("template");
   throw std::runtime_error(
       fmt::format("{}: chat_template should be a string, or a list with one named default", file));
 }

@@ -61,7 +61,7 @@ TEST_CASE("A model's template is found where it has one") {
   CHECK(!read_chat_frame(folder.path()));
   write("tokenizer_config.json", "{\"bos_token\": \"<s>\"}");
   CHECK(!read_chat_frame(folder.path()));
-  const std::string chat_ml = "\"<|im_start|><|im_end|>\"";
+  const std::string chat_ml = "\"<|im_start|>\\n<|im_end|>\"";
   write("tokenizer_config.json", "{\"chat_template\": " + chat_ml + "}");
   CHECK(read_chat_frame(folder.path())->before == "<|im_start|>user\n");
   write("tokenizer_config.json",
