@@ -24,11 +24,16 @@ same() {
   [ ! -e "$1.part" ] || fail "$1.part was left behind"
 }
 finished() { ls "$1.part" 2>/dev/null | grep -c 'unit$' || true; }
+# has_units RUN COUNT: whether so many are finished. Begins no process: a whole replay takes a third of a second.
+has_units() {
+  wanted=$2
+  set -- "$1".part/*unit
+  [ -e "$1" ] && [ $# -ge "$wanted" ]
+}
 # kill_at RUN COUNT PID: kills -9 when so many units of RUN are finished.
 kill_at() {
-  while [ "$(finished "$1")" -lt "$2" ]; do
+  until has_units "$1" "$2"; do
     kill -0 "$3" 2>/dev/null || fail "the replay was over before it could be killed"
-    sleep 0.005
   done
   kill -9 "$3" || fail "the replay was over before it could be killed"
   wait "$3" 2>/dev/null || true
@@ -62,7 +67,8 @@ refused_or_afresh() {
   reference
   start run --threads 1 >/dev/null 2>&1 &
   pid=$!
-  while [ "$(finished run)" -lt 1 ]; do sleep 0.005; done
+  until has_units run 1; do :; done
+  kill -STOP $pid
   refused "another kvlab replay is at work" replay run
   kill_at run 1 $pid
   cp -r run.part kept.part
@@ -114,7 +120,7 @@ several_processes() {
   # A process dies: all end. Then a lone one finishes what they had.
   start_spread 4 dead --threads 1 >/dev/null 2>&1 &
   mpirun=$!
-  while [ "$(finished dead)" -lt 2 ]; do sleep 0.005; done
+  until has_units dead 2; do :; done
   set -- $(children $(children $mpirun)) # of mpirun, which is timeout's child
   [ $# -eq 4 ] || fail "not 4 processes, but $#"
   kill -9 "$4"
