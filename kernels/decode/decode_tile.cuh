@@ -71,8 +71,8 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   T values[kKeys * kDim];
 
   /// Starts copying the first `valid` slots from `from_keys`, `from_values`, where they lie one
-  /// behind the other or, kStrided, `stride` elements apart; zeros for the rest: what an unused
-  /// slot holds may not be a number. By a whole warp.
+  /// behind the other or, kStrided, `stride` elements apart, all in memory; zeros for the rest:
+  /// what an unused slot holds may not be a number. By a whole warp.
   template <bool kStrided>
   __device__ void load_slots(const T* from_keys, const T* from_values, int stride, int valid,
                              CachePolicy policy) {
@@ -82,7 +82,7 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
     for (int i = lane; i < kKeys * Layout::kChunks; i += 32) {
       const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
       const bool wanted = row < valid;
-      const int from = !wanted ? 0 : kStrided ? row * stride + chunk * kPerChunk : i * kPerChunk;
+      const int from = kStrided ? row * stride + chunk * kPerChunk : wanted ? i * kPerChunk : 0;
       copy_async(shared_address(keys) + Layout::offset(row, chunk), from_keys + from, wanted,
                  policy);
       copy_async(shared_address(values) + Layout::offset(row, chunk), from_values + from, wanted,

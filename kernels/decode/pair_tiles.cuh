@@ -82,13 +82,15 @@ struct Exchange {
   }
 };
 
-/// The block of a warp's next tile, looked up a tile ahead of its use: it is on its way then.
+/// Where a warp's next tiles begin, one in each lane: 32 tiles wait for one look at the table, and
+/// share its divisions.
 template <bool kPaged>
-struct BlockAhead {};
+struct RowsAhead {};
 template <>
-struct BlockAhead<true> {
+struct RowsAhead<true> {
   const PagedRows& paged;
-  std::int32_t block = 0;
+  int first = 0;         ///< tile, of lane 0
+  std::int64_t row = 0;  ///< element at which tile first + lane begins
 };
 
 /// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on, which lie
@@ -120,7 +122,7 @@ class TileSource {
       const std::int64_t from =
           cursor_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
       if constexpr (kPaged) {
-        const std::int64_t row = paged_row(slot, valid);
+        const std::int64_t row = paged_row();
         tile.template load_slots<true>(static_cast<const T*>(args_.keys) + row,
                                        static_cast<const T*>(args_.values) + row,
                                        ahead_.paged.slot_stride, valid, policy_);
@@ -132,14 +134,13 @@ class TileSource {
       if constexpr (Warp::kRotated == Rotated::keys)
         tile.load(args_.ages + from / Warp::kHeadSize, valid);
       ++cursor_.tile;
-      if constexpr (kPaged) look_up();
       --left_;
     }
     commit_copies();
   }
 
  private:
-  __device__ static BlockAhead<kPaged> ahead_of(const PairPlan& plan) {
+  __device__ static RowsAhead<kPaged> ahead_of(const PairPlan& plan) {
     if constexpr (kPaged)
       return {plan.paged};
     else
@@ -149,24 +150,26 @@ class TileSource {
   __device__ int first_slot() const {
     return cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
   }
+  /// From the cursor's tile on.
   __device__ void look_up() {
     static_assert(kFewestSlotsOfBlock % Warp::kKeys == 0);
-    const int pair = cursor_.slots.pair, slot = first_slot();
+    const int slot = first_slot() + static_cast<int>(threadIdx.x % 32) * kSlotsPerTile;
+    ahead_.first = cursor_.tile;
     if (slot < cursor_.slots.live)
-      ahead_.block =
-          ahead_.paged.table(pair, pair / args_.table.kv_heads)[slot >> ahead_.paged.shift];
+      ahead_.row = ahead_.paged.row(cursor_.slots.pair, args_.table.kv_heads, slot);
   }
-  /// The element at which the cursor's slots begin; 0 where none is live.
-  __device__ std::int64_t paged_row(int slot, int valid) const {
-    const int kv_head = cursor_.slots.pair % args_.table.kv_heads;
-    return valid > 0 ? ahead_.paged.begin(ahead_.block, kv_head, slot) : 0;
+  /// The element at which the cursor's slots begin; any block's where none is live. By
+  /// a whole warp.
+  __device__ std::int64_t paged_row() {
+    if (cursor_.tile - ahead_.first == 32) look_up();
+    return __shfl_sync(~0u, ahead_.row, cursor_.tile - ahead_.first);
   }
 
   const PairAttention& args_;
   TileCursor cursor_;
   int left_;
   CachePolicy policy_;
-  [[no_unique_address]] BlockAhead<kPaged> ahead_;
+  [[no_unique_address]] RowsAhead<kPaged> ahead_;
 };
 
 /// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,
