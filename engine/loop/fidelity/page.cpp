@@ -158,7 +158,8 @@ class FidelityPage {
     const JsonFields own = metric(standard_);
     for (const std::string& budget : budgets_) {
       const auto counted = [&](const char* key) { return own.object(key).whole(budget); };
-      const json& list = own.object("wrong").list(budget);
+      const JsonFields pairs = own.object("wrong");
+      const json& list = pairs.list(budget);
       const std::string of = fmt::format("{} of {}", counted("misordered"), counted("told_apart"));
       if (list.empty()) rows.push_back({escape(budget), of, "", "", ""});
       for (std::size_t i = 0; i < std::min(list.size(), kMostWrong); ++i) {
