@@ -16,6 +16,9 @@
 namespace kvlab {
 namespace {
 
+using Catch::Matchers::ContainsSubstring;
+using Catch::Matchers::StartsWith;
+
 using nlohmann::json;
 
 const std::filesystem::path kModels = std::filesystem::path(KVLAB_SOURCE_DIR) / "tests/data/models";
@@ -68,7 +71,7 @@ TEST_CASE("each tensor that is missing is missed by name") {
     for (const auto& [key, tensor] : tensors_of(name)) {
       CAPTURE(name, key);
       CHECK_THAT(error_after(name, [&, k = key](Tensors& t) { t.erase(k); }),
-                 Catch::Contains("tensor " + json_quoted(key) + " is missing"));
+                 ContainsSubstring("tensor " + json_quoted(key) + " is missing"));
     }
 }
 
@@ -77,16 +80,16 @@ TEST_CASE("each tensor of a wrong shape or dtype is refused by name") {
     CAPTURE(key);
     const auto flat = [k = key](Tensors& t) { t[k].shape.push_back(1); };
     CHECK_THAT(error_after("llama_biases", flat),
-               Catch::Contains("tensor " + json_quoted(key) + " has shape ["));
+               ContainsSubstring("tensor " + json_quoted(key) + " has shape ["));
     const auto integers = [k = key](Tensors& t) { t[k].dtype = Dtype::i32; };
     CHECK_THAT(error_after("llama_biases", integers),
-               Catch::Contains("tensor " + json_quoted(key) + " is I32"));
+               ContainsSubstring("tensor " + json_quoted(key) + " is I32"));
   }
   const auto transposed = [](Tensors& t) {
     std::swap(t["lm_head.weight"].shape[0], t["lm_head.weight"].shape[1]);
   };
   CHECK_THAT(error_after("llama3", transposed),
-             Catch::Contains("shape [32, 67]; config.json makes it [67, 32]"));
+             ContainsSubstring("shape [32, 67]; config.json makes it [67, 32]"));
 }
 
 TEST_CASE("a tensor that the model would not use is refused by name") {
@@ -97,7 +100,7 @@ TEST_CASE("a tensor that the model would not use is refused by name") {
        {"model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias",
         "model.layers.0.self_attn.q_norm.weight"})
     CHECK_THAT(extra(key),
-               Catch::Contains("tensor " + json_quoted(key) + " is not part of the model"));
+               ContainsSubstring("tensor " + json_quoted(key) + " is not part of the model"));
   CHECK(extra("model.layers.0.self_attn.rotary_emb.inv_freq").empty());  // of older files
 }
 
@@ -107,7 +110,7 @@ TEST_CASE("a name that is made to deceive is shown escaped") {
                            Tensor extra = tensors.begin()->second;
                            tensors["evil\n\x1b[31mline"] = extra;
                          }),
-             Catch::Contains("tensor \"evil\\n\\u001b[31mline\" is not part of the model"));
+             ContainsSubstring("tensor \"evil\\n\\u001b[31mline\" is not part of the model"));
 }
 
 TEST_CASE("a copy of a tied head must be a copy") {
@@ -117,7 +120,7 @@ TEST_CASE("a copy of a tied head must be a copy") {
     copy(t);
     t["lm_head.weight"].bytes[3] ^= 1;
   };
-  CHECK_THAT(error_after("qwen2", other), Catch::Contains("lm_head.weight differs"));
+  CHECK_THAT(error_after("qwen2", other), ContainsSubstring("lm_head.weight differs"));
 }
 
 TEST_CASE("weights that are not finite are refused by name") {
@@ -126,7 +129,7 @@ TEST_CASE("weights that are not finite are refused by name") {
     for (const std::string key : {"model.norm.weight", "model.layers.1.mlp.down_proj.weight"}) {
       const auto spoil = [&](Tensors& t) { std::memcpy(t[key].bytes.data() + 8, &value, 4); };
       CHECK_THAT(error_after("llama_biases", spoil),
-                 Catch::Contains("tensor " + key + " holds values that are not finite"));
+                 ContainsSubstring("tensor " + key + " holds values that are not finite"));
     }
 }
 
@@ -135,12 +138,12 @@ TEST_CASE("a file that is missing or cut off is refused by name") {
   std::filesystem::copy_file(kModels / "llama3/config.json", folder / "config.json");
   const std::string file = (folder / "model.safetensors").string();
   const auto error = [&] { return test::error_of([&] { Model::load(folder.path(), 1); }); };
-  CHECK_THAT(error(), Catch::StartsWith(file));
+  CHECK_THAT(error(), StartsWith(file));
   const std::string whole = test::read_bytes(kModels / "llama3/model.safetensors");
   for (const std::size_t size :
        {std::size_t{0}, std::size_t{5}, std::size_t{300}, whole.size() / 2, whole.size() - 1}) {
     test::write_bytes(file, whole.substr(0, size));
-    CHECK_THAT(error(), Catch::StartsWith(file));
+    CHECK_THAT(error(), StartsWith(file));
     CHECK(error().find('\n') == std::string::npos);
   }
 }
@@ -186,36 +189,36 @@ TEST_CASE("the hash of a checkpoint changes with any of its files") {
 TEST_CASE("a broken index is refused by name") {
   Sharded missing_file;
   missing_file.index["weight_map"]["lm_head.weight"] = "model-00009-of-00005.safetensors";
-  CHECK_THAT(missing_file.error(), Catch::Contains("model-00009-of-00005.safetensors"));
+  CHECK_THAT(missing_file.error(), ContainsSubstring("model-00009-of-00005.safetensors"));
 
   Sharded wrong_file;
   wrong_file.index["weight_map"]["lm_head.weight"] = "model-00002-of-00005.safetensors";
-  CHECK_THAT(wrong_file.error(), Catch::Contains("lm_head.weight"));
+  CHECK_THAT(wrong_file.error(), ContainsSubstring("lm_head.weight"));
 
   Sharded unlisted;
   unlisted.index["weight_map"].erase("lm_head.weight");
-  CHECK_THAT(unlisted.error(), Catch::Contains("lm_head.weight"));
+  CHECK_THAT(unlisted.error(), ContainsSubstring("lm_head.weight"));
 
   Sharded invented;
   invented.index["weight_map"]["other.weight"] = "model-00002-of-00005.safetensors";
-  CHECK_THAT(invented.error(), Catch::Contains("other.weight"));
+  CHECK_THAT(invented.error(), ContainsSubstring("other.weight"));
 
   for (const json& file : {json("../model-00002-of-00005.safetensors"), json("/etc/passwd"),
                            json(3), json(""), json("weights.bin")}) {
     Sharded outside;
     outside.index["weight_map"]["lm_head.weight"] = file;
     CAPTURE(file.dump());
-    CHECK_THAT(outside.error(), Catch::Contains("lm_head.weight"));
+    CHECK_THAT(outside.error(), ContainsSubstring("lm_head.weight"));
   }
   for (const json& index : {json::object(), json::array(), json{{"weight_map", 3}},
                             json{{"weight_map", json::object()}}}) {
     Sharded empty;
     empty.index = index;
-    CHECK_THAT(empty.error(), Catch::Contains("weight_map"));
+    CHECK_THAT(empty.error(), ContainsSubstring("weight_map"));
   }
   Sharded lost;
   std::filesystem::remove(lost.folder / "model-00003-of-00005.safetensors");
-  CHECK_THAT(lost.error(), Catch::Contains("model-00003-of-00005.safetensors"));
+  CHECK_THAT(lost.error(), ContainsSubstring("model-00003-of-00005.safetensors"));
 }
 
 }  // namespace
