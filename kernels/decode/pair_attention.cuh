@@ -375,6 +375,14 @@ struct PairGrid {
   bool all_ahead;  ///< every stage is sent for at once
 };
 
+/// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA with
+/// parts of two pairs waits, writes and merges twice. As many as before where that would leave more
+/// than an eighth of them out.
+inline int for_whole_pairs(int ctas, int pairs) {
+  const int out = ctas % pairs;
+  return pairs <= ctas && out <= ctas / 8 ? ctas - out : ctas;
+}
+
 template <class Warp>
 PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
@@ -421,8 +429,9 @@ cudaError_t launch_attention(const PairAttention& args, const PagedRows& paged,
                              cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  const PairGrid grid = grid_for<Warp>(limits, args);
+  PairGrid grid = grid_for<Warp>(limits, args);
   if (grid.ctas == 0) return cudaErrorInvalidDevice;
+  grid.ctas = for_whole_pairs(grid.ctas, args.table.pairs);
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);
   const PairPlan plan{.args = args,

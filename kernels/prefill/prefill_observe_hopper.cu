@@ -136,6 +136,7 @@ __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   for (; tile.query < part.end; tile.next(plan.group)) {
     PhaseBarrier& full = shared.full[tile.stage];
     shared.free[tile.stage].wait(tile.round ^ 1);
+    publish_to_products();  // copies are not ordered behind reads of another kind by barriers alone
     full.arrive_and_expect(sizeof shared.queries[0] + kTermBytes);
     const int head = part.kv_head * plan.group + tile.head;
 #pragma unroll
