@@ -375,9 +375,9 @@ struct PairGrid {
   bool all_ahead;  ///< every stage is sent for at once
 };
 
-/// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA with
-/// parts of two pairs waits, writes and merges twice. As many as before where that would leave more
-/// than an eighth of them out.
+/// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA
+/// with parts of two pairs waits, writes and merges twice. As many as before where that would leave
+/// more than an eighth of them out.
 inline int for_whole_pairs(int ctas, int pairs) {
   const int out = ctas % pairs;
   return pairs <= ctas && out <= ctas / 8 ? ctas - out : ctas;
