@@ -377,10 +377,11 @@ struct PairGrid {
 
 /// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA
 /// with parts of two pairs waits, writes and merges twice. As many as before where that would leave
-/// more than an eighth of them out.
+/// more than an eighth of them out, and where so many serve a pair that few have parts of two.
 inline int for_whole_pairs(int ctas, int pairs) {
+  constexpr int kFew = 16;  // of them, one
   const int out = ctas % pairs;
-  return pairs <= ctas && out <= ctas / 8 ? ctas - out : ctas;
+  return pairs <= ctas && ctas < kFew * pairs && out <= ctas / 8 ? ctas - out : ctas;
 }
 
 template <class Warp>
