@@ -86,7 +86,8 @@ __device__ inline void take_products(float (&c)[kCount]) {
 #pragma unroll
   for (float& value : c) asm volatile("" : "+f"(value)::"memory");
 }
-/// What this thread has written to shared memory, for products after the next barrier.
+/// What this thread has written or read in shared memory comes before products and bulk copies that
+/// follow it or the next barrier.
 __device__ inline void publish_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
