@@ -59,9 +59,8 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   }
   loaded.backend = load_backend(Device::cuda, directory, threads);
   Backend& backend = *loaded.backend;
-  loaded.sweep = way == LoopWay::batches  ? sweep_by_batches(backend.batches())
-                 : way == LoopWay::tokens ? sweep_by_tokens(backend)
-                                          : sweep_by_device_layers(*backend.device_model());
+  loaded.sweep = way == LoopWay::tokens ? sweep_by_tokens(backend)
+                                        : sweep_by_device_layers(*backend.device_model());
   return loaded;
 }
 

@@ -15,7 +15,7 @@
 namespace kvlab {
 
 /// How a closed loop goes on a CUDA device; on the CPU always by layers, which is the fastest.
-enum class LoopWay { layers, tokens, batches };
+enum class LoopWay { layers, tokens };
 
 /// A model on the device that was asked for, loaded once.
 struct LoopModel {

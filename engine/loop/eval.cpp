@@ -7,7 +7,6 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "engine/loop/batch_loop.hpp"
 #include "engine/loop/decoder_loop.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -133,16 +132,6 @@ Sweep sweep_by_tokens(Backend& backend) {
     return sweep_in_turn(sequences, options, [&](const Ids& ids, const LoopOptions& how) {
       return run_decoder_loop(backend, ids, configs, how);
     });
-  };
-}
-
-Sweep sweep_by_batches(BatchBackend& backend) {
-  return [&backend](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
-                    const EvalOptions& options) {
-    return run_batch_loop(backend, sequences, configs,
-                          {.prompt_tokens = options.prompt_tokens,
-                           .against_first = options.against_full,
-                           .progress = options.progress});
   };
 }
 

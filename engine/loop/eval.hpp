@@ -35,9 +35,8 @@ std::vector<std::vector<LoopScores>> sweep_in_turn(
                                                 const LoopOptions& options)>& run);
 /// A sweep by run_closed_loop, a thread for each sequence.
 Sweep sweep_by_layers(const Model& model);
-/// Sweeps by run_decoder_loop and by run_batch_loop; `backend` must outlive them.
+/// Sweeps by run_decoder_loop; `backend` must outlive them.
 Sweep sweep_by_tokens(Backend& backend);
-Sweep sweep_by_batches(BatchBackend& backend);
 
 /// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
 /// token ids without special tokens. Throws std::invalid_argument, for a text of which nothing

@@ -49,39 +49,6 @@ TEST_CASE("A stream is one sequence, whatever the window") {
   CHECK(scored(200, {.stream = true}) == 100);
 }
 
-TEST_CASE("Side by side, windows and budgets score what they score one by one") {
-  const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
-  std::vector<std::vector<std::int32_t>> texts(2);
-  for (std::int32_t i = 0; i < 150; ++i) texts[0].push_back(300 + i * 37 % 211);
-  for (std::int32_t i = 0; i < 90; ++i) texts[1].push_back(500 + i * 53 % 307);
-  std::vector<CacheConfig> configs;
-  for (const char* policy : {"h2o", "window", "random"})
-    for (const std::uint32_t budget : {8u, 16u})
-      for (const Prefill prefill : {Prefill{0}, Prefill{1}, Prefill{5}})
-        configs.push_back({.policy = parse_policy(policy),
-                           .budget = {.extent = tokens(budget)},
-                           .prefill = prefill,
-                           .seed = 7});
-  const EvalOptions options{.window = 64, .threads = 2};
-  const Sweep one_by_one = sweep_by_tokens(*backend),
-              side_by_side = sweep_by_batches(backend->batches());
-  for (const std::uint32_t prompt : {0u, 20u}) {
-    EvalOptions how = options;
-    how.prompt_tokens = prompt;
-    const auto expected = evaluate(backend->config(), one_by_one, texts, configs, how).scores;
-    const auto scores = evaluate(backend->config(), side_by_side, texts, configs, how).scores;
-    REQUIRE(scores.size() == expected.size());
-    for (std::size_t c = 0; c < scores.size(); ++c) {
-      CAPTURE(prompt, c);
-      CHECK(scores[c].tokens == expected[c].tokens);
-      CHECK(std::fabs(scores[c].nll - expected[c].nll) < 1e-9);
-      CHECK(std::fabs(scores[c].kl - expected[c].kl) < 1e-9);
-      CHECK(scores[c].same_first == expected[c].same_first);
-      CHECK(scores[c].kv_bytes_peak == expected[c].kv_bytes_peak);
-    }
-  }
-}
-
 TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without the full cache") {
   const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   std::vector<std::int32_t> ids;

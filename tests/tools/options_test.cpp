@@ -161,9 +161,6 @@ TEST_CASE("A word that is not expected is named, and a budget that nobody heeds"
   CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
                                          "--budget", "4", "--device", "cpu"}),
              starts("--budget: of which policy?"));
-  CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
-                                         "--batched", "--device", "cpu"}),
-             starts("--batched: is for a CUDA device"));
 }
 
 TEST_CASE("A misspelt option and a number that is none are told what would be right") {

@@ -33,8 +33,6 @@ void add_options(po::options_description& options) {
   add("by-tokens", po::bool_switch(),
       "on a CUDA device, decode token by token, which is also the check on the way by layers; so "
       "does --stream");
-  add("batched", po::bool_switch(),
-      "on a CUDA device, the same with windows and budgets side by side");
   add("no-full", po::bool_switch(),
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
   add("block-tokens", number_option("N", 0),
@@ -124,17 +122,11 @@ std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
 }
 
 EvalOptions eval_options(const po::variables_map& options) {
-  const Span span = parse_span(options["span"].as<std::string>());
-  if (options["batched"].as<bool>() && device_from(options) == Device::cpu)
-    throw std::invalid_argument("--batched: is for a CUDA device; leave it out");
-  if (options["batched"].as<bool>() &&
-      (span == Span::all || tokens_from(options, "block-tokens") > 0))
-    throw std::invalid_argument("--batched: scores decoded tokens alone, without --block-tokens");
   return {.window = tokens_from(options, "window"),
           .stream = options["stream"].as<bool>(),
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
-          .span = span,
+          .span = parse_span(options["span"].as<std::string>()),
           .against_full = !options["no-full"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
@@ -142,7 +134,6 @@ EvalOptions eval_options(const po::variables_map& options) {
 }
 
 LoopWay way_from(const po::variables_map& options) {
-  if (options["batched"].as<bool>()) return LoopWay::batches;
   return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? LoopWay::tokens
                                                                          : LoopWay::layers;
 }
