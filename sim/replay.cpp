@@ -9,7 +9,6 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "sim/calibration.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
@@ -96,11 +95,7 @@ class Replay {
   const std::vector<std::uint32_t>& layers() const { return layers_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
   unsigned threads() const { return options_.threads; }
-  LayerFacts facts(std::uint32_t layer) const {
-    LayerFacts facts{columns(), residual_norms(layer), {}};
-    if (options_.calibration) facts.sensitivity = options_.calibration->of_layer(layer);
-    return facts;
-  }
+  LayerFacts facts(std::uint32_t layer) const { return {columns(), residual_norms(layer)}; }
   /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
   std::vector<float> residual_norms(std::uint32_t layer) const {
     if (!trace_.has_residuals()) return {};
@@ -365,7 +360,6 @@ class Replay {
           "trace {}: span decode needs decoded tokens, and it has none; --span all takes "
           "every query",
           trace_.directory().string()));
-    if (options_.calibration) check_calibration(*options_.calibration, trace_);
     if (options_.output) check_projections(*options_.output, trace_);
     layers_ = options_.layers;
     if (layers_.empty()) {

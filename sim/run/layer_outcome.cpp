@@ -63,23 +63,6 @@ void keep_changes(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
     }
 }
 
-/// A ratio's sums times `factor`, to those of another.
-void add_scaled(BlockedRatio& to, const BlockedRatio& from, double factor) {
-  for (std::size_t block = 0; block < from.above.size(); ++block)
-    to.above[block] += factor * from.above[block];
-  to.below = from.below;  // the samples, of every head the same
-}
-
-void add_calibrated(LayerOutcome& layer, std::size_t c, std::span<const double> sensitivity) {
-  auto next = sensitivity.begin();
-  for (std::size_t h = 0; h < layer.heads.size(); ++h)
-    for (const auto& head : layer.heads[h][c].stats.heads) {
-      const double factor = 0.5 * *next++;
-      add_scaled(layer.calibrated.heads[h][c], head.squared, factor);
-      add_scaled(layer.calibrated.layer[c], head.squared, factor);
-    }
-}
-
 void resize(SquaredErrors& errors, const QuerySpan& span, std::size_t heads, std::size_t configs) {
   BlockedRatio none;
   none.resize(span.blocks());
@@ -96,7 +79,6 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
   layer.changes.resize(configs);
   resize(layer.residual, span, layer.heads.size(), configs);
   resize(layer.kl, span, layer.heads.size(), configs);
-  resize(layer.calibrated, span, layer.heads.size(), configs);
   parallel_for(configs, threads, [&](std::size_t c) {
     layer.error[c].resize(span.blocks());
     const bool projected = is_projected(layer, c);
@@ -109,7 +91,6 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
         add_squares(layer.kl, layer, span, c, sample, {columns.residual, columns.draws},
                     2.0 * columns.draws);
     }
-    if (!facts.sensitivity.empty()) add_calibrated(layer, c, facts.sensitivity);
     if (projected && columns.draws) keep_changes(layer, span, c, columns);
     for (auto& head : layer.heads) {
       head[c].stats.error2 = {};

@@ -26,8 +26,8 @@ class Tabulator {
   /// One configuration's outcomes on a part of the model: a KV head, a layer, or all.
   struct ModelPart {
     Outcomes outcomes;
-    Ratios layer, residual, kl, calibrated;  ///< of one layer, or of each
-    Ratios joint;                            ///< one, of all layers; or none
+    Ratios layer, residual, kl;  ///< of one layer, or of each
+    Ratios joint;                ///< one, of all layers; or none
 
     /// Of a layer; of KV head `head` alone where that is not negative.
     void add(const LayerOutcome& of, std::int32_t head, std::size_t c) {
@@ -37,7 +37,6 @@ class Tabulator {
       if (head < 0) layer.push_back(&of.error[c]);
       residual.push_back(squares(of.residual));
       kl.push_back(squares(of.kl));
-      calibrated.push_back(squares(of.calibrated));
       for (std::size_t h = 0; h < of.heads.size(); ++h)
         if (head < 0 || h == static_cast<std::size_t>(head)) outcomes.push_back(&of.heads[h][c]);
     }
@@ -70,7 +69,6 @@ class Tabulator {
                  heads);
     add_layers("kl_estimate", mean_of(part.kl), layers, heads);
     add_layers("kl_estimate_joint", mean_of(part.joint), 1, heads * layers);
-    add_layers("calibrated_error", mean_of(part.calibrated), layers, heads);
     for (std::size_t s = 0; s < span_.named().size(); ++s)
       add_mean(
           std::string(kSpanRecall) + span_.named()[s].name,

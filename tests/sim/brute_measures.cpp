@@ -50,7 +50,6 @@ class Measures {
     if (has_outputs()) layer_errors();
     if (has_outputs() && !s_.norm2.empty()) residual_errors();
     if (has_outputs() && !s_.gradient.empty()) kl_estimates();
-    if (has_outputs() && !s_.sensitivity.empty()) calibrated_errors();
     if (!outcome_.caches[0].empty()) counters();
     std::erase_if(figures_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
@@ -206,16 +205,6 @@ class Measures {
     sums_of_layers("residual_error",
                    [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
                      return residual_error(layer, first, count, t);
-                   });
-  }
-
-  void calibrated_errors() {
-    sums_of_layers("calibrated_error",
-                   [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
-                     double sum = 0;
-                     for (std::size_t h = first; h < first + count; ++h)
-                       sum += 0.5 * s_.sensitivity[layer][h] * outcome_.queries[layer][h][t].error2;
-                     return sum;
                    });
   }
 

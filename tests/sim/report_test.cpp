@@ -249,7 +249,7 @@ TEST_CASE("a page of many policies, layers and heads stays under three megabytes
       for (int layer = -1; layer < 30; ++layer)
         for (int head = -1; head < (layer < 0 ? 0 : 9); ++head)
           for (const char* metric : {"recall", "nll_recall", "miss_rate", "output_error",
-                                     "residual_error", "kl_estimate", "calibrated_error",
+                                     "residual_error", "kl_estimate", "kl_estimate_joint",
                                      "evictions", "live_max", "kv_bytes", "state_bytes"})
             run.rows.push_back(made_up_row({fmt::format("policy{}", policy), "", 0, 0.001},
                                            "trace0", std::to_string(16 << budget), metric,

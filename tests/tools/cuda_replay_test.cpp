@@ -113,10 +113,7 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
       const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
         kept[{unit, config, query}] = {live.begin(), live.end()};
       });
-      ReplayOptions options{.span = span,
-                            .every_output_error = span == Span::all,
-                            .plain = true,
-                            .calibration = calibration_for(trace)};
+      ReplayOptions options{.span = span, .every_output_error = span == Span::all, .plain = true};
       const ReplayResult here = replay(trace, kSequence, configs, options);
       options.elsewhere = device.get();
       const ReplayResult there = replay(trace, kSequence, configs, options);

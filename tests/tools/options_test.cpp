@@ -196,8 +196,6 @@ TEST_CASE("Commands refuse a folder for a file before they load a model") {
   };
   CHECK(refusal(tune_command(), {"--model", "none", "--text", "t", "--budget", "8", "--out",
                                  path}) == "--out: " + wrong);
-  CHECK(refusal(calibrate_command(), {"--model", "none", "--text", "t", "--out", path}) ==
-        "--out: " + wrong);
   CHECK(refusal(fidelity_command(), {"--model", "none", "--text", "t", "--policy", "h2o,sink,lru",
                                      "--budget", "8", "--out", path + "/out", "--report", path}) ==
         "--report: " + wrong);

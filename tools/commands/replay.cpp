@@ -8,7 +8,6 @@
 #include <stdexcept>
 
 #include "engine/output_sketch.hpp"
-#include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
@@ -31,8 +30,6 @@ void add_options(po::options_description& options) {
   add_threshold_option(options);
   add("output-error", text_option("sample|all", "sample"),
       "take the output errors on every eighth query, or on all");
-  add("calibration", text_option("FILE"),
-      "of `kvlab calibrate`, of the traces' model: for calibrated_error");
   add("model", text_option("DIR"),
       "the traces' checkpoint: for columns that take its weights (value_out_norm1)");
   add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
@@ -66,17 +63,12 @@ unsigned threads_in(const ProcessGroup& group, const po::variables_map& options)
 }
 
 ReplayOptions replay_options(const po::variables_map& options, const ProcessGroup& group) {
-  std::shared_ptr<const Calibration> calibration;
-  if (options.count("calibration"))
-    calibration = std::make_shared<const Calibration>(
-        read_calibration(options["calibration"].as<std::string>()));
   std::shared_ptr<const OutputProjections> output;
   if (options.count("model"))
     output = std::make_shared<const OutputProjections>(
         read_output_projections(options["model"].as<std::string>()));
   return {.span = parse_span(options["span"].as<std::string>()),
           .every_output_error = every_output_error_from(options),
-          .calibration = calibration,
           .output = output,
           .threads = threads_in(group, options),
           .layers = layers_from(options),

@@ -107,7 +107,6 @@ for path in "${name}s.longer" "$(head -c 5000 /dev/zero | tr '\0' p)"; do
   refused "File name too long" "$kvlab" capture --model tiny --prompt-file "$path" --out trace
   refused "File name too long" "$kvlab" capture --model tiny --prompt hi --out "$path"
   refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget "@$path" --out other
-  refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --calibration "$path" --out other
   refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --policy-source "$path" --out other
   refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --out "$path"
   refused "File name too long" "$kvlab" report run --out "$path"

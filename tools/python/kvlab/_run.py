@@ -244,7 +244,6 @@ def replay(
     output_error: Literal["sample", "all"] = "sample",
     layers: Iterable[int] = (),
     references: bool = True,
-    calibration: str | os.PathLike[str] | None = None,
     model: Model = None,
     plain: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -285,7 +284,6 @@ def replay(
         "layers": sorted(set(layers)),
         "threads": threads,
         "output": _output_of(model),
-        "calibration": None if calibration is None else os.fspath(calibration),
     }
     with shown(progress, "replay") as words["progress"]:
         held = _kvlab.replay([one._held for one in traces], own, words)
