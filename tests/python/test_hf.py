@@ -20,6 +20,7 @@ def model_of(family: str = "llama", **words: Any) -> Any:
     config = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
+        "qwen3": getattr(transformers, "Qwen3Config", None),
         "mistral": transformers.MistralConfig,
     }[family](
         **{
