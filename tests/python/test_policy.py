@@ -219,3 +219,48 @@ def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -
     for state, seen, token in held:
         state["mass"] += seen.mass
         assert len(state) == len(token)
+
+
+@pytest.mark.parametrize(
+    ("needs", "modifier"),
+    [("mass", "group=max"), ("both", "group=max"), ("requests", "once"), ("nothing", "every=8"), ("mass", "scope=layer")],
+)
+def test_modifiers_are_defaults_that_a_name_may_change(small: kvlab.Trace, needs: Any, modifier: str) -> None:
+    @kvlab.policy(needs=needs, modifiers=[modifier], name="modified")
+    def modified(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.position if seen is None or seen.mass is None else seen.mass
+
+    @kvlab.policy(needs=needs, name="unmodified")
+    def unmodified(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return modified.function(state, seen, token, step)
+
+    assert modified.info.modifiers == [modifier]
+    run = kvlab.replay(small, [modified, f"{unmodified}:{modifier}"], 16, references=False)
+    numpy.testing.assert_array_equal(run.kept(1, 1, "modified").live, run.kept(1, 1, f"unmodified:{modifier}").live)
+
+
+@pytest.mark.parametrize(
+    ("needs", "modifier", "message"),
+    [
+        ("requests", "group=max", "policy mine: group=max is about mass, which mine does not observe"),
+        ("mass", "bogus", "policy mine: 'bogus' should read parameter=value"),
+        ("mass", "grop=max", "policy mine: unknown parameter 'grop'; did you mean 'group'"),
+        ("mass", "once=1", "policy mine: once: '1' should be no or yes"),
+    ],
+)
+def test_wrong_modifiers_are_refused_by_the_policys_own_name(needs: Any, modifier: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvlab.policy(needs=needs, modifiers=[modifier], name="mine")(lambda state, seen, token, step: token.position)
+
+
+def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trace) -> None:
+    policies = ["h2o:group=max", "h2o", "h2o:every=8", "h2o:sinks=4"]
+    run = kvlab.replay(small, policies, [16, 24], references=False)
+    for name, params in (("h2o", "sinks=0:recent=50%"), ("h2o:group=max", "sinks=0:recent=50%:group=max")):
+        alone = kvlab.replay(small, f"h2o:{params}", 16, references=False).kept(0, 1, "h2o").live
+        wanted = name if name != "h2o" else "h2o:sinks=0"
+        numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
+    with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; say more"):
+        run.kept(0, 1, "h2o", 16)  # sinks=4 is no variant with a modifier
+    with pytest.raises(ValueError, match="configurations of h2o:sinks=0; say more"):
+        run.kept(0, 1, "h2o:sinks=0")

@@ -115,6 +115,13 @@ class ColumnsTest(unittest.TestCase):
         for t, end in ((0, 100), (57, 100), (99, 100), (100, 101), (119, 120)):
             self.assertAlmostEqual(column[t] / share(t, end), 1, places=5)
 
+    def test_several_columns_at_once(self):
+        short = self.shortened(60, 40)
+        words = ("--column", "redundancy", "--column", "lagkv", "--column", "lagkv", "--lag", "16")
+        self.assertEqual(self.run_main(short, *words), (0, ""))
+        names = [column["name"] for column in columns.Trace(short).manifest["extras"]["columns"]]
+        self.assertEqual(names, ["redundancy", "lagkv"])
+
     def shortened(self, tokens, prompt):
         """A trace of the first tokens of the sample, for columns.py alone."""
         trace = columns.Trace(self.path)

@@ -261,6 +261,15 @@ TEST_CASE("a policy file names the source, and runs from that text alone") {
   CHECK_THAT(refused(renamed), ContainsSubstring("is leak"));
 }
 
+TEST_CASE("a Python function is no source: its run says what to write instead") {
+  for (const std::string path : {"notes/dep.py", "<stdin>"})
+    for (const CompiledPolicies& given : {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
+      CHECK(refusal([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
+            "run.json: policy peak is a Python function of " + path +
+                ", which runs in replays only; write it as a header (docs/adding-a-policy.md) and "
+                "replay that by --policy-source");
+}
+
 TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, eval, verify") {
   const TemporaryFolder folder;
   const std::string source = (folder / "peak.hpp").string(), run = (folder / "run").string(),

@@ -120,8 +120,8 @@ class Run:
     ) -> Kept:
         """Which tokens KV head `head` of `layer` kept at each query of the span, under a configuration of the run.
 
-        `policy` is a name, or a name and parameters where there are several of that name. `plain` computes it by the
-        plain replay, one configuration at a time.
+        `policy` is a name, or a name and parameters where there are several of that name: those without a modifier
+        come before those with one. `plain` computes it by the plain replay, one configuration at a time.
         """
         wanted = self._configuration(str(policy), budget, prefill, positions)
         sequence = self._sequence(trace)
@@ -142,7 +142,14 @@ class Run:
                 and (positions is None or entry["positions"] == positions)
             )
 
-        found = [index for index, entry in enumerate(self.grid) if fits(entry)]
+        settings = {  # of those that fit, by number
+            index: {entry["budget"], entry["prefill"], entry["positions"], *entry["params"].split(":")}
+            for index, entry in enumerate(self.grid)
+            if fits(entry)
+        }
+        # Of one and its variants with modifiers, the plain one.
+        plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
+        found = plain or list(settings)
         asked = f"{policy}" + ("" if budget is None else f" at budget {budget}")
         if not found:
             there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.grid}))

@@ -215,16 +215,11 @@ PolicyInfo info_of(const Host& host) {
   if (own.columns.size() > kMaxColumns)
     throw std::invalid_argument(fmt::format("columns: {} are asked for; a policy has at most {}",
                                             own.columns.size(), kMaxColumns));
-  // The defaults are what the same words make of a policy that has none.
-  const PolicySpec plain = parse_policy(own.defaults.empty() ? "window" : "window:" + own.defaults);
   PolicyInfo info{.name = own.name.c_str(),
                   .summary = own.summary.c_str(),
                   .citation = own.path.c_str(),
                   .needs = host.needs,
                   .order = Order::feedback,
-                  .sinks = plain.sinks,
-                  .recent = plain.recent,
-                  .modifiers = plain.modifiers,
                   .positions = parse_positions(own.positions)};
   for (std::size_t c = 0; c < own.columns.size(); ++c) {
     if (!is_column_name(own.columns[c]))
@@ -232,6 +227,16 @@ PolicyInfo info_of(const Host& host) {
           "columns: '{}' is no name; letters, digits, '_', '-' and '.'", own.columns[c]));
     info.columns[c] = own.columns[c].c_str();
   }
+  if (own.defaults.empty()) return info;
+  // The defaults are what the same words make of the policy without any.
+  auto plain = std::make_shared<PolicyEntry>();
+  plain->info = info;
+  CompiledPolicies known;
+  known.entries.push_back(std::move(plain));
+  const PolicySpec spec = parse_policy(own.name + ":" + own.defaults, {}, known);
+  info.sinks = spec.sinks;
+  info.recent = spec.recent;
+  info.modifiers = spec.modifiers;
   return info;
 }
 
