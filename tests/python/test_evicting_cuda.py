@@ -201,6 +201,19 @@ def test_what_is_refused(use: Any, message: str) -> None:
         use(model_of())
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("wrong", [{"attention_mask": [[1, 0] + [1] * 41]}, {"position_ids": [[100]]}])
+def test_masks_and_positions_of_decoded_tokens_are_looked_at_behind_them(graph: bool, wrong: dict[str, Any]) -> None:
+    model = model_of()
+    past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
+    with pytest.raises(ValueError, match="a decoded token came with an attention_mask that leaves tokens out, or"):
+        with torch.no_grad(), kvlab.hf.evicting(model, "h2o", 24, graph=graph):
+            for count in (40, 1, 1):
+                model(input_ids=ids_of(count), **past)
+            model(input_ids=ids_of(1), **past, **{name: torch.tensor(value).cuda() for name, value in wrong.items()})
+            model(input_ids=ids_of(1), **past)
+
+
 def test_a_head_size_without_kernels_is_refused_by_name() -> None:
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4

@@ -263,7 +263,8 @@ TEST_CASE("a policy file names the source, and runs from that text alone") {
 
 TEST_CASE("a Python function is no source: its run says what to write instead") {
   for (const std::string path : {"notes/dep.py", "<stdin>"})
-    for (const CompiledPolicies& given : {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
+    for (const CompiledPolicies& given :
+         {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
       CHECK(refusal([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
             "run.json: policy peak is a Python function of " + path +
                 ", which runs in replays only; write it as a header (docs/adding-a-policy.md) and "

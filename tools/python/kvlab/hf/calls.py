@@ -54,56 +54,49 @@ class Calls:
 
     def look(self, arguments: tuple[Any, ...], words: Mapping[str, Any]) -> None:
         """Refuses whatever caches of one sequence do not do."""
-        given = dict(zip(self._names, arguments)) | dict(words)
+        given = {"output_attentions": getattr(self._config, "output_attentions", None)} | dict(words)
+        given |= dict(zip(self._names, arguments))
         rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if rows is None:
             return  # of which transformers complains
-        if rows.shape[0] != 1 or rows.ndim < 2:
+        if rows.ndim < 2 or rows.shape[0] != 1:
             raise Refused(f"evicting: a batch of {rows.shape[0]}; one sequence at a time is supported")
-        past, count = cache_among(given.values()), int(rows.shape[1])
+        past = cache_among(given.values())
         if past is not None and (type(past) is not transformers.DynamicCache or getattr(past, "offloading", False)):
             raise Refused(f"evicting: the call's cache is a {type(past).__name__}; a plain DynamicCache is expected")
         older = given.get("past_key_values")  # of transformers before 4.48: tuples, which it makes a cache of
-        start = older[0][0].shape[-2] if isinstance(older, tuple) and older else past.get_seq_length() if past else 0
-        attentions = given.get("output_attentions") or getattr(self._config, "output_attentions", None)
-        for name, value in (given | {"output_attentions": attentions}).items():
+        start = older[0][0].shape[-2] if isinstance(older, tuple) and older else past.get_seq_length() if past is not None else 0
+        for name, value in given.items():
             if name not in _KNOWN and all(value is not fine for fine in (None, False, past, older)):
                 raise Refused(f"evicting: {name} is given; the caches know {', '.join(sorted(_KNOWN))}")
-        on_device = count == 1 and rows.device.type != "cpu"  # where to look means to wait
-        if not on_device:
+        end = start + int(rows.shape[1])
+        later = end - start == 1 and rows.device.type != "cpu"  # where to look means to wait
+        if not later:
             self.end()
-        self._look_at_mask(given.get("attention_mask"), start + count, on_device)
+        mask = f"none, or [1, {end}] without padding, is expected"
+        self._expect("attention_mask", given, [(1, end)], lambda mask: mask.bool(), "leaves tokens out", mask, later)
+        shapes, numbers = [(end - start,), (1, end - start)], f"{start} to {end - 1}, by one, is expected"
         for name in ("position_ids", "cache_position"):
-            self._look_at_positions(name, given.get(name), start, count, on_device)
+            counted = lambda at: at == torch.arange(start, end, device=at.device)  # noqa: E731
+            self._expect(name, given, shapes, counted, "jumps", numbers, later)
 
     def end(self) -> None:
         wrong, self._wrong = self._wrong, None
         if wrong is not None and bool(wrong):
-            raise Refused(
-                "evicting: a decoded token came with an attention_mask that leaves tokens out, or with position_ids that do"
-                " not count on by one"
-            )
+            what = "an attention_mask that leaves tokens out, or position_ids that do not count on by one"
+            raise Refused(f"evicting: a decoded token came with {what}; a sequence without gaps is expected")
 
-    def _look_at_mask(self, mask: Any, tokens: int, on_device: bool) -> None:
-        if mask is None:
+    def _expect(
+        self, name: str, given: Mapping[str, Any], shapes: list[Any], fine: Any, wrong: str, right: str, later: bool
+    ) -> None:
+        value = given.get(name)
+        if value is None:
             return
-        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (1, tokens):
-            found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-            raise Refused(f"evicting: attention_mask is {found}; none, or [1, {tokens}] without padding, is expected")
-        right = "attention_mask leaves tokens out; a sequence without padding is expected"
-        self._expect(mask.bool().all(), right, on_device)
-
-    def _look_at_positions(self, name: str, positions: Any, start: int, count: int, on_device: bool) -> None:
-        if positions is None:
-            return
-        right = f"{name} should be {start} to {start + count - 1}, by one from what came before"
-        if positions.numel() != count:
-            raise Refused(f"evicting: {name} is {list(positions.shape)}; {right}")
-        expected = torch.arange(start, start + count, device=positions.device)
-        self._expect((positions.reshape(-1) == expected).all(), right, on_device)
-
-    def _expect(self, fine: torch.Tensor, right: str, on_device: bool) -> None:
-        if on_device:
-            self._wrong = ~fine if self._wrong is None else self._wrong | ~fine
-        elif not bool(fine):
-            raise Refused(f"evicting: {right}")
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+            found = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise Refused(f"evicting: {name} is {found}; {right}")
+        all_fine = fine(value).all()
+        if later:
+            self._wrong = ~all_fine if self._wrong is None else self._wrong | ~all_fine
+        elif not bool(all_fine):
+            raise Refused(f"evicting: {name} {wrong}; {right}")

@@ -351,13 +351,11 @@ def capture(
 
 
 def _one_sequence(input_ids: Any, vocabulary: int) -> list[int]:
-    if isinstance(input_ids, Mapping) or hasattr(input_ids, "keys"):  # a tokenizer's BatchEncoding
-        raise Refused(f"input_ids: a {type(input_ids).__name__}; its [\"input_ids\"], one sequence, is expected")
     try:
         tensor = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        found = f"a {type(input_ids).__name__} ({one_line(error, 80)})"
-        raise Refused(f"input_ids: {found}; one sequence of whole numbers is expected") from None
+    except Exception:  # of text, of several lengths, of what a tokenizer returns, which is more than ids
+        right = 'one sequence of whole numbers, such as tokenizer(text)["input_ids"], is expected'
+        raise Refused(f"input_ids: a {type(input_ids).__name__}; {right}") from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 1 or tensor.numel() == 0 or tensor.is_floating_point():

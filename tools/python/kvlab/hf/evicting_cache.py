@@ -110,7 +110,7 @@ class evicting:
             from kvlab.hf.step_graph import StepGraph
 
             self._graph = StepGraph(self, self._model)
-        self._calls = Calls(self._model.model)
+        self._calls, self._to_check = Calls(self._model.model), True
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -124,36 +124,33 @@ class evicting:
         self._start = 0  # tokens before those of the call that goes on
 
     def __enter__(self) -> evicting:
-        self._check()
-        self._replace()
+        if self._to_check:
+            self._check()
+        for index, module in enumerate(attention_modules(self._model)):
+            forward = _forward_of(self, index, hasattr(module, "q_norm"))
+            self._replace_forward(module, types.MethodType(forward, module))
+        self._hook = self._model.model.register_forward_pre_hook(
+            lambda _, *call: self._calls.look(*call) if self._attend_token is None else None, with_kwargs=True
+        )
+        if self._graph:
+            self._replace_forward(self._model, self._graph.forward_of(self._model.forward))
         return self
 
     def _check(self) -> None:
         """Whether a cache that keeps all gives what the model gives without ours."""
         plain = few_logits(self._model)
-        full = _Unchecked(self._model, "full", length=9, threads=self._threads)
+        full = evicting(self._model, "full", length=9, threads=self._threads)
+        full._to_check = False
         with full:
             off = float((few_logits(self._model) - plain).norm() / plain.norm())
         linear = all(type(module.o_proj) is torch.nn.Linear for module in attention_modules(self._model))
         most = 1e-3 if linear and self._model.dtype == torch.float32 else 0.1
         if not off <= most or full.tokens != 9:
             raise Refused(
-                f"evicting: with caches that keep all of nine tokens, logits differ by {off:.2g} of their length from the"
-                f" plain model's, and {full.tokens} are counted; transformers {transformers.__version__} calls"
-                f" {type(self._model).__name__}'s attention in another way than is known here"
+                f"evicting: with caches that keep nine tokens and count {full.tokens}, logits differ by {off:.2g} from the"
+                f" plain {type(self._model).__name__}'s; an attention that transformers {transformers.__version__} calls as"
+                " Llama's is expected"
             )
-
-    def _replace(self) -> None:
-        for index, module in enumerate(attention_modules(self._model)):
-            forward = _forward_of(self, index, hasattr(module, "q_norm"))
-            self._replace_forward(module, types.MethodType(forward, module))
-        self._hook = self._model.model.register_forward_pre_hook(self._look, with_kwargs=True)
-        if self._graph:
-            self._replace_forward(self._model, self._graph.forward_of(self._model.forward))
-
-    def _look(self, _: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
-        if self._attend_token is None:
-            self._calls.look(arguments, words)
 
     def __exit__(self, raised: object, *_: object) -> None:
         for module, before in self._replaced:
@@ -213,10 +210,8 @@ class evicting:
     def _begin_call(self, past: Any) -> None:
         """Where the sequence goes on, by the model's own cache `past`."""
         if past is None:
-            raise Refused(
-                "evicting: the call comes without a cache, as with use_cache=False in it or in the model's config; caches"
-                " that evict need use_cache=True"
-            )
+            why = "use_cache=False in it or in the model's config"
+            raise Refused(f"evicting: the call comes without a cache, as with {why}; use_cache=True is expected")
         self._start, held = int(past.get_seq_length()), self.tokens
         if self._start == 0 and held > 0:
             raise Refused(
@@ -247,11 +242,6 @@ class evicting:
             return attended
         rows = (tensor.contiguous().numpy() for tensor in tensors)
         return torch.from_numpy(self._caches.attend(layer, *rows, is_prompt, self._threads))
-
-
-class _Unchecked(evicting):
-    def _check(self) -> None:
-        """It is what others are checked by."""
 
 
 def _forward_of(caches: evicting, layer: int, has_norms: bool) -> Any:
