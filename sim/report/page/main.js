@@ -5,7 +5,7 @@ class Page {
     this.figures = new Figures(data);
     this.sweeps = sweepsOf(data.series);
     this.state = {group: 0, metric: data.headline, budget: data.budget, layer: -1, head: -1, over: 'budget',
-      hidden: new Set(), spread: true, unfolded: false, shown: data.winner ?? 0, base: -1};
+      hidden: new Set(), spread: true, log: null, unfolded: false, shown: data.winner ?? 0, base: -1};
     const window = data.series.findIndex((one, s) => one.policy === 'window' && s !== this.state.shown);
     if (window >= 0 && data.winner !== null) this.state.base = window;
     this.hideMany();
@@ -69,8 +69,8 @@ class Page {
     for (const part of parts) this.draw(part);
   }
 
-  draw(part) {
-    return this.parts[part]?.();
+  draw(...parts) {
+    return Promise.all(parts.map((part) => this.parts[part]?.()));
   }
 
   /** Places and metrics: a metric may exist for all layers together only. */
@@ -85,6 +85,7 @@ class Page {
       chooser('metric', 'figure', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
         if (!this.figures.has(state.group, value, 'head')) state.head = -1;
         if (!this.figures.has(state.group, value, 'layer')) state.layer = -1;
+        state.log = null;
         this.set('metric', value, ...all);
       }),
       chooser('layer', 'layer', [[-1, 'all'], ...(levels('layer') ? data.layers.map((l, i) => [i, l]) : [])], state.layer,
@@ -99,7 +100,9 @@ class Page {
         (value) => this.set('budget', index(value), 'heads', 'ranking')),
       chooser('over', 'against', [['budget', 'budget'], ...this.sweeps.map((sweep, i) =>
         [i, `${sweep.policy}: ${sweep.parameter}${sweep.rest ? ` (${sweep.rest})` : ''}`])], state.over,
-        (value) => this.set('over', value, 'curves')));
+        (value) => this.set('over', value, 'controls', 'curves')),
+      chooser('axis', 'axis', this.metric().higher ? [] : [['linear', 'linear'], ['log', 'logarithmic']],
+        isLogarithmic(this, shownDots(this)) ? 'log' : 'linear', (value) => this.set('log', value === 'log', 'curves')));
     if (data.groups.some((group) => group.sequences > 1))
       holder.append(element('label', {class: 'choice'}, element('input', {type: 'checkbox', name: 'spread',
         checked: state.spread, onchange: (event) => this.set('spread', event.target.checked, 'curves')}),
@@ -138,18 +141,28 @@ class Page {
     };
   }
 
-  async open() {
+  open() {
     for (const [name, build] of [['explore', this.explore], ['heads', this.heads]]) {
       const section = document.getElementById(name);
       if (section) build.call(this, section);
     }
     const kept = document.getElementById('kept');
     if (kept && this.data.kept) keptView(this, kept);
-    document.querySelectorAll('main table').forEach((table) => {
-      if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
-    });
-    await Promise.all(Object.values(this.parts).map((draw) => draw()));
   }
+}
+
+/** What there is to choose from, the figures that the page brings, and its tables. */
+async function open(data) {
+  const page = data.series ? new Page(data) : null;
+  page?.open();
+  const brought = (data.figures ?? []).map((figure) => new BroughtFigure(figure, page));
+  const drawBrought = () => Promise.all(brought.map((figure) => figure.chart.draw()));
+  document.querySelectorAll('main table').forEach((table) => {
+    if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
+  });
+  globalThis.kvlabPage = {page, charts, csvOf};
+  if (page) page.parts.figures = drawBrought;
+  await (page ? page.draw(...Object.keys(page.parts)) : drawBrought());
 }
 
 function themeSwitch() {
@@ -165,10 +178,8 @@ function themeSwitch() {
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawAll);
 }
 
-const page = new Page(JSON.parse(document.getElementById('data').textContent));
-globalThis.kvlabPage = {page, charts, csvOf};
 themeSwitch();
-page.open().then(() => {
+open(JSON.parse(document.getElementById('data').textContent)).then(() => {
   document.documentElement.dataset.ready = 'yes';
   let width = innerWidth;
   addEventListener('resize', () => {
