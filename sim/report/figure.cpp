@@ -13,7 +13,7 @@ namespace {
 using nlohmann::ordered_json;
 
 /// Numbers of very different sizes ask for a logarithmic axis; so does sim/report/page/data.js.
-constexpr double kWideSpan = 30;
+constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
   return (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2;
@@ -27,6 +27,18 @@ bool spans_decades(const std::vector<FigureSeries>& series) {
       least = std::min(least, point.y), most = std::max(most, point.y);
     }
   return most > kWideSpan * least;
+}
+
+/// Powers of two from the least to the most of the points.
+std::vector<double> doublings(const std::vector<FigureSeries>& series) {
+  double least = std::numeric_limits<double>::infinity(), most = 0;
+  for (const FigureSeries& one : series)
+    for (const FigurePoint& point : one.points)
+      least = std::min(least, point.x), most = std::max({most, point.x, point.x_high});
+  std::vector<double> ticks;
+  for (double tick = std::exp2(std::floor(std::log2(least))); tick <= 2 * most; tick *= 2)
+    ticks.push_back(tick);
+  return ticks;
 }
 
 /// A metric's average as a point, with bars of one standard error.
@@ -100,13 +112,17 @@ void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series
   encoding["shape"] = look_of(series, [](const SeriesStyle& style) {
     return style.shape.empty() ? std::string_view("circle") : style.shape;
   });
-  encoding["size"] = look_of(series, [](const SeriesStyle& style) {
-    return style.shape.empty() ? 0 : 46;
-  });
+}
+/// Markers of the rows that have one.
+ordered_json marker_layer(ordered_json encoding, const std::vector<FigureSeries>& series) {
+  add_markers(encoding, series);
+  return {{"transform", {{{"filter", "datum.marked"}}}},
+          {"mark", {{"type", "point"}, {"opacity", 1}, {"size", 46}}},
+          {"encoding", encoding}};
 }
 
 ordered_json channel(const char* field, const FigureAxis& axis) {
-  ordered_json scale{{"type", axis.logarithmic ? "log" : "linear"}, {"zero", false}};
+  ordered_json scale{{"type", axis.logarithmic ? "log" : "linear"}, {"zero", false}, {"nice", false}, {"padding", 12}};
   ordered_json drawn{{"grid", std::string_view(field) == "y"}, {"labelOverlap", true}};
   if (!axis.ticks.empty()) drawn["values"] = axis.ticks;
   if (!axis.names.empty()) {
@@ -128,10 +144,8 @@ ordered_json legend_of(const Figure& figure) {
   constexpr int kRow = 19, kSample = 34;
   ordered_json rows = ordered_json::array();
   for (std::size_t s = 0; s < figure.series.size(); ++s)
-    rows.push_back({{"line", line_name(s)}, {"label", figure.series[s].label}, {"row", s}});
+    rows.push_back({{"line", line_name(s)}, {"label", figure.series[s].label}, {"row", s}, {"marked", !figure.series[s].style.shape.empty()}});
   const ordered_json y{{"field", "row"}, {"type", "ordinal"}, {"axis", nullptr}};
-  ordered_json marker{{"x", {{"value", kSample / 2}}}, {"y", y}};
-  add_markers(marker, figure.series);
   ordered_json layers = ordered_json::array();
   if (figure.joined)
     layers.push_back({{"mark", {{"type", "rule"}, {"strokeWidth", 1.8}}},
@@ -141,7 +155,7 @@ ordered_json legend_of(const Figure& figure) {
                         {"y", y},
                         {"stroke", stroke_of(figure.series)},
                         {"strokeDash", dash_of(figure.series)}}}});
-  layers.push_back({{"mark", {{"type", "point"}, {"opacity", 1}}}, {"encoding", marker}});
+  layers.push_back(marker_layer({{"x", {{"value", kSample / 2}}}, {"y", y}}, figure.series));
   layers.push_back({{"mark", {{"type", "text"}, {"align", "left"}, {"fontSize", 12}, {"limit", 320}}},
                     {"encoding",
                      {{"x", {{"value", kSample + 6}}},
@@ -200,7 +214,7 @@ Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& d
                        const MetricInfo& metric) {
   Figure figure{.name = "frontier",
                 .title = fmt::format("{} against what was held", metric.label),
-                .x = {.title = "keys and values, bytes", .logarithmic = true},
+                .x = {.title = "keys and values, KiB", .logarithmic = true},
                 .y = {.title = std::string(metric.label)}};
   figure.series = series_with(figures, drawn, [&](std::size_t s) {
     std::vector<FigurePoint> points;
@@ -211,12 +225,13 @@ Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& d
       if (!held) held = figures.average(s, budget.text, "kv_bytes");
       if (!held) held = peak;
       if (!score || !held || !(held->mean > 0)) continue;
-      points.push_back(point_of(held->mean, *score));
+      points.push_back(point_of(held->mean / 1024, *score));
       points.back().note = "budget " + budget.text;
-      if (peak) points.back().x_low = held->mean, points.back().x_high = peak->mean;
+      if (peak) points.back().x_low = held->mean / 1024, points.back().x_high = peak->mean / 1024;
     }
     return points;
   });
+  figure.x.ticks = doublings(figure.series);
   figure.y.logarithmic = spans_decades(figure.series);
   return figure;
 }
@@ -238,10 +253,9 @@ ordered_json vega_lite(const Figure& figure) {
     for (const FigurePoint& point : figure.series[s].points) {
       rows.push_back(point_json(point));
       rows.back()["line"] = line_name(s);
+      rows.back()["marked"] = !figure.series[s].style.shape.empty();
     }
   const ordered_json x = channel("x", figure.x), y = channel("y", figure.y);
-  ordered_json marker{{"x", x}, {"y", y}};
-  add_markers(marker, figure.series);
   ordered_json layers{bars_of(figure, "y", "x"), bars_of(figure, "x", "y")};
   if (figure.joined)
     layers.push_back({{"mark", {{"type", "line"}, {"strokeWidth", 1.8}}},
@@ -250,7 +264,7 @@ ordered_json vega_lite(const Figure& figure) {
                         {"y", y},
                         {"stroke", stroke_of(figure.series)},
                         {"strokeDash", dash_of(figure.series)}}}});
-  layers.push_back({{"mark", {{"type", "point"}, {"opacity", 1}}}, {"encoding", marker}});
+  layers.push_back(marker_layer({{"x", x}, {"y", y}}, figure.series));
   const ordered_json plot{
       {"width", 480}, {"height", 340}, {"data", {{"values", rows}}}, {"layer", layers}};
   return whole({{"hconcat", {plot, legend_of(figure)}}}, figure.title);

@@ -88,6 +88,7 @@ class Page {
     auto data = dataset_of(figures_, styles_, groups_, options);
     data["winner"] = nullptr;
     if (winner_) data["winner"] = *winner_;
+    data["by_head"] = by_head_.name;
     if (run_.kept) data["kept"] = kept_data();
     std::string body = header() + html_open_section("explore", "What each budget buys", kCurves);
     if (groups_.size() == 1)

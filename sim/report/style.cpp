@@ -34,7 +34,7 @@ th { font-weight: 600; border-bottom: 1.5px solid var(--muted); vertical-align: 
 td { border-bottom: 1px solid var(--rule); }
 .n { text-align: right; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--page); text-align: left; z-index: 1;
-  max-width: 22rem; white-space: normal; overflow-wrap: anywhere; }
+  max-width: 24rem; overflow: hidden; text-overflow: ellipsis; }
 .w { white-space: normal; min-width: 15rem; max-width: 26rem; }
 .dot { display: inline-block; width: .62em; height: .62em; border-radius: 50%; margin-right: .5em; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1.4rem; margin: .8rem 0;
@@ -45,7 +45,7 @@ code { font: .88em ui-monospace, "DejaVu Sans Mono", monospace; }
 summary { cursor: pointer; }
 @media (max-width: 820px) {
   main { padding: 1.6rem 1rem 3rem; }
-  th:first-child, td:first-child { min-width: 6.5rem; max-width: 9.5rem; }
+  th:first-child, td:first-child { min-width: 7rem; max-width: 9.5rem; white-space: normal; overflow-wrap: anywhere; }
   .figures, .figures.small { grid-template-columns: minmax(0, 1fr); }
   h1 { font-size: 1.5rem; }
   .answer { font-size: 1.05rem; }

@@ -20,14 +20,13 @@ constexpr std::size_t kEnoughTraces = 8;  // for their scatter to be a standard 
 /// The settings of `series` that not every series of its policy has, and that are no defaults.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
-  const std::string own = series.params.empty() ? "" : brief_policy(series.policy + ":" + series.params);
-  for (const std::string& part : split_list(own.substr(std::min(own.size(), own.find(':') + 1)), ':')) {
-    if (part.empty()) continue;
+  const auto own = split_list(brief_policy(series.policy + ":" + series.params), ':');
+  for (const std::string& part : std::span(own).subspan(1)) {
     const bool common = std::all_of(siblings.begin(), siblings.end(), [&](const Series* other) {
       const auto parts = split_list(other->params, ':');
       return std::find(parts.begin(), parts.end(), part) != parts.end();
     });
-    if (!common) text += ":" + part;
+    if (!common && !part.empty()) text += ":" + part;
   }
   return text;
 }

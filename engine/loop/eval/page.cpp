@@ -166,7 +166,8 @@ std::string eval_page(const std::filesystem::path& folder) {
   const ScoreSet scores = load_scores(folder);
   std::vector<std::string> budgets;
   const std::vector<ResultRow> rows = all_rows(scores);
-  for (const BudgetColumn& budget : Figures(rows).budgets()) budgets.push_back(budget.text);
+  const Figures figures(rows);
+  for (const BudgetColumn& budget : figures.budgets()) budgets.push_back(budget.text);
   return EvalPage(top, file, std::move(budgets))
       .html(explorer_of(scores, "What each budget costs"));
 }

@@ -23,7 +23,7 @@ constexpr std::size_t kMostDrawn = 8;  // so that the answer fits one screen
 constexpr const char* kFootnote =
     "The open loop ordered the grid; the first of it raced in the closed loop, over more and more "
     "text. Whoever the 95% interval of the paired difference from the leader puts behind leaves. "
-    "Paired: over the same tokens.";
+    "Paired: over the same tokens. KL of two rounds is of different texts.";
 
 /// One policy in one round.
 struct Place {
@@ -65,8 +65,9 @@ class RacePage {
                         ? fmt::format(" The first {} of {}.", kMostDrawn, rounds_.back().size())
                         : ""),
         {behind_figure()}, data);
+    // The answer and its figure fill one screen; the rounds follow.
     return html_page("kvlab: " + title,
-                     html_header("kvlab tune", escape(title), "", answer(), "blue", kFootnote) +
+                     html_header("kvlab tune", escape(title), "", answer(), "blue", "") +
                          drawn + rounds_table() + open_loop(),
                      data);
   }
@@ -172,9 +173,7 @@ class RacePage {
         rows.push_back(std::move(row));
       }
     return html_section("Who stayed and who left",
-                        fmt::format("Ended: {}. Later rounds ran more text, so that KL of two "
-                                    "rounds is not compared.",
-                                    escape(run_.text("ended"))),
+                        fmt::format("{} Ended: {}.", kFootnote, escape(run_.text("ended"))),
                         table(columns, rows));
   }
 

@@ -70,7 +70,7 @@ function figureText(value) {
 
 /** Whether positive numbers are of such different sizes that a linear axis would hide most of them. */
 function spansDecades(values) {
-  return values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values);
+  return values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 10 * Math.min(...values);
 }
 
 /** Text as a figure shows it: shortened, without marks that turn the text around them. */

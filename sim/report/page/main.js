@@ -24,6 +24,11 @@ class Page {
   metric() {
     return this.data.metrics.find((metric) => metric.name === this.state.metric);
   }
+  /** The same, or the nearest to it that exists by head. */
+  headMetric() {
+    const own = this.figures.has(this.state.group, this.state.metric, 'head');
+    return own ? this.metric() : this.data.metrics.find((metric) => metric.name === this.data.by_head) ?? this.metric();
+  }
   valueText(value) {
     return figureText(value);
   }
@@ -42,7 +47,7 @@ class Page {
   }
   headTitle() {
     const base = this.state.base < 0 ? '' : ` less ${shown(this.data.series[this.state.base].label)}`;
-    return `${this.metric().label} of ${shown(this.data.series[this.state.shown].label)}${base}, budget ` +
+    return `${this.headMetric().label} of ${shown(this.data.series[this.state.shown].label)}${base}, budget ` +
       shown(this.data.budgets[this.state.budget].text);
   }
   rankingTitle() {
@@ -133,7 +138,7 @@ class Page {
     controls.append(chooser('shown', 'policy', names, state.shown, (value) => this.set('shown', Number(value), 'heads')),
       chooser('base', 'less', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
     this.parts.heads = () => {
-      const there = this.figures.has(state.group, state.metric, 'head');
+      const there = this.figures.has(state.group, this.headMetric().name, 'head');
       note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: more.'
         : '. Blue: less than the other; orange: more.') : 'This figure does not exist by head, or the page leaves it out.';
       figure.hidden = !there;
@@ -152,10 +157,12 @@ class Page {
 }
 
 /** What there is to choose from, the figures that the page brings, and its tables. */
-async function open(data) {
+async function openPage(data) {
   const page = data.series ? new Page(data) : null;
   page?.open();
-  const brought = (data.figures ?? []).map((figure) => new BroughtFigure(figure, page));
+  const labels = (figure) => figure?.series.map((one) => one.label).join('\n');
+  const brought = (data.figures ?? []).map((figure, i, all) =>
+    new BroughtFigure(figure, page, labels(figure) !== labels(all[i + 1])));
   const drawBrought = () => Promise.all(brought.map((figure) => figure.chart.draw()));
   document.querySelectorAll('main table').forEach((table) => {
     if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
@@ -179,7 +186,7 @@ function themeSwitch() {
 }
 
 themeSwitch();
-open(JSON.parse(document.getElementById('data').textContent)).then(() => {
+openPage(JSON.parse(document.getElementById('data').textContent)).then(() => {
   document.documentElement.dataset.ready = 'yes';
   let width = innerWidth;
   addEventListener('resize', () => {

@@ -85,14 +85,15 @@ const kNearDots = {
 
 /** A figure that the page brings, in its own place. */
 class BroughtFigure {
-  constructor(figure, page) {
+  /** `legend`: whether the figure that follows has other lines. */
+  constructor(figure, page, legend) {
     this.figure = figure;
     this.page = page;
     const holder = document.getElementById('figure-' + figure.name);
     holder.append(element('h3', {}, shown(figure.title, 90)));
     this.chart = new Chart(holder, () => figure.title, (forExport) => this.spec(forExport),
       {...kNearDots, text: (dot) => this.text(dot)});
-    if (figure.series.length > 1 && !page && !figure.y.names.length)
+    if (legend && figure.series.length > 1 && !page && !figure.y.names.length)
       holder.append(element('p', {class: 'chips'}, ...figure.series.map((one) =>
         element('span', {}, swatch(one), element('bdi', {}, shown(one.label))))));
   }
