@@ -7,6 +7,7 @@
 
 #include "policies/brief.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
@@ -101,7 +102,10 @@ int run(const po::variables_map& options) {
   }
   const Comparison comparison = compare(std::move(sets), metric);
   if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
-  if (!out.empty()) write_file_atomically(out, compare_page(comparison));
+  if (!out.empty()) {
+    if (!vega_script()) fmt::print(stderr, "kvlab compare: {}\n", kNoVega);
+    write_file_atomically(out, compare_page(comparison));
+  }
   if (options["json"].as<bool>()) {
     print_as_json(comparison);
     return 0;

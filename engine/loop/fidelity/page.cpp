@@ -35,8 +35,8 @@ constexpr const char* kWrong =
     "the other order; the worst first. Ratio: KL of the one that the figure prefers over the "
     "other’s.";
 constexpr const char* kCeiling =
-    "KL on one text against KL on another: what a figure from one text cannot be expected to "
-    "exceed.";
+    "The figure that orders best comes first. The last row is KL on one text against KL on another: "
+    "what a figure from one text cannot be expected to exceed.";
 
 double number(const JsonFields& fields, const std::string& key) {
   return fields.has(key) ? fields.number(key) : std::numeric_limits<double>::quiet_NaN();
@@ -187,8 +187,8 @@ class FidelityPage {
       const JsonFields pairs = own.object("wrong");
       const json& list = pairs.list(budget);
       const auto add = [&](Cell preferred, Cell better, Cell ratio) {
-        rows.push_back({escape(budget), figure_cell(static_cast<double>(counted("misordered"))),
-                        figure_cell(static_cast<double>(counted("told_apart"))),
+        rows.push_back({escape(budget), std::to_string(counted("misordered")),
+                        std::to_string(counted("told_apart")),
                         std::move(preferred), std::move(better), std::move(ratio)});
       };
       if (list.empty()) add("", "", "");

@@ -146,29 +146,27 @@ std::string table_of(const Comparison& comparison) {
                       rows.empty() ? "" : table(columns, rows));
 }
 
-/// "At 64, h2o is first in a and lru in b." of the first model.
-std::string leaders_of(const Comparison& comparison) {
-  const MetricInfo& metric = *std::ranges::find(comparison.together.metrics, comparison.metric,
-                                                &MetricInfo::name);
+/// " At 64 first: h2o in a (0.1) and lru in b (0.2)." of the first model and its middle budget.
+std::string leaders_of(const Comparison& comparison, const MetricInfo& metric) {
   const Figures figures(comparison.together.groups.front().rows);
-  std::string text;
-  for (const BudgetColumn& budget : figures.budgets()) {
-    std::vector<std::string> first;
-    const auto standings = rank_policies(figures, budget.text, metric);
-    for (const std::string& name : comparison.names)
-      for (const Standing& standing : standings) {
-        const Series& series = figures.series()[standing.series];
-        const std::string own = params_in("", name);
-        if (!series.params.ends_with(own)) continue;
-        const std::string params = series.params.substr(0, series.params.size() - own.size());
-        first.push_back(fmt::format("<strong>{}</strong> in {} ({})",
-                                    escape(brief_policy(series.policy + (params.empty() ? "" : ":") + params)),
-                                    escape(name), average_text(standing.score)));
-        break;
-      }
-    if (!first.empty()) text += fmt::format(" At {} first: {}.", escape(budget.text), join_names(first));
+  if (figures.budgets().empty()) return "";
+  const std::string& budget = figures.budgets()[(figures.budgets().size() - 1) / 2].text;
+  std::vector<std::string> first;
+  const auto standings = rank_policies(figures, budget, metric);
+  for (const std::string& name : comparison.names) {
+    const std::string own = fmt::format(":{}", params_in("", name));
+    const auto leader = std::ranges::find_if(standings, [&](const Standing& standing) {
+      return fmt::format(":{}", figures.series()[standing.series].params).ends_with(own);
+    });
+    if (leader == standings.end()) continue;
+    const Series& series = figures.series()[leader->series];
+    std::string policy = fmt::format("{}:{}", series.policy, series.params);
+    policy.resize(policy.size() - own.size());
+    first.push_back(fmt::format("<strong>{}</strong> in {} ({})", escape(brief_policy(policy)),
+                                escape(name), average_text(leader->score)));
   }
-  return text;
+  return first.empty() ? ""
+                       : fmt::format(" At {} first: {}.", escape(budget), join_names(first));
 }
 
 /// What they share, and how often the last is better; else who is first in each.
@@ -181,7 +179,7 @@ std::string answer_of(const Comparison& comparison) {
     if (is_tie(*line.difference)) ++tied;
     else ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
   }
-  std::string text = leaders_of(comparison);
+  const std::string text = leaders_of(comparison, metric);
   if (comparison.rows.empty())
     return "They share no configuration: each is drawn by itself." + text;
   if (better + worse + tied == 0)

@@ -94,7 +94,7 @@ class RacePage {
       names.push_back(escape(fields.text("name")));
       tokens += fields.whole("tokens") - fields.whole("prompt_tokens");
     }
-    return fmt::format("{} decoded tokens of {}", figure_text(static_cast<double>(tokens)),
+    return fmt::format("{} decoded tokens of {}", tokens,
                        join_names(names));
   }
 

@@ -95,7 +95,7 @@ class BroughtFigure {
       {...kNearDots, text: (dot) => this.text(dot)});
     if (legend && figure.series.length > 1 && !page && !figure.y.names.length)
       holder.append(element('p', {class: 'chips'}, ...figure.series.map((one) =>
-        element('span', {}, swatch(one), element('bdi', {}, shown(one.label))))));
+        element('span', {}, swatch(one, figure.joined), element('bdi', {}, shown(one.label))))));
   }
 
   /** Where the page has policies to switch off, those that it shows. */
