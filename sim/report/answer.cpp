@@ -91,8 +91,8 @@ std::string elsewhere_sentence(const Figures& figures, std::size_t best, const M
                      budgets, escape(figures.series()[best].label), alone, tied);
 }
 
-Cell score_cell(const Figures& figures, std::optional<std::size_t> series,
-                       std::string_view budget, const MetricInfo& metric) {
+Cell score_cell(const Figures& figures, std::optional<std::size_t> series, std::string_view budget,
+                const MetricInfo& metric) {
   const auto score = series ? figures.average(*series, budget, metric.name) : std::nullopt;
   return score ? average_cell(*score) : Cell("–");
 }

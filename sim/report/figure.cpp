@@ -44,10 +44,7 @@ std::vector<double> doublings(const std::vector<FigureSeries>& series) {
 /// A metric's average as a point, with bars of one standard error.
 FigurePoint point_of(double x, const Average& average) {
   const double error = average.standard_error;
-  return {.x = x,
-          .y = average.mean,
-          .y_low = average.mean - error,
-          .y_high = average.mean + error};
+  return {.x = x, .y = average.mean, .y_low = average.mean - error, .y_high = average.mean + error};
 }
 
 /// The series of `drawn` that have points, each by `points_of(series)`.
@@ -74,7 +71,9 @@ ordered_json point_json(const FigurePoint& point) {
 }
 
 ordered_json axis_json(const FigureAxis& axis) {
-  return {{"title", axis.title}, {"log", axis.logarithmic}, {"ticks", axis.ticks},
+  return {{"title", axis.title},
+          {"log", axis.logarithmic},
+          {"ticks", axis.ticks},
           {"names", axis.names}};
 }
 
@@ -122,7 +121,10 @@ ordered_json marker_layer(ordered_json encoding, const std::vector<FigureSeries>
 }
 
 ordered_json channel(const char* field, const FigureAxis& axis) {
-  ordered_json scale{{"type", axis.logarithmic ? "log" : "linear"}, {"zero", false}, {"nice", false}, {"padding", 12}};
+  ordered_json scale{{"type", axis.logarithmic ? "log" : "linear"},
+                     {"zero", false},
+                     {"nice", false},
+                     {"padding", 12}};
   ordered_json drawn{{"grid", std::string_view(field) == "y"}, {"labelOverlap", true}};
   if (!axis.ticks.empty()) drawn["values"] = axis.ticks;
   if (!axis.names.empty()) {
@@ -144,7 +146,10 @@ ordered_json legend_of(const Figure& figure) {
   constexpr int kRow = 19, kSample = 34;
   ordered_json rows = ordered_json::array();
   for (std::size_t s = 0; s < figure.series.size(); ++s)
-    rows.push_back({{"line", line_name(s)}, {"label", figure.series[s].label}, {"row", s}, {"marked", !figure.series[s].style.shape.empty()}});
+    rows.push_back({{"line", line_name(s)},
+                    {"label", figure.series[s].label},
+                    {"row", s},
+                    {"marked", !figure.series[s].style.shape.empty()}});
   const ordered_json y{{"field", "row"}, {"type", "ordinal"}, {"axis", nullptr}};
   ordered_json layers = ordered_json::array();
   if (figure.joined)
@@ -156,11 +161,12 @@ ordered_json legend_of(const Figure& figure) {
                         {"stroke", stroke_of(figure.series)},
                         {"strokeDash", dash_of(figure.series)}}}});
   layers.push_back(marker_layer({{"x", {{"value", kSample / 2}}}, {"y", y}}, figure.series));
-  layers.push_back({{"mark", {{"type", "text"}, {"align", "left"}, {"fontSize", 12}, {"limit", 320}}},
-                    {"encoding",
-                     {{"x", {{"value", kSample + 6}}},
-                      {"y", y},
-                      {"text", {{"field", "label"}, {"type", "nominal"}}}}}});
+  layers.push_back(
+      {{"mark", {{"type", "text"}, {"align", "left"}, {"fontSize", 12}, {"limit", 320}}},
+       {"encoding",
+        {{"x", {{"value", kSample + 6}}},
+         {"y", y},
+         {"text", {{"field", "label"}, {"type", "nominal"}}}}}});
   return {{"width", 200},
           {"height", kRow * figure.series.size()},
           {"data", {{"values", rows}}},
@@ -181,11 +187,12 @@ ordered_json bars_of(const Figure& figure, const char* along, const char* across
 }
 
 ordered_json whole(ordered_json spec, const std::string& title) {
-  ordered_json json{{"$schema", "https://vega.github.io/schema/vega-lite/v5.json"},
-                    {"title", {{"text", title}, {"anchor", "start"}, {"fontSize", 13}}},
-                    {"config",
-                     {{"axis", {{"labelFontSize", 12}, {"titleFontSize", 12}, {"titleFontWeight", "normal"}}},
-                      {"view", {{"stroke", nullptr}}}}}};
+  ordered_json json{
+      {"$schema", "https://vega.github.io/schema/vega-lite/v5.json"},
+      {"title", {{"text", title}, {"anchor", "start"}, {"fontSize", 13}}},
+      {"config",
+       {{"axis", {{"labelFontSize", 12}, {"titleFontSize", 12}, {"titleFontWeight", "normal"}}},
+        {"view", {{"stroke", nullptr}}}}}};
   json.update(spec);
   return json;
 }
@@ -241,9 +248,10 @@ ordered_json page_json(const Figure& figure) {
   for (const FigureSeries& one : figure.series) {
     series.push_back(style_json(one.style));
     series.back()["label"] = one.label;
-    for (const FigurePoint& point : one.points) series.back()["points"].push_back(point_json(point));
+    for (const FigurePoint& point : one.points)
+      series.back()["points"].push_back(point_json(point));
   }
-  return {{"name", figure.name},   {"title", figure.title},   {"x", axis_json(figure.x)},
+  return {{"name", figure.name},      {"title", figure.title},   {"x", axis_json(figure.x)},
           {"y", axis_json(figure.y)}, {"joined", figure.joined}, {"series", series}};
 }
 
@@ -284,7 +292,9 @@ ordered_json vega_lite(const HeadGrid& grid, const std::string& title, std::stri
       if (const auto& cell = grid.cells[l * grid.heads + h])
         rows.push_back({{"layer", grid.layers[l]}, {"head", h}, {"value", *cell}});
   const auto axis = [](const char* field, const char* name) {
-    return ordered_json{{"field", field}, {"type", "ordinal"}, {"title", name},
+    return ordered_json{{"field", field},
+                        {"type", "ordinal"},
+                        {"title", name},
                         {"axis", {{"labelAngle", 0}, {"domain", false}, {"ticks", false}}}};
   };
   return whole({{"width", {{"step", 34}}},

@@ -17,7 +17,7 @@ namespace kvlab {
 struct FigureAxis {
   std::string title;
   bool logarithmic = false;
-  std::vector<double> ticks = {};        ///< empty: as they come
+  std::vector<double> ticks = {};       ///< empty: as they come
   std::vector<std::string> names = {};  ///< of the places 0, 1, …, where they stand for no number
 };
 

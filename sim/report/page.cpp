@@ -18,24 +18,22 @@ std::string html_page(std::string_view title, const std::string& body,
            : fmt::format("<style>.drawn{{display:none}}</style><p class=\"quiet\">{}</p>", kNoVega);
   // Whatever a page holds, a browser fetches nothing for it.
   const char* const allowed =
-      !vega
-          ? "default-src 'none'; style-src 'unsafe-inline'"
-          : "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-            "img-src data: blob:";
+      !vega ? "default-src 'none'; style-src 'unsafe-inline'"
+            : "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+              "img-src data: blob:";
   return fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
       "<meta http-equiv=\"Content-Security-Policy\" content=\"{}\">\n"
       "<title>{}</title>\n<style>{}{}</style>\n</head>\n<body>\n<main>\n{}</main>\n{}</body>\n</"
       "html>\n",
-      allowed, escape(title), style_sheet(), page_file("page.css"), body,
-      scripts);
+      allowed, escape(title), style_sheet(), page_file("page.css"), body, scripts);
 }
 
 std::string html_open_section(std::string_view id, std::string_view heading,
                               std::string_view text) {
-  return fmt::format("<section id=\"{}\" class=\"drawn\">\n<h2>{}</h2>\n{}</section>\n", id, heading,
-                     text.empty() ? "" : fmt::format("<p class=\"prose\">{}</p>\n", text));
+  return fmt::format("<section id=\"{}\" class=\"drawn\">\n<h2>{}</h2>\n{}</section>\n", id,
+                     heading, text.empty() ? "" : fmt::format("<p class=\"prose\">{}</p>\n", text));
 }
 
 std::string html_section(std::string_view heading, std::string_view text,

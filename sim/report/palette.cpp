@@ -33,13 +33,13 @@ constexpr std::array kColours{
 
 const std::map<std::string_view, std::string_view>& shelf() {
   static const std::map<std::string_view, std::string_view> kShelf{
-      {"window", "blue"},        {"sink", "sky"},      {"lru", "green"},
-      {"h2o", "vermilion"},      {"random", "grey"},   {"streaming_h2o", "orange"},
-      {"a2sf", "wine"},          {"tova", "purple"},   {"lfu", "olive"},
-      {"h2o_mean", "brown"},     {"roco", "navy"},     {"scissorhands", "violet"},
-      {"lazy_eviction", "moss"}, {"snapkv", "rose"},   {"nacl", "lime"},
+      {"window", "blue"},        {"sink", "sky"},       {"lru", "green"},
+      {"h2o", "vermilion"},      {"random", "grey"},    {"streaming_h2o", "orange"},
+      {"a2sf", "wine"},          {"tova", "purple"},    {"lfu", "olive"},
+      {"h2o_mean", "brown"},     {"roco", "navy"},      {"scissorhands", "violet"},
+      {"lazy_eviction", "moss"}, {"snapkv", "rose"},    {"nacl", "lime"},
       {"knorm", "slate"},        {"keydiff", "indigo"}, {"vatp", "rust"},
-      {"criticalkv", "plum"},    {"lagkv", "pink"},    {"expected_attention", "orchid"},
+      {"criticalkv", "plum"},    {"lagkv", "pink"},     {"expected_attention", "orchid"},
       {"r_kv", "mauve"},         {"column", "magenta"}, {"full", "muted"}};
   return kShelf;
 }
@@ -48,10 +48,10 @@ const std::map<std::string_view, std::string_view>& shelf() {
 constexpr std::array<std::string_view, 4> kOwn{"crimson", "amethyst", "royal", "coral"};
 
 // Five and sixteen have no common divisor: eighty looks of one colour.
-const std::array<std::vector<int>, 5> kDashes{std::vector<int>{}, {7, 4}, {2, 3}, {7, 3, 2, 3},
-                                              {10, 3, 2, 3, 2, 3}};
-constexpr std::array<std::string_view, 8> kShapes{"circle",      "square",        "triangle-up",
-                                                  "diamond",     "triangle-down", "cross",
+const std::array<std::vector<int>, 5> kDashes{
+    std::vector<int>{}, {7, 4}, {2, 3}, {7, 3, 2, 3}, {10, 3, 2, 3, 2, 3}};
+constexpr std::array<std::string_view, 8> kShapes{"circle",        "square",        "triangle-up",
+                                                  "diamond",       "triangle-down", "cross",
                                                   "triangle-left", "triangle-right"};
 
 /// The nth look of one colour; `base` tells the markers of policies apart.

@@ -38,10 +38,12 @@ constexpr const char* kFootnote =
 constexpr const char* kCurves =
     "Bars are one standard error. Lines without markers are references, which no cache can be: "
     "<code>oracle_mass</code> knows all future attention and evicts what will be missed least, "
-    "<code>oracle_topk</code>, where it is drawn, is the bound that no choice of so many tokens can "
+    "<code>oracle_topk</code>, where it is drawn, is the bound that no choice of so many tokens "
+    "can "
     "pass. The full cache has recall 1 and no error.";
 constexpr const char* kFrontier =
-    "Down and to the left is better: less error, held in fewer bytes. What holds more is not better "
+    "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
+    "better "
     "for losing less. A bar to the right ends at the most that was held at once.";
 constexpr const char* kSeen =
     "The text that the model read, up to one query. Shading: the attention that the full cache "
@@ -112,12 +114,11 @@ class Page {
     for (Figure& figure : drawn) figure.title += ", " + model();
     NamedFigures figures = vega_lites(drawn);
     if (winner_ && !layers_are_empty())
-      figures.emplace_back(
-          std::string(by_head_.name) + "_by_head",
-          vega_lite(grid_of(*winner_),
-                    fmt::format("{} of {}, budget {}", by_head_.label,
-                                figures_.series()[*winner_].label, budget_.text),
-                    by_head_.label));
+      figures.emplace_back(std::string(by_head_.name) + "_by_head",
+                           vega_lite(grid_of(*winner_),
+                                     fmt::format("{} of {}, budget {}", by_head_.label,
+                                                 figures_.series()[*winner_].label, budget_.text),
+                                     by_head_.label));
     return kvlab::write_figures(figures, directory);
   }
 
@@ -299,15 +300,16 @@ class Page {
   }
 
   static Cell cell(const Figures& figures, std::size_t series, std::string_view budget,
-                          const MetricInfo& metric) {
+                   const MetricInfo& metric) {
     const auto average = figures.average(series, budget, metric.name);
     if (!average) return "–";
-    return metric.name.starts_with("kv_bytes") || metric.name.ends_with("_bytes") ? bytes_cell(average->mean) : average_cell(*average);
+    return metric.name.starts_with("kv_bytes") || metric.name.ends_with("_bytes")
+               ? bytes_cell(average->mean)
+               : average_cell(*average);
   }
 
-  std::vector<Cell> figures_row(const Figures& figures,
-                                       const std::vector<SeriesStyle>& styles, std::size_t series,
-                                       std::string_view budget) const {
+  std::vector<Cell> figures_row(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                                std::size_t series, std::string_view budget) const {
     std::vector<Cell> row{series_html(figures, styles, series), escape(budget)};
     for (const MetricInfo* metric : measured())
       row.push_back(cell(figures, series, budget, *metric));

@@ -36,8 +36,9 @@ bool ran(std::vector<std::string> words, const fs::path& log) {
   }
   if (status == 127) return false;
   if (status != 0)
-    throw std::runtime_error(fmt::format("--figures: {} failed: {}", program,
-                                         read_text_file(log, std::size_t{64} << 20).substr(0, 4096)));
+    throw std::runtime_error(
+        fmt::format("--figures: {} failed: {}", program,
+                    read_text_file(log, std::size_t{64} << 20).substr(0, 4096)));
   return true;
 }
 
@@ -65,7 +66,9 @@ std::string write_figures(const NamedFigures& figures, const fs::path& folder) {
   words.insert(words.end(), names.begin(), names.end());
   const bool drawn = by_command(names, log) || ran(std::move(words), log);
   made.commit();
-  return drawn ? "" : "figures are Vega-Lite alone, for want of vl-convert (pip install vl-convert-python)";
+  return drawn ? ""
+               : "figures are Vega-Lite alone, for want of vl-convert (pip install "
+                 "vl-convert-python)";
 }
 
 }  // namespace kvlab

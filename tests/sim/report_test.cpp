@@ -8,13 +8,13 @@
 #include <limits>
 #include <regex>
 
+#include "policies/catalogue.hpp"
 #include "sim/report/answer.hpp"
 #include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/vega.hpp"
 #include "sim/report/palette.hpp"
 #include "tests/catch.hpp"
-#include "policies/catalogue.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/skip.hpp"
 #include "traces/base/files.hpp"
@@ -88,9 +88,8 @@ TEST_CASE("of many that tie the first is named, and the others open") {
   std::vector<MadeUp> policies;
   for (const char* policy : {"window", "sink", "lru", "h2o", "tova", "lfu"})
     policies.push_back({policy, "", 0.3, 0.01});
-  CHECK_THAT(
-      report_html(made_up_run(policies)),
-      ContainsSubstring("<details><summary>") && ContainsSubstring(" and 4 others</summary>"));
+  CHECK_THAT(report_html(made_up_run(policies)), ContainsSubstring("<details><summary>") &&
+                                                     ContainsSubstring(" and 4 others</summary>"));
 }
 
 TEST_CASE("figures are written with few digits and their errors beside them") {
@@ -156,7 +155,8 @@ TEST_CASE("a figure as Vega-Lite says what it is of, and shows dash and marker")
 TEST_CASE("a frontier stands at the mean of bytes held, with a bar to the peak") {
   Run run = made_up_run({{"h2o", "", 0.4, 0.01}});
   for (const char* budget : {"64", "128"})
-    for (const auto& [name, bytes] : {std::pair{"kv_bytes_mean", 2048.0}, {"kv_bytes_peak", 8192.0}})
+    for (const auto& [name, bytes] :
+         {std::pair{"kv_bytes_mean", 2048.0}, {"kv_bytes_peak", 8192.0}})
       run.rows.push_back(made_up_row({"h2o", "", 0, NAN}, "trace0", budget, name, bytes));
   const Figures figures(run.rows);
   const Figure figure = frontier_figure(figures, {0}, *find_metric("nll_recall"));
@@ -180,7 +180,8 @@ TEST_CASE("the page holds every section and needs nothing else") {
 
 TEST_CASE("oracle_topk is drawn only where it is a bound") {
   const auto drawn = [](const Run& run) {
-    for (const auto& one : data_of(report_html(run))["series"])
+    const auto data = data_of(report_html(run));
+    for (const auto& one : data["series"])
       if (one["policy"] == "oracle_topk") return !one.contains("bound");
     return false;
   };

@@ -75,7 +75,8 @@ void print_table(const Comparison& comparison) {
       fmt::print(" {:>{}}", text, run_width + wide);
     }
     if (row.difference)
-      fmt::print("   {}{}", average_text(*row.difference), is_tie(*row.difference) ? ", a tie" : "");
+      fmt::print("   {}{}", average_text(*row.difference),
+                 is_tie(*row.difference) ? ", a tie" : "");
     fmt::print("{}\n", paired && !row.difference ? "   no sequence in common" : "");
   }
   if (!paired && !comparison.rows.empty())

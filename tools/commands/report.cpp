@@ -29,8 +29,8 @@ void add_options(po::options_description& options) {
       "model", text_option("DIR"), "the traces' model: for the text beside what was kept")(
       "figures", text_option("DIR"),
       "every figure as Vega-Lite into this directory, which is made; as SVG and PNG too where "
-      "vl-convert is at hand (PyPI: vl-convert-python)")(
-      "json", po::bool_switch(), "print one JSON object");
+      "vl-convert is at hand (PyPI: vl-convert-python)")("json", po::bool_switch(),
+                                                         "print one JSON object");
 }
 
 /// The text of each token of the shown trace, by the tokenizer of --model.
@@ -61,8 +61,8 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
   if (options.count("figures"))
     say(write_figures(run, options["budget"].as<std::string>(),
                       options["figures"].as<std::string>()));
-  return report_html(run, {.budget = options["budget"].as<std::string>(),
-                           .tokens = token_texts(run, options)});
+  return report_html(
+      run, {.budget = options["budget"].as<std::string>(), .tokens = token_texts(run, options)});
 }
 
 void write_figures_of(const std::vector<Figure>& figures, const po::variables_map& options) {

@@ -79,7 +79,8 @@ class EvalPage {
       for (const json& entry : contenders.list(budget)) {
         const JsonFields contender(entry, contenders.where() + ": " + budget);
         if (!contender.object("behind").flag("told_apart", false))
-          tied.push_back(fmt::format("<strong>{}</strong>", escape(brief_policy(contender.text("policy")))));
+          tied.push_back(
+              fmt::format("<strong>{}</strong>", escape(brief_policy(contender.text("policy")))));
       }
       if (tied.empty()) continue;
       text +=
@@ -99,17 +100,17 @@ class EvalPage {
         const JsonFields contender(entry, contenders.where() + ": " + budget);
         const JsonFields behind = contender.object("behind");
         const bool first = rows.empty();
-        rows.push_back(
-            {escape(brief_policy(contender.text("policy"))),
-             first ? Cell("first") : figure_cell(number(behind, "mean")),
-             first ? Cell("") : figure_cell(number(behind, "low")),
-             first ? Cell("") : figure_cell(number(behind, "high")),
-             first                              ? ""
-             : behind.flag("told_apart", false) ? "behind"
-                                                : "cannot be told apart"});
+        rows.push_back({escape(brief_policy(contender.text("policy"))),
+                        first ? Cell("first") : figure_cell(number(behind, "mean")),
+                        first ? Cell("") : figure_cell(number(behind, "low")),
+                        first ? Cell("") : figure_cell(number(behind, "high")),
+                        first                              ? ""
+                        : behind.flag("told_apart", false) ? "behind"
+                                                           : "cannot be told apart"});
       }
-      html += table({{"policy", false}, {"behind the first, nats"}, {"95% from"}, {"to"}, {"", false}}, rows,
-                    "budget " + escape(budget));
+      html +=
+          table({{"policy", false}, {"behind the first, nats"}, {"95% from"}, {"to"}, {"", false}},
+                rows, "budget " + escape(budget));
     }
     return html_section("Who is ahead",
                         "Paired over the same tokens, by KL (by −ln p where the full cache was "
@@ -122,12 +123,12 @@ class EvalPage {
     for (const json& entry : fields_.list("configurations")) {
       const JsonFields one(entry, fields_.where() + ": configurations");
       const auto cell = [&](std::string_view key) { return figure_cell(number(one, key)); };
-      rows.push_back({escape(brief_policy(one.text("policy") +
-                                     (one.text("params").empty() ? "" : ":") + one.text("params"))),
-                      escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
-                      cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"),
-                      cell("kl_deviation"), cell("top1_agreement"),
-                      bytes_cell(one.number("kv_bytes_peak"))});
+      rows.push_back(
+          {escape(brief_policy(one.text("policy") + (one.text("params").empty() ? "" : ":") +
+                               one.text("params"))),
+           escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
+           cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"), cell("kl_deviation"),
+           cell("top1_agreement"), bytes_cell(one.number("kv_bytes_peak"))});
     }
     return html_section("All figures", "",
                         table({{"policy", false},

@@ -186,7 +186,8 @@ std::vector<std::string> Evaluation::budgets() const {
   std::vector<std::string> budgets;
   std::map<std::uint32_t, std::string> by_tokens;
   for (const EvalScore& score : scores)
-    if (score.config.evicts()) by_tokens.try_emplace(score.budget_tokens, score.config.budget.text());
+    if (score.config.evicts())
+      by_tokens.try_emplace(score.budget_tokens, score.config.budget.text());
   for (const auto& [tokens, budget] : by_tokens) budgets.push_back(budget);
   return budgets;
 }

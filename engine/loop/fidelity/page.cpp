@@ -7,10 +7,10 @@
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "policies/brief.hpp"
 #include "sim/report/answer.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
-#include "policies/brief.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -35,7 +35,8 @@ constexpr const char* kWrong =
     "the other order; the worst first. Ratio: KL of the one that the figure prefers over the "
     "other’s.";
 constexpr const char* kCeiling =
-    "The figure that orders best comes first. The last row is KL on one text against KL on another: "
+    "The figure that orders best comes first. The last row is KL on one text against KL on "
+    "another: "
     "what a figure from one text cannot be expected to exceed.";
 
 double number(const JsonFields& fields, const std::string& key) {
@@ -73,11 +74,11 @@ class FidelityPage {
     nlohmann::ordered_json data;
     const std::string drawn =
         figures_section(escape(standard_) + " against KL", kScatter, scatters(), data);
-    return html_page("kvlab: " + title,
-                     html_header("kvlab fidelity", escape(title), context(), answer(), "blue",
-                                 kFootnote) +
-                         metrics_table() + drawn + wrong() + provenance(),
-                     data);
+    return html_page(
+        "kvlab: " + title,
+        html_header("kvlab fidelity", escape(title), context(), answer(), "blue", kFootnote) +
+            metrics_table() + drawn + wrong() + provenance(),
+        data);
   }
 
   /// The figure that decides against KL, at each budget.
@@ -93,7 +94,8 @@ class FidelityPage {
           .y = {.title = "KL to the full cache, nats", .logarithmic = true},
           .joined = false};
       for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-        const auto x = figures_.average(s, budget, standard_), y = figures_.average(s, budget, "kl");
+        const auto x = figures_.average(s, budget, standard_),
+                   y = figures_.average(s, budget, "kl");
         if (x && y && x->mean > 0 && y->mean > 0)
           figure.series.push_back(
               {figures_.series()[s].label, styles_[s], {{.x = x->mean, .y = y->mean}}});
@@ -155,14 +157,13 @@ class FidelityPage {
   std::string metrics_table() const {
     std::vector<Column> columns{{"figure", false}};
     for (const std::string& budget : budgets_)
-      columns.insert(columns.end(),
-                     {{"rho at " + escape(budget)}, {"from"}, {"to"}, {"regret"}});
+      columns.insert(columns.end(), {{"rho at " + escape(budget)}, {"from"}, {"to"}, {"regret"}});
     columns.push_back({"pooled"});
     std::vector<std::vector<Cell>> rows;
     for (const std::string& name : metrics_in_order()) {
       const JsonFields own = metric(name);
-      std::vector<Cell> row{
-          name == standard_ ? fmt::format("<strong>{}</strong>", escape(name)) : escape(name)};
+      std::vector<Cell> row{name == standard_ ? fmt::format("<strong>{}</strong>", escape(name))
+                                              : escape(name)};
       for (const std::string& budget : budgets_)
         for (const char* part : {"within", "within_low", "within_high", "regret"})
           row.push_back(rho_cell(own.object(part), budget));
@@ -188,8 +189,8 @@ class FidelityPage {
       const json& list = pairs.list(budget);
       const auto add = [&](Cell preferred, Cell better, Cell ratio) {
         rows.push_back({escape(budget), std::to_string(counted("misordered")),
-                        std::to_string(counted("told_apart")),
-                        std::move(preferred), std::move(better), std::move(ratio)});
+                        std::to_string(counted("told_apart")), std::move(preferred),
+                        std::move(better), std::move(ratio)});
       };
       if (list.empty()) add("", "", "");
       for (std::size_t i = 0; i < std::min(list.size(), kMostWrong); ++i) {
@@ -198,11 +199,14 @@ class FidelityPage {
             figure_cell(one.number("kl_ratio")));
       }
     }
-    return html_section(
-        "Where " + escape(standard_) + " is wrong", kWrong,
-        table(
-            {{"budget"}, {"wrong pairs"}, {"of"}, {"prefers", false}, {"but better is", false}, {"ratio"}},
-            rows));
+    return html_section("Where " + escape(standard_) + " is wrong", kWrong,
+                        table({{"budget"},
+                               {"wrong pairs"},
+                               {"of"},
+                               {"prefers", false},
+                               {"but better is", false},
+                               {"ratio"}},
+                              rows));
   }
 
   /// Once for texts of one length, or else in the order of the texts.

@@ -132,7 +132,8 @@ std::string table_of(const Comparison& comparison) {
   if (paired) columns.insert(columns.end(), {{"last less first"}, {"", false}});
   std::vector<std::vector<Cell>> rows;
   for (const ComparedRow& line : comparison.rows) {
-    std::vector<Cell> row{escape(brief_policy(line.policy)), escape(line.budget), escape(line.group)};
+    std::vector<Cell> row{escape(brief_policy(line.policy)), escape(line.budget),
+                          escape(line.group)};
     for (const auto& score : line.scores) row.push_back(score ? average_cell(*score) : Cell("–"));
     if (paired && line.difference) {
       row.push_back(average_cell(*line.difference));
@@ -165,26 +166,29 @@ std::string leaders_of(const Comparison& comparison, const MetricInfo& metric) {
     first.push_back(fmt::format("<strong>{}</strong> in {} ({})", escape(brief_policy(policy)),
                                 escape(name), average_text(leader->score)));
   }
-  return first.empty() ? ""
-                       : fmt::format(" At {} first: {}.", escape(budget), join_names(first));
+  return first.empty() ? "" : fmt::format(" At {} first: {}.", escape(budget), join_names(first));
 }
 
 /// What they share, and how often the last is better; else who is first in each.
 std::string answer_of(const Comparison& comparison) {
-  const MetricInfo& metric = *std::ranges::find(comparison.together.metrics, comparison.metric,
-                                                &MetricInfo::name);
+  const MetricInfo& metric =
+      *std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);
   std::size_t better = 0, worse = 0, tied = 0;
   for (const ComparedRow& line : comparison.rows) {
     if (!line.difference) continue;
-    if (is_tie(*line.difference)) ++tied;
-    else ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
+    if (is_tie(*line.difference))
+      ++tied;
+    else
+      ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
   }
   const std::string text = leaders_of(comparison, metric);
   if (comparison.rows.empty())
     return "They share no configuration: each is drawn by itself." + text;
   if (better + worse + tied == 0)
-    return fmt::format("They share {} configurations and no sequence, so that no difference is "
-                       "paired.{}", comparison.rows.size(), text);
+    return fmt::format(
+        "They share {} configurations and no sequence, so that no difference is "
+        "paired.{}",
+        comparison.rows.size(), text);
   return fmt::format(
       "Of {} configurations on the same sequences, <strong>{}</strong> is better than "
       "<strong>{}</strong> in {}, worse in {}; {} tie.{}{}",
@@ -232,11 +236,12 @@ std::string compare_page(const Comparison& comparison) {
       fmt::format("{} {}s, compared by {}. Of {}; nothing is averaged over models.",
                   comparison.names.size(), comparison.together.kind, escape(comparison.metric),
                   escape(fmt::format("{}", fmt::join(groups, "; "))));
-  return html_page("kvlab: " + title,
-                   html_header("kvlab compare", escape(title), context, answer_of(comparison), "blue",
-                               "± is one standard error; a tie: at most two of the difference’s.") +
-                       explorer.sections + table_of(comparison),
-                   explorer.data);
+  return html_page(
+      "kvlab: " + title,
+      html_header("kvlab compare", escape(title), context, answer_of(comparison), "blue",
+                  "± is one standard error; a tie: at most two of the difference’s.") +
+          explorer.sections + table_of(comparison),
+      explorer.data);
 }
 
 }  // namespace kvlab

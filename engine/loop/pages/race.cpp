@@ -67,8 +67,8 @@ class RacePage {
         {behind_figure()}, data);
     // The answer and its figure fill one screen; the rounds follow.
     return html_page("kvlab: " + title,
-                     html_header("kvlab tune", escape(title), "", answer(), "blue", "") +
-                         drawn + rounds_table() + open_loop(),
+                     html_header("kvlab tune", escape(title), "", answer(), "blue", "") + drawn +
+                         rounds_table() + open_loop(),
                      data);
   }
 
@@ -94,8 +94,7 @@ class RacePage {
       names.push_back(escape(fields.text("name")));
       tokens += fields.whole("tokens") - fields.whole("prompt_tokens");
     }
-    return fmt::format("{} decoded tokens of {}", tokens,
-                       join_names(names));
+    return fmt::format("{} decoded tokens of {}", tokens, join_names(names));
   }
 
   /// Who won, at what budget, by how much, on what.
