@@ -46,7 +46,7 @@ std::string against(const Figures& figures, std::size_t best, std::string_view b
   const auto difference = figures.difference(best, *other, budget, metric.name);
   if (!score || !difference) return "";
   return fmt::format("{} for {}{}", score_text(*score), escape(figures.series()[*other].label),
-                     is_tie(*difference) ? " (a tie)" : "");
+                     is_tie(*difference) ? " (not told apart)" : "");
 }
 
 /// "It closes 83% of the gap between window and oracle_mass." Empty where there is no clear gap.
@@ -61,7 +61,9 @@ std::string gap_sentence(const Figures& figures, std::size_t best, std::string_v
   const double share = gained->mean / gap->mean;
   if (!(share > 0)) return "";
   if (share > 1)
-    return " That is beyond the oracle, which minimises lost mass rather than this figure.";
+    return fmt::format(
+        " That is less than {}'s, which evicts by future attention and not by this figure.",
+        escape(figures.series()[*oracle].label));
   return fmt::format(" That closes {:.0f}% of the gap between {} and {}.", 100 * share,
                      escape(figures.series()[*window].label),
                      escape(figures.series()[*oracle].label));
@@ -89,10 +91,10 @@ std::string elsewhere_sentence(const Figures& figures, std::size_t best, const M
                      budgets, escape(figures.series()[best].label), alone, tied);
 }
 
-std::string score_cell(const Figures& figures, std::optional<std::size_t> series,
-                       std::string_view budget, const MetricInfo& metric) {
+Cell score_cell(const Figures& figures, std::optional<std::size_t> series, std::string_view budget,
+                const MetricInfo& metric) {
   const auto score = series ? figures.average(*series, budget, metric.name) : std::nullopt;
-  return score ? average_text(*score) : "–";
+  return score ? average_cell(*score) : Cell("–");
 }
 
 }  // namespace
@@ -148,7 +150,7 @@ std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& 
 
 std::string best_by_budget_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
                                 const MetricInfo& metric, const std::string& caption) {
-  std::vector<std::vector<std::string>> rows;
+  std::vector<std::vector<Cell>> rows;
   for (const BudgetColumn& budget : figures.budgets()) {
     const auto standings = rank_policies(figures, budget.text, metric);
     if (standings.empty()) continue;
@@ -158,7 +160,7 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
       if (standings[i].ties) ties.push_back(escape(figures.series()[standings[i].series].label));
     rows.push_back(
         {escape(budget.text), series_html(figures, styles, best),
-         average_text(standings.front().score), folded(ties),
+         average_cell(standings.front().score), folded(ties),
          score_cell(figures, counterpart(figures, best, "window"), budget.text, metric),
          score_cell(figures, counterpart(figures, best, kOracleMass), budget.text, metric)});
   }

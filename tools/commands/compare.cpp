@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "policies/brief.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
@@ -51,7 +53,10 @@ void print_as_json(const Comparison& comparison) {
 
 void print_table(const Comparison& comparison) {
   std::size_t width = 16, run_width = 18;
-  for (const ComparedRow& row : comparison.rows) width = std::max(width, row.policy.size());
+  for (const ComparedRow& row : comparison.rows)
+    width = std::max(width, brief_policy(row.policy).size());
+  const bool paired = std::ranges::any_of(
+      comparison.rows, [](const ComparedRow& row) { return row.difference.has_value(); });
   for (const std::string& name : comparison.names) run_width = std::max(run_width, name.size());
   std::string group;
   for (const ComparedRow& row : comparison.rows) {
@@ -60,19 +65,22 @@ void print_table(const Comparison& comparison) {
       fmt::print("{}{}: {}\n{:<{}} {:>7}", &row == comparison.rows.data() ? "" : "\n", group,
                  comparison.metric, "policy", width, "budget");
       for (const std::string& name : comparison.names) fmt::print(" {:>{}}", name, run_width);
-      fmt::print("   last less first\n");
+      fmt::print("{}\n", paired ? "   last less first" : "");
     }
-    fmt::print("{:<{}} {:>7}", row.policy, width, row.budget);
+    fmt::print("{:<{}} {:>7}", brief_policy(row.policy), width, row.budget);
     // (The sign ± is two bytes and one column.)
     for (const auto& score : row.scores) {
       const std::string text = score ? average_text(*score) : "-";
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
       fmt::print(" {:>{}}", text, run_width + wide);
     }
-    fmt::print("   {}\n", !row.difference           ? "no sequence in common"
-                          : is_tie(*row.difference) ? average_text(*row.difference) + ", a tie"
-                                                    : average_text(*row.difference));
+    if (row.difference)
+      fmt::print("   {}{}", average_text(*row.difference),
+                 is_tie(*row.difference) ? ", a tie" : "");
+    fmt::print("{}\n", paired && !row.difference ? "   no sequence in common" : "");
   }
+  if (!paired && !comparison.rows.empty())
+    fmt::print("no sequence in common: no difference is paired\n");
   const auto evicts = [](const ComparedRow& row) { return row.policy != "full"; };
   if (std::ranges::none_of(comparison.rows, evicts))
     fmt::print(
@@ -95,7 +103,10 @@ int run(const po::variables_map& options) {
   }
   const Comparison comparison = compare(std::move(sets), metric);
   if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
-  if (!out.empty()) write_file_atomically(out, compare_page(comparison));
+  if (!out.empty()) {
+    if (!vega_script()) fmt::print(stderr, "kvlab compare: {}\n", kNoVega);
+    write_file_atomically(out, compare_page(comparison));
+  }
   if (options["json"].as<bool>()) {
     print_as_json(comparison);
     return 0;

@@ -6,6 +6,7 @@
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
@@ -105,6 +106,8 @@ int run(const po::variables_map& options) {
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, measured));
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");
   folder.commit();
+  if (options.count("report") && !vega_script())
+    fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
   if (options.count("report"))
     write_file_atomically(options["report"].as<std::string>(), fidelity_page(out));
   if (options["json"].as<bool>())

@@ -28,9 +28,9 @@ void add_options(po::options_description& options) {
       "budget of the headline and of the heat maps, one of the run")(
       "model", text_option("DIR"), "the traces' model: for the text beside what was kept")(
       "figures", text_option("DIR"),
-      "every figure as SVG and PNG into this directory, which is made (needs gnuplot)")(
-      "fixed", po::bool_switch(), "fixed pictures and no script, even where there is Vega")(
-      "json", po::bool_switch(), "print one JSON object");
+      "every figure as Vega-Lite into this directory, which is made; as SVG and PNG too where "
+      "vl-convert is at hand (PyPI: vl-convert-python)")("json", po::bool_switch(),
+                                                         "print one JSON object");
 }
 
 /// The text of each token of the shown trace, by the tokenizer of --model.
@@ -51,34 +51,45 @@ std::vector<std::string> token_texts(const Run& run, const po::variables_map& op
   return texts;
 }
 
+/// One line for standard error; none for nothing.
+void say(const std::string& line) {
+  if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
+}
+
 std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options) {
-  const bool fixed = options["fixed"].as<bool>();
-  if (!fixed && !vega_script()) fmt::print(stderr, "kvlab report: {}\n", kNoVega);
   const Run run = load_run(folder);
   if (options.count("figures"))
-    write_figures(run, options["budget"].as<std::string>(), options["figures"].as<std::string>());
-  return report_html(run, {.budget = options["budget"].as<std::string>(),
-                           .fixed = fixed,
-                           .tokens = token_texts(run, options),
-                           .progress = progress_bar("report")});
+    say(write_figures(run, options["budget"].as<std::string>(),
+                      options["figures"].as<std::string>()));
+  return report_html(
+      run, {.budget = options["budget"].as<std::string>(), .tokens = token_texts(run, options)});
+}
+
+void write_figures_of(const std::vector<Figure>& figures, const po::variables_map& options) {
+  if (options.count("figures"))
+    say(write_figures(vega_lites(figures), options["figures"].as<std::string>()));
 }
 
 /// The page of whatever lies in the folder.
 std::string page_of(const std::filesystem::path& folder, const po::variables_map& options) {
   if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options);
-  for (const char* option : {"budget", "model", "figures"})
+  for (const char* option : {"budget", "model"})
     if (options.count(option) && !options[option].as<std::string>().empty())
       throw std::invalid_argument(
           fmt::format("--{}: is for a run of `kvlab replay`; leave it out", option));
-  if (std::filesystem::exists(folder / kEvalJson))
-    return eval_page(folder, options["fixed"].as<bool>());
-  if (std::filesystem::exists(folder / kFidelityJson)) return fidelity_page(folder);
-  if (std::filesystem::exists(folder / kTaskJson)) {
-    refuse_given(options, {"fixed"}, "a task's page is drawn by its script");
-    return task_page(folder);
+  const bool eval = std::filesystem::exists(folder / kEvalJson);
+  if (eval || std::filesystem::exists(folder / kTaskJson)) {
+    write_figures_of(figures_of(load_scores(folder)), options);
+    return eval ? eval_page(folder) : task_page(folder);
   }
-  if (std::filesystem::is_regular_file(folder))
-    return race_page(folder, options["fixed"].as<bool>());
+  if (std::filesystem::exists(folder / kFidelityJson)) {
+    write_figures_of(fidelity_figures(folder), options);
+    return fidelity_page(folder);
+  }
+  if (std::filesystem::is_regular_file(folder)) {
+    refuse_given(options, {"figures"}, "a race's page has its one figure to take away");
+    return race_page(folder);
+  }
   throw std::runtime_error(
       fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "
                   "directory made by `kvlab replay`, `eval --out`, `fidelity` or `task --out`, or "
@@ -94,6 +105,7 @@ int run(const po::variables_map& options) {
   if (options.count("model")) refuse_hub_name(options["model"].as<std::string>());
   refuse_unwritable(out, "--out");
   const OutputClaim claim(out);
+  if (!vega_script()) say(std::string(kNoVega));
   const std::string html = page_of(directory, options);
   write_file_atomically(out, html);
   if (options["json"].as<bool>())

@@ -38,8 +38,8 @@ struct EvalScore {
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN of one text
   std::vector<EvalBlock> blocks;       ///< where they were asked for
 
-  /// The policy, and the budget where heads differ in it.
-  std::string label() const;
+  /// The policy, and the budget where heads differ in it; `whole`: with its defaults.
+  std::string label(bool whole = false) const;
 };
 
 /// Two configurations over the same tokens: `a` less `b`, nats.
@@ -62,8 +62,8 @@ struct Evaluation {
     Difference behind;  ///< its figure less the best's; 0 of the best itself
   };
   std::vector<Contender> contenders(const std::string& budget) const;
-  /// Budgets that configurations which evict were asked for, in their order; of those of as many
-  /// tokens the first.
+  /// Budgets that configurations which evict were asked for, by tokens; of those of as many the
+  /// first.
   std::vector<std::string> budgets() const;
 };
 

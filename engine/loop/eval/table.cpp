@@ -80,7 +80,7 @@ ordered_json contenders_json(const Evaluation& evaluation) {
   for (const std::string& budget : evaluation.budgets())
     for (const Evaluation::Contender& contender : evaluation.contenders(budget)) {
       ordered_json entry{{"configuration", contender.score},
-                         {"policy", evaluation.scores[contender.score].label()}};
+                         {"policy", evaluation.scores[contender.score].label(true)}};
       entry["behind"] = difference_json(contender.behind);
       json[budget].push_back(std::move(entry));
     }

@@ -11,7 +11,6 @@
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/scripts.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/csv.hpp"
@@ -171,6 +170,14 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   return set;
 }
 
+std::vector<std::size_t> evicting(const Figures& figures) {
+  std::vector<std::size_t> drawn;
+  for (std::size_t s = 0; s < figures.series().size(); ++s)
+    if (!figures.series()[s].is_full() && figures.series()[s].policy != kOracleTopk)
+      drawn.push_back(s);
+  return drawn;
+}
+
 }  // namespace
 
 ScoreSet load_scores(const std::filesystem::path& folder) {
@@ -198,7 +205,19 @@ std::vector<ResultRow> all_rows(const ScoreSet& set) {
   return rows;
 }
 
-Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_view vega) {
+std::vector<Figure> figures_of(const ScoreSet& set) {
+  const Figures figures(set.groups.front().rows);
+  std::vector<Figure> found;
+  for (const MetricInfo& metric : set.metrics) {
+    found.push_back(curve_figure(figures, evicting(figures), metric));
+    if (metric.name == set.headline && !metric.higher_is_better)
+      found.push_back(frontier_figure(figures, evicting(figures), metric));
+  }
+  for (Figure& figure : found) figure.title += ", " + set.groups.front().name;
+  return found;
+}
+
+Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
   const std::vector<ResultRow> rows = all_rows(set);
   const Figures figures(rows);
   const auto styles = styles_of(figures.series());
@@ -217,13 +236,18 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_
         if (figures.series()[s].label == first.series()[standings.front().series].label)
           data["winner"] = s;
   if (set.kind == "task") data["x_title"] = "budget, as asked";
-  if (set.kind == "race") data["x_title"] = "round";
   Explorer explorer;
   explorer.sections = html_open_section("explore", heading, escape(set.note));
+  if (metric != set.metrics.end() && !metric->higher_is_better)
+    explorer.sections += figures_section(
+        "What each byte buys",
+        "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
+        "better for losing less.",
+        {frontier_figure(first, evicting(first), *metric)}, data);
   if (data["heads"] > 0)
     explorer.sections +=
         html_open_section("heads", "By layer and head", escape(data["note"].get<std::string>()));
-  explorer.scripts = script_elements(data, vega);
+  explorer.data = std::move(data);
   return explorer;
 }
 

@@ -38,10 +38,10 @@ refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
 # Another program's complaint of several lines.
 mkdir bin
-printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/gnuplot
-chmod +x bin/gnuplot
-refused "gnuplot failed on figure" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --fixed --out other.html
-[ ! -e other.html ] || fail "a page without its figures"
+printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/vl-convert
+chmod +x bin/vl-convert
+refused "vl-convert failed" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --figures drawn --out other.html
+[ ! -e other.html ] && [ ! -e drawn ] || fail "a page without its figures"
 
 # A link in the place of what is being written.
 echo theirs >theirs

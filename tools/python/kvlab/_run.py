@@ -176,7 +176,8 @@ class Run:
         return trace._held
 
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
-        """`metric` against budget in tokens, a line for each policy: means over heads, layers and traces."""
+        """`metric` against budget in tokens, a line for each policy: means over heads, layers and traces. The legend
+        stands beside the axes; the axis of errors that span a decade is logarithmic."""
         import matplotlib.pyplot
 
         frame = self.frame()
@@ -186,18 +187,26 @@ class Run:
             raise ValueError(f"plot: the run has no {metric}; it has {there}")
         if ax is None:
             ax = matplotlib.pyplot.subplots()[1]
-        kinds = {str(name): of_name["params"].nunique() for name, of_name in rows.groupby("policy", observed=True)}
+        settings: dict[str, list[set[str]]] = {}
+        for policy, params in rows.groupby(["policy", "params"], observed=True).groups:
+            settings.setdefault(str(policy), []).append(set(str(params).split(":")))
+        lines = 0
         for (policy, params), line in rows.groupby(["policy", "params"], observed=True, sort=False):
             if policy == "full":
                 continue
             means = line.groupby("budget_tokens")["value"].mean()
-            label = f"{policy}:{params}" if kinds[str(policy)] > 1 else str(policy)
-            style = "--" if str(policy).startswith("oracle") else "-"
-            ax.plot(means.index, means.to_numpy(), style, marker="o", markersize=3, label=label)
+            common = set.intersection(*settings[str(policy)])  # what all of its variants have says nothing
+            label = ":".join([str(policy), *(part for part in str(params).split(":") if part not in common)])
+            style, marker = ("--", "") if str(policy).startswith("oracle") else ("-", "os^Dv<>P*X"[lines // 10 % 10])
+            ax.plot(means.index, means.to_numpy(), style, marker=marker, markersize=4, label=label)
+            lines += 1
         ax.set_xlabel("budget (tokens)")
         known = metrics().get(metric)
         ax.set_ylabel(known.label if known else metric)
-        ax.legend()
+        values = rows.loc[rows["policy"] != "full", "value"]
+        if known and not known.higher_is_better and 0 < 10 * values.min() < values.max():
+            ax.set_yscale("log")
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False)
         return ax
 
     def __repr__(self) -> str:
