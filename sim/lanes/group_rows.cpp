@@ -56,7 +56,8 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
       keys_(view.tokens, view.head_size),
       quads_((view.group + kQuad - 1) / kQuad),
       stride_(keys_.panel_count() * kBlockTokens),
-      words_((view.tokens + 63) / 64) {
+      words_((view.tokens + 63) / 64),
+      gradients_(view.projection) {
   block_ = block_for(stride_ * heads());
   queries_.resize(std::size_t{block_} * view.group * view.head_size);
   tile_.resize(std::size_t{block_} * view.group * kTileTokens);
@@ -74,6 +75,7 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
 
 void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t from) {
   first_ = first;
+  gradients_.move_to(first, count);
   const std::size_t group = view_.group;
   for (std::uint32_t i = 0; i < count; ++i)
     for (std::uint32_t head = 0; head < group; ++head)
@@ -263,6 +265,12 @@ const float* GroupRows::outputs(std::uint32_t query) {
 const double* GroupRows::norms2(std::uint32_t query) {
   outputs(query);
   return lazy(query).norm2.data();
+}
+
+void GroupRows::add_changes(std::uint32_t query, const float* kept, const float* factors,
+                            float* changes) {
+  row_loops().add_changes(outputs(query), kept, view_.group, factors, view_.head_size,
+                          gradients_.of(query), gradients_.draws(), changes);
 }
 
 void GroupRows::logits(std::uint32_t query, std::uint32_t head,

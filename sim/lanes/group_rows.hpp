@@ -73,6 +73,12 @@ class GroupRows {
   const float* outputs(std::uint32_t query);
   const double* norms2(std::uint32_t query);
 
+  /// Of gradients of every query of the span.
+  std::uint32_t draws() const { return gradients_.draws(); }
+  /// changes [draw] += what outputs factors[h] * kept [group][dim] change of the log-likelihood of
+  /// each draw.
+  void add_changes(std::uint32_t query, const float* kept, const float* factors, float* changes);
+
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
@@ -115,6 +121,7 @@ class GroupRows {
   std::vector<std::int32_t> shifts_;  // [block, heads()]
   std::vector<Lazy> lazy_;            // [block]
   std::vector<float> values_;         // [heads()][dim]: what values_from() returns
+  GradientBlock gradients_;
 };
 
 }  // namespace kvlab
