@@ -165,8 +165,8 @@ class Replay {
     for (const ResolvedConfig& config : configs_)
       bring_columns(trace_, layer, kv_head, config.policy.columns, output, *brought);
     std::unique_ptr<const ErrorProjection> projection;
-    if (columns().all() > 0)
-      projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, span_);
+    if (columns().any())
+      projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, options_.span);
     HeadTensors tensors = read_head(trace_, layer, kv_head);
     tensors.brought = std::move(brought);
     tensors.projection = std::move(projection);
@@ -453,7 +453,7 @@ ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
   const auto fits = [&](const HeadOutcome& outcome) {
-    return outcome.stats.fits(job_.replay.span(), job_.shape.group(), job_.replay.columns().all());
+    return outcome.stats.fits(job_.replay.span(), job_.shape.group(), job_.replay.columns());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
     throw std::runtime_error("the outcomes of another replay");

@@ -24,7 +24,7 @@ struct LayerOutcome {
   std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
   SquaredErrors residual;                       // behind W_o, by the residual stream's norm
   SquaredErrors kl;                             // halves of squared changes of log-likelihood
-  /// [configuration][sample, draw]: changes of log-likelihood, heads summed; or empty.
+  /// [configuration][query of the span, draw]: changes of log-likelihood, heads summed; or empty.
   std::vector<std::vector<float>> changes;
 };
 
@@ -49,7 +49,7 @@ class JointChanges {
   std::vector<BlockedRatio> squares(const QuerySpan& span, std::uint32_t draws) const;
 
  private:
-  std::vector<std::vector<double>> sums_;  // [configuration][sample, draw]
+  std::vector<std::vector<float>> sums_;  // [configuration][query of the span, draw]
 };
 
 }  // namespace kvlab
