@@ -97,6 +97,7 @@ class Bpe::Word {
 
   void merge_all() {
     std::vector<Candidate> first;
+    first.reserve(symbols_.size());
     for (Position i = 0; i + 1 < symbols_.size(); ++i) add_candidate(i, first);
     std::priority_queue<Candidate> queue({}, std::move(first));
     std::vector<Candidate> added;
@@ -192,8 +193,7 @@ void Bpe::read_merges(const Node& model) {
     };
     const std::uint64_t key = pair_key(known(left), known(right));
     merges_.insert_or_assign(key, Merge{rank, known(left + right)});
-    if (!left.empty() && !right.empty())
-      junctions_.insert(junction_key(left + right, left.size()));
+    if (!left.empty() && !right.empty()) junctions_.insert(junction_key(left + right, left.size()));
     ++rank;
   }
 }

@@ -115,13 +115,13 @@ void append_utf8(std::string& text, char32_t c) {
   }
 }
 
-bool is_valid_utf8(std::string_view bytes) {
-  for (std::size_t at = 0; at < bytes.size();) {
-    const Part part = part_at(bytes, at);
-    if (!part.valid) return false;
-    at += part.bytes;
+std::size_t valid_bytes(std::string_view bytes) {
+  std::size_t at = 0;
+  for (Part part{}; at < bytes.size(); at += part.bytes) {
+    part = part_at(bytes, at);
+    if (!part.valid) break;
   }
-  return true;
+  return at;
 }
 
 std::string replace_invalid_utf8(std::string_view bytes) {

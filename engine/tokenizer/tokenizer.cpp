@@ -95,7 +95,7 @@ class Tokenizer::Impl {
 
   std::vector<std::int32_t> encode(std::string_view bytes, bool add_special,
                                    std::size_t most) const {
-    const std::string mended = tokenizer::is_valid_utf8(bytes)
+    const std::string mended = tokenizer::valid_bytes(bytes) == bytes.size()
                                    ? std::string()
                                    : tokenizer::replace_invalid_utf8(bytes);
     const std::string_view text = mended.empty() ? bytes : mended;
@@ -107,8 +107,8 @@ class Tokenizer::Impl {
     const bool whole = in_text_.split(text, [&](const Segment& segment) {
       const std::string_view part = text.substr(segment.begin, segment.end - segment.begin);
       return segment.id ? pieces.append(*segment.id)
-                        : encode_normalized(normalizer_.apply(part, normalized),
-                                            segment.begin == 0, time, pieces);
+                        : encode_normalized(normalizer_.apply(part, normalized), segment.begin == 0,
+                                            time, pieces);
     });
     const auto& after = post_processor_.after;
     if (add_special && whole) ids.insert(ids.end(), after.begin(), after.end());

@@ -9,6 +9,7 @@
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
 
@@ -89,10 +90,10 @@ int run(const po::variables_map& options) {
   const std::uint64_t seed = seed_from(options);
   const std::size_t tokens = count_from(options, "max-tokens", 128, kMostTokens);
   const Model model = Model::load(directory, threads);
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json", model.config().vocab);
+  const Tokenizer tokenizer = tokenizer_of(directory, model.config());
   std::vector<std::vector<std::int32_t>> ids(texts.size());
-  for (std::size_t t = 0; t < texts.size(); ++t)
-    ids[t] = ids_of_text(texts[t], tokenizer, model.config(), tokens);
+  for (std::size_t t = 0; t < texts.size(); ++t) ids[t] = ids_of_text(texts[t], tokenizer, tokens);
+  say_of_model(model.config(), tokenizer);
   CalibrateResult result = calibrate(
       model, ids,
       {.noise = noise, .seed = seed, .threads = threads, .progress = progress_bar("calibrate")});

@@ -105,13 +105,16 @@ def refuse_unsupported(name: str, config: Any, others: bool = False) -> None:
     if not is_other and FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
         refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
 
+    kinds = getattr(config, "layer_types", None) or []
+    if other := next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None):
+        refuse(f"layer {kinds.index(other)} is {other}", "a trace can say full attention alone")
     window = getattr(config, "sliding_window", None)
     right = "a trace cannot say sliding windows, only full attention"
     if getattr(config, "use_sliding_window", False):
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+    if any(kind != "full_attention" for kind in kinds):
         refuse("layer_types names other layers than full_attention", right)
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
