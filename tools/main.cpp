@@ -84,9 +84,6 @@ void complain(const std::vector<std::string>& words, const std::vector<std::stri
   }
 }
 
-constexpr std::string_view kOutOfMemory =
-    "kvlab: out of memory; a shorter input or fewer configurations would fit\n";
-
 constexpr std::string_view kOutOfMemoryAtOnce =
     "kvlab: out of memory; a shorter input or fewer configurations would fit; "
     "what was unfinished is left, as *.part\n";
@@ -155,7 +152,7 @@ int main(int argc, char** argv) {
     kvlab::flush_output();
     return code;
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "{}", kvlab::kOutOfMemory);
+    kvlab::complain(words, {"out of memory; a shorter input or fewer configurations would fit"});
   } catch (const kvlab::DoesNotCompile& error) {
     kvlab::complain(words, kvlab::split_list(error.what(), '\n'));
   } catch (const std::filesystem::filesystem_error& error) {

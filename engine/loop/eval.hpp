@@ -12,10 +12,11 @@
 namespace kvlab {
 
 struct EvalOptions {
-  std::uint32_t window = 0;         ///< tokens, the first one included; 0: the trained context
-  bool stream = false;              ///< the whole text as one sequence
-  std::uint32_t prompt_tokens = 0;  ///< of each sequence; 0: half of it
-  std::uint32_t max_tokens = 0;     ///< of each text; 0: all
+  std::uint32_t window = 0;          ///< tokens, the first one included; 0: the trained context
+  std::vector<std::int32_t> before;  ///< the tokenizer's, put before each window
+  bool stream = false;               ///< the whole text as one sequence
+  std::uint32_t prompt_tokens = 0;   ///< of each sequence; 0: half of it
+  std::uint32_t max_tokens = 0;      ///< of each text; 0: all
   Span span = Span::decode;
   bool against_full = true;        ///< run the full cache too, for kl and same_first
   std::uint32_t block_tokens = 0;  ///< scores by so many tokens, too; 0: not

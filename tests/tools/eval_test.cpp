@@ -20,6 +20,7 @@ namespace {
 std::uint64_t scored(std::size_t length, EvalOptions options) {
   static const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   options.window = 64;
+  options.before = {0};
   options.threads = 2;
   return evaluate(model.config(), sweep_by_layers(model), {std::vector<std::int32_t>(length, 300)},
                   {}, options)
@@ -55,7 +56,8 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   for (std::int32_t i = 0; i < 300; ++i) ids.push_back(300 + i * 37 % 211);
   const CacheConfig window{
       .policy = parse_policy("window"), .budget = {.extent = tokens(32)}, .prefill = Prefill{8}};
-  EvalOptions options{.stream = true,
+  EvalOptions options{.before = {0},
+                      .stream = true,
                       .prompt_tokens = 120,
                       .span = Span::all,
                       .against_full = false,
@@ -116,7 +118,7 @@ Evaluation invented_evaluation() {
     if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);  // as good as the third
     return c == 1 ? 0.3 * wave : 0.1 * wave;
   });
-  return evaluate(ModelConfig{.trained_context = 1024, .bos = -1}, sweep,
+  return evaluate(ModelConfig{.trained_context = 1024}, sweep,
                   {std::vector<std::int32_t>(1024, 1), std::vector<std::int32_t>(1024, 2)},
                   three_at_two_budgets(), {});
 }
@@ -138,7 +140,7 @@ TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
 
 TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
   const Evaluation evaluation = evaluate(
-      ModelConfig{.trained_context = 1000, .bos = -1},
+      ModelConfig{.trained_context = 1000},
       invented([](std::size_t c, std::size_t i) { return c ? static_cast<double>(i) : 0; }),
       {std::vector<std::int32_t>(1000, 1)}, three_at_two_budgets(), {});
   const EvalScore& score = evaluation.scores[1];
@@ -155,10 +157,29 @@ TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
   CHECK(two.kl_deviation == Approx(two.texts[0].kl / std::sqrt(2.0)));
 }
 
+TEST_CASE("Each window has what the tokenizer puts before a text once, or nothing") {
+  std::vector<std::vector<std::int32_t>> seen;
+  const Sweep sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
+                          const EvalOptions& options) {
+    seen = sequences;
+    return invented([](std::size_t, std::size_t) { return 0.0; })(sequences, configs, options);
+  };
+  const auto windows = [&](std::vector<std::int32_t> text, std::vector<std::int32_t> before) {
+    evaluate(ModelConfig{.trained_context = 4, .bos = 9}, sweep, {text}, {},
+             {.before = before, .span = Span::all});
+    return seen;
+  };
+  using Windows = std::vector<std::vector<std::int32_t>>;
+  CHECK(windows({1, 2, 3, 4, 5}, {9}) == Windows{{9, 1, 2, 3}, {9, 4, 5}});
+  CHECK(windows({9, 1, 2, 3, 4, 5}, {9}) == Windows{{9, 1, 2, 3}, {9, 4, 5}});
+  CHECK(windows({1, 2, 3, 4, 5, 6}, {}) == Windows{{1, 2, 3, 4}, {5, 6}});
+  CHECK(windows({8, 1, 2, 3}, {8, 9}) == Windows{{8, 9, 1, 2}, {8, 9, 3}});
+}
+
 TEST_CASE("Few scored tokens are warned of") {
   CHECK(few_tokens_warning(invented_evaluation()).empty());
   const Evaluation few =
-      evaluate(ModelConfig{.trained_context = 1024, .bos = -1},
+      evaluate(ModelConfig{.trained_context = 1024},
                invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
                {std::vector<std::int32_t>(999, 1)}, three_at_two_budgets(), {});
   CHECK(few_tokens_warning(few).starts_with("999 scored tokens"));
@@ -173,8 +194,9 @@ TEST_CASE("A text of which nothing would be scored is refused by name before any
   };
   const auto refusal = [&](std::size_t length, EvalOptions options) {
     return test::error_of<std::invalid_argument>([&] {
-      evaluate(ModelConfig{.trained_context = 1024, .bos = 1}, sweep,
-               {std::vector<std::int32_t>(100, 1), std::vector<std::int32_t>(length, 1)},
+      options.before = {1};
+      evaluate(ModelConfig{.trained_context = 1024}, sweep,
+               {std::vector<std::int32_t>(100, 2), std::vector<std::int32_t>(length, 2)},
                three_at_two_budgets(), options);
     });
   };

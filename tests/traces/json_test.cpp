@@ -30,6 +30,17 @@ TEST_CASE("Broken JSON is refused with the file and the byte") {
   }
 }
 
+TEST_CASE("Numbers that Python writes and JSON has not are named") {
+  for (const char* text : {"{\"a\": Infinity}", "{\"a\": -Infinity}", "[1, NaN]"}) {
+    const std::string error = parse_error(text);
+    INFO(error);
+    CHECK(error.find(std::string(text).find("NaN") != std::string::npos ? "NaN" : "Infinity") !=
+          std::string::npos);
+    CHECK(error.find("as Python writes it, is no JSON") != std::string::npos);
+  }
+  CHECK(parse_error("[Inf]").starts_with("file.json: broken at byte "));
+}
+
 TEST_CASE("A NUL ends no text: what follows it is not passed over") {
   using namespace std::string_view_literals;
   CHECK(parse_error("{}\0"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");

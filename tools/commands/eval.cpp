@@ -9,6 +9,7 @@
 #include "engine/loop/policy_file.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
@@ -169,15 +170,19 @@ int run(const po::variables_map& options) {
     configs.push_back(
         deployed(options["policy-file"].as<std::string>(), compiled, config, weights_xxh3));
 
+  how.before = model.tokenizer.before();
+  // Of what a text begins with itself, nothing counts.
+  const std::size_t most = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : paths)
-    texts.push_back(model.tokenizer.encode(read_text(path), false));
+  for (const std::string& path : paths) texts.push_back(ids_of_file(path, model.tokenizer, most));
+  say_of_model(model.backend->config(), model.tokenizer);
   const Evaluation evaluation = evaluate(config, model.sweep, texts, std::move(configs), how);
   if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
   nlohmann::ordered_json json{{"model", config.name},
                               {"weights_xxh3", weights_xxh3},
                               {"kvlab", KVLAB_VERSION},
+                              {"first_token", first_token(model.tokenizer)},
                               {"span", options["span"].as<std::string>()}};
   json.update(eval_json(evaluation, how.names));
   if (folder) {

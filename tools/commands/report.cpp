@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "engine/checkpoint/checkpoint.hpp"
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
@@ -39,7 +40,7 @@ std::vector<std::string> token_texts(const Run& run, const po::variables_map& op
   if (!options.count("model") || !run.kept) return texts;
   const std::string file = options["model"].as<std::string>() + "/tokenizer.json";
   const auto trace = std::ranges::find(run.info.traces, run.kept->trace, &RunTrace::name);
-  const std::string hash = xxh3_hex(read_text_file(file, std::size_t{256} << 20));
+  const std::string hash = xxh3_hex(read_text_file(file, kMaxTokenizerBytes));
   if (trace != run.info.traces.end() && !trace->tokenizer_xxh3.empty() &&
       trace->tokenizer_xxh3 != hash)
     throw std::invalid_argument(

@@ -10,6 +10,7 @@
 #include "engine/loop/task/run.hpp"
 #include "policies/brief.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
@@ -300,8 +301,8 @@ int run(const po::variables_map& options) {
   const Device device = device_from(options);
   if (device == Device::cuda) request.answers.most_rows = kCudaRows;
   const auto backend = load_backend(device, directory, threads_from(options));
-  const Tokenizer tokenizer =
-      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
+  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
+  say_of_model(backend->config(), tokenizer, "", request.chat.has_value());
 
   const TaskRun run = run_task(*backend, tokenizer, request);
   const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);

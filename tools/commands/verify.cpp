@@ -83,9 +83,8 @@ struct Dialogue {
   std::uint32_t length;
 };
 
-Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& config,
-                       const Tokenizer& tokenizer) {
-  auto first = encode_prompt(tokenizer, config, prompt_from(options));
+Dialogue dialogue_from(const po::variables_map& options, const Tokenizer& tokenizer) {
+  auto first = first_ids("--prompt", prompt_from(options), tokenizer);
   auto prompts = turns_from(options, tokenizer, std::move(first));
   const std::uint32_t decode_tokens = max_new_tokens_from(options);
   Dialogue dialogue{.turns = {}, .length = most_tokens(prompts, decode_tokens)};
@@ -106,9 +105,9 @@ int run(const po::variables_map& options) {
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);
   if (file) check_shape(*file, backend->config().shape());
-  const Tokenizer tokenizer =
-      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
-  const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
+  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
+  const Dialogue dialogue = dialogue_from(options, tokenizer);
+  say_of_model(backend->config(), tokenizer);
 
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -202,7 +203,12 @@ std::string read_text_file(const std::filesystem::path& path, std::size_t max_by
   if (file.bytes().size() > max_bytes)
     throw std::runtime_error(fmt::format("{}: {} bytes long; at most {} are expected",
                                          path.string(), file.bytes().size(), max_bytes));
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+  try {
+    return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error(fmt::format("{}: {} bytes long; they do not fit into memory",
+                                         path.string(), file.bytes().size()));
+  }
 }
 
 std::string xxh3_hex(std::span<const std::byte> bytes) {

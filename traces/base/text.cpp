@@ -64,9 +64,11 @@ std::vector<std::string> split_list(std::string_view text, char separator) {
 }
 
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to) {
+  std::size_t hits = 0, at = 0;
+  for (std::size_t hit; (hit = text.find(from, at)) != text.npos; at = hit + from.size()) ++hits;
   std::string out;
-  out.reserve(text.size());
-  std::size_t at = 0;
+  out.reserve(text.size() - hits * from.size() + hits * to.size());
+  at = 0;
   for (std::size_t hit; (hit = text.find(from, at)) != text.npos; at = hit + from.size()) {
     out += text.substr(at, hit - at);
     out += to;

@@ -121,14 +121,17 @@ def _refuse_settings(name: str, config: Any, others: bool) -> None:
         if not isinstance(getattr(config, needed, None), int):
             refuse(f"its config has no {needed}", "the config of a decoder such as Llama's is expected")
 
+    kinds = getattr(config, "layer_types", None) or []
+    if other := next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None):
+        refuse(f"layer {kinds.index(other)} is {other}", "a trace can say full attention alone")
     window = getattr(config, "sliding_window", None)
     right = "a trace cannot say sliding windows, only full attention"
     if getattr(config, "use_sliding_window", False):
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
-    if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}):
-        refuse(f"layer_types names {', '.join(kinds)}", "full_attention in every layer is expected")
+    if any(kind != "full_attention" for kind in kinds):
+        refuse("layer_types names other layers than full_attention", right)
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
         refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
