@@ -15,6 +15,7 @@ struct PolicyDescription {
 
   Needs needs;
   bool oldest_first, weighted;
+  RankType rank_type;
   std::uint32_t slot_bytes, column_count;
   char columns[kMaxColumns][kMostNameBytes];
   std::uint32_t param_count;            ///< Params are so many doubles
@@ -28,6 +29,7 @@ constexpr PolicyDescription describe() {
   PolicyDescription about{.needs = P::kInfo.needs,
                           .oldest_first = P::kInfo.oldest_first,
                           .weighted = P::kInfo.weighted,
+                          .rank_type = kRankType<P>,
                           .slot_bytes = kSlotBytes<P>,
                           .column_count = P::kInfo.column_count()};
   for (std::uint32_t c = 0; c < about.column_count; ++c)
