@@ -112,6 +112,10 @@ struct Param {
   double Params::*member;
   double standard, least, most;
 };
+/// Whether a parameter whose range is [least, most] may be `value`.
+constexpr bool in_range(double value, double least, double most) {
+  return value >= least && value <= most;
+}
 
 struct Token {
   std::uint32_t position;          ///< counts tokens of the sequence from 0

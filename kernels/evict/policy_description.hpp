@@ -18,8 +18,9 @@ struct PolicyDescription {
   RankType rank_type;
   std::uint32_t slot_bytes, column_count;
   char columns[kMaxColumns][kMostNameBytes];
-  std::uint32_t param_count;            ///< Params are so many doubles
-  std::uint32_t param_of[kMostParams];  ///< which line of kParams each of them is
+  std::uint32_t param_count;                     ///< Params are so many doubles
+  std::uint32_t param_of[kMostParams];           ///< which line of kParams each of them is
+  double least[kMostParams], most[kMostParams];  ///< by line
 
   constexpr bool operator==(const PolicyDescription&) const = default;
 };
@@ -44,7 +45,11 @@ constexpr PolicyDescription describe() {
       double at[kCount];
     };
     double numbers[kCount] = {};
-    for (std::uint32_t i = 0; i < kCount; ++i) numbers[i] = i;
+    for (std::uint32_t i = 0; i < kCount; ++i) {
+      numbers[i] = i;
+      about.least[i] = P::kParams[i].least;
+      about.most[i] = P::kParams[i].most;
+    }
     const auto params = std::bit_cast<Doubles>(params_from<P>(numbers));
     about.param_count = kCount;
     for (std::uint32_t i = 0; i < kCount; ++i)

@@ -155,9 +155,12 @@ HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.k
              .settle_tokens = code_.kernel(kSettle)};
 }
 
-void HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
+bool HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
+  for (std::size_t i = 0; i < about_.param_count; ++i)
+    if (!in_range(values[i], about_.least[i], about_.most[i])) return false;
   for (std::size_t i = 0; i < about_.param_count; ++i)
     std::memcpy(to + i * sizeof(double), &values[about_.param_of[i]], sizeof(double));
+  return true;
 }
 
 cudaError_t HeaderPolicy::weigh(const void* params, std::uint32_t queries, float* to,

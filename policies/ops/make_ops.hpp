@@ -28,8 +28,8 @@ struct OpsOf {
   using Slots = SlotArray<Slot>;
   using ConstSlots = SlotArray<const Slot>;
 
-  [[gnu::flatten]] static void write(std::span<const double> values, std::byte* to) {
-    write_params<P>(values, to);
+  [[gnu::flatten]] static bool write(std::span<const double> values, std::byte* to) {
+    return write_params<P>(values, to);
   }
 
   [[gnu::flatten]] static void admit(void* slots, Tokens tokens, std::size_t count,

@@ -50,8 +50,8 @@ struct PolicyOps {
   /// Bytes that a live token costs beside its key and value: state and columns.
   std::size_t token_bytes() const { return slot_bytes + info.column_count() * sizeof(float); }
 
-  /// Writes params_bytes: one value for each parameter.
-  void (*write_params)(std::span<const double> values, std::byte* to);
+  /// Writes params_bytes: one value for each parameter. False: one is out of its range.
+  bool (*write_params)(std::span<const double> values, std::byte* to);
 
   void (*admit)(void* slots, Tokens tokens, std::size_t count, const void* params,
                 const Step& step);

@@ -259,19 +259,20 @@ Policy make_own_policy(OwnPolicy own) {
       .path = own.path, .text = own.text, .xxh3 = xxh3_hex(own.text), .type = own.name});
   const auto host = std::make_shared<Host>(Host{std::move(own), needs});
   auto entry = std::make_shared<PolicyEntry>();
-  static_cast<PolicyOps&>(*entry) = {.info = info_of(*host),
-                                     .params = {},
-                                     .slot_bytes = host->slot_bytes(),
-                                     .params_bytes = sizeof(void*),
-                                     .write_params = [](std::span<const double>, std::byte*) {},
-                                     .admit = admit,
-                                     .observe = observe,
-                                     .observe_each = observe_each,
-                                     .rank = rank,
-                                     .first_least = first_least,
-                                     .weight = [](std::uint32_t, const void*) { return 1.0f; },
-                                     .tail = [](const void*) { return kNoTail; },
-                                     .clear_padding = [](void*) {}};
+  static_cast<PolicyOps&>(*entry) = {
+      .info = info_of(*host),
+      .params = {},
+      .slot_bytes = host->slot_bytes(),
+      .params_bytes = sizeof(void*),
+      .write_params = [](std::span<const double>, std::byte*) { return true; },
+      .admit = admit,
+      .observe = observe,
+      .observe_each = observe_each,
+      .rank = rank,
+      .first_least = first_least,
+      .weight = [](std::uint32_t, const void*) { return 1.0f; },
+      .tail = [](const void*) { return kNoTail; },
+      .clear_padding = [](void*) {}};
   entry->source = std::move(source);
   entry->host = host;
   return {std::move(entry)};
