@@ -2,6 +2,7 @@
 // nothing else.
 #include "kernels/kvlab.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/admission.hpp"
 #include "kernels/evict/columns.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
@@ -36,6 +38,18 @@ static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
 static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
               KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInColumn::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
+static_assert(SIZE_MAX == kNoDevice);
+
+// What callers lay out. Another size is another binary interface, of an embedded struct too.
+constexpr std::size_t kSizes[] = {sizeof(kvlab_pages),        sizeof(kvlab_cache),
+                                  sizeof(kvlab_rule),         sizeof(kvlab_observation),
+                                  sizeof(kvlab_policy_state), sizeof(kvlab_write_args),
+                                  sizeof(kvlab_columns_args), sizeof(kvlab_evicting_attention_args),
+                                  sizeof(kvlab_row_softmax),  sizeof(kvlab_prefill_args),
+                                  sizeof(kvlab_observe_args), sizeof(kvlab_shrink_args)};
+constexpr std::size_t kSizesOfVersion2[] = {48, 136, 16, 24, 80, 208, 232, 288, 8, 160, 240, 416};
+static_assert(KVLAB_VERSION == 2 && std::ranges::equal(kSizes, kSizesOfVersion2),
+              "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {
   static const std::vector<kvlab_policy> list = [] {
@@ -237,11 +251,10 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
   if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
   if (wanted > 0 && (values == nullptr || to == nullptr)) return cudaErrorInvalidValue;
   const std::span all(values, wanted);
-  if (policy->header != nullptr)
-    policy->header->write_params(all, static_cast<std::byte*>(to));
-  else
-    policy->kernels.params(all, static_cast<std::byte*>(to));
-  return cudaSuccess;
+  auto* const bytes = static_cast<std::byte*>(to);
+  const bool written = policy->header != nullptr ? policy->header->write_params(all, bytes)
+                                                 : policy->kernels.params(all, bytes);
+  return written ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 int kvlab_policy_weighted(const kvlab_policy* policy) {

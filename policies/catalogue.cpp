@@ -112,7 +112,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     if (key != param.name) continue;
     const double number = parse_number(
         value, what, fmt::format("a number from {:g} to {:g}", param.least, param.most));
-    if (number < param.least || number > param.most)
+    if (!in_range(number, param.least, param.most))
       throw std::invalid_argument(
           fmt::format("{}={} is outside {:g} to {:g}", what, value, param.least, param.most));
     spec.params[i] = number;

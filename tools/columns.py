@@ -150,6 +150,14 @@ def redundancy(trace, layer, arguments):
     return column
 
 
+def key_cosine_rope(trace, layer, arguments):
+    """KeyDiff: cosine of the key, behind RoPE, with the mean of the unit keys up to its admission's end."""
+    k, ends = numpy.stack([trace.rotated(keys) for keys in trace.part(layer, "k")]), trace.admission_ends()
+    unit = k / numpy.maximum(numpy.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
+    mean = unit.cumsum(axis=1)[:, ends - 1]
+    return (unit * mean).sum(axis=-1) / numpy.maximum(numpy.linalg.norm(mean, axis=-1), 1e-12)
+
+
 def output_projections(trace, directory):
     """Reads o_proj of each layer. Refuses a checkpoint that is not the trace's."""
     directory = pathlib.Path(directory)
@@ -192,7 +200,7 @@ def value_out_norm1(trace, layer, arguments):
     return column
 
 
-COLUMNS = {f.__name__: f for f in (lagkv, expected_attention, redundancy, value_out_norm1)}
+COLUMNS = {f.__name__: f for f in (lagkv, expected_attention, redundancy, key_cosine_rope, value_out_norm1)}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -55,8 +55,13 @@ PAIRS = [
     (my_lru, "lru", ""),
     (my_lru, "lru", ":sinks=4:recent=50%"),
     (my_vatp, "vatp", ""),
+    (my_vatp, "vatp", ":scope=layer"),
+    (my_vatp, "vatp", ":scope=layer:every=8:smooth=2"),
+    (my_vatp, "vatp", ":every=8:smooth=3:pool=max"),
     (my_window, "window", ":sinks=3"),
     (my_knorm, "knorm", ":recent=8"),
+    (my_knorm, "knorm", ":scope=layer"),
+    (my_knorm, "knorm", ":every=8:smooth=500:scope=layer"),
 ]
 
 
@@ -190,20 +195,34 @@ def test_the_registry() -> None:
     assert (h2o.needs, h2o.recent, h2o.slot_bytes) == ("mass", "50%", 8)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "f2"])
-def test_whole_numbers_order_as_floats_do(dtype: str) -> None:
-    from kvlab._policy import _ordered
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "u4"])
+def test_ranks_of_any_type_are_the_numbers_that_they_are(small: kvlab.Trace, dtype: str) -> None:
+    def score(position: Any, head: int) -> Any:
+        return ((position.astype("i8") * 7919 + 31 * head) % 997).astype(dtype)
 
-    random = numpy.random.default_rng(4)
-    with numpy.errstate(over="ignore"):
-        drawn = (random.standard_normal(4000) * 10.0 ** random.integers(-30, 30, 4000)).astype(dtype)
-    near = 1 + numpy.arange(50) * 2.0**-42
-    special = numpy.array([0.0, -0.0, numpy.inf, -numpy.inf, 1.0, -1.0, *near]).astype(dtype)
-    ranks = numpy.concatenate([drawn, special])
-    order = numpy.argsort(_ordered(ranks), kind="stable")
-    assert (numpy.diff(ranks[order].astype("f8")[numpy.isfinite(ranks[order])]) >= 0).all()
-    assert len(numpy.unique(_ordered(ranks))) == len(numpy.unique(ranks))
-    assert int(_ordered(ranks).max()) < 2**56  # so that 256 heads can be summed
+    @kvlab.policy(name=f"scored_{dtype}")
+    def scored(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return score(token.position, step.kv_head)
+
+    kept = kvlab.replay(small, f"{scored}:scope=layer", 24, prefill="stream", references=False).kept(1, 0, scored, 24)
+    live: list[int] = []
+    for query in range(len(kept.live)):
+        if len(live) == 24:
+            all_live = numpy.array(live)
+            sums = sum(score(all_live, head).astype("f8") for head in range(small.kv_heads))
+            live.remove(int(all_live[numpy.argmin(sums)]))
+        live.append(query)
+        assert sorted(numpy.flatnonzero(kept.live[query])) == live
+
+
+def test_heads_that_rank_by_other_types_are_refused(small: kvlab.Trace) -> None:
+    @kvlab.policy()
+    def mixed(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.position if step.kv_head == 0 else token.position / 2
+
+    kvlab.replay(small, mixed, 24)  # each by itself
+    with pytest.raises(ValueError, match="one KV head ranks by whole numbers and another by floats"):
+        kvlab.replay(small, f"{mixed}:scope=layer", 24)
 
 
 def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -> None:

@@ -158,6 +158,17 @@ TEST_CASE("parameters of a compiled policy are checked like any other's") {
         "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
 }
 
+TEST_CASE("a header's ranks are whole numbers or doubles, as its return type says") {
+  const std::string real = replaced(peak_text(), "std::uint64_t rank", "double rank");
+  CHECK(compiled(peak_text())->rank_type == RankType::whole);
+  const auto entry = compiled(replaced(real, "return slot.most;", "return -1.0 * slot.most;"));
+  CHECK(entry->rank_type == RankType::real);
+  LiveSet live(parse_policy("peak", {}, entry), kNoBudget, {});
+  live.admit(0, 2);
+  live.observe(std::vector<Observation>{{.mass = 3, .queries = 2}, {.mass = 8, .queries = 1}});
+  CHECK(live.ranks(2).keys == std::vector{rank_key(-3.0), rank_key(-8.0)});
+}
+
 TEST_CASE("a mistake is shown at the header's own line") {
   const std::string broken = compile_error(replaced(peak_text(), "= seen.mass >", "= sen.mass >"));
   CHECK(broken.starts_with("my.hpp: does not compile\n"));
