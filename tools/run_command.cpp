@@ -1,11 +1,10 @@
 #include "tools/command.hpp"
 
-#include <fmt/core.h>
+#include <fmt/ostream.h>
 
 #include <algorithm>
 #include <boost/any.hpp>
 #include <filesystem>
-#include <iostream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -24,7 +23,7 @@ void print_help(const Command& command, const po::options_description& options) 
   po::options_description named("Options", 100);
   for (const auto& option : options.options())
     if (option->long_name() != command.positional) named.add(option);
-  std::cout << named << "\nExample: " << command.example << "\n";
+  fmt::print("{}\nExample: {}\n", fmt::streamed(named), command.example);
 }
 
 /// Boost names an option now with its dashes, now without.
