@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/decoder.hpp"
 #include "engine/sampler.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/command.hpp"
@@ -17,8 +18,13 @@ void add_prompt_options(po::options_description& options);
 /// std::runtime_error for a file that cannot be read.
 std::string prompt_from(const po::variables_map& options);
 
-/// `--beyond-context`: no refuse_beyond_context().
+/// `--beyond-context`: check_context() refuses nothing.
 void add_context_option(po::options_description& options);
+/// Refuses prompts that are longer than what the model was trained on. Returns what to warn of: that
+/// the answers will be.
+std::string check_context(const po::variables_map& options, const ModelConfig& config,
+                          const ResolvedConfig& cache,
+                          const std::vector<std::vector<std::int32_t>>& turns);
 
 /// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
 void add_turn_options(po::options_description& options);
