@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
+#include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "tools/options.hpp"
@@ -87,6 +88,18 @@ void add_prompt_options(po::options_description& options) {
 void add_context_option(po::options_description& options) {
   options.add_options()("beyond-context", po::bool_switch(),
                         "take a prompt that is longer than what the model was trained on");
+}
+
+std::string check_context(const po::variables_map& options, const ModelConfig& config,
+                          const ResolvedConfig& cache,
+                          const std::vector<std::vector<std::int32_t>>& turns) {
+  const auto longest = static_cast<std::uint32_t>(
+      std::ranges::max_element(turns, {}, &std::vector<std::int32_t>::size)->size());
+  const std::string advice = squeezed_cache(config);
+  if (!options["beyond-context"].as<bool>())
+    refuse_beyond_context(config, longest_span(cache, longest, most_tokens(turns, 0)), advice);
+  const std::uint32_t length = most_tokens(turns, max_new_tokens_from(options));
+  return context_warning(config, longest_span(cache, longest, length), advice);
 }
 
 std::string prompt_from(const po::variables_map& options) {

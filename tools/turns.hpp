@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/checkpoint/model.hpp"
+#include "engine/decoder.hpp"
 #include "engine/sampler.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/command.hpp"
@@ -41,8 +42,13 @@ std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& 
 /// did; null where the tokenizer has none.
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");
 
-/// `--beyond-context`: no refuse_beyond_context().
+/// `--beyond-context`: check_context() refuses nothing.
 void add_context_option(po::options_description& options);
+/// Refuses prompts that are longer than what the model was trained on. Returns what to warn of: that
+/// the answers will be.
+std::string check_context(const po::variables_map& options, const ModelConfig& config,
+                          const ResolvedConfig& cache,
+                          const std::vector<std::vector<std::int32_t>>& turns);
 
 /// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
 void add_turn_options(po::options_description& options);

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <optional>
 
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/fidelity/page.hpp"
@@ -11,6 +12,7 @@
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {
@@ -87,7 +89,11 @@ int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out OUT, a directory to be made");
   refuse_existing(out, "--out");
-  if (options.count("report")) refuse_unwritable(options["report"].as<std::string>(), "--report");
+  std::optional<OutputClaim> claim;
+  if (options.count("report")) {
+    refuse_unwritable(options["report"].as<std::string>(), "--report");
+    claim.emplace(options["report"].as<std::string>());
+  }
   const std::vector<CacheConfig> configs = grid_from(options);
   check_fidelity_grid(configs);
   AtomicFolder folder(out);

@@ -5,7 +5,6 @@
 #include <optional>
 #include <stdexcept>
 
-#include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "tools/options.hpp"
@@ -130,17 +129,11 @@ int run(const po::variables_map& options) {
   const Tokenizer tokenizer = tokenizer_of(directory, config);
   const auto turns = turns_from(options, tokenizer, first_ids("--prompt", prompt, tokenizer));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
-  std::uint32_t longest_prompt = 0;
-  for (const auto& turn : turns)
-    longest_prompt = std::max(longest_prompt, static_cast<std::uint32_t>(turn.size()));
   if (asked.file) check_shape(*asked.file, config.shape());
   const ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
-  if (!options["beyond-context"].as<bool>())
-    refuse_beyond_context(config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
-                          squeezed_cache(config));
+  const std::string too_long = check_context(options, config, cache, turns);
   if (asked.file) warn(model_mismatch(*asked.file, config.name, backend->weights_xxh3()));
-  warn(
-      context_warning(config, longest_span(cache, longest_prompt, length), squeezed_cache(config)));
+  warn(too_long);
 
   say_of_model(config, tokenizer, prompt);
   const bool json = options["json"].as<bool>();

@@ -26,7 +26,6 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
                                   MetricInfo{"kl_p50", "KL, median", false, true},
@@ -107,9 +106,11 @@ std::uint32_t number_in(const std::string& text) {
   return std::max(number, 1u);
 }
 
-double number_of(const std::string& text, const std::string& where) {
-  double value = kNaN;
-  if (text.empty()) return value;
+/// NaN of an empty text, where it may be one.
+template <class Number = double>
+Number number_of(const std::string& text, const std::string& where) {
+  Number value = std::numeric_limits<Number>::quiet_NaN();
+  if (text.empty() && std::numeric_limits<Number>::has_quiet_NaN) return value;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size())
     throw std::runtime_error(where + ": '" + text + "' should be a number");
@@ -130,11 +131,11 @@ ResultRow task_row(const std::vector<std::string>& fields, const std::string& wh
           .budget_tokens = number_in(fields[3]),
           .prefill = fields[4],
           .positions = fields[5],
-          .seed = static_cast<std::uint64_t>(number_of(fields[6], where)),
+          .seed = number_of<std::uint64_t>(fields[6], where),
           .metric = fields[10],
           .value = number_of(fields[11], where),
           .standard_error = (high - low) / 2 / 1.96,
-          .count = static_cast<std::uint64_t>(number_of(fields[14], where))};
+          .count = number_of<std::uint64_t>(fields[14], where)};
 }
 
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
@@ -193,6 +194,10 @@ ScoreSet load_scores(const std::filesystem::path& folder) {
         fmt::format("{}: holds no run.json, eval.json or task.json; it should be a directory made "
                     "by `kvlab replay`, `eval --out` or `task --out`",
                     folder.string()));
+  if (set.metrics.empty())
+    throw std::runtime_error(fmt::format(
+        "{}: holds no figure that this version knows; rows of {} are expected, for instance",
+        folder.string(), set.headline));
   const auto whole = (folder / "").lexically_normal().parent_path();
   set.name = whole.filename().string();
   return set;
