@@ -230,6 +230,31 @@ std::string PolicySpec::text() const {
   return settings.empty() ? name : name + ":" + settings;
 }
 
+std::string PolicySpec::brief() const {
+  if (!entry) return text();
+  PolicySpec plain = *this;
+  for (std::size_t i = 0; i < params.size(); ++i) plain.params[i] = entry->params[i].standard;
+  plain.columns.assign(columns.size(), "");
+  plain.sinks = entry->info.sinks;
+  plain.recent = entry->info.recent;
+  plain.modifiers = entry->info.modifiers;
+  const std::string own = params_text(), standard = plain.params_text();
+  const auto defaults = split(standard, ':');
+  std::string text = name;
+  for (const std::string_view setting : split(own, ':'))
+    if (!setting.empty() && std::ranges::find(defaults, setting) == defaults.end())
+      text += fmt::format(":{}", setting);
+  return text;
+}
+
+std::string brief_policy(const std::string& text) {
+  try {
+    return parse_policy(text).brief();
+  } catch (const std::invalid_argument&) {
+    return text;
+  }
+}
+
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references,
                         const CompiledPolicies& compiled) {
   const std::string asked = without_preset(text);

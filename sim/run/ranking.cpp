@@ -8,7 +8,7 @@
 #include <limits>
 #include <set>
 
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/vega.hpp"
 #include "tools/options.hpp"

@@ -8,7 +8,7 @@
 
 #include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/files.hpp"
@@ -180,7 +180,7 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
     const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
       return find_figure(figures, c, mode, count, metric);
     };
-    fmt::print("{:<36} {:>6}", brief(config.policy), config.budget_text());
+    fmt::print("{:<36} {:>6}", config.policy.brief(), config.budget_text());
     for (const std::uint32_t count : words)
       fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
     fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),

@@ -5,7 +5,7 @@
 #include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/run/results.hpp"
 #include "tools/loop_model.hpp"
@@ -94,7 +94,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
     const std::string more = kept_more(tuning.kv_bytes[config], tuning.least_kv_bytes());
     if (!note.empty() && !more.empty()) note += ", ";
-    fmt::print("  {:<44} KL {:.4f}   {} {}\n", brief(request.grid[config].policy), entry.kl,
+    fmt::print("  {:<44} KL {:.4f}   {} {}\n", request.grid[config].policy.brief(), entry.kl,
                i == 0 ? std::string("leads")
                       : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,
                                     entry.behind.interval.low, entry.behind.interval.high),
@@ -110,19 +110,19 @@ void print_answers(const Tuning& tuning, const TuneRequest& request) {
   for (const TuneAnswers& answer : tuning.answers)
     fmt::print(
         "  {:<44} {:>4.0f}%\n",
-        answer.config == request.grid.size() ? "full" : brief(request.grid[answer.config].policy),
+        answer.config == request.grid.size() ? "full" : request.grid[answer.config].policy.brief(),
         100 * answer.right);
 }
 
 void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::string& out) {
   const std::vector<std::size_t> tied = tuning.tied();
-  const std::string winner = brief(request.grid[tuning.winner].policy);
+  const std::string winner = request.grid[tuning.winner].policy.brief();
   if (tied.size() == 1)
     fmt::print("\n{} is ahead in KL of all that ran to the end\n", winner);
   else {
     fmt::print("\ncannot be told apart in KL:\n");
     for (std::size_t i = 0; i < std::min(tied.size(), kMostShown); ++i)
-      fmt::print("  {}\n", brief(request.grid[tied[i]].policy));
+      fmt::print("  {}\n", request.grid[tied[i]].policy.brief());
     if (tied.size() > kMostShown)
       fmt::print("  and {} more, named in {}\n", tied.size() - kMostShown, out);
   }

@@ -8,7 +8,7 @@
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/pages/scores.hpp"
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
 #include "traces/base/files.hpp"

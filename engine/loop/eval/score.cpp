@@ -8,7 +8,7 @@
 #include <map>
 #include <stdexcept>
 
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/metrics.hpp"
 
 namespace kvlab {
@@ -158,7 +158,7 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
 }
 
 std::string EvalScore::label(bool whole) const {
-  const std::string policy = whole ? config.policy.text() : brief(config.policy);
+  const std::string policy = whole ? config.policy.text() : config.policy.brief();
   return config.evicts() && !config.budget.is_even()
              ? fmt::format("{} at {}", policy, config.budget.text())
              : policy;

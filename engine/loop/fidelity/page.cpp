@@ -7,7 +7,7 @@
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/answer.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"

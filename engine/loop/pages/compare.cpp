@@ -7,7 +7,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
 

@@ -7,7 +7,7 @@
 
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/policy_file.hpp"
-#include "policies/brief.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
 #include "traces/base/files.hpp"
