@@ -106,7 +106,7 @@ refused "demo is taken away" limited 200 "$kvlab" demo
 # An output that cannot be is refused before the work.
 mkdir closed
 chmod a-w closed
-fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --out fidelity"
+fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --prompt-tokens 100 --out fidelity"
 began=$(date +%s%N)
 refused "nowhere/page.html lies in no folder" $fidelity --report nowhere/page.html
 refused "File name too long" $fidelity --report "$(head -c 300 /dev/zero | tr '\0' n).html"
