@@ -100,6 +100,7 @@ limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file that cannot grow stan
 refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny --prompt hello --max-new-tokens 8 --out trace
 [ ! -e trace ] || fail "a trace that cannot be written"
 refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
+refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
 refused "demo is taken away" limited 200 "$kvlab" demo
 [ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "left: $(ls)"
 
