@@ -68,7 +68,7 @@ int run(const std::vector<std::string>& words) {
 void complain(Terminal& terminal, const std::vector<std::string>& words,
               const std::vector<std::string>& lines) {
   terminal.drop_lines();
-  std::string begin = words.empty() ? "kvlab: " : "kvlab " + words[0] + ": ";
+  std::string begin = words.empty() ? "kvlab: " : "kvlab " + words[0].substr(0, 80) + ": ";
   for (const std::string& line : lines)
     fmt::print(stderr, "{}{}\n", std::exchange(begin, ""), line);
 }
@@ -144,14 +144,16 @@ void refuse_small_stack() {
   constexpr rlim_t kLeast = 256 << 10;
   rlimit stack{};
   if (::getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kLeast) return;
-  throw std::runtime_error(fmt::format("the stack is limited to {} KiB; {} KiB are needed: ulimit -s {}",
-                                       stack.rlim_cur >> 10, kLeast >> 10, kLeast >> 10));
+  throw std::runtime_error(
+      fmt::format("the stack is limited to {} KiB; {} KiB are needed: ulimit -s {}",
+                  stack.rlim_cur >> 10, kLeast >> 10, kLeast >> 10));
 }
 
 /// A mapped file that shrinks while it is read raises SIGBUS, where nothing but this can be done.
 void say_that_a_file_shrank(int) {
   say_as_it_is(
-      "kvlab: a file became shorter while it was read; leave inputs as they are until it is done\n");
+      "kvlab: a file became shorter while it was read; leave inputs as they are until it is "
+      "done\n");
   ::_exit(kBadInput);
 }
 
@@ -183,7 +185,8 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     if (called_off) return say_called_off(terminal, words, error.what());
     const auto* const code = dynamic_cast<const std::system_error*>(&error);
-    if (code && std::ferror(stdout)) return say_unprinted(terminal, words, code->code(), ends_by_pipe);
+    if (code && std::ferror(stdout))
+      return say_unprinted(terminal, words, code->code(), ends_by_pipe);
     complain(terminal, words, {error.what()});
   }
   return kBadInput;

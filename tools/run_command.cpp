@@ -100,8 +100,8 @@ std::vector<std::string> texts_of(const po::variable_value& value) {
   return {};
 }
 
-/// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts may be
-/// empty: what is wrong with that, their command says.
+/// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts
+/// may be empty: what is wrong with that, their command says.
 void refuse_empty(const po::variables_map& values) {
   for (const auto& [name, value] : values) {
     if (value.defaulted() || name == "prompt" || name == "turn") continue;

@@ -17,9 +17,8 @@ constexpr std::size_t kLongestLine = 1000;
 /// Who reads from, or writes to, what was closed has an error, not another file.
 void keep_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
-    if (::fcntl(stream, F_GETFD) < 0)
-      [[maybe_unused]] const int same =
-          ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+    if (::fcntl(stream, F_GETFD) < 0) [[maybe_unused]]
+      const int same = ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
 /// Of a long line, as of a long path, the reason is at the end.

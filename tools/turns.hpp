@@ -44,8 +44,8 @@ nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "
 
 /// `--beyond-context`: check_context() refuses nothing.
 void add_context_option(po::options_description& options);
-/// Refuses prompts that are longer than what the model was trained on. Returns what to warn of: that
-/// the answers will be.
+/// Refuses prompts that are longer than what the model was trained on. Returns what to warn of:
+/// that the answers will be.
 std::string check_context(const po::variables_map& options, const ModelConfig& config,
                           const ResolvedConfig& cache,
                           const std::vector<std::vector<std::int32_t>>& turns);

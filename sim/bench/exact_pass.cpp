@@ -75,8 +75,8 @@ void softmax(float* row, std::uint32_t query, std::uint32_t width) {
 }
 
 /// One query head; `out` [token, dim]. Returns the products' flops.
-double attend(const OpenBlas& blas, const float* q, const Head& head, std::uint32_t tokens, std::uint32_t dim,
-              float scale, std::vector<float>& scores, float* out) {
+double attend(const OpenBlas& blas, const float* q, const Head& head, std::uint32_t tokens,
+              std::uint32_t dim, float scale, std::vector<float>& scores, float* out) {
   double flops = 0;
   for (std::uint32_t first = 0; first < tokens; first += kBlock) {
     const std::uint32_t rows = std::min(kBlock, tokens - first), width = first + rows;

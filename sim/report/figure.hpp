@@ -1,7 +1,6 @@
 // Figures of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
 #pragma once
 
-#include <filesystem>
 #include <limits>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
@@ -11,6 +10,7 @@
 
 #include "sim/report/palette.hpp"
 #include "sim/run/ranking.hpp"
+#include "traces/base/files.hpp"
 
 namespace kvlab {
 
@@ -74,6 +74,6 @@ NamedFigures vega_lites(const std::vector<Figure>& figures);
 /// Writes each as NAME.vl.json into `folder`, and beside it NAME.svg and NAME.png (twice as fine)
 /// where vl-convert is at hand: as a command, or as Python's module. Returns what is missing, empty
 /// if nothing. Throws std::runtime_error: it refuses a specification.
-std::string write_figures(const NamedFigures& figures, const std::filesystem::path& folder);
+std::string write_figures(const NamedFigures& figures, const AtomicFolder& folder);
 
 }  // namespace kvlab

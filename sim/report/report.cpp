@@ -102,7 +102,7 @@ class Page {
   }
 
   /// Every metric against the budget, the frontier, and the deciding metric by head.
-  std::string write_figures(const std::filesystem::path& directory) {
+  std::string write_figures(const AtomicFolder& folder) {
     if (groups_.size() > 1)
       throw std::runtime_error(fmt::format(
           "--figures: the run is of {} models ({} and {} among them), of which a figure would be "
@@ -119,7 +119,7 @@ class Page {
                                      fmt::format("{} of {}, budget {}", by_head_.label,
                                                  figures_.series()[*winner_].label, budget_.text),
                                      by_head_.label));
-    return kvlab::write_figures(figures, directory);
+    return kvlab::write_figures(figures, folder);
   }
 
  private:
@@ -417,10 +417,9 @@ std::string report_html(const Run& run, const ReportOptions& options) {
   return Page(run, options).html();
 }
 
-std::string write_figures(const Run& run, const std::string& budget,
-                          const std::filesystem::path& directory) {
+std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder) {
   const ReportOptions options{.budget = budget};
-  return Page(run, options).write_figures(directory);
+  return Page(run, options).write_figures(folder);
 }
 
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sim/run/run.hpp"
+#include "traces/base/files.hpp"
 
 namespace kvlab {
 
@@ -20,10 +21,8 @@ struct ReportOptions {
 std::string report_html(const Run& run, const ReportOptions& options = {});
 
 /// Each metric's curves, the frontier and the deciding metric by head as Vega-Lite and, where that
-/// can be drawn, SVG and PNG, in `directory`, which is made; their names are results.csv's own.
-/// Returns what is missing. Throws as report_html, and std::runtime_error for a run of several
-/// models.
-std::string write_figures(const Run& run, const std::string& budget,
-                          const std::filesystem::path& directory);
+/// can be drawn, SVG and PNG, in `folder`; their names are results.csv's own. Returns what is
+/// missing. Throws as report_html, and std::runtime_error for a run of several models.
+std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder);
 
 }  // namespace kvlab

@@ -15,6 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kByModule = R"(import sys
+sys.path = [folder for folder in sys.path if folder]  # not the working folder
 try:
     import vl_convert
 except ImportError:
@@ -53,11 +54,10 @@ bool by_command(const std::vector<std::string>& names, const fs::path& log) {
 
 }  // namespace
 
-std::string write_figures(const NamedFigures& figures, const fs::path& folder) {
-  AtomicFolder made(folder);
+std::string write_figures(const NamedFigures& figures, const AtomicFolder& folder) {
   std::vector<std::string> names;
   for (const auto& [name, spec] : figures) {
-    names.push_back((made / name).string());
+    names.push_back((folder / name).string());
     write_file_atomically(names.back() + ".vl.json", json_text(spec, 1) + "\n");
   }
   const TemporaryFolder scratch;
@@ -65,7 +65,6 @@ std::string write_figures(const NamedFigures& figures, const fs::path& folder) {
   std::vector<std::string> words{"python3", "-c", kByModule};
   words.insert(words.end(), names.begin(), names.end());
   const bool drawn = by_command(names, log) || ran(std::move(words), log);
-  made.commit();
   return drawn ? ""
                : "figures are Vega-Lite alone, for want of vl-convert (pip install "
                  "vl-convert-python)";

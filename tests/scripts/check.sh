@@ -6,7 +6,7 @@ enter_scratch() {
   trap 'rm -rf "$folder"' EXIT
   cd "$folder"
 }
-fail() { echo "FAILED: $*"; exit 1; }
+fail() { echo "FAILED: $*" | cut -b1-4000; exit 1; }
 # refused WORDS COMMAND...: it exits 2 and says WORDS, on one line without a control character.
 refused() {
   words=$1 code=0

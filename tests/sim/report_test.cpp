@@ -243,9 +243,9 @@ TEST_CASE("models are never averaged: each has its own answer, and a figure of b
   Run run = made_up_run({{"window", "", 0.8, 0.01}, {"h2o", "", 0.3, 0.01}}, 2);
   run.info.traces[1].model = "other";
   run.info.traces[1].weights_xxh3 = "00000000000000ff";
-  CHECK_THROWS_WITH(write_figures(run, "", "none"), ContainsSubstring("2 models") &&
-                                                        ContainsSubstring("tiny") &&
-                                                        ContainsSubstring("other"));
+  CHECK_THROWS_WITH(write_figures(run, "", AtomicFolder("none")), ContainsSubstring("2 models") &&
+                                                                      ContainsSubstring("tiny") &&
+                                                                      ContainsSubstring("other"));
   if (!vega_script()) return skip(kNoVegaHere);
   const std::string html = report_html(run);
   const auto data = data_of(html);

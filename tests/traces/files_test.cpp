@@ -67,7 +67,8 @@ TEST_CASE(
   CHECK(test::names_in(folder.path()).empty());
 }
 
-TEST_CASE("A file is claimed by one at a time; what a killed process left claims nothing, and goes") {
+TEST_CASE(
+    "A file is claimed by one at a time; what a killed process left claims nothing, and goes") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "out.part", "theirs");
   std::filesystem::create_directories(folder / "out.00000001.part" / "in it");
@@ -107,7 +108,8 @@ TEST_CASE("A folder that a killed process left does not stand in the way of the 
   CHECK(test::names_in(folder.path()).size() == 2);
 }
 
-TEST_CASE("A program that is called off ends at once, with those that it has started", "[threads]") {
+TEST_CASE("A program that is called off ends at once, with those that it has started",
+          "[threads]") {
   const TemporaryFolder folder;
   std::atomic<bool> called_off = false;
   std::thread caller([&] {

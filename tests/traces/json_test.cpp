@@ -56,14 +56,17 @@ TEST_CASE("What a terminal would obey is refused in names, and shown as somethin
           fields.text("a");
         }).ends_with("; text without control characters is expected"));
   CHECK(!has_controls("tokens of \u00e9t\u00e9, \u6f22\u5b57"));
-  for (const char* text : {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f", "\u061c",
-                           "\x9b", "\xc2", "\xe2\x80", "\xf5", "\xed\xa0\x80", "\xc0\x9b"})
+  for (const char* text :
+       {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f", "\u061c", "\x9b", "\xc2",
+        "\xe2\x80", "\xf5", "\xed\xa0\x80", "\xc0\x9b"})
     CHECK(has_controls(text));
   CHECK(printable("one\n\n two\tthree\x1b[2J\u202e!") == "one  two three?[2J?!");
   CHECK(without_controls("a\n\x7f\u0085b\u202e \u00e9") == "a   b  \u00e9");
   CHECK(printable("\u00e9t\u00e9") == "\u00e9t\u00e9");
-  CHECK(printable("\u011b \u2192 \U0001f600") == "\u011b \u2192 \U0001f600");  // with bytes 0x9b, 0x80
-  CHECK(printable("a\x9b" "31m\xe2\x80") == "a?31m?");
+  CHECK(printable("\u011b \u2192 \U0001f600") ==
+        "\u011b \u2192 \U0001f600");  // with bytes 0x9b, 0x80
+  CHECK(printable("a\x9b"
+                  "31m\xe2\x80") == "a?31m?");
   CHECK(printable_lines("one\n\n\ttwo\x1b\x1b\r\n") == "one\n\n\ttwo???\n");
   CHECK(printable_json("{\"a\":\n\"\u202e\x7f\u00e9\"}") == "{\"a\":\n\"\\u202e\\u007f\u00e9\"}");
 }

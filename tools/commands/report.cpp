@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
+#include <span>
 
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/loop/eval/page.hpp"
@@ -57,34 +59,30 @@ void say(const std::string& line) {
   if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
 }
 
-std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options) {
+/// The figures that are asked for go into `figures`, here and below; null: none are.
+std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
+                        const AtomicFolder* figures) {
   const Run run = load_run(folder);
-  if (options.count("figures"))
-    say(write_figures(run, options["budget"].as<std::string>(),
-                      options["figures"].as<std::string>()));
+  if (figures) say(write_figures(run, options["budget"].as<std::string>(), *figures));
   return report_html(
       run, {.budget = options["budget"].as<std::string>(), .tokens = token_texts(run, options)});
 }
 
-void write_figures_of(const std::vector<Figure>& figures, const po::variables_map& options) {
-  if (options.count("figures"))
-    say(write_figures(vega_lites(figures), options["figures"].as<std::string>()));
-}
-
 /// The page of whatever lies in the folder.
-std::string page_of(const std::filesystem::path& folder, const po::variables_map& options) {
-  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options);
+std::string page_of(const std::filesystem::path& folder, const po::variables_map& options,
+                    const AtomicFolder* figures) {
+  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options, figures);
   for (const char* option : {"budget", "model"})
     if (options.count(option) && !options[option].as<std::string>().empty())
       throw std::invalid_argument(
           fmt::format("--{}: is for a run of `kvlab replay`; leave it out", option));
   const bool eval = std::filesystem::exists(folder / kEvalJson);
   if (eval || std::filesystem::exists(folder / kTaskJson)) {
-    write_figures_of(figures_of(load_scores(folder)), options);
+    if (figures) say(write_figures(vega_lites(figures_of(load_scores(folder))), *figures));
     return eval ? eval_page(folder) : task_page(folder);
   }
   if (std::filesystem::exists(folder / kFidelityJson)) {
-    write_figures_of(fidelity_figures(folder), options);
+    if (figures) say(write_figures(vega_lites(fidelity_figures(folder)), *figures));
     return fidelity_page(folder);
   }
   if (std::filesystem::is_regular_file(folder)) {
@@ -107,8 +105,13 @@ int run(const po::variables_map& options) {
   refuse_unwritable(out, "--out");
   const OutputClaim claim(out);
   if (!vega_script()) say(std::string(kNoVega));
-  const std::string html = page_of(directory, options);
-  write_file_atomically(out, html);
+  std::optional<AtomicFolder> figures;
+  if (options.count("figures")) figures.emplace(options["figures"].as<std::string>());
+  const std::string html = page_of(directory, options, figures ? &*figures : nullptr);
+  AtomicFile page(out);  // both, or on a full disk none
+  page.write(std::as_bytes(std::span(html)));
+  if (figures) figures->commit();
+  page.commit();
   if (options["json"].as<bool>())
     print_json({{"report", out}, {"bytes", html.size()}});
   else

@@ -47,7 +47,8 @@ std::string with_controls(std::string_view text, Runs runs, ShownAs&& shown_as) 
   std::string shown, before, as;
   for (; !text.empty(); text.remove_prefix(Front(text).bytes)) {
     const Front front(text);
-    before = std::exchange(as, front.is_control() ? shown_as(front.character.value_or(0xfffd)) : "");
+    before =
+        std::exchange(as, front.is_control() ? shown_as(front.character.value_or(0xfffd)) : "");
     if (as.empty())
       shown += text.substr(0, front.bytes);
     else if (runs == Runs::as_they_are || as != before)

@@ -108,7 +108,7 @@ def main() -> None:
     for name, readers in commands.items():
         place = pathlib.Path(name)
         for file in sorted(place.glob("*")) if place.is_dir() else [place]:
-            if file.suffix not in ("", ".csv", ".json"):
+            if not file.is_file() or file.suffix not in ("", ".csv", ".json"):
                 continue
             whole = file.read_bytes()
             seen = set()

@@ -100,13 +100,14 @@ limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file that cannot grow stan
 refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny --prompt hello --max-new-tokens 8 --out trace
 [ ! -e trace ] || fail "a trace that cannot be written"
 refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
+refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
 refused "demo is taken away" limited 200 "$kvlab" demo
 [ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "left: $(ls)"
 
 # An output that cannot be is refused before the work.
 mkdir closed
 chmod a-w closed
-fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --out fidelity"
+fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --prompt-tokens 100 --out fidelity"
 began=$(date +%s%N)
 refused "nowhere/page.html lies in no folder" $fidelity --report nowhere/page.html
 refused "File name too long" $fidelity --report "$(head -c 300 /dev/zero | tr '\0' n).html"
