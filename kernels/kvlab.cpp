@@ -2,7 +2,6 @@
 // nothing else.
 #include "kernels/kvlab.h"
 
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -41,15 +40,15 @@ static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 static_assert(SIZE_MAX == kNoDevice);
 
 // What callers lay out. Another size is another binary interface, of an embedded struct too.
-constexpr std::size_t kSizes[] = {sizeof(kvlab_pages),        sizeof(kvlab_cache),
-                                  sizeof(kvlab_rule),         sizeof(kvlab_observation),
-                                  sizeof(kvlab_policy_state), sizeof(kvlab_write_args),
-                                  sizeof(kvlab_columns_args), sizeof(kvlab_evicting_attention_args),
-                                  sizeof(kvlab_row_softmax),  sizeof(kvlab_prefill_args),
-                                  sizeof(kvlab_observe_args), sizeof(kvlab_shrink_args)};
-constexpr std::size_t kSizesOfVersion2[] = {48, 136, 16, 24, 80, 208, 232, 288, 8, 160, 240, 416};
-static_assert(KVLAB_VERSION == 2 && std::ranges::equal(kSizes, kSizesOfVersion2),
-              "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
+template <class... Structs>
+constexpr std::array kSizes{sizeof(Structs)...};
+static_assert(
+    KVLAB_VERSION == 2 &&
+        kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
+               kvlab_write_args, kvlab_columns_args, kvlab_evicting_attention_args,
+               kvlab_row_softmax, kvlab_prefill_args, kvlab_observe_args, kvlab_shrink_args> ==
+            std::array<std::size_t, 12>{48, 136, 16, 24, 80, 208, 232, 288, 8, 160, 240, 416},
+    "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {
   static const std::vector<kvlab_policy> list = [] {

@@ -82,8 +82,7 @@ struct Call {
     if (given.shape(0) != count) throw std::logic_error("an own policy: ranks of another number");
     Ranks ranks{.keys = std::vector<std::uint64_t>(count)};
     const auto take = [&](const auto* from) {
-      std::transform(from, from + count, ranks.keys.begin(),
-                     [](auto rank) { return rank_key(rank); });
+      for (std::size_t i = 0; i < count; ++i) ranks.keys[i] = rank_key(from[i]);
     };
     if (given.dtype() == nb::dtype<double>()) {
       ranks.type = RankType::real;
