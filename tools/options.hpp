@@ -93,9 +93,13 @@ void check_device(const po::variables_map& options);
 /// What a bar says when fraction `done` is reached `seconds` after fraction `first`: "1:05 left",
 /// or nothing as long as there is nothing to go by.
 std::string time_left(double first, double done, double seconds);
-/// A bar with the time left on standard error, on a terminal only; call with the fraction done,
-/// from any thread. The first call says where the work begins. Where the environment has
-/// KVLAB_PROGRESS_FD, lines of fractions go to that file descriptor instead.
+/// What is said once where there is no terminal: "about 1:40 left, 1:45 in all"; nothing as long as
+/// there is little to go by, or where little is left.
+std::string announcement(double first, double done, double seconds);
+/// A bar with the time left on standard error, or one line where that is no terminal and the work
+/// long; call with the fraction done, from any thread. The first call says where the work begins.
+/// Where the environment has KVLAB_PROGRESS_FD, lines of fractions go to that file descriptor
+/// instead.
 std::function<void(double)> progress_bar(std::string label);
 
 /// What each text is called: its file's name without the extension, or the whole path where two

@@ -89,14 +89,16 @@ std::vector<std::vector<LoopScores>> run_each(const std::vector<Ids>& sequences,
                                               const EvalOptions& options, unsigned at_once,
                                               Run run) {
   std::vector<std::vector<LoopScores>> scores(sequences.size());
-  std::vector<double> done(sequences.size());
+  std::vector<double> done(sequences.size());  // tokens, under all configurations
+  double tokens = 0;
+  for (const Ids& ids : sequences) tokens += static_cast<double>(ids.size());
+  if (options.progress) options.progress(0);
   std::mutex mutex;
   const auto show = [&](std::size_t sequence, double part) {
     if (!options.progress) return;
     const std::lock_guard lock(mutex);
-    done[sequence] = part;
-    options.progress(std::accumulate(done.begin(), done.end(), 0.0) /
-                     static_cast<double>(sequences.size()));
+    done[sequence] = part * static_cast<double>(sequences[sequence].size());
+    options.progress(std::accumulate(done.begin(), done.end(), 0.0) / tokens);
   };
   parallel_for(sequences.size(), at_once, [&](std::size_t s) {
     LoopOptions how =

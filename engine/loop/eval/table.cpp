@@ -183,7 +183,10 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
 }
 
 std::string few_tokens_warning(const Evaluation& evaluation) {
-  const std::uint64_t tokens = evaluation.scores.front().tokens;
+  return few_tokens_warning(evaluation.scores.front().tokens);
+}
+
+std::string few_tokens_warning(std::uint64_t tokens) {
   if (tokens >= kEnoughTokens) return "";
   return fmt::format(
       "{} scored tokens tell little apart; {} or more are better: a longer text, or several",

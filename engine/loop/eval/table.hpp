@@ -24,6 +24,7 @@ nlohmann::ordered_json eval_json(const Evaluation& evaluation,
                                  const std::vector<std::string>& texts);
 
 /// What to say on standard error: few scored tokens. Empty: nothing.
+std::string few_tokens_warning(std::uint64_t scored_tokens);
 std::string few_tokens_warning(const Evaluation& evaluation);
 
 /// Beginning of each row of a tidy table that names a configuration: from policy to seed.
