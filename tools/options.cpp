@@ -345,6 +345,18 @@ std::function<void(double)> progress_bar(std::string label) {
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
 
+void announce_traces(std::string_view command, const ModelShape& shape, std::uint64_t tokens,
+                     std::string_view where) {
+  constexpr double kMegabyte = 1e6, kLarge = 100;
+  const std::uint64_t heads = std::uint64_t{shape.query_heads} + 2 * shape.kv_heads;
+  const double megabytes =
+      static_cast<double>(tokens * shape.layers * heads * shape.head_size * bytes_of(shape.dtype)) /
+      kMegabyte;
+  if (megabytes >= kLarge)
+    fmt::print(stderr, "kvlab {}: writes up to {:.0f} MB of traces {}\n", command, megabytes,
+               where);
+}
+
 std::vector<std::string> text_names(const std::vector<std::string>& paths) {
   constexpr std::string_view kTaken = "all";  // what figures over all texts go by
   if (std::ranges::find(paths, kTaken) != paths.end())

@@ -102,6 +102,11 @@ std::string announcement(double first, double done, double seconds);
 /// instead.
 std::function<void(double)> progress_bar(std::string label);
 
+/// Says before a large write how large it will be, on standard error: traces of so many tokens of a
+/// model, "in TMPDIR, one at a time" or the like. Nothing of less than 100 MB.
+void announce_traces(std::string_view command, const ModelShape& shape, std::uint64_t tokens,
+                     std::string_view where);
+
 /// What each text is called: its file's name without the extension, or the whole path where two
 /// would have one name, or one would be `all`. Throws std::invalid_argument for a path `all`.
 std::vector<std::string> text_names(const std::vector<std::string>& paths);

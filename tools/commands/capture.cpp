@@ -177,6 +177,7 @@ int run(const po::variables_map& options) {
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
   TraceHeader header = backend->trace_header(record(options, plan));
+  announce_traces("capture", header.shape, most, "into " + out);
   header.spans = spans_from(options, tokenizer, plan.turns.front());
   TraceWriter writer(out, std::move(header));
   writer.sketch(output_sketch(directory, kSketchSeed, threads));

@@ -86,6 +86,7 @@ nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel&
                               const std::vector<Confirmed>& confirmed, Ballot& ballot) {
   AnswerPlan plan = answer_plan_from(options);
   if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);
+  find_lengths(*model.backend, model.tokenizer, plan);
   std::vector<Confirmed> order = confirmed;  // the winner in KL first
   std::ranges::stable_partition(
       order, [&](const Confirmed& entry) { return entry.standing == ballot.winner; });

@@ -59,6 +59,10 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
   const unsigned threads = threads_from(options);
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, threads);
   const auto replayer = loop_replayer(options);
+  std::uint64_t captured = 0;
+  for (const LoopText& text : texts) captured += text.trace ? 0 : text.ids.size();
+  announce_traces("fidelity", model.backend->trace_header({}).shape, captured,
+                  "into " + traces.string());
   enum Kind { kCapture, kReplay, kLoop };
   std::vector<WorkPhase> phases;
   for (const LoopText& text : texts) {

@@ -340,6 +340,11 @@ int run(const po::variables_map& options) {
   const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
   if (out) write_run(*out, run, figures, json);
   if (capture) {
+    std::uint64_t tokens = 0;
+    for (const TaskPrompt& prompt : run.prompts)
+      tokens += run.modes.size() * (prompt.tokens() + prompt.answer.size());
+    announce_traces("task", backend->trace_header({}).shape, tokens,
+                    "into " + options["capture"].as<std::string>());
     capture_tasks(*backend, tokenizer, directory, run, *capture, threads_from(options),
                   progress_bar("capture"));
     capture->commit();

@@ -160,8 +160,14 @@ int run(const po::variables_map& options) {
   request.grid = grid_of(options, budget, budget.resolve(length), compiled);
   request.answers.seed = seed_from(options);
   if (!request.answers.tasks.empty()) request.answers.chat = read_chat_frame(model.directory);
+  find_lengths(*model.backend, model.tokenizer, request.answers);
   if (device_from(options) == Device::cuda) request.by_tokens = sweep_by_tokens(*model.backend);
 
+  std::size_t longest = 0;
+  for (const LoopText& text : request.texts)
+    if (!text.trace) longest = std::max(longest, text.ids.size());
+  announce_traces("tune", model.backend->trace_header({}).shape, longest,
+                  "into TMPDIR, one text at a time");
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, request.threads);
   const Tuning tuning = tune(*model.backend, model.sweep, sketch, model.tokenizer, request);
   const PolicyFile file = policy_file_of(tuning, request, *model.backend);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "traces/base/work_time.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -12,26 +14,30 @@ using nlohmann::json;
 
 const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
 constexpr std::uint32_t kLeastWords = 30;
-constexpr double kEnough = 0.8;       // of the questions, that the full cache has to find
-constexpr std::size_t kAskedAll = 12;  // finalists, where there are more
-constexpr double kCacheWork = 0.25;   // of a cache behind a prompt, of the prompt itself
+constexpr double kEnough = 0.8;  // of the questions, that the full cache has to find
+constexpr std::size_t kAskedAll = 12, kAskedNear = 9;  // finalists, where there are more
+constexpr double kCacheWork = 0.25;  // of a cache behind a prompt, of the prompt itself
 constexpr double kTokensOfWord = 1.4;
+
+bool is_near(std::span<const Finalist> finalists, std::size_t finalist) {
+  return finalists[finalist].kl <= kNearKl * finalists.front().kl;
+}
 
 class Questioner {
  public:
   Questioner(Backend& backend, const Tokenizer& tokenizer, std::span<const Finalist> finalists,
-             const AnswerPlan& plan, const std::function<void(double)>& progress)
+             const AnswerPlan& plan, std::function<void(double)> progress)
       : backend_(backend),
         tokenizer_(tokenizer),
         finalists_(finalists),
         plan_(plan),
-        progress_(progress) {}
+        progress_(std::move(progress)) {}
 
   std::vector<TaskAsked> ask() {
     std::vector<TaskAsked> asked;
-    for (const TaskSpec& task : plan_.tasks)
-      asked.push_back({.task = task.text(),
-                       .words = words_of(task),
+    for (const PlannedTask& task : plan_.tasks)
+      asked.push_back({.task = task.spec.text(),
+                       .words = task.words,
                        .full = {},
                        .right = std::vector<std::vector<bool>>(finalists_.size())});
     std::vector<std::size_t> left(finalists_.size());
@@ -42,20 +48,43 @@ class Questioner {
       return asked;
     }
     run(asked, left, 0, heat);
-    // Who answers best goes on, and who has the least KL.
-    std::ranges::stable_sort(left.begin() + 1, left.end(), std::greater<>{},
-                             [&](std::size_t f) { return hits(asked, f); });
-    for (std::size_t i = kAskedAll; i < left.size(); ++i)
-      for (TaskAsked& task : asked) task.right[left[i]].clear();
-    left.resize(kAskedAll);
-    std::ranges::sort(left);
+    left = goes_on(asked);
+    for (TaskAsked& task : asked)
+      for (std::size_t f = 0; f < finalists_.size(); ++f)
+        if (std::ranges::find(left, f) == left.end()) task.right[f].clear();
     run(asked, left, heat, plan_.draws);
     return asked;
   }
 
   static std::uint32_t heat_draws(std::uint32_t draws) { return (draws + 3) / 4; }
 
+  /// A length at which the full cache finds four of five; 0: none.
+  std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
+    for (std::uint32_t words = most; words >= kLeastWords; words /= 2) {
+      if (!fits(task, words)) continue;
+      std::vector<bool> full;
+      for (const auto& row : answers(task, words, {}, 0, 1, 0)) full.push_back(row[0]);
+      if (share_of(full) >= kEnough) return words;
+    }
+    return 0;
+  }
+
  private:
+  /// Who has the least KL, and who answers best: most of them near in KL, some from anywhere.
+  std::vector<std::size_t> goes_on(const std::vector<TaskAsked>& asked) const {
+    std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
+    std::iota(others.begin(), others.end(), std::size_t{1});
+    std::ranges::stable_sort(others, std::greater<>{},
+                             [&](std::size_t f) { return hits(asked, f); });
+    for (const std::size_t f : others)
+      if (chosen.size() < kAskedNear && is_near(finalists_, f)) chosen.push_back(f);
+    for (const std::size_t f : others)
+      if (chosen.size() < kAskedAll && std::ranges::find(chosen, f) == chosen.end())
+        chosen.push_back(f);
+    std::ranges::sort(chosen);
+    return chosen;
+  }
+
   static std::size_t hits(const std::vector<TaskAsked>& asked, std::size_t finalist) {
     std::size_t right = 0;
     for (const TaskAsked& task : asked) {
@@ -93,17 +122,6 @@ class Questioner {
     return right;
   }
 
-  /// A length at which the full cache finds four of five; 0: none.
-  std::uint32_t words_of(const TaskSpec& task) {
-    for (std::uint32_t words = plan_.words; words >= kLeastWords; words /= 2) {
-      if (!fits(task, words)) continue;
-      std::vector<bool> full;
-      for (const auto& row : answers(task, words, {}, 0, 1, 0)) full.push_back(row[0]);
-      if (share_of(full) >= kEnough) return words;
-    }
-    return 0;
-  }
-
   /// Whether the model was trained on so many positions; a prompt of another draw may be a little
   /// longer.
   bool fits(const TaskSpec& task, std::uint32_t words) const {
@@ -120,12 +138,9 @@ class Questioner {
     const double all = answer_work(finalists_.size(), plan_);
     for (std::size_t t = 0; t < asked.size(); ++t) {
       TaskAsked& task = asked[t];
-      const double weight = work_of(who.size(), last - first, plan_.words) / all;
-      if (task.words == 0) {
-        done_ += weight;
-        continue;
-      }
-      for (const auto& row : answers(plan_.tasks[t], task.words, who, first, last, weight)) {
+      if (task.words == 0) continue;
+      const double weight = work_of(who.size(), last - first, task.words) / all;
+      for (const auto& row : answers(plan_.tasks[t].spec, task.words, who, first, last, weight)) {
         task.full.push_back(row[0]);
         for (std::size_t i = 0; i < who.size(); ++i) task.right[who[i]].push_back(row[i + 1]);
       }
@@ -144,7 +159,7 @@ class Questioner {
   const Tokenizer& tokenizer_;
   std::span<const Finalist> finalists_;
   const AnswerPlan& plan_;
-  const std::function<void(double)>& progress_;
+  const std::function<void(double)> progress_;
   double done_ = 0;
 };
 
@@ -154,9 +169,8 @@ std::vector<std::size_t> best_of(std::vector<std::size_t> who, std::span<const T
     if (task.words == 0) continue;
     double most = 0;
     for (const std::size_t f : who) most = std::max(most, share_of(task.right[f]));
-    std::erase_if(who, [&](std::size_t f) {
-      return share_of(task.right[f]) < most - kAlikeShare - 1e-9;
-    });
+    std::erase_if(
+        who, [&](std::size_t f) { return share_of(task.right[f]) < most - kAlikeShare - 1e-9; });
   }
   return who;
 }
@@ -166,7 +180,8 @@ std::string shares_text(std::span<const TaskAsked> asked, std::size_t finalist) 
   std::vector<std::string> shares;
   for (const TaskAsked& task : asked)
     if (task.words)
-      shares.push_back(fmt::format("{:.0f}% of {}", 100 * share_of(task.right[finalist]), task.task));
+      shares.push_back(
+          fmt::format("{:.0f}% of {}", 100 * share_of(task.right[finalist]), task.task));
   return fmt::format("{}", fmt::join(shares, ", "));
 }
 
@@ -177,6 +192,19 @@ double share_of(const std::vector<bool>& right) {
   return right.empty() ? 0 : hits / static_cast<double>(right.size());
 }
 
+void find_lengths(Backend& backend, const Tokenizer& tokenizer, AnswerPlan& plan) {
+  Questioner questioner(backend, tokenizer, {}, plan, {});
+  double seconds = 0, work = 0;
+  for (PlannedTask& task : plan.tasks) {
+    const double before = wall_clock();
+    task.words = questioner.length_of(task.spec, task.words);
+    if (task.words == 0) continue;
+    seconds += wall_clock() - before;
+    work += Questioner::work_of(0, 1, task.words);
+  }
+  if (work > 0) plan.rate = seconds / work;
+}
+
 std::vector<TaskAsked> ask_finalists(Backend& backend, const Tokenizer& tokenizer,
                                      std::span<const Finalist> finalists, const AnswerPlan& plan,
                                      const std::function<void(double)>& progress) {
@@ -184,12 +212,13 @@ std::vector<TaskAsked> ask_finalists(Backend& backend, const Tokenizer& tokenize
 }
 
 double answer_work(std::size_t finalists, const AnswerPlan& plan) {
-  const auto tasks = static_cast<double>(plan.tasks.size());
-  if (finalists <= kAskedAll)
-    return tasks * Questioner::work_of(finalists, plan.draws, plan.words);
-  const std::uint32_t heat = Questioner::heat_draws(plan.draws);
-  return tasks * (Questioner::work_of(finalists, heat, plan.words) +
-                  Questioner::work_of(kAskedAll, plan.draws - heat, plan.words));
+  const std::uint32_t heat =
+      finalists <= kAskedAll ? plan.draws : Questioner::heat_draws(plan.draws);
+  double work = 0;
+  for (const PlannedTask& task : plan.tasks)
+    work += Questioner::work_of(finalists, heat, task.words) +
+            Questioner::work_of(kAskedAll, plan.draws - heat, task.words);
+  return work;
 }
 
 Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskAsked> asked) {
@@ -200,7 +229,7 @@ Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskA
         std::ranges::any_of(asked, [&](const TaskAsked& task) { return task.has(f); });
     if (!answered) continue;
     all.push_back(f);
-    if (finalists[f].kl <= kNearKl * finalists.front().kl) near.push_back(f);
+    if (is_near(finalists, f)) near.push_back(f);
   }
   if (all.empty())
     return {.answers = {},
@@ -220,10 +249,10 @@ Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskA
                              shares_text(asked, choice.deployed), shares_text(asked, 0),
                              price(choice.deployed));
   if (*choice.answers != choice.deployed)
-    choice.why += fmt::format(
-        "; {} answers {}, but for {}: over the {:.0f}% that answers may cost",
-        finalists[*choice.answers].config.policy.text(), shares_text(asked, *choice.answers),
-        price(*choice.answers), 100 * (kNearKl - 1));
+    choice.why += fmt::format("; {} answers {}, but for {}: over the {:.0f}% that answers may cost",
+                              finalists[*choice.answers].config.policy.text(),
+                              shares_text(asked, *choice.answers), price(*choice.answers),
+                              100 * (kNearKl - 1));
   return choice;
 }
 
@@ -277,10 +306,10 @@ std::string truths_text(const json& truths) {
     text += fmt::format("  {:<44} KL × {:.2f}", policy.at("policy").get<std::string>(),
                         policy.at("kl_of_least").get<double>());
     for (const json& answer : policy.at("answers"))
-      text += fmt::format("   {} {:.0f}% ({:.0f}-{:.0f})", answer.at("task").get<std::string>(),
-                          100 * answer.at("right").get<double>(),
-                          100 * answer.at("low").get<double>(),
-                          100 * answer.at("high").get<double>());
+      text +=
+          fmt::format("   {} {:.0f}% ({:.0f}-{:.0f})", answer.at("task").get<std::string>(),
+                      100 * answer.at("right").get<double>(), 100 * answer.at("low").get<double>(),
+                      100 * answer.at("high").get<double>());
     text += "\n";
   }
   const json& answers = truths.at("answers");
@@ -295,8 +324,8 @@ json step_json(const Sweep& by_tokens, const std::vector<std::int32_t>& ids,
                std::uint32_t prompt_tokens, const CacheConfig& config) {
   constexpr std::size_t kSteps = 256;
   const std::vector<std::int32_t> beginning(
-      ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(
-                                     std::min(ids.size(), prompt_tokens + kSteps)));
+      ids.begin(),
+      ids.begin() + static_cast<std::ptrdiff_t>(std::min(ids.size(), prompt_tokens + kSteps)));
   const std::vector<CacheConfig> configs{CacheConfig{}, config};
   const auto scores =
       by_tokens({beginning}, configs, {.prompt_tokens = prompt_tokens, .progress = {}})[0];

@@ -19,15 +19,25 @@ inline constexpr double kNearKl = 1.2;
 /// Shares of right answers that differ by no more are taken for alike.
 inline constexpr double kAlikeShare = 0.05;
 
+/// A task, and how long its contexts are.
+struct PlannedTask {
+  TaskSpec spec;
+  std::uint32_t words = 250;  ///< 0: nobody is asked
+};
+
 /// What finalists are asked, each later than the eviction (query-agnostic).
 struct AnswerPlan {
-  std::vector<TaskSpec> tasks;  ///< the first decides first; none: answers are not asked
-  std::uint32_t words = 250;    ///< halved as long as the full cache misses more than one of five
-  std::uint32_t draws = 8;      ///< at each of five depths
+  std::vector<PlannedTask> tasks;  ///< the first decides first; none: answers are not asked
+  std::uint32_t draws = 8;         ///< at each of five depths
   std::uint64_t seed = 0;
   std::optional<ChatFrame> chat = std::nullopt;
   std::uint32_t most_rows = 64;  ///< caches side by side
+  double rate = 0;               ///< seconds for a unit of answer_work(), as measured
 };
+
+/// Halves the words of each task until the full cache answers four of five questions; 0 where it
+/// does at no length. Takes the time of it.
+void find_lengths(Backend& backend, const Tokenizer& tokenizer, AnswerPlan& plan);
 
 /// Who may be deployed.
 struct Finalist {
@@ -38,7 +48,7 @@ struct Finalist {
 /// What one task said: [finalist][draw], nothing of those that were not asked all of it.
 struct TaskAsked {
   std::string task;
-  std::uint32_t words = 0;      ///< 0: at no length did the full cache find enough, and nobody was asked
+  std::uint32_t words = 0;      ///< 0: nobody was asked
   std::vector<bool> full = {};  ///< [draw]
   std::vector<std::vector<bool>> right = {};
 
@@ -47,12 +57,12 @@ struct TaskAsked {
 };
 double share_of(const std::vector<bool>& right);
 
-/// Asks all of them an eighth to a quarter of the questions, and the best of them all. `finalists`:
-/// the least KL first, who is asked all in any case. `progress` gets the share that is done.
+/// Asks all of them; where they are many, all of them a quarter of the questions, and the best the
+/// rest. `finalists`: the least KL first, who is asked all. `progress` gets the share that is done.
 std::vector<TaskAsked> ask_finalists(Backend& backend, const Tokenizer& tokenizer,
                                      std::span<const Finalist> finalists, const AnswerPlan& plan,
                                      const std::function<void(double)>& progress);
-/// How much work that is, in tokens: of prompts, and of the caches behind them.
+/// How much work that is, in tokens of prompts: a cache behind one counts as a part of it.
 double answer_work(std::size_t finalists, const AnswerPlan& plan);
 
 /// Who is named for what, of the finalists; the first has the least KL.

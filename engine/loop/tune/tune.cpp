@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <stdexcept>
@@ -54,7 +54,7 @@ WorkPlan plan_of(const Sweep& sweep, const TuneRequest& request, const RaceField
   phases.push_back({kAnswers, answer_work(std::min(racing, kMostFinalists) / 2, request.answers)});
   // A replay is about half of the closed loop, until the first text says.
   const double rate = closed_loop_rate(sweep, request.texts.front(), request.threads);
-  return {request.progress, std::move(phases), {0, rate / 2, rate, rate}};
+  return {request.progress, std::move(phases), {0, rate / 2, rate, request.answers.rate}};
 }
 
 /// The figures of every text, and what is kept; a trace that is made for it goes at once.
@@ -214,8 +214,7 @@ void decide(Backend& backend, const Tokenizer& tokenizer, const TuneRequest& req
   const std::size_t phase = 2 * request.texts.size() + 1;
   plan.set_work(phase, answer_work(finalists.size(), request.answers));
   if (!request.answers.tasks.empty())
-    tuning.asked =
-        ask_finalists(backend, tokenizer, finalists, request.answers, plan.phase(phase));
+    tuning.asked = ask_finalists(backend, tokenizer, finalists, request.answers, plan.phase(phase));
   tuning.choice = choose_by_both(finalists, tuning.asked);
   tuning.winner = tuning.finalists[tuning.choice.deployed];
 }

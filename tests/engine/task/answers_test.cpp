@@ -173,8 +173,8 @@ TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are ask
   CHECK(resumed[0][0][0].said == "kept");
   CHECK(resumed[0][0][0].log_likelihood == plain[0][0][0].log_likelihood);
   CHECK(resumed[1][1][1].log_likelihood == plain[1][1][1].log_likelihood);
-  for (const std::string damaged : {std::string(), xxh3_hex("") + "\n", unit->substr(0, 40),
-                                    "0123456789abcdef\n" + told.dump()}) {
+  for (const std::string& damaged : {std::string(), xxh3_hex("") + "\n", unit->substr(0, 40),
+                                     "0123456789abcdef\n" + told.dump()}) {
     kept.write_unit(0, 0, damaged);
     CHECK(answers()[0][0][0].said == plain[0][0][0].said);
   }
