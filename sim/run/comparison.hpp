@@ -8,6 +8,7 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvlab {
@@ -27,6 +28,9 @@ struct Difference {
   bool told_apart() const { return interval.low > 0 || interval.high < 0; }
   bool ahead() const { return interval.high < 0; }  ///< the first is less, and can be told apart
   bool behind() const { return interval.low > 0; }
+  Difference reversed() const {
+    return {-mean, standard_error, {-interval.high, -interval.low}, texts};
+  }
 };
 
 /// What several configurations scored on one text. NaN: not measured there.
@@ -40,7 +44,8 @@ struct PairedText {
 
 /// Paired figures of several configurations. Of two texts or more, an error is that of the means of
 /// texts (Student's factor); of one text, of its blocks, and says nothing of another text; of one
-/// text of fewer than kLeastBlocks blocks there is none.
+/// text of fewer than kLeastBlocks blocks there is none. Blocks that are all 0 or 1 are answers, of
+/// however few draws: shares by share_interval(), differences by share_difference().
 class PairedScores {
  public:
   static constexpr std::size_t kLeastBlocks = 8;
@@ -120,18 +125,18 @@ Verdict verdict_of(std::span<const Contender> contenders, double budget_bytes,
 
 /// What a verdict was given on.
 struct VerdictScope {
-  std::string budget;        ///< "64 tokens"
-  std::string figure;        ///< "KL"
-  std::size_t texts = 0;     ///< different ones
-  std::uint64_t tokens = 0;  ///< scored; 0: not known
-  std::string unmeasured;    ///< "answers were not asked"
+  std::string budget;       ///< "64 tokens"
+  double budget_bytes = 0;  ///< 0: not known
+  std::string figure;       ///< "KL"
+  std::size_t texts = 0;    ///< different ones
+  std::uint64_t tokens = 0;              ///< scored; 0: not known
+  std::string unmeasured = {};           ///< "answers were not asked"
+  std::vector<std::string> filled = {};  ///< whose guards leave a policy nothing to decide
 };
 inline constexpr std::uint64_t kEnoughTokens = 1000;  ///< scored ones; fewer tell little apart
 
-/// In words: who, by what, holding how much; who holds more; on what, and what was not measured.
-std::string verdict_text(const Verdict& verdict, std::span<const Contender> contenders,
-                         const VerdictScope& scope);
-/// What to be wary of, one line each: few tokens, one text, no error.
-std::vector<std::string> verdict_warnings(const Verdict& verdict, const VerdictScope& scope);
+/// Whether all that a policy may keep is guarded, sinks and the most recent tokens, so that it is
+/// `window` with sinks whatever its name; `params` as results have them.
+bool guards_fill(std::string_view policy, std::string_view params, std::uint32_t budget_tokens);
 
 }  // namespace kvlab

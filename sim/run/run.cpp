@@ -126,9 +126,10 @@ json to_json(const RunInfo& info) {
   return top;
 }
 
-std::string run_json(const RunInfo& info, const std::string& results_hash) {
+std::string run_json(const RunInfo& info, const std::string& results, const std::string& blocks) {
   json top = to_json(info);
-  top["results_xxh3"] = results_hash;
+  top["results_xxh3"] = xxh3_hex(results);
+  top["blocks_xxh3"] = xxh3_hex(blocks);
   return json_text(top, 1) + "\n";
 }
 
@@ -270,6 +271,17 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
         row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
+/// A file that run.json has the checksum of.
+std::string read_checked(const std::filesystem::path& path, const JsonFields& info,
+                         std::string_view key) {
+  std::string text = read_text_file(path, kMaxCsvBytes);
+  if (info.text(key) != xxh3_hex(text))
+    throw std::runtime_error(
+        fmt::format("{}: is not what run.json was written for (another checksum); replay again",
+                    path.string()));
+  return text;
+}
+
 }  // namespace
 
 RunTrace describe(const TraceReader& trace, const std::string& path) {
@@ -312,6 +324,26 @@ std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
   return lifetimes;
 }
 
+void name_texts(std::span<ResultRow> rows, const RunInfo& info) {
+  std::map<std::string_view, std::string_view> hashes;
+  for (const RunTrace& trace : info.traces) hashes[trace.name] = trace.hash;
+  for (ResultRow& row : rows) row.text = hashes.at(row.trace);
+}
+
+std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows) {
+  std::map<std::string_view, std::uint64_t> queries;  // by text
+  for (const ResultRow& row : rows) {
+    if (row.layer >= 0 || row.metric != "recall") continue;
+    const RunTrace& trace = *std::ranges::find(info.traces, row.trace, &RunTrace::name);
+    const std::uint64_t layers = info.layers.empty() ? trace.layers : info.layers.size();
+    const std::uint64_t heads = std::max<std::uint64_t>(1, layers * trace.query_heads);
+    queries[trace.hash] = row.count / heads;
+  }
+  std::uint64_t sum = 0;
+  for (const auto& [text, count] : queries) sum += count;
+  return sum;
+}
+
 json job_of(const RunInfo& info, const std::string& build) {
   json job = to_json(info);
   job["build"] = build;
@@ -321,9 +353,10 @@ json job_of(const RunInfo& info, const std::string& build) {
 }
 
 void save_run(Run& run, const std::filesystem::path& directory) {
-  const std::string results = results_csv(run.rows);
-  const std::string info = run_json(run.info, xxh3_hex(results));
+  const std::string results = results_csv(run.rows), blocks = blocks_csv(run.rows);
+  const std::string info = run_json(run.info, results, blocks);
   write_file_atomically(directory / "results.csv", results);
+  write_file_atomically(directory / "blocks.csv", blocks);
   if (run.kept) write_file_atomically(directory / "kept.json", kept_json(*run.kept));
   write_file_atomically(directory / "run.json", info);
   run.hash = xxh3_hex(info);
@@ -343,15 +376,15 @@ Run load_run(const std::filesystem::path& directory) {
   run.info = info_from(fields);
   run.hash = xxh3_hex(info);
 
-  const std::string results = read_text_file(rows_path, kMaxCsvBytes);
+  const std::string results = read_checked(rows_path, fields, "results_xxh3");
   run.rows = parse_results_csv(results, rows_path.string());
   if (run.rows.empty()) throw std::runtime_error(rows_path.string() + ": holds no results");
-  if (fields.text("results_xxh3") != xxh3_hex(results))
-    throw std::runtime_error(
-        fmt::format("{}: is not what run.json was written for (another checksum); replay again",
-                    rows_path.string()));
-
   for (const ResultRow& row : run.rows) refuse_foreign(row, run.info, rows_path.string());
+  if (fields.has("blocks_xxh3")) {
+    const std::filesystem::path path = directory / "blocks.csv";
+    parse_blocks_csv(read_checked(path, fields, "blocks_xxh3"), path.string(), run.rows);
+  }
+  name_texts(run.rows, run.info);
 
   const std::filesystem::path kept_path = directory / "kept.json";
   if (std::filesystem::exists(kept_path)) {
