@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 
@@ -10,10 +11,6 @@
 
 namespace kvlab {
 namespace {
-
-std::string strong(std::string_view label) {
-  return fmt::format("<strong>{}</strong>", escape(label));
-}
 
 /// "a, b and c"; of more than four, the first and a number that opens the rest.
 std::string folded(const std::vector<std::string>& names) {

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "sim/live_counts.hpp"
+
 namespace kvlab {
 
 struct Interval {
@@ -60,6 +62,7 @@ class PairedScores {
   void add_tokens(const std::string& text, std::span<const std::span<const double>> scores);
 
   std::size_t texts() const { return texts_.size(); }
+  std::uint64_t tokens() const;  ///< that add_tokens() got
   double mean(std::size_t configuration) const { return average(configuration).mean; }
   Difference average(std::size_t configuration) const;
   /// `a` less `b`, over the texts that have both.
@@ -76,13 +79,6 @@ Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint6
 /// All shares from which `hits` of `count` is not too far (Clopper and Pearson, 95%).
 Interval share_interval(std::uint64_t hits, std::uint64_t count);
 
-/// What a configuration holds, mean over texts, in bytes of 16 bit rows; all layers and heads.
-struct Memory {
-  double mean = 0, peak = 0;  ///< keys and values over decoded queries
-  double state = 0;           ///< policy state beside them, at the end
-
-  double total() const { return mean + state; }
-};
 inline constexpr double kSameMemory = 1.02;
 /// Mean and peak are at most those of `other`, but for 2%.
 bool holds_no_more(const Memory& own, const Memory& other);

@@ -124,7 +124,8 @@ std::optional<Average> Figures::average(std::size_t series, std::string_view bud
   const auto found = rows(series, budget, metric, scope);
   if (found.empty()) return std::nullopt;
   Average average = paired(std::span(&series, 1), budget, metric, scope).average(0);
-  if (average.texts == 1) average.standard_error = found.front()->standard_error;
+  if (average.texts == 1 && std::isnan(average.standard_error))
+    average.standard_error = found.front()->standard_error;
   return average;
 }
 

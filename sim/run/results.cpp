@@ -60,7 +60,7 @@ void append_row(std::string& text, const ResultRow& row) {
 }
 
 /// A field as an error line may quote it: short, no control characters.
-std::string quoted(std::string_view field) { return printable(field.substr(0, 40)); }
+std::string shown(std::string_view field) { return printable(field.substr(0, 40)); }
 
 template <class T>
 T number_in(const std::string& field, std::string_view column) {
@@ -70,7 +70,7 @@ T number_in(const std::string& field, std::string_view column) {
   if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
   if (!good)
     throw std::runtime_error(
-        fmt::format("{} '{}' should be a {}", column, quoted(field),
+        fmt::format("{} '{}' should be a {}", column, shown(field),
                     std::is_floating_point_v<T> ? "finite number" : "whole number in range"));
   return value;
 }
@@ -132,7 +132,7 @@ class RowParser {
     if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
     row.metric = text();
     if (!find_metric(row.metric))
-      throw std::runtime_error(fmt::format("unknown metric '{}'", quoted(row.metric)));
+      throw std::runtime_error(fmt::format("unknown metric '{}'", shown(row.metric)));
     row.value = number<double>("value");
     check_value(row);
     row.standard_error = fields_[next_].empty()
@@ -157,7 +157,7 @@ class RowParser {
     const std::string& field = fields_[next_++];
     if (has_controls(field))
       throw std::runtime_error(
-          fmt::format("column {}: a control character in '{}'", next_, quoted(field)));
+          fmt::format("column {}: a control character in '{}'", next_, shown(field)));
     return field;
   }
 
@@ -291,13 +291,16 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
     if (row.layer < 0) known[block_key(row)] = &row;
   read_records(text, file, kBlockHeader, [&](const std::vector<std::string>& fields, std::size_t) {
     std::string key;
-    for (std::size_t i = 0; i < 8; ++i) key += (i ? "," : "") + csv_field(fields[i]);
+    for (std::size_t i = 0; i < 8; ++i) {
+      if (i > 0) key += ',';
+      key += csv_field(fields[i]);
+    }
     const auto found = known.find(key);
     if (found == known.end()) throw std::runtime_error("there is no such row of the whole model");
     ResultRow& row = *found->second;
     if (number_in<std::uint64_t>(fields[8], "block") != row.blocks.size())
       throw std::runtime_error(fmt::format("block {} should be {}: each once, in order",
-                                           quoted(fields[8]), row.blocks.size()));
+                                           shown(fields[8]), row.blocks.size()));
     row.blocks.push_back(fields[9].empty() ? std::numeric_limits<double>::quiet_NaN()
                                            : number_in<double>(fields[9], "value"));
     row.block_weights.push_back(number_in<double>(fields[10], "weight"));

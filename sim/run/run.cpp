@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "sim/budgets/budget_file.hpp"
+#include "sim/report/verdict.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -126,10 +127,28 @@ json to_json(const RunInfo& info) {
   return top;
 }
 
-std::string run_json(const RunInfo& info, const std::string& results, const std::string& blocks) {
+/// At each budget, by the figure that decides; of one model.
+nlohmann::ordered_json verdicts_json(const RunInfo& info, std::span<const ResultRow> rows) {
+  auto verdicts = nlohmann::ordered_json::object();
+  for (const RunTrace& trace : info.traces)
+    if (trace.weights_xxh3 != info.traces.front().weights_xxh3) return verdicts;
+  const Figures figures(rows);
+  for (const BudgetColumn& budget : figures.budgets())
+    if (Ranking ranking = rank_policies(figures, budget.text, *find_metric(best_metric(rows)));
+        !ranking.empty()) {
+      ranking.scope.tokens = scored_tokens(info, rows);
+      ranking.scope.unmeasured = "open loop; answers were not asked";
+      verdicts[budget.text] = verdict_json(ranking.verdict, ranking.contenders, ranking.scope);
+    }
+  return verdicts;
+}
+
+std::string run_json(const RunInfo& info, std::span<const ResultRow> rows,
+                     const std::string& results, const std::string& blocks) {
   json top = to_json(info);
   top["results_xxh3"] = xxh3_hex(results);
   top["blocks_xxh3"] = xxh3_hex(blocks);
+  top["verdicts"] = verdicts_json(info, rows);
   return json_text(top, 1) + "\n";
 }
 
@@ -354,7 +373,7 @@ json job_of(const RunInfo& info, const std::string& build) {
 
 void save_run(Run& run, const std::filesystem::path& directory) {
   const std::string results = results_csv(run.rows), blocks = blocks_csv(run.rows);
-  const std::string info = run_json(run.info, results, blocks);
+  const std::string info = run_json(run.info, run.rows, results, blocks);
   write_file_atomically(directory / "results.csv", results);
   write_file_atomically(directory / "blocks.csv", blocks);
   if (run.kept) write_file_atomically(directory / "kept.json", kept_json(*run.kept));

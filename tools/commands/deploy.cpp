@@ -4,12 +4,12 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/deploy/confirm.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -59,7 +59,7 @@ Evaluation evaluate_first(const po::variables_map& options, const Run& run, cons
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
                                             model.directory, run.info.traces.front().model));
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
-  for (std::size_t i = 0; i < std::min(most, ballot.standings.size()); ++i)
+  for (std::size_t i = 0; i < std::min(most, ballot.standings().size()); ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
   std::vector<std::vector<std::int32_t>> texts;
   texts.reserve(paths.size());
@@ -67,46 +67,54 @@ Evaluation evaluate_first(const po::variables_map& options, const Run& run, cons
     texts.push_back(model.tokenizer.encode(read_text(path), false));
   Evaluation evaluation =
       evaluate(model.backend->config(), model.sweep, texts, std::move(configs), how);
-  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
+  for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab deploy: {}\n", warning);
   return evaluation;
 }
 
-/// One line of a list: what it says of a standing, and that it keeps more than others.
+/// One line of a list: what it says of a standing, and what that holds on average and at most.
 void print_line(const Figures& figures, const Ballot& ballot, std::size_t standing,
-                const std::string& figure, std::string note) {
-  const std::string more = kept_more(ballot.kv_bytes[standing], ballot.least_kv_bytes());
-  if (!note.empty() && !more.empty()) note += ", ";
-  fmt::print("{} {:<30} {:>19}   {}\n", standing == ballot.winner ? '>' : ' ',
-             figures.series()[ballot.standings[standing].series].label, figure, note + more);
+                const std::string& figure, const std::string& note) {
+  const Standing& own = ballot.standings()[standing];
+  fmt::print("{} {:<30} {:>19} {:>10} {:>10}   {}\n", standing == ballot.winner ? '>' : ' ',
+             figures.series()[own.series].label, figure, bytes_text(own.memory.mean),
+             bytes_text(own.memory.peak), note);
+}
+
+/// Beside the first one.
+std::string note_of(const Difference& behind, bool first, bool holds_more) {
+  if (first) return "";
+  if (holds_more) return "holds more than the budget";
+  if (!behind.behind()) return "not told apart from the first";
+  return fmt::format("behind by {} ({} to {})", figure_text(behind.mean),
+                     figure_text(behind.interval.low), figure_text(behind.interval.high));
 }
 
 void print_standings(const Figures& figures, const Ballot& ballot) {
-  fmt::print("{} at a budget of {} tokens\n", ballot.metric->label, ballot.budget.least_tokens);
-  for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
-    const Standing& standing = ballot.standings[i];
-    const bool first = standing.behind.traces == 0;
+  fmt::print("{} at a budget of {} tokens; bytes held on average and at most\n",
+             ballot.metric->label, ballot.budget.least_tokens);
+  for (std::size_t i = 0; i < ballot.standings().size(); ++i) {
+    const Standing& standing = ballot.standings()[i];
     print_line(figures, ballot, i, average_text(standing.score),
-               first           ? ""
-               : standing.ties ? "ties with the first"
-                               : "behind by " + average_text(standing.behind));
+               note_of(standing.behind, i == 0, standing.holds_more));
   }
+  const auto& [standings, winner, verdict, contenders, series, scope] = ballot.ranking;
+  fmt::print("\n{}\n", verdict_text(verdict, contenders, scope));
+  for (const std::string& warning : verdict_warnings(verdict, contenders, scope))
+    fmt::print(stderr, "kvlab deploy: {}\n", warning);
 }
 
-void print_confirmed(const Figures& figures, const Ballot& ballot,
+void print_confirmed(const Figures& figures, const Ballot& ballot, const Evaluation& evaluation,
                      const std::vector<Confirmed>& confirmed) {
   if (confirmed.empty()) return;
   fmt::print("\nclosed loop: KL to the full cache, compared over the same tokens\n");
-  for (const Confirmed& entry : confirmed) {
-    const Interval& interval = entry.behind.interval;
-    const bool first = entry.standing == confirmed.front().standing;
+  for (const Confirmed& entry : confirmed)
     print_line(figures, ballot, entry.standing,
-               average_text({entry.score.kl, entry.score.kl_error, 1}),
-               first          ? ""
-               : entry.ties() ? "cannot be told from the first"
-                              : fmt::format("behind by {:.4f} ({:.4f} to {:.4f})",
-                                            entry.behind.mean, interval.low, interval.high));
-  }
+               average_text({.mean = entry.score.kl, .standard_error = entry.score.kl_error}),
+               note_of(entry.behind, entry.standing == confirmed.front().standing,
+                       entry.holds_more));
+  const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
+  fmt::print("\n{}\n", verdict_text(judged.verdict, judged.contenders, judged.scope));
 }
 
 int run(const po::variables_map& options) {
@@ -131,7 +139,7 @@ int run(const po::variables_map& options) {
                           ballot.budget.least_tokens, loaded.info.traces.front().weights_xxh3);
   const Evaluation evaluation = evaluate_first(options, loaded, figures, ballot, compiled);
   std::vector<Confirmed> confirmed;
-  if (!evaluation.scores.empty()) confirmed = confirm(evaluation, figures, ballot);
+  if (!evaluation.scores.empty()) confirmed = confirm(evaluation, ballot);
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
   file.run["fidelity"] = evidence;
   if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(confirmed, figures, ballot);
@@ -147,7 +155,7 @@ int run(const po::variables_map& options) {
     return 0;
   }
   print_standings(figures, ballot);
-  print_confirmed(figures, ballot, confirmed);
+  print_confirmed(figures, ballot, evaluation, confirmed);
   fmt::print("\n{}\n", evidence.is_object()
                            ? evidence_text(evidence)
                            : fmt::format("{} decides; how well it predicts this model is unknown "

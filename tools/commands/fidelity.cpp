@@ -73,8 +73,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
                                              .every_output_error = every_output_error_from(options),
                                              .threads = threads,
                                              .device = replayer.get(),
-                                             .progress = part(0, 0.3)})
-                                  .figures;
+                                             .progress = part(0, 0.3)});
     measured.push_back(fidelity_text(
         texts[t], closed_loop_kl(model.sweep, texts[t], configs, threads, part(0.3, 1)),
         std::move(figures)));

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
-#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
 #include "sim/budgets/budget_file.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/results.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
@@ -90,14 +91,13 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
   for (std::size_t i = 0; i < std::min(round.entries.size(), kMostShown); ++i) {
     const RaceEntry& entry = round.entries[i];
     const std::size_t config = tuning.order[entry.contender];
-    std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
-    const std::string more = kept_more(tuning.kv_bytes[config], tuning.least_kv_bytes());
-    if (!note.empty() && !more.empty()) note += ", ";
-    fmt::print("  {:<44} KL {:.4f}   {} {}\n", request.grid[config].policy.text(), entry.kl,
+    const std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
+    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.text(), entry.kl,
+               bytes_text(tuning.memory[config].peak),
                i == 0 ? std::string("leads")
                       : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,
                                     entry.behind.interval.low, entry.behind.interval.high),
-               note + more);
+               note);
   }
   if (round.entries.size() > kMostShown)
     fmt::print("  and {} more\n", round.entries.size() - kMostShown);
@@ -114,17 +114,14 @@ void print_answers(const Tuning& tuning, const TuneRequest& request) {
 }
 
 void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::string& out) {
-  const std::vector<std::size_t> tied = tuning.tied();
   const std::string winner = request.grid[tuning.winner].policy.text();
-  if (tied.size() == 1)
-    fmt::print("\n{} is ahead in KL of all that ran to the end\n", winner);
-  else {
-    fmt::print("\ncannot be told apart in KL:\n");
-    for (std::size_t i = 0; i < std::min(tied.size(), kMostShown); ++i)
-      fmt::print("  {}\n", request.grid[tied[i]].policy.text());
-    if (tied.size() > kMostShown)
-      fmt::print("  and {} more, named in {}\n", tied.size() - kMostShown, out);
-  }
+  fmt::print("\n{}\n", verdict_text(tuning.verdict, tuning.contenders, tuning.scope));
+  for (const std::string& warning :
+       verdict_warnings(tuning.verdict, tuning.contenders, tuning.scope))
+    fmt::print(stderr, "kvlab tune: {}\n", warning);
+  if (!tuning.more.empty())
+    fmt::print("{} of the grid hold more than the budget and did not race; {} names them\n",
+               tuning.more.size(), out);
   if (tuning.race.end == RaceEnd::alike) {
     std::size_t texts = 0;
     for (const RaceRound& round : tuning.race.rounds) texts += round.texts.size();

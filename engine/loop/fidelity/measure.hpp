@@ -39,12 +39,9 @@ struct OpenLoopOptions {
 /// Every figure of the replay by which policies may be put in order, [metric][configuration]; NaN
 /// where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
-struct OpenLoop {
-  OpenLoopFigures figures;
-  std::vector<double> kv_bytes;  ///< [configuration]: kept at the text's end
-};
-OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
-                       const OpenLoopOptions& options);
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
+                              std::span<const CacheConfig> configs,
+                              const OpenLoopOptions& options);
 
 /// KL to the full cache of each scored token, [configuration][token]; the full cache runs beside
 /// `configs`.

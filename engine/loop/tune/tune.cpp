@@ -4,13 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 
-#include "engine/loop/deploy/candidates.hpp"
-#include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/fidelity.hpp"
+#include "sim/head_view.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/process.hpp"
@@ -36,11 +37,22 @@ std::uint32_t common_budget(const TuneRequest& request) {
   return first;
 }
 
-/// The figures of every text, and what is kept; a trace that is made for it goes at once.
+/// What each of the grid holds over the first text, whose budget is that of all.
+std::vector<Memory> memory_of(const TuneRequest& request, const ModelConfig& model) {
+  const LoopText& text = request.texts.front();
+  const auto segments =
+      segments_of(static_cast<std::uint32_t>(text.ids.size()), text.prompt_tokens);
+  std::vector<Memory> memory;
+  for (const CacheConfig& config : request.grid)
+    memory.push_back(kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads(),
+                                      model.shape().head_size));
+  return memory;
+}
+
+/// The figures of every text; a trace that is made for it goes at once.
 std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& sketch,
-                                       const TuneRequest& request, std::vector<double>& kv_bytes) {
+                                       const TuneRequest& request) {
   std::vector<OpenLoopFigures> figures;
-  kv_bytes.resize(request.grid.size());
   for (std::size_t t = 0; t < request.texts.size(); ++t) {
     const TemporaryFolder scratch;
     const auto show = [&, t](double done) {
@@ -48,16 +60,13 @@ std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& ske
         request.progress(kOpenShare * (static_cast<double>(t) + done) /
                          static_cast<double>(request.texts.size()));
     };
-    OpenLoop loop = run_open_loop(backend, request.texts[t], request.grid,
+    figures.push_back(run_open_loop(backend, request.texts[t], request.grid,
                                   {.sketch = sketch,
                                    .capture = scratch / "trace",
                                    .every_output_error = request.every_output_error,
                                    .threads = request.threads,
                                    .device = request.device,
-                                   .progress = show});
-    figures.push_back(std::move(loop.figures));
-    for (std::size_t c = 0; c < kv_bytes.size(); ++c)
-      kv_bytes[c] += loop.kv_bytes[c] / static_cast<double>(request.texts.size());
+                                   .progress = show}));
   }
   return figures;
 }
@@ -83,7 +92,11 @@ std::vector<double> cost_of(const std::vector<OpenLoopFigures>& figures, const s
 
 Race race(const Sweep& sweep, const TuneRequest& request, const std::vector<std::size_t>& order) {
   RaceField field{.contenders = order.size(), .lengths = {}, .share = request.share};
-  for (const LoopText& text : request.texts) field.lengths.push_back(text.ids.size());
+  for (const LoopText& text : request.texts) {
+    field.lengths.push_back(text.ids.size());
+    field.repeats.push_back(std::ranges::find(request.texts, text.ids, &LoopText::ids)->name !=
+                            text.name);
+  }
   std::size_t texts_done = 0;
   return run_race(field, [&](std::size_t text, std::span<const std::size_t> contenders) {
     std::vector<CacheConfig> configs;
@@ -126,22 +139,44 @@ bool answers_better(const TuneAnswers& a, const TuneAnswers& b) {
   return a.right != b.right ? a.right > b.right : a.log_likelihood > b.log_likelihood;
 }
 
-/// The best at the task among those that KL cannot tell apart; without a task, the one of them that
-/// keeps least, or the race's first.
-std::size_t choose(const Tuning& tuning, std::span<const CacheConfig> grid) {
-  const std::vector<std::size_t> tied = tuning.tied();
+/// The best at the task among those that KL cannot tell apart; without a task, the verdict's.
+std::size_t choose(const Tuning& tuning) {
   const TuneAnswers* best = nullptr;
-  for (const std::size_t config : tied)
+  for (const std::size_t config : tuning.tied())
     for (const TuneAnswers& answer : tuning.answers)
       if (answer.config == config && (!best || answers_better(answer, *best))) best = &answer;
-  if (best) return best->config;
-  std::vector<Candidate> candidates;
-  candidates.reserve(tied.size());
-  for (const std::size_t config : tied)
-    candidates.push_back({.ties = true,
-                          .kv_bytes = tuning.kv_bytes[config],
-                          .last_resort = is_last_resort(grid[config].policy.name)});
-  return tied[preferred(candidates)];
+  return best ? best->config : tuning.judged_configs[tuning.verdict.winner()];
+}
+
+/// Who entered the last round, judged; and behind them who holds more than the budget.
+void judge(Tuning& tuning, const TuneRequest& request) {
+  std::vector<std::size_t> place(request.grid.size(), request.grid.size());  // in the last round
+  for (std::size_t i = 0; i < tuning.race.last.size(); ++i)
+    place[tuning.order[tuning.race.last[i]]] = i;
+  for (std::size_t c = 0; c < request.grid.size(); ++c) {  // the grid's order
+    if (place[c] == request.grid.size()) continue;
+    const PolicySpec& policy = request.grid[c].policy;
+    tuning.judged_configs.push_back(c);
+    tuning.contenders.push_back({.name = policy.text(),
+                                 .error = tuning.race.kl.mean(place[c]),
+                                 .memory = tuning.memory[c],
+                                 .last_resort = is_last_resort(policy.name)});
+    if (guards_fill(policy.name, policy.params_text(),
+                    static_cast<std::uint32_t>(tuning.budget_tokens)))
+      tuning.scope.filled.push_back(policy.text());
+  }
+  tuning.scope.budget = fmt::format("{} tokens", tuning.budget_tokens);
+  tuning.scope.budget_bytes = tuning.memory.front().budget;
+  tuning.scope.figure = "KL";
+  tuning.scope.texts = tuning.race.kl.texts();
+  tuning.scope.tokens = tuning.race.kl.tokens();
+  tuning.scope.unmeasured = request.task ? "" : "answers were not asked";
+  const auto& configs = tuning.judged_configs;
+  tuning.verdict = verdict_of(tuning.contenders, tuning.scope.budget_bytes,
+                              [&](std::size_t a, std::size_t b) {
+                                return tuning.race.kl.difference(place[configs[a]],
+                                                                 place[configs[b]]);
+                              });
 }
 
 json race_json(const Tuning& tuning, const TuneRequest& request) {
@@ -170,6 +205,15 @@ json answers_json(const Tuning& tuning, const TuneRequest& request) {
   return answers;
 }
 
+/// Those that hold more than the budget do not race, unless all do.
+void drop_holders_of_more(Tuning& tuning) {
+  const double most = kSameMemory * tuning.memory.front().budget;
+  const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
+  std::ranges::copy_if(tuning.order, std::back_inserter(tuning.more), more);
+  if (tuning.more.size() == tuning.order.size()) return tuning.more.clear();
+  std::erase_if(tuning.order, more);
+}
+
 }  // namespace
 
 std::vector<std::size_t> Tuning::tied() const {
@@ -178,23 +222,24 @@ std::vector<std::size_t> Tuning::tied() const {
   return configs;
 }
 
-double Tuning::least_kv_bytes() const { return std::ranges::min(kv_bytes); }
-
 Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request) {
   if (request.grid.size() < 2)
     throw std::invalid_argument("--policy: one configuration is nothing to choose from; give more");
   Tuning tuning;
   tuning.budget_tokens = common_budget(request);
-  const std::vector<OpenLoopFigures> figures = open_loop(backend, sketch, request, tuning.kv_bytes);
+  tuning.memory = memory_of(request, backend.config());
+  const std::vector<OpenLoopFigures> figures = open_loop(backend, sketch, request);
   tuning.metric = request.metric.empty() ? standard_figure(figures) : request.metric;
   tuning.figure = cost_of(figures, tuning.metric, request.grid.size());
   tuning.order.resize(request.grid.size());
   std::iota(tuning.order.begin(), tuning.order.end(), std::size_t{0});
   std::ranges::stable_sort(tuning.order, {}, [&](std::size_t c) { return tuning.figure[c]; });
+  drop_holders_of_more(tuning);
   tuning.race = race(sweep, request, tuning.order);
+  judge(tuning, request);
   if (request.task) tuning.answers = ask(backend, tokenizer, request, tuning);
-  tuning.winner = choose(tuning, request.grid);
+  tuning.winner = choose(tuning);
   return tuning;
 }
 
@@ -216,15 +261,23 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
         {{"policy", request.grid[config].policy.text()},
          {tuning.metric,
           std::isfinite(tuning.figure[config]) ? json(tuning.figure[config]) : json(nullptr)}});
-    if (tuning.kv_bytes[config] > tuning.least_kv_bytes())
-      open.back()["bytes_of_least"] = tuning.kv_bytes[config] / tuning.least_kv_bytes();
+    open.back()["kv_bytes_mean"] = tuning.memory[config].mean;
+    open.back()["kv_bytes_peak"] = tuning.memory[config].peak;
   }
+  json more = json::array();
+  for (const std::size_t config : tuning.more)
+    more.push_back({{"policy", request.grid[config].policy.text()},
+                    {tuning.metric, number_or_null(tuning.figure[config])},
+                    {"kv_bytes_mean", tuning.memory[config].mean},
+                    {"kv_bytes_peak", tuning.memory[config].peak}});
   json run{{"kvlab", KVLAB_VERSION},
            {"loop", "closed"},
            {"metric", "kl"},
            {"texts", texts},
            {"open_loop", {{"metric", tuning.metric}, {"ranking", open}}},
            {"rounds", race_json(tuning, request)},
+           {"holds_more", more},
+           {"verdict", verdict_json(tuning.verdict, tuning.contenders, tuning.scope)},
            {"ended", name_of(tuning.race.end)},
            {"ties", ties},
            {"work",

@@ -35,16 +35,21 @@ struct TuneAnswers {
 struct Tuning {
   std::string metric;
   std::vector<double> figure;      ///< [configuration], mean over texts, lower being better
-  std::vector<double> kv_bytes;    ///< [configuration]: kept at the texts' ends, mean
-  std::vector<std::size_t> order;  ///< the grid by that figure
+  std::vector<Memory> memory;      ///< [configuration]
+  std::vector<std::size_t> order;  ///< the grid by that figure, less those that hold more
+  std::vector<std::size_t> more;   ///< those: than the budget
   Race race;                       ///< contenders are places in `order`
   std::vector<TuneAnswers> answers;
   std::size_t winner = 0;  ///< of the grid
   std::size_t budget_tokens = 0;
+  /// Who entered the last round, by KL.
+  std::vector<std::size_t> judged_configs;  ///< [contender], of the grid
+  std::vector<Contender> contenders;
+  Verdict verdict;
+  VerdictScope scope;
 
   /// Those of the grid that KL cannot tell from the race's first, which is the first of them.
   std::vector<std::size_t> tied() const;
-  double least_kv_bytes() const;  ///< of the grid
 };
 
 /// Throws std::invalid_argument: a metric that the texts lack, a grid of fewer than two, a budget
