@@ -94,23 +94,15 @@ Difference with_error(Difference of, const Values& values, const Values& weights
   return of;
 }
 
-/// Whether blocks are single answers, right or wrong.
-bool are_answers(const PairedText& text, std::span<const Term> terms) {
-  return std::ranges::all_of(terms, [&](const Term& term) {
-    const Values& blocks = text.blocks[term.configuration];
-    return !blocks.empty() && blocks.size() == text.blocks[terms.front().configuration].size() &&
-           std::ranges::all_of(blocks, [](double value) { return value == 0 || value == 1; });
-  });
-}
-
 /// Of one configuration, or of one less another.
 Difference of_answers(const PairedText& text, std::span<const Term> terms) {
   const Values& own = text.blocks[terms.front().configuration];
   const Values& other = text.blocks[terms.back().configuration];
   std::uint64_t right = 0, gained = 0, lost = 0;
-  for (std::size_t i = 0; i < own.size(); ++i)
+  const std::size_t draws = std::min(own.size(), other.size());
+  for (std::size_t i = 0; i < draws; ++i)
     right += own[i] == 1, gained += own[i] > other[i], lost += own[i] < other[i];
-  if (terms.size() == 2) return share_difference(gained, lost, own.size());
+  if (terms.size() == 2) return share_difference(gained, lost, draws);
   const auto n = static_cast<double>(own.size());
   const double share = static_cast<double>(right) / n;
   return {share, std::sqrt(share * (1 - share) / n), share_interval(right, own.size()), 1};
@@ -131,7 +123,7 @@ Difference difference_of(std::span<const PairedText> texts, std::span<const Term
   found.mean /= std::accumulate(weights.begin(), weights.end(), 0.0);
   if (means.size() > 1) return with_error(found, means, weights);
   if (last->blocks.empty()) return found;
-  if (are_answers(*last, terms)) return of_answers(*last, terms);
+  if (last->answers) return of_answers(*last, terms);
   means.clear(), weights.clear();
   std::size_t blocks = std::numeric_limits<std::size_t>::max();
   for (const Term& term : terms) blocks = std::min(blocks, last->blocks[term.configuration].size());
@@ -211,7 +203,7 @@ Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint6
   found.mean = (gain - loss) / n;
   found.standard_error = std::sqrt(std::max(0.0, differ - found.mean * found.mean) / n);
   const Interval share = share_interval(gained, gained + lost);
-  found.interval = {differ * (2 * share.low - 1), differ * (2 * share.high - 1)};
+  found.interval = {differ * (2 * share.low - 1) + 0.0, differ * (2 * share.high - 1)};  // no -0
   return found;
 }
 

@@ -42,12 +42,13 @@ struct PairedText {
   std::vector<double> means = {};                ///< [configuration]
   std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; or empty
   std::vector<double> block_weights = {};        ///< [block]; empty: alike
+  bool answers = false;                          ///< blocks are single answers, 1 right or 0 wrong
 };
 
 /// Paired figures of several configurations. Of two texts or more, an error is that of the means of
 /// texts (Student's factor); of one text, of its blocks, and says nothing of another text; of one
-/// text of fewer than kLeastBlocks blocks there is none. Blocks that are all 0 or 1 are answers, of
-/// however few draws: shares by share_interval(), differences by share_difference().
+/// text of fewer than kLeastBlocks blocks there is none. Of answers, however few: shares by
+/// share_interval(), differences by share_difference().
 class PairedScores {
  public:
   static constexpr std::size_t kLeastBlocks = 8;

@@ -110,6 +110,7 @@ PairedScores Figures::paired(std::span<const std::size_t> series, std::string_vi
         text.means.assign(series.size(), std::numeric_limits<double>::quiet_NaN());
         text.blocks.resize(series.size());
         text.block_weights = row->block_weights;
+        text.answers = metric == "exact_match";
       }
       text.means[i] = row->value;
       text.blocks[i] = row->blocks;

@@ -353,10 +353,11 @@ std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows
   std::map<std::string_view, std::uint64_t> queries;  // by text
   for (const ResultRow& row : rows) {
     if (row.layer >= 0 || row.metric != "recall") continue;
-    const RunTrace& trace = *std::ranges::find(info.traces, row.trace, &RunTrace::name);
-    const std::uint64_t layers = info.layers.empty() ? trace.layers : info.layers.size();
-    const std::uint64_t heads = std::max<std::uint64_t>(1, layers * trace.query_heads);
-    queries[trace.hash] = row.count / heads;
+    const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
+    if (trace == info.traces.end()) continue;
+    const std::uint64_t layers = info.layers.empty() ? trace->layers : info.layers.size();
+    queries[trace->hash] =
+        row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
   }
   std::uint64_t sum = 0;
   for (const auto& [text, count] : queries) sum += count;

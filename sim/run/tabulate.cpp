@@ -66,8 +66,8 @@ class Tabulator {
     add_mean("nll_recall", part.ratios(&PerQueryHead::nll), span_.size());
     if (oracle) add_regret(part, *oracle);
     add_mean("miss_rate", part.ratios(&PerQueryHead::miss), span_.size());
+    if (config_.policy.name == kOracleTopk) return;  // picks from everything, and holds nothing
     add_held(part);
-    if (config_.policy.name == kOracleTopk) return;
     add_mean("output_error", part.ratios(&PerQueryHead::error), {});
     const std::uint32_t heads = head < 0 ? shape_.query_heads : shape_.group();
     const auto layers = static_cast<std::uint32_t>(part.residual.size());

@@ -51,8 +51,7 @@ class Measures {
     if (has_outputs() && !s_.norm2.empty()) residual_errors();
     if (has_outputs() && !s_.gradient.empty()) kl_estimates();
     if (has_outputs() && !s_.sensitivity.empty()) calibrated_errors();
-    if (!outcome_.caches[0].empty()) counters();
-    held();
+    if (!outcome_.caches[0].empty()) counters(), held();
     std::erase_if(figures_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
     });
@@ -322,7 +321,6 @@ class Measures {
 
   /// Tokens that a KV head held at a query, itself included.
   double live_at(int layer, int g, std::uint32_t query) const {
-    if (outcome_.caches[0].empty()) return std::min(outcome_.config.budget, query + 1);  // the top k
     return static_cast<double>(outcome_.caches[static_cast<std::size_t>(layer)]
                                               [static_cast<std::size_t>(g)]
                                                   .kept[query]
@@ -345,8 +343,6 @@ class Measures {
           add(l, h, "kv_bytes_mean", token * sum / count);
           add(l, h, "kv_bytes_peak", token * peak);
         }
-        add(-1, -1, "budget_bytes",
-            token * (outcome_.config.policy == "full" ? s_.tokens : outcome_.config.budget));
       }
   }
 

@@ -136,7 +136,10 @@ TEST_CASE("Shares of right answers are compared by the draws in which they diffe
   CHECK(share_interval(4, 10).high == Approx(0.7376).margin(1e-4));
   CHECK(share_interval(0, 10).high == Approx(0.3085).margin(1e-4));
   PairedScores answers(2);
-  answers.add({.text = "draws", .means = {1, 0.5}, .blocks = {{1, 1, 1, 1}, {1, 0, 1, 0}}});
+  answers.add({.text = "draws",
+               .means = {1, 0.5},
+               .blocks = {{1, 1, 1, 1}, {1, 0, 1, 0}},
+               .answers = true});
   CHECK_FALSE(answers.difference(0, 1).told_apart());
   CHECK(answers.average(0).interval.high == 1);
   CHECK(answers.average(0).interval.low == Approx(0.3976).margin(1e-4));
