@@ -45,7 +45,11 @@ struct Replicates {
     std::vector<double> filled;
     std::ranges::copy_if(without, std::back_inserter(filled),
                          [](double x) { return !std::isnan(x); });
-    return {mean, filled.size() >= kLeastBlocks ? jackknife(filled) : kNaN, weight};
+    const auto n = static_cast<double>(filled.size());
+    std::vector<double> pseudo;
+    for (const double x : without) pseudo.push_back(n * mean - (n - 1) * x);
+    return {mean, filled.size() >= kLeastBlocks ? jackknife(filled) : kNaN, weight,
+            std::move(pseudo)};
   }
 };
 

@@ -64,9 +64,7 @@ class ClosedLoop {
         hidden_(configs.size()),
         scores_(configs.size()) {
     const auto [prompt, first_scored] = loop_span(tokens_, options);
-    std::vector<Segment> segments;
-    if (prompt > 0) segments.push_back({0, prompt, SegmentKind::prompt});
-    if (prompt < tokens_) segments.push_back({prompt, tokens_ - prompt, SegmentKind::decode});
+    const std::vector<Segment> segments = segments_of(tokens_, prompt);
     first_scored_ = first_scored;
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
@@ -261,6 +259,13 @@ LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options) {
                     "text, a shorter prompt or --span all would",
                     tokens, prompt));
   return {prompt, first_scored};
+}
+
+std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt) {
+  std::vector<Segment> segments;
+  if (prompt > 0) segments.push_back({0, prompt, SegmentKind::prompt});
+  if (prompt < tokens) segments.push_back({prompt, tokens - prompt, SegmentKind::decode});
+  return segments;
 }
 
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,

@@ -48,7 +48,7 @@ class Batch {
     std::vector<double2> named;
     std::vector<kernels::ReplayProgress> progress;
   };
-  CacheCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
+  LiveCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
   /// `projected`: of the figure alone.
   HeadOutcome outcome(std::size_t figure, const Figures& figures,
                       std::span<const float> projected) const;

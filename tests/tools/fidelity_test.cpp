@@ -155,7 +155,7 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   const OpenLoopOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
   const FidelityText measured =
       fidelity_text(text, kl_of(closed_loop_scores(sweep, text, configs, 2, {})),
-                    run_open_loop(*backend, text, configs, options).figures);
+                    run_open_loop(*backend, text, configs, options));
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
   const auto& residual = measured.figures.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {

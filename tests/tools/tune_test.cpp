@@ -192,7 +192,7 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(tuning.metric == "residual_error");
   CHECK(tuning.race.work <= tuning.race.exhaustive / 4);
   CHECK(last == 1);
-  CHECK(std::ranges::count(tuning.tied(), tuning.finalists.front()) == 1);
+  CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.verdict.winner()]);
   REQUIRE(tuning.asked.size() == 1);
   CHECK(tuning.asked[0].draws() == 5);
   // Of every policy somebody answers, and all that are near in KL.
@@ -214,29 +214,30 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.run["scores"][0]["kl"] == 0);
   CHECK(read.run["scores"][1]["perplexity"] > read.run["scores"][0]["perplexity"]);
   CHECK(read.run["scores"][1]["same_first"] < 1);
-  CHECK(read.run["warnings"][0].get<std::string>().find("scored tokens") != std::string::npos);
+  CHECK(read.run["verdict"]["warnings"].dump().find("scored tokens") != std::string::npos);
 
   // By what the race says: the winner's KL beats or ties every other of the last round.
   const auto& last = tuning.race.rounds.back().entries;
   for (const RaceEntry& entry : last) CHECK(entry.kl >= last.front().kl);
 
-  // One that keeps what it decodes is not the winner for free: it has to be ahead in KL.
-  REQUIRE(tuning.kv_bytes.size() == request.grid.size());
-  CHECK(std::ranges::max(tuning.kv_bytes) == tuning.least_kv_bytes());
+  // Those that keep what they decode hold more than the budget: they do not race.
   TuneRequest alike = request;
   alike.answers.tasks.clear();
   alike.grid.clear();
-  for (const char* policy : {"window:once:recent=31", "window:once"})
+  for (const char* policy : {"window:once:recent=31", "window:once", "sink", "window"})
     alike.grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
-  alike.grid.push_back({.policy = parse_policy("window"), .budget = parse_budget("32")});
   const Tuning kept = tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike);
-  CHECK(kept.kv_bytes[0] == kept.kv_bytes[1]);
-  CHECK(kept.kv_bytes[0] > 5 * kept.kv_bytes[2]);
-  CHECK(policy_file_of(kept, alike, *backend)
-            .run["open_loop"]["ranking"][0]["bytes_of_least"]
-            .get<double>() > 5);
-  CHECK(kept.race.end == RaceEnd::alike);
-  CHECK(policy_file_of(kept, alike, *backend).run["truths"]["why"] == "answers were not asked");
+  CHECK(kept.memory[0].peak == kept.memory[1].peak);
+  CHECK(kept.memory[0].peak > 5 * kept.memory[2].peak);
+  CHECK(kept.more.size() == 2);
+  CHECK(kept.winner >= 2);
+  const auto evidence = policy_file_of(kept, alike, *backend).run;
+  CHECK(evidence["holds_more"].size() == 2);
+  CHECK(evidence["verdict"]["unmeasured"] == "answers were not asked");
+  CHECK(evidence["truths"]["why"] == "answers were not asked");
+  // Where all do, they race.
+  alike.grid.resize(2);
+  CHECK(tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike).more.empty());
 
   request.metric = "nothing";
   CHECK(test::error_of<std::invalid_argument>([&] {

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
@@ -39,9 +40,11 @@ void print_as_json(const Comparison& comparison) {
                     {"budget", row.budget},
                     {"values", values},
                     {"difference", number(row.difference)},
+                    {"interval", row.difference ? difference_json(*row.difference)
+                                                : ordered_json(nullptr)},
                     {"stderr", row.difference ? number_or_null(row.difference->standard_error)
                                               : ordered_json(nullptr)},
-                    {"ties", row.difference && is_tie(*row.difference)}});
+                    {"ties", row.difference && !row.difference->told_apart()}});
   }
   print_json({{"metric", comparison.metric},
               {"runs", comparison.names},
@@ -69,9 +72,7 @@ void print_table(const Comparison& comparison) {
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
       fmt::print(" {:>{}}", text, run_width + wide);
     }
-    fmt::print("   {}\n", !row.difference           ? "no sequence in common"
-                          : is_tie(*row.difference) ? average_text(*row.difference) + ", a tie"
-                                                    : average_text(*row.difference));
+    fmt::print("   {}\n", difference_text(row.difference));
   }
   const auto evicts = [](const ComparedRow& row) { return row.policy != "full"; };
   if (std::ranges::none_of(comparison.rows, evicts))

@@ -5,12 +5,12 @@
 #include <optional>
 #include <stdexcept>
 
-#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/deploy/confirm.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -68,7 +68,7 @@ Evaluation evaluate_first(const po::variables_map& options, const LoopModel& mod
                   .names = text_names(paths),
                   .progress = progress_bar("deploy: closed loop")};
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
-  for (std::size_t i = 0; i < std::min(confirms(options), ballot.standings.size()); ++i)
+  for (std::size_t i = 0; i < std::min(confirms(options), ballot.standings().size()); ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
   std::vector<std::vector<std::int32_t>> texts;
   texts.reserve(paths.size());
@@ -76,7 +76,7 @@ Evaluation evaluate_first(const po::variables_map& options, const LoopModel& mod
     texts.push_back(model.tokenizer.encode(read_text(path), false));
   Evaluation evaluation =
       evaluate(model.backend->config(), model.sweep, texts, std::move(configs), how);
-  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
+  for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab deploy: {}\n", warning);
   return evaluation;
 }
@@ -91,6 +91,9 @@ nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel&
   std::ranges::stable_partition(
       order, [&](const Confirmed& entry) { return entry.standing == ballot.winner; });
   std::vector<Finalist> finalists;
+  std::erase_if(order, [&](const Confirmed& entry) {
+    return entry.holds_more && entry.standing != ballot.winner;
+  });
   for (const Confirmed& entry : order) finalists.push_back({entry.score.config, entry.score.kl});
   std::vector<TaskAsked> asked;
   if (!plan.tasks.empty())
@@ -101,41 +104,49 @@ nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel&
   return truths_json(finalists, asked, choice);
 }
 
-/// One line of a list: what it says of a standing, and that it keeps more than others.
+/// One line of a list: what it says of a standing, and what that holds on average and at most.
 void print_line(const Figures& figures, const Ballot& ballot, std::size_t standing,
-                const std::string& figure, std::string note) {
-  const std::string more = kept_more(ballot.kv_bytes[standing], ballot.least_kv_bytes());
-  if (!note.empty() && !more.empty()) note += ", ";
-  fmt::print("{} {:<30} {:>19}   {}\n", standing == ballot.winner ? '>' : ' ',
-             figures.series()[ballot.standings[standing].series].label, figure, note + more);
+                const std::string& figure, const std::string& note) {
+  const Standing& own = ballot.standings()[standing];
+  fmt::print("{} {:<30} {:>19} {:>10} {:>10}   {}\n", standing == ballot.winner ? '>' : ' ',
+             figures.series()[own.series].label, figure, bytes_text(own.memory.mean),
+             bytes_text(own.memory.peak), note);
+}
+
+/// Beside the first one.
+std::string note_of(const Difference& behind, bool first, bool holds_more) {
+  if (first) return "";
+  if (holds_more) return "holds more than the budget";
+  if (!behind.behind()) return "not told apart from the first";
+  return fmt::format("behind by {} ({} to {})", figure_text(behind.mean),
+                     figure_text(behind.interval.low), figure_text(behind.interval.high));
 }
 
 void print_standings(const Figures& figures, const Ballot& ballot) {
-  fmt::print("{} at a budget of {} tokens\n", ballot.metric->label, ballot.budget.least_tokens);
-  for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
-    const Standing& standing = ballot.standings[i];
-    const bool first = standing.behind.traces == 0;
+  fmt::print("{} at a budget of {} tokens; bytes held on average and at most\n",
+             ballot.metric->label, ballot.budget.least_tokens);
+  for (std::size_t i = 0; i < ballot.standings().size(); ++i) {
+    const Standing& standing = ballot.standings()[i];
     print_line(figures, ballot, i, average_text(standing.score),
-               first           ? ""
-               : standing.ties ? "ties with the first"
-                               : "behind by " + average_text(standing.behind));
+               note_of(standing.behind, i == 0, standing.holds_more));
   }
+  const auto& [standings, winner, verdict, contenders, series, scope] = ballot.ranking;
+  fmt::print("\n{}\n", verdict_text(verdict, contenders, scope));
+  for (const std::string& warning : verdict_warnings(verdict, contenders, scope))
+    fmt::print(stderr, "kvlab deploy: {}\n", warning);
 }
 
-void print_confirmed(const Figures& figures, const Ballot& ballot,
+void print_confirmed(const Figures& figures, const Ballot& ballot, const Evaluation& evaluation,
                      const std::vector<Confirmed>& confirmed) {
   if (confirmed.empty()) return;
   fmt::print("\nclosed loop: KL to the full cache, compared over the same tokens\n");
-  for (const Confirmed& entry : confirmed) {
-    const Interval& interval = entry.behind.interval;
-    const bool first = entry.standing == confirmed.front().standing;
-    print_line(figures, ballot, entry.standing,
-               average_text({entry.score.kl, entry.score.kl_error, 1}),
-               first          ? ""
-               : entry.ties() ? "cannot be told from the first"
-                              : fmt::format("behind by {:.4f} ({:.4f} to {:.4f})",
-                                            entry.behind.mean, interval.low, interval.high));
-  }
+  for (const Confirmed& entry : confirmed)
+    print_line(
+        figures, ballot, entry.standing,
+        average_text({.mean = entry.score.kl, .standard_error = entry.score.kl_error}),
+        note_of(entry.behind, entry.standing == confirmed.front().standing, entry.holds_more));
+  const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
+  fmt::print("\n{}\n", verdict_text(judged.verdict, judged.contenders, judged.scope));
 }
 
 int run(const po::variables_map& options) {
@@ -162,9 +173,10 @@ int run(const po::variables_map& options) {
   const std::optional<LoopModel> model = model_from(options, loaded);
   std::vector<Confirmed> confirmed;
   nlohmann::json truths{{"answers", nullptr}, {"why", "answers were not asked (--confirm asks)"}};
+  Evaluation evaluation;
   if (model) {
-    confirmed = confirm(evaluate_first(options, *model, loaded, figures, ballot, compiled), figures,
-                        ballot);
+    evaluation = evaluate_first(options, *model, loaded, figures, ballot, compiled);
+    confirmed = confirm(evaluation, ballot);
     truths = decide_by_both(options, *model, confirmed, ballot);
   }
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
@@ -183,7 +195,7 @@ int run(const po::variables_map& options) {
     return 0;
   }
   print_standings(figures, ballot);
-  print_confirmed(figures, ballot, confirmed);
+  print_confirmed(figures, ballot, evaluation, confirmed);
   fmt::print("\n{}", model ? truths_text(truths) : truths.at("why").get<std::string>() + "\n");
   fmt::print("\n{}\n", evidence.is_object()
                            ? evidence_text(evidence)

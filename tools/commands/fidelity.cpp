@@ -82,8 +82,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
                                              .threads = threads,
                                              .device = replayer.get(),
                                              .capturing = plan.phase(3 * t + kCapture),
-                                             .progress = plan.phase(3 * t + kReplay)})
-                                  .figures;
+                                             .progress = plan.phase(3 * t + kReplay)});
     auto scores =
         closed_loop_scores(model.sweep, texts[t], configs, threads, plan.phase(3 * t + kLoop));
     measured.push_back(fidelity_text(texts[t], kl_of(std::move(scores)), std::move(figures)));

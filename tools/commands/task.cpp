@@ -197,7 +197,7 @@ void print_table(const TaskRun& run, std::span<const TaskFigure> figures,
   for (const QueryMode mode : run.modes) print_mode(run, figures, mode, request.words);
   fmt::print(
       "{} draws at each of {} depths; (low-high): 95%, Wilson; log p: of the right answer, nats;\n"
-      "change: from the first line's, over the same draws; ±: 1.96 standard errors\n",
+      "change: from the first line's, over the same draws; ±: 95%, of 8 draws or more\n",
       request.draws, request.depths.size());
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
     const TaskFigure* const full = find_figure(figures, 0, mode, {}, "exact_match");
@@ -243,7 +243,7 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
           {"draws", request.draws},
           {"seed", request.seed},
           {"max_new_tokens", request.answers.max_new_tokens},
-          {"interval", "95%: shares by Wilson's score, means by 1.96 standard errors"}};
+          {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
 }
 
 /// All on which answers depend, and how they are kept.

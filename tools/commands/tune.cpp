@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/deploy/candidates.hpp"
-#include "engine/loop/eval/table.hpp"
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
 #include "sim/budgets/budget_file.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/results.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
@@ -77,14 +77,13 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
   for (std::size_t i = 0; i < std::min(round.entries.size(), kMostShown); ++i) {
     const RaceEntry& entry = round.entries[i];
     const std::size_t config = tuning.order[entry.contender];
-    std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
-    const std::string more = kept_more(tuning.kv_bytes[config], tuning.least_kv_bytes());
-    if (!note.empty() && !more.empty()) note += ", ";
-    fmt::print("  {:<44} KL {:.4f}   {} {}\n", request.grid[config].policy.text(), entry.kl,
+    const std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
+    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.text(), entry.kl,
+               bytes_text(tuning.memory[config].peak),
                i == 0 ? std::string("leads")
                       : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,
                                     entry.behind.interval.low, entry.behind.interval.high),
-               note + more);
+               note);
   }
   if (round.entries.size() > kMostShown)
     fmt::print("  and {} more\n", round.entries.size() - kMostShown);
@@ -108,17 +107,13 @@ void print_scores(const nlohmann::json& scores) {
 }
 
 void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::string& out) {
-  const std::vector<std::size_t> tied = tuning.tied();
-  if (tied.size() == 1)
-    fmt::print("\n{} is ahead in KL of all that ran to the end\n",
-               request.grid[tied.front()].policy.text());
-  else {
-    fmt::print("\ncannot be told apart in KL:\n");
-    for (std::size_t i = 0; i < std::min(tied.size(), kMostShown); ++i)
-      fmt::print("  {}\n", request.grid[tied[i]].policy.text());
-    if (tied.size() > kMostShown)
-      fmt::print("  and {} more, named in {}\n", tied.size() - kMostShown, out);
-  }
+  fmt::print("\n{}\n", verdict_text(tuning.verdict, tuning.contenders, tuning.scope));
+  for (const std::string& warning :
+       verdict_warnings(tuning.verdict, tuning.contenders, tuning.scope))
+    fmt::print(stderr, "kvlab tune: {}\n", warning);
+  if (!tuning.more.empty())
+    fmt::print("{} of the grid hold more than the budget and did not race; {} names them\n",
+               tuning.more.size(), out);
   if (tuning.race.end == RaceEnd::alike) {
     std::size_t texts = 0;
     for (const RaceRound& round : tuning.race.rounds) texts += round.texts.size();
@@ -172,8 +167,6 @@ int run(const po::variables_map& options) {
   const Tuning tuning = tune(*model.backend, model.sweep, sketch, model.tokenizer, request);
   const PolicyFile file = policy_file_of(tuning, request, *model.backend);
   write_policy_file(out, file);
-  if (const std::string warning = few_tokens_warning(scored_tokens(tuning)); !warning.empty())
-    fmt::print(stderr, "kvlab tune: {}\n", warning);
   if (options["json"].as<bool>()) {
     print_json({{"policy_file", out},
                 {"policy", file.cache.policy.name},

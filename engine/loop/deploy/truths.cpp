@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "sim/report/verdict.hpp"
 #include "traces/base/work_time.hpp"
 
 namespace kvlab {
@@ -175,6 +176,16 @@ std::vector<std::size_t> best_of(std::vector<std::size_t> who, std::span<const T
   return who;
 }
 
+/// One share less another's, over the same draws.
+Difference from(const std::vector<bool>& own, const std::vector<bool>& other) {
+  std::uint64_t gained = 0, lost = 0;
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    gained += own[i] && !other[i];
+    lost += other[i] && !own[i];
+  }
+  return share_difference(gained, lost, own.size());
+}
+
 /// "100% of passkey, 88% of needle".
 std::string shares_text(std::span<const TaskAsked> asked, std::size_t finalist) {
   std::vector<std::string> shares;
@@ -272,11 +283,13 @@ json truths_json(std::span<const Finalist> finalists, std::span<const TaskAsked>
       if (!task.has(f)) continue;
       const auto& right = task.right[f];
       const auto hits = static_cast<std::uint64_t>(std::count(right.begin(), right.end(), true));
-      const Interval interval = wilson_interval(hits, right.size());
-      entry["answers"].push_back({{"task", task.task},
-                                  {"right", share_of(right)},
-                                  {"low", interval.low},
-                                  {"high", interval.high}});
+      const Interval interval = share_interval(hits, right.size());
+      entry["answers"].push_back(
+          {{"task", task.task},
+           {"right", share_of(right)},
+           {"low", interval.low},
+           {"high", interval.high},
+           {"from_deployed", difference_json(from(right, task.right[choice.deployed]))}});
     }
     policies.push_back(std::move(entry));
   }

@@ -55,7 +55,7 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   return text;
 }
 
-OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
                        const OpenLoopOptions& options) {
   std::optional<TraceReader> captured;
   if (!text.trace) captured = capture(backend, text, options);
@@ -69,16 +69,15 @@ OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const C
               .threads = options.threads,
               .layers = {},
               .progress = options.progress});
-  OpenLoop loop{.figures = {}, .kv_bytes = std::vector<double>(configs.size())};
+  OpenLoopFigures figures;
   for (const Measurement& row : replayed.measurements) {
     if (row.layer >= 0) continue;
-    if (row.metric == "kv_bytes") loop.kv_bytes[row.config] = row.value;
     if (const MetricInfo* const metric = find_metric(row.metric); !metric || !metric->ranks)
       continue;
     const std::vector<double> none(configs.size(), std::numeric_limits<double>::quiet_NaN());
-    loop.figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
+    figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
   }
-  return loop;
+  return figures;
 }
 
 std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,

@@ -40,12 +40,9 @@ struct OpenLoopOptions {
 /// Every figure of the replay by which policies may be put in order, [metric][configuration]; NaN
 /// where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
-struct OpenLoop {
-  OpenLoopFigures figures;
-  std::vector<double> kv_bytes;  ///< [configuration]: kept at the text's end
-};
-OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
-                       const OpenLoopOptions& options);
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
+                              std::span<const CacheConfig> configs,
+                              const OpenLoopOptions& options);
 
 /// What each configuration scored, and the full cache before them.
 std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,

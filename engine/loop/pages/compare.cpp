@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <stdexcept>
 
@@ -124,11 +125,6 @@ std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Compar
   return compared;
 }
 
-std::string difference_text(const std::optional<Average>& difference) {
-  if (!difference) return "no sequence in common";
-  return average_text(*difference) + (is_tie(*difference) ? ", a tie" : "");
-}
-
 std::string table_of(const Comparison& comparison) {
   std::vector<Column> columns{{"model", false}, {"policy", false}, {"budget"}};
   for (const std::string& name : comparison.names) columns.push_back({escape(name)});
@@ -145,6 +141,16 @@ std::string table_of(const Comparison& comparison) {
 }
 
 }  // namespace
+
+std::string difference_text(const std::optional<Difference>& difference) {
+  if (!difference) return "no sequence in common";
+  const Interval& interval = difference->interval;
+  const std::string mean = figure_text(difference->mean);
+  if (std::isnan(interval.low)) return mean + ", no error known: not told apart";
+  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low),
+                     figure_text(interval.high),
+                     difference->told_apart() ? "" : ", not told apart");
+}
 
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
   if (sets.size() < 2)
@@ -194,7 +200,8 @@ std::string compare_page(const Comparison& comparison) {
                                        ": differences are taken over sequences that both have.");
   return html_page("kvlab: " + title,
                    html_header("kvlab compare", escape(title), context, answer, "blue",
-                               "± is one standard error; a tie: at most two of the difference’s.") +
+                               "± is one standard error. Differences are paired, with their 95% interval; not told "
+                               "apart: zero lies in it.") +
                        explorer.sections + table_of(comparison),
                    explorer.scripts);
 }

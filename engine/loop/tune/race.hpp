@@ -7,15 +7,14 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/loop/statistics.hpp"
+#include "sim/run/comparison.hpp"
 
 namespace kvlab {
 
 /// Why a contender takes no part in the next round.
 enum class RaceFate {
   stays,
-  behind,  ///< the leader is ahead, by a paired block bootstrap; by 5% of its KL until the last
-           ///< round
+  behind,  ///< the leader is ahead, in pairs; by 5% of its KL until the last round
   spared   ///< not shown to be behind; the work would have been too much
 };
 
@@ -48,15 +47,18 @@ struct Race {
   /// The winner, and behind it those that cannot be told apart from it.
   std::vector<std::size_t> first;
   RaceEnd end = RaceEnd::text;
-  std::uint64_t work = 0;        ///< configuration-tokens of the closed loop, the full cache's too
-  std::uint64_t exhaustive = 0;  ///< what all of the grid over all texts would have been
-  bool limited = false;          ///< contenders were spared for the work's sake
+  std::uint64_t work = 0;         ///< configuration-tokens of the closed loop, the full cache's too
+  std::uint64_t exhaustive = 0;   ///< what all of the grid over all texts would have been
+  bool limited = false;           ///< contenders were spared for the work's sake
+  std::vector<std::size_t> last;  ///< contenders of the last round
+  PairedScores kl{0};             ///< theirs, in that order, over all text that was run
 };
 
 struct RaceField {
   std::size_t contenders;              ///< the grid, 0 being the open loop's first
   std::vector<std::uint64_t> lengths;  ///< of the texts, tokens
   double share = 0.25;  ///< of the exhaustive work; two contenders always run, over all texts
+  std::vector<bool> repeats = {};  ///< [text]: another has the same tokens, and counts; empty: none
 };
 
 /// Runs the contenders (indices) and the full cache over a text: KL by token [contender][token].

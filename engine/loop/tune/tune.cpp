@@ -5,14 +5,15 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <set>
 #include <stdexcept>
 
-#include "engine/loop/deploy/candidates.hpp"
-#include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/fidelity.hpp"
+#include "sim/head_view.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/process.hpp"
@@ -57,25 +58,32 @@ WorkPlan plan_of(const Sweep& sweep, const TuneRequest& request, const RaceField
   return {request.progress, std::move(phases), {0, rate / 2, rate, request.answers.rate}};
 }
 
-/// The figures of every text, and what is kept; a trace that is made for it goes at once.
+/// What each of the grid holds over the first text, whose budget is that of all.
+std::vector<Memory> memory_of(const TuneRequest& request, const ModelConfig& model) {
+  const LoopText& text = request.texts.front();
+  const auto segments =
+      segments_of(static_cast<std::uint32_t>(text.ids.size()), text.prompt_tokens);
+  std::vector<Memory> memory;
+  for (const CacheConfig& config : request.grid)
+    memory.push_back(kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads(),
+                                      model.shape().head_size));
+  return memory;
+}
+
+/// The figures of every text; a trace that is made for it goes at once.
 std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& sketch,
-                                       const TuneRequest& request, WorkPlan& plan,
-                                       std::vector<double>& kv_bytes) {
+                                       const TuneRequest& request, WorkPlan& plan) {
   std::vector<OpenLoopFigures> figures;
-  kv_bytes.resize(request.grid.size());
   for (std::size_t t = 0; t < request.texts.size(); ++t) {
     const TemporaryFolder scratch;
-    OpenLoop loop = run_open_loop(backend, request.texts[t], request.grid,
-                                  {.sketch = sketch,
-                                   .capture = scratch / "trace",
-                                   .every_output_error = request.every_output_error,
-                                   .threads = request.threads,
-                                   .device = request.device,
-                                   .capturing = plan.phase(2 * t + kCapture),
-                                   .progress = plan.phase(2 * t + kReplay)});
-    figures.push_back(std::move(loop.figures));
-    for (std::size_t c = 0; c < kv_bytes.size(); ++c)
-      kv_bytes[c] += loop.kv_bytes[c] / static_cast<double>(request.texts.size());
+    figures.push_back(run_open_loop(backend, request.texts[t], request.grid,
+                                    {.sketch = sketch,
+                                     .capture = scratch / "trace",
+                                     .every_output_error = request.every_output_error,
+                                     .threads = request.threads,
+                                     .device = request.device,
+                                     .capturing = plan.phase(2 * t + kCapture),
+                                     .progress = plan.phase(2 * t + kReplay)}));
   }
   return figures;
 }
@@ -121,6 +129,16 @@ TuneScore score_on(std::size_t text, const LoopScores& scores) {
           .same_first = same / static_cast<double>(scores.nll.size())};
 }
 
+RaceField field_of(const TuneRequest& request) {
+  RaceField field{.contenders = request.grid.size(), .lengths = {}, .share = request.share};
+  for (const LoopText& text : request.texts) {
+    field.lengths.push_back(text.ids.size());
+    field.repeats.push_back(std::ranges::find(request.texts, text.ids, &LoopText::ids)->name !=
+                            text.name);
+  }
+  return field;
+}
+
 Race race(const Sweep& sweep, const TuneRequest& request, const RaceField& field, WorkPlan& plan,
           Tuning& tuning) {
   const std::size_t phase = 2 * request.texts.size();
@@ -136,8 +154,9 @@ Race race(const Sweep& sweep, const TuneRequest& request, const RaceField& field
       race((done + part * own) / all);
     };
     auto scores = closed_loop_scores(sweep, request.texts[text], configs, request.threads, show);
-    tuning.scores[request.grid.size()].push_back(score_on(text, scores[0]));
-    for (std::size_t i = 0; i < contenders.size(); ++i)
+    if (!field.repeats[text])
+      tuning.scores[request.grid.size()].push_back(score_on(text, scores[0]));
+    for (std::size_t i = 0; i < contenders.size() && !field.repeats[text]; ++i)
       tuning.scores[tuning.order[contenders[i]]].push_back(score_on(text, scores[i + 1]));
     done += own;
     return kl_of(std::move(scores));
@@ -184,16 +203,43 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   return finalists;
 }
 
-/// The race's winner: of those that KL cannot tell apart the one that keeps least, or the first.
-std::size_t winner_in_kl(const Tuning& tuning, std::span<const CacheConfig> grid) {
-  const std::vector<std::size_t> tied = tuning.tied();
-  std::vector<Candidate> candidates;
-  candidates.reserve(tied.size());
-  for (const std::size_t config : tied)
-    candidates.push_back({.ties = true,
-                          .kv_bytes = tuning.kv_bytes[config],
-                          .last_resort = is_last_resort(grid[config].policy.name)});
-  return tied[preferred(candidates)];
+/// Who entered the last round, judged; and behind them who holds more than the budget.
+void judge(Tuning& tuning, const TuneRequest& request) {
+  std::vector<std::size_t> place(request.grid.size(), request.grid.size());  // in the last round
+  for (std::size_t i = 0; i < tuning.race.last.size(); ++i)
+    place[tuning.order[tuning.race.last[i]]] = i;
+  for (std::size_t c = 0; c < request.grid.size(); ++c) {  // the grid's order
+    if (place[c] == request.grid.size()) continue;
+    const PolicySpec& policy = request.grid[c].policy;
+    tuning.judged_configs.push_back(c);
+    tuning.contenders.push_back({.name = policy.text(),
+                                 .error = tuning.race.kl.mean(place[c]),
+                                 .memory = tuning.memory[c],
+                                 .last_resort = is_last_resort(policy.name)});
+    if (guards_fill(policy.name, policy.params_text(),
+                    static_cast<std::uint32_t>(tuning.budget_tokens)))
+      tuning.scope.filled.push_back(policy.text());
+  }
+  tuning.scope.budget = fmt::format("{} tokens", tuning.budget_tokens);
+  tuning.scope.budget_bytes = tuning.memory.front().budget;
+  tuning.scope.figure = "KL";
+  tuning.scope.texts = tuning.race.kl.texts();
+  tuning.scope.tokens = tuning.race.kl.tokens();
+  tuning.scope.unmeasured = request.answers.tasks.empty() ? "answers were not asked" : "";
+  const auto& configs = tuning.judged_configs;
+  tuning.verdict =
+      verdict_of(tuning.contenders, tuning.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
+        return tuning.race.kl.difference(place[configs[a]], place[configs[b]]);
+      });
+}
+
+/// Those that hold more than the budget do not race, unless all do.
+void drop_holders_of_more(Tuning& tuning) {
+  const double most = kSameMemory * tuning.memory.front().budget;
+  const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
+  std::ranges::copy_if(tuning.order, std::back_inserter(tuning.more), more);
+  if (tuning.more.size() == tuning.order.size()) return tuning.more.clear();
+  std::erase_if(tuning.order, more);
 }
 
 std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& request) {
@@ -208,8 +254,7 @@ std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& requ
 /// Who is deployed, by both truths.
 void decide(Backend& backend, const Tokenizer& tokenizer, const TuneRequest& request,
             WorkPlan& plan, Tuning& tuning) {
-  const std::size_t first = winner_in_kl(tuning, request.grid);
-  tuning.finalists = finalists_of(tuning, request, first);
+  tuning.finalists = finalists_of(tuning, request, tuning.judged_configs[tuning.verdict.winner()]);
   const std::vector<Finalist> finalists = as_finalists(tuning, request);
   const std::size_t phase = 2 * request.texts.size() + 1;
   plan.set_work(phase, answer_work(finalists.size(), request.answers));
@@ -270,18 +315,19 @@ json race_json(const Tuning& tuning, const TuneRequest& request) {
   return rounds;
 }
 
+/// One of the grid in the open loop, and what it holds.
+json held_json(const Tuning& tuning, const TuneRequest& request, std::size_t config) {
+  return {{"policy", request.grid[config].policy.text()},
+          {tuning.metric, number_or_null(tuning.figure[config])},
+          {"kv_bytes_mean", tuning.memory[config].mean},
+          {"kv_bytes_peak", tuning.memory[config].peak}};
+}
+
 json open_loop_json(const Tuning& tuning, const TuneRequest& request) {
   std::vector<std::size_t> order = tuning.order;
   std::ranges::stable_sort(order, {}, [&](std::size_t c) { return tuning.figure[c]; });
   json open = json::array();
-  for (const std::size_t config : order) {
-    open.push_back(
-        {{"policy", request.grid[config].policy.text()},
-         {tuning.metric,
-          std::isfinite(tuning.figure[config]) ? json(tuning.figure[config]) : json(nullptr)}});
-    if (tuning.kv_bytes[config] > tuning.least_kv_bytes())
-      open.back()["bytes_of_least"] = tuning.kv_bytes[config] / tuning.least_kv_bytes();
-  }
+  for (const std::size_t config : order) open.push_back(held_json(tuning, request, config));
   return {{"metric", tuning.metric}, {"ranking", open}};
 }
 
@@ -293,8 +339,6 @@ std::vector<std::size_t> Tuning::tied() const {
   return configs;
 }
 
-double Tuning::least_kv_bytes() const { return std::ranges::min(kv_bytes); }
-
 Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request) {
   if (request.grid.size() < 2)
@@ -302,26 +346,23 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
   Tuning tuning;
   tuning.budget_tokens = common_budget(request);
   tuning.scores.resize(request.grid.size() + 1);
-  RaceField field{.contenders = request.grid.size(), .lengths = {}, .share = request.share};
-  for (const LoopText& text : request.texts) field.lengths.push_back(text.ids.size());
+  tuning.memory = memory_of(request, backend.config());
+  RaceField field = field_of(request);
   WorkPlan plan = plan_of(sweep, request, field);
-  const auto figures = open_loop(backend, sketch, request, plan, tuning.kv_bytes);
+  const auto figures = open_loop(backend, sketch, request, plan);
   tuning.metric = request.metric.empty() ? standard_figure(figures) : request.metric;
   tuning.figure = cost_of(figures, tuning.metric, request.grid.size());
   tuning.order = order_of(request, tuning.figure);
+  drop_holders_of_more(tuning);
+  field.contenders = tuning.order.size();
   tuning.race = race(sweep, request, field, plan, tuning);
+  judge(tuning, request);
   decide(backend, tokenizer, request, plan, tuning);
   if (request.by_tokens)
     tuning.step = step_json(request.by_tokens, request.texts.front().ids,
                             request.texts.front().prompt_tokens, request.grid[tuning.winner]);
   if (request.progress) request.progress(1);
   return tuning;
-}
-
-std::uint64_t scored_tokens(const Tuning& tuning) {
-  std::uint64_t tokens = 0;
-  for (const TuneScore& score : tuning.scores[tuning.winner]) tokens += score.tokens;
-  return tokens;
 }
 
 PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
@@ -337,12 +378,16 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                      {"tokens", text.ids.size()},
                      {"prompt_tokens", text.prompt_tokens},
                      {"ids_xxh3", xxh3_hex(std::as_bytes(std::span(text.ids)))}});
+  json more = json::array();
+  for (const std::size_t config : tuning.more) more.push_back(held_json(tuning, request, config));
   json run{{"kvlab", KVLAB_VERSION},
            {"loop", "closed"},
            {"metric", "kl"},
            {"texts", texts},
            {"open_loop", open_loop_json(tuning, request)},
            {"rounds", race_json(tuning, request)},
+           {"holds_more", more},
+           {"verdict", verdict_json(tuning.verdict, tuning.contenders, tuning.scope)},
            {"ended", name_of(tuning.race.end)},
            {"ties", ties},
            {"work",
@@ -352,8 +397,6 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
   run["truths"] = truths_json(as_finalists(tuning, request), tuning.asked, tuning.choice);
   run["scores"] = scores_json(tuning, request);
   run["step"] = tuning.step;
-  if (const std::string warning = few_tokens_warning(scored_tokens(tuning)); !warning.empty())
-    run["warnings"].push_back(warning);
   return {.cache = std::move(cache),
           .model = backend.config().name,
           .weights_xxh3 = backend.weights_xxh3(),

@@ -38,20 +38,26 @@ struct TuneScore {
 struct Tuning {
   std::string metric;
   std::vector<double> figure;      ///< [configuration], mean over texts, lower being better
-  std::vector<double> kv_bytes;    ///< [configuration]: kept at the texts' ends, mean
-  std::vector<std::size_t> order;  ///< the first of each policy by that figure, then the others
+  std::vector<Memory> memory;      ///< [configuration]
+  std::vector<std::size_t> order;  ///< the first of each policy by that figure, then the others,
+                                   ///< less those that hold more
+  std::vector<std::size_t> more;   ///< those: than the budget
   Race race;                       ///< contenders are places in `order`
   std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; behind the grid the full cache
   std::vector<std::size_t> finalists;          ///< of the grid, the winner in KL first
   std::vector<TaskAsked> asked;
-  Choice choice;              ///< of the finalists
-  std::size_t winner = 0;     ///< of the grid: who is deployed
-  nlohmann::json step = {};   ///< step_json(); null without a card
+  Choice choice;             ///< of the finalists
+  std::size_t winner = 0;    ///< of the grid: who is deployed
+  nlohmann::json step = {};  ///< step_json(); null without a card
   std::size_t budget_tokens = 0;
+  /// Who entered the last round, by KL.
+  std::vector<std::size_t> judged_configs;  ///< [contender], of the grid
+  std::vector<Contender> contenders;
+  Verdict verdict;
+  VerdictScope scope;
 
   /// Those of the grid that KL cannot tell from the race's first, which is the first of them.
   std::vector<std::size_t> tied() const;
-  double least_kv_bytes() const;  ///< of the grid
 };
 
 /// Throws std::invalid_argument: a metric that the texts lack, a grid of fewer than two, a budget
@@ -59,8 +65,6 @@ struct Tuning {
 Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request);
 
-/// Over which the winner was compared.
-std::uint64_t scored_tokens(const Tuning& tuning);
 /// The policy file of the winner, with the evidence.
 PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request, const Backend& backend);
 
