@@ -42,6 +42,7 @@ std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs);
 struct Admission {
   std::uint32_t first, tokens;
   bool ends_prompt = false;  ///< the last one of a prompt segment
+  bool decodes = false;      ///< of a decode segment
 };
 
 /// A configuration for a sequence of known length.

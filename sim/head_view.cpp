@@ -98,7 +98,9 @@ ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& se
     const bool dense = is_prompt && config.prefill.chunk == 0;
     const std::uint32_t chunk = dense ? segment.tokens : is_prompt ? config.prefill.chunk : 1;
     for (std::uint32_t done = 0; done < segment.tokens; done += chunk)
-      resolved.admissions.push_back({segment.start + done, std::min(chunk, segment.tokens - done)});
+      resolved.admissions.push_back({.first = segment.start + done,
+                                     .tokens = std::min(chunk, segment.tokens - done),
+                                     .decodes = !is_prompt});
     if (is_prompt && segment.tokens > 0) resolved.admissions.back().ends_prompt = true;
     resolved.in_dense_prompt.resize(segment.start + segment.tokens, dense);
   }

@@ -47,9 +47,12 @@ struct Replicates {
     std::vector<double> filled;
     std::ranges::copy_if(without, std::back_inserter(filled),
                          [](double x) { return !std::isnan(x); });
-    if (filled.size() < kLeastBlocks) return {mean, kNaN, weight};
+    const auto n = static_cast<double>(filled.size());
+    std::vector<double> pseudo;
+    for (const double x : without) pseudo.push_back(n * mean - (n - 1) * x);
     const double sketched = columns.empty() ? 0 : jackknife(columns);
-    return {mean, std::sqrt(jackknife(filled) + sketched), weight};
+    return {mean, filled.size() >= kLeastBlocks ? std::sqrt(jackknife(filled) + sketched) : kNaN,
+            weight, std::move(pseudo)};
   }
 };
 

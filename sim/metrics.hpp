@@ -81,6 +81,9 @@ struct BlockedRatio {
 struct Estimate {
   double value, standard_error;  ///< NaN: no ratio has weight; fewer than 8 blocks
   double weight;                 ///< of all ratios together
+  /// The jackknife's pseudo-values [block], whose mean and error are about these; NaN of a block
+  /// without weight. What two configurations are paired by.
+  std::vector<double> blocks;
 };
 Estimate mean_of(std::span<const BlockedRatio* const> ratios);
 /// One such mean less another, over the same queries: the error is that of the difference.

@@ -93,6 +93,7 @@ class Replay {
 
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
+  std::span<const ResolvedConfig> configs() const { return configs_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
   unsigned threads() const { return options_.threads; }
   LayerFacts facts(std::uint32_t layer) const { return {columns(), residual_norms(layer)}; }
@@ -412,13 +413,12 @@ struct ReplayJob::Impl {
   Replay replay;
   std::size_t heads, configs;
   const ModelShape& shape;
-  std::span<const CacheConfig> grid;
 };
 
 ReplayJob::ReplayJob(const TraceReader& trace, std::uint32_t sequence,
                      std::span<const CacheConfig> configs, const ReplayOptions& options)
     : impl_(new Impl{Replay(trace, sequence, configs, options), trace.shape().kv_heads,
-                     configs.size(), trace.shape(), configs}) {}
+                     configs.size(), trace.shape()}) {}
 
 ReplayJob::ReplayJob(ReplayJob&&) noexcept = default;
 ReplayJob::~ReplayJob() = default;
@@ -467,7 +467,7 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 
 ReplayResult ReplayGathering::result() const {
   return {job_.replay.budgets(),
-          tabulate(job_.shape, job_.replay.span(), job_.grid, job_.replay.layers(), layers_,
+          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(), layers_,
                    joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
 }
 

@@ -46,6 +46,7 @@ struct Measurement {
   double value;
   double standard_error;  ///< NaN where there is none
   std::uint64_t count;    ///< queries x query heads
+  std::vector<double> blocks = {};  ///< Estimate::blocks, of the whole model; else empty
 };
 
 /// What one head kept over time: for pictures.

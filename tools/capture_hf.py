@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
 try:
     import torch
     import transformers
-    from command_line import Parser, refuse_missing_cuda, whole_number
+    from command_line import Parser, announce_size, refuse_missing_cuda, whole_number
     from kvlab.hf.capturing import Fed, write_capture
     from kvlab.hf.models import (
         DTYPES,
@@ -30,6 +30,7 @@ try:
         load_config,
         load_model,
         refuse_unsupported,
+        shape_of,
     )
     from kvlab.hf.trace_files import Refused, name_in_trace, one_line
     from kvlab.hf.trace_writer import SHARD_TOKENS
@@ -267,6 +268,9 @@ def run(arguments):
     most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
     fed = Fed(ids, arguments.prompt_tokens, most, arguments.chunk)
     name = pathlib.Path(arguments.model).resolve().name
+    shape, tokens = shape_of(model), len(ids) + (0 if arguments.teacher_forced else most)
+    rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
+    announce_size("capture_hf.py", f"trace into {arguments.out}", rows * model.dtype.itemsize)
     try:
         writer = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:

@@ -115,4 +115,28 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
   return texts;
 }
 
+void add_answer_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("task", text_option("LIST", "passkey,needle"),
+      "what those that are near in KL are asked, query-agnostic, the first deciding first: "
+      "passkey, "
+      "needle, recall; none: nothing is asked");
+  add("words", number_option("N", 250),
+      "--task: words of the context; fewer where the full cache itself finds too little");
+  add("draws", number_option("N", 8), "--task: questions at each of five depths");
+}
+
+AnswerPlan answer_plan_from(const po::variables_map& options) {
+  constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
+  const std::uint32_t words = count_from(options, "words", 1, 1'000'000);
+  AnswerPlan plan{.tasks = {},
+                  .draws = count_from(options, "draws", 1, 100'000),
+                  .most_rows = device_from(options) == Device::cuda ? kCudaRows : kCpuRows};
+  const std::vector<std::string> names = list_from(options, "task");
+  if (names == std::vector<std::string>{"none"}) return plan;
+  for (const std::string& name : names)
+    plan.tasks.push_back({{.kind = parse_task_kind(name)}, words});
+  return plan;
+}
+
 }  // namespace kvlab

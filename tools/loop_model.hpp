@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/loop/deploy/truths.hpp"
 #include "engine/loop/fidelity/measure.hpp"
 #include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
@@ -40,5 +41,10 @@ void check_loop_options(const po::variables_map& options);
 /// The first `--max-tokens` of each text, what the tokenizer puts before it included; then the
 /// traces. Throws for a text that is shorter and for what text_of_trace() refuses.
 std::vector<LoopText> loop_texts_from(const po::variables_map& options, const LoopModel& model);
+
+/// `--task`, `--words`, `--draws`: what finalists are asked.
+void add_answer_options(po::options_description& options);
+/// Throws std::invalid_argument for an unknown task.
+AnswerPlan answer_plan_from(const po::variables_map& options);
 
 }  // namespace kvlab

@@ -40,6 +40,9 @@ struct LoopSpan {
 };
 LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options);
 
+/// A prompt, and what is decoded behind it.
+std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
+
 /// Runs `ids` under every configuration. Configurations share layer 0. Throws
 /// std::invalid_argument: no token to score, guards that do not fit.
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,

@@ -9,6 +9,7 @@
 
 #include "engine/loop/conversation.hpp"
 #include "engine/loop/decoder_loop.hpp"
+#include "sim/head_view.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -83,20 +84,46 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
   return sequences;
 }
 
+/// Whether another text before each has the same tokens.
+std::vector<bool> repeats_of(const std::vector<Ids>& texts) {
+  std::vector<bool> repeats;
+  for (auto text = texts.begin(); text != texts.end(); ++text)
+    repeats.push_back(std::find(texts.begin(), text, *text) != text);
+  return repeats;
+}
+
+/// What configurations hold over the sequences.
+std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::vector<Ids>& ids,
+                                           std::span<const CacheConfig> configs,
+                                           const EvalOptions& options) {
+  std::vector<std::vector<Memory>> memory(configs.size());
+  for (std::size_t s = 0; s < ids.size(); ++s) {
+    const auto tokens = static_cast<std::uint32_t>(ids[s].size());
+    const auto segments =
+        segments_of(tokens, loop_span(tokens, loop_options(options, s, tokens, 1)).prompt);
+    for (std::size_t c = 0; c < configs.size(); ++c)
+      memory[c].push_back(memory_of(resolve(configs[c], segments, 0, model.heads()), model.heads(),
+                                    model.shape().head_size));
+  }
+  return memory;
+}
+
 /// Sequence by sequence, `at_once` of them: run(ids, configs, LoopOptions).
 template <class Run>
 std::vector<std::vector<LoopScores>> run_each(const std::vector<Ids>& sequences,
                                               const EvalOptions& options, unsigned at_once,
                                               Run run) {
   std::vector<std::vector<LoopScores>> scores(sequences.size());
-  std::vector<double> done(sequences.size());
+  std::vector<double> done(sequences.size());  // tokens, under all configurations
+  double tokens = 0;
+  for (const Ids& ids : sequences) tokens += static_cast<double>(ids.size());
+  if (options.progress) options.progress(0);
   std::mutex mutex;
   const auto show = [&](std::size_t sequence, double part) {
     if (!options.progress) return;
     const std::lock_guard lock(mutex);
-    done[sequence] = part;
-    options.progress(std::accumulate(done.begin(), done.end(), 0.0) /
-                     static_cast<double>(sequences.size()));
+    done[sequence] = part * static_cast<double>(sequences[sequence].size());
+    options.progress(std::accumulate(done.begin(), done.end(), 0.0) / tokens);
   };
   parallel_for(sequences.size(), at_once, [&](std::size_t s) {
     LoopOptions how =
@@ -148,13 +175,16 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
   for (const Ids& ids : sequences.ids) longest = std::max(longest, ids.size());
   const auto length = static_cast<std::uint32_t>(longest);
 
-  const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text)};
-  Evaluation result;
+  const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text),
+                               repeats_of(texts), memory_of(model, sequences.ids, configs, options)};
+  Evaluation result{.scores = {},
+                    .against_full = options.against_full,
+                    .kl = paired_scores(scored, &LoopScores::kl),
+                    .nll = paired_scores(scored, &LoopScores::nll)};
   for (std::size_t c = 0; c < configs.size(); ++c)
     result.scores.push_back(
         score_of(configs[c], configs[c].evicts() ? configs[c].budget.resolve(length) : length, c,
-                 scored, options.against_full, options.block_tokens));
-  result.pairs = pairs_of(result.scores, scored, options.against_full);
+                 scored, result, options.block_tokens));
   return result;
 }
 

@@ -11,8 +11,6 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int kDraws = 2000;
-constexpr std::size_t kLeastBlocks = 8;  // for an interval
-constexpr std::size_t kManyBlocks = 16;  // shorter blocks, where there would be fewer
 
 using Values = std::vector<double>;
 
@@ -93,47 +91,6 @@ Interval bootstrap(std::size_t count,
   for (int draw = 0; draw < kDraws; ++draw)
     if (const double value = statistic(draws.next()); std::isfinite(value)) drawn.push_back(value);
   return middle_of(std::move(drawn));
-}
-
-std::size_t ScoreBlocks::block_tokens(std::size_t total) {
-  return std::clamp<std::size_t>(total / kManyBlocks, 1, kTokens);
-}
-
-void ScoreBlocks::add(std::span<const std::span<const double>> scores, std::size_t tokens) {
-  const std::size_t length = scores.front().size();
-  for (std::size_t first = 0; first < length; first += tokens) {
-    const std::size_t count = std::min(tokens, length - first);
-    tokens_.push_back(static_cast<double>(count));
-    for (std::size_t c = 0; c < scores.size(); ++c) {
-      const auto block = scores[c].subspan(first, count);
-      sums_[c].push_back(std::accumulate(block.begin(), block.end(), 0.0));
-    }
-  }
-}
-
-PairedBootstrap::PairedBootstrap(const ScoreBlocks& blocks) : drawn_(blocks.configurations()) {
-  const auto mean_over = [&](std::size_t c, std::span<const std::size_t> which) {
-    double sum = 0, tokens = 0;
-    for (const std::size_t block : which)
-      sum += blocks.sum(c, block), tokens += blocks.tokens(block);
-    return sum / tokens;
-  };
-  std::vector<std::size_t> all(blocks.blocks());
-  std::iota(all.begin(), all.end(), std::size_t{0});
-  for (std::size_t c = 0; c < drawn_.size(); ++c) means_.push_back(mean_over(c, all));
-  if (all.size() < kLeastBlocks) return;
-  Draws draws(all.size());
-  for (int draw = 0; draw < kDraws; ++draw) {
-    const auto& which = draws.next();
-    for (std::size_t c = 0; c < drawn_.size(); ++c) drawn_[c].push_back(mean_over(c, which));
-  }
-}
-
-Difference PairedBootstrap::difference(std::size_t a, std::size_t b) const {
-  Values differences;
-  for (std::size_t draw = 0; draw < drawn_[a].size(); ++draw)
-    differences.push_back(drawn_[a][draw] - drawn_[b][draw]);
-  return {means_[a] - means_[b], middle_of(std::move(differences))};
 }
 
 }  // namespace kvlab

@@ -186,12 +186,12 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   return all;
 }
 
-CacheCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const {
+LiveCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const {
   const auto window = grid_.window_configs.find(static_cast<std::int32_t>(figure % sizes_.configs));
   if (window == grid_.window_configs.end())
-    return {walked.evictions, walked.most_live, walked.live};
+    return {.evictions = walked.evictions, .most = walked.most_live, .end = walked.live};
   const ReplayUnit unit = units_[figure / sizes_.configs];
-  return kvlab::counts_of(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
+  return live_counts(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
 }
 
 HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
@@ -233,10 +233,10 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
     stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
     stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
   }
-  const CacheCounts counts = counts_of(figure, progress[figure]);
+  const LiveCounts counts = counts_of(figure, progress[figure]);
   outcome.evictions = counts.evictions;
-  outcome.live_max = counts.most_live;
-  outcome.live_end = counts.live;
+  outcome.live_max = counts.most;
+  outcome.live_end = counts.end;
   return outcome;
 }
 

@@ -55,7 +55,7 @@ class Batch {
     std::vector<double2> named;
     std::vector<kernels::ReplayProgress> progress;
   };
-  CacheCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
+  LiveCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
   /// But for what an ErrorProjection makes.
   HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
 

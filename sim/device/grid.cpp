@@ -14,22 +14,6 @@ using kernels::ReplayArgs;
 using kernels::ReplayRule;
 using kernels::Type;
 
-/// Who is live depends on what is observed, how many are does not.
-CacheCounts counts_of(const ResolvedConfig& config, std::uint32_t budget) {
-  CacheCounts counts{};
-  bool after_prompt = false;
-  for (const Admission& admission : config.admissions) {
-    const std::uint32_t leaving =
-        budget == kNoBudget ? 0
-                            : config.policy.modifiers.surplus(counts.live, budget, after_prompt);
-    counts.evictions += leaving;
-    counts.live += admission.tokens - leaving;
-    counts.most_live = std::max(counts.most_live, counts.live);
-    after_prompt = admission.ends_prompt;
-  }
-  return counts;
-}
-
 namespace {
 
 /// The most tokens that a KV head's cache holds at once.
@@ -38,7 +22,7 @@ std::uint32_t most_live(const ResolvedConfig& config) {
   for (const auto& layer : config.head_budgets) budgets.insert(layer.begin(), layer.end());
   std::uint32_t most = 0;
   for (const std::uint32_t budget : budgets)
-    most = std::max(most, counts_of(config, budget).most_live);
+    most = std::max(most, live_counts(config, budget).most);
   return most;
 }
 

@@ -10,6 +10,7 @@
 #include "kernels/host/memory.hpp"
 #include "kernels/replay/replay.hpp"
 #include "sim/head_view.hpp"
+#include "sim/live_counts.hpp"
 
 namespace kvlab {
 
@@ -20,13 +21,6 @@ inline bool is_window(const PolicySpec& policy) {
   const PolicyInfo& info = policy.entry->info;
   return !info.evicts || (info.oldest_first && policy.modifiers == Modifiers{});
 }
-
-/// What the replay of a cache comes to whatever it observes.
-struct CacheCounts {
-  std::uint64_t evictions;
-  std::uint32_t most_live, live;
-};
-CacheCounts counts_of(const ResolvedConfig& config, std::uint32_t budget);
 
 /// Configurations of one policy that one walk takes, and of about the same size.
 struct Members {

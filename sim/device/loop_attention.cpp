@@ -29,11 +29,11 @@ std::vector<ReplayUnit> units_of(const UnitsPlan& plan, std::size_t configs) {
 
 std::uint64_t live_max_of(const ResolvedConfig& config, const ModelShape& shape) {
   if (config.head_budgets.empty())
-    return std::uint64_t{counts_of(config, config.budget_tokens).most_live} * shape.layers *
+    return std::uint64_t{live_counts(config, config.budget_tokens).most} * shape.layers *
            shape.kv_heads;
   std::uint64_t sum = 0;
   for (const auto& layer : config.head_budgets)
-    for (const std::uint32_t budget : layer) sum += counts_of(config, budget).most_live;
+    for (const std::uint32_t budget : layer) sum += live_counts(config, budget).most;
   return sum;
 }
 

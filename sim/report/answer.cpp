@@ -2,25 +2,15 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 
 #include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 
 namespace kvlab {
 namespace {
-
-std::string strong(std::string_view label) {
-  return fmt::format("<strong>{}</strong>", escape(label));
-}
-
-std::vector<std::string> tied_names(const Figures& figures,
-                                    const std::vector<Standing>& standings) {
-  std::vector<std::string> names;
-  for (const Standing& standing : standings)
-    if (standing.ties) names.push_back(strong(figures.series()[standing.series].label));
-  return names;
-}
 
 /// "a, b and c"; of more than four, the first and a number that opens the rest.
 std::string folded(const std::vector<std::string>& names) {
@@ -46,7 +36,7 @@ std::string against(const Figures& figures, std::size_t best, std::string_view b
   const auto difference = figures.difference(best, *other, budget, metric.name);
   if (!score || !difference) return "";
   return fmt::format("{} for {}{}", score_text(*score), escape(figures.series()[*other].label),
-                     is_tie(*difference) ? " (not told apart)" : "");
+                     difference->told_apart() ? "" : " (not told apart)");
 }
 
 /// "It closes 83% of the gap between window and oracle_mass." Empty where there is no clear gap.
@@ -57,7 +47,7 @@ std::string gap_sentence(const Figures& figures, std::size_t best, std::string_v
   if (!window || !oracle || *window == best) return "";
   const auto gap = figures.difference(*window, *oracle, budget, metric.name);
   const auto gained = figures.difference(*window, best, budget, metric.name);
-  if (!gap || !gained || is_tie(*gap) || is_tie(*gained)) return "";
+  if (!gap || !gained || !gap->told_apart() || !gained->told_apart()) return "";
   const double share = gained->mean / gap->mean;
   if (!(share > 0)) return "";
   if (share > 1)
@@ -69,26 +59,20 @@ std::string gap_sentence(const Figures& figures, std::size_t best, std::string_v
                      escape(figures.series()[*oracle].label));
 }
 
-/// How often the best of this budget is best elsewhere.
-std::string elsewhere_sentence(const Figures& figures, std::size_t best, const MetricInfo& metric) {
+/// At how many budgets the winner of this one is named.
+std::string elsewhere_sentence(const Figures& figures, std::size_t winner,
+                               const MetricInfo& metric) {
   std::size_t alone = 0, tied = 0;
   for (const BudgetColumn& budget : figures.budgets()) {
-    const auto standings = rank_policies(figures, budget.text, metric);
-    std::size_t ties = 0;
-    bool with_best = false;
-    for (const Standing& standing : standings) {
-      ties += standing.ties;
-      with_best = with_best || (standing.ties && standing.series == best);
-    }
-    alone += with_best && ties == 1;
-    tied += with_best && ties > 1;
+    const Ranking ranking = rank_policies(figures, budget.text, metric);
+    const auto own = std::ranges::find(ranking.series, winner) - ranking.series.begin();
+    if (ranking.empty() || !ranking.verdict.ties(static_cast<std::size_t>(own))) continue;
+    ++(ranking.verdict.tied.size() == 1 ? alone : tied);
   }
-  const std::size_t budgets = figures.budgets().size();
-  if (budgets < 2) return "";
-  if (alone == budgets) return " It is best alone at every budget of the run.";
-  if (alone + tied == budgets) return " It is among the best at every budget of the run.";
-  return fmt::format(" Over the run's {} budgets {} is best alone at {} and ties for best at {}.",
-                     budgets, escape(figures.series()[best].label), alone, tied);
+  if (figures.budgets().size() < 2) return "";
+  return fmt::format(" Of the run’s {} budgets it is first alone at {}, and not told apart from "
+                     "the first at {}.",
+                     figures.budgets().size(), alone, tied);
 }
 
 Cell score_cell(const Figures& figures, std::optional<std::size_t> series, std::string_view budget,
@@ -114,32 +98,31 @@ std::optional<std::size_t> counterpart(const Figures& figures, std::size_t serie
 }
 
 std::string answer_html(const Figures& figures, const BudgetColumn& budget,
-                        const MetricInfo& metric) {
-  const auto standings = rank_policies(figures, budget.text, metric);
-  if (standings.empty())
+                        const MetricInfo& metric, std::uint64_t tokens) {
+  Ranking ranking = rank_policies(figures, budget.text, metric);
+  if (ranking.empty())
     return "This run holds no policy to rank: only references and the full cache.";
-  const std::size_t best = standings.front().series;
-  const std::vector<std::string> tied = tied_names(figures, standings);
-  std::string text = fmt::format("At a budget of {}{}, ", escape(budget.text),
-                                 budget.text.ends_with('%') ? "" : " tokens");
-  if (standings.size() == 1)
-    text += strong(figures.series()[best].label) + " stands alone";
-  else if (tied.size() == 1)
-    text += strong(figures.series()[best].label) + " loses least";
-  else
-    text += join_names(tied) + " tie: none is apart by more than twice the error of the difference";
+  ranking.scope.tokens = tokens;
+  ranking.scope.unmeasured = "in the open loop; what the model then says was not asked";
+  const Standing& winner = ranking.standings[ranking.winner];
+  const std::string name = escape(figures.series()[winner.series].label);
+  std::string text = escape(verdict_text(ranking.verdict, ranking.contenders, ranking.scope));
+  if (const auto at = text.find(name); at != std::string::npos)
+    text.replace(at, name.size(), "<strong>" + name + "</strong>");
   std::string label(metric.label);
   label[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(label[0])));
-  text += fmt::format(". {}{} is {}", escape(label),
-                      tied.size() > 1 ? " of " + escape(figures.series()[best].label) : "",
-                      score_text(standings.front().score));
+  text += fmt::format(" {} of {} is {}", escape(label), name, score_text(winner.score));
   std::vector<std::string> others;
   for (const std::string_view policy : {std::string_view("window"), kOracleMass})
-    if (auto other = against(figures, best, budget.text, metric, policy); !other.empty())
+    if (auto other = against(figures, winner.series, budget.text, metric, policy); !other.empty())
       others.push_back(std::move(other));
   if (!others.empty()) text += ", against " + join_names(others);
-  return text + "." + gap_sentence(figures, best, budget.text, metric) +
-         elsewhere_sentence(figures, best, metric);
+  text += "." + gap_sentence(figures, winner.series, budget.text, metric) +
+          elsewhere_sentence(figures, winner.series, metric);
+  for (const std::string& warning :
+       verdict_warnings(ranking.verdict, ranking.contenders, ranking.scope))
+    text += "<br>Note: " + escape(warning) + ".";
+  return text;
 }
 
 std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
@@ -152,22 +135,25 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
                                 const MetricInfo& metric, const std::string& caption) {
   std::vector<std::vector<Cell>> rows;
   for (const BudgetColumn& budget : figures.budgets()) {
-    const auto standings = rank_policies(figures, budget.text, metric);
-    if (standings.empty()) continue;
-    const std::size_t best = standings.front().series;
-    std::vector<std::string> ties;
-    for (std::size_t i = 1; i < standings.size(); ++i)
-      if (standings[i].ties) ties.push_back(escape(figures.series()[standings[i].series].label));
+    const Ranking ranking = rank_policies(figures, budget.text, metric);
+    if (ranking.empty()) continue;
+    const Standing& winner = ranking.standings[ranking.winner];
+    const std::size_t best = winner.series;
+    std::vector<std::string> ties, more;
+    for (const Standing& standing : ranking.standings)
+      if (standing.series != best && (standing.ties || standing.holds_more))
+        (standing.ties ? ties : more).push_back(escape(figures.series()[standing.series].label));
     rows.push_back(
         {escape(budget.text), series_html(figures, styles, best),
-         average_cell(standings.front().score), folded(ties),
+         average_cell(winner.score), folded(ties), folded(more),
          score_cell(figures, counterpart(figures, best, "window"), budget.text, metric),
          score_cell(figures, counterpart(figures, best, kOracleMass), budget.text, metric)});
   }
   return table({{"budget"},
                 {"best", false},
                 {escape(metric.label)},
-                {"ties with", false, true},
+                {"not told apart", false, true},
+                {"holds more", false, true},
                 {"window"},
                 {"oracle_mass"}},
                rows, caption);

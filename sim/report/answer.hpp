@@ -15,9 +15,10 @@ namespace kvlab {
 std::optional<std::size_t> counterpart(const Figures& figures, std::size_t series,
                                        std::string_view policy);
 
-/// One or two sentences, as HTML: who is best at `budget`, against window and the oracle.
+/// A few sentences, as HTML: the verdict at `budget`, and how the winner stands to window and the
+/// oracle. `tokens`: scored.
 std::string answer_html(const Figures& figures, const BudgetColumn& budget,
-                        const MetricInfo& metric);
+                        const MetricInfo& metric, std::uint64_t tokens);
 
 /// A table, as HTML: at each budget the best, those that tie with it (folded where they are many),
 /// window and the oracle.

@@ -45,6 +45,9 @@ std::string figure_text(double value) {
 
 std::string average_text(const Average& average) {
   const double size = std::abs(average.mean), error = average.standard_error;
+  const auto [low, high] = average.interval;
+  if (std::abs(low + high - 2 * average.mean) > 1e-6)  // of a share
+    return fmt::format("{:.3f} ({:.3f} to {:.3f})", average.mean, low, high);
   if (!std::isfinite(error) || error == 0) return figure_text(average.mean);
   // Columns line up where figures are small; an error keeps at least one digit.
   int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;

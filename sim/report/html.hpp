@@ -15,7 +15,8 @@ std::string escape(std::string_view text);
 
 /// About three significant digits, no exponent: 0.0123, 1.23, 12.3, 1,230.
 std::string figure_text(double value);
-/// `0.123 ± 0.004`, the error to the mean's digits; without error where there is none.
+/// `0.123 ± 0.004`, the error to the mean's digits; without error where there is none; of a share
+/// `0.900 (0.683 to 0.988)`.
 std::string average_text(const Average& average);
 /// 12.3 KiB.
 std::string bytes_text(double bytes);

@@ -78,8 +78,8 @@ class Page {
         by_head_(best_by_head()),
         budget_(chosen_budget()),
         groups_(groups_of(run)) {
-    const auto standings = rank_policies(figures_, budget_.text, headline_);
-    if (!standings.empty()) winner_ = standings.front().series;
+    const Ranking ranking = rank_policies(figures_, budget_.text, headline_);
+    if (!ranking.empty()) winner_ = ranking.standings[ranking.winner].series;
   }
 
   std::string html() {
@@ -235,7 +235,7 @@ class Page {
       if (!answers.empty()) answers += "<br>";
       if (!name.empty()) answers += "<strong>" + name + "</strong>: ";
       const BudgetColumn* const budget = own.find_budget(budget_.text);
-      answers += budget ? answer_html(own, *budget, headline_) : "nothing at this budget.";
+      answers += budget ? answer_html(own, *budget, headline_, scored_tokens(run_.info, group.rows)) : "nothing at this budget.";
       if (winner_) tables += best_by_budget_html(own, styles_of(own.series()), headline_, name);
     }
     return html_header("kvlab report",
@@ -303,7 +303,7 @@ class Page {
                    const MetricInfo& metric) {
     const auto average = figures.average(series, budget, metric.name);
     if (!average) return "–";
-    return metric.name.starts_with("kv_bytes") || metric.name.ends_with("_bytes")
+    return metric.name.find("_bytes") != std::string_view::npos
                ? bytes_cell(average->mean)
                : average_cell(*average);
   }

@@ -37,7 +37,7 @@ std::vector<const CacheConfig*> shown(std::span<const CacheConfig> grid, const F
     else if (!known)
       configs.push_back(&config);
   }
-  const auto standings = rank_policies(figures, budget, metric);
+  const auto standings = rank_policies(figures, budget, metric).standings;
   const auto place = [&](const CacheConfig* config) {
     for (std::size_t i = 0; i < standings.size(); ++i) {
       const Series& series = figures.series()[standings[i].series];

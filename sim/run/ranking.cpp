@@ -15,7 +15,6 @@ namespace kvlab {
 namespace {
 
 constexpr std::string_view kAll = "all";
-constexpr std::size_t kEnoughTraces = 8;  // for their scatter to be a standard error by itself
 
 /// The settings of `series` that not every series of its policy has, and that are no defaults.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
@@ -49,25 +48,6 @@ std::string label_of(const Series& series, const std::vector<Series>& all) {
   std::string label = series.policy + distinct_params(series, siblings);
   if (!extras.empty()) label += fmt::format(" ({})", fmt::join(extras, ", "));
   return label;
-}
-
-/// The mean of one value per trace, each with its own standard error (NaN: none).
-Average average_of(std::span<const double> values, std::span<const double> errors) {
-  const auto n = static_cast<double>(values.size());
-  Average average{.traces = values.size()};
-  double squares = 0;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    average.mean += values[i] / n;
-    squares += errors[i] * errors[i];
-  }
-  average.standard_error = std::sqrt(squares) / n;
-  if (values.size() < 2) return average;
-  double scatter = 0;
-  for (const double value : values) scatter += (value - average.mean) * (value - average.mean);
-  const double between = std::sqrt(scatter / (n - 1) / n);
-  if (values.size() >= kEnoughTraces || !(average.standard_error >= between))
-    average.standard_error = between;
-  return average;
 }
 
 }  // namespace
@@ -117,62 +97,111 @@ std::vector<const ResultRow*> Figures::rows(std::size_t series, std::string_view
   return found == index_.end() ? std::vector<const ResultRow*>{} : found->second;
 }
 
+PairedScores Figures::paired(std::span<const std::size_t> series, std::string_view budget,
+                             std::string_view metric, Scope scope) const {
+  std::map<std::string_view, PairedText> texts;
+  std::vector<std::string_view> order;
+  for (std::size_t i = 0; i < series.size(); ++i)
+    for (const ResultRow* row : rows(series[i], budget, metric, scope)) {
+      const std::string_view name = row->text.empty() ? row->trace : row->text;
+      const auto [place, added] = texts.try_emplace(name);
+      PairedText& text = place->second;
+      if (added) {
+        order.push_back(name);
+        text.text = name;
+        text.means.assign(series.size(), std::numeric_limits<double>::quiet_NaN());
+        text.blocks.resize(series.size());
+        text.block_weights = row->block_weights;
+        text.answers = metric == "exact_match";
+      }
+      text.means[i] = row->value;
+      text.blocks[i] = row->blocks;
+    }
+  PairedScores scores(series.size());
+  for (const std::string_view name : order) scores.add(std::move(texts.at(name)));
+  return scores;
+}
+
 std::optional<Average> Figures::average(std::size_t series, std::string_view budget,
                                         std::string_view metric, Scope scope) const {
-  std::vector<double> values, errors;
-  for (const ResultRow* row : rows(series, budget, metric, scope)) {
-    values.push_back(row->value);
-    errors.push_back(row->standard_error);
-  }
-  if (values.empty()) return std::nullopt;
-  return average_of(values, errors);
+  const auto found = rows(series, budget, metric, scope);
+  if (found.empty()) return std::nullopt;
+  Average average = paired(std::span(&series, 1), budget, metric, scope).average(0);
+  if (average.texts == 1 && std::isnan(average.standard_error))
+    average.standard_error = found.front()->standard_error;
+  return average;
 }
 
-std::optional<Average> Figures::difference(std::size_t a, std::size_t b, std::string_view budget,
-                                           std::string_view metric) const {
-  std::vector<double> values, errors;
-  const auto others = rows(b, budget, metric);
-  for (const ResultRow* row : rows(a, budget, metric)) {
-    const auto pair = std::find_if(others.begin(), others.end(), [&](const ResultRow* other) {
-      return other->trace == row->trace;
-    });
-    if (pair == others.end()) continue;
-    values.push_back(row->value - (*pair)->value);
-    errors.push_back(std::hypot(row->standard_error, (*pair)->standard_error));
-  }
-  if (values.empty()) return std::nullopt;
-  return average_of(values, errors);
+std::optional<Difference> Figures::difference(std::size_t a, std::size_t b, std::string_view budget,
+                                              std::string_view metric) const {
+  const std::size_t both[] = {a, b};
+  const Difference difference = paired(both, budget, metric, {}).difference(0, 1);
+  return difference.texts == 0 ? std::nullopt : std::optional(difference);
 }
 
-bool is_tie(const Average& difference) {
-  if (std::isnan(difference.standard_error)) return difference.mean == 0;
-  return std::abs(difference.mean) <= 2 * difference.standard_error;
+Memory Figures::memory(std::size_t series, std::string_view budget) const {
+  const auto bytes = [&](std::string_view metric) {
+    const auto found = average(series, budget, metric);
+    return found ? found->mean : 0;
+  };
+  return {bytes("kv_bytes_mean"), bytes("kv_bytes_peak"), bytes("state_bytes")};
 }
 
-std::vector<Standing> rank_policies(const Figures& figures, std::string_view budget,
-                                    const MetricInfo& metric) {
-  std::vector<Standing> standings;
+namespace {
+
+/// The standings of a verdict.
+void place(Ranking& ranking, const Figures& figures, std::string_view budget,
+           const MetricInfo& metric) {
+  const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
+    const std::size_t series = ranking.series[c];
+    if (c == ranking.verdict.winner()) ranking.winner = ranking.standings.size();
+    ranking.standings.push_back({series, *figures.average(series, budget, metric.name), behind,
+                                 !holds_more && !behind.behind(), holds_more,
+                                 ranking.contenders[c].memory});
+  };
+  const Verdict& verdict = ranking.verdict;
+  for (std::size_t i = 0; i < verdict.order.size(); ++i)
+    add(verdict.order[i], verdict.behind[i], false);
+  for (const std::size_t c : verdict.more)
+    add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, true);
+}
+
+}  // namespace
+
+Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric) {
+  Ranking ranking;
+  const double sign = metric.higher_is_better ? -1 : 1;
+  double budget_bytes = 0;
   for (std::size_t s = 0; s < figures.series().size(); ++s) {
     const Series& series = figures.series()[s];
     if (series.is_reference() || series.is_full()) continue;
-    if (const auto score = figures.average(s, budget, metric.name))
-      standings.push_back({s, *score, {}, false});
+    const auto score = figures.average(s, budget, metric.name);
+    if (!score) continue;
+    if (const auto bytes = figures.average(s, budget, "budget_bytes"))
+      budget_bytes = std::max(budget_bytes, bytes->mean);
+    ranking.series.push_back(s);
+    ranking.contenders.push_back({.name = series.label,
+                                  .error = sign * score->mean,
+                                  .memory = figures.memory(s, budget),
+                                  .last_resort = is_last_resort(series.policy)});
+    const auto rows = figures.rows(s, budget, metric.name);
+    if (guards_fill(series.policy, series.params, rows.front()->budget_tokens))
+      ranking.scope.filled.push_back(series.label);
+    ranking.scope.texts = std::max(ranking.scope.texts, score->texts);
   }
-  std::stable_sort(standings.begin(), standings.end(), [&](const Standing& a, const Standing& b) {
-    return metric.higher_is_better ? a.score.mean > b.score.mean : a.score.mean < b.score.mean;
-  });
-  for (Standing& standing : standings) {
-    const std::size_t first = standings.front().series;
-    if (standing.series == first) {
-      standing.ties = true;
-      continue;
-    }
+  if (ranking.contenders.empty()) return ranking;
+  const bool is_number = budget.find_first_not_of("0123456789") == std::string_view::npos;
+  ranking.scope.budget = std::string(budget) + (is_number ? " tokens" : "");
+  ranking.scope.budget_bytes = budget_bytes;
+  ranking.scope.figure = metric.label;
+  ranking.verdict = verdict_of(ranking.contenders, budget_bytes, [&](std::size_t a, std::size_t b) {
+    auto difference =
+        figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
     // Absent only where the two share no trace: then nothing can be said, and nothing is claimed.
-    const auto behind = figures.difference(standing.series, first, budget, metric.name);
-    standing.ties = !behind || is_tie(*behind);
-    if (behind) standing.behind = *behind;
-  }
-  return standings;
+    return !difference ? Difference{} : sign < 0 ? difference->reversed() : *difference;
+  });
+  place(ranking, figures, budget, metric);
+  return ranking;
 }
 
 }  // namespace kvlab

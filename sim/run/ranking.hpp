@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "sim/run/comparison.hpp"
 #include "sim/run/results.hpp"
 
 namespace kvlab {
@@ -31,12 +32,8 @@ struct BudgetColumn {
   std::uint32_t least_tokens, most_tokens;
 };
 
-/// A mean over traces. From eight traces on, the standard error is that of their scatter; with
-/// fewer, the larger of that and what the traces' own errors give; NaN where neither is known.
-struct Average {
-  double mean = 0, standard_error = 0;
-  std::size_t traces = 0;
-};
+/// A mean over traces; of one trace with the error that its row has.
+using Average = Difference;
 
 /// Which part of the model: all of it, a layer, or one KV head.
 struct Scope {
@@ -63,12 +60,16 @@ class Figures {
                                      std::string_view metric, Scope scope = {}) const;
   std::optional<Average> average(std::size_t series, std::string_view budget,
                                  std::string_view metric, Scope scope = {}) const;
-  /// `a` less `b`, paired by trace. The errors within a trace count as independent, which
-  /// overstates the error of a difference taken over the same queries.
-  std::optional<Average> difference(std::size_t a, std::size_t b, std::string_view budget,
-                                    std::string_view metric) const;
+  /// `a` less `b`, paired by trace and, of one trace, by block of queries.
+  std::optional<Difference> difference(std::size_t a, std::size_t b, std::string_view budget,
+                                       std::string_view metric) const;
+  /// What a series holds at a budget; zeros where the run does not say.
+  Memory memory(std::size_t series, std::string_view budget) const;
 
  private:
+  PairedScores paired(std::span<const std::size_t> series, std::string_view budget,
+                      std::string_view metric, Scope scope) const;
+
   using Key = std::tuple<std::size_t, std::string_view, std::string_view, Scope>;
 
   std::vector<Series> series_;
@@ -77,20 +78,30 @@ class Figures {
   std::map<Key, std::vector<const ResultRow*>> index_;  // [trace that has it]
 };
 
-/// |difference| <= 2 standard errors. Where no error is known, only equal figures tie.
-bool is_tie(const Average& difference);
-
 /// One policy's place at a budget.
 struct Standing {
   std::size_t series;
   Average score;
-  Average behind;  ///< how much worse than the first, paired by trace; 0 for the first itself
-  bool ties;       ///< with the first; true for the first itself
+  Difference behind;  ///< how much worse than the first; 0 of the first itself, NaN of who holds more
+  bool ties;          ///< with the first, which is not told apart from it; true for the first itself
+  bool holds_more;    ///< than the budget: no contender
+  Memory memory;
 };
 
-/// The policies (no references, not `full`) at `budget`, the best first. Equal means keep the order
-/// of the run. Empty if none has the metric there.
-std::vector<Standing> rank_policies(const Figures& figures, std::string_view budget,
-                                    const MetricInfo& metric);
+/// The policies (no references, not `full`) at a budget.
+struct Ranking {
+  std::vector<Standing> standings;  ///< contenders, the best first; behind them who holds more
+  std::size_t winner = 0;           ///< of the standings
+  Verdict verdict;                  ///< about `contenders`
+  std::vector<Contender> contenders;     ///< in the order of the run
+  std::vector<std::size_t> series;       ///< [contender]
+  VerdictScope scope;
+
+  bool empty() const { return standings.empty(); }
+  const Standing& first() const { return standings.front(); }
+};
+
+/// Equal means keep the order of the run. Empty if none has the metric at `budget`.
+Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric);
 
 }  // namespace kvlab

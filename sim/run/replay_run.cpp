@@ -105,7 +105,8 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
 void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
                const ReplayResult& result) {
   const std::string& name = run.info.traces[t].name;
-  const auto rows = result_rows(name, request.grid, request.options, result);
+  auto rows = result_rows(name, request.grid, request.options, result);
+  name_texts(rows, run.info);
   if (t == 0) run.kept = kept_over_time(trace, 0, name, request.grid, request.options, rows);
   run.rows.insert(run.rows.end(), rows.begin(), rows.end());
 }

@@ -22,7 +22,8 @@ namespace {
 constexpr std::string_view kHeader =
     "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,"
     "layer,head,metric,value,stderr,count";
-constexpr std::size_t kColumns = 16;
+constexpr std::string_view kBlockHeader =
+    "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
 constexpr std::array kMetrics{
     MetricInfo{"recall", "recall", true, true},
@@ -37,7 +38,10 @@ constexpr std::array kMetrics{
     MetricInfo{"regret_residual", "residual error beyond oracle_residual", false, false},
     MetricInfo{"evictions", "evictions", false, false},
     MetricInfo{"live_max", "most live tokens", false, false},
-    MetricInfo{"kv_bytes", "bytes of keys and values", false, false},
+    MetricInfo{"kv_bytes", "bytes of keys and values, at the end", false, false},
+    MetricInfo{"kv_bytes_mean", "bytes of keys and values, mean", false, false},
+    MetricInfo{"kv_bytes_peak", "bytes of keys and values, most", false, false},
+    MetricInfo{"budget_bytes", "bytes that the budget would take", false, false},
     MetricInfo{"state_bytes", "bytes of policy state", false, false},
     MetricInfo{"zero_outputs", "outputs of zero, skipped", false, false},
 };
@@ -52,6 +56,55 @@ void append_row(std::string& text, const ResultRow& row) {
                       row.budget_tokens, csv_field(row.prefill), csv_field(row.positions),
                       csv_field(row.span), row.threshold, row.seed, scope_text(row.layer),
                       scope_text(row.head), csv_field(row.metric), row.value, error, row.count);
+}
+
+/// A field as an error line may quote it: short, no control characters.
+std::string shown(std::string_view field) { return printable(field.substr(0, 40)); }
+
+template <class T>
+T number_in(const std::string& field, std::string_view column) {
+  T value{};
+  const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), value);
+  bool good = error == std::errc{} && end == field.data() + field.size();
+  if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
+  if (!good)
+    throw std::runtime_error(
+        fmt::format("{} '{}' should be a {}", column, shown(field),
+                    std::is_floating_point_v<T> ? "finite number" : "whole number in range"));
+  return value;
+}
+
+/// Each record but the header, which has to be `header`: read(fields, line). Errors name the file
+/// and the line.
+template <class Read>
+void read_records(std::string_view text, std::string_view file, std::string_view header,
+                  Read read) {
+  if (text.substr(0, text.find_first_of("\r\n")) != header)
+    throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, header));
+  const auto columns = static_cast<std::size_t>(std::ranges::count(header, ',')) + 1;
+  CsvReader reader(text);
+  try {
+    reader.next();
+    while (const auto fields = reader.next()) {
+      if (fields->size() != columns)
+        throw std::runtime_error(fmt::format("line {}: {} columns; there should be {}",
+                                             reader.line(), fields->size(), columns));
+      try {
+        read(*fields, reader.line());
+      } catch (const std::exception& error) {
+        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
+      }
+    }
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
+  }
+}
+
+/// Which row of the whole model blocks are of.
+std::string block_key(const ResultRow& row) {
+  return fmt::format("{},{},{},{},{},{},{},{}", csv_field(row.trace), csv_field(row.policy),
+                     csv_field(row.params), csv_field(row.budget), csv_field(row.prefill),
+                     csv_field(row.positions), row.seed, csv_field(row.metric));
 }
 
 /// One record, column by column. Errors name the column; the caller adds file and line.
@@ -78,7 +131,7 @@ class RowParser {
     if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
     row.metric = text();
     if (!find_metric(row.metric))
-      throw std::runtime_error(fmt::format("unknown metric '{}'", quoted(row.metric)));
+      throw std::runtime_error(fmt::format("unknown metric '{}'", shown(row.metric)));
     row.value = number<double>("value");
     check_value(row);
     row.standard_error = fields_[next_].empty()
@@ -99,14 +152,11 @@ class RowParser {
                                            row.value, least, kMost));
   }
 
-  /// A field as an error line may quote it: short, no control characters.
-  static std::string quoted(std::string_view field) { return printable(field.substr(0, 40)); }
-
   std::string text() {
     const std::string& field = fields_[next_++];
     if (has_controls(field))
       throw std::runtime_error(
-          fmt::format("column {}: a control character in '{}'", next_, quoted(field)));
+          fmt::format("column {}: a control character in '{}'", next_, shown(field)));
     return field;
   }
 
@@ -118,16 +168,7 @@ class RowParser {
 
   template <class T>
   T number(std::string_view column) {
-    const std::string& field = fields_[next_++];
-    T value{};
-    const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), value);
-    bool good = error == std::errc{} && end == field.data() + field.size();
-    if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
-    if (!good)
-      throw std::runtime_error(
-          fmt::format("{} '{}' should be a {}", column, quoted(field),
-                      std::is_floating_point_v<T> ? "finite number" : "whole number in range"));
-    return value;
+    return number_in<T>(fields_[next_++], column);
   }
 
   std::int32_t scope(std::string_view column) {
@@ -194,7 +235,8 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                     .metric = measurement.metric,
                     .value = measurement.value,
                     .standard_error = measurement.standard_error,
-                    .count = measurement.count});
+                    .count = measurement.count,
+                    .blocks = measurement.blocks});
   }
   return rows;
 }
@@ -222,29 +264,47 @@ std::string results_csv(std::span<const ResultRow> rows) {
 }
 
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file) {
-  if (text.substr(0, text.find_first_of("\r\n")) != kHeader)
-    throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, kHeader));
-  CsvReader reader(text);
   std::vector<ResultRow> rows;
   std::vector<std::size_t> lines;
-  try {
-    reader.next();
-    while (const auto fields = reader.next()) {
-      if (fields->size() != kColumns)
-        throw std::runtime_error(fmt::format("line {}: {} columns; there should be {}",
-                                             reader.line(), fields->size(), kColumns));
-      try {
-        rows.push_back(RowParser(*fields).parse());
-      } catch (const std::exception& error) {
-        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
-      }
-      lines.push_back(reader.line());
-    }
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
-  }
+  read_records(text, file, kHeader, [&](const std::vector<std::string>& fields, std::size_t line) {
+    rows.push_back(RowParser(fields).parse());
+    lines.push_back(line);
+  });
   refuse_duplicates(rows, lines, file);
   return rows;
+}
+
+std::string blocks_csv(std::span<const ResultRow> rows) {
+  std::string text = fmt::format("{}\n", kBlockHeader);
+  for (const ResultRow& row : rows)
+    for (std::size_t b = 0; b < row.blocks.size(); ++b)
+      text += fmt::format("{},{},{},{}\n", block_key(row), b,
+                          std::isnan(row.blocks[b]) ? "" : fmt::format("{}", row.blocks[b]),
+                          row.block_weights.empty() ? 1 : row.block_weights[b]);
+  return text;
+}
+
+void parse_blocks_csv(std::string_view text, std::string_view file, std::span<ResultRow> rows) {
+  std::map<std::string, ResultRow*> known;
+  for (ResultRow& row : rows)
+    if (row.layer < 0) known[block_key(row)] = &row;
+  read_records(text, file, kBlockHeader, [&](const std::vector<std::string>& fields, std::size_t) {
+    std::string key;
+    for (std::size_t i = 0; i < 8; ++i) {
+      if (i > 0) key += ',';
+      key += csv_field(fields[i]);
+    }
+    const auto found = known.find(key);
+    if (found == known.end()) throw std::runtime_error("there is no such row of the whole model");
+    ResultRow& row = *found->second;
+    if (number_in<std::uint64_t>(fields[8], "block") != row.blocks.size())
+      throw std::runtime_error(fmt::format("block {} should be {}: each once, in order",
+                                           shown(fields[8]), row.blocks.size()));
+    row.blocks.push_back(fields[9].empty() ? std::numeric_limits<double>::quiet_NaN()
+                                           : number_in<double>(fields[9], "value"));
+    row.block_weights.push_back(number_in<double>(fields[10], "weight"));
+    if (row.block_weights.back() < 0) throw std::runtime_error("weight is negative");
+  });
 }
 
 }  // namespace kvlab

@@ -37,6 +37,10 @@ struct ResultRow {
   double value = 0;
   double standard_error = 0;  ///< NaN where there is none
   std::uint64_t count = 0;    ///< queries x query heads
+  /// What it is paired by with other configurations: the figure by block of queries, of tokens, or
+  /// by draw, and how much each counts (empty: alike). NaN: nothing in that block.
+  std::vector<double> blocks = {}, block_weights = {};
+  std::string text = {};  ///< the trace's hash: equal ones are one text; empty: by `trace`
 };
 
 /// The rows of one trace's replay, in the order of the measurements. A value that is not a number
@@ -57,5 +61,10 @@ std::string results_csv(std::span<const ResultRow> rows);
 /// line: another header, a wrong number of columns, a number that is none or not finite, an unknown
 /// metric, a row that is there twice.
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file);
+
+/// ResultRow::blocks of all rows, one a line; and what reads them, from anyone, into the rows that
+/// they are of. Throws as parse_results_csv, and for blocks of no row or out of order.
+std::string blocks_csv(std::span<const ResultRow> rows);
+void parse_blocks_csv(std::string_view text, std::string_view file, std::span<ResultRow> rows);
 
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "sim/budgets/budget_file.hpp"
+#include "sim/report/verdict.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -124,9 +125,28 @@ json to_json(const RunInfo& info) {
   return top;
 }
 
-std::string run_json(const RunInfo& info, const std::string& results_hash) {
+/// At each budget, by the figure that decides; of one model.
+nlohmann::ordered_json verdicts_json(const RunInfo& info, std::span<const ResultRow> rows) {
+  auto verdicts = nlohmann::ordered_json::object();
+  for (const RunTrace& trace : info.traces)
+    if (trace.weights_xxh3 != info.traces.front().weights_xxh3) return verdicts;
+  const Figures figures(rows);
+  for (const BudgetColumn& budget : figures.budgets())
+    if (Ranking ranking = rank_policies(figures, budget.text, *find_metric(best_metric(rows)));
+        !ranking.empty()) {
+      ranking.scope.tokens = scored_tokens(info, rows);
+      ranking.scope.unmeasured = "open loop; answers were not asked";
+      verdicts[budget.text] = verdict_json(ranking.verdict, ranking.contenders, ranking.scope);
+    }
+  return verdicts;
+}
+
+std::string run_json(const RunInfo& info, std::span<const ResultRow> rows,
+                     const std::string& results, const std::string& blocks) {
   json top = to_json(info);
-  top["results_xxh3"] = results_hash;
+  top["results_xxh3"] = xxh3_hex(results);
+  top["blocks_xxh3"] = xxh3_hex(blocks);
+  top["verdicts"] = verdicts_json(info, rows);
   return json_text(top, 1) + "\n";
 }
 
@@ -264,6 +284,17 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
         row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
+/// A file that run.json has the checksum of.
+std::string read_checked(const std::filesystem::path& path, const JsonFields& info,
+                         std::string_view key) {
+  std::string text = read_text_file(path, kMaxCsvBytes);
+  if (info.text(key) != xxh3_hex(text))
+    throw std::runtime_error(
+        fmt::format("{}: is not what run.json was written for (another checksum); replay again",
+                    path.string()));
+  return text;
+}
+
 }  // namespace
 
 RunTrace describe(const TraceReader& trace, const std::string& path) {
@@ -306,6 +337,27 @@ std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
   return lifetimes;
 }
 
+void name_texts(std::span<ResultRow> rows, const RunInfo& info) {
+  std::map<std::string_view, std::string_view> hashes;
+  for (const RunTrace& trace : info.traces) hashes[trace.name] = trace.hash;
+  for (ResultRow& row : rows) row.text = hashes.at(row.trace);
+}
+
+std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows) {
+  std::map<std::string_view, std::uint64_t> queries;  // by text
+  for (const ResultRow& row : rows) {
+    if (row.layer >= 0 || row.metric != "recall") continue;
+    const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
+    if (trace == info.traces.end()) continue;
+    const std::uint64_t layers = info.layers.empty() ? trace->layers : info.layers.size();
+    queries[trace->hash] =
+        row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
+  }
+  std::uint64_t sum = 0;
+  for (const auto& [text, count] : queries) sum += count;
+  return sum;
+}
+
 json job_of(const RunInfo& info, const std::string& build) {
   json job = to_json(info);
   job["build"] = build;
@@ -314,9 +366,10 @@ json job_of(const RunInfo& info, const std::string& build) {
 }
 
 void save_run(Run& run, const std::filesystem::path& directory) {
-  const std::string results = results_csv(run.rows);
-  const std::string info = run_json(run.info, xxh3_hex(results));
+  const std::string results = results_csv(run.rows), blocks = blocks_csv(run.rows);
+  const std::string info = run_json(run.info, run.rows, results, blocks);
   write_file_atomically(directory / "results.csv", results);
+  write_file_atomically(directory / "blocks.csv", blocks);
   if (run.kept) write_file_atomically(directory / "kept.json", kept_json(*run.kept));
   write_file_atomically(directory / "run.json", info);
   run.hash = xxh3_hex(info);
@@ -336,15 +389,15 @@ Run load_run(const std::filesystem::path& directory) {
   run.info = info_from(fields);
   run.hash = xxh3_hex(info);
 
-  const std::string results = read_text_file(rows_path, kMaxCsvBytes);
+  const std::string results = read_checked(rows_path, fields, "results_xxh3");
   run.rows = parse_results_csv(results, rows_path.string());
   if (run.rows.empty()) throw std::runtime_error(rows_path.string() + ": holds no results");
-  if (fields.text("results_xxh3") != xxh3_hex(results))
-    throw std::runtime_error(
-        fmt::format("{}: is not what run.json was written for (another checksum); replay again",
-                    rows_path.string()));
-
   for (const ResultRow& row : run.rows) refuse_foreign(row, run.info, rows_path.string());
+  if (fields.has("blocks_xxh3")) {
+    const std::filesystem::path path = directory / "blocks.csv";
+    parse_blocks_csv(read_checked(path, fields, "blocks_xxh3"), path.string(), run.rows);
+  }
+  name_texts(run.rows, run.info);
 
   const std::filesystem::path kept_path = directory / "kept.json";
   if (std::filesystem::exists(kept_path)) {

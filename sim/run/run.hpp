@@ -1,5 +1,6 @@
 // A run: what one `kvlab replay` leaves behind, and all that reports and deployment need.
 //   results.csv   the figures
+//   blocks.csv    the figures by block of queries, by which two are paired (absent in older runs)
 //   run.json      what was asked, of which traces, by which version
 //   kept.json     what some heads kept over time (absent where nothing could be shown)
 #pragma once
@@ -111,11 +112,17 @@ struct Run {
   std::string hash;  ///< XXH3-64 of run.json, which holds that of results.csv; set by save and load
 };
 
+/// Each row's text: its trace's hash, by which a trace that is given twice counts once.
+void name_texts(std::span<ResultRow> rows, const RunInfo& info);
+
+/// Queries of the span, over the different traces of the rows.
+std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows);
+
 /// What a replay computes, as JSON: equal jobs give equal runs, wherever their traces lie. `build`
 /// names the program, whose arithmetic and policies are part of the job.
 nlohmann::json job_of(const RunInfo& info, const std::string& build);
 
-/// Writes the three files. Sets run.hash.
+/// Writes the four files. Sets run.hash.
 void save_run(Run& run, const std::filesystem::path& directory);
 
 /// Throws std::runtime_error that names the file (and line or key): missing, not valid, a later

@@ -4,9 +4,12 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
+
+#include "sim/live_counts.hpp"
 
 namespace kvlab {
 namespace {
@@ -16,7 +19,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 /// Turns outcomes into rows.
 class Tabulator {
  public:
-  Tabulator(const ModelShape& shape, const QuerySpan& span, const CacheConfig& config,
+  Tabulator(const ModelShape& shape, const QuerySpan& span, const ResolvedConfig& config,
             std::size_t c, std::vector<Measurement>& rows)
       : shape_(shape), span_(span), config_(config), c_(c), rows_(rows) {}
 
@@ -28,9 +31,10 @@ class Tabulator {
     Outcomes outcomes;
     Ratios layer, residual, kl;  ///< of one layer, or of each
     Ratios joint;                ///< one, of all layers; or none
+    std::vector<ReplayUnit> units;  ///< [outcome]
 
     /// Of a layer; of KV head `head` alone where that is not negative.
-    void add(const LayerOutcome& of, std::int32_t head, std::size_t c) {
+    void add(const LayerOutcome& of, std::uint32_t index, std::int32_t head, std::size_t c) {
       const auto squares = [&](const SquaredErrors& errors) {
         return head < 0 ? &errors.layer[c] : &errors.heads[static_cast<std::size_t>(head)][c];
       };
@@ -38,7 +42,10 @@ class Tabulator {
       residual.push_back(squares(of.residual));
       kl.push_back(squares(of.kl));
       for (std::size_t h = 0; h < of.heads.size(); ++h)
-        if (head < 0 || h == static_cast<std::size_t>(head)) outcomes.push_back(&of.heads[h][c]);
+        if (head < 0 || h == static_cast<std::size_t>(head)) {
+          outcomes.push_back(&of.heads[h][c]);
+          units.push_back({index, static_cast<std::uint32_t>(h)});
+        }
     }
     template <class Ratio>
     Ratios ratios(Ratio ratio) const {
@@ -58,7 +65,8 @@ class Tabulator {
     add_mean("nll_recall", part.ratios(&PerQueryHead::nll), span_.size());
     if (oracle) add_regret(part, *oracle);
     add_mean("miss_rate", part.ratios(&PerQueryHead::miss), span_.size());
-    if (config_.policy.name == kOracleTopk) return;
+    if (config_.policy.name == kOracleTopk) return;  // picks from everything, and holds nothing
+    add_held(part);
     add_mean("output_error", part.ratios(&PerQueryHead::error), {});
     const std::uint32_t heads = head < 0 ? shape_.query_heads : shape_.group();
     const auto layers = static_cast<std::uint32_t>(part.residual.size());
@@ -81,6 +89,37 @@ class Tabulator {
   void add(std::string metric, double value, double standard_error, std::uint64_t count) {
     rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
   }
+  /// `factor` times an estimate.
+  void add(std::string metric, const Estimate& estimate, double factor, std::uint64_t count) {
+    add(std::move(metric), factor * estimate.value, factor * estimate.standard_error, count);
+    if (layer_ >= 0) return;
+    for (const double block : estimate.blocks) rows_.back().blocks.push_back(factor * block);
+  }
+
+  /// Bytes of keys and values over decoded queries: what heads hold on average, and the sum of the
+  /// most that each holds, which has to be allocated; and what the budget would take.
+  void add_held(const ModelPart& part) {
+    double mean = 0, peak = 0, budgets = 0;
+    for (std::size_t i = 0; i < part.units.size(); ++i) {
+      const auto [layer, head] = part.units[i];
+      const std::uint32_t budget = config_.budget_of(layer, head);
+      const auto found = counts_.find(budget);
+      const LiveCounts& counts =
+          found != counts_.end() ? found->second
+                                 : counts_.emplace(budget, live_counts(config_, budget)).first->second;
+      // Of the slots that a layer shares, this head's.
+      const double share = config_.shares_slots()
+                               ? static_cast<double>(part.outcomes[i]->live_end) - counts.end
+                               : 0;
+      mean += counts.mean + share;
+      peak += counts.peak + share;
+      budgets += budget == kNoBudget ? counts.end : budget;
+    }
+    const auto bytes = static_cast<double>(kv_bytes_per_token(shape_.head_size));
+    add("kv_bytes_mean", mean * bytes, kNaN, part.units.size());
+    add("kv_bytes_peak", peak * bytes, kNaN, part.units.size());
+    if (layer_ < 0) add("budget_bytes", budgets * bytes, kNaN, part.units.size());
+  }
 
   /// `queries`: of each query head, to be counted; else what has weight is.
   void add_mean(const std::string& metric, const Ratios& ratios,
@@ -89,7 +128,7 @@ class Tabulator {
         ratios, [](const BlockedRatio* ratio) { return ratio->weight() > 0; }));
     if (filled == 0) return;
     const Estimate estimate = mean_of(ratios);
-    add(metric, estimate.value, estimate.standard_error,
+    add(metric, estimate, 1,
         queries ? filled * *queries : static_cast<std::uint64_t>(estimate.weight));
   }
 
@@ -105,8 +144,7 @@ class Tabulator {
   void add_layers(const char* metric, const Estimate& estimate, double factor,
                   std::uint32_t heads) {
     if (!(estimate.weight > 0)) return;
-    add(metric, factor * estimate.value, factor * estimate.standard_error,
-        static_cast<std::uint64_t>(estimate.weight) * heads);
+    add(metric, estimate, factor, static_cast<std::uint64_t>(estimate.weight) * heads);
   }
 
   void add_totals(const Outcomes& outcomes) {
@@ -124,26 +162,21 @@ class Tabulator {
     total("evictions", evictions);
     total("live_max", live_max);
     total("kv_bytes", kv_bytes);
-    total("state_bytes", live_end * state_bytes_per_token());
+    total("state_bytes", live_end * state_bytes_per_token(config_));
     if (zeros) total("zero_outputs", zeros);
-  }
-
-  /// Policy state and columns, position and, where positions are squeezed, rank.
-  std::uint64_t state_bytes_per_token() const {
-    const std::uint64_t slot = config_.policy.entry ? config_.policy.entry->token_bytes() : 8;
-    return slot + 4 + (config_.positions == Positions::cache ? 4 : 0);
   }
 
   const ModelShape& shape_;
   const QuerySpan& span_;
-  const CacheConfig& config_;
+  const ResolvedConfig& config_;
+  std::map<std::uint32_t, LiveCounts> counts_;  // by budget
   std::size_t c_;
   std::vector<Measurement>& rows_;
   std::int32_t layer_ = 0, head_ = 0;
 };
 
 /// An oracle beside a policy: at the same budget and prefill.
-std::optional<std::size_t> oracle_beside(std::span<const CacheConfig> configs, std::size_t c,
+std::optional<std::size_t> oracle_beside(std::span<const ResolvedConfig> configs, std::size_t c,
                                          std::string_view name) {
   if (is_reference(configs[c].policy.name) || !configs[c].evicts()) return std::nullopt;
   for (std::size_t other = 0; other < configs.size(); ++other)
@@ -157,7 +190,7 @@ std::optional<std::size_t> oracle_beside(std::span<const CacheConfig> configs, s
 }  // namespace
 
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
-                                  std::span<const CacheConfig> configs,
+                                  std::span<const ResolvedConfig> configs,
                                   std::span<const std::uint32_t> layer_indices,
                                   const std::vector<LayerOutcome>& layers,
                                   std::span<const BlockedRatio> joint) {
@@ -169,12 +202,13 @@ std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span
                by_residual = oracle_beside(configs, c, kOracleResidual);
     const auto of_layer = [&](std::size_t l, std::int32_t head, std::size_t config) {
       ModelPart part;
-      part.add(layers[l], head, config);
+      part.add(layers[l], layer_indices[l], head, config);
       return part;
     };
     const auto of_all = [&](std::size_t config) {
       ModelPart part{.joint = {&joint[config]}};
-      for (const LayerOutcome& layer : layers) part.add(layer, -1, config);
+      for (std::size_t l = 0; l < layers.size(); ++l)
+        part.add(layers[l], layer_indices[l], -1, config);
       return part;
     };
     const auto add_rows = [&](std::int32_t layer, std::int32_t head, const auto& part_of) {

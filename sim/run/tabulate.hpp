@@ -13,7 +13,7 @@ namespace kvlab {
 /// One row a figure, ordered by configuration, layer, head (the aggregate last) and metric.
 /// `joint`: JointChanges::squares().
 std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
-                                  std::span<const CacheConfig> configs,
+                                  std::span<const ResolvedConfig> configs,
                                   std::span<const std::uint32_t> layer_indices,
                                   const std::vector<LayerOutcome>& layers,
                                   std::span<const BlockedRatio> joint);

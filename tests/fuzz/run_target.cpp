@@ -11,7 +11,7 @@ namespace {
 void say(const Run& run, const Figures& figures, const BudgetColumn& budget) {
   const std::string metric(best_metric(run.rows));
   if (const MetricInfo* const info = find_metric(metric)) {
-    answer_html(figures, budget, *info);
+    answer_html(figures, budget, *info, 1);
     best_by_budget_html(figures, styles_of(figures.series()), *info);
   }
   const Ballot ballot = rank_for_deployment(run, figures, budget.text, metric);

@@ -50,7 +50,7 @@ class Measures {
     if (has_outputs()) layer_errors();
     if (has_outputs() && !s_.norm2.empty()) residual_errors();
     if (has_outputs() && !s_.gradient.empty()) kl_estimates();
-    if (!outcome_.caches[0].empty()) counters();
+    if (!outcome_.caches[0].empty()) counters(), held();
     std::erase_if(figures_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
     });
@@ -324,6 +324,33 @@ class Measures {
           Figure& most = add(l, h, "live_max", 0);
           most.value = std::max(most.value, static_cast<double>(cache.live_max));
           add(l, h, "zero_outputs", zero_outputs(layer, g));
+        }
+      }
+  }
+
+  /// Tokens that a KV head held at a query, itself included.
+  double live_at(int layer, int g, std::uint32_t query) const {
+    return static_cast<double>(outcome_.caches[static_cast<std::size_t>(layer)]
+                                              [static_cast<std::size_t>(g)]
+                                                  .kept[query]
+                                                  .size());
+  }
+
+  /// Bytes over decoded queries, 16 bit.
+  void held() {
+    const double token = 2.0 * s_.head_size * 2;
+    for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer)
+      for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
+        double sum = 0, count = 0, peak = 0;
+        for (const Segment& segment : s_.segments)
+          for (std::uint32_t i = 0; segment.kind == SegmentKind::decode && i < segment.tokens; ++i) {
+            const double live = live_at(layer, g, segment.start + i);
+            sum += live, ++count, peak = std::max(peak, live);
+          }
+        if (count == 0) sum = peak = live_at(layer, g, s_.tokens - 1), count = 1;
+        for (const auto& [l, h] : {std::pair{layer, g}, std::pair{layer, -1}, std::pair{-1, -1}}) {
+          add(l, h, "kv_bytes_mean", token * sum / count);
+          add(l, h, "kv_bytes_peak", token * peak);
         }
       }
   }

@@ -18,7 +18,7 @@ const std::vector<std::string> kPolicies{"full", "window",        "sink",  "lru"
 bool is_reference(const std::string& policy) { return policy.starts_with("oracle_"); }
 
 bool is_exact(const std::string& metric) {
-  static const std::set<std::string> kExact{"evictions", "live_max", "kv_bytes", "state_bytes",
+  static const std::set<std::string> kExact{"evictions", "live_max", "kv_bytes", "kv_bytes_peak", "state_bytes",
                                             "zero_outputs"};
   return kExact.contains(metric);
 }
@@ -26,7 +26,7 @@ bool is_exact(const std::string& metric) {
 brute::Figures figures_of(const ReplayResult& result, std::size_t config) {
   brute::Figures figures;
   for (const Measurement& m : result.measurements)
-    if (m.config == config)
+    if (m.config == config && m.metric != "budget_bytes")  // what was asked for
       figures[{m.layer, m.head, m.metric}] = {m.value, m.standard_error, m.count};
   return figures;
 }

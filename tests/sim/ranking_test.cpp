@@ -10,9 +10,9 @@ namespace {
 
 const MetricInfo& nll() { return *find_metric("nll_recall"); }
 
-std::string order(const Figures& figures, const std::vector<Standing>& standings) {
+std::string order(const Figures& figures, const Ranking& ranking) {
   std::string text;
-  for (const Standing& standing : standings)
+  for (const Standing& standing : ranking.standings)
     text += figures.series()[standing.series].label + (standing.ties ? "= " : " ");
   return text;
 }
@@ -34,40 +34,61 @@ TEST_CASE("policies stand in order, references and full do not stand") {
   CHECK(figures.average(5, "64", "recall")->mean == 1);  // full, under any budget
 }
 
-TEST_CASE("a tie is a difference of at most two standard errors of the difference") {
-  // The error of a difference of two is 0.01 * sqrt(2): two of them are 0.0283.
+TEST_CASE("a tie is a difference whose interval over blocks of queries holds zero") {
+  // The error of a difference of two is 0.01 * sqrt(2): 2.131 of them are 0.0301.
   const Run run =
-      made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.328, 0.01}, {"lru", "", 0.329, 0.01}});
+      made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.330, 0.01}, {"lru", "", 0.331, 0.01}});
   const Figures figures(run.rows);
   CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink= lru ");
+  CHECK(figures.difference(0, 0, "64", "nll_recall")->standard_error == 0);
 }
 
-TEST_CASE("without standard errors only equal figures tie") {
+TEST_CASE("without errors nothing is told apart") {
   const Run run =
-      made_up_run({{"h2o", "", 0.3, NAN}, {"sink", "", 0.3, NAN}, {"lru", "", 0.3001, NAN}});
+      made_up_run({{"lru", "", 0.5, NAN}, {"h2o", "", 0.3, NAN}, {"sink", "", 0.3, NAN}});
   const Figures figures(run.rows);
-  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink= lru ");
+  const Ranking ranking = rank_policies(figures, "64", nll());
+  CHECK(order(figures, ranking) == "h2o= sink= lru= ");
+  CHECK(ranking.winner == 2);  // the first of the run
 }
 
-TEST_CASE("traces are averaged, and the scatter between them widens the error") {
+TEST_CASE("over several traces their scatter is the error, paired by trace") {
   const Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   const Figures figures(run.rows);
   const Average average = *figures.average(0, "64", "nll_recall");
   CHECK(average.mean == Approx(0.4));
   CHECK(average.standard_error == Approx(0.1 / std::sqrt(3)));
-  CHECK(average.traces == 3);
-  // Every trace says the same of the two, so that paired by trace they do not tie.
-  const Average difference = *figures.difference(1, 0, "64", "nll_recall");
+  CHECK(average.texts == 3);
+  // Every trace says the same of the two.
+  const Difference difference = *figures.difference(1, 0, "64", "nll_recall");
   CHECK(difference.mean == Approx(0.1));
-  CHECK(difference.standard_error == Approx(0.001 * std::sqrt(2) / std::sqrt(3)));
+  CHECK(difference.standard_error < 1e-12);
   CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink ");
 }
 
-TEST_CASE("from eight traces on, their scatter is the error") {
-  const Run run = made_up_run({{"h2o", "", 0.3, 10}, {"sink", "", 0.4, 10}}, 8);
+TEST_CASE("a trace that is there twice under two names counts once") {
+  Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 2);
+  for (ResultRow& row : run.rows) row.text = "the same";
   const Figures figures(run.rows);
-  CHECK(figures.difference(1, 0, "64", "nll_recall")->standard_error < 1e-12);
-  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink ");
+  CHECK(figures.average(0, "64", "nll_recall")->texts == 1);
+  CHECK(figures.difference(1, 0, "64", "nll_recall")->texts == 1);
+}
+
+TEST_CASE("who holds more than the budget stands behind, whatever it scores") {
+  Run run = made_up_run({{"snapkv", "sinks=0:recent=32:once", 0.1, 0.001},
+                         {"h2o", "sinks=0:recent=50%", 0.3, 0.001}});
+  for (const auto& [policy, params, bytes] :
+       {std::tuple("snapkv", "sinks=0:recent=32:once", 26e3),
+        std::tuple("h2o", "sinks=0:recent=50%", 1e3)})
+    for (const char* metric : {"kv_bytes_mean", "kv_bytes_peak", "budget_bytes"})
+      run.rows.push_back(made_up_row({policy, params, 0, NAN}, "trace0", "64", metric,
+                                     metric == std::string("budget_bytes") ? 1e3 : bytes));
+  for (ResultRow& row : run.rows) row.text.clear();
+  const Figures figures(run.rows);
+  const Ranking ranking = rank_policies(figures, "64", nll());
+  CHECK(order(figures, ranking) == "h2o= snapkv ");
+  CHECK(ranking.standings[1].holds_more);
+  CHECK(ranking.verdict.frontier.size() == 2);
 }
 
 TEST_CASE("a series is labelled by what sets it apart") {

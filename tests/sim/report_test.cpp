@@ -36,7 +36,7 @@ std::size_t count_of(const std::string& text, const std::string& part) {
 
 std::string answer(const Run& run) {
   const Figures figures(run.rows);
-  return answer_html(figures, *figures.find_budget("64"), *find_metric("nll_recall"));
+  return answer_html(figures, *figures.find_budget("64"), *find_metric("nll_recall"), 500);
 }
 
 Run whole_run() {
@@ -69,19 +69,23 @@ nlohmann::json data_of(const std::string& html) {
 
 TEST_CASE("the answer names the best, window and the oracle") {
   const std::string text = answer(whole_run());
-  CHECK_THAT(text, ContainsSubstring("<strong>h2o</strong> loses least. −ln recall is"));
+  CHECK_THAT(text, ContainsSubstring("<strong>h2o</strong> has the least loss in −ln recall, told "
+                                     "apart from all others") &&
+                       ContainsSubstring("−ln recall of h2o is") &&
+                       ContainsSubstring("On this text, 500 scored tokens"));
   CHECK_THAT(text, ContainsSubstring("0.300&nbsp;±&nbsp;0.010") &&
                        ContainsSubstring("0.800&nbsp;±&nbsp;0.010 for window") &&
                        ContainsSubstring("0.100&nbsp;±&nbsp;0.010 for oracle_mass"));
   CHECK_THAT(text, ContainsSubstring("closes 71% of the gap between window and oracle_mass"));
-  CHECK_THAT(text, ContainsSubstring("best alone at every budget"));
+  CHECK_THAT(text, ContainsSubstring("2 budgets it is first alone at 2"));
 }
 
 TEST_CASE("the answer says a tie as a tie") {
   const std::string text = answer(
       made_up_run({{"window", "", 0.8, 0.01}, {"lru", "", 0.31, 0.01}, {"h2o", "", 0.3, 0.01}}));
-  CHECK_THAT(text, ContainsSubstring("<strong>h2o</strong> and <strong>lru</strong> tie"));
-  CHECK_THAT(text, ContainsSubstring("among the best at every budget"));
+  CHECK_THAT(text, ContainsSubstring("<strong>lru</strong> and h2o cannot be told apart") &&
+                       ContainsSubstring("lru is the first of the grid"));
+  CHECK_THAT(text, ContainsSubstring("not told apart from the first at 2"));
 }
 
 TEST_CASE("of many that tie the first is named, and the others open") {
@@ -97,12 +101,14 @@ TEST_CASE("figures are written with few digits and their errors beside them") {
   CHECK(figure_text(1234567) == "1,234,567");
   CHECK(figure_text(-1234) == "-1,234");
   CHECK(figure_text(0) == "0");
-  CHECK(average_text({0.12345, 0.00678, 1}) == "0.123 ± 0.007");
-  CHECK(average_text({0.12345, 0.000067, 1}) == "0.12345 ± 0.00007");
-  CHECK(average_text({35.126, 1.72, 1}) == "35.1 ± 1.7");
-  CHECK(average_text({0.5, std::numeric_limits<double>::infinity(), 1}) == "0.500");
-  CHECK(average_text({0.5, 1e300, 1}).starts_with("0.500 ± 1000000000"));
-  CHECK(average_text({1, NAN, 1}) == "1.00");
+  CHECK(average_text({0.12345, 0.00678}) == "0.123 ± 0.007");
+  CHECK(average_text({0.12345, 0.000067}) == "0.12345 ± 0.00007");
+  CHECK(average_text({35.126, 1.72}) == "35.1 ± 1.7");
+  CHECK(average_text({0.5, std::numeric_limits<double>::infinity()}) == "0.500");
+  CHECK(average_text({0.5, 1e300}).starts_with("0.500 ± 1000000000"));
+  CHECK(average_text({1, NAN}) == "1.00");
+  CHECK(average_text({.mean = 1, .standard_error = 0, .interval = {0.398, 1}}) ==
+        "1.000 (0.398 to 1.000)");
   CHECK(bytes_text(1536) == "1.50 KiB");
   CHECK(join_names({"a", "b", "c"}) == "a, b and c");
 }
@@ -251,7 +257,7 @@ TEST_CASE("models are never averaged: each has its own answer, and a figure of b
   const auto data = data_of(html);
   CHECK(data["groups"].size() == 2);
   CHECK(data["groups"][1]["name"] == "other");
-  CHECK_THAT(html, ContainsSubstring("<strong>other</strong>: At a budget of 64"));
+  CHECK_THAT(html, ContainsSubstring("<strong>other</strong>: At 64 tokens"));
 }
 
 TEST_CASE("a page of many policies, layers and heads stays under three megabytes") {

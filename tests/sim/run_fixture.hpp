@@ -35,6 +35,15 @@ inline ResultRow made_up_row(const MadeUp& policy, const std::string& trace,
           .count = 100};
 }
 
+/// Sixteen blocks around `value` of which the mean has the standard error `error`; those of another
+/// `row` (1 to 15) are uncorrelated.
+inline std::vector<double> made_up_blocks(double value, double error, unsigned row) {
+  std::vector<double> blocks;
+  for (unsigned b = 0; b < 16; ++b)
+    blocks.push_back(value + (__builtin_popcount(b & row) % 2 ? 1 : -1) * error * std::sqrt(15.0));
+  return blocks;
+}
+
 /// Every policy at 64 and 128 tokens (half the loss), on `traces` traces, each later one 0.1 worse.
 inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
   Run run{.info = {.version = "0.1.0"}};
@@ -42,7 +51,7 @@ inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
     const std::string name = "trace" + std::to_string(t);
     run.info.traces.push_back({.name = name,
                                .path = "traces/" + name,
-                               .hash = "0123456789abcdef",
+                               .hash = "0123456789abcde" + std::string(1, "f012345678"[t]),
                                .tokens = 1000,
                                .prompt_tokens = 500,
                                .model = "tiny",
@@ -63,6 +72,11 @@ inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
           const auto add = [&](const char* metric, double value) {
             run.rows.push_back(made_up_row(policy, name, full ? "all" : budget, metric, value,
                                            head < 0 ? -1 : 0, head));
+            ResultRow& row = run.rows.back();
+            row.text = run.info.traces.back().hash;
+            if (head < 0 && !std::isnan(policy.error))
+              row.blocks = made_up_blocks(
+                  value, policy.error, static_cast<unsigned>(&policy - policies.data() + 1) % 16);
           };
           add("recall", std::exp(-nll));
           add("nll_recall", nll);

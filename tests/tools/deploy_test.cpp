@@ -1,7 +1,6 @@
 // Who is deployed, with which evidence.
 #include "engine/loop/deploy/deploy.hpp"
 
-#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/deploy/confirm.hpp"
 
 #include "tests/catch.hpp"
@@ -40,6 +39,7 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
   CHECK(file.weights_xxh3 == "fedcba9876543210");
   CHECK(file.run["hash"] == "00112233445566aa");
   CHECK(file.run["ties"] == nlohmann::json::array({"lru"}));
+  CHECK(file.run["verdict"]["ties"] == nlohmann::json::array({"h2o", "lru"}));
   REQUIRE(file.run["ranking"].size() == 3);
   CHECK(file.run["ranking"][2]["policy"] == "window");
   CHECK(file.run["ranking"][2]["ties_with_first"] == false);
@@ -68,24 +68,48 @@ TEST_CASE("random is deployed only where nothing ties with it") {
             .cache.policy.name == "random");
 }
 
-TEST_CASE("of those that tie, the one that keeps the fewest bytes is deployed") {
+TEST_CASE("of those that tie, one that holds over 2% less is deployed, else the run's first") {
   const std::string_view policies[] = {"h2o", "lru", "window"};
-  Run run = made_up_run({{"h2o", "sinks=0:recent=50%:once", 0.3, 0.01},
-                         {"lru", "sinks=0:recent=0", 0.31, 0.01},
+  Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.01},
+                         {"lru", "sinks=0:recent=0", 0.29, 0.01},
                          {"window", "sinks=0:recent=0", 0.8, 0.01}});
-  const double bytes[] = {3e6, 1e6, 1e6};
-  for (std::size_t p = 0; p < 3; ++p)
-    run.rows.push_back(made_up_row({std::string(policies[p]), run.rows[p * 24].params, 0, 0},
-                                   "trace0", "64", "kv_bytes", bytes[p]));
-  const PolicyFile tied = deployed(run);
-  CHECK(tied.cache.policy.name == "lru");
-  CHECK(tied.run["ranking"][0]["bytes_of_least"] == 3.0);
-  CHECK_FALSE(tied.run["ranking"][1].contains("bytes_of_least"));
+  const auto hold = [&](double h2o, double lru) {
+    Run held = run;
+    const double bytes[] = {h2o, lru, 1e6};
+    for (std::size_t p = 0; p < 3; ++p)
+      for (const char* metric : {"kv_bytes_mean", "kv_bytes_peak", "budget_bytes"}) {
+        ResultRow row = made_up_row({std::string(policies[p]), run.rows[p * 24].params, 0, NAN},
+                                    "trace0", "64", metric,
+                                    metric == std::string("budget_bytes") ? 1e6 : bytes[p]);
+        row.text = run.rows.front().text;
+        held.rows.push_back(row);
+      }
+    return held;
+  };
+  CHECK(deployed(hold(1e6, 0.99e6)).cache.policy.name == "h2o");  // one token of 100 says nothing
+  CHECK(deployed(hold(1e6, 0.97e6)).cache.policy.name == "lru");
+  const PolicyFile more = deployed(hold(3e6, 1e6));  // h2o holds more than the budget
+  CHECK(more.cache.policy.name == "lru");
+  CHECK(more.run["verdict"]["holds_more"] == nlohmann::json::array({"h2o"}));
+  CHECK(more.run["ranking"][2]["holds_more"] == true);
+  CHECK(more.run["ranking"][2]["kv_bytes_peak"] == 3e6);
   for (ResultRow& row : run.rows)
-    if (row.policy == "lru" && row.metric == "nll_recall") row.value = 0.5;
-  CHECK(deployed(run).cache.policy.text() == "h2o:sinks=0:recent=50%:once");  // ahead, so it wins
-  CHECK(kept_more(3e6, 1e6) == "keeps 3 × the bytes");
-  CHECK(kept_more(1e6, 1e6).empty());
+    if (row.policy == "lru" && row.metric == "nll_recall")
+      row.value = 0.5, row.blocks = made_up_blocks(0.5, 0.01, 2);
+  CHECK(deployed(hold(1e6, 0.5e6)).cache.policy.name == "h2o");  // told apart, within the budget
+}
+
+TEST_CASE("a difference over the same queries is told apart, however far they scatter") {
+  // Each figure's own error is as large as their difference; in every block it is the same.
+  Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1},
+                         {"lru", "sinks=0:recent=0", 0.4, 0.1}});
+  for (ResultRow& row : run.rows)
+    if (!row.blocks.empty()) row.blocks = made_up_blocks(row.value, 0.1, 3);
+  for (ResultRow& row : run.rows)
+    if (row.policy == "lru" && !row.blocks.empty()) row.blocks[0] += 1e-3;
+  CHECK(deployed(run).run["ties"].empty());
+  for (ResultRow& row : run.rows) row.blocks.clear();  // an older run
+  CHECK(deployed(run).run["ties"].size() == 1);
 }
 
 TEST_CASE("confirmation orders by KL, and says what cannot be told apart") {
@@ -97,22 +121,27 @@ TEST_CASE("confirmation orders by KL, and says what cannot be told apart") {
   REQUIRE(ballot.winner == 0);
   // h2o has the least KL and the greatest perplexity; lru is behind it within the interval, window
   // behind it outside.
-  Evaluation evaluation;
   const char* names[] = {"full", "window", "lru", "h2o"};
-  const double kl[] = {0, 0.5, 0.11, 0.1}, perplexity[] = {8, 8.1, 8.2, 8.3};
-  for (std::size_t c = 0; c < 4; ++c) {
-    EvalScore score{.config = {.policy = parse_policy(names[c])}, .budget_tokens = 64};
-    if (c > 0) score.config.budget = parse_budget("64");
-    score.kl = kl[c], score.perplexity = perplexity[c], score.kl_error = 0.01, score.tokens = 2000;
-    evaluation.scores.push_back(score);
-  }
-  const auto pair = [&](std::size_t a, std::size_t b, double mean, double low, double high) {
-    evaluation.pairs.push_back({a, b, {mean, {low, high}}, {}});
+  const double perplexity[] = {8, 8.1, 8.2, 8.3};
+  const auto evaluation_of = [&](const Memory& of_h2o) {
+    Evaluation evaluation{.scores = {}, .kl = PairedScores(4)};
+    for (const auto& [window, lru, h2o] :
+         {std::tuple(0.5, 0.11, 0.1), std::tuple(0.6, 0.1, 0.11), std::tuple(0.4, 0.12, 0.09)})
+      evaluation.kl.add(
+          {.text = std::to_string(evaluation.kl.texts()), .means = {0, window, lru, h2o}});
+    for (std::size_t c = 0; c < 4; ++c) {
+      EvalScore score{.config = {.policy = parse_policy(names[c])}, .budget_tokens = 64};
+      if (c > 0) score.config.budget = parse_budget("64");
+      score.kl = evaluation.kl.mean(c), score.perplexity = perplexity[c], score.kl_error = 0.01;
+      score.tokens = 2000;
+      score.memory = c == 3 ? of_h2o : Memory{100, 100, 0, 100};
+      evaluation.scores.push_back(score);
+    }
+    return evaluation;
   };
-  pair(2, 1, -0.39, -0.4, -0.3), pair(3, 1, -0.4, -0.45, -0.35), pair(3, 2, -0.01, -0.03, 0.01);
-  auto confirmed = confirm(evaluation, figures, ballot);
+  const auto confirmed = confirm(evaluation_of({100, 100, 0, 100}), ballot);
   REQUIRE(confirmed.size() == 3);
-  CHECK(ballot.winner == 2);
+  CHECK(ballot.winner == 1);  // of the two, the first that was asked for
   CHECK(confirmed[0].standing == 2);
   CHECK(confirmed[1].standing == 1);
   CHECK(confirmed[1].ties());
@@ -123,9 +152,10 @@ TEST_CASE("confirmation orders by KL, and says what cannot be told apart") {
   CHECK(json[1]["ties_with_first"] == true);
   CHECK(json[2]["behind"]["told_apart"] == true);
 
-  ballot.kv_bytes = {1e6, 1e6, 2e6};  // what cannot be told apart is decided by what it keeps
-  confirm(evaluation, figures, ballot);
+  const auto more = confirm(evaluation_of({300, 300, 0, 100}), ballot);
   CHECK(ballot.winner == 1);
+  CHECK(more[2].standing == 2);  // the least KL, holding three times the budget
+  CHECK(more[2].holds_more);
 }
 
 TEST_CASE("what cannot be deployed is refused by name") {

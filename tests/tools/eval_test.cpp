@@ -111,31 +111,70 @@ std::vector<CacheConfig> three_at_two_budgets() {
   return configs;
 }
 
-Evaluation invented_evaluation() {
-  const Sweep sweep = invented([](std::size_t c, std::size_t i) {
-    const double wave = 1 + 0.5 * std::sin(static_cast<double>(i));
-    if (c == 0) return 0.0;
-    if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);  // as good as the third
-    return c == 1 ? 0.3 * wave : 0.1 * wave;
-  });
-  return evaluate(ModelConfig{.trained_context = 1024}, sweep,
-                  {std::vector<std::int32_t>(1024, 1), std::vector<std::int32_t>(1024, 2)},
-                  three_at_two_budgets(), {});
+constexpr auto kWaves = [](std::size_t c, std::size_t i) {
+  const double wave = 1 + 0.5 * std::sin(static_cast<double>(i));
+  if (c == 0) return 0.0;
+  if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);  // as good as the third
+  return c == 1 ? 0.3 * wave : 0.1 * wave;
+};
+
+/// Over texts of different tokens; the later ones lose more.
+Evaluation invented_evaluation(std::size_t texts = 2,
+                               std::vector<CacheConfig> configs = three_at_two_budgets()) {
+  std::vector<std::vector<std::int32_t>> ids;
+  for (std::size_t t = 0; t < texts; ++t)
+    ids.emplace_back(1024, static_cast<std::int32_t>(t + 1));
+  return evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .trained_context = 1024, .bos = -1},
+                  invented(kWaves), ids, std::move(configs), {});
 }
 
 TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
-  const Evaluation evaluation = invented_evaluation();
+  const Evaluation evaluation = invented_evaluation(1);
   REQUIRE(evaluation.scores.size() == 7);
-  CHECK(evaluation.pairs.size() == 6 + 3 + 3);  // with the full cache, and within each budget
-  const auto contenders = evaluation.contenders("8");
-  REQUIRE(contenders.size() == 3);
-  CHECK(contenders[0].score + contenders[1].score == 2 + 3);  // lru and h2o, in either order
-  CHECK_FALSE(contenders[1].behind.told_apart());
-  CHECK(contenders[2].score == 1);
-  CHECK(contenders[2].behind.told_apart());
-  CHECK(contenders[2].behind.mean == Approx(0.3).epsilon(0.02));
-  CHECK(contenders[2].behind.interval.low > 0.25);
-  CHECK(contenders[2].behind.interval.high < 0.35);
+  const auto judged = evaluation.judged("8");
+  REQUIRE(judged.verdict.order.size() == 3);
+  CHECK(judged.verdict.tied == std::vector<std::size_t>{1, 2});  // lru and h2o
+  CHECK(judged.scores[judged.verdict.order[2]] == 1);
+  const Difference& last = judged.verdict.behind[2];
+  CHECK(last.told_apart());
+  CHECK(last.mean == Approx(0.2).epsilon(0.02));
+  CHECK(judged.scope.texts == 1);
+  // Of two texts whose differences are 0.2 and 0.4 nothing is known of a third.
+  const auto two = invented_evaluation(2).judged("8");
+  CHECK(two.verdict.behind[2].mean == Approx(0.3).epsilon(0.02));
+  CHECK_FALSE(two.verdict.behind[2].told_apart());
+}
+
+TEST_CASE("A text that is given twice counts once") {
+  const std::vector<std::vector<std::int32_t>> texts(2, std::vector<std::int32_t>(1024, 1));
+  const Evaluation twice =
+      evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .trained_context = 1024, .bos = -1},
+               invented(kWaves), texts, three_at_two_budgets(), {});
+  CHECK(twice.kl.texts() == 1);
+  CHECK(twice.scores[1].tokens == 1024);
+  CHECK(twice.scores[1].kl == invented_evaluation(1).scores[1].kl);
+}
+
+TEST_CASE("What is held over decoded queries decides who contends at a budget") {
+  std::vector<CacheConfig> configs;
+  for (const char* policy : {"window:once", "h2o:every=8", "window", "h2o:sinks=4:recent=4"})
+    configs.push_back({.policy = parse_policy(policy), .budget = parse_budget("8")});
+  const Evaluation evaluation = invented_evaluation(1, configs);
+  const auto kv = [&](std::size_t c) { return evaluation.scores[c].memory; };
+  const double token = 2 * 2 * ModelConfig{}.head_size;
+  CHECK(kv(1).peak == (7 + 512) * token);  // a prompt of 512, and as many decoded
+  CHECK(kv(1).mean == Approx((7 + 256.5) * token));
+  CHECK(kv(2).peak == 15 * token);
+  CHECK(kv(3).mean == 8 * token);
+  CHECK(kv(3).peak == 8 * token);
+  CHECK(kv(3).budget == 8 * token);
+  const auto judged = evaluation.judged("8");
+  CHECK(judged.verdict.order == std::vector<std::size_t>{2, 3});
+  CHECK(judged.verdict.more.size() == 2);
+  const auto warnings = eval_warnings(evaluation);
+  CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
+    return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: its guards are as large");
+  }));
 }
 
 TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
@@ -177,12 +216,16 @@ TEST_CASE("Each window has what the tokenizer puts before a text once, or nothin
 }
 
 TEST_CASE("Few scored tokens are warned of") {
-  CHECK(few_tokens_warning(invented_evaluation()).empty());
-  const Evaluation few =
-      evaluate(ModelConfig{.trained_context = 1024},
-               invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
-               {std::vector<std::int32_t>(999, 1)}, three_at_two_budgets(), {});
-  CHECK(few_tokens_warning(few).starts_with("999 scored tokens"));
+  const auto warns = [](std::size_t tokens) {
+    const auto lines = eval_warnings(evaluate(
+        ModelConfig{.trained_context = 1024, .bos = -1},
+        invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
+        {std::vector<std::int32_t>(tokens, 1)}, three_at_two_budgets(), {}));
+    return std::ranges::any_of(
+        lines, [](const std::string& line) { return line.starts_with("999 scored tokens"); });
+  };
+  CHECK(warns(999));
+  CHECK_FALSE(warns(1000));
 }
 
 TEST_CASE("A text of which nothing would be scored is refused by name before any runs") {
@@ -221,7 +264,9 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   json.update(eval_json(evaluation, texts));
   CHECK(json["configurations"][1]["kl_p90"] > json["configurations"][1]["kl_p50"]);
   CHECK(json["pairs"].size() == 12);
-  CHECK(json["contenders"]["8"][2]["behind"]["told_apart"] == true);
+  CHECK(json["contenders"]["8"][2]["behind"]["told_apart"] == false);  // over two texts
+  CHECK(json["verdicts"]["8"]["texts"] == 2);
+  CHECK(json["frontier"].size() > 1);
   const std::string csv = eval_csv(evaluation, texts);
   const auto rows = parse_score_rows(csv, "eval.csv");
   CHECK(std::ranges::count(rows, std::string("two, too"), &ResultRow::trace) == 7 * 2);

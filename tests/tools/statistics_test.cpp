@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <numeric>
-#include <random>
 
 #include "tests/catch.hpp"
 
@@ -34,68 +33,6 @@ TEST_CASE("The spread of one text is not known") {
   CHECK(spread_of(Values{1, 3}).mean == 2);
   CHECK(spread_of(Values{1, 3}).deviation == Approx(std::sqrt(2.0)));
   CHECK(std::isnan(spread_of(Values{1}).deviation));
-}
-
-/// Scores of `tokens` tokens whose neighbours are alike: noise that changes every `run` tokens.
-Values scores(std::size_t tokens, std::size_t run, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<double> normal;
-  Values values;
-  double level = 0;
-  for (std::size_t i = 0; i < tokens; ++i) {
-    if (i % run == 0) level = normal(random);
-    values.push_back(level);
-  }
-  return values;
-}
-
-ScoreBlocks blocks_of(const std::vector<Values>& configurations, std::size_t tokens) {
-  ScoreBlocks blocks(configurations.size());
-  std::vector<std::span<const double>> spans(configurations.begin(), configurations.end());
-  blocks.add(spans, tokens);
-  return blocks;
-}
-
-TEST_CASE("A small difference shows in pairs, whatever the tokens have in common") {
-  const Values noise = scores(4096, 1, 7);
-  Values plain = scores(4096, 64, 1), more = plain, other = scores(4096, 64, 2);
-  for (std::size_t i = 0; i < plain.size(); ++i) more[i] += 0.02 + 0.05 * noise[i];
-  const PairedBootstrap paired(blocks_of({plain, more, other}, 64));
-  const Difference difference = paired.difference(1, 0);
-  CHECK(difference.mean == Approx(0.02).margin(0.003));
-  CHECK(difference.told_apart());
-  CHECK_FALSE(difference.ahead());
-  CHECK(paired.difference(0, 1).ahead());
-  CHECK(paired.difference(0, 1).interval.high == Approx(-difference.interval.low));
-  CHECK_FALSE(paired.difference(2, 0).told_apart());
-  CHECK(paired.difference(0, 0).mean == 0);
-  CHECK_FALSE(paired.difference(0, 0).told_apart());
-}
-
-TEST_CASE("Intervals hold what is true about as often as they say") {
-  int held = 0;
-  constexpr int kTrials = 200;
-  for (int trial = 0; trial < kTrials; ++trial) {
-    // The mean of the noise is 0, in runs that are as long as the blocks.
-    const Values noise = scores(2048, 64, static_cast<unsigned>(100 + trial)), none(2048, 0.0);
-    const PairedBootstrap paired(blocks_of({noise, none}, 64));
-    held += !paired.difference(0, 1).told_apart();
-  }
-  CHECK(held >= 176);  // of 200: 95% would be 190
-  CHECK(held <= 199);
-}
-
-TEST_CASE("Blocks are shortened where there are few tokens, and too few say nothing") {
-  CHECK(ScoreBlocks::block_tokens(10'000) == 64);
-  CHECK(ScoreBlocks::block_tokens(320) == 20);
-  CHECK(ScoreBlocks::block_tokens(3) == 1);
-  const Values low(7, 1.0), high(7, 2.0);
-  const PairedBootstrap paired(blocks_of({low, high}, 1));
-  CHECK(paired.difference(1, 0).mean == 1);
-  CHECK(std::isnan(paired.difference(1, 0).interval.low));
-  CHECK_FALSE(paired.difference(1, 0).told_apart());
-  // The last block is shorter, and counts by its tokens.
-  CHECK(PairedBootstrap(blocks_of({{1, 1, 1, 5}}, 3)).mean(0) == 2);
 }
 
 TEST_CASE("Items drawn anew give the percentiles of a statistic") {

@@ -184,14 +184,22 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
       request.grid.push_back(
           {.policy = spec, .budget = parse_budget("32"), .positions = spec.entry->info.positions});
   request.threads = 2;
-  request.task = TaskRequest{
-      .words = {30}, .depths = {0.5}, .draws = 2, .configs = {}, .chat = {}, .answers = {}};
+  request.answers = {.tasks = {{{.kind = TaskKind::passkey}, 20}}, .draws = 1};
+  double last = 0;
+  request.progress = [&](double done) { last = done; };
   const OutputSketch sketch = output_sketch(directory, kSketchSeed, 2);
   const Tuning tuning = tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
   CHECK(tuning.metric == "residual_error");
   CHECK(tuning.race.work <= tuning.race.exhaustive / 4);
-  CHECK(std::ranges::count(tuning.tied(), tuning.winner) == 1);
-  CHECK(tuning.answers.front().config == request.grid.size());  // the full cache
+  CHECK(last == 1);
+  CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.verdict.winner()]);
+  REQUIRE(tuning.asked.size() == 1);
+  CHECK(tuning.asked[0].draws() == 5);
+  // Of every policy somebody answers, and all that are near in KL.
+  for (const char* policy : {"window", "lru", "h2o", "sink"})
+    CHECK(std::ranges::any_of(tuning.finalists, [&](std::size_t config) {
+      return request.grid[config].policy.name == policy;
+    }));
 
   const PolicyFile file = policy_file_of(tuning, request, *backend);
   const test::TemporaryFolder folder;
@@ -200,27 +208,36 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.cache.policy.text() == request.grid[tuning.winner].policy.text());
   CHECK(read.cache.budget.extent.tokens == 32);
   CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.race.rounds.size());
+  CHECK(read.run["truths"]["deployed"] == read.cache.policy.text());
+  CHECK(read.run["truths"]["policies"].size() == tuning.finalists.size());
+  CHECK(read.run["scores"][0]["policy"] == "full");
+  CHECK(read.run["scores"][0]["kl"] == 0);
+  CHECK(read.run["scores"][1]["perplexity"] > read.run["scores"][0]["perplexity"]);
+  CHECK(read.run["scores"][1]["same_first"] < 1);
+  CHECK(read.run["verdict"]["warnings"].dump().find("scored tokens") != std::string::npos);
 
   // By what the race says: the winner's KL beats or ties every other of the last round.
   const auto& last = tuning.race.rounds.back().entries;
   for (const RaceEntry& entry : last) CHECK(entry.kl >= last.front().kl);
 
-  // One that keeps what it decodes is not the winner for free: it has to be ahead in KL.
-  REQUIRE(tuning.kv_bytes.size() == request.grid.size());
-  CHECK(std::ranges::max(tuning.kv_bytes) == tuning.least_kv_bytes());
+  // Those that keep what they decode hold more than the budget: they do not race.
   TuneRequest alike = request;
-  alike.task.reset();
+  alike.answers.tasks.clear();
   alike.grid.clear();
-  for (const char* policy : {"window:once:recent=31", "window:once"})
+  for (const char* policy : {"window:once:recent=31", "window:once", "sink", "window"})
     alike.grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
-  alike.grid.push_back({.policy = parse_policy("window"), .budget = parse_budget("32")});
   const Tuning kept = tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike);
-  CHECK(kept.kv_bytes[0] == kept.kv_bytes[1]);
-  CHECK(kept.kv_bytes[0] > 5 * kept.kv_bytes[2]);
-  CHECK(policy_file_of(kept, alike, *backend)
-            .run["open_loop"]["ranking"][0]["bytes_of_least"]
-            .get<double>() > 5);
-  CHECK(kept.race.end == RaceEnd::alike);
+  CHECK(kept.memory[0].peak == kept.memory[1].peak);
+  CHECK(kept.memory[0].peak > 5 * kept.memory[2].peak);
+  CHECK(kept.more.size() == 2);
+  CHECK(kept.winner >= 2);
+  const auto evidence = policy_file_of(kept, alike, *backend).run;
+  CHECK(evidence["holds_more"].size() == 2);
+  CHECK(evidence["verdict"]["unmeasured"] == "answers were not asked");
+  CHECK(evidence["truths"]["why"] == "answers were not asked");
+  // Where all do, they race.
+  alike.grid.resize(2);
+  CHECK(tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike).more.empty());
 
   request.metric = "nothing";
   CHECK(test::error_of<std::invalid_argument>([&] {

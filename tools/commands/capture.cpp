@@ -183,6 +183,7 @@ int run(const po::variables_map& options) {
   nlohmann::json how = record(options, plan);
   how["first_token"] = first_token(tokenizer, prompt);
   TraceHeader header = backend->trace_header(how);
+  announce_traces("capture", header.shape, most, "into " + out);
   header.spans = spans_from(options, tokenizer, plan.turns.front());
   TraceWriter writer(out, std::move(header));
   writer.sketch(output_sketch(directory, kSketchSeed, threads));

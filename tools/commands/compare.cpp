@@ -8,6 +8,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/vega.hpp"
+#include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
@@ -41,9 +42,11 @@ void print_as_json(const Comparison& comparison) {
                     {"budget", row.budget},
                     {"values", values},
                     {"difference", number(row.difference)},
+                    {"interval", row.difference ? difference_json(*row.difference)
+                                                : ordered_json(nullptr)},
                     {"stderr", row.difference ? number_or_null(row.difference->standard_error)
                                               : ordered_json(nullptr)},
-                    {"ties", row.difference && is_tie(*row.difference)}});
+                    {"ties", row.difference && !row.difference->told_apart()}});
   }
   print_json({{"metric", comparison.metric},
               {"runs", comparison.names},
@@ -74,10 +77,7 @@ void print_table(const Comparison& comparison) {
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
       fmt::print(" {:>{}}", text, run_width + wide);
     }
-    if (row.difference)
-      fmt::print("   {}{}", average_text(*row.difference),
-                 is_tie(*row.difference) ? ", a tie" : "");
-    fmt::print("{}\n", paired && !row.difference ? "   no sequence in common" : "");
+    fmt::print("{}\n", paired ? "   " + difference_text(row.difference) : "");
   }
   if (!paired && !comparison.rows.empty())
     fmt::print("no sequence in common: no difference is paired\n");

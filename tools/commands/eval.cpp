@@ -7,6 +7,8 @@
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/policy_file.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -64,28 +66,24 @@ void print_blocks(const EvalScore& score) {
 }
 
 void print_table(const std::vector<EvalScore>& scores) {
-  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>12}\n", "policy",
-             "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "peak KV");
+  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n",
+             "policy", "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1",
+             "mean KV", "peak KV");
   for (const EvalScore& score : scores) {
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
     const auto nats = [](double value) {
       return std::isnan(value) ? "-" : fmt::format("{:.4f}", value);
     };
-    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8.1f} KiB\n",
+    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n",
                score.label(), score.budget_tokens, name_of(score.config.positions),
                fmt::format("{:.3f}{}", score.perplexity, error), nats(score.kl), nats(score.kl_p50),
                nats(score.kl_p90), nats(score.kl_p99),
                std::isnan(score.same_first) ? "-" : fmt::format("{:.1f}%", 100 * score.same_first),
-               static_cast<double>(score.kv_bytes_peak) / 1024);
+               bytes_text(score.memory.mean), bytes_text(score.memory.peak));
     print_blocks(score);
   }
-  if (std::ranges::any_of(scores, [](const EvalScore& score) {
-        return score.config.policy.entry->info.evicts && score.config.prefill.chunk == 0;
-      }))
-    fmt::print(
-        "peak KV: a dense prompt is whole, a layer at a time, while it is read; --prefill stream "
-        "never holds more than the budget\n");
+  fmt::print("KV: bytes of keys and values that a sequence holds over decoded queries, 16 bit\n");
 }
 
 /// How far a configuration's texts differ.
@@ -102,20 +100,11 @@ void print_texts(const Evaluation& evaluation, const std::vector<std::string>& n
   }
 }
 
-/// Who is ahead at each budget, where there is more than one policy.
-void print_contenders(const Evaluation& evaluation) {
-  for (const std::string& budget : evaluation.budgets()) {
-    const auto contenders = evaluation.contenders(budget);
-    if (contenders.size() < 2) continue;
-    std::vector<std::string> tied;
-    for (const Evaluation::Contender& contender : contenders)
-      if (!contender.behind.told_apart())
-        tied.push_back(evaluation.scores[contender.score].label());
-    if (tied.size() == 1)
-      fmt::print("\nat {}: {} is ahead of all others\n", budget, tied.front());
-    else
-      fmt::print("\nat {}: cannot be told apart: {}\n", budget, fmt::join(tied, ", "));
-  }
+/// The verdict at each budget, where there is more than one policy.
+void print_verdicts(const Evaluation& evaluation) {
+  for (const std::string& budget : evaluation.budgets())
+    if (const auto judged = evaluation.judged(budget); judged.contenders.size() > 1)
+      fmt::print("\n{}\n", verdict_text(judged.verdict, judged.contenders, judged.scope));
 }
 
 std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
@@ -177,7 +166,7 @@ int run(const po::variables_map& options) {
   for (const std::string& path : paths) texts.push_back(ids_of_file(path, model.tokenizer, most));
   say_of_model(model.backend->config(), model.tokenizer);
   const Evaluation evaluation = evaluate(config, model.sweep, texts, std::move(configs), how);
-  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
+  for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab eval: {}\n", warning);
   nlohmann::ordered_json json{{"model", config.name},
                               {"weights_xxh3", weights_xxh3},
@@ -196,7 +185,7 @@ int run(const po::variables_map& options) {
   }
   print_table(evaluation.scores);
   print_texts(evaluation, how.names);
-  print_contenders(evaluation);
+  print_verdicts(evaluation);
   return 0;
 }
 

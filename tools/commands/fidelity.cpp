@@ -13,6 +13,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
+#include "traces/base/work_plan.hpp"
 
 namespace kvlab {
 namespace {
@@ -61,26 +62,33 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
   const unsigned threads = threads_from(options);
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, threads);
   const auto replayer = loop_replayer(options);
-  const auto bar = progress_bar("fidelity");
+  std::uint64_t captured = 0;
+  for (const LoopText& text : texts) captured += text.trace ? 0 : text.ids.size();
+  announce_traces("fidelity", model.backend->trace_header({}).shape, captured,
+                  "into " + traces.string());
+  enum Kind { kCapture, kReplay, kLoop };
+  std::vector<WorkPhase> phases;
+  for (const LoopText& text : texts) {
+    const auto tokens = static_cast<double>(text.ids.size());
+    phases.push_back({kCapture, text.trace ? 0 : tokens});
+    phases.push_back({kReplay, tokens});
+    phases.push_back({kLoop, tokens * static_cast<double>(configs.size() + 1)});
+  }
+  const double rate = closed_loop_rate(model.sweep, texts.front(), threads);
+  WorkPlan plan(progress_bar("fidelity"), std::move(phases), {0, 0, rate});
   std::vector<FidelityText> measured;
   for (std::size_t t = 0; t < texts.size(); ++t) {
-    const auto part = [&, t](double from, double to) {
-      return [&bar, &texts, t, from, to](double done) {
-        bar((static_cast<double>(t) + from + (to - from) * done) /
-            static_cast<double>(texts.size()));
-      };
-    };
     OpenLoopFigures figures = run_open_loop(*model.backend, texts[t], configs,
                                             {.sketch = sketch,
                                              .capture = traces / texts[t].name,
                                              .every_output_error = every_output_error_from(options),
                                              .threads = threads,
                                              .device = replayer.get(),
-                                             .progress = part(0, 0.3)})
-                                  .figures;
-    measured.push_back(fidelity_text(
-        texts[t], closed_loop_kl(model.sweep, texts[t], configs, threads, part(0.3, 1)),
-        std::move(figures)));
+                                             .capturing = plan.phase(3 * t + kCapture),
+                                             .progress = plan.phase(3 * t + kReplay)});
+    auto scores =
+        closed_loop_scores(model.sweep, texts[t], configs, threads, plan.phase(3 * t + kLoop));
+    measured.push_back(fidelity_text(texts[t], kl_of(std::move(scores)), std::move(figures)));
   }
   return measured;
 }

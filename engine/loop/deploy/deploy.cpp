@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/loop/deploy/candidates.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/source/policy_source.hpp"
 
 namespace kvlab {
@@ -47,44 +47,6 @@ void refuse_several_models(const RunInfo& info) {
           info.traces.front().name, trace.name));
 }
 
-std::vector<double> kept_bytes(const Figures& figures, const Ballot& ballot) {
-  std::vector<double> bytes;
-  for (const Standing& standing : ballot.standings) {
-    const auto kept = figures.average(standing.series, ballot.budget.text, "kv_bytes");
-    bytes.push_back(kept ? kept->mean : 0);
-    if ((bytes.front() > 0) != (bytes.back() > 0))
-      throw std::runtime_error(
-          fmt::format("the run says of some policies alone what they keep at budget {} (kv_bytes); "
-                      "replay it again",
-                      ballot.budget.text));
-  }
-  return bytes;
-}
-
-std::size_t choose(const Figures& figures, const Ballot& ballot) {
-  std::vector<Candidate> candidates;
-  for (std::size_t i = 0; i < ballot.standings.size(); ++i)
-    candidates.push_back(candidate_of(figures, ballot, i, ballot.standings[i].ties));
-  return preferred(candidates);
-}
-
-json standing_json(const Figures& figures, const Ballot& ballot, std::size_t i) {
-  const Standing& standing = ballot.standings[i];
-  const Series& series = figures.series()[standing.series];
-  json entry{{"policy", series.policy},
-             {"params", series.params},
-             {"positions", series.positions},
-             {"prefill", series.prefill},
-             {"mean", standing.score.mean},
-             {"stderr", number_or_null(standing.score.standard_error)},
-             {"behind_first", standing.behind.mean},
-             {"behind_stderr", number_or_null(standing.behind.standard_error)},
-             {"ties_with_first", standing.ties}};
-  if (ballot.kv_bytes[i] > ballot.least_kv_bytes())
-    entry["bytes_of_least"] = ballot.kv_bytes[i] / ballot.least_kv_bytes();
-  return entry;
-}
-
 /// What the yardsticks reached at the same budget.
 json reference_scores(const Figures& figures, const Ballot& ballot) {
   json scores = json::object();
@@ -109,34 +71,26 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 
 }  // namespace
 
-Candidate candidate_of(const Figures& figures, const Ballot& ballot, std::size_t standing,
-                       bool ties) {
-  return {
-      .ties = ties,
-      .kv_bytes = ballot.kv_bytes[standing],
-      .last_resort = is_last_resort(figures.series()[ballot.standings[standing].series].policy)};
-}
-
-double Ballot::least_kv_bytes() const { return std::ranges::min(kv_bytes); }
-
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
                            const std::string& metric) {
-  Ballot ballot{.budget = budget_of_run(figures, budget), .metric = &ranking_metric(metric)};
+  Ballot ballot{
+      .budget = budget_of_run(figures, budget), .metric = &ranking_metric(metric), .ranking = {}};
   refuse_several_models(run.info);
-  ballot.standings = rank_policies(figures, ballot.budget.text, *ballot.metric);
-  if (ballot.standings.empty())
+  ballot.ranking = rank_policies(figures, ballot.budget.text, *ballot.metric);
+  if (ballot.ranking.empty())
     throw std::invalid_argument(
         fmt::format("the run has no policy with {} at budget {}; only references and full, which "
                     "are not deployed",
                     metric, budget));
-  ballot.kv_bytes = kept_bytes(figures, ballot);
-  ballot.winner = choose(figures, ballot);
+  ballot.ranking.scope.tokens = scored_tokens(run.info, run.rows);
+  ballot.ranking.scope.unmeasured = "open loop; answers were not asked";
+  ballot.winner = ballot.ranking.winner;
   return ballot;
 }
 
 CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figures,
                       std::size_t standing, const CompiledPolicies& compiled) {
-  const Series& series = figures.series()[ballot.standings[standing].series];
+  const Series& series = figures.series()[ballot.standings()[standing].series];
   const std::string text =
       series.params.empty() ? series.policy : series.policy + ":" + series.params;
   CompiledPolicies own;
@@ -158,10 +112,9 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figur
 PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
                           const CompiledPolicies& compiled) {
   CacheConfig config = config_of(run, ballot, figures, ballot.winner, compiled);
-  json ranking = json::array(), traces = json::array(), ties = json::array();
-  for (std::size_t i = 0; i < ballot.standings.size(); ++i) {
-    const Standing& standing = ballot.standings[i];
-    ranking.push_back(standing_json(figures, ballot, i));
+  json traces = json::array(), ties = json::array();
+  for (std::size_t i = 0; i < ballot.standings().size(); ++i) {
+    const Standing& standing = ballot.standings()[i];
     if (standing.ties && i != ballot.winner)
       ties.push_back(figures.series()[standing.series].label);
   }
@@ -176,8 +129,10 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
                   {"better", ballot.metric->higher_is_better ? "higher" : "lower"},
                   {"span", name_of(run.info.span)},
                   {"traces", traces},
-                  {"ranking", ranking},
+                  {"ranking", standings_json(ballot.ranking, figures)},
                   {"ties", ties},
+                  {"verdict", verdict_json(ballot.ranking.verdict, ballot.ranking.contenders,
+                                           ballot.ranking.scope)},
                   {"references", reference_scores(figures, ballot)},
                   {"loop", "open"}}};
 }

@@ -5,31 +5,24 @@
 #include <string>
 #include <vector>
 
-#include "engine/loop/deploy/candidates.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
 
 namespace kvlab {
 
-/// Who may be deployed at a budget, the best first.
+/// Who may be deployed at a budget.
 struct Ballot {
   BudgetColumn budget;
   const MetricInfo* metric;
-  std::vector<Standing> standings;
-  std::vector<double> kv_bytes;  ///< [standing]: kept at the end of the replay, mean over traces
-  std::size_t winner = 0;        ///< index into standings
+  Ranking ranking;
+  std::size_t winner = 0;  ///< of the ranking's standings
 
-  double least_kv_bytes() const;
+  const std::vector<Standing>& standings() const { return ranking.standings; }
 };
 
-/// One of the ballot as a contender that ties with the first, or does not.
-Candidate candidate_of(const Figures& figures, const Ballot& ballot, std::size_t standing,
-                       bool ties);
-
 /// Ranks the policies of a run at `budget` (as asked in the run, or in tokens) by `metric`,
-/// averaged over its traces. References and `full` do not stand. Of those that tie with the first
-/// the one that keeps least wins, and `random` only where no other ties. Throws
+/// averaged over its traces. References and `full` do not stand. Throws
 /// std::invalid_argument: an unknown metric, a budget that is not in the run (names those that are)
 /// or that was not the same number of tokens for every trace, traces of several models.
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,

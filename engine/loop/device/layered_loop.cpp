@@ -65,13 +65,6 @@ void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
   }
 }
 
-std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt) {
-  std::vector<Segment> segments;
-  if (prompt > 0) segments.push_back({0, prompt, SegmentKind::prompt});
-  if (prompt < tokens) segments.push_back({prompt, tokens - prompt, SegmentKind::decode});
-  return segments;
-}
-
 ModelShape shape_of(const DeviceModel& model) {
   ModelShape shape = model.config().shape();
   shape.dtype = model.dtype();

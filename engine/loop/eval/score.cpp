@@ -6,17 +6,15 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
-#include "sim/metrics.hpp"
 
 namespace kvlab {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr std::size_t kLeastSequences = 8;  // fewer: blocks are parts of sequences
-constexpr std::uint32_t kParts = 16;
 
 using Scores = std::vector<std::vector<LoopScores>>;
 
@@ -44,11 +42,6 @@ std::vector<EvalBlock> blocks_of(std::size_t c, const Scores& scores, std::size_
   return blocks;
 }
 
-Estimate estimate(const BlockedRatio& ratio) {
-  const BlockedRatio* const one[] = {&ratio};
-  return mean_of(one);
-}
-
 /// A figure that is no number is no figure.
 void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
@@ -63,35 +56,33 @@ void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
   }
 }
 
-/// Means and errors over all sequences, as sums by block.
-void add_means(EvalScore& score, std::size_t c, const Scores& scores) {
-  const std::uint32_t parts = scores.size() < kLeastSequences ? kParts : 1;
-  BlockedRatio nll, kl, same;
-  for (BlockedRatio* ratio : {&nll, &kl, &same})
-    ratio->resize(static_cast<std::uint32_t>(scores.size()) * parts);
-  for (std::size_t s = 0; s < scores.size(); ++s) {
-    const LoopScores& one = scores[s][c];
-    for (std::size_t i = 0; i < one.nll.size(); ++i) {
-      const auto block = static_cast<std::uint32_t>(s * parts + i * parts / one.nll.size());
-      nll.add(block, one.nll[i], 1);
-      kl.add(block, one.kl[i], 1);
-      same.add(block, one.same_first[i], 1);
-    }
+/// Means over all sequences, and what they hold.
+void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
+  double same = 0, counted = 0;
+  for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
+    const LoopScores& one = sequences.scores[s][c];
+    if (!sequences.counts(s)) continue;
+    ++counted;
+    same += std::accumulate(one.same_first.begin(), one.same_first.end(), 0.0);
     score.tokens += one.nll.size();
-    score.kv_bytes_peak = std::max(score.kv_bytes_peak, one.kv_bytes_peak);
+    score.kv_bytes_most = std::max(score.kv_bytes_most, one.kv_bytes_peak);
+    if (sequences.memory.empty()) continue;
+    const Memory& memory = sequences.memory[c][s];
+    score.memory.mean += memory.mean;
+    score.memory.peak = std::max(score.memory.peak, memory.peak);
+    score.memory.state = std::max(score.memory.state, memory.state);
+    score.memory.budget = std::max(score.memory.budget, memory.budget);
   }
-  const Estimate n = estimate(nll), k = estimate(kl);
-  score.nll = n.value, score.nll_error = n.standard_error;
-  score.perplexity = std::exp(n.value);
-  score.perplexity_error = score.perplexity * n.standard_error;
-  score.kl = k.value, score.kl_error = k.standard_error;
-  score.same_first = estimate(same).value;
+  score.memory.mean /= counted;
+  score.same_first = same / static_cast<double>(score.tokens);
 }
 
-void add_percentiles(EvalScore& score, std::size_t c, const Scores& scores) {
+void add_percentiles(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
   std::vector<double> kl;
-  for (const auto& sequence : scores)
-    kl.insert(kl.end(), sequence[c].kl.begin(), sequence[c].kl.end());
+  for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
+    const std::vector<double>& own = sequences.scores[s][c].kl;
+    if (sequences.counts(s)) kl.insert(kl.end(), own.begin(), own.end());
+  }
   score.kl_p50 = quantile(kl, 0.5);
   score.kl_p90 = quantile(kl, 0.9);
   score.kl_p99 = quantile(std::move(kl), 0.99);
@@ -108,9 +99,12 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
     text.tokens += one.nll.size();
   }
   std::vector<double> nll, kl;
-  for (EvalText& text : score.texts) {
-    nll.push_back(text.nll /= static_cast<double>(text.tokens));
-    kl.push_back(text.kl /= static_cast<double>(text.tokens));
+  for (std::size_t t = 0; t < score.texts.size(); ++t) {
+    EvalText& text = score.texts[t];
+    text.nll /= static_cast<double>(text.tokens);
+    text.kl /= static_cast<double>(text.tokens);
+    if (sequences.repeats.empty() || !sequences.repeats[t])
+      nll.push_back(text.nll), kl.push_back(text.kl);
   }
   score.nll_deviation = spread_of(nll).deviation;
   score.kl_deviation = spread_of(kl).deviation;
@@ -123,36 +117,37 @@ void forget_full(EvalScore& score) {
   for (EvalText& text : score.texts) text.kl = kNaN;
 }
 
-/// Means of a figure over blocks of all sequences.
-PairedBootstrap bootstrap_of(const ScoredSequences& sequences,
-                             std::vector<double> LoopScores::*figure) {
-  const Scores& scores = sequences.scores;
-  std::size_t total = 0;
-  for (const auto& sequence : scores) total += sequence.front().nll.size();
-  ScoreBlocks blocks(scores.front().size());
-  for (const auto& sequence : scores) {
-    std::vector<std::span<const double>> values;
-    values.reserve(sequence.size());
-    for (const LoopScores& one : sequence) values.emplace_back(one.*figure);
-    blocks.add(values, ScoreBlocks::block_tokens(total));
-  }
-  return PairedBootstrap(blocks);
-}
-
-Difference reversed(const Difference& difference) {
-  return {-difference.mean, {-difference.interval.high, -difference.interval.low}};
+void add_errors(EvalScore& score, std::size_t c, const Evaluation& evaluation) {
+  const Difference nll = evaluation.nll.average(c), kl = evaluation.kl.average(c);
+  score.nll = nll.mean, score.nll_error = nll.standard_error;
+  score.perplexity = std::exp(nll.mean);
+  score.perplexity_error = score.perplexity * nll.standard_error;
+  score.kl = kl.mean, score.kl_error = kl.standard_error;
 }
 
 }  // namespace
 
+PairedScores paired_scores(const ScoredSequences& sequences,
+                           std::vector<double> LoopScores::*figure) {
+  PairedScores paired(sequences.scores.front().size());
+  for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
+    std::vector<std::span<const double>> values;
+    for (const LoopScores& one : sequences.scores[s]) values.emplace_back(one.*figure);
+    if (sequences.counts(s)) paired.add_tokens(std::to_string(sequences.text[s]), values);
+  }
+  return paired;
+}
+
 EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
-                   const ScoredSequences& sequences, bool against_full, std::size_t block_tokens) {
+                   const ScoredSequences& sequences, const Evaluation& evaluation,
+                   std::size_t block_tokens) {
   refuse_not_finite(sequences, c);
   EvalScore score{.config = config, .budget_tokens = budget_tokens};
-  add_means(score, c, sequences.scores);
-  add_percentiles(score, c, sequences.scores);
+  add_means(score, c, sequences);
+  add_errors(score, c, evaluation);
+  add_percentiles(score, c, sequences);
   add_texts(score, c, sequences);
-  if (!against_full) forget_full(score);
+  if (!evaluation.against_full) forget_full(score);
   score.blocks = blocks_of(c, sequences.scores, block_tokens);
   return score;
 }
@@ -162,24 +157,6 @@ std::string EvalScore::label(bool whole) const {
   return config.evicts() && !config.budget.is_even()
              ? fmt::format("{} at {}", policy, config.budget.text())
              : policy;
-}
-
-std::vector<EvalPair> pairs_of(std::span<const EvalScore> scores, const ScoredSequences& sequences,
-                               bool against_full) {
-  const PairedBootstrap nll = bootstrap_of(sequences, &LoopScores::nll);
-  const PairedBootstrap kl = bootstrap_of(sequences, &LoopScores::kl);
-  std::vector<EvalPair> pairs;
-  for (std::size_t b = 0; b < scores.size(); ++b)
-    for (std::size_t a = b + 1; a < scores.size(); ++a) {
-      const bool same_budget = scores[a].config.evicts() && scores[b].config.evicts() &&
-                               scores[a].budget_tokens == scores[b].budget_tokens;
-      if (b > 0 && !same_budget) continue;
-      pairs.push_back({.a = a,
-                       .b = b,
-                       .kl = against_full ? kl.difference(a, b) : Difference{kNaN, {kNaN, kNaN}},
-                       .nll = nll.difference(a, b)});
-    }
-  return pairs;
 }
 
 std::vector<std::string> Evaluation::budgets() const {
@@ -192,31 +169,55 @@ std::vector<std::string> Evaluation::budgets() const {
   return budgets;
 }
 
-std::vector<Evaluation::Contender> Evaluation::contenders(const std::string& budget) const {
-  const auto figure = [&](std::size_t s) {
-    return std::isnan(scores[s].kl) ? scores[s].nll : scores[s].kl;
-  };
+Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
+                                     const std::string& budget) const {
+  Judged judged{.scores = std::move(which),
+                .contenders = {},
+                .verdict = {},
+                .scope = {.budget = budget,
+                          .figure = against_full ? "KL" : "−ln p",
+                          .texts = deciding().texts(),
+                          .tokens = scores.front().tokens,
+                          .unmeasured = "answers were not asked"}};
+  for (const std::size_t s : judged.scores) {
+    const EvalScore& score = scores[s];
+    judged.contenders.push_back({.name = score.label(),
+                                 .error = figure(s),
+                                 .memory = score.memory,
+                                 .last_resort = is_last_resort(score.config.policy.name)});
+    judged.scope.budget_bytes = std::max(judged.scope.budget_bytes, score.memory.budget);
+    if (guards_fill(score.config.policy.name, score.config.policy.params_text(),
+                    score.budget_tokens))
+      judged.scope.filled.push_back(score.label());
+  }
+  if (!judged.contenders.empty())
+    judged.verdict = verdict_of(judged.contenders, judged.scope.budget_bytes,
+                                [&](std::size_t a, std::size_t b) {
+                                  return deciding().difference(judged.scores[a], judged.scores[b]);
+                                });
+  return judged;
+}
+
+Evaluation::Judged Evaluation::judged(const std::string& budget) const {
   const auto named = std::ranges::find_if(scores, [&](const EvalScore& score) {
     return score.config.evicts() && score.config.budget.text() == budget;
   });
-  std::vector<Contender> found;
-  if (named == scores.end()) return found;
-  for (std::size_t s = 0; s < scores.size(); ++s)
+  std::vector<std::size_t> which;
+  for (std::size_t s = 0; named != scores.end() && s < scores.size(); ++s)
     if (scores[s].config.evicts() && scores[s].budget_tokens == named->budget_tokens)
-      found.push_back({s, {0, {0, 0}}});
-  std::ranges::stable_sort(found, [&](const Contender& x, const Contender& y) {
-    return figure(x.score) < figure(y.score);
-  });
-  for (Contender& contender : found) {
-    const std::size_t best = found.front().score, own = contender.score;
-    if (own == best) continue;
-    const auto pair = std::ranges::find_if(pairs, [&](const EvalPair& p) {
-      return p.a == std::max(own, best) && p.b == std::min(own, best);
-    });
-    const Difference& difference = std::isnan(scores[own].kl) ? pair->nll : pair->kl;
-    contender.behind = own > best ? difference : reversed(difference);
-  }
-  return found;
+      which.push_back(s);
+  const bool is_number = budget.find_first_not_of("0123456789") == std::string::npos;
+  return judge(std::move(which), budget + (is_number ? " tokens" : ""));
+}
+
+Evaluation::Judged Evaluation::all_judged() const {
+  std::vector<std::size_t> which;
+  for (std::size_t s = 0; s < scores.size(); ++s)
+    if (scores[s].config.evicts()) which.push_back(s);
+  Judged judged = judge(std::move(which), "any budget");
+  for (std::size_t c = 0; c < judged.scores.size(); ++c)
+    judged.contenders[c].name += " at " + scores[judged.scores[c]].config.budget_text();
+  return judged;
 }
 
 }  // namespace kvlab

@@ -7,6 +7,7 @@
 
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/statistics.hpp"
+#include "sim/run/comparison.hpp"
 
 namespace kvlab {
 
@@ -33,7 +34,8 @@ struct EvalScore {
   double kl_p50, kl_p90, kl_p99;        ///< percentiles over the tokens
   double same_first;                    ///< share of tokens; NaN without the full cache
   std::uint64_t tokens;                 ///< scored
-  std::uint64_t kv_bytes_peak;          ///< of one sequence
+  std::uint64_t kv_bytes_most;          ///< measured, prompts included, of one sequence
+  Memory memory;                        ///< mean of the sequences, the most of one
   std::vector<EvalText> texts;
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN of one text
   std::vector<EvalBlock> blocks;       ///< where they were asked for
@@ -42,45 +44,55 @@ struct EvalScore {
   std::string label(bool whole = false) const;
 };
 
-/// Two configurations over the same tokens: `a` less `b`, nats.
-struct EvalPair {
-  std::size_t a, b;  ///< indices into the scores
-  Difference kl;     ///< NaN without the full cache
-  Difference nll;
-};
-
 struct Evaluation {
   std::vector<EvalScore> scores;
-  /// Every configuration with the first one, and every two of one budget in tokens (the mean where
-  /// heads differ).
-  std::vector<EvalPair> pairs;
+  bool against_full = true;
+  PairedScores kl{0}, nll{0};  ///< by token; a text that is given twice counts once
 
-  /// Those that evict at as many tokens as a budget (as asked), the best first by KL, or by nll
-  /// without the full cache; and whether the best is ahead of each.
-  struct Contender {
-    std::size_t score;
-    Difference behind;  ///< its figure less the best's; 0 of the best itself
-  };
-  std::vector<Contender> contenders(const std::string& budget) const;
+  /// Of what decides: KL, or nll without the full cache.
+  const PairedScores& deciding() const { return against_full ? kl : nll; }
+  double figure(std::size_t score) const {
+    return against_full ? scores[score].kl : scores[score].nll;
+  }
   /// Budgets that configurations which evict were asked for, by tokens; of those of as many the
   /// first.
   std::vector<std::string> budgets() const;
+  /// Those that evict at as many tokens as a budget (as asked), judged.
+  struct Judged {
+    std::vector<std::size_t> scores;  ///< [contender]
+    std::vector<Contender> contenders;
+    Verdict verdict;
+    VerdictScope scope;
+  };
+  Judged judged(const std::string& budget) const;
+  /// All that evict, whatever their budget: error against bytes.
+  Judged all_judged() const;
+
+ private:
+  Judged judge(std::vector<std::size_t> which, const std::string& budget) const;
 };
 
 /// Scores [sequence][configuration], and which text each sequence is of.
 struct ScoredSequences {
   std::vector<std::vector<LoopScores>> scores;
   std::vector<std::size_t> text;
+  std::vector<bool> repeats;  ///< [text]: another has the same tokens, and counts; empty: none
+  std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
+
+  bool counts(std::size_t sequence) const {
+    return repeats.empty() || !repeats[text[sequence]];
+  }
 };
 
-/// Figures of the `c`-th configuration. Standard errors take sequences as blocks, or sixteenths of
-/// them where there are fewer than eight. `block_tokens`: scores by so many tokens, too; 0: not.
-/// Throws std::runtime_error where a log-likelihood is not finite.
-EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
-                   const ScoredSequences& sequences, bool against_full, std::size_t block_tokens);
+/// Of the different texts: a figure of every configuration by token.
+PairedScores paired_scores(const ScoredSequences& sequences,
+                           std::vector<double> LoopScores::*figure);
 
-/// The pairs of an evaluation, by the block bootstrap.
-std::vector<EvalPair> pairs_of(std::span<const EvalScore> scores, const ScoredSequences& sequences,
-                               bool against_full);
+/// Figures of the `c`-th configuration in `evaluation`, whose paired scores are there.
+/// `block_tokens`: scores by so many tokens, too; 0: not. Throws std::runtime_error where a
+/// log-likelihood is not finite.
+EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
+                   const ScoredSequences& sequences, const Evaluation& evaluation,
+                   std::size_t block_tokens);
 
 }  // namespace kvlab

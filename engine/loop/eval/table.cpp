@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "sim/report/verdict.hpp"
 #include "sim/run/csv.hpp"
 #include "traces/base/json.hpp"
 
@@ -42,7 +43,11 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   json["kl_p99"] = number_or_null(score.kl_p99);
   json["top1_agreement"] = number_or_null(score.same_first);
   json["tokens"] = score.tokens;
-  json["kv_bytes_peak"] = score.kv_bytes_peak;
+  json["kv_bytes_mean"] = score.memory.mean;
+  json["kv_bytes_peak"] = score.memory.peak;
+  json["kv_bytes_measured"] = score.kv_bytes_most;
+  json["state_bytes"] = score.memory.state;
+  json["budget_bytes"] = score.memory.budget;
   if (score.texts.size() > 1) {
     json["nll_deviation"] = number_or_null(score.nll_deviation);
     json["kl_deviation"] = number_or_null(score.kl_deviation);
@@ -62,29 +67,65 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   return json;
 }
 
-ordered_json pair_json(const Evaluation& evaluation, const EvalPair& pair) {
-  const CacheConfig &a = evaluation.scores[pair.a].config, &b = evaluation.scores[pair.b].config;
-  ordered_json json{{"a", pair.a},
-                    {"b", pair.b},
-                    {"a_policy", a.policy.text()},
-                    {"a_budget", a.budget_text()},
-                    {"b_policy", b.policy.text()},
-                    {"b_budget", b.budget_text()}};
-  if (!std::isnan(pair.kl.mean)) json["kl"] = difference_json(pair.kl);
-  json["nll"] = difference_json(pair.nll);
+ordered_json pair_json(const Evaluation& evaluation, std::size_t a, std::size_t b) {
+  const CacheConfig &one = evaluation.scores[a].config, &other = evaluation.scores[b].config;
+  ordered_json json{{"a", a},
+                    {"b", b},
+                    {"a_policy", one.policy.text()},
+                    {"a_budget", one.budget_text()},
+                    {"b_policy", other.policy.text()},
+                    {"b_budget", other.budget_text()}};
+  if (evaluation.against_full) json["kl"] = difference_json(evaluation.kl.difference(a, b));
+  json["nll"] = difference_json(evaluation.nll.difference(a, b));
   return json;
 }
 
+/// Every configuration with the first one, and every two of one budget in tokens.
+ordered_json pairs_json(const Evaluation& evaluation) {
+  const auto& scores = evaluation.scores;
+  ordered_json pairs = ordered_json::array();
+  for (std::size_t b = 0; b < scores.size(); ++b)
+    for (std::size_t a = b + 1; a < scores.size(); ++a)
+      if (b == 0 || (scores[a].config.evicts() && scores[b].config.evicts() &&
+                     scores[a].budget_tokens == scores[b].budget_tokens))
+        pairs.push_back(pair_json(evaluation, a, b));
+  return pairs;
+}
+
+/// By budget: who contends, the best first, and behind them who holds more than the budget.
 ordered_json contenders_json(const Evaluation& evaluation) {
   ordered_json json = ordered_json::object();
-  for (const std::string& budget : evaluation.budgets())
-    for (const Evaluation::Contender& contender : evaluation.contenders(budget)) {
-      ordered_json entry{{"configuration", contender.score},
-                         {"policy", evaluation.scores[contender.score].label(true)}};
-      entry["behind"] = difference_json(contender.behind);
-      json[budget].push_back(std::move(entry));
-    }
+  for (const std::string& budget : evaluation.budgets()) {
+    const auto [scores, contenders, verdict, scope] = evaluation.judged(budget);
+    const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
+      json[budget].push_back({{"configuration", scores[c]},
+                              {"policy", contenders[c].name},
+                              {"behind", difference_json(behind)},
+                              {"holds_more", holds_more},
+                              {"kv_bytes_mean", contenders[c].memory.mean},
+                              {"kv_bytes_peak", contenders[c].memory.peak}});
+    };
+    for (std::size_t i = 0; i < verdict.order.size(); ++i)
+      add(verdict.order[i], verdict.behind[i], false);
+    for (const std::size_t c : verdict.more) add(c, {}, true);
+  }
   return json;
+}
+
+ordered_json verdicts_json(const Evaluation& evaluation) {
+  ordered_json json = ordered_json::object();
+  for (const std::string& budget : evaluation.budgets()) {
+    const auto judged = evaluation.judged(budget);
+    json[budget] = verdict_json(judged.verdict, judged.contenders, judged.scope);
+  }
+  return json;
+}
+
+/// Error against bytes, over all budgets: those that none dominates.
+ordered_json frontier_json(const Evaluation& evaluation) {
+  const auto judged = evaluation.all_judged();
+  if (judged.contenders.empty()) return ordered_json::array();
+  return verdict_json(judged.verdict, judged.contenders, judged.scope)["frontier"];
 }
 
 /// Fields of a record by the names of their columns.
@@ -143,13 +184,6 @@ ResultRow row_of(const Record& record) {
 
 }  // namespace
 
-ordered_json difference_json(const Difference& difference) {
-  return {{"mean", number_or_null(difference.mean)},
-          {"low", number_or_null(difference.interval.low)},
-          {"high", number_or_null(difference.interval.high)},
-          {"told_apart", difference.told_apart()}};
-}
-
 std::string config_columns(const CacheConfig& config, std::uint32_t budget_tokens) {
   return fmt::format("{},{},{},{},{},{},{}", csv_field(config.policy.name),
                      csv_field(config.policy.params_text()), csv_field(config.budget_text()),
@@ -173,7 +207,10 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
     add("all", "kl_p90", score.kl_p90, kNaN, score.tokens);
     add("all", "kl_p99", score.kl_p99, kNaN, score.tokens);
     add("all", "top1_agreement", score.same_first, kNaN, score.tokens);
-    add("all", "kv_bytes_peak", static_cast<double>(score.kv_bytes_peak), kNaN, 1);
+    add("all", "kv_bytes_mean", score.memory.mean, kNaN, 1);
+    add("all", "kv_bytes_peak", score.memory.peak, kNaN, 1);
+    add("all", "state_bytes", score.memory.state, kNaN, 1);
+    add("all", "budget_bytes", score.memory.budget, kNaN, 1);
     for (std::size_t t = 0; t < score.texts.size(); ++t) {
       add(texts[t], "nll", score.texts[t].nll, kNaN, score.texts[t].tokens);
       add(texts[t], "kl", score.texts[t].kl, kNaN, score.texts[t].tokens);
@@ -182,12 +219,14 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
   return csv;
 }
 
-std::string few_tokens_warning(const Evaluation& evaluation) {
-  const std::uint64_t tokens = evaluation.scores.front().tokens;
-  if (tokens >= kEnoughTokens) return "";
-  return fmt::format(
-      "{} scored tokens tell little apart; {} or more are better: a longer text, or several",
-      tokens, kEnoughTokens);
+std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
+  std::vector<std::string> lines;
+  for (const std::string& budget : evaluation.budgets()) {
+    const auto [scores, contenders, verdict, scope] = evaluation.judged(budget);
+    for (std::string& line : verdict_warnings(verdict, contenders, scope))
+      if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));
+  }
+  return lines;
 }
 
 ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::string>& texts) {
@@ -195,15 +234,13 @@ ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::stri
                     {"texts", texts},
                     {"tokens", evaluation.scores.front().tokens},
                     {"configurations", ordered_json::array()},
-                    {"pairs", ordered_json::array()},
+                    {"pairs", pairs_json(evaluation)},
                     {"contenders", contenders_json(evaluation)},
-                    {"warnings", ordered_json::array()}};
+                    {"verdicts", verdicts_json(evaluation)},
+                    {"frontier", frontier_json(evaluation)},
+                    {"warnings", eval_warnings(evaluation)}};
   for (const EvalScore& score : evaluation.scores)
     json["configurations"].push_back(score_json(score, texts));
-  for (const EvalPair& pair : evaluation.pairs)
-    json["pairs"].push_back(pair_json(evaluation, pair));
-  if (const std::string warning = few_tokens_warning(evaluation); !warning.empty())
-    json["warnings"].push_back(warning);
   return json;
 }
 

@@ -12,19 +12,18 @@
 namespace kvlab {
 
 inline constexpr int kEvalFormat = 1;
-/// Fewer scored tokens than this tell little apart.
-inline constexpr std::uint64_t kEnoughTokens = 1000;
 
 /// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value,stderr,count: one
 /// figure a row; `text` is `all` for what is over all of them. `texts` are their names.
 std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
-/// `format`, `texts`, `tokens`, `configurations`, `pairs`, `contenders` by budget, and `warnings`.
+/// `format`, `texts`, `tokens`, `configurations`, `pairs`, `contenders` and `verdicts` by budget,
+/// `frontier` and `warnings`.
 nlohmann::ordered_json eval_json(const Evaluation& evaluation,
                                  const std::vector<std::string>& texts);
 
-/// What to say on standard error: few scored tokens. Empty: nothing.
-std::string few_tokens_warning(const Evaluation& evaluation);
+/// What to say on standard error, one line each: verdict_warnings() of every budget.
+std::vector<std::string> eval_warnings(const Evaluation& evaluation);
 
 /// Beginning of each row of a tidy table that names a configuration: from policy to seed.
 std::string config_columns(const CacheConfig& config, std::uint32_t budget_tokens);
@@ -35,8 +34,5 @@ inline constexpr std::string_view kConfigColumns =
 /// a row's `trace` is its text. Throws std::runtime_error that names `file`, the line and the
 /// column.
 std::vector<ResultRow> parse_score_rows(std::string_view text, std::string_view file);
-
-/// {"mean", "low", "high", "told_apart"}.
-nlohmann::ordered_json difference_json(const Difference& difference);
 
 }  // namespace kvlab

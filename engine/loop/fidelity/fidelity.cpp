@@ -85,19 +85,16 @@ std::vector<BudgetGroup> by_budget(std::span<const CacheConfig> configs) {
 /// The pairs of a budget's configurations that KL tells apart: [better, worse].
 using Apart = std::vector<std::pair<std::size_t, std::size_t>>;
 Apart pairs_apart(std::span<const FidelityText> texts, const BudgetGroup& group) {
-  std::size_t tokens = 0;
-  for (const FidelityText& text : texts) tokens += text.kl_tokens.front().size();
-  ScoreBlocks blocks(group.configs.size());
+  PairedScores kl(group.configs.size());
   for (const FidelityText& text : texts) {
     std::vector<std::span<const double>> scores;
     for (const std::size_t c : group.configs) scores.emplace_back(text.kl_tokens[c]);
-    blocks.add(scores, ScoreBlocks::block_tokens(tokens));
+    kl.add_tokens(std::to_string(&text - texts.data()), scores);
   }
-  const PairedBootstrap bootstrap(blocks);
   Apart apart;
   for (std::size_t a = 0; a < group.configs.size(); ++a)
     for (std::size_t b = 0; b < group.configs.size(); ++b)
-      if (a != b && bootstrap.difference(a, b).ahead())
+      if (a != b && kl.difference(a, b).ahead())
         apart.emplace_back(group.configs[a], group.configs[b]);
   return apart;
 }

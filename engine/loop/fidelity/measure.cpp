@@ -10,6 +10,7 @@
 #include "sim/run/results.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/work_time.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,7 +19,11 @@ TraceReader capture(Backend& backend, const LoopText& text, const OpenLoopOption
   TraceWriter writer(options.capture, backend.trace_header({{"teacher_forced", true}}));
   writer.sketch(options.sketch);
   const auto decoder = backend.capturing_decoder(
-      ResolvedConfig{}, static_cast<std::uint32_t>(text.ids.size()), writer, {});
+      ResolvedConfig{}, static_cast<std::uint32_t>(text.ids.size()), writer,
+      [&](std::uint32_t tokens) {
+        if (options.capturing)
+          options.capturing(static_cast<double>(tokens) / static_cast<double>(text.ids.size()));
+      });
   const std::span all(text.ids);
   decoder->feed(all.first(text.prompt_tokens), SegmentKind::prompt);
   decoder->feed(all.subspan(text.prompt_tokens), SegmentKind::decode);
@@ -50,7 +55,7 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   return text;
 }
 
-OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
                        const OpenLoopOptions& options) {
   std::optional<TraceReader> captured;
   if (!text.trace) captured = capture(backend, text, options);
@@ -64,30 +69,39 @@ OpenLoop run_open_loop(Backend& backend, const LoopText& text, std::span<const C
               .threads = options.threads,
               .layers = {},
               .progress = options.progress});
-  OpenLoop loop{.figures = {}, .kv_bytes = std::vector<double>(configs.size())};
+  OpenLoopFigures figures;
   for (const Measurement& row : replayed.measurements) {
     if (row.layer >= 0) continue;
-    if (row.metric == "kv_bytes") loop.kv_bytes[row.config] = row.value;
     if (const MetricInfo* const metric = find_metric(row.metric); !metric || !metric->ranks)
       continue;
     const std::vector<double> none(configs.size(), std::numeric_limits<double>::quiet_NaN());
-    loop.figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
+    figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
   }
-  return loop;
+  return figures;
 }
 
-std::vector<std::vector<double>> closed_loop_kl(const Sweep& sweep, const LoopText& text,
-                                                std::span<const CacheConfig> configs,
-                                                unsigned threads,
-                                                std::function<void(double)> progress) {
+std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress) {
   std::vector<CacheConfig> with_full{CacheConfig{}};
   with_full.insert(with_full.end(), configs.begin(), configs.end());
-  auto scores = sweep(
+  return std::move(sweep(
       {text.ids}, with_full,
-      {.prompt_tokens = text.prompt_tokens, .threads = threads, .progress = std::move(progress)});
+      {.prompt_tokens = text.prompt_tokens, .threads = threads, .progress = std::move(progress)})[0]);
+}
+
+std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores) {
   std::vector<std::vector<double>> kl;
-  for (std::size_t c = 0; c < configs.size(); ++c) kl.push_back(std::move(scores[0][c + 1].kl));
+  for (std::size_t c = 1; c < scores.size(); ++c) kl.push_back(std::move(scores[c].kl));
   return kl;
+}
+
+double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads) {
+  constexpr std::size_t kTokens = 192;
+  LoopText beginning{.name = text.name, .ids = text.ids, .prompt_tokens = 1, .trace = {}};
+  beginning.ids.resize(std::min(kTokens, beginning.ids.size()));
+  const WorkTime took = timed([&] { closed_loop_scores(sweep, beginning, {}, threads, {}); });
+  return took.seconds / static_cast<double>(beginning.ids.size());
 }
 
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <stdexcept>
 
@@ -153,7 +154,7 @@ std::string leaders_of(const Comparison& comparison, const MetricInfo& metric) {
   if (figures.budgets().empty()) return "";
   const std::string& budget = figures.budgets()[(figures.budgets().size() - 1) / 2].text;
   std::vector<std::string> first;
-  const auto standings = rank_policies(figures, budget, metric);
+  const std::vector<Standing> standings = rank_policies(figures, budget, metric).standings;
   for (const std::string& name : comparison.names) {
     const std::string own = fmt::format(":{}", params_in("", name));
     const auto leader = std::ranges::find_if(standings, [&](const Standing& standing) {
@@ -176,7 +177,7 @@ std::string answer_of(const Comparison& comparison) {
   std::size_t better = 0, worse = 0, tied = 0;
   for (const ComparedRow& line : comparison.rows) {
     if (!line.difference) continue;
-    if (is_tie(*line.difference))
+    if (!line.difference->told_apart())
       ++tied;
     else
       ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
@@ -198,6 +199,16 @@ std::string answer_of(const Comparison& comparison) {
 }
 
 }  // namespace
+
+std::string difference_text(const std::optional<Difference>& difference) {
+  if (!difference) return "no sequence in common";
+  const Interval& interval = difference->interval;
+  const std::string mean = figure_text(difference->mean);
+  if (std::isnan(interval.low)) return mean + ", no error known: not told apart";
+  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low),
+                     figure_text(interval.high),
+                     difference->told_apart() ? "" : ", not told apart");
+}
 
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
   if (sets.size() < 2)
@@ -239,7 +250,8 @@ std::string compare_page(const Comparison& comparison) {
   return html_page(
       "kvlab: " + title,
       html_header("kvlab compare", escape(title), context, answer_of(comparison), "blue",
-                  "± is one standard error; a tie: at most two of the difference’s.") +
+                  "± is one standard error. Differences are paired, with their 95% interval; not told "
+                  "apart: zero lies in it.") +
           explorer.sections + table_of(comparison),
       explorer.data);
 }

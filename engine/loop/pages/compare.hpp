@@ -12,8 +12,11 @@ namespace kvlab {
 struct ComparedRow {
   std::string group, policy, budget;
   std::vector<std::optional<Average>> scores;  ///< by run
-  std::optional<Average> difference;           ///< the last run that has it less the first
+  std::optional<Difference> difference;        ///< the last run that has it less the first
 };
+
+/// "0.010 (-0.002 to 0.022), not told apart".
+std::string difference_text(const std::optional<Difference>& difference);
 
 /// What several runs say together. Nothing is averaged over models.
 struct Comparison {

@@ -1,6 +1,7 @@
 #include "engine/loop/pages/scores.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -123,7 +124,6 @@ ResultRow task_row(const std::vector<std::string>& fields, const std::string& wh
   if (fields.size() != 15)
     throw std::runtime_error(
         fmt::format("{}: {} columns; there should be 15", where, fields.size()));
-  const double low = number_of(fields[12], where), high = number_of(fields[13], where);
   return {.trace = fields[0],
           .policy = fields[1],
           .params = fields[2],
@@ -134,8 +134,40 @@ ResultRow task_row(const std::vector<std::string>& fields, const std::string& wh
           .seed = number_of<std::uint64_t>(fields[6], where),
           .metric = fields[10],
           .value = number_of(fields[11], where),
-          .standard_error = (high - low) / 2 / 1.96,
+          .standard_error = kNaN,  // from the answers
           .count = number_of<std::uint64_t>(fields[14], where)};
+}
+
+/// What a row of task.csv or answers.csv is of: configuration, mode, length, depth.
+std::string task_key(const std::vector<std::string>& fields, const std::string& words,
+                     const std::string& depth, std::string_view metric) {
+  return fmt::format("{},{},{},{}", fmt::join(fields.begin() + 1, fields.begin() + 8, ","), words,
+                     depth, metric);
+}
+
+/// Each draw's answer, of every place and of all together, by task_key(): what figures are paired
+/// by. Draws come in one order for every configuration.
+std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder) {
+  std::map<std::string, std::vector<double>> answers;
+  const std::string file = (folder / "answers.csv").string();
+  if (!std::filesystem::exists(file)) return answers;
+  const std::string text = read_text_file(file, kMaxBytes);
+  CsvReader reader(text);
+  reader.next();
+  while (const auto record = reader.next()) {
+    const std::string where = fmt::format("{}: line {}", file, reader.line());
+    const auto& own = *record;
+    if (own.size() != 15)
+      throw std::runtime_error(
+          fmt::format("{}: {} columns; there should be 15", where, own.size()));
+    for (const std::string& words : {own[8], std::string("all")})
+      for (const std::string& depth : {own[9], std::string("all")}) {
+        answers[task_key(own, words, depth, "exact_match")].push_back(number_of(own[13], where));
+        answers[task_key(own, words, depth, "log_likelihood")].push_back(
+            number_of(own[14], where));
+      }
+  }
+  return answers;
 }
 
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
@@ -147,8 +179,9 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
       .kind = "task",
       .headline = "exact_match",
       .sequences = fields.text("task"),
-      .note = "Answers of the model under each cache. ± is half of the 95% interval over 1.96."};
+      .note = "Answers of the model under each cache. Shares with their 95% intervals."};
   const std::string text = read_text_file(csv, kMaxBytes);
+  const auto answers = answers_in(folder);
   CsvReader reader(text);
   reader.next();
   std::map<std::string, std::size_t> places;
@@ -156,6 +189,9 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
     const std::string where = fmt::format("{}: line {}", csv, reader.line());
     ResultRow row = task_row(*record, where);
     const auto& own = *record;
+    if (const auto found = answers.find(task_key(own, own[8], own[9], own[10]));
+        found != answers.end())
+      row.blocks = found->second;
     const std::string name = fmt::format("{}, {}, {}, {}", model, own[7],
                                          own[8] == "all" ? "all lengths" : own[8] + " words",
                                          own[9] == "all" ? "all depths" : "depth " + own[9]);
@@ -236,9 +272,10 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
   const auto metric = std::ranges::find(set.metrics, set.headline, &MetricInfo::name);
   const Figures first(set.groups.front().rows);
   if (metric != set.metrics.end())
-    if (const auto standings = rank_policies(first, options.budget, *metric); !standings.empty())
+    if (const auto ranking = rank_policies(first, options.budget, *metric); !ranking.empty())
       for (std::size_t s = 0; s < figures.series().size(); ++s)
-        if (figures.series()[s].label == first.series()[standings.front().series].label)
+        if (figures.series()[s].label ==
+            first.series()[ranking.standings[ranking.winner].series].label)
           data["winner"] = s;
   if (set.kind == "task") data["x_title"] = "budget, as asked";
   Explorer explorer;

@@ -7,6 +7,7 @@
 #include "engine/loop/pages/scores.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
+#include "sim/report/verdict.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -15,8 +16,8 @@ namespace kvlab {
 namespace {
 
 constexpr const char* kFootnote =
-    "An answer is right if it is exactly what was hidden. Shares have Wilson’s 95% intervals; ± is "
-    "half of one over 1.96. Two that differ by less than two such errors are said to tie.";
+    "An answer is right if it is exactly what was hidden. Shares have 95% intervals. Two are told "
+    "apart by the draws that only one of them answers right, in an exact test.";
 constexpr const char* kMeanings =
     "<dt>right answers</dt><dd>the share of questions that the model answers word for word</dd>\n"
     "<dt>log-likelihood</dt><dd>what the model gives the right answer, mean of the draws, "
@@ -24,20 +25,17 @@ constexpr const char* kMeanings =
     "<dt>lost, gained</dt><dd>beside the first configuration, over the same questions</dd>\n"
     "<dt>query-agnostic</dt><dd>the question comes after the eviction; query-aware: before</dd>\n";
 
-/// "At 64, h2o answers best: 0.9 ± 0.1." of the first group, at each budget.
+/// The verdict of the first group at each budget.
 std::string answer_of(const ScoreSet& set) {
   const Figures figures(set.groups.front().rows);
   std::string text;
   for (const BudgetColumn& budget : figures.budgets()) {
-    const auto standings = rank_policies(figures, budget.text, set.metrics.front());
-    if (standings.empty()) continue;
-    std::vector<std::string> tied;
-    for (const Standing& standing : standings)
-      if (standing.ties)
-        tied.push_back("<strong>" + escape(figures.series()[standing.series].label) + "</strong>");
-    text += fmt::format("{}At {}, {} {}: {}.", text.empty() ? "" : " ", escape(budget.text),
-                        join_names(tied), tied.size() > 1 ? "tie" : "answers best",
-                        average_text(standings.front().score));
+    Ranking ranking = rank_policies(figures, budget.text, set.metrics.front());
+    if (ranking.empty()) continue;
+    const Average& score = ranking.standings[ranking.winner].score;
+    if (!text.empty()) text += "<br>";
+    text += escape(verdict_text(ranking.verdict, ranking.contenders, ranking.scope));
+    text += fmt::format(" Right answers: {}.", average_text(score));
   }
   return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
 }

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <numeric>
 
 namespace kvlab {
 namespace {
@@ -53,14 +53,13 @@ class Figures {
   }
   void add_mean(std::string_view metric, const std::vector<double>& values) {
     if (values.empty()) return;
-    const auto count = static_cast<double>(values.size());
-    double sum = 0, squares = 0;
-    for (const double value : values) sum += value;
-    const double mean = sum / count;
-    for (const double value : values) squares += (value - mean) * (value - mean);
-    const double half = values.size() < 2 ? std::numeric_limits<double>::quiet_NaN()
-                                          : kDeviations * std::sqrt(squares / (count - 1) / count);
-    add(metric, mean, {mean - half, mean + half}, values.size());
+    PairedScores scores(1);
+    const double sum = std::accumulate(values.begin(), values.end(), 0.0);
+    scores.add({.text = "draws",
+                .means = {sum / static_cast<double>(values.size())},
+                .blocks = {values}});
+    const Difference average = scores.average(0);
+    add(metric, average.mean, average.interval, values.size());
   }
 
   TaskFigure figure_;

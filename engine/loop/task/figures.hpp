@@ -25,7 +25,7 @@ Interval wilson_interval(std::uint64_t hits, std::uint64_t count);
 ///     (all three with wilson_interval())
 ///   log_likelihood: of the right answer, mean of the draws, nats
 ///   log_likelihood_change: from the first configuration's, mean over the same draws
-///     (both ± 1.96 standard errors; the interval is NaN for fewer than two draws)
+///     (both as PairedScores has them: NaN for fewer than eight draws)
 struct TaskFigure {
   std::size_t config;
   QueryMode mode;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <string>
 
 namespace kvlab {
 namespace {
@@ -23,6 +24,8 @@ class Runner {
     left_.resize(field.contenders);
     std::iota(left_.begin(), left_.end(), std::size_t{0});
   }
+
+  std::size_t first_contenders() const { return std::min(field_.contenders, affordable(0)); }
 
   Race race() {
     for (std::size_t round = 0; round < rounds_.size(); ++round) {
@@ -64,8 +67,8 @@ class Runner {
     }
     const double shrinks = std::sqrt(done / all);
     return std::ranges::none_of(race_.rounds.back().entries, [&](const RaceEntry& entry) {
-      const auto& [mean, interval] = entry.behind;
-      return entry.fate == RaceFate::stays && !(mean <= shrinks * (mean - interval.low));
+      const double mean = entry.behind.mean, low = entry.behind.interval.low;
+      return entry.fate == RaceFate::stays && mean != 0 && !(mean <= shrinks * (mean - low));
     });
   }
 
@@ -90,30 +93,31 @@ class Runner {
       auto scores = run_(text, left_);
       for (std::size_t i = 0; i < left_.size(); ++i)
         scores_[left_[i]].push_back(std::move(scores[i]));
+      ran_.push_back(text);
       race_.work += field_.lengths[text] * (left_.size() + 1);
     }
   }
 
   /// Those that ran, over all text so far. As long as more is to come, a small difference decides
   /// nothing: what is ahead on one text may be behind on the next.
-  std::vector<RaceEntry> standings(bool more) const {
-    std::size_t total = 0;
-    for (const auto& text : scores_[left_.front()]) total += text.size();
-    ScoreBlocks blocks(left_.size());
-    for (std::size_t text = 0; text < scores_[left_.front()].size(); ++text) {
+  std::vector<RaceEntry> standings(bool more) {
+    race_.last = left_;
+    race_.kl = PairedScores(left_.size());
+    for (std::size_t place = 0; place < ran_.size(); ++place) {
       std::vector<std::span<const double>> scores;
-      for (const std::size_t contender : left_) scores.emplace_back(scores_[contender][text]);
-      blocks.add(scores, ScoreBlocks::block_tokens(total));
+      for (const std::size_t contender : left_) scores.emplace_back(scores_[contender][place]);
+      if (field_.repeats.empty() || !field_.repeats[ran_[place]])
+        race_.kl.add_tokens(std::to_string(ran_[place]), scores);
     }
-    const PairedBootstrap bootstrap(blocks);
+    const PairedScores& kl = race_.kl;
     std::vector<std::size_t> order(left_.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
-    std::ranges::stable_sort(order, {}, [&](std::size_t i) { return bootstrap.mean(i); });
+    std::ranges::stable_sort(order, {}, [&](std::size_t i) { return kl.mean(i); });
     std::vector<RaceEntry> entries;
     for (const std::size_t i : order) {
-      const Difference behind = bootstrap.difference(i, order.front());
-      const double margin = more ? kMargin * bootstrap.mean(order.front()) : 0;
-      entries.push_back({left_[i], bootstrap.mean(i), behind,
+      const Difference behind = kl.difference(i, order.front());
+      const double margin = more ? kMargin * kl.mean(order.front()) : 0;
+      entries.push_back({left_[i], kl.mean(i), behind,
                          behind.interval.low > margin ? RaceFate::behind : RaceFate::stays});
     }
     return entries;
@@ -124,6 +128,7 @@ class Runner {
   Rounds rounds_;
   double limit_ = 0;
   std::vector<std::size_t> left_;                         // the best first
+  std::vector<std::size_t> ran_;                          // texts, as they came
   std::vector<std::vector<std::vector<double>>> scores_;  // [contender][text, as they came][token]
   Race race_;
 };
@@ -161,6 +166,22 @@ Rounds race_texts(std::size_t texts) {
     rounds[round].push_back(text);
   }
   return rounds;
+}
+
+double work_from(const RaceField& field, std::size_t text, std::size_t contenders) {
+  double work = 0, left = static_cast<double>(contenders);
+  for (const std::vector<std::size_t>& round : race_texts(field.lengths.size())) {
+    if (round.back() < text) continue;
+    for (const std::size_t t : round)
+      if (t >= text) work += (left + 1) * static_cast<double>(field.lengths[t]);
+    left /= 2;
+  }
+  return work;
+}
+
+std::size_t first_contenders(const RaceField& field) {
+  const RaceRun none;
+  return Runner(field, none).first_contenders();
 }
 
 Race run_race(const RaceField& field, const RaceRun& run) { return Runner(field, run).race(); }

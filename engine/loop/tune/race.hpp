@@ -7,15 +7,14 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/loop/statistics.hpp"
+#include "sim/run/comparison.hpp"
 
 namespace kvlab {
 
 /// Why a contender takes no part in the next round.
 enum class RaceFate {
   stays,
-  behind,  ///< the leader is ahead, by a paired block bootstrap; by 5% of its KL until the last
-           ///< round
+  behind,  ///< the leader is ahead, in pairs; by 5% of its KL until the last round
   spared   ///< not shown to be behind; the work would have been too much
 };
 
@@ -48,15 +47,18 @@ struct Race {
   /// The winner, and behind it those that cannot be told apart from it.
   std::vector<std::size_t> first;
   RaceEnd end = RaceEnd::text;
-  std::uint64_t work = 0;        ///< configuration-tokens of the closed loop, the full cache's too
-  std::uint64_t exhaustive = 0;  ///< what all of the grid over all texts would have been
-  bool limited = false;          ///< contenders were spared for the work's sake
+  std::uint64_t work = 0;         ///< configuration-tokens of the closed loop, the full cache's too
+  std::uint64_t exhaustive = 0;   ///< what all of the grid over all texts would have been
+  bool limited = false;           ///< contenders were spared for the work's sake
+  std::vector<std::size_t> last;  ///< contenders of the last round
+  PairedScores kl{0};             ///< theirs, in that order, over all text that was run
 };
 
 struct RaceField {
   std::size_t contenders;              ///< the grid, 0 being the open loop's first
   std::vector<std::uint64_t> lengths;  ///< of the texts, tokens
   double share = 0.25;  ///< of the exhaustive work; two contenders always run, over all texts
+  std::vector<bool> repeats = {};  ///< [text]: another has the same tokens, and counts; empty: none
 };
 
 /// Runs the contenders (indices) and the full cache over a text: KL by token [contender][token].
@@ -65,6 +67,12 @@ using RaceRun = std::function<std::vector<std::vector<double>>(
 
 /// Texts by round: a quarter of them, as many again, the rest.
 std::vector<std::vector<std::size_t>> race_texts(std::size_t texts);
+
+/// Configuration-tokens that are still to come from a text on, which runs `contenders`, if every
+/// later round has half of the one before it.
+double work_from(const RaceField& field, std::size_t text, std::size_t contenders);
+/// How many of the field the work allows in the first round.
+std::size_t first_contenders(const RaceField& field);
 
 /// Each round runs those that are left over more text. Those that the leader is ahead of leave; so
 /// do the last in order where the next rounds, halved each, would be more work than there may be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import tempfile
@@ -93,7 +94,7 @@ class Run:
         return self._held.csv()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """A new folder as `kvlab replay` leaves it: results.csv, run.json, kept.json."""
+        """A new folder as `kvlab replay` leaves it: results.csv, blocks.csv, run.json, kept.json."""
         self._held.save(os.fspath(directory))
 
     @property
@@ -102,9 +103,26 @@ class Run:
         names = ("policy", "params", "budget", "prefill", "positions")
         return [dict(zip(names, entry, strict=True)) for entry in self._held.grid]
 
+    def ranking(self, budget: str | int, metric: str = "") -> dict[str, Any]:
+        """Who stands how at a budget, as `kvlab deploy` judges: `standings`, the best first and behind them who holds
+        more than the budget, and `verdict`, with its `text`, `winner`, `ties`, `frontier` and `warnings`.
+
+        `metric`: the one that decides, where none is named.
+        """
+        return dict(json.loads(self._held.ranking(str(budget), metric)))
+
     @property
     def notices(self) -> list[str]:
-        return self._held.notices
+        """What the replay left out, and what to be wary of before two policies are compared."""
+        lines = list(self._held.notices)
+        for budget in self._held.budgets:
+            try:
+                verdict = self.ranking(budget)["verdict"]
+            except ValueError:  # references alone
+                continue
+            lines += [f"{name} holds more than {budget} tokens take: no contender" for name in verdict["holds_more"]]
+            lines += verdict["warnings"]
+        return list(dict.fromkeys(lines))
 
     def kept(
         self,

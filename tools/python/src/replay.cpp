@@ -16,12 +16,14 @@
 #include "sim/budgets/grid.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/metrics.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
 #include "tools/python/src/policy.hpp"
 #include "tools/python/src/trace.hpp"
 #include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab::python {
@@ -217,6 +219,34 @@ void save(PythonRun& self, const std::string& directory) {
   folder.commit();
 }
 
+/// Of a budget, as JSON: {"standings", "verdict"}. An empty metric: the one that decides.
+std::string ranking(const PythonRun& self, const std::string& budget, const std::string& metric) {
+  const Figures figures(self.run.rows);
+  const MetricInfo* const by = find_metric(metric.empty() ? best_metric(self.run.rows) : metric);
+  const BudgetColumn* const column = figures.find_budget(budget);
+  if (!by || !by->ranks)
+    throw std::invalid_argument(fmt::format("ranking: '{}' is no metric that ranks", metric));
+  if (!column)
+    throw std::invalid_argument(fmt::format("ranking: budget {} is not in this run", budget));
+  Ranking found = rank_policies(figures, column->text, *by);
+  if (found.empty())
+    throw std::invalid_argument(
+        fmt::format("ranking: no policy has {} at budget {}", by->name, budget));
+  found.scope.tokens = scored_tokens(self.run.info, self.run.rows);
+  found.scope.unmeasured = "open loop; answers were not asked";
+  return nlohmann::ordered_json{
+      {"standings", standings_json(found, figures)},
+      {"verdict", verdict_json(found.verdict, found.contenders, found.scope)}}
+      .dump();
+}
+
+std::vector<std::string> budgets_of(const PythonRun& self) {
+  std::vector<std::string> budgets;
+  for (const BudgetColumn& budget : Figures(self.run.rows).budgets())
+    budgets.push_back(budget.text);
+  return budgets;
+}
+
 PythonRun load(const std::string& directory) {
   return result_of_long([&] { return PythonRun{load_run(directory)}; });
 }
@@ -233,8 +263,11 @@ std::vector<std::tuple<std::string, std::string, bool, bool>> metrics() {
 void bind_replay(nb::module_& module) {
   nb::class_<PythonRun>(module, "Run", "What a replay came to.")
       .def_static("load", load, nb::arg("directory"))
-      .def("save", save, nb::arg("directory"), "Writes results.csv, run.json and kept.json.")
+      .def("save", save, nb::arg("directory"), "Writes results.csv, blocks.csv, run.json and kept.json.")
       .def("columns", columns_of, "The columns of results.csv: arrays, or of texts (codes, texts).")
+      .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
+           "JSON: standings and verdict at a budget.")
+      .def_prop_ro("budgets", budgets_of, "As asked, by tokens.")
       .def("csv", [](const PythonRun& self) { return results_csv(self.run.rows); })
       .def("kept", kept_of, nb::arg("trace"), nb::arg("sequence"), nb::arg("config"),
            nb::arg("own"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("plain"),

@@ -1,0 +1,41 @@
+// How many tokens a cache holds through a sequence. Who is live depends on what is observed, how
+// many are does not: one count for every executor.
+#pragma once
+
+#include <cstdint>
+
+#include "policies/cache_config.hpp"
+
+namespace kvlab {
+
+/// Of one KV head.
+struct LiveCounts {
+  std::uint64_t evictions = 0;
+  std::uint32_t most = 0, end = 0;  ///< prompts included; behind the last token
+  double mean = 0;                  ///< over decoded queries, each itself included
+  std::uint32_t peak = 0;           ///< likewise; both are `end` where none is decoded
+};
+
+/// `config` with its admissions; `budget` is the head's. Under ada() `budget` is the mean over the
+/// heads of a layer, and the sums over them are right.
+LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
+
+/// Bytes of a token's key and value on one KV head: 2 an element, whatever they are computed in.
+constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
+  return std::uint64_t{2} * head_size * 2;
+}
+/// What a configuration holds in all layers and heads, bytes.
+struct Memory {
+  double mean = 0, peak = 0;  ///< keys and values over decoded queries, 16 bit; the heads' summed
+  double state = 0;           ///< policy state beside them, at the end
+  double budget = 0;          ///< what the budget's tokens would take
+
+  double total() const { return mean + state; }
+};
+/// `config` with its admissions, in a model of so many heads.
+Memory memory_of(const ResolvedConfig& config, HeadCounts model, std::uint32_t head_size);
+
+/// Of its policy state and columns, its position and, where positions are squeezed, its rank.
+std::uint64_t state_bytes_per_token(const CacheConfig& config);
+
+}  // namespace kvlab
