@@ -9,6 +9,7 @@
 
 #include "engine/output_sketch.hpp"
 #include "sim/device/cuda_replay.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/options.hpp"
@@ -148,6 +149,14 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
       print_metric(figures, metric, width);
     }
   print_kept(trace, figures, width);
+  for (const BudgetColumn& budget : figures.budgets()) {
+    const Ranking ranking = rank_policies(figures, budget.text, *find_metric(best));
+    if (ranking.empty()) continue;
+    fmt::print("{}\n", verdict_text(ranking.verdict, ranking.contenders, ranking.scope));
+    for (const std::string& warning :
+         verdict_warnings(ranking.verdict, ranking.contenders, ranking.scope))
+      fmt::print("  {}\n", warning);
+  }
 }
 
 /// As --show names them. Throws std::invalid_argument for what is no figure.

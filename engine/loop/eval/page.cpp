@@ -22,11 +22,9 @@ using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
 constexpr const char* kFootnote =
-    "Closed loop, teacher-forced: evictions change what later layers see. Two policies count as "
-    "told "
-    "apart where the 95% interval of their paired difference, by a bootstrap over blocks of "
-    "tokens, "
-    "leaves out zero.";
+    "Closed loop, teacher-forced: evictions change what later layers see. Two policies are told "
+    "apart where the 95% interval of their paired difference, over texts or over the blocks of one "
+    "text, leaves out zero.";
 constexpr const char* kMeanings =
     "<dt>KL</dt><dd>how far the next token’s distribution moves from the full cache’s, nats; mean, "
     "and percentiles over the tokens</dd>\n"
@@ -69,24 +67,18 @@ class EvalPage {
                        escape(join_names(texts())));
   }
 
-  /// "At 64, h2o is ahead." or "At 64, h2o and lru cannot be told apart."
+  /// The verdict at each budget, and what to be wary of.
   std::string answer() const {
+    if (!fields_.has("verdicts"))
+      return "This evaluation is older than verdicts about equal memory; evaluate again.";
     std::string text;
-    const JsonFields contenders = fields_.object("contenders");
-    for (const std::string& budget : budgets_) {
-      if (!contenders.has(budget)) continue;
-      std::vector<std::string> tied;
-      for (const json& entry : contenders.list(budget)) {
-        const JsonFields contender(entry, contenders.where() + ": " + budget);
-        if (!contender.object("behind").flag("told_apart", false))
-          tied.push_back(
-              fmt::format("<strong>{}</strong>", escape(brief_policy(contender.text("policy")))));
-      }
-      if (tied.empty()) continue;
-      text +=
-          fmt::format("{}At {}, {} {}.", text.empty() ? "" : " ", escape(budget), join_names(tied),
-                      tied.size() == 1 ? "is ahead of all others" : "cannot be told apart");
+    const JsonFields verdicts = fields_.object("verdicts");
+    for (const auto& [budget, verdict] : verdicts.json().items()) {
+      const JsonFields one(verdict, verdicts.where() + ": " + budget);
+      text += (text.empty() ? "" : "<br>") + escape(one.text("text"));
     }
+    for (const json& warning : fields_.list("warnings"))
+      text += "<br>Note: " + escape(warning.is_string() ? warning.get<std::string>() : "?") + ".";
     return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
   }
 
@@ -104,13 +96,21 @@ class EvalPage {
                         first ? Cell("first") : figure_cell(number(behind, "mean")),
                         first ? Cell("") : figure_cell(number(behind, "low")),
                         first ? Cell("") : figure_cell(number(behind, "high")),
-                        first                              ? ""
-                        : behind.flag("told_apart", false) ? "behind"
-                                                           : "cannot be told apart"});
+                        first                                 ? ""
+                        : contender.flag("holds_more", false) ? "holds more than the budget"
+                        : behind.flag("told_apart", false)    ? "behind"
+                                                              : "cannot be told apart",
+                        bytes_cell(number(contender, "kv_bytes_mean")),
+                        bytes_cell(number(contender, "kv_bytes_peak"))});
       }
-      html +=
-          table({{"policy", false}, {"behind the first, nats"}, {"95% from"}, {"to"}, {"", false}},
-                rows, "budget " + escape(budget));
+      html += table({{"policy", false},
+                     {"behind the first, nats"},
+                     {"95% from"},
+                     {"to"},
+                     {"", false},
+                     {"mean KV"},
+                     {"peak KV"}},
+                    rows, "budget " + escape(budget));
     }
     return html_section("Who is ahead",
                         "Paired over the same tokens, by KL (by −ln p where the full cache was "
@@ -128,7 +128,8 @@ class EvalPage {
                                one.text("params"))),
            escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
            cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"), cell("kl_deviation"),
-           cell("top1_agreement"), bytes_cell(one.number("kv_bytes_peak"))});
+           cell("top1_agreement"), bytes_cell(number(one, "kv_bytes_mean")),
+           bytes_cell(one.number("kv_bytes_peak"))});
     }
     return html_section("All figures", "",
                         table({{"policy", false},
@@ -141,6 +142,7 @@ class EvalPage {
                                {"99%"},
                                {"between texts"},
                                {"top-1"},
+                               {"mean KV"},
                                {"peak KV"}},
                               rows));
   }
