@@ -147,7 +147,7 @@ void HeadStats::resize(const QuerySpan& span, std::uint32_t group,
                        const ProjectionColumns& columns) {
   heads.resize(group);
   for (PerQueryHead& head : heads) {
-    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error, &head.squared})
+    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
       ratio->resize(span.blocks());
     head.spans.resize(span.named().size());
     for (BlockedRatio& ratio : head.spans) ratio.resize(span.blocks());
@@ -169,8 +169,7 @@ bool HeadStats::fits(const QuerySpan& span, std::uint32_t group,
          (changes.empty() || changes.size() == std::size_t{span.size()} * columns.draws) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
-                  blocked(head.error) && blocked(head.squared) &&
-                  head.spans.size() == span.named().size() &&
+                  blocked(head.error) && head.spans.size() == span.named().size() &&
                   std::all_of(head.spans.begin(), head.spans.end(), blocked);
          });
 }
@@ -192,7 +191,6 @@ void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uin
 }
 
 void HeadStats::add_error(QuerySpan::Place place, std::uint32_t head, double error, double size) {
-  heads[head].squared.add(place.block, error, 1);
   error2[place.sample] += error;
   output2[place.sample] += size;
   if (size > 0)

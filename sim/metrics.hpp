@@ -97,7 +97,6 @@ inline constexpr double kRecallFloor = 1e-9;
 struct HeadStats {
   struct PerQueryHead {
     BlockedRatio recall, nll, miss, error;
-    BlockedRatio squared;             ///< mean of squared norms of errors
     std::vector<BlockedRatio> spans;  ///< by named span: what is kept of its probability, and all
     std::uint64_t zero_outputs = 0;
   };

@@ -387,7 +387,6 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
     if (head < group) {
       of = args.samples.errors[sample * kMostReplayGroup + head];
       const int block = span_block(args.span, index);
-      figure_sum(args, figure, ReplaySum::squared, head, block) += of.x;
       if (of.y > 0) {
         figure_sum(args, figure, ReplaySum::error, head, block) += sqrt(of.x / of.y);
         figure_sum(args, figure, ReplaySum::errors, head, block) += 1;

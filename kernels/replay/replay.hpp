@@ -217,8 +217,8 @@ struct ReplaySamples {
 };
 
 /// What is summed for each query head and block of the span.
-enum class ReplaySum { recall, nll, missed, wanted, error, errors, squared };
-inline constexpr int kReplaySums = 7;
+enum class ReplaySum { recall, nll, missed, wanted, error, errors };
+inline constexpr int kReplaySums = 6;
 
 struct ReplayFigures {
   double* sums;     // [unit, configuration, ReplaySum, head (of quads), 16]; null: no figures

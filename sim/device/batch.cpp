@@ -208,16 +208,12 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
   for (std::uint32_t i = 0; i < plan_.span.size(); ++i)
     stats.heads[0].recall.below[plan_.span.block_of(i)] += 1;
   const std::vector<double> queries = stats.heads[0].recall.below;
-  std::vector<double> samples(plan_.span.blocks());
-  for (std::uint32_t i = 0; i < plan_.span.samples(); ++i)
-    samples[plan_.span.block_of_sample(i)] += 1;
   for (std::size_t head = 0; head < sizes_.group; ++head) {
     HeadStats::PerQueryHead& own = stats.heads[head];
     own.recall.below = own.nll.below = queries;
     for (std::uint32_t block = 0; block < plan_.span.blocks(); ++block) {
       own.recall.above[block] = sum(ReplaySum::recall, head, block);
       own.nll.above[block] = sum(ReplaySum::nll, head, block);
-      own.squared.add(block, sum(ReplaySum::squared, head, block), samples[block]);
       own.miss.add(block, sum(ReplaySum::missed, head, block), sum(ReplaySum::wanted, head, block));
       own.error.add(block, sum(ReplaySum::error, head, block), sum(ReplaySum::errors, head, block));
       for (std::size_t s = 0; s < sizes_.named; ++s) {

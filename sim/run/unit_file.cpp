@@ -101,8 +101,7 @@ void outcome_fields(Stream& stream, Outcome& outcome) {
       to(of.above);
       to(of.below);
     };
-    for (auto* of : {&head.recall, &head.nll, &head.miss, &head.error, &head.squared})
-      ratio(s, *of);
+    for (auto* of : {&head.recall, &head.nll, &head.miss, &head.error}) ratio(s, *of);
     s.list(head.spans, ratio);
   });
 }

@@ -100,42 +100,28 @@ void quick_distances(const float* a, const float* b, std::size_t heads, const fl
   }
 }
 
-/// Of D draws: sixteen running sums each.
-template <int D>
-void add_some_changes(const float* a, const float* b, std::size_t heads, const float* factors,
-                      std::size_t count, const float* gradients, float* changes) {
-  const std::size_t whole = count / kTokens * kTokens, width = heads * count;
-  Floats sum[D][kPieces] = {};
-  double rest[D] = {};
-  for (std::size_t h = 0; h < heads; ++h, a += count, b += count, gradients += count) {
-    const float factor = factors[h];
-    for (std::size_t i = 0; i < whole; i += kTokens)
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
-        const Floats x = factor * load(b + at) - load(a + at);
-        for (int d = 0; d < D; ++d) sum[d][piece] += load(gradients + d * width + at) * x;
-      }
-    for (std::size_t i = whole; i < count; ++i)
-      for (int d = 0; d < D; ++d)
-        rest[d] += static_cast<double>(gradients[d * width + i]) *
-                   static_cast<double>(factor * b[i] - a[i]);
-  }
-  for (int d = 0; d < D; ++d) {
-    const Four four = by_halves(sum[d], kPieces, [](auto x, auto y) { return x + y; });
-    changes[d] += static_cast<float>(
-        static_cast<double>((four[0] + four[2]) + (four[1] + four[3])) + rest[d]);
-  }
-}
-
+/// Sixteen running sums for each draw.
 void add_changes(const float* a, const float* b, std::size_t heads, const float* factors,
                  std::size_t count, const float* gradients, std::size_t draws, float* changes) {
-  constexpr std::size_t kAtOnce = 4;
-  std::size_t d = 0;
-  for (; d + kAtOnce <= draws; d += kAtOnce)
-    add_some_changes<kAtOnce>(a, b, heads, factors, count, gradients + d * heads * count,
-                              changes + d);
-  for (; d < draws; ++d)
-    add_some_changes<1>(a, b, heads, factors, count, gradients + d * heads * count, changes + d);
+  const std::size_t whole = count / kTokens * kTokens;
+  for (std::size_t d = 0; d < draws; ++d) {
+    Floats sum[kPieces] = {};
+    double rest = 0;
+    for (std::size_t h = 0; h < heads; ++h, gradients += count) {
+      const float *full = a + h * count, *kept = b + h * count;
+      const float factor = factors[h];
+      for (std::size_t i = 0; i < whole; i += kTokens)
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+          sum[piece] += load(gradients + at) * (factor * load(kept + at) - load(full + at));
+        }
+      for (std::size_t i = whole; i < count; ++i)
+        rest += static_cast<double>(gradients[i]) * static_cast<double>(factor * kept[i] - full[i]);
+    }
+    const Four four = by_halves(sum, kPieces, [](auto x, auto y) { return x + y; });
+    changes[d] +=
+        static_cast<float>(static_cast<double>((four[0] + four[2]) + (four[1] + four[3])) + rest);
+  }
 }
 
 /// Sixteen running sums, index modulo 16, added by halves.
