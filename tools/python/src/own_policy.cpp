@@ -10,6 +10,7 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/columns/columns.hpp"
+#include "policies/modifiers/ranks.hpp"
 #include "tools/python/src/array.hpp"
 #include "traces/base/files.hpp"
 
