@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -12,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "kernels/decode/pair_attention.hpp"
@@ -61,7 +63,13 @@ const std::vector<kvlab_policy>& policies() {
 
 /// `said`: what is wrong.
 cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::string& said) try {
-  std::ifstream file(path, std::ios::binary);
+  constexpr std::uintmax_t kMaxBytes = 1 << 20;
+  std::error_code error;
+  if (const auto bytes = std::filesystem::file_size(path, error); !error && bytes > kMaxBytes) {
+    said = std::string(path) + ": has more than a MiB; a policy's header is expected";
+    return cudaErrorInvalidSource;
+  }
+  std::ifstream file(error ? "" : path, std::ios::binary);  // no pipe, no device
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file) {
     said = std::string(path) + ": cannot be read";

@@ -118,6 +118,11 @@ std::string prompt_from(const po::variables_map& options) {
   return prompt;
 }
 
+std::string prompt_name(const po::variables_map& options) {
+  if (!options.count("prompt-file")) return "--prompt";
+  return "--prompt-file " + options["prompt-file"].as<std::string>();
+}
+
 void add_turn_options(po::options_description& options) {
   auto add = options.add_options();
   add("max-new-tokens", number_option("N", 100), "tokens to sample after each turn, at most");

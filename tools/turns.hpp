@@ -20,6 +20,8 @@ void add_prompt_options(po::options_description& options);
 /// The text of whichever was given. Throws std::invalid_argument unless it is exactly one of them,
 /// std::runtime_error for a file that cannot be read.
 std::string prompt_from(const po::variables_map& options);
+/// What it is called in an error: "--prompt", or the file.
+std::string prompt_name(const po::variables_map& options);
 
 /// The tokenizer of the model in `directory`. Throws std::runtime_error as Tokenizer::load(), or
 /// that names another kind of tokenizer there.

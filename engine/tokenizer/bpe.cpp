@@ -212,6 +212,13 @@ void Bpe::read_fallbacks(const Node& model) {
   }
   byte_fallback_is_whole_ = std::all_of(byte_ids_.begin(), byte_ids_.end(),
                                         [](const auto& id) { return id.has_value(); });
+  const std::unordered_set<std::optional<std::int32_t>> bytes(byte_ids_.begin(), byte_ids_.end());
+  const auto is_byte = [&](std::uint64_t id) {
+    return bytes.contains(static_cast<std::int32_t>(id));
+  };
+  bytes_stand_alone_ = byte_fallback_is_whole_ && std::ranges::none_of(merges_, [&](const auto& m) {
+                         return is_byte(m.first >> 32) || is_byte(m.first & 0xffffffffu);
+                       });
 }
 
 std::optional<std::int32_t> Bpe::id_of(std::string_view token) const {
@@ -224,8 +231,12 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-// Between two known characters that no merge joins: none can reach across, nor can unknown ones be
-// fused there.
+// Whether merges and the fusing of unknown characters can reach past this one only by a junction.
+bool Bpe::stands_alone(std::string_view character) const {
+  return id_of(character).has_value() || bytes_stand_alone_;
+}
+
+// Between two characters that no merge joins.
 std::size_t Bpe::end_of_block(std::string_view piece) const {
   std::size_t before = 0;
   for (std::size_t at = char_bytes(piece[0]); at < piece.size();
@@ -233,7 +244,7 @@ std::size_t Bpe::end_of_block(std::string_view piece) const {
     if (at < kBlockBytes || junctions_.contains(junction_key(piece, at))) continue;
     const std::string_view left = piece.substr(before, at - before),
                            right = piece.substr(at, char_bytes(piece[at]));
-    if (id_of(left) && id_of(right)) return at;
+    if (stands_alone(left) && stands_alone(right)) return at;
   }
   return piece.size();
 }

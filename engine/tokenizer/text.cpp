@@ -125,8 +125,14 @@ std::size_t valid_bytes(std::string_view bytes) {
 }
 
 std::string replace_invalid_utf8(std::string_view bytes) {
+  std::size_t size = 0;
+  for (std::size_t at = 0; at < bytes.size();) {
+    const Part part = part_at(bytes, at);
+    size += part.valid ? part.bytes : kReplacement.size();
+    at += part.bytes;
+  }
   std::string text;
-  text.reserve(bytes.size());
+  text.reserve(size);
   for (std::size_t at = 0; at < bytes.size();) {
     const Part part = part_at(bytes, at);
     text += part.valid ? bytes.substr(at, part.bytes) : kReplacement;

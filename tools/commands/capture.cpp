@@ -170,8 +170,8 @@ int run(const po::variables_map& options) {
   const auto backend = load_backend(device, directory, threads);
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = tokenizer_of(directory, config);
-  const Plan plan =
-      plan_from(options, tokenizer, first_ids("--prompt", prompt, tokenizer, most_from(options)));
+  const Plan plan = plan_from(
+      options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer, most_from(options)));
 
   const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
   if (!options["beyond-context"].as<bool>()) refuse_beyond_context(config, prompt_tokens(plan));

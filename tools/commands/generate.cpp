@@ -127,7 +127,8 @@ int run(const po::variables_map& options) {
   const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = tokenizer_of(directory, config);
-  const auto turns = turns_from(options, tokenizer, first_ids("--prompt", prompt, tokenizer));
+  const auto turns =
+      turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
   if (asked.file) check_shape(*asked.file, config.shape());
   const ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());

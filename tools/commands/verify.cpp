@@ -86,7 +86,7 @@ struct Dialogue {
 
 Dialogue dialogue_from(const po::variables_map& options, std::span<const CacheConfig> grid,
                        const ModelConfig& config, const Tokenizer& tokenizer) {
-  auto first = first_ids("--prompt", prompt_from(options), tokenizer);
+  auto first = first_ids(prompt_name(options), prompt_from(options), tokenizer);
   auto prompts = turns_from(options, tokenizer, std::move(first));
   const std::uint32_t decode_tokens = max_new_tokens_from(options);
   Dialogue dialogue;

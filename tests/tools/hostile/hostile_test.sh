@@ -58,6 +58,15 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
   refused "broken/tokenizer.json: " "$kvlab" generate --model broken --prompt hi
   refused "broken/tokenizer.json: " "$kvlab" eval --model broken --text policy.json
 done
+# One that is far too long is refused by its length, which costs no time.
+truncate -s 100G broken/tokenizer.json
+refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" generate --model broken --prompt hi
+refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
+# Another program's tokenizer in its place.
+rm broken/tokenizer.json
+: >broken/tokenizer.model
+refused 'broken: there is "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
+
 # A whole one of another model, with fewer tokens, and with ids that this one has not.
 echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json
 sed 's/^\( *"t": \)[0-9]*/\19084/' tiny/tokenizer.json >far.json
