@@ -39,9 +39,11 @@ void print_welcome() {
 }
 
 int run(const std::vector<std::string>& words) {
-  const bool asks =
-      !words.empty() && (words[0] == "--help" || words[0] == "-h" || words[0] == "help");
-  if (words.empty() || (asks && words.size() == 1)) {
+  const auto asks_for_help = [](const std::string& word) {
+    return word == "--help" || word == "-h" || word == "help";
+  };
+  const bool asks = !words.empty() && asks_for_help(words[0]);
+  if (words.empty() || (asks && (words.size() == 1 || asks_for_help(words[1])))) {
     print_welcome();
     return 0;
   }

@@ -27,6 +27,8 @@ has "the full cache answers none right" first.out
 tiny=engine/models/tiny run=five/run
 kvlab help replay >help.out
 has "Usage: kvlab replay" help.out
+kvlab help help >help.out
+has "New here?" help.out
 kvlab trace --help >trace.out
 ! grep -q -e --device -e --action trace.out || fail "trace --help lists what it does not take"
 kvlab replay --trace five/trace --policy "window, h2o" --budget "64, 128" --out spaces >/dev/null
@@ -85,6 +87,20 @@ for figure in residual_error nll_recall residual_error_by_head; do
 done
 refused "exists" kvlab report $run --figures five/figures --out again.html
 [ ! -e again.html ] || fail "a refused report left a page"
+
+# README and docs name commands and options that there are.
+(cd "$source" && sed -e ':a' -e '/\\$/N; s/\\\n//; ta' README.md docs/*.md docs/*/*.md) |
+  grep -oE '(^|[ `])kvlab [a-z]+ [^`#|┤─]*' | sed 's/^[ `]*kvlab //' | sort -u >named.txt
+[ "$(wc -l <named.txt)" -gt 50 ] || fail "no commands were found in docs"
+while read -r command words; do
+  kvlab help "$command" >help.out 2>&1 || continue # a sentence about kvlab, or found below
+  for option in $(echo "$words" | grep -oE -e '--[a-z][a-z-]*'); do
+    grep -qE -e "(^|[^a-z-])$option([^a-z-]|\$)" help.out || fail "docs: kvlab $command has no $option"
+  done
+done <named.txt
+for command in $(cd "$source" && cat README.md docs/*.md docs/*/*.md | sed -nE 's/.*(`|^    )kvlab ([a-z]+).*/\2/p' | sort -u); do
+  kvlab help "$command" >help.out 2>&1 || fail "docs: there is no kvlab $command"
+done
 
 # An option that would be ignored is refused, and lists may have spaces.
 refused "model: is of --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
