@@ -177,8 +177,7 @@ int main(int argc, char** argv) {
     refuse_small_stack();
     return run(words);
   } catch (const std::bad_alloc&) {
-    complain(terminal, words,
-             {"out of memory; a shorter input or fewer configurations would fit"});
+    complain(terminal, words, {"out of memory; a shorter input or fewer configurations would fit"});
   } catch (const DoesNotCompile& error) {
     complain(terminal, words, split_list(error.what(), '\n'));
   } catch (const std::filesystem::filesystem_error& error) {

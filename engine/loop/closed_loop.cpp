@@ -102,8 +102,7 @@ class ClosedLoop {
   void note_done(double layers) {
     done_ += layers;
     const double each = shape_.layers + layers_of_scores();
-    if (options_.progress)
-      options_.progress(done_ / (each * static_cast<double>(configs_.size())));
+    if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
   /// All configurations see the same queries, keys and values, and share their exponentials.

@@ -148,9 +148,8 @@ bool PreTokenizer::run(const ByteLevel& step, std::string_view piece, bool, cons
       step.add_prefix_space && !piece.starts_with(' ') ? ' ' + std::string(piece) : std::string();
   const std::string_view text = spaced.empty() ? piece : spaced;
   if (!step.pattern) return sink(bytes_to_chars(text));
-  return step.pattern->cut(text, time, [&](ByteRange range, bool) {
-    return sink(bytes_to_chars(part(text, range)));
-  });
+  return step.pattern->cut(
+      text, time, [&](ByteRange range, bool) { return sink(bytes_to_chars(part(text, range))); });
 }
 
 bool PreTokenizer::run(const Metaspace& step, std::string_view piece, bool at_start,

@@ -179,8 +179,8 @@ TEST_CASE("The time left of unlike phases is right within a factor of two after 
 
   // By the share of the phases that are done, a tenth of the bar would have been 21 s of 221.
   Simulated other;
-  WorkPlan longer([&](double fraction) { other.fraction = fraction; }, {{0, 100}, {1, 10}},
-                  {0, 1}, [&] { return other.now; });
+  WorkPlan longer([&](double fraction) { other.fraction = fraction; }, {{0, 100}, {1, 10}}, {0, 1},
+                  [&] { return other.now; });
   longer.set_work(1, 100);
   other.run(longer, {50, 100});
   CHECK(other.worst < 1.2);

@@ -86,13 +86,15 @@ TEST_CASE("Folders are made where there are none above them") {
   CHECK(std::filesystem::exists(out / "task.json"));
 }
 
-TEST_CASE("A folder that something else fills is refused before anything is asked, and left alone") {
+TEST_CASE(
+    "A folder that something else fills is refused before anything is asked, and left alone") {
   const test::TemporaryFolder folder;
   const auto refused = [&](const std::string& option, const std::string& model) {
     const std::string path = (folder / option).string();
     std::filesystem::create_directories(path + ".part/trace");
-    const std::string error =
-        test::error_of([&] { task(one_question({"--" + option, path}, model)); });
+    const std::string error = test::error_of([&] {
+      task(one_question({"--" + option, path}, model));
+    });
     CHECK(std::filesystem::exists(path + ".part/trace"));
     return error.substr(std::min(path.size(), error.size()));
   };

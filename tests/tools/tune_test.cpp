@@ -217,8 +217,8 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.run["verdict"]["warnings"].dump().find("scored tokens") != std::string::npos);
 
   // By what the race says: the winner's KL beats or ties every other of the last round.
-  const auto& last = tuning.race.rounds.back().entries;
-  for (const RaceEntry& entry : last) CHECK(entry.kl >= last.front().kl);
+  const auto& entries = tuning.race.rounds.back().entries;
+  for (const RaceEntry& entry : entries) CHECK(entry.kl >= entries.front().kl);
 
   // Those that keep what they decode hold more than the budget: they do not race.
   TuneRequest alike = request;

@@ -128,7 +128,7 @@ class Questioner {
   bool fits(const TaskSpec& task, std::uint32_t words) const {
     constexpr std::size_t kMargin = 64;
     const TaskPrompt prompt =
-        encode_task(tokenizer_, backend_.config(), plan_.chat,
+        encode_task(tokenizer_, plan_.chat,
                     draw_task(task, Haystack(bundled_haystack()), {words, 0}, plan_.seed, 0));
     return prompt.tokens() + prompt.answer.size() + kMargin <= backend_.config().trained_context;
   }

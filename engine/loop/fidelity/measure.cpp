@@ -55,8 +55,9 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   return text;
 }
 
-OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
-                       const OpenLoopOptions& options) {
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
+                              std::span<const CacheConfig> configs,
+                              const OpenLoopOptions& options) {
   std::optional<TraceReader> captured;
   if (!text.trace) captured = capture(backend, text, options);
   const bool wants_output = std::ranges::any_of(
@@ -85,9 +86,10 @@ std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& t
                                            std::function<void(double)> progress) {
   std::vector<CacheConfig> with_full{CacheConfig{}};
   with_full.insert(with_full.end(), configs.begin(), configs.end());
-  return std::move(sweep(
-      {text.ids}, with_full,
-      {.prompt_tokens = text.prompt_tokens, .threads = threads, .progress = std::move(progress)})[0]);
+  return std::move(sweep({text.ids}, with_full,
+                         {.prompt_tokens = text.prompt_tokens,
+                          .threads = threads,
+                          .progress = std::move(progress)})[0]);
 }
 
 std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores) {

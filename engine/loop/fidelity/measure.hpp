@@ -41,19 +41,18 @@ struct OpenLoopOptions {
 /// where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
 OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
-                              std::span<const CacheConfig> configs,
-                              const OpenLoopOptions& options);
+                              std::span<const CacheConfig> configs, const OpenLoopOptions& options);
 
 /// What each configuration scored, and the full cache before them.
 std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,
-                                                std::span<const CacheConfig> configs,
-                                                unsigned threads,
-                                                std::function<void(double)> progress);
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress);
 
 /// KL to the full cache of each scored token, [configuration][token], of all but the first.
 std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores);
 /// Seconds that the closed loop takes for each token of a configuration, by a run of the full cache
-/// over the beginning of a text: what its progress is reckoned from as long as nothing else is known.
+/// over the beginning of a text: what its progress is reckoned from as long as nothing else is
+/// known.
 double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads);
 
 }  // namespace kvlab

@@ -130,17 +130,21 @@ std::string table_of(const Comparison& comparison) {
   for (const std::string& name : comparison.names) columns.push_back({escape(name)});
   const bool paired = std::ranges::any_of(
       comparison.rows, [](const ComparedRow& line) { return line.difference.has_value(); });
-  if (paired) columns.insert(columns.end(), {{"last less first"}, {"", false}});
+  if (paired)
+    columns.insert(columns.end(), {{"last less first"}, {"95% from"}, {"to"}, {"", false}});
   std::vector<std::vector<Cell>> rows;
   for (const ComparedRow& line : comparison.rows) {
     std::vector<Cell> row{escape(brief_policy(line.policy)), escape(line.budget),
                           escape(line.group)};
     for (const auto& score : line.scores) row.push_back(score ? average_cell(*score) : Cell("–"));
     if (paired && line.difference) {
-      row.push_back(average_cell(*line.difference));
-      row.emplace_back(is_tie(*line.difference) ? "a tie" : "told apart");
+      const Difference& difference = *line.difference;
+      for (const double value :
+           {difference.mean, difference.interval.low, difference.interval.high})
+        row.push_back(figure_cell(value));
+      row.emplace_back(difference.told_apart() ? "told apart" : "not told apart");
     } else if (paired) {
-      row.insert(row.end(), {"–", "no sequence in common"});
+      row.insert(row.end(), {"–", "", "", "no sequence in common"});
     }
     rows.push_back(std::move(row));
   }
@@ -205,8 +209,7 @@ std::string difference_text(const std::optional<Difference>& difference) {
   const Interval& interval = difference->interval;
   const std::string mean = figure_text(difference->mean);
   if (std::isnan(interval.low)) return mean + ", no error known: not told apart";
-  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low),
-                     figure_text(interval.high),
+  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low), figure_text(interval.high),
                      difference->told_apart() ? "" : ", not told apart");
 }
 
@@ -249,9 +252,10 @@ std::string compare_page(const Comparison& comparison) {
                   escape(fmt::format("{}", fmt::join(groups, "; "))));
   return html_page(
       "kvlab: " + title,
-      html_header("kvlab compare", escape(title), context, answer_of(comparison), "blue",
-                  "± is one standard error. Differences are paired, with their 95% interval; not told "
-                  "apart: zero lies in it.") +
+      html_header(
+          "kvlab compare", escape(title), context, answer_of(comparison), "blue",
+          "± is one standard error. Differences are paired, with their 95% interval; not told "
+          "apart: zero lies in it.") +
           explorer.sections + table_of(comparison),
       explorer.data);
 }

@@ -46,8 +46,8 @@ std::vector<TaskAnswer> unpack_answers(const std::string& bytes) {
   if (text.empty() || xxh3_hex(text) != bytes.substr(0, border)) return {};
   std::vector<TaskAnswer> answers;
   for (const auto& entry : parse_json(text, "answers"))
-    answers.push_back({entry.at(0).get<bool>(), entry.at(1).get<double>(),
-                       entry.at(2).get<std::string>()});
+    answers.push_back(
+        {entry.at(0).get<bool>(), entry.at(1).get<double>(), entry.at(2).get<std::string>()});
   return answers;
 }
 
@@ -246,9 +246,9 @@ class TaskLoop {
     text.insert(text.end(), path.begin(), path.end());
     std::string said = tokenizer_.decode(text).substr(tokenizer_.decode(before).size());
     answer.said = take_utf8(said, true);
-    const Verdict verdict = judge(answer.said, prompt_of(row).expected, ended);
-    answer.right = verdict == Verdict::right;
-    return verdict != Verdict::open;
+    const Judgement verdict = judge(answer.said, prompt_of(row).expected, ended);
+    answer.right = verdict == Judgement::right;
+    return verdict != Judgement::open;
   }
 
   /// Decodes what the model says until that decides.
