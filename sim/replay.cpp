@@ -473,8 +473,8 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 
 ReplayResult ReplayGathering::result() const {
   return {job_.replay.budgets(),
-          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(), layers_,
-                   joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
+          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(),
+                   layers_, joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,

@@ -46,8 +46,8 @@ struct Measurement {
   std::int32_t layer, head;
   std::string metric;
   double value;
-  double standard_error;  ///< NaN where there is none
-  std::uint64_t count;    ///< queries x query heads
+  double standard_error;            ///< NaN where there is none
+  std::uint64_t count;              ///< queries x query heads
   std::vector<double> blocks = {};  ///< Estimate::blocks, of the whole model; else empty
 };
 

@@ -184,7 +184,8 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
   const auto length = static_cast<std::uint32_t>(longest);
 
   const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text),
-                               repeats_of(texts), memory_of(model, sequences.ids, configs, options)};
+                               repeats_of(texts),
+                               memory_of(model, sequences.ids, configs, options)};
   Evaluation result{.scores = {},
                     .against_full = options.against_full,
                     .kl = paired_scores(scored, &LoopScores::kl),

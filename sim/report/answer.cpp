@@ -69,9 +69,10 @@ std::string elsewhere_sentence(const Figures& figures, std::size_t winner,
     ++(ranking.verdict.tied.size() == 1 ? alone : tied);
   }
   if (figures.budgets().size() < 2) return "";
-  return fmt::format(" Of the run’s {} budgets it is first alone at {}, and not told apart from "
-                     "the first at {}.",
-                     figures.budgets().size(), alone, tied);
+  return fmt::format(
+      " Of the run’s {} budgets it is first alone at {}, and not told apart from "
+      "the first at {}.",
+      figures.budgets().size(), alone, tied);
 }
 
 std::string score_cell(const Figures& figures, std::optional<std::size_t> series,
@@ -143,8 +144,8 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
       if (standing.series != best && (standing.ties || standing.holds_more))
         (standing.ties ? ties : more).push_back(escape(figures.series()[standing.series].label));
     rows.push_back(
-        {escape(budget.text), series_html(figures, styles, best),
-         average_text(winner.score), folded(ties), folded(more),
+        {escape(budget.text), series_html(figures, styles, best), average_text(winner.score),
+         folded(ties), folded(more),
          score_cell(figures, counterpart(figures, best, "window"), budget.text, metric),
          score_cell(figures, counterpart(figures, best, kOracleMass), budget.text, metric)});
   }

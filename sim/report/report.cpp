@@ -257,7 +257,8 @@ class Page {
       if (!answers.empty()) answers += "<br>";
       if (!name.empty()) answers += "<strong>" + name + "</strong>: ";
       const BudgetColumn* const budget = own.find_budget(budget_.text);
-      answers += budget ? answer_html(own, *budget, headline_, scored_tokens(run_.info, group.rows)) : "nothing at this budget.";
+      answers += budget ? answer_html(own, *budget, headline_, scored_tokens(run_.info, group.rows))
+                        : "nothing at this budget.";
       if (winner_) tables += best_by_budget_html(own, styles_of(own.series()), headline_, name);
     }
     return html_header("kvlab report",
@@ -404,7 +405,8 @@ class Page {
                           const MetricInfo& metric) {
     const auto average = figures.average(series, budget, metric.name);
     if (!average) return "–";
-    return metric.name.find("_bytes") != std::string_view::npos ? bytes_text(average->mean) : average_text(*average);
+    return metric.name.find("_bytes") != std::string_view::npos ? bytes_text(average->mean)
+                                                                : average_text(*average);
   }
 
   std::vector<std::string> figures_row(const Figures& figures,

@@ -193,8 +193,7 @@ Ranking rank_policies(const Figures& figures, std::string_view budget, const Met
   ranking.scope.budget_bytes = budget_bytes;
   ranking.scope.figure = metric.label;
   ranking.verdict = verdict_of(ranking.contenders, budget_bytes, [&](std::size_t a, std::size_t b) {
-    auto difference =
-        figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
+    auto difference = figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
     // Absent only where the two share no trace: then nothing can be said, and nothing is claimed.
     return !difference ? Difference{} : sign < 0 ? difference->reversed() : *difference;
   });

@@ -356,8 +356,7 @@ std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows
     const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
     if (trace == info.traces.end()) continue;
     const std::uint64_t layers = info.layers.empty() ? trace->layers : info.layers.size();
-    queries[trace->hash] =
-        row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
+    queries[trace->hash] = row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
   }
   std::uint64_t sum = 0;
   for (const auto& [text, count] : queries) sum += count;

@@ -107,12 +107,12 @@ class Tabulator {
       const std::uint32_t budget = config_.budget_of(layer, head);
       const auto found = counts_.find(budget);
       const LiveCounts& counts =
-          found != counts_.end() ? found->second
-                                 : counts_.emplace(budget, live_counts(config_, budget)).first->second;
+          found != counts_.end()
+              ? found->second
+              : counts_.emplace(budget, live_counts(config_, budget)).first->second;
       // Of the slots that a layer shares, this head's.
-      const double share = config_.shares_slots()
-                               ? static_cast<double>(part.outcomes[i]->live_end) - counts.end
-                               : 0;
+      const double share =
+          config_.shares_slots() ? static_cast<double>(part.outcomes[i]->live_end) - counts.end : 0;
       mean += counts.mean + share;
       peak += counts.peak + share;
       budgets += budget == kNoBudget ? counts.end : budget;

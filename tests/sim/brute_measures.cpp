@@ -321,10 +321,10 @@ class Measures {
 
   /// Tokens that a KV head held at a query, itself included.
   double live_at(int layer, int g, std::uint32_t query) const {
-    return static_cast<double>(outcome_.caches[static_cast<std::size_t>(layer)]
-                                              [static_cast<std::size_t>(g)]
-                                                  .kept[query]
-                                                  .size());
+    return static_cast<double>(
+        outcome_.caches[static_cast<std::size_t>(layer)][static_cast<std::size_t>(g)]
+            .kept[query]
+            .size());
   }
 
   /// Bytes over decoded queries, 16 bit.
@@ -334,7 +334,8 @@ class Measures {
       for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
         double sum = 0, count = 0, peak = 0;
         for (const Segment& segment : s_.segments)
-          for (std::uint32_t i = 0; segment.kind == SegmentKind::decode && i < segment.tokens; ++i) {
+          for (std::uint32_t i = 0; segment.kind == SegmentKind::decode && i < segment.tokens;
+               ++i) {
             const double live = live_at(layer, g, segment.start + i);
             sum += live, ++count, peak = std::max(peak, live);
           }

@@ -18,8 +18,8 @@ const std::vector<std::string> kPolicies{"full", "window",        "sink",  "lru"
 bool is_reference(const std::string& policy) { return policy.starts_with("oracle_"); }
 
 bool is_exact(const std::string& metric) {
-  static const std::set<std::string> kExact{"evictions", "live_max", "kv_bytes", "kv_bytes_peak", "state_bytes",
-                                            "zero_outputs"};
+  static const std::set<std::string> kExact{"evictions",     "live_max",    "kv_bytes",
+                                            "kv_bytes_peak", "state_bytes", "zero_outputs"};
   return kExact.contains(metric);
 }
 

@@ -154,10 +154,10 @@ constexpr auto kWaves = [](std::size_t c, std::size_t i) {
 Evaluation invented_evaluation(std::size_t texts = 2,
                                std::vector<CacheConfig> configs = three_at_two_budgets()) {
   std::vector<std::vector<std::int32_t>> ids;
-  for (std::size_t t = 0; t < texts; ++t)
-    ids.emplace_back(1024, static_cast<std::int32_t>(t + 1));
-  return evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
-                  invented(kWaves), ids, std::move(configs), {});
+  for (std::size_t t = 0; t < texts; ++t) ids.emplace_back(1024, static_cast<std::int32_t>(t + 1));
+  return evaluate(
+      ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
+      invented(kWaves), ids, std::move(configs), {});
 }
 
 TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
@@ -179,9 +179,9 @@ TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
 
 TEST_CASE("A text that is given twice counts once") {
   const std::vector<std::vector<std::int32_t>> texts(2, std::vector<std::int32_t>(1024, 1));
-  const Evaluation twice =
-      evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
-               invented(kWaves), texts, three_at_two_budgets(), {});
+  const Evaluation twice = evaluate(
+      ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
+      invented(kWaves), texts, three_at_two_budgets(), {});
   CHECK(twice.kl.texts() == 1);
   CHECK(twice.scores[1].tokens == 1024);
   CHECK(twice.scores[1].kl == invented_evaluation(1).scores[1].kl);
@@ -230,10 +230,10 @@ TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
 
 TEST_CASE("Few scored tokens are warned of") {
   const auto warns = [](std::size_t tokens) {
-    const auto lines = eval_warnings(evaluate(
-        ModelConfig{.trained_context = 1024, .bos = -1},
-        invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
-        {std::vector<std::int32_t>(tokens, 1)}, three_at_two_budgets(), {}));
+    const auto lines = eval_warnings(
+        evaluate(ModelConfig{.trained_context = 1024, .bos = -1},
+                 invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
+                 {std::vector<std::int32_t>(tokens, 1)}, three_at_two_budgets(), {}));
     return std::ranges::any_of(
         lines, [](const std::string& line) { return line.starts_with("999 scored tokens"); });
   };

@@ -153,9 +153,8 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   const auto configs = grid({"window", "sink", "h2o"}, {"16", "200"});
   const Sweep sweep = sweep_by_layers(loaded);
   const OpenLoopOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
-  const FidelityText measured =
-      fidelity_text(text, closed_loop_kl(sweep, text, configs, 2, {}),
-                    run_open_loop(*backend, text, configs, options));
+  const FidelityText measured = fidelity_text(text, closed_loop_kl(sweep, text, configs, 2, {}),
+                                              run_open_loop(*backend, text, configs, options));
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
   const auto& residual = measured.figures.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {

@@ -35,16 +35,16 @@ void print_as_json(const Comparison& comparison) {
     ordered_json values = ordered_json::object();
     for (std::size_t i = 0; i < comparison.names.size(); ++i)
       values[comparison.names[i]] = number(row.scores[i]);
-    rows.push_back({{"model", row.group},
-                    {"policy", row.policy},
-                    {"budget", row.budget},
-                    {"values", values},
-                    {"difference", number(row.difference)},
-                    {"interval", row.difference ? difference_json(*row.difference)
-                                                : ordered_json(nullptr)},
-                    {"stderr", row.difference ? number_or_null(row.difference->standard_error)
-                                              : ordered_json(nullptr)},
-                    {"ties", row.difference && !row.difference->told_apart()}});
+    rows.push_back(
+        {{"model", row.group},
+         {"policy", row.policy},
+         {"budget", row.budget},
+         {"values", values},
+         {"difference", number(row.difference)},
+         {"interval", row.difference ? difference_json(*row.difference) : ordered_json(nullptr)},
+         {"stderr",
+          row.difference ? number_or_null(row.difference->standard_error) : ordered_json(nullptr)},
+         {"ties", row.difference && !row.difference->told_apart()}});
   }
   print_json({{"metric", comparison.metric},
               {"runs", comparison.names},

@@ -109,10 +109,10 @@ void print_confirmed(const Figures& figures, const Ballot& ballot, const Evaluat
   if (confirmed.empty()) return;
   fmt::print("\nclosed loop: KL to the full cache, compared over the same tokens\n");
   for (const Confirmed& entry : confirmed)
-    print_line(figures, ballot, entry.standing,
-               average_text({.mean = entry.score.kl, .standard_error = entry.score.kl_error}),
-               note_of(entry.behind, entry.standing == confirmed.front().standing,
-                       entry.holds_more));
+    print_line(
+        figures, ballot, entry.standing,
+        average_text({.mean = entry.score.kl, .standard_error = entry.score.kl_error}),
+        note_of(entry.behind, entry.standing == confirmed.front().standing, entry.holds_more));
   const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
   fmt::print("\n{}\n", verdict_text(judged.verdict, judged.contenders, judged.scope));
 }

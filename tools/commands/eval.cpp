@@ -67,9 +67,9 @@ void print_blocks(const EvalScore& score) {
 }
 
 void print_table(const std::vector<EvalScore>& scores) {
-  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n",
-             "policy", "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1",
-             "mean KV", "peak KV");
+  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n", "policy",
+             "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "mean KV",
+             "peak KV");
   for (const EvalScore& score : scores) {
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);

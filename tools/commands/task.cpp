@@ -232,19 +232,20 @@ ordered_json about(const TaskRun& run, const TaskRequest& request, const Backend
   ordered_json depths = ordered_json::array(), modes = ordered_json::array();
   for (const double depth : request.depths) depths.push_back(depth_text(depth));
   for (const QueryMode mode : run.modes) modes.push_back(name_of(mode));
-  return {{"kvlab", KVLAB_VERSION},
-          {"task", run.task},
-          {"model", backend.config().name},
-          {"weights_xxh3", backend.weights_xxh3()},
-          {"chat", request.chat ? "chatml" : "none"},
-          {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
-          {"modes", std::move(modes)},
-          {"words", request.words},
-          {"depths", std::move(depths)},
-          {"draws", request.draws},
-          {"seed", request.seed},
-          {"max_new_tokens", request.answers.max_new_tokens},
-          {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
+  return {
+      {"kvlab", KVLAB_VERSION},
+      {"task", run.task},
+      {"model", backend.config().name},
+      {"weights_xxh3", backend.weights_xxh3()},
+      {"chat", request.chat ? "chatml" : "none"},
+      {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
+      {"modes", std::move(modes)},
+      {"words", request.words},
+      {"depths", std::move(depths)},
+      {"draws", request.draws},
+      {"seed", request.seed},
+      {"max_new_tokens", request.answers.max_new_tokens},
+      {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
 }
 
 /// The folders that were asked for, each of which appears when it is whole.

@@ -190,10 +190,10 @@ Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
       judged.scope.filled.push_back(score.label());
   }
   if (!judged.contenders.empty())
-    judged.verdict = verdict_of(judged.contenders, judged.scope.budget_bytes,
-                                [&](std::size_t a, std::size_t b) {
-                                  return deciding().difference(judged.scores[a], judged.scores[b]);
-                                });
+    judged.verdict =
+        verdict_of(judged.contenders, judged.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
+          return deciding().difference(judged.scores[a], judged.scores[b]);
+        });
   return judged;
 }
 

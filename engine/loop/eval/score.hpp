@@ -79,9 +79,7 @@ struct ScoredSequences {
   std::vector<bool> repeats;  ///< [text]: another has the same tokens, and counts; empty: none
   std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
 
-  bool counts(std::size_t sequence) const {
-    return repeats.empty() || !repeats[text[sequence]];
-  }
+  bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[text[sequence]]; }
 };
 
 /// Of the different texts: a figure of every configuration by token.

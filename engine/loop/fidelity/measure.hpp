@@ -40,8 +40,7 @@ struct OpenLoopOptions {
 /// where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
 OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
-                              std::span<const CacheConfig> configs,
-                              const OpenLoopOptions& options);
+                              std::span<const CacheConfig> configs, const OpenLoopOptions& options);
 
 /// KL to the full cache of each scored token, [configuration][token]; the full cache runs beside
 /// `configs`.

@@ -147,8 +147,7 @@ std::string difference_text(const std::optional<Difference>& difference) {
   const Interval& interval = difference->interval;
   const std::string mean = figure_text(difference->mean);
   if (std::isnan(interval.low)) return mean + ", no error known: not told apart";
-  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low),
-                     figure_text(interval.high),
+  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low), figure_text(interval.high),
                      difference->told_apart() ? "" : ", not told apart");
 }
 
@@ -198,12 +197,14 @@ std::string compare_page(const Comparison& comparison) {
       comparison.warning.empty() ? ""
                                  : " They are " + escape(comparison.warning) +
                                        ": differences are taken over sequences that both have.");
-  return html_page("kvlab: " + title,
-                   html_header("kvlab compare", escape(title), context, answer, "blue",
-                               "± is one standard error. Differences are paired, with their 95% interval; not told "
-                               "apart: zero lies in it.") +
-                       explorer.sections + table_of(comparison),
-                   explorer.scripts);
+  return html_page(
+      "kvlab: " + title,
+      html_header(
+          "kvlab compare", escape(title), context, answer, "blue",
+          "± is one standard error. Differences are paired, with their 95% interval; not told "
+          "apart: zero lies in it.") +
+          explorer.sections + table_of(comparison),
+      explorer.scripts);
 }
 
 }  // namespace kvlab

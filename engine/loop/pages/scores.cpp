@@ -163,8 +163,7 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
     for (const std::string& words : {own[8], std::string("all")})
       for (const std::string& depth : {own[9], std::string("all")}) {
         answers[task_key(own, words, depth, "exact_match")].push_back(number_of(own[13], where));
-        answers[task_key(own, words, depth, "log_likelihood")].push_back(
-            number_of(own[14], where));
+        answers[task_key(own, words, depth, "log_likelihood")].push_back(number_of(own[14], where));
       }
   }
   return answers;
@@ -175,11 +174,10 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const json top = parse_json(read_text_file(file, kMaxBytes), file);
   const JsonFields fields(top, file);
   const std::string model = fields.text("model");
-  ScoreSet set{
-      .kind = "task",
-      .headline = "exact_match",
-      .sequences = fields.text("task"),
-      .note = "Answers of the model under each cache. Shares with their 95% intervals."};
+  ScoreSet set{.kind = "task",
+               .headline = "exact_match",
+               .sequences = fields.text("task"),
+               .note = "Answers of the model under each cache. Shares with their 95% intervals."};
   const std::string text = read_text_file(csv, kMaxBytes);
   const auto answers = answers_in(folder);
   CsvReader reader(text);

@@ -47,9 +47,9 @@ struct Race {
   /// The winner, and behind it those that cannot be told apart from it.
   std::vector<std::size_t> first;
   RaceEnd end = RaceEnd::text;
-  std::uint64_t work = 0;        ///< configuration-tokens of the closed loop, the full cache's too
-  std::uint64_t exhaustive = 0;  ///< what all of the grid over all texts would have been
-  bool limited = false;          ///< contenders were spared for the work's sake
+  std::uint64_t work = 0;         ///< configuration-tokens of the closed loop, the full cache's too
+  std::uint64_t exhaustive = 0;   ///< what all of the grid over all texts would have been
+  bool limited = false;           ///< contenders were spared for the work's sake
   std::vector<std::size_t> last;  ///< contenders of the last round
   PairedScores kl{0};             ///< theirs, in that order, over all text that was run
 };

@@ -61,12 +61,12 @@ std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& ske
                          static_cast<double>(request.texts.size()));
     };
     figures.push_back(run_open_loop(backend, request.texts[t], request.grid,
-                                  {.sketch = sketch,
-                                   .capture = scratch / "trace",
-                                   .every_output_error = request.every_output_error,
-                                   .threads = request.threads,
-                                   .device = request.device,
-                                   .progress = show}));
+                                    {.sketch = sketch,
+                                     .capture = scratch / "trace",
+                                     .every_output_error = request.every_output_error,
+                                     .threads = request.threads,
+                                     .device = request.device,
+                                     .progress = show}));
   }
   return figures;
 }
@@ -172,11 +172,10 @@ void judge(Tuning& tuning, const TuneRequest& request) {
   tuning.scope.tokens = tuning.race.kl.tokens();
   tuning.scope.unmeasured = request.task ? "" : "answers were not asked";
   const auto& configs = tuning.judged_configs;
-  tuning.verdict = verdict_of(tuning.contenders, tuning.scope.budget_bytes,
-                              [&](std::size_t a, std::size_t b) {
-                                return tuning.race.kl.difference(place[configs[a]],
-                                                                 place[configs[b]]);
-                              });
+  tuning.verdict =
+      verdict_of(tuning.contenders, tuning.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
+        return tuning.race.kl.difference(place[configs[a]], place[configs[b]]);
+      });
 }
 
 json race_json(const Tuning& tuning, const TuneRequest& request) {

@@ -291,7 +291,8 @@ std::vector<std::tuple<std::string, std::string, bool, bool>> metrics() {
 void bind_replay(nb::module_& module) {
   nb::class_<PythonRun>(module, "Run", "What a replay came to.")
       .def_static("load", load, nb::arg("directory"))
-      .def("save", save, nb::arg("directory"), "Writes results.csv, blocks.csv, run.json and kept.json.")
+      .def("save", save, nb::arg("directory"),
+           "Writes results.csv, blocks.csv, run.json and kept.json.")
       .def("columns", columns_of, "The columns of results.csv: arrays, or of texts (codes, texts).")
       .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
            "JSON: standings and verdict at a budget.")
