@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
 try:
     import torch
     import transformers
-    from command_line import Parser, refuse_missing_cuda, whole_number
+    from command_line import Parser, announce_size, refuse_missing_cuda, whole_number
     from kvlab.hf.capturing import Fed, write_capture
     from kvlab.hf.models import (
         DTYPES,
@@ -30,6 +30,7 @@ try:
         load_config,
         load_model,
         refuse_unsupported,
+        shape_of,
     )
     from kvlab.hf.trace_files import Refused, name_in_trace, one_line
     from kvlab.hf.trace_writer import SHARD_TOKENS
@@ -77,17 +78,20 @@ def tokenizer_of(model):
 
 
 def encode(model, config, text):
-    """As `kvlab capture` does: by tokenizer.json, the model's first token in front but for Qwen."""
+    """As `kvlab capture` does: what the tokenizer puts before a text is not put before one that begins with it."""
     try:
         if tokenizer := tokenizer_of(model):
-            ids = tokenizer.encode(text).ids
+            encoding = tokenizer.encode(text)
+            ids, added = encoding.ids, encoding.special_tokens_mask
         else:
-            ids = transformers.AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+            auto = transformers.AutoTokenizer.from_pretrained(model)(text, return_special_tokens_mask=True)
+            ids, added = auto["input_ids"], auto["special_tokens_mask"]
     except Exception as error:
         raise Refused(f"--model {model}: no tokenizer: {one_line(error)}") from None
-    wants_bos = isinstance(config.bos_token_id, int) and not config.model_type.startswith("qwen")
-    if wants_bos and ids[:1] != [config.bos_token_id]:
-        ids = [config.bos_token_id] + ids
+    first = (added + [0]).index(0)
+    before, own = ids[:first], ids[first:]
+    twice = [a == b for a, b in zip(before, own)] + [False]
+    ids = before + own[twice.index(False) :]
     if not ids:
         raise Refused("--prompt: has no tokens; give some text")
     if max(ids) >= config.vocab_size:
@@ -264,6 +268,9 @@ def run(arguments):
     most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
     fed = Fed(ids, arguments.prompt_tokens, most, arguments.chunk)
     name = pathlib.Path(arguments.model).resolve().name
+    shape, tokens = shape_of(model), len(ids) + (0 if arguments.teacher_forced else most)
+    rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
+    announce_size("capture_hf.py", f"trace into {arguments.out}", rows * model.dtype.itemsize)
     try:
         writer = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:

@@ -1,6 +1,7 @@
 """What the command lines of tools/*.py share."""
 
 import argparse
+import sys
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,3 +25,9 @@ def refuse_missing_cuda(parser, arguments):
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: there is no CUDA device that torch can use; cpu would do")
+
+
+def announce_size(program, what, size):
+    """Says before a large write how many bytes it will be; nothing of less than 100 MB."""
+    if size >= 100e6:
+        print(f"{program}: writes up to {size / 1e6:.0f} MB of {what}", file=sys.stderr)

@@ -28,6 +28,8 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMostThreads = 1024;
+// Work that will take longer is announced, when so much of it is done that its rate is known.
+constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
 
 bool is_given(const po::variables_map& options, const char* name) {
   return options.count(name) && !options[name].defaulted();
@@ -104,7 +106,8 @@ std::optional<int> listener() {
   return text ? std::optional(std::atoi(text)) : std::nullopt;
 }
 
-/// What a bar has drawn, or told; again when another percent is done, ten times a second at most.
+/// What a bar has drawn, or told; again when another percent is done, ten times a second at most,
+/// and on a terminal each second. Where nobody looks, one line says how long it will take.
 class Bar {
  public:
   explicit Bar(std::string label) : label_(std::move(label)) {}
@@ -115,33 +118,47 @@ class Bar {
   Bar& operator=(const Bar&) = delete;
 
   void show(double fraction) {
-    constexpr int kWidth = 40;
     const std::lock_guard lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
     if (percent_ < 0) first_ = fraction, started_ = now;
+    const double seconds = std::chrono::duration<double>(now - started_).count();
+    if (!listener_ && !terminal_) return announce(fraction, seconds);
     const int percent = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * 100);
-    if (percent <= percent_ || (percent < 100 && now - last_ < std::chrono::milliseconds(100)))
-      return;
-    percent_ = percent;
+    const auto pause = std::chrono::milliseconds(percent > percent_ ? 100 : 1000);
+    if ((percent <= percent_ && listener_) || (percent < 100 && now - last_ < pause)) return;
+    if (percent == 100 && percent_ == 100) return;
+    percent_ = std::max(percent, percent_);
     last_ = now;
-    if (listener_) {
+    if (listener_)
       ::dprintf(*listener_, "%.4f\n", fraction);
-      return;
-    }
-    drawn_ = true;
-    const std::chrono::duration<double> since = now - started_;
-    fmt::print(stderr, "\r{} [{:<{}}] {:3}% {:<14}", label_,
-               std::string(static_cast<std::size_t>(percent * kWidth / 100), '#'), kWidth, percent,
-               time_left(first_, fraction, since.count()));
-    std::fflush(stderr);
+    else
+      draw(time_left(first_, fraction, seconds));
   }
 
  private:
+  void announce(double fraction, double seconds) {
+    percent_ = std::max(percent_, 0);
+    if (announced_) return;
+    const std::string text = announcement(first_, fraction, seconds);
+    announced_ = !text.empty() || seconds >= kAnnounceSeconds;
+    if (!text.empty()) fmt::print(stderr, "kvlab {}: {}\n", label_, text);
+  }
+
+  void draw(const std::string& left) {
+    constexpr int kWidth = 40;
+    drawn_ = true;
+    fmt::print(stderr, "\r{} [{:<{}}] {:3}% {:<14}", label_,
+               std::string(static_cast<std::size_t>(percent_ * kWidth / 100), '#'), kWidth,
+               percent_, left);
+    std::fflush(stderr);
+  }
+
   std::string label_;
   std::optional<int> listener_ = listener();
+  bool terminal_ = isatty(STDERR_FILENO) != 0;
   std::mutex mutex_;
   int percent_ = -1;
-  bool drawn_ = false;
+  bool drawn_ = false, announced_ = false;
   double first_ = 0;
   std::chrono::steady_clock::time_point started_, last_;
 };
@@ -300,17 +317,44 @@ void check_device(const po::variables_map& options) {
     throw std::invalid_argument("--device: this command runs on the CPU; use --device cpu");
 }
 
+namespace {
+
+/// "1:05", "2:45:00".
+std::string clock_text(double seconds) {
+  const std::int64_t all = std::llround(seconds), hours = all / 3600, minutes = all / 60 % 60;
+  return hours ? fmt::format("{}:{:02}:{:02}", hours, minutes, all % 60)
+               : fmt::format("{}:{:02}", minutes, all % 60);
+}
+
+}  // namespace
+
 std::string time_left(double first, double done, double seconds) {
   if (done <= first || done >= 1 || seconds < 1) return "";
-  const std::int64_t left = std::llround(seconds * (1 - done) / (done - first));
-  const std::int64_t hours = left / 3600, minutes = left / 60 % 60;
-  return hours ? fmt::format("{}:{:02}:{:02} left", hours, minutes, left % 60)
-               : fmt::format("{}:{:02} left", minutes, left % 60);
+  return clock_text(seconds * (1 - done) / (done - first)) + " left";
+}
+
+std::string announcement(double first, double done, double seconds) {
+  if (done <= first || done >= 1 || seconds < kAnnounceSeconds) return "";
+  const double left = seconds * (1 - done) / (done - first);
+  return left < kLongSeconds ? ""
+                             : fmt::format("about {} left, {} in all", clock_text(left),
+                                           clock_text(seconds + left));
 }
 
 std::function<void(double)> progress_bar(std::string label) {
-  if (!listener() && !isatty(STDERR_FILENO)) return [](double) {};
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
+}
+
+void announce_traces(std::string_view command, const ModelShape& shape, std::uint64_t tokens,
+                     std::string_view where) {
+  constexpr double kMegabyte = 1e6, kLarge = 100;
+  const std::uint64_t heads = std::uint64_t{shape.query_heads} + 2 * shape.kv_heads;
+  const double megabytes =
+      static_cast<double>(tokens * shape.layers * heads * shape.head_size * bytes_of(shape.dtype)) /
+      kMegabyte;
+  if (megabytes >= kLarge)
+    fmt::print(stderr, "kvlab {}: writes up to {:.0f} MB of traces {}\n", command, megabytes,
+               where);
 }
 
 std::vector<std::string> text_names(const std::vector<std::string>& paths) {
@@ -337,7 +381,9 @@ std::string read_text(const std::string& path) {
   return read_text_file(path, std::size_t{1} << 30);
 }
 
-void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }
+void print_json(const nlohmann::ordered_json& json) {
+  fmt::print("{}\n", printable_json(json_text(json)));
+}
 
 void refuse_unwritable(const std::string& path, std::string_view option) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();

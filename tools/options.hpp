@@ -93,10 +93,19 @@ void check_device(const po::variables_map& options);
 /// What a bar says when fraction `done` is reached `seconds` after fraction `first`: "1:05 left",
 /// or nothing as long as there is nothing to go by.
 std::string time_left(double first, double done, double seconds);
-/// A bar with the time left on standard error, on a terminal only; call with the fraction done,
-/// from any thread. The first call says where the work begins. Where the environment has
-/// KVLAB_PROGRESS_FD, lines of fractions go to that file descriptor instead.
+/// What is said once where there is no terminal: "about 1:40 left, 1:45 in all"; nothing as long as
+/// there is little to go by, or where little is left.
+std::string announcement(double first, double done, double seconds);
+/// A bar with the time left on standard error, or one line where that is no terminal and the work
+/// long; call with the fraction done, from any thread. The first call says where the work begins.
+/// Where the environment has KVLAB_PROGRESS_FD, lines of fractions go to that file descriptor
+/// instead.
 std::function<void(double)> progress_bar(std::string label);
+
+/// Says before a large write how large it will be, on standard error: traces of so many tokens of a
+/// model, "in TMPDIR, one at a time" or the like. Nothing of less than 100 MB.
+void announce_traces(std::string_view command, const ModelShape& shape, std::uint64_t tokens,
+                     std::string_view where);
 
 /// What each text is called: its file's name without the extension, or the whole path where two
 /// would have one name, or one would be `all`. Throws std::invalid_argument for a path `all`.

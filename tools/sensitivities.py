@@ -20,7 +20,7 @@ try:
     import safetensors.torch
     import torch
     import transformers
-    from command_line import Parser, refuse_missing_cuda, whole_number
+    from command_line import Parser, announce_size, refuse_missing_cuda, whole_number
     from kvlab.hf.models import (
         DTYPES,
         default_attention,
@@ -326,6 +326,12 @@ def run(arguments):
     shape = shape_of(model)
     for trace in traces:
         trace.refuse_another_shape(arguments.model, model, shape)
+    slots = sum(shard["tokens"] for trace in traces for shard in trace.shards) * shape.layers * shape.query_heads
+    announce_size(
+        "sensitivities.py",
+        "gradients beside the traces",
+        arguments.draws * slots * shape.head_size * traces[0].dtype.itemsize,
+    )
     for trace in traces:
         add_to(trace, model, shape, arguments)
         print(f"{trace.name}: {arguments.draws} draws over {len(trace.queries(arguments.span))} queries")

@@ -75,8 +75,12 @@ class ClosedLoop {
 
   std::vector<LoopScores> run() {
     first_layer();
+    note_done(static_cast<double>(configs_.size()));
     for (std::uint32_t layer = 1; layer < shape_.layers; ++layer)
-      for (std::size_t c = 0; c < configs_.size(); ++c) next_layer(layer, c);
+      for (std::size_t c = 0; c < configs_.size(); ++c) {
+        next_layer(layer, c);
+        note_done(1);
+      }
     score();
     return std::move(scores_);
   }
@@ -84,6 +88,22 @@ class ClosedLoop {
  private:
   std::size_t output_floats() const {
     return std::size_t{tokens_} * shape_.query_heads * shape_.head_size;
+  }
+
+  /// How many layers the logits of a configuration are worth, by their products.
+  double layers_of_scores() const {
+    const ModelConfig& config = model_.config();
+    const double heads = (2 * shape_.query_heads + 2 * shape_.kv_heads) * shape_.head_size;
+    return static_cast<double>(config.vocab) * (tokens_ - 1 - first_scored_) /
+           ((heads + 3.0 * static_cast<double>(config.mlp)) * tokens_);
+  }
+
+  /// `layers` of a configuration, or what is worth as many.
+  void note_done(double layers) {
+    done_ += layers;
+    const double each = shape_.layers + layers_of_scores();
+    if (options_.progress)
+      options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
   /// All configurations see the same queries, keys and values, and share their exponentials.
@@ -185,6 +205,8 @@ class ClosedLoop {
     for (std::size_t block = 0; block < blocks; ++block) {
       const std::size_t first = block * kLogitRows;
       score_rows(first, std::min(kLogitRows, scored - first));
+      note_done(layers_of_scores() * static_cast<double>(configs_.size()) /
+                static_cast<double>(blocks));
     }
   }
 
@@ -222,6 +244,7 @@ class ClosedLoop {
   HeadArithmetic arithmetic_;
   std::vector<std::vector<float>> hidden_;  // by configuration: [token, hidden]
   std::vector<LoopScores> scores_;
+  double done_ = 0;         // layers
   std::mutex bytes_mutex_;  // of kv_bytes_peak, in scores_
 };
 

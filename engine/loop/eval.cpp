@@ -7,7 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "engine/loop/batch_loop.hpp"
+#include "engine/loop/conversation.hpp"
 #include "engine/loop/decoder_loop.hpp"
 #include "sim/head_view.hpp"
 #include "traces/base/parallel.hpp"
@@ -48,24 +48,24 @@ void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) 
   }
 }
 
-/// Cuts texts into sequences, each behind the model's first token (where it has one).
+/// Cuts texts into sequences, each behind what the tokenizer puts before one; a text that begins
+/// with that itself has it once.
 Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
                        const EvalOptions& options) {
-  const std::size_t first = model.bos >= 0 ? 1 : 0;
+  const std::size_t first = options.before.size();
   const std::size_t window = options.window ? options.window : model.trained_context;
   if (window < first + 2)
     throw std::invalid_argument(
         fmt::format("window {}: should be at least {} tokens", window, first + 2));
   Sequences sequences;
-  for (const Ids& text : texts) {
-    const auto index = static_cast<std::size_t>(&text - texts.data());
+  for (std::size_t index = 0; index < texts.size(); ++index) {
+    const auto text = std::span(texts[index]).subspan(begun_with(texts[index], options.before));
     if (text.empty()) check_scored({}, index, options);
     std::size_t length = text.size();
     if (options.max_tokens) length = std::min<std::size_t>(length, options.max_tokens);
     const std::size_t step = options.stream ? std::max<std::size_t>(length, 1) : window - first;
     for (std::size_t start = 0; start < length; start += step) {
-      Ids ids;
-      if (first) ids.push_back(model.bos);
+      Ids ids = options.before;
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
@@ -114,14 +114,16 @@ std::vector<std::vector<LoopScores>> run_each(const std::vector<Ids>& sequences,
                                               const EvalOptions& options, unsigned at_once,
                                               Run run) {
   std::vector<std::vector<LoopScores>> scores(sequences.size());
-  std::vector<double> done(sequences.size());
+  std::vector<double> done(sequences.size());  // tokens, under all configurations
+  double tokens = 0;
+  for (const Ids& ids : sequences) tokens += static_cast<double>(ids.size());
+  if (options.progress) options.progress(0);
   std::mutex mutex;
   const auto show = [&](std::size_t sequence, double part) {
     if (!options.progress) return;
     const std::lock_guard lock(mutex);
-    done[sequence] = part;
-    options.progress(std::accumulate(done.begin(), done.end(), 0.0) /
-                     static_cast<double>(sequences.size()));
+    done[sequence] = part * static_cast<double>(sequences[sequence].size());
+    options.progress(std::accumulate(done.begin(), done.end(), 0.0) / tokens);
   };
   parallel_for(sequences.size(), at_once, [&](std::size_t s) {
     LoopOptions how =
@@ -158,16 +160,6 @@ Sweep sweep_by_tokens(Backend& backend) {
     return sweep_in_turn(sequences, options, [&](const Ids& ids, const LoopOptions& how) {
       return run_decoder_loop(backend, ids, configs, how);
     });
-  };
-}
-
-Sweep sweep_by_batches(BatchBackend& backend) {
-  return [&backend](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
-                    const EvalOptions& options) {
-    return run_batch_loop(backend, sequences, configs,
-                          {.prompt_tokens = options.prompt_tokens,
-                           .against_first = options.against_full,
-                           .progress = options.progress});
   };
 }
 

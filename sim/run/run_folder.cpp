@@ -22,7 +22,7 @@ constexpr std::string_view kLockFile = "lock", kJobFile = "job.json", kRunSubfol
 constexpr std::size_t kMaxUnitBytes = std::size_t{1} << 40;
 constexpr std::size_t kMaxJobBytes = std::size_t{256} << 20;
 
-/// Whether a replay puts a file of this name into RUN.part.
+/// Whether a command puts a file of this name into RUN.part.
 bool is_ours(const std::string& part) {
   const std::string name = finished_name(part);
   return name == kLockFile || name == kJobFile || name == kRunSubfolder ||
@@ -36,24 +36,6 @@ std::vector<fs::path> entries(const fs::path& folder) {
   return paths;
 }
 
-void make_or_take(const fs::path& staging) {
-  std::error_code error;
-  if (fs::create_directory(staging, error)) return;
-  if (error)
-    throw std::runtime_error(
-        fmt::format("{}: cannot be made: {}", staging.string(), error.message()));
-  if (!fs::is_directory(fs::symlink_status(staging)))
-    throw std::runtime_error(
-        fmt::format("{}: is in the way; a replay works in a folder of that name, so move it away",
-                    staging.string()));
-  for (const fs::path& entry : entries(staging))
-    if (!is_ours(entry.filename().string()))
-      throw std::runtime_error(
-          fmt::format("{}: was not made by `kvlab replay`; move it away, for a replay works in a "
-                      "folder of that name",
-                      entry.string()));
-}
-
 /// The keys whose values differ, as a list for people.
 std::string differences(const json& a, const json& b) {
   std::string names;
@@ -64,23 +46,42 @@ std::string differences(const json& a, const json& b) {
 
 }  // namespace
 
-RunFolder::RunFolder(fs::path run, const json& job, bool fresh) : run_(std::move(run)) {
+RunFolder::RunFolder(fs::path run, const json& job, bool fresh, std::string command)
+    : run_(std::move(run)), command_(std::move(command)) {
   if (!run_.has_filename()) run_ = run_.parent_path();  // "runs/a/" is "runs/a"
   if (fs::exists(fs::symlink_status(run_)))
     throw std::runtime_error(
         fmt::format("{}: exists already; name a new directory or remove this one", run_.string()));
   staging_ = run_.string() + ".part";
-  make_or_take(staging_);
+  make_or_take();
   lock_.emplace(staging_ / kLockFile, O_RDWR | O_CREAT);
   lock_->require(
-      fmt::format("{}: another kvlab replay is at work in {}; wait for it or name "
+      fmt::format("{}: another kvlab {} is at work in {}; wait for it or name "
                   "another directory",
-                  run_.string(), staging_.string()));
+                  run_.string(), command_, staging_.string()));
   if (fresh) clear();
   if (fs::exists(staging_ / kJobFile))
     resume(job);
   else
     start(job);
+}
+
+void RunFolder::make_or_take() const {
+  std::error_code error;
+  if (fs::create_directory(staging_, error)) return;
+  if (error)
+    throw std::runtime_error(
+        fmt::format("{}: cannot be made: {}", staging_.string(), error.message()));
+  if (!fs::is_directory(fs::symlink_status(staging_)))
+    throw std::runtime_error(
+        fmt::format("{}: is in the way; a {} works in a folder of that name, so move it away",
+                    staging_.string(), command_));
+  for (const fs::path& entry : entries(staging_))
+    if (!is_ours(entry.filename().string()))
+      throw std::runtime_error(
+          fmt::format("{}: was not made by `kvlab {}`; move it away, for a {} works in a "
+                      "folder of that name",
+                      entry.string(), command_, command_));
 }
 
 RunFolder::~RunFolder() {
@@ -105,9 +106,9 @@ void RunFolder::resume(const json& job) const {
   const json before = parse_json(read_text_file(path, kMaxJobBytes), path.string());
   if (before == job) return;
   throw std::runtime_error(
-      fmt::format("{}: holds what a replay of something else has finished (differs in: {}); repeat "
+      fmt::format("{}: holds what a {} of something else has finished (differs in: {}); repeat "
                   "that command to go on with it, or add --fresh to throw it away",
-                  staging_.string(), differences(job, before)));
+                  staging_.string(), command_, differences(job, before)));
 }
 
 void RunFolder::clear() const {
@@ -141,11 +142,15 @@ void RunFolder::write_unit(std::size_t trace, std::size_t unit, const std::strin
 }
 
 void RunFolder::commit(Run& run) {
+  commit([&](const fs::path& made) { save_run(run, made); });
+}
+
+void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
   const fs::path made = staging_ / kRunSubfolder;
   try {
     fs::remove_all(made);
     fs::create_directory(made);
-    save_run(run, made);
+    save(made);
     fs::rename(made, run_);
     sync_folder_of(run_);
   } catch (const std::runtime_error& error) {

@@ -1,8 +1,9 @@
 // Where a run is made: RUN.part, beside RUN. It holds the finished units of work until the run is
-// whole, so that a replay that was killed can go on; RUN itself appears whole or not at all.
+// whole, so that a command that was killed can go on; RUN itself appears whole or not at all.
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -15,10 +16,12 @@ namespace kvlab {
 
 class RunFolder {
  public:
-  /// Makes RUN.part, or takes up the one that a killed replay of the same job left. `fresh` throws
-  /// away whatever a replay left there. Throws std::runtime_error: RUN exists, RUN.part is another
-  /// job's (named by what differs) or no replay's at all, another process is at it.
-  RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh);
+  /// Makes RUN.part, or takes up the one that a killed command of the same job left. `fresh` throws
+  /// away whatever it left there. `command`: whose run it is, "replay" or "task". Throws
+  /// std::runtime_error: RUN exists, RUN.part is another job's (named by what differs) or none's at
+  /// all, another process is at it.
+  RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh,
+            std::string command = "replay");
   /// Uncommitted: keeps RUN.part if it holds a finished unit.
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
@@ -30,19 +33,22 @@ class RunFolder {
   std::optional<std::string> read_unit(std::size_t trace, std::size_t unit) const;
   /// What pack_unit made; from any thread. Throws std::runtime_error in the name of RUN.
   void write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const;
-  /// Writes the run's files, gives them RUN's name, removes RUN.part. Throws std::runtime_error in
-  /// the name of RUN.
+  /// Has the run's files written into a folder, gives it RUN's name, removes RUN.part. Throws
+  /// std::runtime_error in the name of RUN.
+  void commit(const std::function<void(const std::filesystem::path&)>& save);
   void commit(Run& run);
   /// `error` with RUN for RUN.part, and where what is finished is kept, if anything is.
   std::runtime_error in_name_of_run(const std::exception& error) const;
 
  private:
+  void make_or_take() const;
   void start(const nlohmann::json& job);
   void resume(const nlohmann::json& job) const;
   void clear() const;
   bool holds_units() const;
 
   std::filesystem::path run_, staging_;
+  std::string command_;
   std::optional<FileLock> lock_;
 };
 

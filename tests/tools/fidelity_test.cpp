@@ -83,9 +83,12 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
   write_file_atomically(folder / kFidelityJson, json_text(json));
   const std::string page = fidelity_page(folder.path());
-  CHECK(page.find("budget 16") != std::string::npos);
-  CHECK(page.find("<td class=\"n\">3 of 3</td>") != std::string::npos);
-  CHECK(page.find("<svg") != std::string::npos);
+  CHECK(page.find("<td class=\"n\">3</td><td class=\"n\">3</td>") != std::string::npos);
+  const std::vector<Figure> figures = fidelity_figures(folder.path());
+  REQUIRE(figures.size() == 2);
+  CHECK(figures[1].title == "budget 16, rho -1.00");
+  CHECK(figures[1].y.title == "KL to the full cache, nats");
+  CHECK(figures[1].x.title == "−ln recall");
   CHECK(page.find("64, 32 of them prompt<") != std::string::npos);
 
   const auto file = folder / kFidelityJson;
@@ -153,8 +156,9 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   const auto configs = grid({"window", "sink", "h2o"}, {"16", "200"});
   const Sweep sweep = sweep_by_layers(loaded);
   const OpenLoopOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
-  const FidelityText measured = fidelity_text(text, closed_loop_kl(sweep, text, configs, 2, {}),
-                                              run_open_loop(*backend, text, configs, options));
+  const FidelityText measured =
+      fidelity_text(text, kl_of(closed_loop_scores(sweep, text, configs, 2, {})),
+                    run_open_loop(*backend, text, configs, options));
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
   const auto& residual = measured.figures.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {

@@ -86,16 +86,34 @@ TEST_CASE("Folders are made where there are none above them") {
   CHECK(std::filesystem::exists(out / "task.json"));
 }
 
-TEST_CASE("A folder that another run fills is refused before a model is loaded, and left alone") {
+TEST_CASE("A folder that something else fills is refused before anything is asked, and left alone") {
   const test::TemporaryFolder folder;
-  for (const std::string name : {"out", "capture"}) {
-    const std::string path = (folder / name).string();
+  const auto refused = [&](const std::string& option, const std::string& model) {
+    const std::string path = (folder / option).string();
     std::filesystem::create_directories(path + ".part/trace");
-    CHECK(test::error_of([&] {
-            task(one_question({"--" + name, path}, "no model"));
-          }).starts_with(path + ".part exists; "));
+    const std::string error =
+        test::error_of([&] { task(one_question({"--" + option, path}, model)); });
     CHECK(std::filesystem::exists(path + ".part/trace"));
-  }
+    return error.substr(std::min(path.size(), error.size()));
+  };
+  CHECK(refused("capture", "no model").starts_with(".part exists; "));
+  CHECK(refused("out", kTiny).starts_with(".part/trace: was not made by `kvlab task`"));
+}
+
+TEST_CASE("What a task of something else has left is named, and thrown away if that is asked for") {
+  const test::TemporaryFolder folder;
+  const std::string out = (folder / "run").string();
+  std::filesystem::create_directory(out + ".part");
+  write_file_atomically(out + ".part/job.json", R"({"seed": 7})");
+  write_file_atomically(out + ".part/trace0-unit0.unit", "answers");
+  auto words = one_question({"--out", out});
+  const std::string error = test::error_of([&] { task(words); });
+  CHECK(error.starts_with(out + ".part: holds what a task of something else has finished"));
+  CHECK(std::filesystem::exists(out + ".part/trace0-unit0.unit"));
+  words.emplace_back("--fresh");
+  CHECK(task(words) == 0);
+  CHECK(std::filesystem::exists(out + "/answers.csv"));
+  CHECK_FALSE(std::filesystem::exists(out + ".part"));
 }
 
 TEST_CASE("A folder for tables in one for traces is refused, and the other way round") {

@@ -182,14 +182,22 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
       request.grid.push_back(
           {.policy = spec, .budget = parse_budget("32"), .positions = spec.entry->info.positions});
   request.threads = 2;
-  request.task = TaskRequest{
-      .words = {30}, .depths = {0.5}, .draws = 2, .configs = {}, .chat = {}, .answers = {}};
+  request.answers = {.tasks = {{{.kind = TaskKind::passkey}, 20}}, .draws = 1};
+  double last = 0;
+  request.progress = [&](double done) { last = done; };
   const OutputSketch sketch = output_sketch(directory, kSketchSeed, 2);
   const Tuning tuning = tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
   CHECK(tuning.metric == "residual_error");
   CHECK(tuning.race.work <= tuning.race.exhaustive / 4);
-  CHECK(std::ranges::count(tuning.tied(), tuning.winner) == 1);
-  CHECK(tuning.answers.front().config == request.grid.size());  // the full cache
+  CHECK(last == 1);
+  CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.verdict.winner()]);
+  REQUIRE(tuning.asked.size() == 1);
+  CHECK(tuning.asked[0].draws() == 5);
+  // Of every policy somebody answers, and all that are near in KL.
+  for (const char* policy : {"window", "lru", "h2o", "sink"})
+    CHECK(std::ranges::any_of(tuning.finalists, [&](std::size_t config) {
+      return request.grid[config].policy.name == policy;
+    }));
 
   const PolicyFile file = policy_file_of(tuning, request, *backend);
   const test::TemporaryFolder folder;
@@ -198,6 +206,13 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.cache.policy.text() == request.grid[tuning.winner].policy.text());
   CHECK(read.cache.budget.extent.tokens == 32);
   CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.race.rounds.size());
+  CHECK(read.run["truths"]["deployed"] == read.cache.policy.text());
+  CHECK(read.run["truths"]["policies"].size() == tuning.finalists.size());
+  CHECK(read.run["scores"][0]["policy"] == "full");
+  CHECK(read.run["scores"][0]["kl"] == 0);
+  CHECK(read.run["scores"][1]["perplexity"] > read.run["scores"][0]["perplexity"]);
+  CHECK(read.run["scores"][1]["same_first"] < 1);
+  CHECK(read.run["verdict"]["warnings"].dump().find("scored tokens") != std::string::npos);
 
   // By what the race says: the winner's KL beats or ties every other of the last round.
   const auto& last = tuning.race.rounds.back().entries;
@@ -205,7 +220,7 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
 
   // Those that keep what they decode hold more than the budget: they do not race.
   TuneRequest alike = request;
-  alike.task.reset();
+  alike.answers.tasks.clear();
   alike.grid.clear();
   for (const char* policy : {"window:once:recent=31", "window:once", "sink", "window"})
     alike.grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
@@ -217,6 +232,7 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   const auto evidence = policy_file_of(kept, alike, *backend).run;
   CHECK(evidence["holds_more"].size() == 2);
   CHECK(evidence["verdict"]["unmeasured"] == "answers were not asked");
+  CHECK(evidence["truths"]["why"] == "answers were not asked");
   // Where all do, they race.
   alike.grid.resize(2);
   CHECK(tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike).more.empty());

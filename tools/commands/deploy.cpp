@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <stdexcept>
 
 #include "engine/loop/deploy/confirm.hpp"
@@ -12,6 +13,7 @@
 #include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
 
@@ -36,40 +38,74 @@ void add_options(po::options_description& options) {
       "--confirm: texts to score");
   add("max-tokens", number_option("T", 0),
       "--confirm: use the first T tokens of each text; 0: all");
+  add_answer_options(options);
   add_source_option(options);
   add_common_options(options);
 }
 
-/// The full cache and the first standings in the closed loop; empty where --confirm was not asked
-/// for.
-Evaluation evaluate_first(const po::variables_map& options, const Run& run, const Figures& figures,
-                          const Ballot& ballot, const CompiledPolicies& compiled) {
-  const auto most = static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
-  if (most == 0) return {};
+/// How many of the first --confirm settles, the model that does, and null where nothing is asked.
+std::size_t confirms(const po::variables_map& options) {
+  return static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
+}
+std::optional<LoopModel> model_from(const po::variables_map& options, const Run& run) {
+  if (confirms(options) == 0) return std::nullopt;
   required(options, "model", "--model DIR, which --confirm runs");
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give --text FILE..., which --confirm scores");
+  LoopModel model = load_loop_model(options);
+  if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
+    throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
+                                            model.directory, run.info.traces.front().model));
+  return model;
+}
+
+/// The full cache and the first standings in the closed loop.
+Evaluation evaluate_first(const po::variables_map& options, const LoopModel& model, const Run& run,
+                          const Figures& figures, const Ballot& ballot,
+                          const CompiledPolicies& compiled) {
   const auto& paths = options["text"].as<std::vector<std::string>>();
   EvalOptions how{.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
                   .threads = threads_from(options),
                   .names = text_names(paths),
-                  .progress = progress_bar("confirm")};
-  const LoopModel model = load_loop_model(options);
-  if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
-    throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
-                                            model.directory, run.info.traces.front().model));
+                  .progress = progress_bar("deploy: closed loop")};
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
-  for (std::size_t i = 0; i < std::min(most, ballot.standings().size()); ++i)
+  for (std::size_t i = 0; i < std::min(confirms(options), ballot.standings().size()); ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
+  how.before = model.tokenizer.before();
+  const std::size_t most_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   texts.reserve(paths.size());
   for (const std::string& path : paths)
-    texts.push_back(model.tokenizer.encode(read_text(path), false));
+    texts.push_back(ids_of_file(path, model.tokenizer, most_tokens));
+  say_of_model(model.backend->config(), model.tokenizer);
   Evaluation evaluation =
       evaluate(model.backend->config(), model.sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab deploy: {}\n", warning);
   return evaluation;
+}
+
+/// Those that were confirmed answer too, and the ballot's winner becomes the one of both truths.
+nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel& model,
+                              const std::vector<Confirmed>& confirmed, Ballot& ballot) {
+  AnswerPlan plan = answer_plan_from(options);
+  if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);
+  find_lengths(*model.backend, model.tokenizer, plan);
+  std::vector<Confirmed> order = confirmed;  // the winner in KL first
+  std::ranges::stable_partition(
+      order, [&](const Confirmed& entry) { return entry.standing == ballot.winner; });
+  std::vector<Finalist> finalists;
+  std::erase_if(order, [&](const Confirmed& entry) {
+    return entry.holds_more && entry.standing != ballot.winner;
+  });
+  for (const Confirmed& entry : order) finalists.push_back({entry.score.config, entry.score.kl});
+  std::vector<TaskAsked> asked;
+  if (!plan.tasks.empty())
+    asked = ask_finalists(*model.backend, model.tokenizer, finalists, plan,
+                          progress_bar("deploy: answers"));
+  const Choice choice = choose_by_both(finalists, asked);
+  ballot.winner = order[choice.deployed].standing;
+  return truths_json(finalists, asked, choice);
 }
 
 /// One line of a list: what it says of a standing, and what that holds on average and at most.
@@ -118,7 +154,8 @@ void print_confirmed(const Figures& figures, const Ballot& ballot, const Evaluat
 }
 
 int run(const po::variables_map& options) {
-  refuse_without(options, "confirm", {"model", "text", "max-tokens", "device"});
+  refuse_without(options, "confirm",
+                 {"model", "text", "max-tokens", "device", "task", "words", "draws"});
   const std::string directory =
       required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
   const std::string budget = required(options, "budget", "--budget B, one of the run");
@@ -137,12 +174,19 @@ int run(const po::variables_map& options) {
     evidence =
         fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
                           ballot.budget.least_tokens, loaded.info.traces.front().weights_xxh3);
-  const Evaluation evaluation = evaluate_first(options, loaded, figures, ballot, compiled);
+  const std::optional<LoopModel> model = model_from(options, loaded);
   std::vector<Confirmed> confirmed;
-  if (!evaluation.scores.empty()) confirmed = confirm(evaluation, ballot);
+  nlohmann::json truths{{"answers", nullptr}, {"why", "answers were not asked (--confirm asks)"}};
+  Evaluation evaluation;
+  if (model) {
+    evaluation = evaluate_first(options, *model, loaded, figures, ballot, compiled);
+    confirmed = confirm(evaluation, ballot);
+    truths = decide_by_both(options, *model, confirmed, ballot);
+  }
   PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
   file.run["fidelity"] = evidence;
   if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(confirmed, figures, ballot);
+  file.run["truths"] = truths;
   write_policy_file(out, file);
 
   if (options["json"].as<bool>()) {
@@ -156,6 +200,7 @@ int run(const po::variables_map& options) {
   }
   print_standings(figures, ballot);
   print_confirmed(figures, ballot, evaluation, confirmed);
+  fmt::print("\n{}", model ? truths_text(truths) : truths.at("why").get<std::string>() + "\n");
   fmt::print("\n{}\n", evidence.is_object()
                            ? evidence_text(evidence)
                            : fmt::format("{} decides; how well it predicts this model is unknown "

@@ -2,14 +2,18 @@
 
 #include <cmath>
 #include <filesystem>
+#include <optional>
 
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
+#include "traces/base/work_plan.hpp"
 
 namespace kvlab {
 namespace {
@@ -58,25 +62,33 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
   const unsigned threads = threads_from(options);
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, threads);
   const auto replayer = loop_replayer(options);
-  const auto bar = progress_bar("fidelity");
+  std::uint64_t captured = 0;
+  for (const LoopText& text : texts) captured += text.trace ? 0 : text.ids.size();
+  announce_traces("fidelity", model.backend->trace_header({}).shape, captured,
+                  "into " + traces.string());
+  enum Kind { kCapture, kReplay, kLoop };
+  std::vector<WorkPhase> phases;
+  for (const LoopText& text : texts) {
+    const auto tokens = static_cast<double>(text.ids.size());
+    phases.push_back({kCapture, text.trace ? 0 : tokens});
+    phases.push_back({kReplay, tokens});
+    phases.push_back({kLoop, tokens * static_cast<double>(configs.size() + 1)});
+  }
+  const double rate = closed_loop_rate(model.sweep, texts.front(), threads);
+  WorkPlan plan(progress_bar("fidelity"), std::move(phases), {0, 0, rate});
   std::vector<FidelityText> measured;
   for (std::size_t t = 0; t < texts.size(); ++t) {
-    const auto part = [&, t](double from, double to) {
-      return [&bar, &texts, t, from, to](double done) {
-        bar((static_cast<double>(t) + from + (to - from) * done) /
-            static_cast<double>(texts.size()));
-      };
-    };
     OpenLoopFigures figures = run_open_loop(*model.backend, texts[t], configs,
                                             {.sketch = sketch,
                                              .capture = traces / texts[t].name,
                                              .every_output_error = every_output_error_from(options),
                                              .threads = threads,
                                              .device = replayer.get(),
-                                             .progress = part(0, 0.3)});
-    measured.push_back(fidelity_text(
-        texts[t], closed_loop_kl(model.sweep, texts[t], configs, threads, part(0.3, 1)),
-        std::move(figures)));
+                                             .capturing = plan.phase(3 * t + kCapture),
+                                             .progress = plan.phase(3 * t + kReplay)});
+    auto scores =
+        closed_loop_scores(model.sweep, texts[t], configs, threads, plan.phase(3 * t + kLoop));
+    measured.push_back(fidelity_text(texts[t], kl_of(std::move(scores)), std::move(figures)));
   }
   return measured;
 }
@@ -85,7 +97,11 @@ int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out OUT, a directory to be made");
   refuse_existing(out, "--out");
-  if (options.count("report")) refuse_unwritable(options["report"].as<std::string>(), "--report");
+  std::optional<OutputClaim> claim;
+  if (options.count("report")) {
+    refuse_unwritable(options["report"].as<std::string>(), "--report");
+    claim.emplace(options["report"].as<std::string>());
+  }
   const std::vector<CacheConfig> configs = grid_from(options);
   check_fidelity_grid(configs);
   AtomicFolder folder(out);
@@ -104,6 +120,8 @@ int run(const po::variables_map& options) {
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, measured));
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");
   folder.commit();
+  if (options.count("report") && !vega_script())
+    fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
   if (options.count("report"))
     write_file_atomically(options["report"].as<std::string>(), fidelity_page(out));
   if (options["json"].as<bool>())

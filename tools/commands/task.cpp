@@ -9,8 +9,11 @@
 #include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
 #include "engine/loop/task/verdicts.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
@@ -28,12 +31,13 @@ void add_options(po::options_description& options) {
       "what is asked; `--task` itself may be left out");
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add("query-aware", po::bool_switch(),
-      "the question is in the prompt, and seen before anything leaves (default: both, one by one)");
+      "the question is in the prompt, and seen before anything leaves");
   add("query-agnostic", po::bool_switch(),
-      "the question comes later, when the context has been evicted to the budget");
-  add("words", text_option("LIST", "250,500,1000"), "words of the context");
+      "the question comes later, when the context has been evicted to the budget (default; both: "
+      "one by one)");
+  add("words", text_option("LIST", "250,500"), "words of the context");
   add("depth", text_option("LIST", "0%,25%,50%,75%,100%"), "where in the context the answer is");
-  add("draws", number_option("N", 20),
+  add("draws", number_option("N", 4),
       "questions at each length and depth, the same for every policy and budget");
   add("kind", text_option("single|multi-key|multi-value"),
       "needle: one number; 4 keys, one is asked; 4 numbers of a key (default: single)");
@@ -46,7 +50,9 @@ void add_options(po::options_description& options) {
   add("max-new-tokens", number_option("N", 32), "tokens of an answer, at most");
   add("beyond-context", po::bool_switch(),
       "take prompts that are longer than what the model was trained on");
-  add("out", text_option("RUN"), "a directory to be made, for the tables");
+  add("out", text_option("RUN"),
+      "a directory to be made, for the tables; a command that was stopped goes on where it was");
+  add("fresh", po::bool_switch(), "throw away what a stopped command has left for --out");
   add("capture", text_option("DIR"),
       "a directory to be made, for a trace of every question with the right answer behind it");
   add_policy_options(options);
@@ -117,7 +123,7 @@ std::vector<QueryMode> modes_from(const po::variables_map& options) {
   const bool aware = options["query-aware"].as<bool>();
   const bool agnostic = options["query-agnostic"].as<bool>();
   std::vector<QueryMode> modes;
-  if (aware || !agnostic) modes.push_back(QueryMode::aware);
+  if (aware) modes.push_back(QueryMode::aware);
   if (agnostic || !aware) modes.push_back(QueryMode::agnostic);
   return modes;
 }
@@ -180,7 +186,7 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
     const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
       return find_figure(figures, c, mode, count, metric);
     };
-    fmt::print("{:<36} {:>6}", config.policy.text(), config.budget_text());
+    fmt::print("{:<36} {:>6}", config.policy.brief(), config.budget_text());
     for (const std::uint32_t count : words)
       fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
     fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),
@@ -228,13 +234,13 @@ ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
 }
 
 /// What was asked, and of which model.
-ordered_json about(const TaskRun& run, const TaskRequest& request, const Backend& backend) {
+ordered_json about(const TaskRequest& request, const Backend& backend) {
   ordered_json depths = ordered_json::array(), modes = ordered_json::array();
   for (const double depth : request.depths) depths.push_back(depth_text(depth));
-  for (const QueryMode mode : run.modes) modes.push_back(name_of(mode));
+  for (const QueryMode mode : request.modes) modes.push_back(name_of(mode));
   return {
       {"kvlab", KVLAB_VERSION},
-      {"task", run.task},
+      {"task", request.spec.text()},
       {"model", backend.config().name},
       {"weights_xxh3", backend.weights_xxh3()},
       {"chat", request.chat ? "chatml" : "none"},
@@ -248,54 +254,81 @@ ordered_json about(const TaskRun& run, const TaskRequest& request, const Backend
       {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
 }
 
-/// The folders that were asked for, each of which appears when it is whole.
-struct RunFolders {
-  std::optional<AtomicFolder> out, capture;
-
-  /// Throws for what cannot be made, so that no work is lost to it.
-  explicit RunFolders(const po::variables_map& options) {
-    if (options.count("out") && options.count("capture"))
-      refuse_nested(options["out"].as<std::string>(), options["capture"].as<std::string>());
-    if (options.count("out")) make(out, options, "out");
-    if (options.count("capture")) make(capture, options, "capture");
+/// All on which answers depend, and how they are kept.
+ordered_json job_of(const TaskRequest& request, const ordered_json& about, Device device) {
+  ordered_json job = about, configs = ordered_json::array();
+  for (const CacheConfig& config : request.configs) {
+    const auto& source = config.policy.entry->source;
+    configs.push_back({config.policy.text(), source ? source->xxh3 : "", config.budget_text(),
+                       config.prefill.text(), name_of(config.positions), config.seed,
+                       config.threshold});
   }
+  job["policies"] = std::move(configs);
+  job["device"] = device == Device::cuda ? "cuda" : "cpu";
+  return job;
+}
 
- private:
-  static void make(std::optional<AtomicFolder>& folder, const po::variables_map& options,
-                   const char* name) {
+/// One could not appear whole where the other is in it.
+void refuse_nested(const std::string& out, const std::string& capture) {
+  const auto whole = [](const std::string& path) {
+    return (std::filesystem::absolute(path) / "").lexically_normal();
+  };
+  const std::filesystem::path a = whole(out), b = whole(capture);
+  const auto [rest_a, rest_b] =
+      std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // less the "" at the end
+  if (rest_a == --a.end() || rest_b == --b.end())
+    throw std::invalid_argument(
+        fmt::format("--capture: {} and --out {} should be two directories, neither in the other",
+                    capture, out));
+}
+
+/// Throws for folders that cannot be made, so that no work is lost to it.
+void check_folders(const po::variables_map& options) {
+  if (options.count("out") && options.count("capture"))
+    refuse_nested(options["out"].as<std::string>(), options["capture"].as<std::string>());
+  for (const char* name : {"out", "capture"}) {
+    if (!options.count(name)) continue;
     const std::string path =
         required(options, name, fmt::format("--{} DIR, a directory to be made", name));
     refuse_existing(path, fmt::format("--{}", name));
-    folder.emplace(path);
   }
+}
 
-  /// One could not appear whole where the other is in it.
-  static void refuse_nested(const std::string& out, const std::string& capture) {
-    const auto whole = [](const std::string& path) {
-      return (std::filesystem::absolute(path) / "").lexically_normal();
-    };
-    const std::filesystem::path a = whole(out), b = whole(capture);
-    const auto [rest_a, rest_b] =
-        std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // less the "" at the end
-    if (rest_a == --a.end() || rest_b == --b.end())
-      throw std::invalid_argument(
-          fmt::format("--capture: {} and --out {} should be two directories, neither in the other",
-                      capture, out));
-  }
-};
+/// Where answers are kept as they come; none where no tables were asked for.
+std::optional<RunFolder> folder_of(const po::variables_map& options, const ordered_json& job) {
+  if (!options.count("out")) return std::nullopt;
+  const std::filesystem::path path = options["out"].as<std::string>();
+  if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path());
+  return std::optional<RunFolder>(std::in_place, path, job, options["fresh"].as<bool>(), "task");
+}
 
-void write_run(AtomicFolder& folder, const TaskRun& run, std::span<const TaskFigure> figures,
+void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskFigure> figures,
                const ordered_json& about) {
-  write_file_atomically(folder / "answers.csv", task_answers_csv(run));
-  write_file_atomically(folder / "task.csv", task_figures_csv(run, figures));
-  write_file_atomically(folder / "task.json", json_text(about) + "\n");
-  folder.commit();
+  folder.commit([&](const std::filesystem::path& made) {
+    write_file_atomically(made / "answers.csv", task_answers_csv(run));
+    write_file_atomically(made / "task.csv", task_figures_csv(run, figures));
+    write_file_atomically(made / "task.json", json_text(about) + "\n");
+  });
+}
+
+/// Answers, kept as they come where there is a folder to be.
+TaskRun answered(Backend& backend, const Tokenizer& tokenizer, TaskRequest& request,
+                 const std::optional<RunFolder>& out) {
+  if (out) request.answers.kept = &*out;
+  try {
+    return run_task(backend, tokenizer, request);
+  } catch (const Cancelled& error) {
+    if (out) throw out->in_name_of_run(error);
+    throw;
+  }
 }
 
 int run(const po::variables_map& options) {
   TaskRequest request = request_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  RunFolders folders(options);
+  check_folders(options);
+  std::optional<AtomicFolder> capture;
+  if (options.count("capture")) capture.emplace(options["capture"].as<std::string>());
   std::string text;
   if (options.count("text")) {
     text = read_text(options["text"].as<std::string>());
@@ -305,19 +338,26 @@ int run(const po::variables_map& options) {
   const Device device = device_from(options);
   if (device == Device::cuda) request.answers.most_rows = kCudaRows;
   const auto backend = load_backend(device, directory, threads_from(options));
-  const Tokenizer tokenizer =
-      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
+  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
+  say_of_model(backend->config(), tokenizer, "", request.chat.has_value());
 
-  const TaskRun run = run_task(*backend, tokenizer, request);
+  request.configs = with_full_first(request.configs);
+  ordered_json json = about(request, *backend);
+  std::optional<RunFolder> out = folder_of(options, job_of(request, json, device));
+  const TaskRun run = answered(*backend, tokenizer, request, out);
   std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
   const std::vector<TaskFigure> held = memory_figures(run);
   figures.insert(figures.end(), held.begin(), held.end());
-  ordered_json json = about(run, request, *backend);
-  if (folders.out) write_run(*folders.out, run, figures, json);
-  if (folders.capture) {
-    capture_tasks(*backend, tokenizer, directory, run, *folders.capture, threads_from(options),
+  if (out) write_run(*out, run, figures, json);
+  if (capture) {
+    std::uint64_t tokens = 0;
+    for (const TaskPrompt& prompt : run.prompts)
+      tokens += run.modes.size() * (prompt.tokens() + prompt.answer.size());
+    announce_traces("task", backend->trace_header({}).shape, tokens,
+                    "into " + options["capture"].as<std::string>());
+    capture_tasks(*backend, tokenizer, directory, run, *capture, threads_from(options),
                   progress_bar("capture"));
-    folders.capture->commit();
+    capture->commit();
   }
   if (!options["json"].as<bool>()) {
     print_table(run, figures, request);

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"
@@ -29,10 +31,7 @@ void add_options(po::options_description& options) {
   add("metric", text_option("METRIC"),
       "what puts the grid in order before the race (default: what deploy goes by)");
   add("work", number_option("PERCENT", 25), "of what the closed loop of the whole grid would cost");
-  add("task", text_option("passkey|needle|recall"),
-      "among those that KL cannot tell apart, the one with most right answers wins");
-  add("words", number_option("N", 250), "--task: words of the context");
-  add("draws", number_option("N", 4), "--task: questions at each of five depths");
+  add_answer_options(options);
   add("seed", number_option("N", 0), "of random draws");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add_common_options(options);
@@ -59,18 +58,6 @@ std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget&
   return grid;
 }
 
-std::optional<TaskRequest> task_from(const po::variables_map& options) {
-  refuse_without(options, "task", {"words", "draws"});
-  if (!options.count("task")) return std::nullopt;
-  TaskRequest task;
-  task.spec.kind = parse_task_kind(options["task"].as<std::string>());
-  task.words = {count_from(options, "words", 1, 1'000'000)};
-  task.draws = count_from(options, "draws", 1, 100'000);
-  task.seed = seed_from(options);
-  task.answers.progress = progress_bar("task");
-  return task;
-}
-
 void check_metric(const po::variables_map& options) {
   if (!options.count("metric")) return;
   const std::string name = options["metric"].as<std::string>();
@@ -92,7 +79,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     const RaceEntry& entry = round.entries[i];
     const std::size_t config = tuning.order[entry.contender];
     const std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
-    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.text(), entry.kl,
+    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.brief(), entry.kl,
                bytes_text(tuning.memory[config].peak),
                i == 0 ? std::string("leads")
                       : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,
@@ -103,18 +90,24 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     fmt::print("  and {} more\n", round.entries.size() - kMostShown);
 }
 
-void print_answers(const Tuning& tuning, const TuneRequest& request) {
-  if (tuning.answers.empty()) return;
-  fmt::print("\n{}: right answers\n", request.task->spec.text());
-  for (const TuneAnswers& answer : tuning.answers)
-    fmt::print(
-        "  {:<44} {:>4.0f}%\n",
-        answer.config == request.grid.size() ? "full" : request.grid[answer.config].policy.text(),
-        100 * answer.right);
+/// Perplexity and top-1 beside the full cache's, and how far texts differ.
+void print_scores(const nlohmann::json& scores) {
+  fmt::print("\n{:<44} {:>10} {:>9} {:>7} {:>8}  {}\n", "", "perplexity", "KL", "top-1", "tokens",
+             "KL by text");
+  for (const auto& score : scores) {
+    double least = INFINITY, most = 0;
+    for (const auto& text : score.at("texts")) {
+      least = std::min(least, text.at("kl").get<double>());
+      most = std::max(most, text.at("kl").get<double>());
+    }
+    fmt::print("{:<44} {:>10.3f} {:>9.4f} {:>6.1f}% {:>8}  {:.4f} to {:.4f}\n",
+               score.at("policy").get<std::string>(), score.at("perplexity").get<double>(),
+               score.at("kl").get<double>(), 100 * score.at("same_first").get<double>(),
+               score.at("tokens").get<std::uint64_t>(), least, most);
+  }
 }
 
 void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::string& out) {
-  const std::string winner = request.grid[tuning.winner].policy.text();
   fmt::print("\n{}\n", verdict_text(tuning.verdict, tuning.contenders, tuning.scope));
   for (const std::string& warning :
        verdict_warnings(tuning.verdict, tuning.contenders, tuning.scope))
@@ -133,9 +126,6 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
       tuning.race.work,
       100 * static_cast<double>(tuning.race.work) / static_cast<double>(tuning.race.exhaustive),
       tuning.race.exhaustive);
-  fmt::print(
-      "{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n", out,
-      winner, tuning.budget_tokens, out);
 }
 
 int run(const po::variables_map& options) {
@@ -153,7 +143,7 @@ int run(const po::variables_map& options) {
                       .share = static_cast<double>(number_from(options, "work", 1, 100)) / 100,
                       .every_output_error = every_output_error_from(options),
                       .threads = threads_from(options),
-                      .task = task_from(options),
+                      .answers = answer_plan_from(options),
                       .progress = progress_bar("tune")};
   const auto compiled = policy_sources_from(options);
   if (!budget.extent.is_share)  // refuses what is wrong before a model is loaded
@@ -164,8 +154,16 @@ int run(const po::variables_map& options) {
   request.device = replayer.get();
   const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
   request.grid = grid_of(options, budget, budget.resolve(length), compiled);
-  if (request.task) request.task->chat = read_chat_frame(model.directory);
+  request.answers.seed = seed_from(options);
+  if (!request.answers.tasks.empty()) request.answers.chat = read_chat_frame(model.directory);
+  find_lengths(*model.backend, model.tokenizer, request.answers);
+  if (device_from(options) == Device::cuda) request.by_tokens = sweep_by_tokens(*model.backend);
 
+  std::size_t longest = 0;
+  for (const LoopText& text : request.texts)
+    if (!text.trace) longest = std::max(longest, text.ids.size());
+  announce_traces("tune", model.backend->trace_header({}).shape, longest,
+                  "into TMPDIR, one text at a time");
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, request.threads);
   const Tuning tuning = tune(*model.backend, model.sweep, sketch, model.tokenizer, request);
   const PolicyFile file = policy_file_of(tuning, request, *model.backend);
@@ -182,8 +180,16 @@ int run(const po::variables_map& options) {
   fmt::print("{} configurations in the order of {}, over {} texts\n", request.grid.size(),
              tuning.metric, request.texts.size());
   for (std::size_t r = 0; r < tuning.race.rounds.size(); ++r) print_round(tuning, request, r);
-  print_answers(tuning, request);
   print_verdict(tuning, request, out);
+  print_scores(file.run.at("scores"));
+  fmt::print("\n{}", truths_text(file.run.at("truths")));
+  if (const auto& step = file.run.at("step"); step.is_object())
+    fmt::print("a step: {:.3f} ms, the full cache {:.3f} ms\n",
+               step.at("milliseconds").at("deployed").get<double>(),
+               step.at("milliseconds").at("full").get<double>());
+  fmt::print(
+      "{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n", out,
+      file.cache.policy.text(), tuning.budget_tokens, out);
   return 0;
 }
 

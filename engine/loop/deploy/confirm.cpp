@@ -31,6 +31,8 @@ nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                     {"holds_more", entry.holds_more},
                     {"perplexity", number_or_null(entry.score.perplexity)},
                     {"perplexity_stderr", number_or_null(entry.score.perplexity_error)},
+                    {"same_first", number_or_null(entry.score.same_first)},
+                    {"kl_deviation", number_or_null(entry.score.kl_deviation)},
                     {"tokens", entry.score.tokens}});
   return list;
 }

@@ -10,6 +10,7 @@
 #include "sim/run/results.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/work_time.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,7 +19,11 @@ TraceReader capture(Backend& backend, const LoopText& text, const OpenLoopOption
   TraceWriter writer(options.capture, backend.trace_header({{"teacher_forced", true}}));
   writer.sketch(options.sketch);
   const auto decoder = backend.capturing_decoder(
-      ResolvedConfig{}, static_cast<std::uint32_t>(text.ids.size()), writer, {});
+      ResolvedConfig{}, static_cast<std::uint32_t>(text.ids.size()), writer,
+      [&](std::uint32_t tokens) {
+        if (options.capturing)
+          options.capturing(static_cast<double>(tokens) / static_cast<double>(text.ids.size()));
+      });
   const std::span all(text.ids);
   decoder->feed(all.first(text.prompt_tokens), SegmentKind::prompt);
   decoder->feed(all.subspan(text.prompt_tokens), SegmentKind::decode);
@@ -76,18 +81,28 @@ OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
   return figures;
 }
 
-std::vector<std::vector<double>> closed_loop_kl(const Sweep& sweep, const LoopText& text,
-                                                std::span<const CacheConfig> configs,
-                                                unsigned threads,
-                                                std::function<void(double)> progress) {
+std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress) {
   std::vector<CacheConfig> with_full{CacheConfig{}};
   with_full.insert(with_full.end(), configs.begin(), configs.end());
-  auto scores = sweep(
+  return std::move(sweep(
       {text.ids}, with_full,
-      {.prompt_tokens = text.prompt_tokens, .threads = threads, .progress = std::move(progress)});
+      {.prompt_tokens = text.prompt_tokens, .threads = threads, .progress = std::move(progress)})[0]);
+}
+
+std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores) {
   std::vector<std::vector<double>> kl;
-  for (std::size_t c = 0; c < configs.size(); ++c) kl.push_back(std::move(scores[0][c + 1].kl));
+  for (std::size_t c = 1; c < scores.size(); ++c) kl.push_back(std::move(scores[c].kl));
   return kl;
+}
+
+double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads) {
+  constexpr std::size_t kTokens = 192;
+  LoopText beginning{.name = text.name, .ids = text.ids, .prompt_tokens = 1, .trace = {}};
+  beginning.ids.resize(std::min(kTokens, beginning.ids.size()));
+  const WorkTime took = timed([&] { closed_loop_scores(sweep, beginning, {}, threads, {}); });
+  return took.seconds / static_cast<double>(beginning.ids.size());
 }
 
 }  // namespace kvlab

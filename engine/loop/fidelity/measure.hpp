@@ -33,7 +33,8 @@ struct OpenLoopOptions {
   bool every_output_error = false;
   unsigned threads = 1;
   HeadReplayer* device = nullptr;
-  std::function<void(double)> progress;
+  std::function<void(double)> capturing = {};  ///< the share that is captured; may be empty
+  std::function<void(double)> progress = {};   ///< of the replay
 };
 
 /// Every figure of the replay by which policies may be put in order, [metric][configuration]; NaN
@@ -42,11 +43,16 @@ using OpenLoopFigures = std::map<std::string, std::vector<double>>;
 OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
                               std::span<const CacheConfig> configs, const OpenLoopOptions& options);
 
-/// KL to the full cache of each scored token, [configuration][token]; the full cache runs beside
-/// `configs`.
-std::vector<std::vector<double>> closed_loop_kl(const Sweep& sweep, const LoopText& text,
+/// What each configuration scored, and the full cache before them.
+std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,
                                                 std::span<const CacheConfig> configs,
                                                 unsigned threads,
                                                 std::function<void(double)> progress);
+
+/// KL to the full cache of each scored token, [configuration][token], of all but the first.
+std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores);
+/// Seconds that the closed loop takes for each token of a configuration, by a run of the full cache
+/// over the beginning of a text: what its progress is reckoned from as long as nothing else is known.
+double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads);
 
 }  // namespace kvlab

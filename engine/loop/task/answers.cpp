@@ -8,6 +8,8 @@
 #include "engine/loop/task/judge.hpp"
 #include "engine/loop/text_stream.hpp"
 #include "policies/executor.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -28,6 +30,27 @@ struct Path {
   bool open = true;  ///< the tokens fed are still those of the path
 };
 
+/// A checksum, and the answers behind it.
+std::string pack_answers(std::span<const TaskAnswer> answers) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const TaskAnswer& answer : answers)
+    list.push_back({answer.right, answer.log_likelihood, answer.said});
+  const std::string text = list.dump();
+  return xxh3_hex(text) + "\n" + text;
+}
+
+/// None of bytes that are not as they were packed.
+std::vector<TaskAnswer> unpack_answers(const std::string& bytes) {
+  const std::size_t border = std::min(bytes.find('\n'), bytes.size() - 1);
+  const std::string text = bytes.empty() ? "" : bytes.substr(border + 1);
+  if (text.empty() || xxh3_hex(text) != bytes.substr(0, border)) return {};
+  std::vector<TaskAnswer> answers;
+  for (const auto& entry : parse_json(text, "answers"))
+    answers.push_back({entry.at(0).get<bool>(), entry.at(1).get<double>(),
+                       entry.at(2).get<std::string>()});
+  return answers;
+}
+
 class TaskLoop {
  public:
   TaskLoop(BatchBackend& backend, const Tokenizer& tokenizer, std::span<const TaskPrompt> prompts,
@@ -44,26 +67,56 @@ class TaskLoop {
                  std::vector(modes.size(), std::vector<TaskAnswer>(configs.size()))) {}
 
   std::vector<std::vector<std::vector<TaskAnswer>>> run() {
+    if (options_.progress) options_.progress(0);
     const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
       return backend_.side_by_side(one, other);
     };
-    for (const auto& together : batches_of(configs_, configs_.size(), alike)) {
-      std::vector<Row> rows, open;
-      for (std::size_t p = 0; p < prompts_.size(); ++p)
-        for (std::size_t m = 0; m < modes_.size(); ++m)
-          for (const std::size_t c : together) rows.push_back({p, m, c});
-      in_groups(rows, [&](std::span<const Row> group, BatchDecoder& decoder) {
-        const std::vector<Row> undecided = force(group, decoder);
-        open.insert(open.end(), undecided.begin(), undecided.end());
-        note_done(group.size());
-      });
-      in_groups(open,
-                [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
+    const auto batches = batches_of(configs_, configs_.size(), alike);
+    for (std::size_t b = 0; b < batches.size(); ++b) {
+      // Whole prompts at a time, as many as fit side by side: a unit that is kept.
+      const std::size_t each = modes_.size() * batches[b].size();
+      const std::size_t step = std::max<std::size_t>(1, options_.most_rows / each);
+      for (std::size_t first = 0; first < prompts_.size(); first += step) {
+        std::vector<Row> rows;
+        for (std::size_t p = first; p < std::min(first + step, prompts_.size()); ++p)
+          for (std::size_t m = 0; m < modes_.size(); ++m)
+            for (const std::size_t c : batches[b]) rows.push_back({p, m, c});
+        if (!take_up(b, first, rows)) {
+          answer(rows);
+          keep(b, first, rows);
+        }
+        note_done(rows);
+      }
     }
     return std::move(answers_);
   }
 
  private:
+  void answer(std::span<const Row> rows) {
+    std::vector<Row> open;
+    in_groups(rows, [&](std::span<const Row> group, BatchDecoder& decoder) {
+      const std::vector<Row> undecided = force(group, decoder);
+      open.insert(open.end(), undecided.begin(), undecided.end());
+    });
+    in_groups(open,
+              [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
+  }
+
+  /// Whether the answers were there from before. Those that are damaged were not.
+  bool take_up(std::size_t batch, std::size_t first, std::span<const Row> rows) {
+    const auto bytes = options_.kept ? options_.kept->read_unit(batch, first) : std::nullopt;
+    const auto answers = bytes ? unpack_answers(*bytes) : std::vector<TaskAnswer>{};
+    if (answers.size() != rows.size()) return false;
+    for (std::size_t r = 0; r < rows.size(); ++r) answer_of(rows[r]) = answers[r];
+    return true;
+  }
+  void keep(std::size_t batch, std::size_t first, std::span<const Row> rows) {
+    if (!options_.kept) return;
+    std::vector<TaskAnswer> answers;
+    for (const Row& row : rows) answers.push_back(answer_of(row));
+    options_.kept->write_unit(batch, first, pack_answers(answers));
+  }
+
   /// Calls `body` with as many rows as fit, and a decoder of them.
   template <class Body>
   void in_groups(std::span<const Row> rows, Body body) {
@@ -218,10 +271,15 @@ class TaskLoop {
     }
   }
 
-  void note_done(std::size_t rows) {
-    done_ += rows;
-    const std::size_t all = prompts_.size() * modes_.size() * configs_.size();
-    if (options_.progress) options_.progress(static_cast<double>(done_) / static_cast<double>(all));
+  /// By the tokens of their prompts: long ones take longer.
+  void note_done(std::span<const Row> rows) {
+    for (const Row& row : rows) done_ += prompt_of(row).tokens();
+    if (options_.progress) options_.progress(done_ / all_tokens());
+  }
+  double all_tokens() const {
+    double tokens = 0;
+    for (const TaskPrompt& prompt : prompts_) tokens += prompt.tokens();
+    return tokens * static_cast<double>(modes_.size() * configs_.size());
   }
 
   BatchBackend& backend_;
@@ -232,7 +290,7 @@ class TaskLoop {
   std::span<const CacheConfig> configs_;
   const AnswerOptions& options_;
   std::vector<std::vector<std::vector<TaskAnswer>>> answers_;
-  std::size_t done_ = 0;
+  double done_ = 0;  // tokens of the prompts of rows that are done
 };
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include "engine/batch_decoder.hpp"
 #include "engine/loop/task/prompt.hpp"
+#include "sim/run/run_folder.hpp"
 
 namespace kvlab {
 
@@ -22,6 +23,7 @@ struct AnswerOptions {
   std::uint32_t max_new_tokens = 32;     ///< an answer that is still open then is wrong
   std::uint32_t most_rows = 64;          ///< caches side by side
   std::function<void(double)> progress;  ///< may be empty; gets the share that is done
+  const RunFolder* kept = nullptr;       ///< where finished answers wait, and are taken up; or none
 };
 
 /// Answers [prompt][mode][configuration]. A configuration's budget resolves against the prompt's

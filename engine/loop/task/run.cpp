@@ -35,13 +35,12 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
   const Haystack haystack(request.text);
   for (const std::uint32_t words : request.words)
     for (const double depth : request.depths)
-      for (std::uint32_t draw = 0; draw < request.draws; ++draw) {
+      for (std::uint32_t draw = request.first_draw; draw < request.draws; ++draw) {
         const TaskPlace place{words, depth};
         run.places.push_back(place);
         run.draws.push_back(draw);
-        run.prompts.push_back(
-            encode_task(tokenizer, backend.config(), request.chat,
-                        draw_task(request.spec, haystack, place, request.seed, draw)));
+        run.prompts.push_back(encode_task(
+            tokenizer, request.chat, draw_task(request.spec, haystack, place, request.seed, draw)));
       }
   if (!request.beyond_context) check_context(backend.config(), run);
   run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,

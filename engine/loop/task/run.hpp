@@ -13,9 +13,10 @@ namespace kvlab {
 
 struct TaskRequest {
   TaskSpec spec;
-  std::vector<std::uint32_t> words{250, 500, 1000};
+  std::vector<std::uint32_t> words{250, 500};
   std::vector<double> depths{0, 0.25, 0.5, 0.75, 1};
-  std::uint32_t draws = 20;  ///< at each length and depth
+  std::uint32_t first_draw = 0;  ///< those before it were asked already
+  std::uint32_t draws = 4;       ///< at each length and depth, up to this one
   std::uint64_t seed = 0;
   std::vector<QueryMode> modes{QueryMode::aware, QueryMode::agnostic};
   std::vector<CacheConfig> configs;  ///< `full` is put in front if it is not there

@@ -25,6 +25,8 @@ class Runner {
     std::iota(left_.begin(), left_.end(), std::size_t{0});
   }
 
+  std::size_t first_contenders() const { return std::min(field_.contenders, affordable(0)); }
+
   Race race() {
     for (std::size_t round = 0; round < rounds_.size(); ++round) {
       const std::size_t most = affordable(round);
@@ -164,6 +166,22 @@ Rounds race_texts(std::size_t texts) {
     rounds[round].push_back(text);
   }
   return rounds;
+}
+
+double work_from(const RaceField& field, std::size_t text, std::size_t contenders) {
+  double work = 0, left = static_cast<double>(contenders);
+  for (const std::vector<std::size_t>& round : race_texts(field.lengths.size())) {
+    if (round.back() < text) continue;
+    for (const std::size_t t : round)
+      if (t >= text) work += (left + 1) * static_cast<double>(field.lengths[t]);
+    left /= 2;
+  }
+  return work;
+}
+
+std::size_t first_contenders(const RaceField& field) {
+  const RaceRun none;
+  return Runner(field, none).first_contenders();
 }
 
 Race run_race(const RaceField& field, const RaceRun& run) { return Runner(field, run).race(); }

@@ -68,6 +68,12 @@ using RaceRun = std::function<std::vector<std::vector<double>>(
 /// Texts by round: a quarter of them, as many again, the rest.
 std::vector<std::vector<std::size_t>> race_texts(std::size_t texts);
 
+/// Configuration-tokens that are still to come from a text on, which runs `contenders`, if every
+/// later round has half of the one before it.
+double work_from(const RaceField& field, std::size_t text, std::size_t contenders);
+/// How many of the field the work allows in the first round.
+std::size_t first_contenders(const RaceField& field);
+
 /// Each round runs those that are left over more text. Those that the leader is ahead of leave; so
 /// do the last in order where the next rounds, halved each, would be more work than there may be.
 /// Ends as RaceEnd says.

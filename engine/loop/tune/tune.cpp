@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 
 #include "engine/loop/fidelity/fidelity.hpp"
@@ -15,13 +17,17 @@
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/process.hpp"
+#include "traces/base/work_plan.hpp"
 
 namespace kvlab {
 namespace {
 
 using nlohmann::json;
 
-constexpr double kOpenShare = 0.4;  // of the bar
+constexpr std::size_t kMostFinalists = 48;
+
+/// Phases of the work: two for each text, then the race, then the answers.
+enum Kind { kCapture, kReplay, kRace, kAnswers };
 
 std::uint32_t common_budget(const TuneRequest& request) {
   const Budget& budget = request.grid.front().budget;
@@ -35,6 +41,21 @@ std::uint32_t common_budget(const TuneRequest& request) {
           "--budget: {} is {} tokens of {} and {} of {}; give a number of tokens", budget.text(),
           first, request.texts.front().name, tokens_in(text), text.name));
   return first;
+}
+
+WorkPlan plan_of(const Sweep& sweep, const TuneRequest& request, const RaceField& field) {
+  std::vector<WorkPhase> phases;
+  for (const LoopText& text : request.texts) {
+    const auto tokens = static_cast<double>(text.ids.size());
+    phases.push_back({kCapture, text.trace ? 0 : tokens});
+    phases.push_back({kReplay, tokens * static_cast<double>(request.grid.size())});
+  }
+  const std::size_t racing = first_contenders(field);
+  phases.push_back({kRace, work_from(field, 0, racing)});
+  phases.push_back({kAnswers, answer_work(std::min(racing, kMostFinalists) / 2, request.answers)});
+  // A replay is about half of the closed loop, until the first text says.
+  const double rate = closed_loop_rate(sweep, request.texts.front(), request.threads);
+  return {request.progress, std::move(phases), {0, rate / 2, rate, request.answers.rate}};
 }
 
 /// What each of the grid holds over the first text, whose budget is that of all.
@@ -51,22 +72,18 @@ std::vector<Memory> memory_of(const TuneRequest& request, const ModelConfig& mod
 
 /// The figures of every text; a trace that is made for it goes at once.
 std::vector<OpenLoopFigures> open_loop(Backend& backend, const OutputSketch& sketch,
-                                       const TuneRequest& request) {
+                                       const TuneRequest& request, WorkPlan& plan) {
   std::vector<OpenLoopFigures> figures;
   for (std::size_t t = 0; t < request.texts.size(); ++t) {
     const TemporaryFolder scratch;
-    const auto show = [&, t](double done) {
-      if (request.progress)
-        request.progress(kOpenShare * (static_cast<double>(t) + done) /
-                         static_cast<double>(request.texts.size()));
-    };
     figures.push_back(run_open_loop(backend, request.texts[t], request.grid,
                                     {.sketch = sketch,
                                      .capture = scratch / "trace",
                                      .every_output_error = request.every_output_error,
                                      .threads = request.threads,
                                      .device = request.device,
-                                     .progress = show}));
+                                     .capturing = plan.phase(2 * t + kCapture),
+                                     .progress = plan.phase(2 * t + kReplay)}));
   }
   return figures;
 }
@@ -90,62 +107,100 @@ std::vector<double> cost_of(const std::vector<OpenLoopFigures>& figures, const s
   return cost;
 }
 
-Race race(const Sweep& sweep, const TuneRequest& request, const std::vector<std::size_t>& order) {
-  RaceField field{.contenders = order.size(), .lengths = {}, .share = request.share};
+/// The grid by its figure; the first of each policy before all others, so that none is left out
+/// for the work's sake.
+std::vector<std::size_t> order_of(const TuneRequest& request, const std::vector<double>& figure) {
+  std::vector<std::size_t> order(request.grid.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::stable_sort(order, {}, [&](std::size_t c) { return figure[c]; });
+  std::set<std::string> seen;
+  std::stable_partition(order.begin(), order.end(), [&](std::size_t c) {
+    return seen.insert(request.grid[c].policy.name).second;
+  });
+  return order;
+}
+
+TuneScore score_on(std::size_t text, const LoopScores& scores) {
+  const auto same = std::accumulate(scores.same_first.begin(), scores.same_first.end(), 0.0);
+  return {.text = text,
+          .tokens = scores.nll.size(),
+          .kl = spread_of(scores.kl).mean,
+          .nll = spread_of(scores.nll).mean,
+          .same_first = same / static_cast<double>(scores.nll.size())};
+}
+
+RaceField field_of(const TuneRequest& request) {
+  RaceField field{.contenders = request.grid.size(), .lengths = {}, .share = request.share};
   for (const LoopText& text : request.texts) {
     field.lengths.push_back(text.ids.size());
     field.repeats.push_back(std::ranges::find(request.texts, text.ids, &LoopText::ids)->name !=
                             text.name);
   }
-  std::size_t texts_done = 0;
+  return field;
+}
+
+Race race(const Sweep& sweep, const TuneRequest& request, const RaceField& field, WorkPlan& plan,
+          Tuning& tuning) {
+  const std::size_t phase = 2 * request.texts.size();
+  double done = 0;
   return run_race(field, [&](std::size_t text, std::span<const std::size_t> contenders) {
     std::vector<CacheConfig> configs;
     for (const std::size_t contender : contenders)
-      configs.push_back(request.grid[order[contender]]);
-    const auto show = [&](double done) {
-      if (request.progress)
-        request.progress(kOpenShare + (1 - kOpenShare) * (static_cast<double>(texts_done) + done) /
-                                          static_cast<double>(request.texts.size()));
+      configs.push_back(request.grid[tuning.order[contender]]);
+    const double own = static_cast<double>(field.lengths[text] * (contenders.size() + 1));
+    const double all = done + work_from(field, text, contenders.size());
+    plan.set_work(phase, all);
+    const auto show = [&, race = plan.phase(phase)](double part) {
+      race((done + part * own) / all);
     };
-    auto kl = closed_loop_kl(sweep, request.texts[text], configs, request.threads, show);
-    ++texts_done;
-    return kl;
+    auto scores = closed_loop_scores(sweep, request.texts[text], configs, request.threads, show);
+    if (!field.repeats[text])
+      tuning.scores[request.grid.size()].push_back(score_on(text, scores[0]));
+    for (std::size_t i = 0; i < contenders.size() && !field.repeats[text]; ++i)
+      tuning.scores[tuning.order[contenders[i]]].push_back(score_on(text, scores[i + 1]));
+    done += own;
+    return kl_of(std::move(scores));
   });
 }
 
-/// All that entered the last round answer, and the full cache.
-std::vector<TuneAnswers> ask(Backend& backend, const Tokenizer& tokenizer,
-                             const TuneRequest& request, const Tuning& tuning) {
-  TaskRequest task = *request.task;
-  std::vector<std::size_t> finalists;
-  for (const RaceEntry& entry : tuning.race.rounds.back().entries)
-    finalists.push_back(tuning.order[entry.contender]);
-  task.configs = {CacheConfig{}};
-  for (const std::size_t config : finalists) task.configs.push_back(request.grid[config]);
-  const TaskRun run = run_task(backend, tokenizer, task);
-  std::vector<TuneAnswers> answers;
-  for (std::size_t c = 0; c < run.configs.size(); ++c)
-    answers.push_back({c == 0 ? request.grid.size() : finalists[c - 1], 0, 0});
-  for (const TaskFigure& figure : task_figures(run.answers, run.places, run.modes)) {
-    if (figure.words || figure.depth) continue;
-    const double part = figure.value / static_cast<double>(run.modes.size());
-    if (figure.metric == "exact_match") answers[figure.config].right += part;
-    if (figure.metric == "log_likelihood") answers[figure.config].log_likelihood += part;
+/// A mean over the scored tokens of some texts.
+template <class Value>
+double mean_over(std::span<const TuneScore> scores, Value value) {
+  double sum = 0, tokens = 0;
+  for (const TuneScore& score : scores) {
+    sum += std::invoke(value, score) * static_cast<double>(score.tokens);
+    tokens += static_cast<double>(score.tokens);
   }
-  return answers;
+  return sum / tokens;
 }
 
-bool answers_better(const TuneAnswers& a, const TuneAnswers& b) {
-  return a.right != b.right ? a.right > b.right : a.log_likelihood > b.log_likelihood;
+/// KL of one of the grid over the winner's, over the texts that both ran: who leaves has run the
+/// first of the winner's.
+double kl_of_least(const Tuning& tuning, std::size_t config, std::size_t winner) {
+  const std::vector<TuneScore>&own = tuning.scores[config], &first = tuning.scores[winner];
+  return mean_over(own, &TuneScore::kl) /
+         mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The best at the task among those that KL cannot tell apart; without a task, the verdict's.
-std::size_t choose(const Tuning& tuning) {
-  const TuneAnswers* best = nullptr;
-  for (const std::size_t config : tuning.tied())
-    for (const TuneAnswers& answer : tuning.answers)
-      if (answer.config == config && (!best || answers_better(answer, *best))) best = &answer;
-  return best ? best->config : tuning.judged_configs[tuning.verdict.winner()];
+/// The winner in KL; those that are near; and of every policy the one of least KL, which says what
+/// answers would cost.
+std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
+                                      std::size_t winner) {
+  std::vector<std::size_t> raced;
+  for (std::size_t c = 0; c < request.grid.size(); ++c)
+    if (!tuning.scores[c].empty() && c != winner) raced.push_back(c);
+  const auto cost = [&](std::size_t c) { return kl_of_least(tuning, c, winner); };
+  std::ranges::stable_sort(raced, {}, cost);
+  std::set<std::string> seen{request.grid[winner].policy.name};
+  std::vector<std::size_t> finalists{winner};
+  std::size_t room = kMostFinalists;
+  for (const std::size_t c : raced) {
+    const bool first = seen.insert(request.grid[c].policy.name).second;
+    if (!first && (room == 0 || cost(c) > kNearKl)) continue;
+    room -= !first;
+    finalists.push_back(c);
+  }
+  return finalists;
 }
 
 /// Who entered the last round, judged; and behind them who holds more than the budget.
@@ -170,12 +225,79 @@ void judge(Tuning& tuning, const TuneRequest& request) {
   tuning.scope.figure = "KL";
   tuning.scope.texts = tuning.race.kl.texts();
   tuning.scope.tokens = tuning.race.kl.tokens();
-  tuning.scope.unmeasured = request.task ? "" : "answers were not asked";
+  tuning.scope.unmeasured = request.answers.tasks.empty() ? "answers were not asked" : "";
   const auto& configs = tuning.judged_configs;
   tuning.verdict =
       verdict_of(tuning.contenders, tuning.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
         return tuning.race.kl.difference(place[configs[a]], place[configs[b]]);
       });
+}
+
+/// Those that hold more than the budget do not race, unless all do.
+void drop_holders_of_more(Tuning& tuning) {
+  const double most = kSameMemory * tuning.memory.front().budget;
+  const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
+  std::ranges::copy_if(tuning.order, std::back_inserter(tuning.more), more);
+  if (tuning.more.size() == tuning.order.size()) return tuning.more.clear();
+  std::erase_if(tuning.order, more);
+}
+
+std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& request) {
+  std::vector<Finalist> finalists;
+  const std::size_t first = tuning.finalists.front();
+  const double least = mean_over(tuning.scores[first], &TuneScore::kl);
+  for (const std::size_t c : tuning.finalists)
+    finalists.push_back({request.grid[c], least * kl_of_least(tuning, c, first)});
+  return finalists;
+}
+
+/// Who is deployed, by both truths.
+void decide(Backend& backend, const Tokenizer& tokenizer, const TuneRequest& request,
+            WorkPlan& plan, Tuning& tuning) {
+  tuning.finalists = finalists_of(tuning, request, tuning.judged_configs[tuning.verdict.winner()]);
+  const std::vector<Finalist> finalists = as_finalists(tuning, request);
+  const std::size_t phase = 2 * request.texts.size() + 1;
+  plan.set_work(phase, answer_work(finalists.size(), request.answers));
+  if (!request.answers.tasks.empty())
+    tuning.asked = ask_finalists(backend, tokenizer, finalists, request.answers, plan.phase(phase));
+  tuning.choice = choose_by_both(finalists, tuning.asked);
+  tuning.winner = tuning.finalists[tuning.choice.deployed];
+}
+
+/// What one of the grid scored, or the full cache: over which texts, too.
+json score_json(const Tuning& tuning, const TuneRequest& request, std::size_t config) {
+  const std::vector<TuneScore>& scores = tuning.scores[config];
+  std::vector<double> kl;
+  json texts = json::array();
+  std::uint64_t tokens = 0;
+  for (const TuneScore& score : scores) {
+    kl.push_back(score.kl);
+    tokens += score.tokens;
+    texts.push_back({{"name", request.texts[score.text].name},
+                     {"tokens", score.tokens},
+                     {"kl", score.kl},
+                     {"perplexity", std::exp(score.nll)}});
+  }
+  const bool full = config == request.grid.size();
+  return {{"policy", full ? "full" : request.grid[config].policy.text()},
+          {"kl", mean_over(scores, &TuneScore::kl)},
+          {"kl_deviation", number_or_null(spread_of(kl).deviation)},
+          {"perplexity", std::exp(mean_over(scores, &TuneScore::nll))},
+          {"same_first", mean_over(scores, &TuneScore::same_first)},
+          {"tokens", tokens},
+          {"texts", texts}};
+}
+
+/// The full cache, the winner for each truth, and who is deployed.
+json scores_json(const Tuning& tuning, const TuneRequest& request) {
+  std::vector<std::size_t> named{request.grid.size(), tuning.winner, tuning.finalists.front()};
+  if (tuning.choice.answers) named.push_back(tuning.finalists[*tuning.choice.answers]);
+  json list = json::array();
+  for (std::size_t i = 0; i < named.size(); ++i)
+    if (std::find(named.begin(), named.begin() + static_cast<std::ptrdiff_t>(i), named[i]) ==
+        named.begin() + static_cast<std::ptrdiff_t>(i))
+      list.push_back(score_json(tuning, request, named[i]));
+  return list;
 }
 
 json race_json(const Tuning& tuning, const TuneRequest& request) {
@@ -193,24 +315,20 @@ json race_json(const Tuning& tuning, const TuneRequest& request) {
   return rounds;
 }
 
-json answers_json(const Tuning& tuning, const TuneRequest& request) {
-  json answers = json::array();
-  for (const TuneAnswers& answer : tuning.answers)
-    answers.push_back({{"policy", answer.config == request.grid.size()
-                                      ? "full"
-                                      : request.grid[answer.config].policy.text()},
-                       {"exact_match", answer.right},
-                       {"log_likelihood", answer.log_likelihood}});
-  return answers;
+/// One of the grid in the open loop, and what it holds.
+json held_json(const Tuning& tuning, const TuneRequest& request, std::size_t config) {
+  return {{"policy", request.grid[config].policy.text()},
+          {tuning.metric, number_or_null(tuning.figure[config])},
+          {"kv_bytes_mean", tuning.memory[config].mean},
+          {"kv_bytes_peak", tuning.memory[config].peak}};
 }
 
-/// Those that hold more than the budget do not race, unless all do.
-void drop_holders_of_more(Tuning& tuning) {
-  const double most = kSameMemory * tuning.memory.front().budget;
-  const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
-  std::ranges::copy_if(tuning.order, std::back_inserter(tuning.more), more);
-  if (tuning.more.size() == tuning.order.size()) return tuning.more.clear();
-  std::erase_if(tuning.order, more);
+json open_loop_json(const Tuning& tuning, const TuneRequest& request) {
+  std::vector<std::size_t> order = tuning.order;
+  std::ranges::stable_sort(order, {}, [&](std::size_t c) { return tuning.figure[c]; });
+  json open = json::array();
+  for (const std::size_t config : order) open.push_back(held_json(tuning, request, config));
+  return {{"metric", tuning.metric}, {"ranking", open}};
 }
 
 }  // namespace
@@ -227,18 +345,23 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
     throw std::invalid_argument("--policy: one configuration is nothing to choose from; give more");
   Tuning tuning;
   tuning.budget_tokens = common_budget(request);
+  tuning.scores.resize(request.grid.size() + 1);
   tuning.memory = memory_of(request, backend.config());
-  const std::vector<OpenLoopFigures> figures = open_loop(backend, sketch, request);
+  RaceField field = field_of(request);
+  WorkPlan plan = plan_of(sweep, request, field);
+  const auto figures = open_loop(backend, sketch, request, plan);
   tuning.metric = request.metric.empty() ? standard_figure(figures) : request.metric;
   tuning.figure = cost_of(figures, tuning.metric, request.grid.size());
-  tuning.order.resize(request.grid.size());
-  std::iota(tuning.order.begin(), tuning.order.end(), std::size_t{0});
-  std::ranges::stable_sort(tuning.order, {}, [&](std::size_t c) { return tuning.figure[c]; });
+  tuning.order = order_of(request, tuning.figure);
   drop_holders_of_more(tuning);
-  tuning.race = race(sweep, request, tuning.order);
+  field.contenders = tuning.order.size();
+  tuning.race = race(sweep, request, field, plan, tuning);
   judge(tuning, request);
-  if (request.task) tuning.answers = ask(backend, tokenizer, request, tuning);
-  tuning.winner = choose(tuning);
+  decide(backend, tokenizer, request, plan, tuning);
+  if (request.by_tokens)
+    tuning.step = step_json(request.by_tokens, request.texts.front().ids,
+                            request.texts.front().prompt_tokens, request.grid[tuning.winner]);
+  if (request.progress) request.progress(1);
   return tuning;
 }
 
@@ -247,7 +370,7 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
   CacheConfig cache = request.grid[tuning.winner];
   cache.budget.extent = tokens(static_cast<std::uint32_t>(tuning.budget_tokens));
   cache.budget.all = false;
-  json ties = json::array(), texts = json::array(), open = json::array();
+  json ties = json::array(), texts = json::array();
   for (const std::size_t config : tuning.tied())
     if (config != tuning.winner) ties.push_back(request.grid[config].policy.text());
   for (const LoopText& text : request.texts)
@@ -255,25 +378,13 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                      {"tokens", text.ids.size()},
                      {"prompt_tokens", text.prompt_tokens},
                      {"ids_xxh3", xxh3_hex(std::as_bytes(std::span(text.ids)))}});
-  for (const std::size_t config : tuning.order) {
-    open.push_back(
-        {{"policy", request.grid[config].policy.text()},
-         {tuning.metric,
-          std::isfinite(tuning.figure[config]) ? json(tuning.figure[config]) : json(nullptr)}});
-    open.back()["kv_bytes_mean"] = tuning.memory[config].mean;
-    open.back()["kv_bytes_peak"] = tuning.memory[config].peak;
-  }
   json more = json::array();
-  for (const std::size_t config : tuning.more)
-    more.push_back({{"policy", request.grid[config].policy.text()},
-                    {tuning.metric, number_or_null(tuning.figure[config])},
-                    {"kv_bytes_mean", tuning.memory[config].mean},
-                    {"kv_bytes_peak", tuning.memory[config].peak}});
+  for (const std::size_t config : tuning.more) more.push_back(held_json(tuning, request, config));
   json run{{"kvlab", KVLAB_VERSION},
            {"loop", "closed"},
            {"metric", "kl"},
            {"texts", texts},
-           {"open_loop", {{"metric", tuning.metric}, {"ranking", open}}},
+           {"open_loop", open_loop_json(tuning, request)},
            {"rounds", race_json(tuning, request)},
            {"holds_more", more},
            {"verdict", verdict_json(tuning.verdict, tuning.contenders, tuning.scope)},
@@ -283,13 +394,9 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
             {{"configuration_tokens", tuning.race.work},
              {"exhaustive", tuning.race.exhaustive},
              {"limited", tuning.race.limited}}}};
-  if (request.task) {
-    const auto best =
-        std::ranges::min_element(tuning.answers.begin() + 1, tuning.answers.end(), answers_better);
-    run["task"] = {{"asked", request.task->spec.text()},
-                   {"answers", answers_json(tuning, request)},
-                   {"winner", request.grid[best->config].policy.text()}};
-  }
+  run["truths"] = truths_json(as_finalists(tuning, request), tuning.asked, tuning.choice);
+  run["scores"] = scores_json(tuning, request);
+  run["step"] = tuning.step;
   return {.cache = std::move(cache),
           .model = backend.config().name,
           .weights_xxh3 = backend.weights_xxh3(),

@@ -1,5 +1,6 @@
 // `kvlab tune`: from texts to a policy file. The open loop puts a grid in order, a race in the
-// closed loop settles it, and, if asked, a task decides among those that cannot be told apart.
+// closed loop settles who is nearest to the full cache's distribution, and those that are near
+// answer questions: one is deployed by both.
 #pragma once
 
 #include <functional>
@@ -7,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/loop/deploy/truths.hpp"
 #include "engine/loop/fidelity/measure.hpp"
 #include "engine/loop/policy_file.hpp"
-#include "engine/loop/task/run.hpp"
 #include "engine/loop/tune/race.hpp"
 
 namespace kvlab {
@@ -22,25 +23,32 @@ struct TuneRequest {
   bool every_output_error = false;
   unsigned threads = 1;
   HeadReplayer* device = nullptr;
-  std::optional<TaskRequest> task;  ///< its configurations are the finalists
+  AnswerPlan answers;    ///< without tasks: answers are not asked
+  Sweep by_tokens = {};  ///< what says the cost of a step, on a CUDA device; else empty
   std::function<void(double)> progress;
 };
 
-/// One finalist's answers.
-struct TuneAnswers {
-  std::size_t config;  ///< of the grid; the grid's size: the full cache
-  double right, log_likelihood;
+/// What one configuration scored on one text: means over its scored tokens.
+struct TuneScore {
+  std::size_t text;
+  std::uint64_t tokens;
+  double kl, nll, same_first;
 };
 
 struct Tuning {
   std::string metric;
   std::vector<double> figure;      ///< [configuration], mean over texts, lower being better
   std::vector<Memory> memory;      ///< [configuration]
-  std::vector<std::size_t> order;  ///< the grid by that figure, less those that hold more
+  std::vector<std::size_t> order;  ///< the first of each policy by that figure, then the others,
+                                   ///< less those that hold more
   std::vector<std::size_t> more;   ///< those: than the budget
   Race race;                       ///< contenders are places in `order`
-  std::vector<TuneAnswers> answers;
-  std::size_t winner = 0;  ///< of the grid
+  std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; behind the grid the full cache
+  std::vector<std::size_t> finalists;          ///< of the grid, the winner in KL first
+  std::vector<TaskAsked> asked;
+  Choice choice;             ///< of the finalists
+  std::size_t winner = 0;    ///< of the grid: who is deployed
+  nlohmann::json step = {};  ///< step_json(); null without a card
   std::size_t budget_tokens = 0;
   /// Who entered the last round, by KL.
   std::vector<std::size_t> judged_configs;  ///< [contender], of the grid

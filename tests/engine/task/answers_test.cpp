@@ -10,6 +10,9 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -36,9 +39,8 @@ CacheConfig config(const char* policy, std::uint32_t budget, Prefill prefill = {
 std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
   std::vector<TaskPrompt> prompts;
   for (const std::uint32_t words : {25u, 45u})
-    prompts.push_back(
-        encode_task(tokenizer(), tiny().config(), {},
-                    draw_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
+    prompts.push_back(encode_task(
+        tokenizer(), {}, draw_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
   return prompts;
 }
 
@@ -139,6 +141,42 @@ TEST_CASE("A budget of the whole sequence answers as the full cache does, bit fo
   // The ids are the same in both modes, so the full cache answers the same.
   for (const auto& of_prompt : answers)
     CHECK(of_prompt[0][0].log_likelihood == of_prompt[1][0].log_likelihood);
+}
+
+TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are asked again") {
+  const std::vector<CacheConfig> configs{config("full", 1), config("h2o", 24)};
+  const auto prompts = some_prompts();
+  AnswerOptions options{.max_new_tokens = 4, .most_rows = 1, .progress = {}};
+  const auto answers = [&] {
+    return answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs, options);
+  };
+  const auto plain = answers();
+  const test::TemporaryFolder folder;
+  const RunFolder kept(folder / "run", {{"questions", "these"}}, false, "task");
+  options.kept = &kept;
+  struct Stop {};
+  options.progress = [](double done) {
+    if (done > 0) throw Stop();
+  };
+  CHECK_THROWS_AS(answers(), Stop);
+  const auto unit = kept.read_unit(0, 0);
+  REQUIRE(unit);
+  CHECK_FALSE(kept.read_unit(0, 1));
+
+  // Whoever takes the unit up says what it says.
+  options.progress = {};
+  auto told = parse_json(unit->substr(unit->find('\n') + 1), "answers");
+  told[0][2] = "kept";
+  kept.write_unit(0, 0, xxh3_hex(told.dump()) + "\n" + told.dump());
+  const auto resumed = answers();
+  CHECK(resumed[0][0][0].said == "kept");
+  CHECK(resumed[0][0][0].log_likelihood == plain[0][0][0].log_likelihood);
+  CHECK(resumed[1][1][1].log_likelihood == plain[1][1][1].log_likelihood);
+  for (const std::string& damaged : {std::string(), xxh3_hex("") + "\n", unit->substr(0, 40),
+                                     "0123456789abcdef\n" + told.dump()}) {
+    kept.write_unit(0, 0, damaged);
+    CHECK(answers()[0][0][0].said == plain[0][0][0].said);
+  }
 }
 
 TEST_CASE("A CUDA device gives answers the likelihood that the CPU gives them", "[gpu]") {

@@ -1,0 +1,64 @@
+#include "traces/base/work_plan.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvlab {
+namespace {
+
+constexpr double kTelling = 0.02;  // the share of a phase from which its own rate is taken
+
+}  // namespace
+
+WorkPlan::WorkPlan(std::function<void(double)> progress, std::vector<WorkPhase> phases,
+                   std::vector<double> expected, std::function<double()> clock)
+    : progress_(std::move(progress)),
+      phases_(std::move(phases)),
+      expected_(std::move(expected)),
+      measured_(expected_.size()),
+      clock_(std::move(clock)),
+      started_(clock_()),
+      began_(started_),
+      last_(started_) {
+  if (progress_) progress_(0);
+}
+
+std::function<void(double)> WorkPlan::phase(std::size_t phase) {
+  return [this, phase](double share) { show(phase, share); };
+}
+
+void WorkPlan::set_work(std::size_t phase, double work) {
+  const std::lock_guard lock(mutex_);
+  phases_[phase].work = work;
+}
+
+double WorkPlan::seconds_of(std::size_t kind, double work) const {
+  Measured rate = measured_[kind];
+  const WorkPhase& now = phases_[current_];
+  if (now.kind == kind && (share_ >= kTelling || expected_[kind] == 0)) {
+    rate.work += share_ * now.work;
+    rate.seconds += last_ - began_;
+  }
+  return work * (rate.work > 0 ? rate.seconds / rate.work : expected_[kind]);
+}
+
+void WorkPlan::show(std::size_t phase, double share) {
+  const std::lock_guard lock(mutex_);
+  if (phase > current_) {
+    Measured& rate = measured_[phases_[current_].kind];
+    rate.work += phases_[current_].work;
+    rate.seconds += last_ - began_;
+    current_ = phase;
+    began_ = last_;
+  }
+  last_ = clock_();
+  share_ = std::clamp(share, 0.0, 1.0);
+  if (!progress_) return;
+  double left = seconds_of(phases_[current_].kind, (1 - share_) * phases_[current_].work);
+  for (std::size_t p = current_ + 1; p < phases_.size(); ++p)
+    left += seconds_of(phases_[p].kind, phases_[p].work);
+  const double past = last_ - started_;
+  if (past + left > 0) progress_(past / (past + left));
+}
+
+}  // namespace kvlab
