@@ -170,7 +170,7 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   CHECK(again.name == "prompt");
   CHECK(again.ids == text.ids);
   CHECK(again.prompt_tokens == 64);
-  CHECK(run_open_loop(*backend, again, configs, options).figures == measured.figures);
+  CHECK(run_open_loop(*backend, again, configs, options) == measured.figures);
   CHECK(test::error_of([&] {
           text_of_trace(folder / "prompt", "0123456789abcdef", 2);
         }).find("other weights") != std::string::npos);

@@ -246,9 +246,9 @@ class TaskLoop {
     text.insert(text.end(), path.begin(), path.end());
     std::string said = tokenizer_.decode(text).substr(tokenizer_.decode(before).size());
     answer.said = take_utf8(said, true);
-    const Verdict verdict = judge(answer.said, prompt_of(row).expected, ended);
-    answer.right = verdict == Verdict::right;
-    return verdict != Verdict::open;
+    const Judgement verdict = judge(answer.said, prompt_of(row).expected, ended);
+    answer.right = verdict == Judgement::right;
+    return verdict != Judgement::open;
   }
 
   /// Decodes what the model says until that decides.

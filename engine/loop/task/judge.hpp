@@ -7,11 +7,11 @@
 
 namespace kvlab {
 
-enum class Verdict { open, right, wrong };
+enum class Judgement { open, right, wrong };
 
 /// Judges by exact match: the first numbers (runs of digits) that `said` holds, as many as are
 /// expected, must be those expected, in any order; other words do not count. `open`: more text
 /// could decide either way. `ended`: no more comes.
-Verdict judge(std::string_view said, std::span<const std::string> expected, bool ended);
+Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended);
 
 }  // namespace kvlab

@@ -77,7 +77,7 @@ TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheCon
   std::vector<std::int32_t> text = prompt.question;
   text.insert(text.end(), ids.begin(), ids.end());
   answer.said = tokenizer().decode(text).substr(tokenizer().decode(prompt.question).size());
-  answer.right = judge(answer.said, prompt.expected, true) == Verdict::right;
+  answer.right = judge(answer.said, prompt.expected, true) == Judgement::right;
   return answer;
 }
 

@@ -10,24 +10,24 @@
 namespace kvlab {
 namespace {
 
-Verdict one(std::string_view said, bool ended = false) {
+Judgement one(std::string_view said, bool ended = false) {
   const std::vector<std::string> expected{"4821"};
   return judge(said, expected, ended);
 }
 
 TEST_CASE("The first number decides, when it is whole") {
-  CHECK(one(" 4821.") == Verdict::right);
-  CHECK(one("is it 4821, or 17?") == Verdict::right);
-  CHECK(one(" 4821") == Verdict::open);
-  CHECK(one(" 4821", true) == Verdict::right);
-  CHECK(one(" 48211") == Verdict::wrong);
-  CHECK(one(" 482", false) == Verdict::open);
-  CHECK(one(" 482", true) == Verdict::wrong);
-  CHECK(one(" 482 ") == Verdict::wrong);
-  CHECK(one(" 49") == Verdict::wrong);
-  CHECK(one("17, or 4821.") == Verdict::wrong);
-  CHECK(one("") == Verdict::open);
-  CHECK(one("no number", true) == Verdict::wrong);
+  CHECK(one(" 4821.") == Judgement::right);
+  CHECK(one("is it 4821, or 17?") == Judgement::right);
+  CHECK(one(" 4821") == Judgement::open);
+  CHECK(one(" 4821", true) == Judgement::right);
+  CHECK(one(" 48211") == Judgement::wrong);
+  CHECK(one(" 482", false) == Judgement::open);
+  CHECK(one(" 482", true) == Judgement::wrong);
+  CHECK(one(" 482 ") == Judgement::wrong);
+  CHECK(one(" 49") == Judgement::wrong);
+  CHECK(one("17, or 4821.") == Judgement::wrong);
+  CHECK(one("") == Judgement::open);
+  CHECK(one("no number", true) == Judgement::wrong);
 }
 
 TEST_CASE("Several numbers: each of them once, in any order, before any other") {
@@ -35,13 +35,13 @@ TEST_CASE("Several numbers: each of them once, in any order, before any other") 
   const auto verdict = [&](std::string_view said, bool ended = true) {
     return judge(said, expected, ended);
   };
-  CHECK(verdict("7 and 12 and 123") == Verdict::right);
-  CHECK(verdict("12, 123, 7, 99") == Verdict::right);
-  CHECK(verdict("12, 12, 7") == Verdict::wrong);
-  CHECK(verdict("12, 7") == Verdict::wrong);
-  CHECK(verdict("12, 7", false) == Verdict::open);
-  CHECK(verdict("12, 7, 12", false) == Verdict::open);  // it may become 123
-  CHECK(verdict("12, 7, 8", false) == Verdict::wrong);
+  CHECK(verdict("7 and 12 and 123") == Judgement::right);
+  CHECK(verdict("12, 123, 7, 99") == Judgement::right);
+  CHECK(verdict("12, 12, 7") == Judgement::wrong);
+  CHECK(verdict("12, 7") == Judgement::wrong);
+  CHECK(verdict("12, 7", false) == Judgement::open);
+  CHECK(verdict("12, 7, 12", false) == Judgement::open);  // it may become 123
+  CHECK(verdict("12, 7, 8", false) == Judgement::wrong);
 }
 
 /// Every judgement at a prefix of an answer, if it is one, is that of the whole answer.
@@ -51,11 +51,11 @@ TEST_CASE("A verdict before the end is never taken back") {
   constexpr std::string_view kAlphabet = "481 ";
   for (int code = 0; code < 4096; ++code) {
     for (std::size_t i = 0; i < said.size(); ++i) said[i] = kAlphabet[code >> (2 * i) & 3];
-    const Verdict whole = judge(said, expected, true);
-    CHECK(whole != Verdict::open);
+    const Judgement whole = judge(said, expected, true);
+    CHECK(whole != Judgement::open);
     for (std::size_t length = 0; length <= said.size(); ++length) {
-      const Verdict early = judge(std::string_view(said).substr(0, length), expected, false);
-      if (early != Verdict::open && early != whole) FAIL(said << " at " << length);
+      const Judgement early = judge(std::string_view(said).substr(0, length), expected, false);
+      if (early != Judgement::open && early != whole) FAIL(said << " at " << length);
     }
   }
 }
