@@ -98,7 +98,9 @@ class Words {
   }
 
   std::string on() const {
-    std::string text = scope_.texts == 1 ? " On this text" : fmt::format(" On {} texts", scope_.texts);
+    std::string text = scope_.draws > 0    ? fmt::format(" On {} draws", scope_.draws)
+                       : scope_.texts == 1 ? " On this text"
+                                           : fmt::format(" On {} texts", scope_.texts);
     if (scope_.tokens > 0) text += fmt::format(", {} scored tokens", scope_.tokens);
     if (!scope_.unmeasured.empty()) text += "; " + scope_.unmeasured;
     return text + ".";

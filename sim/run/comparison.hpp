@@ -127,6 +127,7 @@ struct VerdictScope {
   std::string figure;       ///< "KL"
   std::size_t texts = 0;    ///< different ones
   std::uint64_t tokens = 0;              ///< scored; 0: not known
+  std::uint64_t draws = 0;               ///< of a task, instead of texts
   std::string unmeasured = {};           ///< "answers were not asked"
   std::vector<std::string> filled = {};  ///< whose guards leave a policy nothing to decide
 };

@@ -34,7 +34,7 @@ def test_results_are_the_bytes_of_the_command(
     )
     assert done.returncode == 0, done.stderr
     run.save(tmp_path / "mine")
-    for file in ("results.csv", "kept.json"):
+    for file in ("results.csv", "blocks.csv", "kept.json"):
         assert (tmp_path / "mine" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
     assert run.csv() == (tmp_path / "run" / "results.csv").read_text()
     assert kvlab.load_run(tmp_path / "run").csv() == run.csv()
@@ -265,3 +265,28 @@ def test_a_forked_child_replays(run: kvlab.Run, sample: kvlab.Trace) -> None:
     with os.fdopen(read, "rb") as pipe:
         assert pipe.read() == b"same"
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_who_holds_more_than_the_budget_is_no_contender(sample: kvlab.Trace) -> None:
+    run = kvlab.replay(sample, ["snapkv", "h2o", "lru:sinks=4:recent=28"], [32], threads=2)
+    ranking = run.ranking(32)
+    assert ranking["standings"][-1]["policy"] == "snapkv" and ranking["standings"][-1]["holds_more"]
+    verdict = ranking["verdict"]
+    assert verdict["holds_more"] == ["snapkv"] and verdict["winner"] != "snapkv"
+    assert "snapkv holds" in verdict["text"] and "On this text" in verdict["text"]
+    assert any("snapkv holds more than 32 tokens take" in line for line in run.notices)
+    assert any("its guards are as large as the budget" in line for line in run.notices)
+    with pytest.raises(ValueError, match="budget 33"):
+        run.ranking(33)
+
+
+def test_differences_are_paired() -> None:
+    texts = [0.3, 1.2, 2.5, 0.9]
+    apart = kvlab.difference([text + 0.1 for text in texts], texts)
+    assert apart.told_apart and apart.texts == 4
+    assert apart.mean == pytest.approx(0.1)
+    assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).told_apart  # one text of seven blocks
+    same = kvlab.difference(texts, texts)
+    assert (same.mean, same.standard_error) == (0, 0) and not same.told_apart
+    with pytest.raises(ValueError, match="same texts"):
+        kvlab.difference(texts, texts[:2])

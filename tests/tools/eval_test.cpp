@@ -156,7 +156,7 @@ Evaluation invented_evaluation(std::size_t texts = 2,
   std::vector<std::vector<std::int32_t>> ids;
   for (std::size_t t = 0; t < texts; ++t)
     ids.emplace_back(1024, static_cast<std::int32_t>(t + 1));
-  return evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .trained_context = 1024, .bos = -1},
+  return evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
                   invented(kWaves), ids, std::move(configs), {});
 }
 
@@ -180,7 +180,7 @@ TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
 TEST_CASE("A text that is given twice counts once") {
   const std::vector<std::vector<std::int32_t>> texts(2, std::vector<std::int32_t>(1024, 1));
   const Evaluation twice =
-      evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .trained_context = 1024, .bos = -1},
+      evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
                invented(kWaves), texts, three_at_two_budgets(), {});
   CHECK(twice.kl.texts() == 1);
   CHECK(twice.scores[1].tokens == 1024);
@@ -193,7 +193,7 @@ TEST_CASE("What is held over decoded queries decides who contends at a budget") 
     configs.push_back({.policy = parse_policy(policy), .budget = parse_budget("8")});
   const Evaluation evaluation = invented_evaluation(1, configs);
   const auto kv = [&](std::size_t c) { return evaluation.scores[c].memory; };
-  const double token = 2 * 2 * ModelConfig{}.head_size;
+  const double token = 2 * 2 * 64;
   CHECK(kv(1).peak == (7 + 512) * token);  // a prompt of 512, and as many decoded
   CHECK(kv(1).mean == Approx((7 + 256.5) * token));
   CHECK(kv(2).peak == 15 * token);

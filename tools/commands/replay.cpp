@@ -10,6 +10,7 @@
 #include "engine/output_sketch.hpp"
 #include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/options.hpp"
@@ -153,6 +154,14 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows) {
     if (row.metric.starts_with(kSpanRecall)) of_spans.insert(row.metric);
   for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
   print_kept(trace, figures, width);
+  for (const BudgetColumn& budget : figures.budgets()) {
+    const Ranking ranking = rank_policies(figures, budget.text, *find_metric(best));
+    if (ranking.empty()) continue;
+    fmt::print("{}\n", verdict_text(ranking.verdict, ranking.contenders, ranking.scope));
+    for (const std::string& warning :
+         verdict_warnings(ranking.verdict, ranking.contenders, ranking.scope))
+      fmt::print("  {}\n", warning);
+  }
 }
 
 /// Each model by itself: figures of several have no mean.

@@ -8,6 +8,8 @@
 
 #include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
+#include "engine/loop/task/verdicts.hpp"
+#include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
 #include "traces/base/cancel.hpp"
 #include "traces/base/files.hpp"
@@ -189,6 +191,9 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
                mean_cell(*find({}, "log_likelihood")),
                c == 0 ? "" : mean_cell(*find({}, "log_likelihood_change")));
   }
+  const auto own = std::ranges::find(run.modes, mode) - run.modes.begin();
+  for (const TaskVerdict& task : task_verdicts(run, static_cast<std::size_t>(own)))
+    fmt::print("{}\n", verdict_text(task.verdict, task.contenders, task.scope));
   fmt::print("\n");
 }
 
@@ -337,7 +342,9 @@ int run(const po::variables_map& options) {
   ordered_json json = about(request, *backend);
   std::optional<RunFolder> out = folder_of(options, job_of(request, json, device));
   const TaskRun run = answered(*backend, tokenizer, request, out);
-  const std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
+  std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
+  const std::vector<TaskFigure> held = memory_figures(run);
+  figures.insert(figures.end(), held.begin(), held.end());
   if (out) write_run(*out, run, figures, json);
   if (capture) {
     std::uint64_t tokens = 0;
@@ -356,6 +363,10 @@ int run(const po::variables_map& options) {
   ordered_json rows = ordered_json::array();
   for (const TaskFigure& figure : figures) rows.push_back(to_json(run, figure));
   json["figures"] = std::move(rows);
+  for (std::size_t m = 0; m < run.modes.size(); ++m)
+    for (const TaskVerdict& task : task_verdicts(run, m))
+      json["verdicts"][name_of(run.modes[m])][task.budget] =
+          verdict_json(task.verdict, task.contenders, task.scope);
   print_json(json);
   return 0;
 }

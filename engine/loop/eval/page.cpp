@@ -28,11 +28,9 @@ constexpr MetricInfo kTail{"kl_p99", "KL, 99th percentile", false, true};
 constexpr MetricInfo kNll{"nll", "−ln p of the text", false, true};
 
 constexpr const char* kFootnote =
-    "Closed loop, teacher-forced: evictions change what later layers see. Two policies count as "
-    "told "
-    "apart where the 95% interval of their paired difference, by a bootstrap over blocks of "
-    "tokens, "
-    "leaves out zero.";
+    "Closed loop, teacher-forced: evictions change what later layers see. Two policies are told "
+    "apart where the 95% interval of their paired difference, over texts or over the blocks of one "
+    "text, leaves out zero.";
 constexpr const char* kMeanings =
     "<dt>KL</dt><dd>how far the next token’s distribution moves from the full cache’s, nats; mean, "
     "and percentiles over the tokens</dd>\n"
@@ -79,22 +77,18 @@ class EvalPage {
                        escape(join_names(texts())));
   }
 
-  /// "At 64, h2o is ahead." or "At 64, h2o and lru cannot be told apart."
+  /// The verdict at each budget, and what to be wary of.
   std::string answer() const {
+    if (!fields_.has("verdicts"))
+      return "This evaluation is older than verdicts about equal memory; evaluate again.";
     std::string text;
-    const JsonFields contenders = fields_.object("contenders");
-    for (const auto& [budget, list] : contenders.json().items()) {
-      std::vector<std::string> tied;
-      for (const json& entry : contenders.list(budget)) {
-        const JsonFields contender(entry, contenders.where() + ": " + budget);
-        if (!contender.object("behind").flag("told_apart", false))
-          tied.push_back(fmt::format("<strong>{}</strong>", escape(contender.text("policy"))));
-      }
-      if (tied.empty()) continue;
-      text +=
-          fmt::format("{}At {}, {} {}.", text.empty() ? "" : " ", escape(budget), join_names(tied),
-                      tied.size() == 1 ? "is ahead of all others" : "cannot be told apart");
+    const JsonFields verdicts = fields_.object("verdicts");
+    for (const auto& [budget, verdict] : verdicts.json().items()) {
+      const JsonFields one(verdict, verdicts.where() + ": " + budget);
+      text += (text.empty() ? "" : "<br>") + escape(one.text("text"));
     }
+    for (const json& warning : fields_.list("warnings"))
+      text += "<br>Note: " + escape(warning.is_string() ? warning.get<std::string>() : "?") + ".";
     return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
   }
 
@@ -134,12 +128,20 @@ class EvalPage {
         rows.push_back(
             {escape(contender.text("policy")), first ? "first" : figure(number(behind, "mean")),
              first ? "" : figure(number(behind, "low")) + " to " + figure(number(behind, "high")),
-             first                              ? ""
-             : behind.flag("told_apart", false) ? "behind"
-                                                : "cannot be told apart"});
+             first                                 ? ""
+             : contender.flag("holds_more", false) ? "holds more than the budget"
+             : behind.flag("told_apart", false)    ? "behind"
+                                                   : "cannot be told apart",
+             bytes_text(number(contender, "kv_bytes_mean")),
+             bytes_text(number(contender, "kv_bytes_peak"))});
       }
-      html += table({{"policy", false}, {"behind the first, nats"}, {"95%"}, {"", false}}, rows,
-                    "budget " + escape(budget));
+      html += table({{"policy", false},
+                     {"behind the first, nats"},
+                     {"95%"},
+                     {"", false},
+                     {"mean KV"},
+                     {"peak KV"}},
+                    rows, "budget " + escape(budget));
     }
     return html_section("Who is ahead",
                         "Paired over the same tokens, by KL (by −ln p where the full cache was "
@@ -157,6 +159,7 @@ class EvalPage {
                       escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
                       cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"),
                       cell("kl_deviation"), cell("top1_agreement"),
+                      bytes_text(number(one, "kv_bytes_mean")),
                       bytes_text(one.number("kv_bytes_peak"))});
     }
     return html_section("All figures", "",
@@ -170,6 +173,7 @@ class EvalPage {
                                {"99%"},
                                {"between texts"},
                                {"top-1"},
+                               {"mean KV"},
                                {"peak KV"}},
                               rows));
   }

@@ -33,6 +33,10 @@ std::string answer_of(const ScoreSet& set) {
   for (const BudgetColumn& budget : figures.budgets()) {
     Ranking ranking = rank_policies(figures, budget.text, set.metrics.front());
     if (ranking.empty()) continue;
+    ranking.scope.draws = figures.rows(ranking.standings[ranking.winner].series, budget.text,
+                                       set.metrics.front().name)
+                              .front()
+                              ->count;
     const Average& score = ranking.standings[ranking.winner].score;
     if (!text.empty()) text += "<br>";
     text += escape(verdict_text(ranking.verdict, ranking.contenders, ranking.scope));

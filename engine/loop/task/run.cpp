@@ -1,5 +1,7 @@
 #include "engine/loop/task/run.hpp"
 
+#include "engine/loop/task/verdicts.hpp"
+
 #include <fmt/format.h>
 
 #include <stdexcept>
@@ -28,7 +30,8 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
               .places = {},
               .draws = {},
               .prompts = {},
-              .answers = {}};
+              .answers = {},
+              .memory = {}};
   const Haystack haystack(request.text);
   for (const std::uint32_t words : request.words)
     for (const double depth : request.depths)
@@ -43,6 +46,8 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
   if (!request.beyond_context) check_context(backend.config(), run);
   run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,
                              request.answers);
+  run.memory =
+      task_memory(run, backend.config().heads(), backend.config().shape().head_size);
   return run;
 }
 

@@ -19,6 +19,7 @@ struct TaskRun {
   std::vector<std::uint32_t> draws;  ///< [prompt]: which draw of its place
   std::vector<TaskPrompt> prompts;
   std::vector<std::vector<std::vector<TaskAnswer>>> answers;  ///< [prompt][mode][configuration]
+  std::vector<std::vector<Memory>> memory;                    ///< [mode][configuration]
 };
 
 /// "25%", "33.3%".

@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from kvlab._commands import evaluate, fidelity, task, tune
     from kvlab._kvlab import version as __version__
     from kvlab._policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
-    from kvlab._run import Kept, Metric, Run, load_run, metrics, replay
+    from kvlab._run import Difference, Kept, Metric, Run, difference, load_run, metrics, replay
     from kvlab._trace import Trace
 
 # Imported when it is asked for: the scripts of tools/ take kvlab.hf from a checkout where nothing is compiled.
 _HOMES = {
     "_commands": ("evaluate", "fidelity", "task", "tune"),
     "_policy": ("Policy", "PolicyInfo", "Seen", "Step", "Token", "policies", "policy", "policy_source"),
-    "_run": ("Kept", "Metric", "Run", "load_run", "metrics", "replay"),
+    "_run": ("Difference", "Kept", "Metric", "Run", "difference", "load_run", "metrics", "replay"),
     "_trace": ("Trace",),
 }
 
 __all__ = [
+    "Difference",
     "Kept",
     "Metric",
     "Policy",
@@ -37,6 +38,7 @@ __all__ = [
     "Token",
     "Trace",
     "__version__",
+    "difference",
     "evaluate",
     "fidelity",
     "hf",

@@ -43,6 +43,29 @@ def metrics() -> dict[str, Metric]:
     return {entry[0]: Metric(*entry) for entry in _kvlab.metrics()}
 
 
+class Difference(NamedTuple):
+    """One mean less another over the same texts; without an interval nothing is told apart."""
+
+    mean: float
+    standard_error: float
+    low: float
+    high: float
+    texts: int
+
+    @property
+    def told_apart(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
+    """`a` less `b`, paired: what the commands' verdicts go by.
+
+    Of each text its figure, or its figures by block (or draw), the same blocks for both.
+    """
+    values = [[numpy.atleast_1d(numpy.asarray(text, dtype=float)).tolist() for text in side] for side in (a, b)]
+    return Difference(*_kvlab.difference(values))
+
+
 class Kept(NamedTuple):
     """What one KV head kept: [query, token], and the queries' positions."""
 

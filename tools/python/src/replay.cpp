@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 
 #include "policies/columns/output_projections.hpp"
@@ -251,6 +252,29 @@ std::vector<std::string> budgets_of(const PythonRun& self) {
   return budgets;
 }
 
+/// Values [configuration][text][block] of two configurations: mean, standard error, low, high,
+/// texts.
+std::tuple<double, double, double, double, std::size_t> difference(
+    const std::vector<std::vector<std::vector<double>>>& values) {
+  if (values.size() != 2 || values[0].size() != values[1].size())
+    throw std::invalid_argument("difference: a and b should have the same texts");
+  PairedScores scores(2);
+  for (std::size_t t = 0; t < values[0].size(); ++t) {
+    if (values[0][t].size() != values[1][t].size() || values[0][t].empty())
+      throw std::invalid_argument(
+          fmt::format("difference: text {}: a and b should have the same blocks", t));
+    PairedText text{.text = std::to_string(t)};
+    for (const auto& of : values) {
+      text.means.push_back(std::accumulate(of[t].begin(), of[t].end(), 0.0) /
+                           static_cast<double>(of[t].size()));
+      text.blocks.push_back(of[t]);
+    }
+    scores.add(std::move(text));
+  }
+  const Difference found = scores.difference(0, 1);
+  return {found.mean, found.standard_error, found.interval.low, found.interval.high, found.texts};
+}
+
 PythonRun load(const std::string& directory) {
   return result_of_long([&] { return PythonRun{load_run(directory)}; });
 }
@@ -284,6 +308,7 @@ void bind_replay(nb::module_& module) {
       .def_prop_ro("traces", traces_of, "(name, path, hash) of each.")
       .def_ro("notices", &PythonRun::notices);
   module.def("replay", replay_traces, nb::arg("traces"), nb::arg("own"), nb::arg("words"));
+  module.def("difference", difference, nb::arg("values"));
   module.def("metrics", metrics, "(name, label, higher is better, ranks) of each.");
 }
 
