@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -12,8 +13,10 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
+#include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/admission.hpp"
 #include "kernels/evict/columns.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
@@ -36,6 +39,18 @@ static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
 static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
               KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInColumn::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
+static_assert(SIZE_MAX == kNoDevice);
+
+// What callers lay out. Another size is another binary interface, of an embedded struct too.
+template <class... Structs>
+constexpr std::array kSizes{sizeof(Structs)...};
+static_assert(
+    KVLAB_VERSION == 2 &&
+        kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
+               kvlab_write_args, kvlab_columns_args, kvlab_evicting_attention_args,
+               kvlab_row_softmax, kvlab_prefill_args, kvlab_observe_args, kvlab_shrink_args> ==
+            std::array<std::size_t, 12>{48, 136, 16, 24, 80, 208, 232, 288, 8, 160, 240, 416},
+    "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {
   static const std::vector<kvlab_policy> list = [] {
@@ -48,7 +63,13 @@ const std::vector<kvlab_policy>& policies() {
 
 /// `said`: what is wrong.
 cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::string& said) try {
-  std::ifstream file(path, std::ios::binary);
+  constexpr std::uintmax_t kMaxBytes = 1 << 20;
+  std::error_code error;
+  if (const auto bytes = std::filesystem::file_size(path, error); !error && bytes > kMaxBytes) {
+    said = std::string(path) + ": has more than a MiB; a policy's header is expected";
+    return cudaErrorInvalidSource;
+  }
+  std::ifstream file(error ? "" : path, std::ios::binary);  // no pipe, no device
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file) {
     said = std::string(path) + ": cannot be read";
@@ -237,11 +258,10 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
   if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
   if (wanted > 0 && (values == nullptr || to == nullptr)) return cudaErrorInvalidValue;
   const std::span all(values, wanted);
-  if (policy->header != nullptr)
-    policy->header->write_params(all, static_cast<std::byte*>(to));
-  else
-    policy->kernels.params(all, static_cast<std::byte*>(to));
-  return cudaSuccess;
+  auto* const bytes = static_cast<std::byte*>(to);
+  const bool written = policy->header != nullptr ? policy->header->write_params(all, bytes)
+                                                 : policy->kernels.params(all, bytes);
+  return written ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 int kvlab_policy_weighted(const kvlab_policy* policy) {

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define KVLAB_VERSION_MAJOR 0
-#define KVLAB_VERSION_MINOR 1
+#define KVLAB_VERSION_MINOR 2
 /** 100 * major + minor of the header; kvlab_version() is that of the library. */
 #define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
 
@@ -57,8 +57,8 @@ size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
 /** Bytes of parameters for each sequence; 0: none. */
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
 /** Writes them to host memory `to`, for the caller to copy to the device: `values` holds one number
- *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs.
- */
+ *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs, or a number is out of
+ *  its range there. */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
 
@@ -230,7 +230,8 @@ typedef struct {
                 */
 } kvlab_evicting_attention_args;
 
-/** Bytes of workspace; 0 for a shape that is not supported. */
+/** Bytes of workspace; 0 for a shape that is not supported; SIZE_MAX where the shape is, and there is
+ *  no device to ask. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache);
 /** Attends over the live slots, shows the policy what each received, updates its states, and leaves
  *  in next_slots where the next token goes: behind the others, or, once the budget is reached, in
@@ -322,8 +323,8 @@ typedef struct {
   kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if it needs nothing */
   void* workspace;
   float* to_columns; /**< [slot of to, column]; those of from are policy.columns */
-  /** What becomes of ranks before tokens are ordered. by_layer: a token's rank is the sum over the
-   *  sequence's KV heads, which hold the same tokens. Then each rank becomes the mean, or with
+  /** What becomes of ranks before tokens are ordered. by_layer: a token's rank is the sum, as
+   *  numbers in their order, over the sequence's KV heads, which hold the same tokens. Then each rank becomes the mean, or with
    *  pool_max the largest, of those of the live tokens at most `smooth` places away by age. */
   int by_layer;
   uint32_t smooth;

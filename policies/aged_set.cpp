@@ -48,31 +48,31 @@ bool AgedSet::has_state(std::size_t age, std::span<const std::byte> other) const
   return one == two;
 }
 
-std::vector<std::uint64_t> AgedSet::ranks(std::uint32_t now) const {
-  std::vector<std::uint64_t> ranks(size_);
-  ops_.rank(states_.data(), tokens(), size_, params_.data(), step(now, 0), ranks.data());
+Ranks AgedSet::ranks(std::uint32_t now) const {
+  Ranks ranks{.keys = std::vector<std::uint64_t>(size_)};
+  ranks.type =
+      ops_.rank(states_.data(), tokens(), size_, params_.data(), step(now, 0), ranks.keys.data());
   return ranks;
 }
 
 /// Scope, then smooth.
-std::vector<std::uint64_t> AgedSet::modified_ranks(std::uint32_t now) const {
-  std::vector<std::uint64_t> all;
+Ranks AgedSet::modified_ranks(std::uint32_t now) const {
+  Ranks all;
   if (modifiers_.scope == Modifiers::Scope::head) {
     all = ranks(now);
   } else {
     if (!layer_) throw std::logic_error("scope=layer: a cache makes room without its layer");
-    const auto sums = layer_->at(now);
-    all.assign(sums.begin(), sums.end());
+    all = layer_->at(now);
   }
   if (modifiers_.smooths(after_prompt_)) smooth_ranks(all, modifiers_.smooth, modifiers_.pool);
   return all;
 }
 
 void AgedSet::fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const {
-  const std::vector<std::uint64_t> ranks = modified_ranks(now);
+  const Ranks ranks = modified_ranks(now);
   keys.resize(size_);
   for (std::uint32_t i = 0; i < size_; ++i)
-    keys[i] = {guards_.guard(positions_[i], now), ranks[i], positions_[i]};
+    keys[i] = {guards_.guard(positions_[i], now), ranks.keys[i], positions_[i]};
 }
 
 std::vector<LeavingKey> AgedSet::leaving_keys(std::uint32_t now) const {

@@ -67,7 +67,7 @@ class AgedSet {
     return bounded ? modifiers_.capacity(budget_, 1) : ~std::uint64_t{0};
   }
   /// The policy's ranks by age, were `now` admitted next; no modifier has touched them.
-  std::vector<std::uint64_t> ranks(std::uint32_t now) const;
+  Ranks ranks(std::uint32_t now) const;
   /// The place of each live token, by age, in the order of leaving, were `now` admitted next.
   std::vector<LeavingKey> leaving_keys(std::uint32_t now) const;
 
@@ -126,7 +126,7 @@ class AgedSet {
     return modifiers_.scope == Modifiers::Scope::head && !modifiers_.smooths(after_prompt_);
   }
   std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
-  std::vector<std::uint64_t> modified_ranks(std::uint32_t now) const;
+  Ranks modified_ranks(std::uint32_t now) const;
   void fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const;
 
   PolicyOps ops_;

@@ -28,14 +28,18 @@ constexpr typename P::Params params_from(const double* values) {
   return params;
 }
 
-/// Writes P's Params, kParamsBytes, from one value for each line of kParams.
+/// Writes P's Params, kParamsBytes, from one value for each line of kParams. False, and nothing is
+/// written, where one is out of its range.
 template <class P>
-void write_params(std::span<const double> values, std::byte* to) {
+bool write_params(std::span<const double> values, std::byte* to) {
   if constexpr (!std::is_empty_v<typename P::Params>) {
+    for (std::size_t i = 0; i < values.size(); ++i)
+      if (!in_range(values[i], P::kParams[i].least, P::kParams[i].most)) return false;
     const typename P::Params params = params_from<P>(values.data());
     const auto* const from = reinterpret_cast<const std::byte*>(&params);
     for (std::size_t i = 0; i < sizeof params; ++i) to[i] = from[i];  // aligned as the caller likes
   }
+  return true;
 }
 
 }  // namespace kvlab

@@ -112,7 +112,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     if (key != param.name) continue;
     const double number = parse_number(
         value, what, fmt::format("a number from {:g} to {:g}", param.least, param.most));
-    if (number < param.least || number > param.most)
+    if (!in_range(number, param.least, param.most))
       throw std::invalid_argument(
           fmt::format("{}={} is outside {:g} to {:g}", what, value, param.least, param.most));
     spec.params[i] = number;
@@ -228,6 +228,31 @@ std::string PolicySpec::params_text() const {
 std::string PolicySpec::text() const {
   const std::string settings = params_text();
   return settings.empty() ? name : name + ":" + settings;
+}
+
+std::string PolicySpec::brief() const {
+  if (!entry) return text();
+  PolicySpec plain = *this;
+  for (std::size_t i = 0; i < params.size(); ++i) plain.params[i] = entry->params[i].standard;
+  plain.columns.assign(columns.size(), "");
+  plain.sinks = entry->info.sinks;
+  plain.recent = entry->info.recent;
+  plain.modifiers = entry->info.modifiers;
+  const std::string own = params_text(), standard = plain.params_text();
+  const auto defaults = split(standard, ':');
+  std::string text = name;
+  for (const std::string_view setting : split(own, ':'))
+    if (!setting.empty() && std::ranges::find(defaults, setting) == defaults.end())
+      text += fmt::format(":{}", setting);
+  return text;
+}
+
+std::string brief_policy(const std::string& text) {
+  try {
+    return parse_policy(text).brief();
+  } catch (const std::invalid_argument&) {
+    return text;
+  }
 }
 
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references,

@@ -45,6 +45,9 @@ struct PolicySpec {
   std::string params_text() const;
   /// `name:` and params_text(): parses back to the same spec.
   std::string text() const;
+  /// The same without the settings that are the policy's own defaults, for rows that people read:
+  /// `h2o:recent=25%`. Parses back too.
+  std::string brief() const;
 };
 
 /// Parses one policy. `references` are further names that take no parameters; `compiled` are
@@ -52,6 +55,9 @@ struct PolicySpec {
 /// for a near miss, the nearest name.
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references = {},
                         const CompiledPolicies& compiled = {});
+
+/// brief() of a policy's text; as it stands where it names none of the catalogue.
+std::string brief_policy(const std::string& text);
 
 /// Parses `128`, `20%`, `pyramid(20%)`, `ada(128)`. Throws std::invalid_argument for 0, a negative
 /// number, or more than 100%.

@@ -8,18 +8,25 @@
 // A policy is a struct with
 //
 //   static constexpr PolicyInfo kInfo{...};
-//   struct Params {...};   // doubles, each with a line in `static constexpr Param<Params>
-//   kParams[]` struct Slot {...};     // one token's state; both trivially copyable, both may be
-//   empty static constexpr void admit(Slot&, Token, const Params&, const Step&);
-//       once, as the token comes in; sets every member, because slots are reused
+//
+//   struct Params {...};  // doubles; trivially copyable, may be empty
+//   static constexpr Param<Params> kParams[]{...};  // a line for each double; none where empty
+//   struct Slot {...};  // one token's state; trivially copyable, may be empty
+//
+//   // Once, as the token comes in. Sets every member, because slots are reused.
+//   static constexpr void admit(Slot&, Token, const Params&, const Step&);
+//
+//   // After each admission, for every live token; where kInfo.needs asks for something.
 //   static constexpr void observe(Slot&, const Observation&, const Params&, const Step&);
-//       after each admission, for every live token; where kInfo.needs asks for something
+//
+//   // When room has to be made: the lowest leaves first, at equal rank the older. Whole numbers, or
+//   // double: the return type says which, and the rule adds and averages them as such.
 //   static constexpr std::uint64_t rank(const Slot&, Token, const Params&, const Step&);
-//       when room has to be made: the lowest leaves first, at equal rank the older
+//
+//   // Where kInfo.weighted: what the probabilities of a query with `age` younger ones in its
+//   // admission are scaled by; 0 from `tail` on.
 //   static constexpr float weight(std::uint32_t age, const Params&);
 //   static constexpr std::uint32_t tail(const Params&);
-//       where kInfo.weighted: what the probabilities of a query with `age` younger ones in its
-//       admission are scaled by; 0 from `tail` on
 //
 // and policy_checks.hpp says, while compiling, which of them is missing or misspelt.
 //
@@ -66,8 +73,8 @@ constexpr Extent percent(std::uint32_t share) {
 /// How many columns a policy may have.
 inline constexpr std::uint32_t kMaxColumns = 4;
 
-/// A policy's description of itself. Written with designated initialisers, so that a misspelt field
-/// does not compile.
+/// A policy's description of itself. Written with designated initialisers, in this order, so that a
+/// misspelt field does not compile.
 struct PolicyInfo {
   const char* name;      ///< as written on the command line
   const char* summary;   ///< one line: what leaves first
@@ -78,8 +85,10 @@ struct PolicyInfo {
                               ///< ask here
   bool weighted = false;      ///< has weight() and tail()
   bool evicts = true;         ///< false: takes no budget
-  Extent sinks = {};          ///< default guards
-  Extent recent = {};
+  /// Default guards, which a command line overrides: how many positions from 0 on leave last, and
+  /// how many of the youngest, the one to come included, leave before those alone. tokens(4), or
+  /// percent(50) of the budget, rounded down; {}: none.
+  Extent sinks = {}, recent = {};
   Modifiers modifiers = {};  ///< likewise
   Positions positions = Positions::original;
   /// Numbers that a token brings at its admission and that never change: token.column[i] is the
@@ -103,6 +112,10 @@ struct Param {
   double Params::*member;
   double standard, least, most;
 };
+/// Whether a parameter whose range is [least, most] may be `value`.
+constexpr bool in_range(double value, double least, double most) {
+  return value >= least && value <= most;
+}
 
 struct Token {
   std::uint32_t position;          ///< counts tokens of the sequence from 0

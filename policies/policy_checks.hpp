@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "policies/policy.hpp"
+#include "policies/rank.hpp"
 
 namespace kvlab {
 
@@ -37,7 +38,8 @@ concept HasObserve = requires(typename P::Slot& slot, const Observation& o,
 template <class P>
 concept HasRank = requires(const typename P::Slot& slot, Token t, const typename P::Params& p,
                            const Step& s) {
-  { P::rank(slot, t, p, s) } -> std::same_as<std::uint64_t>;
+  requires std::same_as<decltype(P::rank(slot, t, p, s)), std::uint64_t> ||
+      std::same_as<decltype(P::rank(slot, t, p, s)), double>;
 };
 template <class P>
 concept HasWeight = requires(std::uint32_t age, const typename P::Params& p) {
@@ -61,6 +63,11 @@ concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<
                  (hooks::HasObserve<P> == (P::kInfo.needs != Needs::nothing)) &&
                  (hooks::HasWeight<P> == P::kInfo.weighted) &&
                  (hooks::HasTail<P> == P::kInfo.weighted);
+
+/// Whether P ranks by whole numbers or by doubles.
+template <class P>
+inline constexpr RankType kRankType =
+    std::same_as<decltype(P::rank({}, {}, {}, {})), double> ? RankType::real : RankType::whole;
 
 /// P's parameters at their standard values.
 template <class P>
@@ -131,7 +138,7 @@ consteval void check_hooks() {
   static_assert(
       hooks::HasRank<P>,
       "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, const Params&, "
-      "const Step&)`");
+      "const Step&)`, or the same with double");
   static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
                 "policy: kInfo.needs asks for observations, so it needs `static constexpr void "
                 "observe(Slot&, const Observation&, const Params&, const Step&)`");

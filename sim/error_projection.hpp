@@ -4,53 +4,76 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "traces/trace.hpp"
 
 namespace kvlab {
 
-class QuerySpan;  // sim/metrics.hpp
-
 /// Directions of the residual stream that errors are taken in, of the 64 that a trace has: fewer
 /// keep units of work small (results.md), and all configurations are seen in the same ones.
 inline constexpr std::uint32_t kResidualColumns = 32;
 
-/// The numbers that a query's error becomes: first directions of the residual stream, then draws.
+/// The numbers that a query's error becomes: of a sampled query directions of the residual stream,
+/// of every query draws.
 struct ProjectionColumns {
   std::uint32_t residual = 0;  ///< kResidualColumns, or 0: the trace has no sketch
   std::uint32_t draws = 0;     ///< of gradients of the span
 
-  std::uint32_t all() const { return residual + draws; }
+  bool any() const { return residual + draws > 0; }
 };
 /// Gradients count only where they were summed over the queries of `span`.
 ProjectionColumns projection_columns(const TraceReader& trace, Span span);
 
-/// The gradients of a KV head's query heads at the sampled queries: [sample, draw, group, dim].
-std::vector<float> sampled_gradients(const TraceReader& trace, std::uint32_t layer,
-                                     std::uint32_t kv_head, const QuerySpan& span);
+/// The gradients of a KV head's query heads at some queries: [query, draw, group, dim].
+std::vector<float> gradients_of(const TraceReader& trace, std::uint32_t layer,
+                                std::uint32_t kv_head, std::span<const std::uint32_t> queries);
 
 /// The maps of one KV head's query heads.
 class ErrorProjection {
  public:
-  ErrorProjection(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                  const QuerySpan& span);
+  /// `trace` must outlive this.
+  ErrorProjection(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head, Span span);
 
-  std::uint32_t columns() const { return columns_.all(); }
-  /// to [columns()] += the maps of full - factor * kept, the error of query head `head` of the
-  /// group at a sampled query; full and kept [head_size].
-  void add(std::uint32_t sample, std::uint32_t head, const float* full, const float* kept,
-           float factor, float* to) const;
+  const ProjectionColumns& columns() const { return columns_; }
+  /// to [residual columns] += what full - factor * kept, the error of query head `head` of the
+  /// group, is behind W_o; full and kept [head_size]. Nothing without a sketch.
+  void add_residual(std::uint32_t head, const float* full, const float* kept, float factor,
+                    float* to) const;
+  /// Of queries [first, first + count): [query, draw, group, dim].
+  std::vector<float> gradients(std::uint32_t first, std::uint32_t count) const;
 
  private:
-  static constexpr std::uint32_t kDraws = 4;  ///< that are taken together
-  /// Fours of draws, the last padded.
-  std::uint32_t fours() const { return (columns_.draws + kDraws - 1) / kDraws; }
-
+  const TraceReader& trace_;
+  std::uint32_t layer_, kv_head_;
   ProjectionColumns columns_;
-  std::uint32_t group_, head_size_;
-  std::vector<float> sketch_;     // [group, dim, kResidualColumns]
-  std::vector<float> gradients_;  // [sample, group, four, dim, kDraws]
+  std::vector<float> sketch_;  // [group, dim, kResidualColumns]
+};
+
+/// The gradients of a block of queries, read when they are first asked for.
+class GradientBlock {
+ public:
+  /// `projection` may be null, or without draws: then there are none.
+  explicit GradientBlock(const ErrorProjection* projection)
+      : projection_(projection), draws_(projection ? projection->columns().draws : 0) {}
+
+  std::uint32_t draws() const { return draws_; }
+  void move_to(std::uint32_t first, std::uint32_t count) {
+    first_ = first;
+    count_ = count;
+    rows_.clear();
+  }
+  /// Of a query of the block: [draw, group, dim].
+  const float* of(std::uint32_t query) {
+    if (rows_.empty()) rows_ = projection_->gradients(first_, count_);
+    return rows_.data() + (query - first_) * (rows_.size() / count_);
+  }
+
+ private:
+  const ErrorProjection* projection_;
+  std::uint32_t draws_, first_ = 0, count_ = 0;
+  std::vector<float> rows_;
 };
 
 }  // namespace kvlab

@@ -13,7 +13,7 @@ struct ExactPass {
 
 /// Attention of every query of every head over the whole trace, by OpenBLAS: RoPE, then by blocks
 /// of queries Q K^T (sgemm), causal softmax, P V (sgemm); the heads over `threads` threads. Throws
-/// std::runtime_error in a build without OpenBLAS.
+/// std::runtime_error where OpenBLAS cannot be loaded.
 ExactPass exact_pass(const TraceReader& trace, unsigned threads);
 
 }  // namespace kvlab

@@ -111,13 +111,27 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   stats_.heads[head].miss.add(block, wanted.count - hits, wanted.count);
 
   measure_spans(query, head, full);
-  if (!span_->sampled(query)) return;
+  if (!span_->sampled(query) && rows.draws() == 0) return;
   const auto full_output = rows.output(query, head), own = output();
+  measure_changes(query, head, full_output, own, rows);
+  if (!span_->sampled(query)) return;
   stats_.add_outputs(*span_, query, head, full_output, own);
-  const std::uint32_t sample = span_->sample(query);
   if (view_.projection)
-    view_.projection->add(sample, head, full_output.data(), own.data(), 1.0f,
-                          stats_.projected_of(sample).data());
+    view_.projection->add_residual(head, full_output.data(), own.data(), 1.0f,
+                                   stats_.residual_of(span_->sample(query)));
+}
+
+/// Adds what the head's error changes of the log-likelihood of each draw.
+void HeadRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
+                              std::span<const float> own, SharedRows& rows) {
+  for (std::uint32_t draw = 0; draw < rows.draws(); ++draw) {
+    const float* const gradient = rows.gradients(query) + (draw * view_.group + head) * full.size();
+    double change = 0;
+    for (std::size_t d = 0; d < full.size(); ++d)
+      change += static_cast<double>(gradient[d]) *
+                (static_cast<double>(own[d]) - static_cast<double>(full[d]));
+    stats_.changes_of(span_->index(query), rows.draws())[draw] += static_cast<float>(change);
+  }
 }
 
 void HeadRun::measure_spans(std::uint32_t query, std::uint32_t head, const SharedRows::Row& full) {

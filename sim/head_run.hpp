@@ -74,6 +74,8 @@ class HeadRun {
   void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
+                       std::span<const float> own, SharedRows& rows);
   void measure_spans(std::uint32_t query, std::uint32_t head, const SharedRows::Row& full);
   void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
   std::span<const float> output();

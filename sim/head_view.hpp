@@ -32,7 +32,9 @@ struct HeadView {
   const BroughtColumns* brought = nullptr;      ///< columns that are not computed; null: none
 
   /// Columns of the projection.
-  std::uint32_t projected() const { return projection ? projection->columns() : 0; }
+  ProjectionColumns projected() const {
+    return projection ? projection->columns() : ProjectionColumns{};
+  }
 
   const float* query(std::uint32_t head, std::uint32_t token) const {
     return q + head * q_head_stride + token * q_token_stride;

@@ -13,8 +13,7 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
   bool after_prompt = false;
   for (const Admission& admission : config.admissions) {
     const std::uint32_t leaving =
-        budget == kNoBudget ? 0
-                            : config.policy.modifiers.surplus(counts.end, budget, after_prompt);
+        budget == kNoBudget ? 0 : config.policy.modifiers.surplus(counts.end, budget, after_prompt);
     counts.evictions += leaving;
     counts.end += admission.tokens - leaving;
     counts.most = std::max(counts.most, counts.end);

@@ -28,18 +28,20 @@ double mean_without(std::span<const BlockedRatio* const> ratios, std::span<const
   return count ? sum / static_cast<double>(count) : kNaN;
 }
 
+/// The variance of what these are of, each with one part left out.
 double jackknife(std::span<const double> replicates) {
   const auto n = static_cast<double>(replicates.size());
   const double mean = std::accumulate(replicates.begin(), replicates.end(), 0.0) / n;
   double squares = 0;
   for (const double x : replicates) squares += (x - mean) * (x - mean);
-  return std::sqrt((n - 1) / n * squares);
+  return (n - 1) / n * squares;
 }
 
 /// The mean of ratios, and with each block left out: NaN of one without weight.
 struct Replicates {
   double mean, weight;
   std::vector<double> without;  // [block]
+  std::vector<double> columns;  // with each column of a sketch left out; or empty
 
   Estimate estimate() const {
     std::vector<double> filled;
@@ -48,10 +50,26 @@ struct Replicates {
     const auto n = static_cast<double>(filled.size());
     std::vector<double> pseudo;
     for (const double x : without) pseudo.push_back(n * mean - (n - 1) * x);
-    return {mean, filled.size() >= kLeastBlocks ? jackknife(filled) : kNaN, weight,
-            std::move(pseudo)};
+    const double sketched = columns.empty() ? 0 : jackknife(columns);
+    return {mean, filled.size() >= kLeastBlocks ? std::sqrt(jackknife(filled) + sketched) : kNaN,
+            weight, std::move(pseudo)};
   }
 };
+
+/// The mean of ratios from all columns of a sketch but one, as many times as there are columns.
+std::vector<double> means_without_columns(std::span<const BlockedRatio* const> ratios,
+                                          std::span<const double> above,
+                                          std::span<const double> below) {
+  const std::size_t columns = ratios.empty() ? 0 : ratios.front()->columns.size();
+  std::vector<double> means, left(above.size());
+  for (std::size_t column = 0; column < columns; ++column) {
+    for (std::size_t r = 0; r < left.size(); ++r)
+      left[r] = (above[r] - ratios[r]->columns[column]) * static_cast<double>(columns) /
+                static_cast<double>(columns - 1);
+    means.push_back(mean_without(ratios, left, below, ratios.front()->above.size()));
+  }
+  return means;
+}
 
 Replicates replicates_of(std::span<const BlockedRatio* const> ratios) {
   std::vector<double> above, below;
@@ -63,7 +81,8 @@ Replicates replicates_of(std::span<const BlockedRatio* const> ratios) {
   }
   Replicates replicates{mean_without(ratios, above, below, blocks),
                         std::accumulate(below.begin(), below.end(), 0.0),
-                        {}};
+                        {},
+                        means_without_columns(ratios, above, below)};
   for (std::size_t block = 0; block < blocks; ++block) {
     const bool filled = std::any_of(ratios.begin(), ratios.end(), [&](const BlockedRatio* ratio) {
       return ratio->below[block] > 0;
@@ -93,10 +112,16 @@ std::uint32_t QuerySpan::queries_after(const NamedSpan& span) const {
                     [](std::int32_t index) { return index >= 0; }));
 }
 
-std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
+std::vector<std::uint32_t> QuerySpan::queries() const {
   std::vector<std::uint32_t> queries;
   for (std::uint32_t query = 0; query < index_.size(); ++query)
-    if (contains(query) && sampled(query)) queries.push_back(query);
+    if (contains(query)) queries.push_back(query);
+  return queries;
+}
+
+std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
+  std::vector<std::uint32_t> queries = this->queries();
+  std::erase_if(queries, [&](std::uint32_t query) { return !sampled(query); });
   return queries;
 }
 
@@ -113,33 +138,38 @@ Estimate difference_of(std::span<const BlockedRatio* const> ratios,
   difference.mean -= other.mean;
   for (std::size_t block = 0; block < difference.without.size(); ++block)
     difference.without[block] -= other.without[block];
+  for (std::size_t column = 0; column < difference.columns.size(); ++column)
+    difference.columns[column] -= other.columns[column];
   return difference.estimate();
 }
 
-void HeadStats::resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) {
+void HeadStats::resize(const QuerySpan& span, std::uint32_t group,
+                       const ProjectionColumns& columns) {
   heads.resize(group);
   for (PerQueryHead& head : heads) {
-    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error, &head.squared})
+    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
       ratio->resize(span.blocks());
     head.spans.resize(span.named().size());
     for (BlockedRatio& ratio : head.spans) ratio.resize(span.blocks());
   }
   error2.resize(span.samples());
   output2.resize(span.samples());
-  projected.resize(std::size_t{span.samples()} * columns);
+  residual.resize(std::size_t{span.samples()} * columns.residual);
+  changes.resize(std::size_t{span.size()} * columns.draws);
 }
 
-bool HeadStats::fits(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) const {
+bool HeadStats::fits(const QuerySpan& span, std::uint32_t group,
+                     const ProjectionColumns& columns) const {
   const auto blocked = [&](const BlockedRatio& ratio) {
     return ratio.above.size() == span.blocks() && ratio.below.size() == span.blocks();
   };
   return heads.size() == group && error2.size() == span.samples() &&
          output2.size() == span.samples() &&
-         (projected.empty() || projected.size() == std::size_t{span.samples()} * columns) &&
+         (residual.empty() || residual.size() == std::size_t{span.samples()} * columns.residual) &&
+         (changes.empty() || changes.size() == std::size_t{span.size()} * columns.draws) &&
          std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
            return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
-                  blocked(head.error) && blocked(head.squared) &&
-                  head.spans.size() == span.named().size() &&
+                  blocked(head.error) && head.spans.size() == span.named().size() &&
                   std::all_of(head.spans.begin(), head.spans.end(), blocked);
          });
 }
@@ -161,7 +191,6 @@ void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uin
 }
 
 void HeadStats::add_error(QuerySpan::Place place, std::uint32_t head, double error, double size) {
-  heads[head].squared.add(place.block, error, 1);
   error2[place.sample] += error;
   output2[place.sample] += size;
   if (size > 0)

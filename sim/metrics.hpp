@@ -6,11 +6,12 @@
 #include <span>
 #include <vector>
 
+#include "sim/error_projection.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
 
-/// The queries that figures are taken over, in order; the errors on a sample of them.
+/// The queries that figures are taken over, in order; errors of outputs on a sample of them.
 class QuerySpan {
  public:
   /// `sample_every`: errors on every such query of the span. `named`: tokens that `span_recall` is
@@ -22,6 +23,10 @@ class QuerySpan {
   std::uint32_t size() const { return size_; }
   std::uint32_t samples() const { return (size_ + every_ - 1) / every_; }
   bool contains(std::uint32_t query) const { return query < index_.size() && index_[query] >= 0; }
+  /// Which query of the span this one is.
+  std::uint32_t index(std::uint32_t query) const {
+    return static_cast<std::uint32_t>(index_[query]);
+  }
   bool sampled(std::uint32_t query) const { return index_[query] % every_ == 0; }
   /// Which sample this sampled query is.
   std::uint32_t sample(std::uint32_t query) const {
@@ -41,7 +46,8 @@ class QuerySpan {
   const std::vector<NamedSpan>& named() const { return named_; }
   /// Measured queries behind a named span.
   std::uint32_t queries_after(const NamedSpan& span) const;
-  /// Their positions.
+  /// The positions of all queries, and of those that are sampled.
+  std::vector<std::uint32_t> queries() const;
   std::vector<std::uint32_t> sampled_queries() const;
   /// Where the figures of a sampled query go.
   struct Place {
@@ -59,6 +65,8 @@ class QuerySpan {
 /// A ratio of sums, by block: a mean (weights 1), or misses per request.
 struct BlockedRatio {
   std::vector<double> above, below;  // [block]
+  /// Of all blocks, by the column of a sketch that `above` is a sum over; or empty.
+  std::vector<double> columns;
 
   void resize(std::uint32_t blocks) { above.resize(blocks), below.resize(blocks); }
   void add(std::uint32_t block, double numerator, double denominator) {
@@ -68,8 +76,8 @@ struct BlockedRatio {
   double weight() const;
 };
 
-/// A plain mean of ratios (over query heads, or layers), with its jackknife error over blocks.
-/// Ratios without weight are left out.
+/// A plain mean of ratios (over query heads, or layers), with its jackknife error over blocks and,
+/// of a sketch, over its columns. Ratios without weight are left out.
 struct Estimate {
   double value, standard_error;  ///< NaN: no ratio has weight; fewer than 8 blocks
   double weight;                 ///< of all ratios together
@@ -89,21 +97,24 @@ inline constexpr double kRecallFloor = 1e-9;
 struct HeadStats {
   struct PerQueryHead {
     BlockedRatio recall, nll, miss, error;
-    BlockedRatio squared;             ///< mean of squared norms of errors
     std::vector<BlockedRatio> spans;  ///< by named span: what is kept of its probability, and all
     std::uint64_t zero_outputs = 0;
   };
   std::vector<PerQueryHead> heads;      // [group]
   std::vector<double> error2, output2;  // [sample]: sums over the group of squared norms
-  /// [sample, columns] of an ErrorProjection, summed over the group; empty where none is taken.
-  std::vector<float> projected;
+  // Summed over the group; empty where none are taken.
+  std::vector<float> residual;  ///< [sample, column]: errors behind W_o
+  std::vector<float> changes;   ///< [query of the span, draw]: of log-likelihood
 
-  void resize(const QuerySpan& span, std::uint32_t group, std::uint32_t columns = 0);
-  /// Whether this has the size that resize() gives, or no projection.
-  bool fits(const QuerySpan& span, std::uint32_t group, std::uint32_t columns) const;
-  std::span<float> projected_of(std::uint32_t sample) {
-    const std::size_t columns = projected.size() / error2.size();
-    return std::span(projected).subspan(sample * columns, columns);
+  void resize(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns = {});
+  /// Whether this has the size that resize() gives, or nothing of an ErrorProjection.
+  bool fits(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns) const;
+  float* residual_of(std::uint32_t sample) {
+    return residual.data() + sample * (residual.size() / error2.size());
+  }
+  /// Of the `index`-th query of the span.
+  float* changes_of(std::size_t index, std::uint32_t draws) {
+    return changes.data() + index * draws;
   }
   void add_recall(std::uint32_t block, std::uint32_t head, double recall);
   /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].

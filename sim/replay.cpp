@@ -9,7 +9,6 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "sim/calibration.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
@@ -97,11 +96,7 @@ class Replay {
   std::span<const ResolvedConfig> configs() const { return configs_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
   unsigned threads() const { return options_.threads; }
-  LayerFacts facts(std::uint32_t layer) const {
-    LayerFacts facts{columns(), residual_norms(layer), {}};
-    if (options_.calibration) facts.sensitivity = options_.calibration->of_layer(layer);
-    return facts;
-  }
+  LayerFacts facts(std::uint32_t layer) const { return {columns(), residual_norms(layer)}; }
   /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
   std::vector<float> residual_norms(std::uint32_t layer) const {
     if (!trace_.has_residuals()) return {};
@@ -171,8 +166,8 @@ class Replay {
     for (const ResolvedConfig& config : configs_)
       bring_columns(trace_, layer, kv_head, config.policy.columns, output, *brought);
     std::unique_ptr<const ErrorProjection> projection;
-    if (columns().all() > 0)
-      projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, span_);
+    if (columns().any())
+      projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, options_.span);
     HeadTensors tensors = read_head(trace_, layer, kv_head);
     tensors.brought = std::move(brought);
     tensors.projection = std::move(projection);
@@ -366,7 +361,6 @@ class Replay {
           "trace {}: span decode needs decoded tokens, and it has none; --span all takes "
           "every query",
           trace_.directory().string()));
-    if (options_.calibration) check_calibration(*options_.calibration, trace_);
     if (options_.output) check_projections(*options_.output, trace_);
     layers_ = options_.layers;
     if (layers_.empty()) {
@@ -459,7 +453,7 @@ ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
   const auto fits = [&](const HeadOutcome& outcome) {
-    return outcome.stats.fits(job_.replay.span(), job_.shape.group(), job_.replay.columns().all());
+    return outcome.stats.fits(job_.replay.span(), job_.shape.group(), job_.replay.columns());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
     throw std::runtime_error("the outcomes of another replay");
@@ -473,8 +467,8 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 
 ReplayResult ReplayGathering::result() const {
   return {job_.replay.budgets(),
-          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(), layers_,
-                   joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
+          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(),
+                   layers_, joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,

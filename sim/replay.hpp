@@ -25,14 +25,12 @@ bool is_reference(std::string_view policy);
 
 class HeadReplayer;        // sim/head_replayer.hpp
 struct OutputProjections;  // policies/columns/output_projections.hpp
-struct Calibration;        // sim/calibration.hpp
 
 struct ReplayOptions {
   Span span = Span::decode;
   bool every_output_error = false;  ///< false: every eighth query of the span
   bool plain = false;  ///< one configuration at a time, without lanes: what tests compare with
   HeadReplayer* elsewhere = nullptr;  ///< takes what it can off the CPU; null: nothing
-  std::shared_ptr<const Calibration> calibration = nullptr;  ///< for calibrated_error
   /// Of the traces' model, for columns that are computed from them; null: a trace brings those.
   std::shared_ptr<const OutputProjections> output = nullptr;
   unsigned threads = 1;
@@ -46,8 +44,8 @@ struct Measurement {
   std::int32_t layer, head;
   std::string metric;
   double value;
-  double standard_error;  ///< NaN where there is none
-  std::uint64_t count;    ///< queries x query heads
+  double standard_error;            ///< NaN where there is none
+  std::uint64_t count;              ///< queries x query heads
   std::vector<double> blocks = {};  ///< Estimate::blocks, of the whole model; else empty
 };
 

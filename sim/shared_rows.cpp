@@ -23,7 +23,8 @@ SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
       rope_(rope),
       arithmetic_(arithmetic),
       keys_(view.tokens, view.head_size),
-      stride_(keys_.panel_count() * 16) {
+      stride_(keys_.panel_count() * 16),
+      gradients_(view.projection) {
   block_ = block_for(view, stride_);
   const std::size_t rows = std::size_t{block_} * view.group;
   queries_.resize(rows * view.head_size);
@@ -42,6 +43,7 @@ SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
 
 void SharedRows::compute(std::uint32_t first, std::uint32_t count) {
   first_ = first;
+  gradients_.move_to(first, count);
   const std::size_t rows = std::size_t{count} * view_.group;
   for (std::uint32_t query = first; query < first + count; ++query)
     for (std::uint32_t head = 0; head < view_.group; ++head)

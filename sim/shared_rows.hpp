@@ -38,6 +38,10 @@ class SharedRows {
   /// The full cache's attention output, [dim].
   std::span<const float> output(std::uint32_t query, std::uint32_t head);
 
+  /// The gradients of a query, [draw, group, dim]; draws() of them.
+  const float* gradients(std::uint32_t query) { return gradients_.of(query); }
+  std::uint32_t draws() const { return gradients_.draws(); }
+
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out);
@@ -62,6 +66,7 @@ class SharedRows {
   std::vector<std::int64_t> request_count_;  // [block, group]; -1: not computed
   std::vector<float> outputs_, p_;           // [block, group, dim]
   std::vector<bool> has_output_;
+  GradientBlock gradients_;
 };
 
 }  // namespace kvlab

@@ -78,17 +78,20 @@ def tokenizer_of(model):
 
 
 def encode(model, config, text):
-    """As `kvlab capture` does: by tokenizer.json, the model's first token in front but for Qwen."""
+    """As `kvlab capture` does: what the tokenizer puts before a text is not put before one that begins with it."""
     try:
         if tokenizer := tokenizer_of(model):
-            ids = tokenizer.encode(text).ids
+            encoding = tokenizer.encode(text)
+            ids, added = encoding.ids, encoding.special_tokens_mask
         else:
-            ids = transformers.AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+            auto = transformers.AutoTokenizer.from_pretrained(model)(text, return_special_tokens_mask=True)
+            ids, added = auto["input_ids"], auto["special_tokens_mask"]
     except Exception as error:
         raise Refused(f"--model {model}: no tokenizer: {one_line(error)}") from None
-    wants_bos = isinstance(config.bos_token_id, int) and not config.model_type.startswith("qwen")
-    if wants_bos and ids[:1] != [config.bos_token_id]:
-        ids = [config.bos_token_id] + ids
+    first = (added + [0]).index(0)
+    before, own = ids[:first], ids[first:]
+    twice = [a == b for a, b in zip(before, own)] + [False]
+    ids = before + own[twice.index(False) :]
     if not ids:
         raise Refused("--prompt: has no tokens; give some text")
     if max(ids) >= config.vocab_size:

@@ -150,6 +150,14 @@ def redundancy(trace, layer, arguments):
     return column
 
 
+def key_cosine_rope(trace, layer, arguments):
+    """KeyDiff: cosine of the key, behind RoPE, with the mean of the unit keys up to its admission's end."""
+    k, ends = numpy.stack([trace.rotated(keys) for keys in trace.part(layer, "k")]), trace.admission_ends()
+    unit = k / numpy.maximum(numpy.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
+    mean = unit.cumsum(axis=1)[:, ends - 1]
+    return (unit * mean).sum(axis=-1) / numpy.maximum(numpy.linalg.norm(mean, axis=-1), 1e-12)
+
+
 def output_projections(trace, directory):
     """Reads o_proj of each layer. Refuses a checkpoint that is not the trace's."""
     directory = pathlib.Path(directory)
@@ -192,7 +200,7 @@ def value_out_norm1(trace, layer, arguments):
     return column
 
 
-COLUMNS = {f.__name__: f for f in (lagkv, expected_attention, redundancy, value_out_norm1)}
+COLUMNS = {f.__name__: f for f in (lagkv, expected_attention, redundancy, key_cosine_rope, value_out_norm1)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -203,7 +211,8 @@ def parse_arguments(argv):
     parser = Parser(prog="columns.py", description="Adds a column to finished traces.")
     add = parser.add_argument
     add("traces", metavar="TRACE", nargs="+", help="finished traces")
-    add("--column", metavar="NAME", required=True, choices=sorted(COLUMNS), help=", ".join(sorted(COLUMNS)))
+    several = {"required": True, "action": "append", "choices": sorted(COLUMNS)}
+    add("--column", metavar="NAME", help=", ".join(sorted(COLUMNS)) + "; repeatable", **several)
     add("--model", metavar="DIR", help="for value_out_norm1: the traces' checkpoint")
     add("--sinks", metavar="N", type=whole_number(0), default=4, help="first tokens that are not scored (default: 4)")
     add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens of a partition (default: 128)")
@@ -222,10 +231,10 @@ def main(argv=None):
     arguments = parse_arguments(argv)
     try:
         for trace in [Trace(directory) for directory in arguments.traces]:
-            compute = COLUMNS[arguments.column]
-            layers = [compute(trace, layer, arguments) for layer in range(trace.layers)]
-            add_column(trace, arguments.column, layers, arguments.replace)
-            print(f"{trace.name}: column {arguments.column} of {trace.tokens} tokens")
+            for name in dict.fromkeys(arguments.column):
+                layers = [COLUMNS[name](trace, layer, arguments) for layer in range(trace.layers)]
+                add_column(trace, name, layers, arguments.replace)
+                print(f"{trace.name}: column {name} of {trace.tokens} tokens")
     except (Refused, OSError) as error:
         print(f"columns.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -30,7 +30,6 @@ struct Command {
 
 Command allocate_command();
 Command bench_command();
-Command calibrate_command();
 Command capture_command();
 Command compare_command();
 Command demo_command();

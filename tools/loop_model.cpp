@@ -11,6 +11,7 @@
 #include "engine/loop/device/layered_loop.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/files.hpp"
 
 namespace kvlab {
@@ -31,15 +32,11 @@ std::string name_of_text(const std::string& path) {
 }  // namespace
 
 std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
-                                      const ModelConfig& config, std::size_t tokens) {
-  std::vector<std::int32_t> ids;
-  if (config.bos >= 0) ids.push_back(config.bos);
-  const auto text = tokenizer.encode(read_text(path), false);
-  ids.insert(ids.end(), text.begin(), text.end());
+                                      std::size_t tokens) {
+  std::vector<std::int32_t> ids = first_ids(path, read_text(path), tokenizer, tokens);
   if (ids.size() < tokens)
     throw std::invalid_argument(fmt::format("--text {}: has {} tokens; --max-tokens asks for {}",
                                             path, ids.size(), tokens));
-  ids.resize(tokens);
   return ids;
 }
 
@@ -49,8 +46,7 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   LoopModel loaded{.directory = directory,
                    .backend = nullptr,
                    .sweep = {},
-                   .tokenizer = Tokenizer::load(directory + "/tokenizer.json",
-                                                load_model_config(directory).vocab)};
+                   .tokenizer = tokenizer_of(directory, load_model_config(directory))};
   if (device_from(options) == Device::cpu) {
     const Model model = Model::load(directory, threads);
     loaded.backend = cpu_backend(model, threads);
@@ -59,9 +55,8 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   }
   loaded.backend = load_backend(Device::cuda, directory, threads);
   Backend& backend = *loaded.backend;
-  loaded.sweep = way == LoopWay::batches  ? sweep_by_batches(backend.batches())
-                 : way == LoopWay::tokens ? sweep_by_tokens(backend)
-                                          : sweep_by_device_layers(*backend.device_model());
+  loaded.sweep = way == LoopWay::tokens ? sweep_by_tokens(backend)
+                                        : sweep_by_device_layers(*backend.device_model());
   return loaded;
 }
 
@@ -106,7 +101,7 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
   std::vector<LoopText> texts;
   for (const std::string& path : paths_of(options, "text"))
     texts.push_back({.name = name_of_text(path),
-                     .ids = ids_of_text(path, model.tokenizer, model.backend->config(), tokens),
+                     .ids = ids_of_text(path, model.tokenizer, tokens),
                      .prompt_tokens = prompt,
                      .trace = {}});
   for (const std::string& path : paths_of(options, "trace"))
@@ -116,6 +111,7 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
     if (!names.insert(text.name).second)
       throw std::invalid_argument(
           fmt::format("--trace: two texts or traces are called {}; rename one", text.name));
+  if (options.count("text")) say_of_model(model.backend->config(), model.tokenizer);
   return texts;
 }
 

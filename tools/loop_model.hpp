@@ -16,7 +16,7 @@
 namespace kvlab {
 
 /// How a closed loop goes on a CUDA device; on the CPU always by layers, which is the fastest.
-enum class LoopWay { layers, tokens, batches };
+enum class LoopWay { layers, tokens };
 
 /// A model on the device that was asked for, loaded once.
 struct LoopModel {
@@ -29,16 +29,16 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way = LoopWa
 /// What replays on that device; null on the CPU.
 std::shared_ptr<HeadReplayer> loop_replayer(const po::variables_map& options);
 
-/// The first `tokens` of the text `--text` names, behind the model's first token where it has one.
+/// The first `tokens` of the text `--text` names, what the tokenizer puts before it included.
 /// Throws std::invalid_argument for a text that is shorter.
 std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
-                                      const ModelConfig& config, std::size_t tokens);
+                                      std::size_t tokens);
 
 /// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`.
 void add_loop_options(po::options_description& options);
 /// Throws std::invalid_argument: neither a text nor a trace, two of one name, numbers out of range.
 void check_loop_options(const po::variables_map& options);
-/// The first `--max-tokens` of each text, behind the model's first token where it has one; then the
+/// The first `--max-tokens` of each text, what the tokenizer puts before it included; then the
 /// traces. Throws for a text that is shorter and for what text_of_trace() refuses.
 std::vector<LoopText> loop_texts_from(const po::variables_map& options, const LoopModel& model);
 

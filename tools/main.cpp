@@ -1,4 +1,5 @@
 #include <fmt/core.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,14 +9,15 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
-#include <iostream>
 #include <stdexcept>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
 #include "policies/catalogue.hpp"
 #include "sim/source/complaint.hpp"
 #include "tools/command.hpp"
+#include "tools/terminal.hpp"
 #include "traces/base/cancel.hpp"
 #include "traces/base/text.hpp"
 
@@ -36,18 +38,12 @@ void print_welcome() {
     fmt::print("  {:<10} {}\n", command.name, command.summary);
 }
 
-/// A full disk shows only here: what was printed last is still in a buffer.
-void flush_output() {
-  std::cout.flush();
-  if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return;
-  throw std::runtime_error(
-      fmt::format("standard output: cannot write: {}", std::generic_category().message(errno)));
-}
-
 int run(const std::vector<std::string>& words) {
-  const bool asks =
-      !words.empty() && (words[0] == "--help" || words[0] == "-h" || words[0] == "help");
-  if (words.empty() || (asks && words.size() == 1)) {
+  const auto asks_for_help = [](const std::string& word) {
+    return word == "--help" || word == "-h" || word == "help";
+  };
+  const bool asks = !words.empty() && asks_for_help(words[0]);
+  if (words.empty() || (asks && (words.size() == 1 || asks_for_help(words[1])))) {
     print_welcome();
     return 0;
   }
@@ -70,41 +66,41 @@ int run(const std::vector<std::string>& words) {
   return run_command(*command, {words.begin() + 1, words.end()});
 }
 
-/// What went wrong, a terminal's line for each of `lines`, whatever the files, names and libraries
-/// that they quote hold.
-void complain(const std::vector<std::string>& words, const std::vector<std::string>& lines) {
-  constexpr std::size_t kLongest = 4096;
-  std::string text = words.empty() ? "kvlab: " : "kvlab " + words[0] + ": ";
-  for (const std::string& line : lines) {
-    text = printable(text + line);
-    if (text.size() > kLongest)  // of a long path, too, the reason is said: it is at the end
-      text = text.substr(0, kLongest / 2) + " ... " + text.substr(text.size() - kLongest / 2);
-    fmt::print(stderr, "{}\n", text);
-    text.clear();
-  }
+/// What went wrong, a line for each of `lines`, in place of what was still to be said.
+void complain(Terminal& terminal, const std::vector<std::string>& words,
+              const std::vector<std::string>& lines) {
+  terminal.drop_lines();
+  std::string begin = words.empty() ? "kvlab: " : "kvlab " + words[0].substr(0, 80) + ": ";
+  for (const std::string& line : lines)
+    fmt::print(stderr, "{}{}\n", std::exchange(begin, ""), line);
 }
-
-constexpr std::string_view kOutOfMemory =
-    "kvlab: out of memory; a shorter input or fewer configurations would fit\n";
 
 constexpr std::string_view kOutOfMemoryAtOnce =
     "kvlab: out of memory; a shorter input or fewer configurations would fit; "
     "what was unfinished is left, as *.part\n";
+
+/// Without an allocation.
+void say_as_it_is(std::string_view line) {
+  [[maybe_unused]] const auto said = ::write(STDERR_FILENO, line.data(), line.size());
+}
 
 /// Where memory ends in what may not throw, as the destructor of JSON: nothing more can be undone.
 [[noreturn]] void end_without_memory() {
   try {
     if (const auto error = std::current_exception()) std::rethrow_exception(error);
   } catch (const std::bad_alloc&) {
-    [[maybe_unused]] const auto said =
-        ::write(STDERR_FILENO, kOutOfMemoryAtOnce.data(), kOutOfMemoryAtOnce.size());
+    say_as_it_is(kOutOfMemoryAtOnce);
     ::_exit(kBadInput);
   } catch (...) {  // a mistake of ours, which a core shows
   }
   std::abort();
 }
 
-/// SIGINT or SIGTERM: what is at work ends at its next item and takes away what is not whole. A
+/// Signals that call a command off, with their names.
+constexpr std::pair<int, const char*> kCallers[] = {
+    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGXCPU, "SIGXCPU"}};
+
+/// One of these: what is at work ends at its next item and takes away what is not whole. A
 /// second one ends the process at once.
 std::atomic<bool> called_off = false;
 volatile std::sig_atomic_t caller = 0;
@@ -120,22 +116,46 @@ void listen_to(int signal) {
 }
 
 /// Says what is left of work that was called off, and how it goes on. Returns the exit code.
-int say_called_off(const std::vector<std::string>& words, std::string_view error) {
+int say_called_off(Terminal& terminal, const std::vector<std::string>& words,
+                   std::string_view error) {
   const Cancelled plain;
   const std::string_view begin = plain.what();
   const bool says_more = error.starts_with(begin) && error.size() > begin.size();
   const std::string_view rest = says_more ? error.substr(begin.size())
                                           : "; nothing is left, and the same command begins again";
-  complain(words,
-           {fmt::format("{} by {}{}", begin, caller == SIGINT ? "SIGINT" : "SIGTERM", rest)});
+  const auto* const by =
+      std::ranges::find(kCallers, int{caller}, &std::pair<int, const char*>::first);
+  complain(terminal, words, {fmt::format("{} by {}{}", begin, by->second, rest)});
   return 128 + caller;
+}
+
+/// What is printed at once meets a full disk at once, and a reader that has gone: `ends_quietly`,
+/// this process goes as it would have by the signal.
+int say_unprinted(Terminal& terminal, const std::vector<std::string>& words,
+                  const std::error_code& error, bool ends_quietly) {
+  if (error.value() == EPIPE && ends_quietly) {
+    std::signal(SIGPIPE, SIG_DFL);
+    std::raise(SIGPIPE);
+  }
+  complain(terminal, words, {"standard output: cannot write: " + error.message()});
+  return kBadInput;
+}
+
+/// A crash would say nothing.
+void refuse_small_stack() {
+  constexpr rlim_t kLeast = 256 << 10;
+  rlimit stack{};
+  if (::getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kLeast) return;
+  throw std::runtime_error(
+      fmt::format("the stack is limited to {} KiB; {} KiB are needed: ulimit -s {}",
+                  stack.rlim_cur >> 10, kLeast >> 10, kLeast >> 10));
 }
 
 /// A mapped file that shrinks while it is read raises SIGBUS, where nothing but this can be done.
 void say_that_a_file_shrank(int) {
-  constexpr std::string_view kLine =
-      "kvlab: a file became shorter while it was read; leave inputs as they are until it is done\n";
-  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kLine.data(), kLine.size());
+  say_as_it_is(
+      "kvlab: a file became shorter while it was read; leave inputs as they are until it is "
+      "done\n");
   ::_exit(kBadInput);
 }
 
@@ -143,26 +163,33 @@ void say_that_a_file_shrank(int) {
 }  // namespace kvlab
 
 int main(int argc, char** argv) {
-  std::set_terminate(kvlab::end_without_memory);
-  std::signal(SIGBUS, kvlab::say_that_a_file_shrank);
-  kvlab::listen_to(SIGINT);
-  kvlab::listen_to(SIGTERM);
-  const kvlab::Cancellable scope(&kvlab::called_off);
+  using namespace kvlab;
+  std::set_terminate(end_without_memory);
+  std::signal(SIGBUS, say_that_a_file_shrank);
+  std::signal(SIGXFSZ, SIG_IGN);  // the call that writes too much fails
+  const bool ends_by_pipe = std::signal(SIGPIPE, SIG_IGN) != SIG_IGN;
+  for (const auto& [signal, name] : kCallers) listen_to(signal);
+  const Cancellable scope(&called_off);
+  Terminal terminal;
   std::vector<std::string> words;
   try {
     words.assign(argv + 1, argv + argc);
-    const int code = kvlab::run(words);
-    kvlab::flush_output();
-    return code;
+    refuse_small_stack();
+    return run(words);
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "{}", kvlab::kOutOfMemory);
-  } catch (const kvlab::DoesNotCompile& error) {
-    kvlab::complain(words, kvlab::split_list(error.what(), '\n'));
+    complain(terminal, words,
+             {"out of memory; a shorter input or fewer configurations would fit"});
+  } catch (const DoesNotCompile& error) {
+    complain(terminal, words, split_list(error.what(), '\n'));
   } catch (const std::filesystem::filesystem_error& error) {
-    kvlab::complain(words, {fmt::format("{}: {}", error.path1().string(), error.code().message())});
+    complain(terminal, words,
+             {fmt::format("{}: {}", error.path1().string(), error.code().message())});
   } catch (const std::exception& error) {
-    if (kvlab::called_off) return kvlab::say_called_off(words, error.what());
-    kvlab::complain(words, {error.what()});
+    if (called_off) return say_called_off(terminal, words, error.what());
+    const auto* const code = dynamic_cast<const std::system_error*>(&error);
+    if (code && std::ferror(stdout))
+      return say_unprinted(terminal, words, code->code(), ends_by_pipe);
+    complain(terminal, words, {error.what()});
   }
-  return kvlab::kBadInput;
+  return kBadInput;
 }

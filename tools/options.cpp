@@ -381,7 +381,9 @@ std::string read_text(const std::string& path) {
   return read_text_file(path, std::size_t{1} << 30);
 }
 
-void print_json(const nlohmann::ordered_json& json) { fmt::print("{}\n", json_text(json)); }
+void print_json(const nlohmann::ordered_json& json) {
+  fmt::print("{}\n", printable_json(json_text(json)));
+}
 
 void refuse_unwritable(const std::string& path, std::string_view option) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();

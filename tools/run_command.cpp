@@ -1,11 +1,10 @@
 #include "tools/command.hpp"
 
-#include <fmt/core.h>
+#include <fmt/ostream.h>
 
 #include <algorithm>
 #include <boost/any.hpp>
 #include <filesystem>
-#include <iostream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -24,7 +23,7 @@ void print_help(const Command& command, const po::options_description& options) 
   po::options_description named("Options", 100);
   for (const auto& option : options.options())
     if (option->long_name() != command.positional) named.add(option);
-  std::cout << named << "\nExample: " << command.example << "\n";
+  fmt::print("{}\nExample: {}\n", fmt::streamed(named), command.example);
 }
 
 /// Boost names an option now with its dashes, now without.
@@ -101,6 +100,18 @@ std::vector<std::string> texts_of(const po::variable_value& value) {
   return {};
 }
 
+/// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts
+/// may be empty: what is wrong with that, their command says.
+void refuse_empty(const po::variables_map& values) {
+  for (const auto& [name, value] : values) {
+    if (value.defaulted() || name == "prompt" || name == "turn") continue;
+    for (const std::string& text : texts_of(value))
+      if (text.empty())
+        throw std::invalid_argument(
+            fmt::format("--{}: is empty; give a value, or leave the option out", name));
+  }
+}
+
 /// Whether a file of this name is part of a trace, a run or a model.
 bool is_part_of_input(const std::filesystem::path& path) {
   constexpr std::string_view kParts[] = {"manifest.json", "run.json",    "results.csv",
@@ -141,6 +152,7 @@ int run_command(const Command& command, const std::vector<std::string>& words) {
     print_help(command, options);
     return 0;
   }
+  refuse_empty(values);
   refuse_overwriting(values);
   return command.run(values);
 }

@@ -1,13 +1,21 @@
 #include "tools/turns.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <new>
 #include <stdexcept>
 
+#include "engine/checkpoint/checkpoint.hpp"
+#include "engine/loop/context.hpp"
+#include "engine/loop/conversation.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "tools/options.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/safetensors.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -15,7 +23,61 @@ namespace {
 constexpr std::int64_t kMostTokens = 1 << 30;
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
+/// What `encode` makes of a text of this name.
+template <class Encode>
+std::vector<std::int32_t> named(const std::string& name, Encode encode) {
+  try {
+    return encode();
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error(name + ": out of memory over this text; a shorter one would fit");
+  }
+}
+
+bool begins_itself(const Tokenizer& tokenizer, std::string_view text) {
+  return begun_with(tokenizer.encode(text, false, 1), tokenizer.before()) > 0;
+}
+
 }  // namespace
+
+Tokenizer tokenizer_of(const std::string& directory, const ModelConfig& config) {
+  constexpr std::string_view kOthers[] = {".model", "vocab.json", "tekken.json", "vocab.txt"};
+  if (!std::filesystem::exists(directory + "/tokenizer.json"))
+    refuse_other_files(directory, "tokenizer.json", kOthers);
+  return Tokenizer::load(directory + "/tokenizer.json", config.vocab);
+}
+
+void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer, std::string_view prompt,
+                  bool has_chat_template) {
+  const std::string unknown = fmt::format("{}", fmt::join(config.unknown_keys, ", "));
+  if (!unknown.empty())
+    fmt::print(stderr, "kvlab: {}: keys of config.json that are not known, and not heeded: {}\n",
+               config.name, printable(unknown));
+  if (begins_itself(tokenizer, prompt))
+    fmt::print(
+        stderr,
+        "kvlab: the prompt begins with the tokenizer's first token; none is put before it\n");
+  if (tokenizer.before().empty() && config.bos >= 0 && !has_chat_template)
+    fmt::print(stderr,
+               "kvlab: {}: tokenizer.json puts no token before a text, so none is there "
+               "(bos_token_id of config.json is {})\n",
+               config.name, config.bos);
+}
+
+std::vector<std::int32_t> first_ids(const std::string& name, std::string_view text,
+                                    const Tokenizer& tokenizer, std::size_t most) {
+  return named(name, [&] { return encode_prompt(tokenizer, text, most); });
+}
+
+std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
+                                      std::size_t most) {
+  return named(path, [&] { return tokenizer.encode(read_text(path), false, most); });
+}
+
+nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text) {
+  if (tokenizer.before().empty()) return nullptr;
+  return {{"id", tokenizer.before().front()},
+          {"by", begins_itself(tokenizer, text) ? "text" : "tokenizer"}};
+}
 
 void add_prompt_options(po::options_description& options) {
   auto add = options.add_options();
@@ -28,6 +90,18 @@ void add_context_option(po::options_description& options) {
                         "take a prompt that is longer than what the model was trained on");
 }
 
+std::string check_context(const po::variables_map& options, const ModelConfig& config,
+                          const ResolvedConfig& cache,
+                          const std::vector<std::vector<std::int32_t>>& turns) {
+  const auto longest = static_cast<std::uint32_t>(
+      std::ranges::max_element(turns, {}, &std::vector<std::int32_t>::size)->size());
+  const std::string advice = squeezed_cache(config);
+  if (!options["beyond-context"].as<bool>())
+    refuse_beyond_context(config, longest_span(cache, longest, most_tokens(turns, 0)), advice);
+  const std::uint32_t length = most_tokens(turns, max_new_tokens_from(options));
+  return context_warning(config, longest_span(cache, longest, length), advice);
+}
+
 std::string prompt_from(const po::variables_map& options) {
   const bool text = options.count("prompt") > 0, file = options.count("prompt-file") > 0;
   if (text == file)
@@ -37,12 +111,16 @@ std::string prompt_from(const po::variables_map& options) {
   const std::string prompt =
       text ? options["prompt"].as<std::string>()
            : read_text_file(options["prompt-file"].as<std::string>(), kMaxPromptBytes);
-  const std::string valid = tokenizer::replace_invalid_utf8(prompt);
-  if (const auto [good, bad] = std::ranges::mismatch(prompt, valid); good != prompt.end())
+  if (const std::size_t good = tokenizer::valid_bytes(prompt); good < prompt.size())
     fmt::print(stderr,
                "kvlab: the prompt is not UTF-8 from byte {} on; what is not is read as U+FFFD\n",
-               good - prompt.begin());
+               good);
   return prompt;
+}
+
+std::string prompt_name(const po::variables_map& options) {
+  if (!options.count("prompt-file")) return "--prompt";
+  return "--prompt-file " + options["prompt-file"].as<std::string>();
 }
 
 void add_turn_options(po::options_description& options) {

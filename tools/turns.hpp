@@ -2,9 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
+#include "engine/checkpoint/model.hpp"
+#include "engine/decoder.hpp"
 #include "engine/sampler.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/command.hpp"
@@ -16,9 +20,37 @@ void add_prompt_options(po::options_description& options);
 /// The text of whichever was given. Throws std::invalid_argument unless it is exactly one of them,
 /// std::runtime_error for a file that cannot be read.
 std::string prompt_from(const po::variables_map& options);
+/// What it is called in an error: "--prompt", or the file.
+std::string prompt_name(const po::variables_map& options);
 
-/// `--beyond-context`: no refuse_beyond_context().
+/// The tokenizer of the model in `directory`. Throws std::runtime_error as Tokenizer::load(), or
+/// that names another kind of tokenizer there.
+Tokenizer tokenizer_of(const std::string& directory, const ModelConfig& config);
+/// Says on stderr which keys of config.json are not known, that the prompt begins with the
+/// tokenizer's first token itself, or (unless a chat template writes it) that the tokenizer has
+/// none, where config.json names one. To be called where nothing more can be refused.
+void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer,
+                  std::string_view prompt = "", bool has_chat_template = false);
+constexpr std::size_t kAllTokens = std::numeric_limits<std::size_t>::max();
+/// The first `most` ids of a text that begins a sequence, as encode_prompt(). Says so where the
+/// text begins with the tokenizer's first token itself. Throws std::runtime_error that names the
+/// text where memory ends.
+std::vector<std::int32_t> first_ids(const std::string& name, std::string_view text,
+                                    const Tokenizer& tokenizer, std::size_t most = kAllTokens);
+/// The first `most` ids of a file, less the special tokens that are put around it; as first_ids().
+std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
+                                      std::size_t most = kAllTokens);
+/// For JSON: the id of a sequence's first token and whether the tokenizer put it there or the text
+/// did; null where the tokenizer has none.
+nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");
+
+/// `--beyond-context`: check_context() refuses nothing.
 void add_context_option(po::options_description& options);
+/// Refuses prompts that are longer than what the model was trained on. Returns what to warn of:
+/// that the answers will be.
+std::string check_context(const po::variables_map& options, const ModelConfig& config,
+                          const ResolvedConfig& cache,
+                          const std::vector<std::vector<std::int32_t>>& turns);
 
 /// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
 void add_turn_options(po::options_description& options);

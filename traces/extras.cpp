@@ -62,7 +62,8 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
                                          file.path().string(), file.tensors().size(),
                                          shape.layers));
   const auto found = file.metadata().find("seed");
-  const std::string text = found == file.metadata().end() ? "" : found->second;
+  if (found == file.metadata().end()) return 0;  // the manifest names it
+  const std::string& text = found->second;
   std::uint64_t seed = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
   if (error != std::errc{} || end != text.data() + text.size() || text.empty())

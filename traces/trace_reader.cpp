@@ -96,7 +96,8 @@ std::uint32_t TraceReader::draws(Span span) const {
 void TraceReader::open_extras() {
   if (const auto& sketch = extras().sketch) {
     sketch_file_ = SafetensorsFile::open(directory_ / kSketchFile);
-    if (check_sketch(*sketch_file_, shape()) != sketch->seed)
+    const std::uint64_t seed = check_sketch(*sketch_file_, shape());
+    if (sketch_file_->metadata().contains("seed") && seed != sketch->seed)
       throw std::runtime_error(fmt::format("{}: its seed is not {}, which the manifest says",
                                            sketch_file_->path().string(), sketch->seed));
   }

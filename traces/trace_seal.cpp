@@ -89,6 +89,9 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.extras.residual_norm2 = rescued.has_residuals;
   if (fs::exists(directory / kSketchFile)) {
     const auto file = SafetensorsFile::open(directory / kSketchFile);
+    if (!file.metadata().contains("seed"))
+      throw std::runtime_error(fmt::format("{}: __metadata__ has no seed, which the manifest needs",
+                                           file.path().string()));
     manifest.extras.sketch = {check_sketch(file, manifest.header.shape), xxh3_hex(file.bytes())};
   }
   TraceReader::assemble(directory, manifest);  // throws if this would be no trace

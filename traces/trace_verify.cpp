@@ -24,6 +24,10 @@ constexpr double kLargestValue = 0x1p50;  // a norm whose square float32 still h
 /// rounds probabilities and outputs that we do not. See docs/trace.md.
 double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
 
+// What a score's own rounding in float32 comes to at most, as a share of the largest there may be:
+// of those beyond 100, more than a tolerance of 1e-4.
+constexpr double kOfScore = 1e-6;
+
 /// The largest of some numbers, and where it is; a number that is none is infinite.
 struct Largest {
   double value = 0;
@@ -166,6 +170,7 @@ class HeadVerifier {
     Largest out, lse;
     for (std::size_t i = 0; i < kCheckRows; ++i) {
       const std::size_t at = query_head * kCheckRows + i;
+      excess_ = excess_of(queries.data() + i * size_);
       compare_row(scores_.data() + i * stride, check.rows[i], check.out.data() + at * size_,
                   check.lse.empty() ? nullptr : &check.lse[at], out, lse);
     }
@@ -174,6 +179,16 @@ class HeadVerifier {
     result_.worst_lse = std::max(result_.worst_lse, lse.value);
     report(shard, query_head, "output", out);
     report(shard, query_head, "log-sum-exp", lse);
+  }
+
+  /// By how much a row's tolerance exceeds the usual one: in proportion to the largest score that
+  /// its query could have with any key, beyond what float32 holds well enough.
+  double excess_of(const float* query) const {
+    double squares = 0;
+    for (std::size_t d = 0; d < size_; ++d) squares += static_cast<double>(query[d]) * query[d];
+    const double most = std::sqrt(squares) * largest_key_.value * trace_.header().rope.factor *
+                        std::fabs(trace_.header().softmax_scale);
+    return std::max(1.0, most * kOfScore / tolerance_);
   }
 
   void compare_row(float* scores, std::uint32_t position, const float* out, const float* lse,
@@ -190,8 +205,8 @@ class HeadVerifier {
     divide(scores, count, sum, scores);
     std::vector<float> reference(size_);
     accumulate_rows({scores, count}, {}, values_.data(), size_, size_, reference.data());
-    worst_out.include(relative_error(out, reference.data(), size_), position);
-    if (lse) worst_lse.include(std::fabs(*lse - log_sum_exp(shift, sum)), position);
+    worst_out.include(relative_error(out, reference.data(), size_) / excess_, position);
+    if (lse) worst_lse.include(std::fabs(*lse - log_sum_exp(shift, sum)) / excess_, position);
   }
 
   void report(std::size_t shard, std::uint32_t query_head, std::string_view quantity,
@@ -213,7 +228,7 @@ class HeadVerifier {
   Largest largest_key_;        // by norm
   std::vector<float> values_;  // [tokens, head_size]
   std::vector<float> scores_;  // [16, tokens] of the rows at hand
-  double tolerance_;
+  double tolerance_, excess_ = 1;
   HeadCheck result_;
 };
 

@@ -46,10 +46,31 @@ WeightMap read_index(const std::filesystem::path& path) {
 
 }  // namespace
 
+void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
+                        std::span<const std::string_view> endings) {
+  std::error_code error;
+  std::set<std::string> found;
+  if (std::filesystem::is_regular_file(directory)) found.insert(directory.filename().string());
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename().string();
+    const auto is_end = [&](std::string_view ending) { return name.ends_with(ending); };
+    if (std::ranges::any_of(endings, is_end)) found.insert(name);
+  }
+  if (found.empty()) return;
+  const std::string& other = *found.begin();
+  const std::string_view way =
+      other.ends_with(".gguf") ? "tools/scripts/gguf_to_checkpoint.py makes a checkpoint of it"
+      : other.starts_with("adapter_") ? "an adapter has to be merged into its model first"
+                                      : "transformers' save_pretrained writes it";
+  throw std::runtime_error(fmt::format("{}: there is {}, but no {}, which is read; {}",
+                                       directory.string(), json_quoted(other), wanted, way));
+}
+
 Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
   Checkpoint checkpoint;
   const std::filesystem::path one = directory / kOneFile, index = directory / kIndex;
   if (std::filesystem::exists(one) || !std::filesystem::exists(index)) {
+    if (!std::filesystem::exists(one)) refuse_other_files(directory, kOneFile, kOtherWeights);
     checkpoint.where_ = one.string();
     checkpoint.files_.push_back(SafetensorsFile::open(one));
     for (const auto& [name, view] : checkpoint.files_[0].tensors())
@@ -112,7 +133,7 @@ std::string Checkpoint::xxh3() const {
 
 std::string tokenizer_xxh3(const std::filesystem::path& directory) {
   const std::filesystem::path path = directory / "tokenizer.json";
-  return std::filesystem::exists(path) ? xxh3_hex(MappedFile(path).bytes()) : "";
+  return std::filesystem::exists(path) ? xxh3_hex(read_text_file(path, kMaxTokenizerBytes)) : "";
 }
 
 const TensorView& TensorReader::take(const std::string& name, std::span<const std::size_t> shape) {

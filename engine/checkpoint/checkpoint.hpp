@@ -13,6 +13,14 @@
 
 namespace kvlab {
 
+/// How the files end that hold weights as other programs keep them.
+inline constexpr std::string_view kOtherWeights[] = {
+    ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"};
+/// For a folder that lacks the file `wanted`: throws std::runtime_error that names a file there
+/// with one of the `endings`, and the way from it to what is read.
+void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
+                        std::span<const std::string_view> endings);
+
 /// All tensors of a checkpoint by name, as views into the mapped files.
 class Checkpoint {
  public:
@@ -37,6 +45,8 @@ class Checkpoint {
   friend class TensorReader;
 };
 
+/// A tokenizer.json that is longer is refused before it is read: the largest known have half of it.
+constexpr std::size_t kMaxTokenizerBytes = std::size_t{64} << 20;
 /// XXH3-64 of a model's tokenizer.json; empty if there is none.
 std::string tokenizer_xxh3(const std::filesystem::path& directory);
 

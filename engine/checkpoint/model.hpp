@@ -25,10 +25,11 @@ struct ModelConfig {
   float norm_epsilon = 0;
   bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
   Dtype weights_dtype = Dtype::bf16;
-  std::int32_t bos = -1;          ///< -1: none
+  std::int32_t bos = -1;          ///< as config.json says; the tokenizer has the say; -1: none
   std::vector<std::int32_t> eos;  ///< may be empty
   Rope rope;  ///< inv_freq and factor after scaling (default, linear, llama3, yarn)
   JsonValue rope_config;
+  std::vector<std::string> unknown_keys;  ///< of config.json, which may change what is computed
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }

@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/checkpoint/rope_scaling.hpp"
 #include "traces/base/files.hpp"
@@ -54,24 +55,42 @@ constexpr std::array<Architecture, 4> kArchitectures{{
      .qk_norm = true},
 }};
 
-/// Keys of related models that change what is computed. Transformers ignores them for the
-/// architectures above; a file that has one describes something else.
-constexpr std::array<std::string_view, 16> kForeignKeys{"quantization_config",
-                                                        "compression_config",
-                                                        "attn_logit_softcapping",
-                                                        "final_logit_softcapping",
-                                                        "query_pre_attn_scalar",
-                                                        "logit_scale",
-                                                        "logits_scaling",
-                                                        "embedding_multiplier",
-                                                        "residual_multiplier",
-                                                        "attention_multiplier",
-                                                        "num_experts",
-                                                        "num_local_experts",
-                                                        "attention_chunk_size",
-                                                        "no_rope_layers",
-                                                        "attention_sinks",
-                                                        "use_qk_norm"};
+/// Keys of related models that change what is computed, unless they are off: null, false, 0 or
+/// empty. Transformers ignores them for the architectures above; a file that has one describes
+/// something else.
+constexpr std::string_view kForeignKeys =
+    "quantization_config compression_config sparsity_config attn_logit_softcapping "
+    "final_logit_softcapping query_pre_attn_scalar attention_multiplier scale_depth dim_model_base "
+    "attn_output_gate use_gated_attention clip_qkv qkv_clip qk_layernorm use_qk_norm qk_norm "
+    "rope_interleaved rope_interleave attention_sinks attention_chunk_size attn_temperature_tuning "
+    "llama_4_scaling_beta no_rope_layers no_rope_layer_interval sparse_attention_config index_topk "
+    "kv_lora_rank num_kv_shared_layers num_experts num_local_experts n_routed_experts "
+    "moe_intermediate_size pruned_heads alibi use_alibi parallel_attn use_parallel_residual bias "
+    "use_bias lm_head_bias";
+/// Factors, which change nothing where they are 1.
+constexpr std::string_view kForeignFactors =
+    "logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb rotary_pct";
+
+/// Keys that are read, or that change no logit of a text. Of others a warning is given.
+constexpr std::string_view kKnownKeys =
+    "architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps hidden_act "
+    "attention_bias mlp_bias tie_word_embeddings pretraining_tp sliding_window use_sliding_window "
+    "max_window_layers layer_types rope_theta rope_scaling rope_parameters partial_rotary_factor "
+    "original_max_position_embeddings dtype torch_dtype bos_token_id eos_token_id pad_token_id "
+    "sep_token_id decoder_start_token_id auto_map transformers_version use_cache initializer_range "
+    "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop _name_or_path "
+    "_attn_implementation _attn_implementation_autoset attn_implementation unsloth_version "
+    "unsloth_fixed model_name tokenizer_class prefix task_specific_params finetuning_task "
+    "problem_type id2label label2id num_labels return_dict return_dict_in_generate "
+    "output_attentions output_hidden_states output_scores torchscript use_bfloat16 tf_legacy_loss "
+    "chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention "
+    "cross_attention_hidden_size tie_encoder_decoder gradient_checkpointing max_length min_length "
+    "max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens keys_to_ignore_at_inference transformers.js_config";
 
 const Architecture& architecture_of(const JsonFields& config) {
   constexpr std::string_view right =
@@ -90,6 +109,18 @@ const Architecture& architecture_of(const JsonFields& config) {
   config.refuse("architectures", right);
 }
 
+/// Layers that attend otherwise: to a window, to a choice of tokens, or not at all.
+void refuse_layer_types(const JsonFields& config) {
+  if (!config.has("layer_types")) return;
+  constexpr std::string_view right = "only full_attention is supported";
+  const nlohmann::json& types = config.value("layer_types");
+  if (!types.is_array()) config.refuse("layer_types", right);
+  for (std::size_t layer = 0; layer < types.size(); ++layer)
+    if (types[layer] != "full_attention")
+      config.refuse("layer_types",
+                    fmt::format("layer {} is {}; {}", layer, types[layer].dump(), right));
+}
+
 void refuse_sliding(const JsonFields& config, const Architecture& architecture) {
   constexpr std::string_view right = "sliding windows are not supported";
   if (config.flag("use_sliding_window", false)) config.refuse("use_sliding_window", right);
@@ -97,18 +128,38 @@ void refuse_sliding(const JsonFields& config, const Architecture& architecture) 
   if (!switched && config.has("sliding_window")) config.refuse("sliding_window", right);
   if (architecture.sliding_by_default && !config.json().contains("sliding_window"))
     config.refuse("sliding_window", "it must be null: without the key a window of 4096 is in use");
-  if (!config.has("layer_types")) return;
-  const nlohmann::json& types = config.value("layer_types");
-  const auto is_full = [](const nlohmann::json& type) {
-    return type.is_string() && type.get_ref<const std::string&>() == "full_attention";
-  };
-  const bool full = types.is_array() && std::all_of(types.begin(), types.end(), is_full);
-  if (!full) config.refuse("layer_types", "only full_attention is supported");
+}
+
+void refuse_foreign(const JsonFields& config) {
+  for (const std::string& key : split_list(kForeignKeys, ' ')) {
+    const nlohmann::json& value = config.value(key);
+    const bool off = value.empty() || value == false || value == 0;  // null is empty
+    if (!off) config.refuse(key, "this is not supported");
+  }
+  for (const std::string& key : split_list(kForeignFactors, ' '))
+    if (config.has(key) && config.value(key) != 1 && config.value(key) != false)
+      config.refuse(key, "this is not supported");
+  if (!config.has("auto_map")) return;
+  for (const auto& [name, code] : config.value("auto_map").items())
+    if (name.starts_with("AutoModel"))
+      config.refuse("auto_map", "a model with code of its own is not supported");
+}
+
+std::vector<std::string> unknown_keys(const nlohmann::json& config) {
+  const auto known = split_list(kKnownKeys, ' '), foreign = split_list(kForeignKeys, ' '),
+             factors = split_list(kForeignFactors, ' ');
+  std::vector<std::string> unknown;
+  for (const auto& [key, value] : config.items())
+    if (!value.is_null() && std::ranges::find(known, key) == known.end() &&
+        std::ranges::find(foreign, key) == foreign.end() &&
+        std::ranges::find(factors, key) == factors.end())
+      unknown.push_back(key);
+  return unknown;
 }
 
 void refuse_unsupported(const JsonFields& config, const Architecture& architecture) {
-  for (const std::string_view key : kForeignKeys)
-    if (config.has(key) && config.value(key) != false) config.refuse(key, "this is not supported");
+  refuse_foreign(config);
+  refuse_layer_types(config);
   if (config.has("hidden_act") && config.text("hidden_act") != "silu")
     config.refuse("hidden_act", "only silu is supported");
   if (config.has("pretraining_tp") && config.integer("pretraining_tp", 1, 1 << 20) != 1)
@@ -187,6 +238,8 @@ float ModelConfig::softmax_scale() const {
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {
+  if (!std::filesystem::exists(directory / "config.json"))
+    refuse_other_files(directory, "config.json", kOtherWeights);
   return read_model_config(
       directory / "config.json",
       printable(std::filesystem::weakly_canonical(directory).filename().string()));
@@ -199,6 +252,7 @@ ModelConfig read_model_config(const std::filesystem::path& path, std::string nam
   refuse_unsupported(config, architecture);
 
   ModelConfig model;
+  model.unknown_keys = unknown_keys(json);
   model.name = std::move(name);
   model.architecture = architecture.name;
   read_sizes(config, architecture, model);

@@ -18,12 +18,21 @@ void add(Pace& pace, std::size_t tokens, std::chrono::steady_clock::time_point s
 
 }  // namespace
 
-std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, const ModelConfig& config,
-                                        std::string_view text) {
-  std::vector<std::int32_t> ids = tokenizer.encode(text);
-  const bool wants_bos = config.bos >= 0 && !config.architecture.starts_with("Qwen");
-  if (wants_bos && (ids.empty() || ids.front() != config.bos)) ids.insert(ids.begin(), config.bos);
+std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
+                                        std::size_t most) {
+  const std::vector<std::int32_t>& before = tokenizer.before();
+  const std::size_t more = std::min(before.size(), std::numeric_limits<std::size_t>::max() - most);
+  std::vector<std::int32_t> ids = tokenizer.encode(text, true, most + more);
+  if (ids.size() > before.size()) {
+    const auto own = ids.begin() + static_cast<std::ptrdiff_t>(before.size());
+    ids.erase(own, own + static_cast<std::ptrdiff_t>(begun_with({own, ids.end()}, before)));
+  }
+  if (ids.size() > most) ids.resize(most);
   return ids;
+}
+
+std::size_t begun_with(std::span<const std::int32_t> text, std::span<const std::int32_t> before) {
+  return static_cast<std::size_t>(std::ranges::mismatch(text, before).in1 - text.begin());
 }
 
 std::uint32_t most_tokens(std::span<const std::vector<std::int32_t>> turns,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -16,11 +17,13 @@
 
 namespace kvlab {
 
-/// Token ids of a sequence's first text, with the special tokens that the tokenizer adds. Where it
-/// does not put the model's BOS in front, this does, but for Qwen models, which were trained
-/// without.
-std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, const ModelConfig& config,
-                                        std::string_view text);
+/// The first `most` token ids of a sequence's first text, with the special tokens that the
+/// tokenizer adds; what it puts in front is not put there again where the text begins with it.
+std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
+                                        std::size_t most = std::numeric_limits<std::size_t>::max());
+
+/// How many of `before` a text begins with itself.
+std::size_t begun_with(std::span<const std::int32_t> text, std::span<const std::int32_t> before);
 
 /// The most tokens that `turns` and their answers come to. Throws std::invalid_argument if that is
 /// 2^31 or more: positions and budgets stay below.

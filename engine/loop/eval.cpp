@@ -7,7 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "engine/loop/batch_loop.hpp"
+#include "engine/loop/conversation.hpp"
 #include "engine/loop/decoder_loop.hpp"
 #include "sim/head_view.hpp"
 #include "traces/base/parallel.hpp"
@@ -48,24 +48,24 @@ void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) 
   }
 }
 
-/// Cuts texts into sequences, each behind the model's first token (where it has one).
+/// Cuts texts into sequences, each behind what the tokenizer puts before one; a text that begins
+/// with that itself has it once.
 Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
                        const EvalOptions& options) {
-  const std::size_t first = model.bos >= 0 ? 1 : 0;
+  const std::size_t first = options.before.size();
   const std::size_t window = options.window ? options.window : model.trained_context;
   if (window < first + 2)
     throw std::invalid_argument(
         fmt::format("window {}: should be at least {} tokens", window, first + 2));
   Sequences sequences;
-  for (const Ids& text : texts) {
-    const auto index = static_cast<std::size_t>(&text - texts.data());
+  for (std::size_t index = 0; index < texts.size(); ++index) {
+    const auto text = std::span(texts[index]).subspan(begun_with(texts[index], options.before));
     if (text.empty()) check_scored({}, index, options);
     std::size_t length = text.size();
     if (options.max_tokens) length = std::min<std::size_t>(length, options.max_tokens);
     const std::size_t step = options.stream ? std::max<std::size_t>(length, 1) : window - first;
     for (std::size_t start = 0; start < length; start += step) {
-      Ids ids;
-      if (first) ids.push_back(model.bos);
+      Ids ids = options.before;
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
@@ -163,16 +163,6 @@ Sweep sweep_by_tokens(Backend& backend) {
   };
 }
 
-Sweep sweep_by_batches(BatchBackend& backend) {
-  return [&backend](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
-                    const EvalOptions& options) {
-    return run_batch_loop(backend, sequences, configs,
-                          {.prompt_tokens = options.prompt_tokens,
-                           .against_first = options.against_full,
-                           .progress = options.progress});
-  };
-}
-
 Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vector<Ids>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options) {
   Sequences sequences = sequences_of(model, texts, options);
@@ -186,7 +176,8 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
   const auto length = static_cast<std::uint32_t>(longest);
 
   const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text),
-                               repeats_of(texts), memory_of(model, sequences.ids, configs, options)};
+                               repeats_of(texts),
+                               memory_of(model, sequences.ids, configs, options)};
   Evaluation result{.scores = {},
                     .against_full = options.against_full,
                     .kl = paired_scores(scored, &LoopScores::kl),

@@ -12,10 +12,11 @@
 namespace kvlab {
 
 struct EvalOptions {
-  std::uint32_t window = 0;         ///< tokens, the first one included; 0: the trained context
-  bool stream = false;              ///< the whole text as one sequence
-  std::uint32_t prompt_tokens = 0;  ///< of each sequence; 0: half of it
-  std::uint32_t max_tokens = 0;     ///< of each text; 0: all
+  std::uint32_t window = 0;          ///< tokens, the first one included; 0: the trained context
+  std::vector<std::int32_t> before;  ///< the tokenizer's, put before each window
+  bool stream = false;               ///< the whole text as one sequence
+  std::uint32_t prompt_tokens = 0;   ///< of each sequence; 0: half of it
+  std::uint32_t max_tokens = 0;      ///< of each text; 0: all
   Span span = Span::decode;
   bool against_full = true;        ///< run the full cache too, for kl and same_first
   std::uint32_t block_tokens = 0;  ///< scores by so many tokens, too; 0: not
@@ -35,9 +36,8 @@ std::vector<std::vector<LoopScores>> sweep_in_turn(
                                                 const LoopOptions& options)>& run);
 /// A sweep by run_closed_loop, a thread for each sequence.
 Sweep sweep_by_layers(const Model& model);
-/// Sweeps by run_decoder_loop and by run_batch_loop; `backend` must outlive them.
+/// Sweeps by run_decoder_loop; `backend` must outlive them.
 Sweep sweep_by_tokens(Backend& backend);
-Sweep sweep_by_batches(BatchBackend& backend);
 
 /// Scores `configs` (`full` is put in front if it is not there, and asked for) over texts given as
 /// token ids without special tokens. Throws std::invalid_argument, for a text of which nothing

@@ -362,9 +362,10 @@ class FreeRun {
       if (i >= leaving && by_engine && !taken) taken = &key;
     }
     if (!spared || !taken) return;
-    const double larger = static_cast<double>(std::max(taken->rank, spared->rank));
-    const double difference =
-        std::fabs(static_cast<double>(taken->rank) - static_cast<double>(spared->rank));
+    const RankType type = live.ranks(now).type;
+    const double took = rank_number(type, taken->rank), left = rank_number(type, spared->rank);
+    const double larger = std::max(std::fabs(took), std::fabs(left));
+    const double difference = std::fabs(took - left);
     parting = Parting{layer_,          kv_head_,         now,
                       taken->position, spared->position, larger > 0 ? difference / larger : 0};
   }

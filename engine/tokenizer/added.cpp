@@ -105,8 +105,8 @@ std::optional<AddedTokenMatcher::Match> AddedTokenMatcher::longest_at(std::strin
   return longest;
 }
 
-std::vector<Segment> AddedTokenMatcher::split(std::string_view text) const {
-  std::vector<Segment> segments;
+bool AddedTokenMatcher::split(std::string_view text,
+                              const std::function<bool(const Segment&)>& sink) const {
   std::size_t done = 0;
   for (std::size_t at = 0; at < text.size();) {
     const auto match = longest_at(text, at);
@@ -123,12 +123,11 @@ std::vector<Segment> AddedTokenMatcher::split(std::string_view text) const {
     }
     if (token.lstrip) begin = begin_of_trailing_space(text.substr(0, begin), std::min(done, begin));
     if (token.rstrip) end = end_of_leading_space(text, end);
-    if (done < begin) segments.push_back({done, begin, std::nullopt});
-    segments.push_back({begin, end, token.id});
+    if (done < begin && !sink({done, begin, std::nullopt})) return false;
+    if (!sink({begin, end, token.id})) return false;
     done = end;
   }
-  if (done < text.size()) segments.push_back({done, text.size(), std::nullopt});
-  return segments;
+  return done == text.size() || sink({done, text.size(), std::nullopt});
 }
 
 }  // namespace kvlab::tokenizer

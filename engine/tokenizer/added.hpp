@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -37,8 +38,8 @@ class AddedTokenMatcher {
  public:
   /// `spelling` is what the token looks like in the text. The first token with a spelling keeps it.
   void add(std::string_view spelling, const AddedToken& token);
-  /// The whole of `text` (valid UTF-8) in order.
-  std::vector<Segment> split(std::string_view text) const;
+  /// The whole of `text` (valid UTF-8) in order, until `sink` wants no more: false then.
+  bool split(std::string_view text, const std::function<bool(const Segment&)>& sink) const;
 
  private:
   struct Match {

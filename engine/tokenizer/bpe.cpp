@@ -16,6 +16,21 @@
 namespace kvlab::tokenizer {
 namespace {
 
+constexpr std::size_t kBlockBytes = 16 * 1024;  // of a long piece, so that merging it takes little
+
+/// Where the last character of `text` begins.
+std::size_t last_char(std::string_view text) {
+  std::size_t at = text.size() - 1;
+  while (at > 0 && (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80) --at;
+  return at;
+}
+
+/// Of the two characters on both sides of `at`.
+std::uint64_t junction_key(std::string_view text, std::size_t at) {
+  return std::uint64_t{code_point_at(text, last_char(text.substr(0, at)))} << 32 |
+         code_point_at(text, at);
+}
+
 std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
   return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 |
          static_cast<std::uint32_t>(right);
@@ -64,7 +79,7 @@ std::pair<std::string, std::string> merge_parts(const Json& merge, std::size_t i
 // A possible merge of the symbol at `left` with the next one.
 struct Bpe::Candidate {
   std::int32_t rank, id;
-  std::size_t left;
+  std::uint32_t left;
   // For a priority queue: the lowest rank first, then the leftmost.
   bool operator<(const Candidate& other) const {
     return std::pair(other.rank, other.left) < std::pair(rank, left);
@@ -75,14 +90,15 @@ struct Bpe::Candidate {
 class Bpe::Word {
  public:
   Word(const Bpe& bpe, std::vector<std::int32_t> ids) : bpe_(bpe), symbols_(ids.size()) {
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      symbols_[i] = {ids[i], i == 0 ? kNone : i - 1, i + 1 == ids.size() ? kNone : i + 1, true};
-    }
+    const auto size = static_cast<Position>(ids.size());
+    for (Position i = 0; i < size; ++i)
+      symbols_[i] = {ids[i], i == 0 ? kNone : i - 1, i + 1 == size ? kNone : i + 1};
   }
 
   void merge_all() {
     std::vector<Candidate> first;
-    for (std::size_t i = 0; i + 1 < symbols_.size(); ++i) add_candidate(i, first);
+    first.reserve(symbols_.size());
+    for (Position i = 0; i + 1 < symbols_.size(); ++i) add_candidate(i, first);
     std::priority_queue<Candidate> queue({}, std::move(first));
     std::vector<Candidate> added;
     while (!queue.empty()) {
@@ -99,19 +115,20 @@ class Bpe::Word {
 
   void append_ids(std::vector<std::int32_t>& out) const {
     if (symbols_.empty()) return;
-    for (std::size_t i = 0; i != kNone; i = symbols_[i].next) out.push_back(symbols_[i].id);
+    for (Position i = 0; i != kNone; i = symbols_[i].next) out.push_back(symbols_[i].id);
   }
 
  private:
-  static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+  using Position = std::uint32_t;  // a text has at most 2^30 bytes
+  static constexpr Position kNone = std::numeric_limits<Position>::max();
+  static constexpr std::int32_t kMerged = -1;
   struct Symbol {
     std::int32_t id;
-    std::size_t previous, next;
-    bool live;
+    Position previous, next;
   };
 
-  void add_candidate(std::size_t left, std::vector<Candidate>& out) const {
-    const std::size_t right = symbols_[left].next;
+  void add_candidate(Position left, std::vector<Candidate>& out) const {
+    const Position right = symbols_[left].next;
     if (right == kNone) return;
     const Merge* found = bpe_.find_merge(symbols_[left].id, symbols_[right].id);
     if (found != nullptr) out.push_back({found->rank, found->id, left});
@@ -121,7 +138,7 @@ class Bpe::Word {
   // same rank, and so do we.
   bool still_holds(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];
-    if (!left.live || left.next == kNone) return false;
+    if (left.id == kMerged || left.next == kNone) return false;
     const Merge* found = bpe_.find_merge(left.id, symbols_[left.next].id);
     return found != nullptr && found->id == candidate.id;
   }
@@ -131,7 +148,7 @@ class Bpe::Word {
     Symbol& right = symbols_[left.next];
     left.id = candidate.id;
     left.next = right.next;
-    right.live = false;
+    right.id = kMerged;
     if (right.next != kNone) symbols_[right.next].previous = candidate.left;
   }
 
@@ -176,6 +193,7 @@ void Bpe::read_merges(const Node& model) {
     };
     const std::uint64_t key = pair_key(known(left), known(right));
     merges_.insert_or_assign(key, Merge{rank, known(left + right)});
+    if (!left.empty() && !right.empty()) junctions_.insert(junction_key(left + right, left.size()));
     ++rank;
   }
 }
@@ -194,6 +212,13 @@ void Bpe::read_fallbacks(const Node& model) {
   }
   byte_fallback_is_whole_ = std::all_of(byte_ids_.begin(), byte_ids_.end(),
                                         [](const auto& id) { return id.has_value(); });
+  const std::unordered_set<std::optional<std::int32_t>> bytes(byte_ids_.begin(), byte_ids_.end());
+  const auto is_byte = [&](std::uint64_t id) {
+    return bytes.contains(static_cast<std::int32_t>(id));
+  };
+  bytes_stand_alone_ = byte_fallback_is_whole_ && std::ranges::none_of(merges_, [&](const auto& m) {
+                         return is_byte(m.first >> 32) || is_byte(m.first & 0xffffffffu);
+                       });
 }
 
 std::optional<std::int32_t> Bpe::id_of(std::string_view token) const {
@@ -206,16 +231,38 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids) const {
+// Whether merges and the fusing of unknown characters can reach past this one only by a junction.
+bool Bpe::stands_alone(std::string_view character) const {
+  return id_of(character).has_value() || bytes_stand_alone_;
+}
+
+// Between two characters that no merge joins.
+std::size_t Bpe::end_of_block(std::string_view piece) const {
+  std::size_t before = 0;
+  for (std::size_t at = char_bytes(piece[0]); at < piece.size();
+       before = at, at += char_bytes(piece[at])) {
+    if (at < kBlockBytes || junctions_.contains(junction_key(piece, at))) continue;
+    const std::string_view left = piece.substr(before, at - before),
+                           right = piece.substr(at, char_bytes(piece[at]));
+    if (stands_alone(left) && stands_alone(right)) return at;
+  }
+  return piece.size();
+}
+
+void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids, std::size_t most) const {
   if (ignore_merges_) {
     if (const auto whole = id_of(piece)) {
       ids.push_back(*whole);
       return;
     }
   }
-  Word word(*this, characters(piece));
-  word.merge_all();
-  word.append_ids(ids);
+  for (const std::size_t begin = ids.size(); !piece.empty() && ids.size() - begin < most;) {
+    const std::size_t end = end_of_block(piece);
+    Word word(*this, characters(piece.substr(0, end)));
+    word.merge_all();
+    word.append_ids(ids);
+    piece.remove_prefix(end);
+  }
 }
 
 // All bytes of the character, or nothing and false.

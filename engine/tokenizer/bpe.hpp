@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/tokenizer/json.hpp"
@@ -28,8 +30,10 @@ class Bpe {
   /// The `model` object of the file. Throws std::runtime_error for one that is broken or not BPE.
   explicit Bpe(const Node& model);
 
-  /// Appends the ids of one piece (valid UTF-8, as the pre-tokenizer made it). n log n.
-  void encode(std::string_view piece, std::vector<std::int32_t>& ids) const;
+  /// Appends the ids of one piece (valid UTF-8, as the pre-tokenizer made it), or the first `most`
+  /// of them and perhaps more. n log n.
+  void encode(std::string_view piece, std::vector<std::int32_t>& ids,
+              std::size_t most = std::numeric_limits<std::size_t>::max()) const;
 
   const StringMap<std::int32_t>& vocabulary() const { return vocabulary_; }
   std::optional<std::int32_t> id_of(std::string_view token) const;
@@ -47,15 +51,20 @@ class Bpe {
   void read_vocabulary(const Node& model);
   void read_merges(const Node& model);
   void read_fallbacks(const Node& model);
+  /// Where a long piece may be cut, and its halves still have the ids of the whole.
+  std::size_t end_of_block(std::string_view piece) const;
+  bool stands_alone(std::string_view character) const;
   std::vector<std::int32_t> characters(std::string_view piece) const;
   bool append_bytes(std::string_view character, std::vector<std::int32_t>& ids) const;
   const Merge* find_merge(std::int32_t left, std::int32_t right) const;
 
   StringMap<std::int32_t> vocabulary_;
   Merges merges_;
+  std::unordered_set<std::uint64_t> junctions_;  // characters that some merge puts side by side
   std::optional<std::int32_t> unk_;
   std::vector<std::optional<std::int32_t>> byte_ids_;  // [byte]; empty without byte fallback
   bool byte_fallback_is_whole_ = false;
+  bool bytes_stand_alone_ = false;  ///< no merge joins the tokens that bytes fall back to
   bool fuse_unk_ = false;
   bool ignore_merges_ = false;
 };

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "engine/checkpoint/checkpoint.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/safetensors.hpp"
 
@@ -32,8 +33,7 @@ void append_flattened(const Node& node, std::string_view parts_key, int depth,
 }  // namespace
 
 Json read_json(const std::filesystem::path& path) {
-  constexpr std::size_t kMaxFileBytes = 64 * 1024 * 1024;  // the largest known have half of it
-  return parse_json(read_text_file(path, kMaxFileBytes), path.string());
+  return parse_json(read_text_file(path, kMaxTokenizerBytes), path.string());
 }
 
 Node Node::root(const Json& json) { return {json, std::string(kTopLevel)}; }

@@ -32,16 +32,16 @@ Normalizer::Step Normalizer::read_step(const Node& node) {
                   node.where(), json_quoted(type)));
 }
 
-std::string Normalizer::apply(std::string_view text) const {
-  std::string result(text);
+std::string_view Normalizer::apply(std::string_view text, std::string& result) const {
+  std::string_view done = text;
   for (const Step& step : steps_) {
-    result = std::visit([&](const auto& known) { return run(known, result); }, step);
+    done = result = std::visit([&](const auto& known) { return run(known, done); }, step);
     if (result.size() / kMaxGrowth > text.size() + kMaxContentBytes) {
       throw std::runtime_error(fmt::format(
           "the tokenizer's normalizer makes the text more than {} times as long", kMaxGrowth));
     }
   }
-  return result;
+  return done;
 }
 
 std::string Normalizer::run(const Nfc&, std::string_view text) { return nfc(text); }

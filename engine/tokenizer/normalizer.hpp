@@ -17,8 +17,9 @@ class Normalizer {
   /// not NFC, Prepend, Replace (of a string) or a Sequence of them.
   static Normalizer from_file(const Node& file);
 
-  /// `text`, valid UTF-8, normalised. An empty text stays empty.
-  std::string apply(std::string_view text) const;
+  /// `text`, valid UTF-8, normalised: in `result`, or `text` itself where there is nothing to do.
+  /// An empty text stays empty.
+  std::string_view apply(std::string_view text, std::string& result) const;
 
  private:
   struct Nfc {};

@@ -168,19 +168,18 @@ void MatchTime::check() const {
       most_.count(), bytes_));
 }
 
-std::vector<ByteRange> Pattern::isolate(std::string_view text, const MatchTime& time) const {
+bool Pattern::cut(std::string_view text, const MatchTime& time,
+                  const std::function<bool(ByteRange range, bool is_match)>& sink) const {
   Matcher matcher(*code_->compiled);
-  std::vector<ByteRange> ranges;
   std::size_t done = 0;
   for (ByteRange match{}; done < text.size() && matcher.find(text, done, time, match);
        done = match.end) {
     // Look-behind could yet leave an empty match; it must not stop the scan.
     if (match.end <= done || match.begin == match.end) break;
-    if (match.begin > done) ranges.push_back({done, match.begin});
-    ranges.push_back(match);
+    if (match.begin > done && !sink({done, match.begin}, false)) return false;
+    if (!sink(match, true)) return false;
   }
-  if (done < text.size()) ranges.push_back({done, text.size()});
-  return ranges;
+  return done == text.size() || sink({done, text.size()}, false);
 }
 
 }  // namespace kvlab::tokenizer

@@ -3,10 +3,10 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace kvlab::tokenizer {
 
@@ -14,6 +14,10 @@ namespace kvlab::tokenizer {
 struct ByteRange {
   std::size_t begin, end;
 };
+
+/// Whoever takes the pieces of a text one by one, so that they need not all be held: false where no
+/// more are wanted, which each cutter returns at once.
+using PieceSink = std::function<bool(std::string_view piece)>;
 
 /// The pattern in PCRE2's words. Files are written for Oniguruma; what the two read differently is
 /// translated (white space, \u) or refused by name. Throws std::runtime_error.
@@ -49,7 +53,8 @@ class Pattern {
 
   /// Cuts valid UTF-8 at both ends of every match: matches and what lies between them, in order.
   /// Throws std::runtime_error if the pattern needs too many steps on this text, or `time` is up.
-  std::vector<ByteRange> isolate(std::string_view text, const MatchTime& time) const;
+  bool cut(std::string_view text, const MatchTime& time,
+           const std::function<bool(ByteRange range, bool is_match)>& sink) const;
 
  private:
   struct Code;

@@ -16,11 +16,6 @@ constexpr std::string_view kGpt2Pattern =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
 Pattern read_pattern(const Node& split) {
-  const std::string behavior = split.text("behavior");
-  if (behavior != "Isolated") {
-    throw std::runtime_error(fmt::format("{}: Split behavior {} is not supported; Isolated is",
-                                         split.where(), json_quoted(behavior)));
-  }
   const Node pattern = split.child("pattern");
   if (pattern.find("Regex") == nullptr) return Pattern::literal(string_pattern(split));
   try {
@@ -45,21 +40,18 @@ PrependScheme read_scheme(const Node& node) {
                                        node.path("prepend_scheme"), json_quoted(scheme)));
 }
 
-void append_cut(const Pattern& pattern, std::string_view piece, const MatchTime& time,
-                std::vector<std::string>& out) {
-  for (const ByteRange range : pattern.isolate(piece, time)) {
-    out.emplace_back(piece.substr(range.begin, range.end - range.begin));
-  }
+std::string_view part(std::string_view text, ByteRange range) {
+  return text.substr(range.begin, range.end - range.begin);
 }
 
 // Every mark begins a piece.
-void append_cut_before(std::string_view mark, std::string_view piece,
-                       std::vector<std::string>& out) {
+bool cut_before(std::string_view mark, std::string_view piece, const PieceSink& sink) {
   for (std::size_t begin = 0, end; begin < piece.size(); begin = end) {
     const std::size_t from = begin + (piece.substr(begin).starts_with(mark) ? mark.size() : 0);
     end = std::min(piece.find(mark, from), piece.size());
-    out.emplace_back(piece.substr(begin, end - begin));
+    if (!sink(part(piece, {begin, end}))) return false;
   }
+  return true;
 }
 
 }  // namespace
@@ -88,7 +80,7 @@ PreTokenizer PreTokenizer::from_file(const Node& file) {
 
 PreTokenizer::Step PreTokenizer::read_step(const Node& node) {
   const std::string type = node.type();
-  if (type == "Split") return Split{read_pattern(node)};
+  if (type == "Split") return read_split(node);
   if (type == "Digits") return Split{digits_pattern(node)};
   if (type == "Metaspace") return Metaspace{MetaspaceMark::read(node), node.flag("split", true)};
   if (type == "ByteLevel") {
@@ -102,60 +94,73 @@ PreTokenizer::Step PreTokenizer::read_step(const Node& node) {
                   node.where(), json_quoted(type)));
 }
 
+PreTokenizer::Split PreTokenizer::read_split(const Node& node) {
+  const std::string behavior = node.text("behavior");
+  const bool invert = node.flag("invert", false);
+  if (behavior == "Isolated") return {read_pattern(node)};
+  if (behavior == "MergedWithPrevious")
+    return {read_pattern(node), Behavior::kMergedWithPrevious, invert};
+  if (behavior == "Removed" && invert) return {read_pattern(node), Behavior::kKept};
+  throw std::runtime_error(fmt::format(
+      "{}: Split behavior {}{} is not supported; Isolated, MergedWithPrevious and Removed with "
+      "invert are",
+      node.where(), json_quoted(behavior), invert ? " with invert" : ""));
+}
+
 bool PreTokenizer::is_byte_level() const {
   return !steps_.empty() && std::holds_alternative<ByteLevel>(steps_.back());
 }
 
-std::vector<std::string> PreTokenizer::apply(std::string text, bool at_start,
-                                             const MatchTime& time) const {
-  if (text.empty()) return {};
-  Pieces pieces;
-  pieces.push_back(std::move(text));
-  for (const Step& step : steps_) {
-    pieces = std::visit(
-        [&](const auto& known) { return run(known, std::move(pieces), at_start, time); }, step);
-  }
-  return pieces;
+bool PreTokenizer::apply_from(std::size_t step, std::string_view piece, bool at_start,
+                              const MatchTime& time, const PieceSink& sink) const {
+  if (piece.empty()) return true;
+  if (step == steps_.size()) return sink(piece);
+  bool first = at_start;
+  const PieceSink next = [&](std::string_view part) {
+    return apply_from(step + 1, part, std::exchange(first, false), time, sink);
+  };
+  return std::visit([&](const auto& known) { return run(known, piece, at_start, time, next); },
+                    steps_[step]);
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const Split& step, const Pieces& pieces, bool,
-                                       const MatchTime& time) {
-  Pieces out;
-  for (const std::string& piece : pieces) append_cut(step.pattern, piece, time, out);
-  return out;
+bool PreTokenizer::run(const Split& step, std::string_view piece, bool, const MatchTime& time,
+                       const PieceSink& sink) {
+  if (step.behavior != Behavior::kMergedWithPrevious)
+    return step.pattern.cut(piece, time, [&](ByteRange range, bool is_match) {
+      return step.behavior == Behavior::kKept && !is_match ? true : sink(part(piece, range));
+    });
+  // A match ends the piece before it, unless that ended with a match already.
+  ByteRange open{0, 0};
+  bool ended = false;
+  const bool more = step.pattern.cut(piece, time, [&](ByteRange range, bool is_match) {
+    const bool ends = is_match != step.invert, joins = ends && !ended && open.end > 0;
+    ended = ends;
+    if (joins) range.begin = open.begin;
+    const ByteRange before = std::exchange(open, range);
+    return joins || before.end == 0 || sink(part(piece, before));
+  });
+  return more && sink(part(piece, open));
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const ByteLevel& step, Pieces pieces, bool,
-                                       const MatchTime& time) {
-  Pieces out;
-  for (std::string& piece : pieces) {
-    if (step.add_prefix_space && !piece.starts_with(' ')) piece.insert(piece.begin(), ' ');
-    if (step.pattern) {
-      append_cut(*step.pattern, piece, time, out);
-    } else {
-      out.push_back(std::move(piece));
-    }
-  }
-  for (std::string& piece : out) piece = bytes_to_chars(piece);
-  return out;
+bool PreTokenizer::run(const ByteLevel& step, std::string_view piece, bool, const MatchTime& time,
+                       const PieceSink& sink) {
+  const std::string spaced =
+      step.add_prefix_space && !piece.starts_with(' ') ? ' ' + std::string(piece) : std::string();
+  const std::string_view text = spaced.empty() ? piece : spaced;
+  if (!step.pattern) return sink(bytes_to_chars(text));
+  return step.pattern->cut(text, time, [&](ByteRange range, bool) {
+    return sink(bytes_to_chars(part(text, range)));
+  });
 }
 
-PreTokenizer::Pieces PreTokenizer::run(const Metaspace& step, const Pieces& pieces, bool at_start,
-                                       const MatchTime&) {
+bool PreTokenizer::run(const Metaspace& step, std::string_view piece, bool at_start,
+                       const MatchTime&, const PieceSink& sink) {
   const std::string& mark = step.mark.replacement;
-  Pieces out;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    std::string piece = replace_all(pieces[i], " ", mark);
-    const bool wanted = step.mark.scheme == PrependScheme::kAlways ||
-                        (step.mark.scheme == PrependScheme::kFirst && at_start && i == 0);
-    if (wanted && !piece.starts_with(mark)) piece.insert(0, mark);
-    if (step.split) {
-      append_cut_before(mark, piece, out);
-    } else {
-      out.push_back(std::move(piece));
-    }
-  }
-  return out;
+  const bool wanted = step.mark.scheme == PrependScheme::kAlways ||
+                      (step.mark.scheme == PrependScheme::kFirst && at_start);
+  std::string marked = replace_all(piece, " ", mark);
+  if (wanted && !marked.starts_with(mark)) marked.insert(0, mark);
+  return step.split ? cut_before(mark, marked, sink) : sink(marked);
 }
 
 }  // namespace kvlab::tokenizer

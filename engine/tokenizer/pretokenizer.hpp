@@ -25,19 +25,26 @@ struct MetaspaceMark {
 class PreTokenizer {
  public:
   /// The file's `pre_tokenizer`, null or missing included. Throws std::runtime_error for one that
-  /// is not ByteLevel, Split (Isolated), Digits, Metaspace or a Sequence of them with ByteLevel
-  /// last.
+  /// is not ByteLevel, Split, Digits, Metaspace or a Sequence of them with ByteLevel last.
   static PreTokenizer from_file(const Node& file);
 
   /// The pieces, in order, none empty. `text` is normalised; `at_start`: it begins the whole text,
-  /// which `time` is for.
-  std::vector<std::string> apply(std::string text, bool at_start, const MatchTime& time) const;
+  /// which `time` is for. Returns false where `sink` wanted no more.
+  bool apply(std::string_view text, bool at_start, const MatchTime& time,
+             const PieceSink& sink) const {
+    return apply_from(0, text, at_start, time, sink);
+  }
   /// Pieces are spelled in the byte-level alphabet.
   bool is_byte_level() const;
 
  private:
+  /// What becomes of a match: a piece of its own, the end of the piece before it, or what alone
+  /// stays (Removed, inverted: nothing is lost where the pattern matches every character).
+  enum class Behavior { kIsolated, kMergedWithPrevious, kKept };
   struct Split {
     Pattern pattern;
+    Behavior behavior = Behavior::kIsolated;
+    bool invert = false;  ///< what lies between matches is taken for them
   };
   struct ByteLevel {
     bool add_prefix_space;
@@ -48,13 +55,19 @@ class PreTokenizer {
     bool split;
   };
   using Step = std::variant<Split, ByteLevel, Metaspace>;
-  using Pieces = std::vector<std::string>;
 
   static Step read_step(const Node& node);
-  static Pieces run(const Split& step, const Pieces& pieces, bool at_start, const MatchTime& time);
-  static Pieces run(const ByteLevel& step, Pieces pieces, bool at_start, const MatchTime& time);
-  static Pieces run(const Metaspace& step, const Pieces& pieces, bool at_start,
-                    const MatchTime& time);
+  static Split read_split(const Node& node);
+  /// By the steps from `step` on.
+  bool apply_from(std::size_t step, std::string_view piece, bool at_start, const MatchTime& time,
+                  const PieceSink& sink) const;
+  // One step; `at_start`: the piece begins the whole text.
+  static bool run(const Split& step, std::string_view piece, bool at_start, const MatchTime& time,
+                  const PieceSink& sink);
+  static bool run(const ByteLevel& step, std::string_view piece, bool at_start,
+                  const MatchTime& time, const PieceSink& sink);
+  static bool run(const Metaspace& step, std::string_view piece, bool at_start,
+                  const MatchTime& time, const PieceSink& sink);
 
   std::vector<Step> steps_;
 };

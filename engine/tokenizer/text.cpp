@@ -11,6 +11,8 @@
 namespace kvlab::tokenizer {
 namespace {
 
+bool is_ascii(char c) { return static_cast<unsigned char>(c) < 0x80; }
+
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
 
 struct Lead {
@@ -113,9 +115,24 @@ void append_utf8(std::string& text, char32_t c) {
   }
 }
 
+std::size_t valid_bytes(std::string_view bytes) {
+  std::size_t at = 0;
+  for (Part part{}; at < bytes.size(); at += part.bytes) {
+    part = part_at(bytes, at);
+    if (!part.valid) break;
+  }
+  return at;
+}
+
 std::string replace_invalid_utf8(std::string_view bytes) {
+  std::size_t size = 0;
+  for (std::size_t at = 0; at < bytes.size();) {
+    const Part part = part_at(bytes, at);
+    size += part.valid ? part.bytes : kReplacement.size();
+    at += part.bytes;
+  }
   std::string text;
-  text.reserve(bytes.size());
+  text.reserve(size);
   for (std::size_t at = 0; at < bytes.size();) {
     const Part part = part_at(bytes, at);
     text += part.valid ? bytes.substr(at, part.bytes) : kReplacement;
@@ -155,10 +172,13 @@ bool is_word(char32_t c) {
   }
 }
 
-std::string nfc(std::string_view text) {
-  const auto is_ascii = [](char c) { return static_cast<unsigned char>(c) < 0x80; };
-  if (std::all_of(text.begin(), text.end(), is_ascii)) return std::string(text);
+namespace {
 
+void append_nfc(std::string_view text, std::string& out) {
+  if (std::all_of(text.begin(), text.end(), is_ascii)) {
+    out += text;
+    return;
+  }
   std::vector<Decomposed> chars;
   chars.reserve(text.size());
   for (std::size_t at = 0; at < text.size(); at += char_bytes(text[at])) {
@@ -173,9 +193,23 @@ std::string nfc(std::string_view text) {
   const auto count =
       utf8proc_normalize_utf32(points.data(), static_cast<utf8proc_ssize_t>(chars.size()), options);
   if (count < 0) throw std::runtime_error("the text cannot be normalised");
+  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(out, static_cast<char32_t>(points[i]));
+}
+
+}  // namespace
+
+// By blocks: characters as numbers take many times their bytes. Nothing is composed with an ASCII
+// character behind it, so one may begin there.
+std::string nfc(std::string_view text) {
+  constexpr std::size_t kBlockBytes = 64 * 1024;
   std::string out;
   out.reserve(text.size());
-  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(out, static_cast<char32_t>(points[i]));
+  while (!text.empty()) {
+    std::size_t end = std::min(kBlockBytes, text.size());
+    while (end < text.size() && !is_ascii(text[end])) ++end;
+    append_nfc(text.substr(0, end), out);
+    text.remove_prefix(end);
+  }
   return out;
 }
 

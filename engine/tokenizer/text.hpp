@@ -13,6 +13,8 @@ std::size_t char_bytes(char first);
 char32_t code_point_at(std::string_view text, std::size_t at);
 void append_utf8(std::string& text, char32_t code_point);
 
+/// How many bytes of a text are valid UTF-8, up to the first part that is not.
+std::size_t valid_bytes(std::string_view bytes);
 /// The text as valid UTF-8: every maximal part that cannot begin a character becomes one U+FFFD, as
 /// Unicode recommends and Python's errors="replace" does.
 std::string replace_invalid_utf8(std::string_view bytes);

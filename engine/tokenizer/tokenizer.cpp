@@ -41,19 +41,27 @@ void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
 // Pieces recur: the ids of one seen before are copied from where they were first written.
 class PieceEncoder {
  public:
-  PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids) : model_(model), ids_(ids) {}
+  PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids, std::size_t most)
+      : model_(model), ids_(ids), most_(most) {}
 
-  void append(const std::string& piece) {
+  // False where there are enough ids now.
+  bool append(std::string_view piece) {
     if (const auto it = seen_.find(piece); it != seen_.end()) {
       const Range range = it->second;
       for (std::size_t i = range.begin; i < range.end; ++i) ids_.push_back(ids_[i]);
-      return;
+      return ids_.size() < most_;
     }
     const std::size_t begin = ids_.size();
-    model_.encode(piece, ids_);
+    model_.encode(piece, ids_, most_ - std::min(most_, begin));
     if (piece.size() <= kMaxPieceBytes && seen_.size() < kMaxPieces) {
       seen_.emplace(piece, Range{begin, ids_.size()});
     }
+    return ids_.size() < most_;
+  }
+
+  bool append(std::int32_t id) {
+    ids_.push_back(id);
+    return ids_.size() < most_;
   }
 
  private:
@@ -64,6 +72,7 @@ class PieceEncoder {
 
   const Bpe& model_;
   std::vector<std::int32_t>& ids_;
+  std::size_t most_;
   tokenizer::StringMap<Range> seen_;
 };
 
@@ -84,22 +93,26 @@ class Tokenizer::Impl {
     require_known(post_processor_.after);
   }
 
-  std::vector<std::int32_t> encode(std::string_view bytes, bool add_special) const {
-    const std::string text = tokenizer::replace_invalid_utf8(bytes);
+  std::vector<std::int32_t> encode(std::string_view bytes, bool add_special,
+                                   std::size_t most) const {
+    const std::string mended = tokenizer::valid_bytes(bytes) == bytes.size()
+                                   ? std::string()
+                                   : tokenizer::replace_invalid_utf8(bytes);
+    const std::string_view text = mended.empty() ? bytes : mended;
     std::vector<std::int32_t> ids;
     if (add_special) ids = post_processor_.before;
-    PieceEncoder pieces(model_, ids);
+    PieceEncoder pieces(model_, ids, most);
     const tokenizer::MatchTime time(text.size());
-    for (const Segment& segment : in_text_.split(text)) {
-      const auto part = std::string_view(text).substr(segment.begin, segment.end - segment.begin);
-      if (segment.id) {
-        ids.push_back(*segment.id);
-      } else {
-        encode_normalized(normalizer_.apply(part), segment.begin == 0, time, pieces, ids);
-      }
-    }
+    std::string normalized;
+    const bool whole = in_text_.split(text, [&](const Segment& segment) {
+      const std::string_view part = text.substr(segment.begin, segment.end - segment.begin);
+      return segment.id ? pieces.append(*segment.id)
+                        : encode_normalized(normalizer_.apply(part, normalized), segment.begin == 0,
+                                            time, pieces);
+    });
     const auto& after = post_processor_.after;
-    if (add_special) ids.insert(ids.end(), after.begin(), after.end());
+    if (add_special && whole) ids.insert(ids.end(), after.begin(), after.end());
+    if (ids.size() > most) ids.resize(most);
     return ids;
   }
 
@@ -125,6 +138,7 @@ class Tokenizer::Impl {
     return it != added_id_of_.end() ? std::optional(it->second) : model_.id_of(token);
   }
 
+  const std::vector<std::int32_t>& before() const { return post_processor_.before; }
   std::size_t vocab_size() const { return static_cast<std::size_t>(max_id_) + 1; }
   std::size_t known_ids() const { return token_of_.size(); }
 
@@ -161,19 +175,21 @@ class Tokenizer::Impl {
   // What decoding makes of an added token: as it is looked for, so that the text comes back. A byte
   // decoder would read it as bytes; where these are no text, it is spelled so that they are.
   std::string written(const AddedToken& token) const {
-    std::string text = token.normalized ? normalizer_.apply(token.content) : token.content;
+    std::string text = spelling(token);
     if (!pre_tokenizer_.is_byte_level()) return text;
     const auto bytes = tokenizer::chars_to_bytes(text);
     const bool is_text = !bytes || tokenizer::replace_invalid_utf8(*bytes) == *bytes;
     return is_text ? text : tokenizer::bytes_to_chars(text);
   }
 
+  std::string spelling(const AddedToken& token) const {
+    std::string normalized;
+    return std::string(token.normalized ? normalizer_.apply(token.content, normalized)
+                                        : std::string_view(token.content));
+  }
+
   void make_findable(const AddedToken& token) {
-    if (token.normalized) {
-      in_normalized_.add(normalizer_.apply(token.content), token);
-    } else {
-      in_text_.add(token.content, token);
-    }
+    (token.normalized ? in_normalized_ : in_text_).add(spelling(token), token);
   }
 
   void require_known(const std::vector<std::int32_t>& ids) const {
@@ -185,19 +201,15 @@ class Tokenizer::Impl {
     }
   }
 
-  void encode_normalized(const std::string& text, bool at_start, const tokenizer::MatchTime& time,
-                         PieceEncoder& pieces, std::vector<std::int32_t>& ids) const {
-    for (const Segment& segment : in_normalized_.split(text)) {
-      if (segment.id) {
-        ids.push_back(*segment.id);
-        continue;
-      }
+  bool encode_normalized(std::string_view text, bool at_start, const tokenizer::MatchTime& time,
+                         PieceEncoder& pieces) const {
+    return in_normalized_.split(text, [&](const Segment& segment) {
+      if (segment.id) return pieces.append(*segment.id);
       const bool first = at_start && segment.begin == 0;
-      for (const std::string& piece : pre_tokenizer_.apply(
-               text.substr(segment.begin, segment.end - segment.begin), first, time)) {
-        pieces.append(piece);
-      }
-    }
+      return pre_tokenizer_.apply(text.substr(segment.begin, segment.end - segment.begin), first,
+                                  time,
+                                  [&](std::string_view piece) { return pieces.append(piece); });
+    });
   }
 
   Bpe model_;
@@ -234,10 +246,11 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, std::size
   return result;
 }
 
-std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_special) const {
+std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_special,
+                                            std::size_t most) const {
   std::vector<std::int32_t> ids;
   try {
-    ids = impl_->encode(text, add_special);
+    ids = impl_->encode(text, add_special, most);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(fmt::format("{}: {}", place_, error.what()));
   }
@@ -258,6 +271,8 @@ std::string Tokenizer::decode(std::span<const std::int32_t> ids, bool skip_speci
 std::optional<std::int32_t> Tokenizer::id_of(std::string_view token) const {
   return impl_->id_of(token);
 }
+
+const std::vector<std::int32_t>& Tokenizer::before() const { return impl_->before(); }
 
 std::size_t Tokenizer::vocab_size() const { return impl_->vocab_size(); }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -21,11 +22,16 @@ class Tokenizer {
   /// less than half of them: padding is never as much, so it is another model's.
   static Tokenizer load(const std::filesystem::path& tokenizer_json, std::size_t model_ids);
 
-  /// Token ids of UTF-8 text. `add_special`: what the file's post-processor adds (BOS, say).
+  /// Token ids of UTF-8 text, the first `most` of them. `add_special`: what the file's
+  /// post-processor adds (BOS, say).
   /// Invalid UTF-8: each maximal invalid part is read as one U+FFFD, as Python's errors="replace"
   /// does. Throws std::runtime_error if the file's pattern needs too many steps on this text, or
   /// for an id that the model does not have.
-  std::vector<std::int32_t> encode(std::string_view text, bool add_special = true) const;
+  std::vector<std::int32_t> encode(
+      std::string_view text, bool add_special = true,
+      std::size_t most = std::numeric_limits<std::size_t>::max()) const;
+  /// What the file's post-processor puts before a text: BOS, say, or nothing.
+  const std::vector<std::int32_t>& before() const;
   /// Bytes of the ids, not always whole UTF-8 (a token may end within a character); `skip_special`
   /// leaves out special tokens. Ids that only the model has are no text; others that are unknown
   /// throw std::out_of_range.

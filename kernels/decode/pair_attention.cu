@@ -28,7 +28,8 @@ bool supported(const PairAttention& args, const PagedRows& paged) {
 
 std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows& paged) {
   DeviceLimits limits;
-  if (!supported(args, paged) || device_limits(limits) != cudaSuccess) return 0;
+  if (!supported(args, paged)) return 0;
+  if (device_limits(limits) != cudaSuccess) return kNoDevice;
   return with_warp(args, [&]<class Warp>() {
     const int ctas = most_ctas<Warp>(limits, args);
     return sizeof(Signals) +

@@ -66,7 +66,8 @@ struct PairAttention {
   void* workspace;  // pair_attention_workspace() bytes
 };
 
-/// For the current device; 0 for what is not supported.
+/// For the current device; 0 for what is not supported, else kNoDevice where there is none.
+inline constexpr std::size_t kNoDevice = ~std::size_t{0};
 std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows& paged = {});
 /// `paged`, where there are next_slots: where keys and values lie in blocks.
 cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cudaStream_t stream);

@@ -70,8 +70,8 @@ struct ShrinkArgs {
                       // Null where the policy needs nothing
   void* workspace;    // shrink_workspace() bytes, not shared by calls at one time
   /// What becomes of ranks before tokens are ordered. by_layer: the KV heads of a sequence hold the
-  /// same tokens, and a token's rank is the sum over them. Then each rank becomes the mean or
-  /// maximum of those at most `smooth` places away by age.
+  /// same tokens, and a token's rank is the sum over them, as numbers in their order. Then each
+  /// rank becomes the mean or maximum of those at most `smooth` places away by age.
   bool by_layer = false;
   std::uint32_t smooth = 0;
   Modifiers::Pool pool = Modifiers::Pool::mean;

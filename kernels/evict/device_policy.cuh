@@ -41,6 +41,7 @@ DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
           .needs = P::kInfo.needs,
           .oldest_first = P::kInfo.oldest_first,
           .weighted = P::kInfo.weighted,
+          .rank_type = kRankType<P>,
           .columns = std::span(P::kInfo.columns).first(P::kInfo.column_count()),
           .slot_bytes = kSlotBytes<P>,
           .params_bytes = kParamsBytes<P>,

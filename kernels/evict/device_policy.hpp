@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "policies/policy.hpp"
+#include "policies/rank.hpp"
 
 namespace kvlab::kernels {
 
@@ -18,11 +19,13 @@ struct DevicePolicy {
   Needs needs;
   bool oldest_first;                     ///< may be squeezed in two frames
   bool weighted;                         ///< observe_queries takes its weights and tail
+  RankType rank_type;                    ///< what a shrink adds and averages
   std::span<const char* const> columns;  ///< names of those that it reads: PolicyState::columns
   std::size_t slot_bytes;                ///< of a state, PolicyState::states; 0: none
   std::size_t params_bytes;              ///< of PolicyState::params, one sequence; 0: none
-  /// Writes params_bytes: one value for each parameter, as in the catalogue.
-  void (*params)(std::span<const double> values, std::byte* to);
+  /// Writes params_bytes: one value for each parameter, as in the catalogue. False: one is out of
+  /// its range.
+  bool (*params)(std::span<const double> values, std::byte* to);
   /// As of PolicyOps: of a query by the number of younger ones; from which age on it weighs
   /// nothing.
   float (*weight)(std::uint32_t age, const void* params);

@@ -180,7 +180,8 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
 
 std::size_t observing_workspace(const SlotCache& cache) {
   const PairAttention pairs = pairs_of(cache);
-  return pair_attention_workspace(pairs, cache.paged) == 0 ? 0 : Layout(pairs).end;
+  const std::size_t attention = pair_attention_workspace(pairs, cache.paged);
+  return attention == 0 || attention == kNoDevice ? attention : Layout(pairs).end;
 }
 
 }  // namespace

@@ -102,7 +102,7 @@ struct PairBlock {
     leaves.now = now + 1;
     leaves.queries = 0;
     return {guards_of(rule).guard(own.position, leaves.now),
-            P::rank(own.state, token(own), params, leaves), own.position};
+            rank_key(P::rank(own.state, token(own), params, leaves)), own.position};
   }
 
   /// Where the next token goes.

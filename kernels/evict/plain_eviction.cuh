@@ -75,7 +75,7 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
       P::observe(*state, seen, params, attended);
     }
     const LeavingKey key{guards.guard(token.position, now + 1),
-                         P::rank(*state, token, params, leaves), token.position};
+                         rank_key(P::rank(*state, token, params, leaves)), token.position};
     mine = first_to_leave(mine, {key, slot});
   }
   const Leaving victim = block_first_to_leave(mine, leaving);

@@ -15,10 +15,12 @@ struct PolicyDescription {
 
   Needs needs;
   bool oldest_first, weighted;
+  RankType rank_type;
   std::uint32_t slot_bytes, column_count;
   char columns[kMaxColumns][kMostNameBytes];
-  std::uint32_t param_count;            ///< Params are so many doubles
-  std::uint32_t param_of[kMostParams];  ///< which line of kParams each of them is
+  std::uint32_t param_count;                     ///< Params are so many doubles
+  std::uint32_t param_of[kMostParams];           ///< which line of kParams each of them is
+  double least[kMostParams], most[kMostParams];  ///< by line
 
   constexpr bool operator==(const PolicyDescription&) const = default;
 };
@@ -28,6 +30,7 @@ constexpr PolicyDescription describe() {
   PolicyDescription about{.needs = P::kInfo.needs,
                           .oldest_first = P::kInfo.oldest_first,
                           .weighted = P::kInfo.weighted,
+                          .rank_type = kRankType<P>,
                           .slot_bytes = kSlotBytes<P>,
                           .column_count = P::kInfo.column_count()};
   for (std::uint32_t c = 0; c < about.column_count; ++c)
@@ -42,7 +45,11 @@ constexpr PolicyDescription describe() {
       double at[kCount];
     };
     double numbers[kCount] = {};
-    for (std::uint32_t i = 0; i < kCount; ++i) numbers[i] = i;
+    for (std::uint32_t i = 0; i < kCount; ++i) {
+      numbers[i] = i;
+      about.least[i] = P::kParams[i].least;
+      about.most[i] = P::kParams[i].most;
+    }
     const auto params = std::bit_cast<Doubles>(params_from<P>(numbers));
     about.param_count = kCount;
     for (std::uint32_t i = 0; i < kCount; ++i)

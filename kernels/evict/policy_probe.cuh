@@ -20,7 +20,7 @@ __global__ void run_states(ProbeArgs args, typename P::Params params) {
     const std::size_t at = std::size_t{s} * args.tokens + i;
     if constexpr (P::kInfo.needs != Needs::nothing)
       P::observe(slot, args.seen[at], params, args.step[s]);
-    args.ranks[at] = P::rank(slot, token, params, args.step[s]);
+    args.ranks[at] = rank_key(P::rank(slot, token, params, args.step[s]));
   }
   if constexpr (!std::is_empty_v<typename P::Slot>)
     reinterpret_cast<typename P::Slot*>(args.slots)[i] = slot;

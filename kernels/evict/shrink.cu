@@ -32,22 +32,24 @@ __global__ void __launch_bounds__(kShrinkThreads)
   workspace.by_age[row + age] = workspace.ranks[row + slot];
 }
 
-/// The rank at an age: a pair's own, or the saturating sum over the sequence's KV heads.
-__device__ std::uint64_t rank_at(const ShrinkArgs& args, const ShrinkPair& pair,
+/// The rank at an age: a pair's own, or the sum over the sequence's KV heads, in their order.
+__device__ std::uint64_t rank_at(const ShrinkArgs& args, const ShrinkPair& pair, RankType type,
                                  std::uint32_t age) {
   const std::uint64_t* const by_age = shrink_parts(args).by_age;
-  if (!args.by_layer) return by_age[std::size_t(pair.index) * args.from.most_slots + age];
-  std::uint64_t sum = 0;
-  for (int head = 0; head < args.from.kv_heads; ++head) {
-    const std::size_t row = std::size_t(pair.sequence) * args.from.kv_heads + head;
-    sum = saturating_sum(sum, by_age[row * args.from.most_slots + age]);
-  }
+  const auto rank_of = [&](int row) {
+    return by_age[std::size_t(row) * args.from.most_slots + age];
+  };
+  if (!args.by_layer) return rank_of(pair.index);
+  const int first = pair.sequence * args.from.kv_heads;
+  std::uint64_t sum = rank_of(first);
+  for (int head = 1; head < args.from.kv_heads; ++head)
+    sum = rank_sum(type, sum, rank_of(first + head));
   return sum;
 }
 
 /// Ranks as the modifiers want them, from those by age.
 __global__ void __launch_bounds__(kShrinkThreads)
-    modify_ranks(const __grid_constant__ ShrinkArgs args) {
+    modify_ranks(const __grid_constant__ ShrinkArgs args, RankType type) {
   const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x, live = pair.live();
   if (pair.idle() || slot >= live) return;
@@ -55,8 +57,9 @@ __global__ void __launch_bounds__(kShrinkThreads)
   const std::size_t at = std::size_t(pair.index) * args.from.most_slots + slot;
   const auto age = static_cast<std::uint32_t>(workspace.sources[at]);
   const std::uint32_t reach = min(args.smooth, live), end = min(age + reach + 1, live);
-  PooledRank pooled(args.pool);
-  for (std::uint32_t a = age - min(age, reach); a < end; ++a) pooled.take(rank_at(args, pair, a));
+  PooledRank pooled(args.pool, type);
+  for (std::uint32_t a = age - min(age, reach); a < end; ++a)
+    pooled.take(rank_at(args, pair, type, a));
   workspace.ranks[at] = pooled.value();
 }
 
@@ -217,7 +220,7 @@ cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cuda
   if (args.by_layer || args.smooth > 0) {
     number_ranks<<<grid, kShrinkThreads, 0, stream>>>(args);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    modify_ranks<<<grid, kShrinkThreads, 0, stream>>>(args);
+    modify_ranks<<<grid, kShrinkThreads, 0, stream>>>(args, policy.rank_type);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
   step.now = pair.now + pair.admitted;
   step.queries = 0;
   shrink_parts(args).ranks[std::size_t(pair.index) * args.from.most_slots + slot] =
-      P::rank(state, token, params, step);
+      rank_key(P::rank(state, token, params, step));
 }
 
 }  // namespace kvlab::kernels

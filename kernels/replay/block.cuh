@@ -160,11 +160,6 @@ struct ReplayPlace {
   __device__ std::int64_t figure() const { return args.figure_of(unit, config); }
   /// Query i of the block, among all units'.
   __device__ std::int64_t row(int i) const { return std::int64_t{unit} * args.rows.block + i; }
-  /// A sample of the span, among all that the walks leave.
-  __device__ std::int64_t sample(int index) const {
-    return figure() * args.samples.capacity +
-           index / args.span.sample_every % args.samples.capacity;
-  }
   /// The exponentials that the cache computes itself for query i of the block, [quad, slot].
   __device__ float4* own(int i) const {
     const ReplayCaches& caches = args.caches;

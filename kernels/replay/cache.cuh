@@ -170,7 +170,7 @@ class ReplayCache {
                        std::uint32_t unguarded) const {
     const std::uint32_t position = positions_[i];
     if (position - guards_.sinks < unguarded)
-      first.take({P::rank(own, token(position), params_, leaves), position, i});
+      first.take({rank_key(P::rank(own, token(position), params_, leaves)), position, i});
   }
   /// The block's first is the next victim.
   __device__ void choose(const Candidate& mine) {
@@ -307,11 +307,11 @@ class ReplayCache {
                                                                     caches.fillers + at_.first_slot;
     __syncthreads();
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
-      ranks[i] = P::rank(state(i), token(positions_[i]), params_, leaves);
+      ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, leaves));
     if (at_.thread == 0) shared_.moves = shared_.gone = 0;
     __syncthreads();
     if (at_.args.layer_heads)
-      sum_layer_ranks(at_.args, at_.unit, at_.rule.first_slot, progress_.live);
+      sum_layer_ranks(at_.args, at_.unit, at_.rule.first_slot, progress_.live, kRankType<P>);
     if (smooths(progress_.admission)) smooth(ranks);
     progress_.live = kept;
     progress_.gone = now;
@@ -353,7 +353,7 @@ class ReplayCache {
     const ReplayCaches& caches = at_.args.caches;
     smooth_ranks({ranks, positions_, live_words_, progress_.live, caches.seen + at_.first_slot,
                   caches.fillers + at_.first_slot},
-                 at_.rule.modifiers);
+                 at_.rule.modifiers, kRankType<P>);
   }
 
   __device__ void number_by_age(std::uint32_t now) {

@@ -1,48 +1,206 @@
-// The errors of sampled outputs by the gradients of their query: what they change of the
-// log-likelihood of drawn tokens.
-#include "kernels/device/fold.cuh"
-#include "kernels/replay/replay.hpp"
+// What a kept set changes of the log-likelihood of drawn tokens, at every query: exponentials times
+// terms, masked by what each cache kept, by tensor cores.
+//
+// A product is 16 configurations by 16 columns (draw, query head of the group). A column's weighted
+// terms are the same for all configurations but for the mask. They go in two bf16 parts (16 bits).
+#include "kernels/device/tensor_core.cuh"
+#include "kernels/replay/figures.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kWarps = 8;  // of a block, each with one configuration
+constexpr int kWarps = 8;     // of a block: each takes every eighth step
+constexpr int kTile = 16;     // configurations
+constexpr int kColumns = 16;  // at most: whole draws
+constexpr int kTokens = 16;   // of a step
+constexpr int kThreads = kWarps * kWarpSize;
+static_assert(kThreads == kTile * kColumns && kColumns >= kMostReplayGroup);
 
-/// A block for each query (x), some configurations (y) and unit (z).
-__global__ void __launch_bounds__(kWarps* kWarpSize)
-    changes_kernel(const __grid_constant__ ReplayArgs args) {
-  const int index = args.span.index[args.rows.first + static_cast<int>(blockIdx.x)],
-            every = args.span.sample_every, unit = static_cast<int>(blockIdx.z),
-            config = static_cast<int>(blockIdx.y * kWarps + threadIdx.x / kWarpSize),
-            lane = static_cast<int>(threadIdx.x % kWarpSize);
-  if (index < 0 || index % every != 0 || config >= args.figures.configs) return;
-  const int width = args.shape.group * args.shape.head_size, draws = args.samples.draws;
-  const std::int64_t figure = args.figure_of(unit, config),
-                     sample =
-                         figure * args.samples.capacity + index / every % args.samples.capacity;
-  const float* const errors = args.samples.own + sample * width;
-  const float* gradient =
-      args.samples.gradients +
-      (std::int64_t{unit} * args.figures.samples + index / every) * draws * width;
-  for (int draw = 0; draw < draws; ++draw, gradient += width) {
-    float sum = 0;
-    for (int d = lane; d < width; d += kWarpSize) sum = fmaf(errors[d], gradient[d], sum);
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
-      sum += __shfl_xor_sync(~0u, sum, distance);
-    if (lane == 0) args.samples.changes[sample * draws + draw] = sum;
+__host__ __device__ constexpr int draws_at_once(int group) { return kColumns / group; }
+
+/// Partial sums of a warp.
+struct Sums {
+  float of_config[kTile][kColumns], full[kColumns];
+};
+
+/// One query of one unit: some columns of it, under some configurations.
+class Changes {
+ public:
+  __device__ Changes(const ReplayArgs& args, int index)
+      : args_(args),
+        i_(static_cast<int>(blockIdx.x)),
+        unit_(static_cast<int>(blockIdx.z)),
+        index_(index),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        warp_(static_cast<int>(threadIdx.x) / kWarpSize),
+        terms_(args, unit_, index) {
+    const int group = args.shape.group, at_once = draws_at_once(group),
+              chunks = (args.samples.draws + at_once - 1) / at_once;
+    tile_ = static_cast<int>(blockIdx.y) / chunks;
+    first_draw_ = static_cast<int>(blockIdx.y) % chunks * at_once;
+    draws_ = min(at_once, args.samples.draws - first_draw_);
+    for (int n = 0; n < 2; ++n) {
+      const int config = config_of(lane_ / 4 + 8 * n);
+      if (config < 0) continue;
+      words_[n] = args.samples.shared +
+                  args.kept_of(args.figure_of(unit_, config), index) * args.samples.words;
+      kind_[n] = args.rules[config].squeezed && args.rows.squeezed ? 1 : 0;
+    }
+    const std::int64_t row = (std::int64_t{unit_} * args.rows.block + i_) * args.shape.quads();
+    rows_[0] = reinterpret_cast<const float*>(args.rows.e + row * args.shape.tokens);
+    rows_[1] = args.rows.squeezed
+                   ? reinterpret_cast<const float*>(args.rows.squeezed + row * args.shape.tokens)
+                   : nullptr;
   }
+
+  /// By a warp.
+  __device__ void sum(Sums& to) {
+    const int query = args_.rows.first + i_;
+    bool has_kind[2];
+    for (int kind = 0; kind < 2; ++kind)
+      has_kind[kind] = __any_sync(~0u, kind_[0] == kind || kind_[1] == kind);
+    for (int first = warp_ * kTokens; first <= query; first += kWarps * kTokens) {
+      step(first, query, 0, has_kind[0]);
+      if (has_kind[1]) step(first, query, 1, true);
+    }
+    const int row = lane_ / 4, column = 2 * (lane_ % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        to.of_config[row + c / 2 * 8][8 * half + column + c % 2] = sums_[half][c];
+      for (int distance = 1; distance < 4; distance *= 2)
+        full_[half] += __shfl_xor_sync(~0u, full_[half], distance);
+      if (lane_ % 4 == 0) to.full[8 * half + row] = full_[half];
+    }
+  }
+
+  /// From all warps' sums to the figures, by the block: a thread for each configuration and column.
+  __device__ void put(Sums (&sums)[kWarps]) const {
+    const int row = static_cast<int>(threadIdx.x) / kColumns,
+              column = static_cast<int>(threadIdx.x) % kColumns, config = config_of(row);
+    float change = 0;
+    if (config >= 0 && column < draws_ * args_.shape.group)
+      change = change_of(sums, row, column, config);
+    __syncthreads();
+    sums[0].of_config[row][column] = change;
+    __syncthreads();
+    if (config < 0 || column >= draws_) return;
+    float all = 0;
+    for (int head = 0; head < args_.shape.group; ++head)
+      all += sums[0].of_config[row][column * args_.shape.group + head];
+    const std::int64_t query = args_.figure_of(unit_, config) * args_.span.size + index_;
+    args_.figures.changes[query * args_.samples.draws + first_draw_ + column] = all;
+  }
+
+ private:
+  __device__ int config_of(int row) const {
+    const int at = tile_ * kTile + row;
+    return at < args_.samples.tiles * kReplayTile ? args_.samples.sets[at] : -1;
+  }
+
+  /// Adds 16 tokens of the configurations that read rows of `kind`, and, of kind 0, of the row.
+  __device__ void step(int first, int query, int kind, bool multiplies) {
+    const int t = lane_ % 4;
+    std::uint32_t a[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const std::uint32_t bits =
+          words_[n] && kind_[n] == kind ? words_[n][first / 32] >> (first % 32 + 2 * t) : 0;
+      a[n] = ones_of(bits), a[n + 2] = ones_of(bits >> 8);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = 8 * half + lane_ / 4;
+      const Couple low = couple(first + 2 * t, query, column, kind),
+                   high = couple(first + 2 * t + 8, query, column, kind);
+      if (kind == 0) full_[half] += low.sum() + high.sum();
+      if (!multiplies) continue;
+      multiply_add<__nv_bfloat16>(sums_[half], a, low.left, high.left);
+      multiply_add<__nv_bfloat16>(sums_[half], a, low.kept, high.kept);
+    }
+  }
+  /// Of two bits 1 or 0 in bf16.
+  __device__ static std::uint32_t ones_of(std::uint32_t bits) {
+    return (bits & 1) * 0x3f80u + (bits >> 1 & 1) * 0x3f800000u;
+  }
+
+  /// Two tokens' weighted terms, bf16, and what that leaves.
+  struct Couple {
+    std::uint32_t kept, left;
+    __device__ float sum() const {
+      const float2 a = unpack<__nv_bfloat16>(kept), b = unpack<__nv_bfloat16>(left);
+      return (a.x + a.y) + (b.x + b.y);
+    }
+  };
+  /// Zeros beyond the query and the columns.
+  __device__ Couple couple(int token, int query, int column, int kind) const {
+    const int group = args_.shape.group, head = column % group;
+    float z[2] = {};
+    if (column < draws_ * group)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        if (token + n <= query)
+          z[n] = rows_[kind]
+                      [(std::int64_t{head / 4} * args_.shape.tokens + token + n) * 4 + head % 4] *
+                 terms_.at(static_cast<std::uint32_t>(token + n), first_draw_ * group + column);
+    const std::uint32_t kept = pack<__nv_bfloat16>(z[0], z[1]);
+    const float2 of = unpack<__nv_bfloat16>(kept);
+    return {kept, pack<__nv_bfloat16>(z[0] - of.x, z[1] - of.y)};
+  }
+
+  __device__ float change_of(const Sums (&sums)[kWarps], int row, int column, int config) const {
+    const std::int64_t kept = args_.kept_of(args_.figure_of(unit_, config), index_);
+    const ReplaySample& of = args_.samples.samples[kept];
+    if (of.whole) return 0;
+    float own = 0, full = 0;
+    for (int warp = 0; warp < kWarps; ++warp)
+      own += sums[warp].of_config[row][column], full += sums[warp].full[column];
+    const int group = args_.shape.group, head = column % group;
+    if (of.own)
+      own += args_.samples.own_changes[kept * terms_.columns + first_draw_ * group + column];
+    const std::int64_t quads = (std::int64_t{unit_} * args_.rows.block + i_) * args_.shape.quads();
+    const float sum = reinterpret_cast<const float*>(args_.rows.sums + quads)[head];
+    return (own / of.sums[head] - full / sum) *
+           args_.samples.term_scales[std::int64_t{unit_} * args_.span.size + index_];
+  }
+
+  const ReplayArgs& args_;
+  const int i_, unit_, index_, lane_, warp_;
+  const QueryTerms terms_;
+  int tile_, first_draw_, draws_;
+  int kind_[2] = {-1, -1};
+  const std::uint32_t* words_[2] = {};
+  const float* rows_[2];
+  float sums_[2][4] = {}, full_[2] = {};
+};
+
+/// A block for each query (x), tile and chunk of draws (y), unit (z).
+__global__ void __launch_bounds__(kThreads)
+    changes_kernel(const __grid_constant__ ReplayArgs args) {
+  __shared__ Sums sums[kWarps];
+  const int index = args.span.index[args.rows.first + static_cast<int>(blockIdx.x)];
+  if (index < 0) return;
+  Changes changes(args, index);
+  changes.sum(sums[threadIdx.x / kWarpSize]);
+  __syncthreads();
+  changes.put(sums);
 }
 
 }  // namespace
 
 cudaError_t replay_changes(const ReplayArgs& args, cudaStream_t stream) {
-  if (args.rows.count < 1 || args.figures.configs < 1 || args.shape.units < 1 ||
-      args.shape.units > 65535)
+  const int group = args.shape.group, draws = args.samples.draws;
+  if (args.rows.count < 1 || args.samples.tiles < 1 || args.shape.units < 1 ||
+      args.shape.units > 65535 || group < 1 || group > kMostReplayGroup || draws < 1 ||
+      draws > kMostReplayDraws || args.samples.kept_every != 1)
     return cudaErrorInvalidValue;
-  const dim3 blocks(static_cast<unsigned>(args.rows.count),
-                    static_cast<unsigned>((args.figures.configs + kWarps - 1) / kWarps),
-                    static_cast<unsigned>(args.shape.units));
-  changes_kernel<<<blocks, kWarps * kWarpSize, 0, stream>>>(args);
+  const int tiles = (args.samples.tiles * kReplayTile + kTile - 1) / kTile,
+            chunks = (draws + draws_at_once(group) - 1) / draws_at_once(group);
+  changes_kernel<<<dim3(static_cast<unsigned>(args.rows.count),
+                        static_cast<unsigned>(tiles * chunks),
+                        static_cast<unsigned>(args.shape.units)),
+                   kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

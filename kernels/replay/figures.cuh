@@ -22,6 +22,23 @@ __device__ inline double& figure_sum(const ReplayArgs& args, std::int64_t figure
             block];
 }
 
+/// A query's terms.
+struct QueryTerms {
+  const float* first;   // [token, draw, group]
+  std::int64_t stride;  ///< of tokens
+  int columns;          ///< draws times group
+
+  __device__ QueryTerms(const ReplayArgs& args, std::int64_t unit, int index)
+      : columns(args.samples.draws * args.shape.group) {
+    stride = std::int64_t{kReplayTerms} * columns;
+    first = args.samples.terms + unit * args.shape.tokens * stride +
+            std::int64_t{index - args.samples.first_term} * columns;
+  }
+  __device__ float at(std::uint32_t token, int column) const {
+    return first[token * stride + column];
+  }
+};
+
 /// What query i of the block keeps of the probability of each named span before it, and all of it:
 /// a warp for each span. `live`: bits of the live positions. By the whole block, apart from its
 /// caller.
@@ -137,6 +154,25 @@ struct OwnValues {
   std::int64_t unit;
   const float4* own;  // [quad, slot], unit_slots apart
 };
+
+/// Exponentials by terms instead, to `to` [draw, group], by the whole block.
+__device__ __noinline__ inline void sum_own_terms(const ReplayArgs& args, OwnValues of,
+                                                  QueryTerms terms, float* to) {
+  const std::uint32_t lane = threadIdx.x % kWarpSize;
+  for (int column = static_cast<int>(threadIdx.x / kWarpSize); column < terms.columns;
+       column += static_cast<int>(blockDim.x / kWarpSize)) {
+    const int head = column % args.shape.group;
+    const float4* const own = of.own + head / 4 * args.caches.unit_slots;
+    float sum = 0;
+    for (std::uint32_t slot = lane; slot < of.count; slot += kWarpSize) {
+      const std::uint32_t position = of.positions[slot];
+      if (position < of.end)
+        sum = fmaf(component(own[slot], head % 4), terms.at(position, column), sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) to[column] = sum;
+  }
+}
 
 /// Four elements of a value as they lie in memory.
 template <class T>

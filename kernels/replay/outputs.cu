@@ -48,8 +48,10 @@ struct Sampled {
   std::int64_t row;  ///< among all units' queries of the block
   __device__ int query() const { return args.rows.first + i; }
   __device__ std::int64_t sample(int config) const {
-    return args.figure_of(unit, config) * args.samples.capacity +
-           index / args.span.sample_every % args.samples.capacity;
+    return args.sample_of(args.figure_of(unit, config), index);
+  }
+  __device__ std::int64_t kept(int config) const {
+    return args.kept_of(args.figure_of(unit, config), index);
   }
 };
 
@@ -158,7 +160,7 @@ class Tile {
     for (int n = 0; n < 2; ++n) {
       config_[n] = four[lane_ / 16 + 2 * n];
       if (config_[n] >= 0)
-        words_[n] = at.args.samples.shared + at.sample(config_[n]) * at.args.samples.words;
+        words_[n] = at.args.samples.shared + at.kept(config_[n]) * at.args.samples.words;
     }
   }
 
@@ -213,7 +215,7 @@ class Tile {
     for (int n = 0; n < 2; ++n) {
       if (config_[n] < 0 || head >= shape.group) continue;
       const std::int64_t sample = at_.sample(config_[n]);
-      const ReplaySample& of = at_.args.samples.samples[sample];
+      const ReplaySample& of = at_.args.samples.samples[at_.kept(config_[n])];
       const float over = 1 / of.sums[head];
       const float* const own =
           at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
@@ -241,7 +243,7 @@ class Tile {
     for (int n = 0; n < 2; ++n) {
       if (config_[n] < 0 || head >= shape.group) continue;
       const std::int64_t sample = at_.sample(config_[n]);
-      const ReplaySample& of = at_.args.samples.samples[sample];
+      const ReplaySample& of = at_.args.samples.samples[at_.kept(config_[n])];
       const float over = 1 / of.sums[head];
       float* const own = at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
       const float* const full =
@@ -257,7 +259,7 @@ class Tile {
           const float sum = sums_[column][2 * n + c] + (of.own ? own[d] : 0.0f);
           const double off = of.whole ? 0.0 : wanted - double{sum * over};
           error_[n] += off * off;
-          if (at_.args.figures.projected) own[d] = static_cast<float>(off);
+          if (at_.args.figures.residual) own[d] = static_cast<float>(off);
         }
     }
   }
@@ -376,19 +378,15 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
   for (int i = 0; i < args.rows.count; ++i) {
     const int index = args.span.index[args.rows.first + i], every = args.span.sample_every;
     if (index < 0 || index % every != 0) continue;
-    const std::int64_t sample =
-        std::int64_t{figure} * args.samples.capacity + index / every % args.samples.capacity;
+    const std::int64_t sample = args.sample_of(figure, index);
     const std::int64_t place = std::int64_t{figure} * args.figures.samples + index / every;
-    const int residuals = args.samples.residual ? kReplayResiduals : 0, draws = args.samples.draws;
-    for (int column = head; column < residuals + draws; column += kWarpSize)
-      args.figures.projected[place * (residuals + draws) + column] =
-          column < residuals ? args.samples.residual[sample * residuals + column]
-                             : args.samples.changes[sample * draws + column - residuals];
+    if (args.figures.residual)
+      args.figures.residual[place * kReplayResiduals + head] =
+          args.samples.residual[sample * kReplayResiduals + head];
     double2 of{};
     if (head < group) {
       of = args.samples.errors[sample * kMostReplayGroup + head];
       const int block = span_block(args.span, index);
-      figure_sum(args, figure, ReplaySum::squared, head, block) += of.x;
       if (of.y > 0) {
         figure_sum(args, figure, ReplaySum::error, head, block) += sqrt(of.x / of.y);
         figure_sum(args, figure, ReplaySum::errors, head, block) += 1;

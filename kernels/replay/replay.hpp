@@ -22,6 +22,8 @@ inline constexpr int kReplayGranule = 16;    ///< pairs of dimensions are padded
 inline constexpr int kReplayTile = 4;        ///< configurations whose outputs are one product
 inline constexpr int kMostLayerHeads = 8;    ///< KV heads that may keep one set
 inline constexpr int kReplayResiduals = 32;  ///< directions of the residual stream: a warp's lanes
+inline constexpr int kMostReplayDraws = 64;  ///< of gradients
+inline constexpr int kReplayTerms = kMostReplayQueries;  ///< queries of a token's terms
 
 struct ReplayShape {
   int units;  ///< that are replayed together
@@ -84,7 +86,7 @@ cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, i
 cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const ReplayVectors& from,
                              Type type, void* to, float* scales, cudaStream_t stream);
 
-/// Which queries are measured. Errors are taken on each `sample_every`-th of the span.
+/// Which queries are measured. Errors of outputs are taken on each `sample_every`-th of the span.
 struct ReplaySpan {
   const std::int32_t* index;  // [token]: which query of the span, or -1
   int size, blocks, sample_every;
@@ -179,28 +181,34 @@ struct ReplayCaches {
   ReplayProgress* progress;  // [unit, configuration]
 };
 
-/// What a cache kept for a sampled query.
+/// What a cache kept for a query.
 struct ReplaySample {
   float sums[kMostReplayGroup];  ///< of the kept exponentials
   std::uint32_t whole;           ///< everything is kept: no error
-  std::uint32_t own;             ///< ReplaySamples::own is to be added
+  std::uint32_t own;             ///< ReplaySamples::own and own_changes are to be added
 };
 
-/// What the walks leave for the outputs, [unit, configuration, sample of the block, …]. Sample s of
-/// the span is at s % capacity.
+/// What the walks leave, [unit, configuration, …]. Kept sets are of each `kept_every`-th query of
+/// the span: all of them, where there are gradients. The k-th of these is at k % kept_capacity, and
+/// sample s of the span at s % capacity.
 struct ReplaySamples {
+  int kept_every, kept_capacity;
   int capacity;           ///< samples of a block of queries, at most
   int words;              ///< of a set: tokens / 32, rounded up
-  std::uint32_t* shared;  // [words]: bits of the kept tokens whose exponentials are a shared row's
-  ReplaySample* samples;
-  /// [group, dim]: of the others, exponentials by values. replay_outputs() leaves the errors of the
-  /// outputs there, where `residual` or `changes` is wanted.
+  std::uint32_t* shared;  // [kept, words]: bits of the tokens whose exponentials are a shared row's
+  ReplaySample* samples;  // [kept]
+  /// [sample, group, dim]: of the others, exponentials by values. replay_outputs() leaves the
+  /// errors of the outputs there, where `residual` is wanted.
   float* own;
-  float* residual;         // [kReplayResiduals]: those errors behind W_o; or null
-  float* changes;          // [draw]: those errors by gradients; or null
-  const float* gradients;  // [unit, sample of the span, draw, group, dim]
-  int draws;
-  double2* errors;  // [head]: squared: error, output
+  float* residual;  // [sample, kReplayResiduals]: those errors behind W_o; or null
+  double2* errors;  // [sample, head]: squared: error, output
+  int draws;        ///< of gradients; 0: none
+  /// [unit, token, query, draw, group], `kReplayTerms` queries apart: the query's gradients by the
+  /// token's value. The block's first query of the span is number first_term.
+  const float* terms;
+  int first_term;
+  const float* term_scales;  // [unit, query of the span]: what terms are to be multiplied with
+  float* own_changes;        // [kept, draw, group]: as `own`, by terms
   /// [configuration, token, KV head of own_units, group, dim] of tensors.type: the outputs
   /// themselves, instead of their errors; or null.
   void* outputs;
@@ -209,13 +217,14 @@ struct ReplaySamples {
 };
 
 /// What is summed for each query head and block of the span.
-enum class ReplaySum { recall, nll, missed, wanted, error, errors, squared };
-inline constexpr int kReplaySums = 7;
+enum class ReplaySum { recall, nll, missed, wanted, error, errors };
+inline constexpr int kReplaySums = 6;
 
 struct ReplayFigures {
-  double* sums;      // [unit, configuration, ReplaySum, head (of quads), 16]; null: no figures
-  double* errors;    // [unit, configuration, sample, 2]: squared, group summed: error, output
-  float* projected;  // [unit, configuration, sample, columns]: residual, then changes; or null
+  double* sums;     // [unit, configuration, ReplaySum, head (of quads), 16]; null: no figures
+  double* errors;   // [unit, configuration, sample, 2]: squared, group summed: error, output
+  float* residual;  // [unit, configuration, sample, kReplayResiduals]; or null
+  float* changes;   // [unit, configuration, query of the span, draw]: of log-likelihood; or null
   std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
   double2* named;  // [unit, configuration, named span, head (of quads), 16]: kept, all; or null
   std::uint32_t* kept;  // [unit, configuration, token, words]: bits, zero before; or null
@@ -271,6 +280,13 @@ struct ReplayArgs {
   constexpr std::int64_t figure_of(int unit, int config) const {
     return own_units ? std::int64_t{unit} : std::int64_t{unit} * figures.configs + config;
   }
+  /// Where a figure's kept set of query `index` of the span is, and its sample.
+  constexpr std::int64_t kept_of(std::int64_t figure, int index) const {
+    return figure * samples.kept_capacity + index / samples.kept_every % samples.kept_capacity;
+  }
+  constexpr std::int64_t sample_of(std::int64_t figure, int index) const {
+    return figure * samples.capacity + index / span.sample_every % samples.capacity;
+  }
 };
 
 /// Which of a policy's walks: what it is compiled for.
@@ -298,8 +314,8 @@ cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 /// the full cache's, or, where each configuration has units of its own, the outputs themselves.
 /// Bytes: values once a sampled query and 8 tiles of configurations.
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
-/// The errors that replay_outputs() left, by gradients, to args.samples.changes. Bytes: errors and
-/// gradients once a draw, from the second draw on mostly from the cache.
+/// What the block's kept sets change of the log-likelihood of the draws, to args.figures.changes.
+/// Bytes: terms once for each 16 configurations.
 cudaError_t replay_changes(const ReplayArgs& args, cudaStream_t stream);
 /// From args.samples to args.figures.
 cudaError_t replay_errors(const ReplayArgs& args, cudaStream_t stream);

@@ -25,7 +25,8 @@ __device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32
 
 /// Every rank becomes what the modifiers make of those at most so many places away by age: by the
 /// whole block.
-__device__ __noinline__ void smooth_ranks(const RanksToSmooth& of, const Modifiers& modifiers) {
+__device__ __noinline__ void smooth_ranks(const RanksToSmooth& of, const Modifiers& modifiers,
+                                          RankType type) {
   for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {
     of.ages[i] = age_of(of.positions[i], of.live_words);
     of.by_age[of.ages[i]].mass = of.ranks[i];
@@ -34,7 +35,7 @@ __device__ __noinline__ void smooth_ranks(const RanksToSmooth& of, const Modifie
   const std::uint32_t reach = min(modifiers.smooth, of.live);
   for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {
     const std::uint32_t age = of.ages[i], end = min(age + reach + 1, of.live);
-    PooledRank pooled(modifiers.pool);
+    PooledRank pooled(modifiers.pool, type);
     for (std::uint32_t a = age - min(age, reach); a < end; ++a) pooled.take(of.by_age[a].mass);
     of.ranks[i] = pooled.value();
   }

@@ -90,8 +90,8 @@ class ReplayWalk {
   __device__ void look(int i, std::uint32_t query, std::uint32_t age, int index, bool observes) {
     const ReplayArgs& args = at_.args;
     const bool measures = index >= 0 && args.figures.sums,
-               samples = index >= 0 && index % args.span.sample_every == 0,
-               attends = !kSqueezed || observes || samples;
+               leaves = index >= 0 && index % args.samples.kept_every == 0,
+               attends = !kSqueezed || observes || leaves;
     const std::int64_t row = at_.row(i) * kQuads * args.shape.tokens;
     own_ = nullptr;
     all_own_ = false;
@@ -116,7 +116,7 @@ class ReplayWalk {
       folded = fold(totals);
     }
     if (observes) observe(folded, query, age);
-    if (samples) leave_sample(i, index, query, folded, lost);
+    if (leaves) leave_kept(i, index, query, folded, lost);
   }
 
   /// The exponentials of the old tokens for query i of the block: those that are not known yet, and
@@ -303,28 +303,35 @@ class ReplayWalk {
     cache_.choose(first);
   }
 
-  /// What replay_outputs() takes the cache's output of a sampled query from.
-  __device__ void leave_sample(int i, int index, std::uint32_t query, float folded, bool lost) {
+  /// What replay_outputs() and replay_changes() take the query's from.
+  __device__ void leave_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplaySamples& samples = at_.args.samples;
-    const std::int64_t sample = at_.sample(index);
+    const std::int64_t kept = at_.args.kept_of(at_.figure(), index);
     const std::uint32_t own = lost ? query + 1 : cache_.first_young();
     __syncthreads();
-    cache_.copy_live(samples.shared + sample * samples.words, query + 1, own);
-    if (at_.thread < kHeads) samples.samples[sample].sums[at_.thread] = folded;
+    cache_.copy_live(samples.shared + kept * samples.words, query + 1, own);
+    if (at_.thread < kHeads) samples.samples[kept].sums[at_.thread] = folded;
     if (at_.thread == 0) {
-      samples.samples[sample].whole = visible_ == query + 1 && !kSqueezed;
-      samples.samples[sample].own = own > 0;
+      samples.samples[kept].whole = visible_ == query + 1 && !kSqueezed;
+      samples.samples[kept].own = own > 0;
     }
-    if (own > 0) leave_own(i, sample, own);
+    if (own > 0) leave_own(i, index, own);
     __syncthreads();
   }
 
-  /// The part of a sample's outputs that is the tokens' before position `own`.
-  __device__ void leave_own(int i, std::int64_t sample, std::uint32_t own) {
-    const ReplayShape& shape = at_.args.shape;
+  /// The part of a query's outputs and changes that is the tokens' before position `own`.
+  __device__ void leave_own(int i, int index, std::uint32_t own) {
+    const ReplayArgs& args = at_.args;
     const OwnValues of{cache_.positions(), visible_, own, at_.unit, at_.own(i)};
-    float* const to = at_.args.samples.own + sample * shape.group * shape.head_size;
-    sum_own_values<kQuads, FourBits<T>>(at_.args, of, shared_.scratch, to);
+    if (args.samples.draws) {
+      const QueryTerms terms(args, at_.unit, index);
+      sum_own_terms(args, of, terms,
+                    args.samples.own_changes + args.kept_of(at_.figure(), index) * terms.columns);
+    }
+    if (index % args.span.sample_every != 0) return;
+    float* const to = args.samples.own +
+                      args.sample_of(at_.figure(), index) * args.shape.group * args.shape.head_size;
+    sum_own_values<kQuads, FourBits<T>>(args, of, shared_.scratch, to);
   }
 
   const ReplayPlace& at_;

@@ -191,17 +191,18 @@ class WindowQuery {
     add_to(kept, sinks);
     if (args_.figures.sums && lane_ < kHeads && lane_ < static_cast<unsigned>(args_.shape.group))
       note_figures(member, kept, window);
-    if (index_ % args_.span.sample_every != 0) return;
+    if (index_ % args_.samples.kept_every != 0) return;
 
     float total = 0;  // of lane l for head l
-    const std::int64_t sample = sample_of(config);
-    float* const own = args_.samples.own + sample * args_.shape.group * args_.shape.head_size;
+    const std::int64_t figure = args_.figure_of(unit_, config),
+                       kept_set = args_.kept_of(figure, index_);
+    const Own own = own_of(figure);
     if (squeezed) total = head_of(young.squeezed) + take_sinks(window, own);
     if (!squeezed) total = head_of(rule.squeezed ? kept.squeezed : kept.full);
     const bool head = lane_ < static_cast<unsigned>(args_.shape.group);
     const bool lost = __any_sync(~0u, head && !(total >= kLostSum && total <= kVastSum));
     if (lost) total = take_own(window, squeezed, own);
-    leave_sample(sample, window, total, window.is_whole() && !rule.squeezed, squeezed, lost);
+    leave_kept(kept_set, window, total, window.is_whole() && !rule.squeezed, squeezed, lost);
   }
   __device__ float head_of(const float4 (&sums)[kQuads]) const {
     return component(sums[kQuads == 1 ? 0 : lane_ / 4 % kQuads], static_cast<int>(lane_ % 4));
@@ -227,9 +228,20 @@ class WindowQuery {
 
   // Outputs.
 
-  __device__ std::int64_t sample_of(int config) const {
-    return args_.figure_of(unit_, config) * args_.samples.capacity +
-           index_ / args_.span.sample_every % args_.samples.capacity;
+  /// Where exponentials that the cache computes itself go: by values, of a sampled query, and by
+  /// terms.
+  struct Own {
+    float *values, *changes;
+  };
+  __device__ Own own_of(std::int64_t figure) const {
+    const ReplaySamples& samples = args_.samples;
+    const std::int64_t group = args_.shape.group;
+    const bool sampled = index_ % args_.span.sample_every == 0;
+    return {sampled ? samples.own + args_.sample_of(figure, index_) * group * args_.shape.head_size
+                    : nullptr,
+            samples.draws
+                ? samples.own_changes + args_.kept_of(figure, index_) * samples.draws * group
+                : nullptr};
   }
   /// A token that is n-th of those attended.
   __device__ OwnToken attended(const Window& window, std::uint32_t n, bool squeezed) const {
@@ -241,9 +253,9 @@ class WindowQuery {
     return own_product(args_, token, head) * args_.shape.softmax_scale;
   }
 
-  /// The sinks' exponentials, with the maximum of the shared row: their sum, of lane l for head l;
-  /// by values to `own` [group, dim].
-  __device__ float take_sinks(const Window& window, float* own) const {
+  /// The sinks' exponentials, with the maximum of the shared row, to `own`: their sum, of lane l
+  /// for head l.
+  __device__ float take_sinks(const Window& window, const Own& own) const {
     float sum = 0;
     for (int head = 0; head < args_.shape.group; ++head) {
       const float most = reinterpret_cast<const float*>(args_.rows.most + row_ * kQuads)[head];
@@ -252,8 +264,9 @@ class WindowQuery {
     }
     return sum;
   }
-  /// The exponentials of all that is attended, with its own maximum: their sum, and by values.
-  __device__ __noinline__ float take_own(const Window& window, bool squeezed, float* own) const {
+  /// The exponentials of all that is attended, with its own maximum, to `own`: their sum.
+  __device__ __noinline__ float take_own(const Window& window, bool squeezed,
+                                         const Own& own) const {
     const std::uint32_t live = window.live(query_);
     float sum = 0;
     for (int head = 0; head < args_.shape.group; ++head) {
@@ -265,21 +278,29 @@ class WindowQuery {
     }
     return sum;
   }
-  /// A head's exponentials of the first `count` tokens attended: their sum, and by values to `own`.
+  /// A head's exponentials of the first `count` tokens attended, to `own`: their sum.
   __device__ float take_values(const Window& window, std::uint32_t count, bool squeezed, int head,
-                               float most, float* own) const {
+                               float most, const Own& own) const {
     const ReplayShape& shape = args_.shape;
     constexpr int kParts = kMostReplayHeadSize / kReplayDims;
-    float sum = 0;
+    constexpr int kDraws = kMostReplayDraws / kWarpSize;
+    const int draws = own.changes ? args_.samples.draws : 0, lane = static_cast<int>(lane_);
+    const QueryTerms terms(args_, unit_, index_);
+    float sum = 0, changes[kDraws] = {};
     float4 values[kParts] = {};
     for (std::uint32_t n = 0; n < count; ++n) {
       const OwnToken token = attended(window, n, squeezed);
       const float e = expf(logit(token, head) - most);
       sum += e;
 #pragma unroll
+      for (int n = 0; n < kDraws; ++n)
+        if (n * kWarpSize + lane < draws)
+          changes[n] = fmaf(
+              e, terms.at(token.position, (n * kWarpSize + lane) * shape.group + head), changes[n]);
+#pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        const int d = part * kReplayDims + 4 * static_cast<int>(lane_);
-        if (d >= shape.head_size) continue;
+        const int d = part * kReplayDims + 4 * lane;
+        if (!own.values || d >= shape.head_size) continue;
         const float4 value =
             load4(args_.tensors.values, args_.tensors.type,
                   (std::int64_t{unit_} * shape.tokens + token.position) * shape.head_size + d);
@@ -290,10 +311,14 @@ class WindowQuery {
       }
     }
 #pragma unroll
+    for (int n = 0; n < kDraws; ++n)
+      if (n * kWarpSize + lane < draws)
+        own.changes[(n * kWarpSize + lane) * shape.group + head] = changes[n];
+#pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int d = part * kReplayDims + 4 * static_cast<int>(lane_);
-      if (d < shape.head_size)
-        *reinterpret_cast<float4*>(own + head * shape.head_size + d) = values[part];
+      const int d = part * kReplayDims + 4 * lane;
+      if (own.values && d < shape.head_size)
+        *reinterpret_cast<float4*>(own.values + head * shape.head_size + d) = values[part];
     }
     return sum;
   }
@@ -313,17 +338,17 @@ class WindowQuery {
              (args_.figure_of(unit_, config) * args_.shape.tokens + query_) * figures.words,
          window, 0);
   }
-  __device__ void leave_sample(std::int64_t sample, const Window& window, float total, bool whole,
-                               bool squeezed, bool lost) const {
+  __device__ void leave_kept(std::int64_t kept, const Window& window, float total, bool whole,
+                             bool squeezed, bool lost) const {
     const ReplaySamples& samples = args_.samples;
-    mark(samples.shared + sample * samples.words, window,
+    mark(samples.shared + kept * samples.words, window,
          lost       ? query_ + 1
          : squeezed ? window.first
                     : 0);
-    if (lane_ < kHeads) samples.samples[sample].sums[lane_] = total;
+    if (lane_ < kHeads) samples.samples[kept].sums[lane_] = total;
     if (lane_ == 0) {
-      samples.samples[sample].whole = whole;
-      samples.samples[sample].own = squeezed || lost;
+      samples.samples[kept].whole = whole;
+      samples.samples[kept].own = squeezed || lost;
     }
   }
 

@@ -107,6 +107,7 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
               .needs = entry_->info.needs,
               .oldest_first = entry_->info.oldest_first,
               .weighted = entry_->info.weighted,
+              .rank_type = entry_->rank_type,
               .columns = std::span(entry_->info.columns).first(entry_->info.column_count()),
               .slot_bytes = entry_->slot_bytes,
               .params_bytes = entry_->params_bytes,
@@ -146,6 +147,7 @@ HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.k
   policy_ = {.needs = about_.needs,
              .oldest_first = about_.oldest_first,
              .weighted = about_.weighted,
+             .rank_type = about_.rank_type,
              .columns = std::span<const char* const>(columns_).first(about_.column_count),
              .slot_bytes = about_.slot_bytes,
              .params_bytes = about_.param_count * sizeof(double),
@@ -153,9 +155,12 @@ HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.k
              .settle_tokens = code_.kernel(kSettle)};
 }
 
-void HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
+bool HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
+  for (std::size_t i = 0; i < about_.param_count; ++i)
+    if (!in_range(values[i], about_.least[i], about_.most[i])) return false;
   for (std::size_t i = 0; i < about_.param_count; ++i)
     std::memcpy(to + i * sizeof(double), &values[about_.param_of[i]], sizeof(double));
+  return true;
 }
 
 cudaError_t HeaderPolicy::weigh(const void* params, std::uint32_t queries, float* to,

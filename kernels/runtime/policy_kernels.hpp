@@ -51,7 +51,7 @@ class HeaderPolicy {
   HeaderPolicy& operator=(const HeaderPolicy&) = delete;
 
   const DevicePolicy& policy() const { return policy_; }
-  void write_params(std::span<const double> values, std::byte* to) const;
+  bool write_params(std::span<const double> values, std::byte* to) const;
   /// Waits for the device.
   cudaError_t weigh(const void* params, std::uint32_t queries, float* to,
                     std::uint32_t* tail) const;

@@ -1,7 +1,6 @@
 // The hooks that policies share which order tokens by one column alone.
 #pragma once
 
-#include "policies/ordered.hpp"
 #include "policies/policy.hpp"
 
 namespace kvlab {
@@ -11,14 +10,14 @@ struct LowestLeaves {
   struct Slot {};
 
   static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
-  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
-    return ordered(token.column[0]);
+  static constexpr double rank(const Slot&, Token token, const Params&, const Step&) {
+    return static_cast<double>(token.column[0]);
   }
 };
 
 struct HighestLeaves : LowestLeaves {
-  static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
-    return ordered(-token.column[0]);
+  static constexpr double rank(const Slot&, Token token, const Params&, const Step&) {
+    return -static_cast<double>(token.column[0]);
   }
 };
 

@@ -4,7 +4,6 @@
 // token. `column:name=NAME` reads NAME; without a name it reads value_norm.
 #pragma once
 
-#include "policies/ordered.hpp"
 #include "policies/policy.hpp"
 
 namespace kvlab {
@@ -24,8 +23,9 @@ struct Column {
   struct Slot {};
 
   static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
-  static constexpr std::uint64_t rank(const Slot&, Token token, const Params& params, const Step&) {
-    return ordered(params.keep < 0 ? -token.column[0] : token.column[0]);
+  static constexpr double rank(const Slot&, Token token, const Params& params, const Step&) {
+    const double value = token.column[0];
+    return params.keep < 0 ? -value : value;
   }
 };
 

@@ -3,6 +3,9 @@
 //
 // Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output Perturbation
 // Perspective", algorithm 1, on H2O's score. Deliberate differences:
+//   - the score is H2O's sum over all queries. The paper, and kvpress's CriticalKVPress as it is
+//     mostly run, put SnapKV's there, the sum over the prompt's last 32 queries, pooled over
+//     neighbours: that keeps other tokens, and is not what this is;
 //   - the paper's first stage keeps half of the budget by attention alone, whatever the values, and
 //     its second fills the rest by the product. A rank sees one token, not which are the most
 //     attended: there is the second stage only (the paper's alpha = 0);
@@ -11,7 +14,6 @@
 //   - those of h2o (policies/mass/h2o.hpp): exact sums, one kept set for each KV head.
 #pragma once
 
-#include "policies/ordered.hpp"
 #include "policies/policy.hpp"
 
 namespace kvlab {
@@ -39,10 +41,9 @@ struct CriticalKV {
     slot.mass += seen.mass;
     slot.queries += seen.queries;
   }
-  static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params& params,
-                                      const Step&) {
+  static constexpr double rank(const Slot& slot, Token token, const Params& params, const Step&) {
     const double added = params.epsilon * 4294967296.0 * static_cast<double>(slot.queries);
-    return ordered((static_cast<double>(slot.mass) + added) * static_cast<double>(token.column[0]));
+    return (static_cast<double>(slot.mass) + added) * static_cast<double>(token.column[0]);
   }
 };
 

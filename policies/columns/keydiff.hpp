@@ -5,8 +5,9 @@
 // differences:
 //   - the mean is over every key up to the end of the token's own admission, evicted ones too, and
 //     stays what it was then; the paper takes it anew over the keys that are live;
-//   - keys are compared before RoPE, as they are stored; the paper compares them as attention uses
-//     them.
+//   - keys are compared before RoPE. The paper, and kvpress's KeyDiffPress, compare them as attention
+//     uses them, which ranks other tokens first: `keydiff:name=key_cosine_rope`, a column that
+//     tools/columns.py adds to a trace and no decoder computes.
 #pragma once
 
 #include "policies/columns/by_column.hpp"
@@ -16,10 +17,10 @@ namespace kvlab {
 struct KeyDiff : HighestLeaves {
   static constexpr PolicyInfo kInfo{
       .name = "keydiff",
-      .summary = "the key most like the mean of the keys leaves first",
+      .summary = "the key most like the mean of the keys leaves first: `name=` says of which keys",
       .citation = "Park et al. 2025, KeyDiff, algorithm 1 (arXiv:2504.15364)",
       .order = Order::nested,
-      .columns = {"key_cosine"}};
+      .columns = {"name=key_cosine"}};
 };
 
 }  // namespace kvlab

@@ -13,7 +13,6 @@
 //   - the paper makes room in bursts of 128 tokens, and attention here is summed over the group.
 #pragma once
 
-#include "policies/ordered.hpp"
 #include "policies/policy.hpp"
 
 namespace kvlab {
@@ -45,11 +44,9 @@ struct RKV {
     if (step.queries >= kForgotten) slot.mass = 0;
     slot.mass += seen.mass;
   }
-  static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params& params,
-                                      const Step&) {
+  static constexpr double rank(const Slot& slot, Token token, const Params& params, const Step&) {
     const double attention = static_cast<double>(slot.mass) * (0x1p-32 / 8);
-    return ordered(params.mix * attention -
-                   (1 - params.mix) * static_cast<double>(token.column[0]));
+    return params.mix * attention - (1 - params.mix) * static_cast<double>(token.column[0]);
   }
   static constexpr float weight(std::uint32_t age, const Params&) {
     float weight = 1;

@@ -9,7 +9,6 @@
 #pragma once
 
 #include "policies/mass/h2o.hpp"
-#include "policies/ordered.hpp"
 
 namespace kvlab {
 
@@ -22,8 +21,8 @@ struct Vatp : AccumulatedMass {
       .recent = percent(50),
       .columns = {"value_norm1"}};
 
-  static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params&, const Step&) {
-    return ordered(static_cast<double>(slot.mass) * static_cast<double>(token.column[0]));
+  static constexpr double rank(const Slot& slot, Token token, const Params&, const Step&) {
+    return static_cast<double>(slot.mass) * static_cast<double>(token.column[0]);
   }
 };
 

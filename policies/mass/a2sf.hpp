@@ -8,8 +8,9 @@
 //     (docs/policies.md);
 //   - half of the budget is recent, one token leaves a step;
 //   - one kept set for each KV head: the query heads of a group are summed;
-//   - an admission of n queries shrinks what was there by keep^n at once, and the factor and each
-//     product are rounded to units of 2^-32: integers, so that host and device agree;
+//   - an admission of n queries shrinks what was there by keep^n at once: the factor is rounded to
+//     the nearest unit of 2^-32, and the mass that is left down to one, so that old masses end at 0.
+//     Integers, so that host and device agree;
 //   - ties: the older leaves.
 #pragma once
 

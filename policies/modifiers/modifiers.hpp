@@ -8,12 +8,6 @@
 
 namespace kvlab {
 
-/// What scope=layer adds ranks by: a + b, or the largest number where that is larger.
-constexpr std::uint64_t saturating_sum(std::uint64_t a, std::uint64_t b) {
-  const std::uint64_t sum = a + b;
-  return sum < a ? ~std::uint64_t{0} : sum;
-}
-
 /// Without a modifier: as the members are initialised.
 struct Modifiers {
   enum class Pool { mean, max };
@@ -29,7 +23,8 @@ struct Modifiers {
   /// age; see smooths().
   std::uint32_t smooth = 0;
   Pool pool = Pool::mean;
-  /// layer: a token's rank is the sum over the layer's KV heads, which keep one set.
+  /// layer: a token's rank is the sum, as numbers in head order, over the layer's KV heads, which
+  /// keep one set.
   Scope scope = Scope::head;
   /// What the query heads of a group give a token in one query: the sum of their masses, or the
   /// largest.

@@ -5,6 +5,7 @@
 
 #include "policies/aged_set.hpp"
 #include "policies/budgets/layer_budgets.hpp"
+#include "policies/modifiers/pooled_rank.hpp"
 
 namespace kvlab {
 namespace {
@@ -19,6 +20,16 @@ void smooth_by_mean(std::vector<std::uint64_t>& ranks, std::size_t places) {
     const std::size_t older = std::min(i, places), younger = std::min(count - 1 - i, places);
     const Wide sum = sums[i + 1 + younger] - sums[i - older];
     ranks[i] = static_cast<std::uint64_t>(sum / (older + 1 + younger));
+  }
+}
+
+void smooth_doubles_by_mean(std::vector<std::uint64_t>& ranks, std::size_t places) {
+  const std::vector<std::uint64_t> before = ranks;
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    PooledRank pooled(Modifiers::Pool::mean, RankType::real);
+    const std::size_t end = std::min(i + places + 1, before.size());
+    for (std::size_t j = i - std::min(i, places); j < end; ++j) pooled.take(before[j]);
+    ranks[i] = pooled.value();
   }
 }
 
@@ -39,23 +50,30 @@ void smooth_by_max(std::vector<std::uint64_t>& ranks, std::size_t places) {
 
 }  // namespace
 
-void smooth_ranks(std::vector<std::uint64_t>& ranks, std::uint32_t places, Modifiers::Pool pool) {
-  const std::size_t reach = std::min<std::size_t>(places, ranks.size());
-  if (pool == Modifiers::Pool::mean)
-    smooth_by_mean(ranks, reach);
+void smooth_ranks(Ranks& ranks, std::uint32_t places, Modifiers::Pool pool) {
+  const std::size_t reach = std::min<std::size_t>(places, ranks.keys.size());
+  if (pool == Modifiers::Pool::max)
+    smooth_by_max(ranks.keys, reach);
+  else if (ranks.type == RankType::real)
+    smooth_doubles_by_mean(ranks.keys, reach);
   else
-    smooth_by_max(ranks, reach);
+    smooth_by_mean(ranks.keys, reach);
 }
 
-std::span<const std::uint64_t> LayerRanks::at(std::uint32_t now) {
+const Ranks& LayerRanks::at(std::uint32_t now) {
   if (now_ == now) return sums_;
   now_ = now;
-  sums_.assign(heads_.front()->size(), 0);
-  for (const AgedSet* const head : heads_) {
+  sums_ = heads_.front()->ranks(now);
+  for (const AgedSet* const head : std::span(heads_).subspan(1)) {
     if (!std::ranges::equal(head->positions(), heads_.front()->positions()))
       throw std::logic_error("scope=layer: the KV heads of a layer hold different tokens");
-    const std::vector<std::uint64_t> own = head->ranks(now);
-    std::ranges::transform(sums_, own, sums_.begin(), saturating_sum);
+    const Ranks own = head->ranks(now);
+    if (own.type != sums_.type)
+      throw std::invalid_argument(
+          "scope=layer: one KV head ranks by whole numbers and another by floats; give floats in "
+          "both");
+    std::ranges::transform(sums_.keys, own.keys, sums_.keys.begin(),
+                           [&](auto a, auto b) { return rank_sum(own.type, a, b); });
   }
   return sums_;
 }

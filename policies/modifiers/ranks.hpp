@@ -8,30 +8,39 @@
 #include <vector>
 
 #include "policies/modifiers/modifiers.hpp"
+#include "policies/rank.hpp"
 
 namespace kvlab {
 
 class AgedSet;
 
-/// Every rank [age] becomes the mean, rounded down, or the maximum of those at most `places` away.
-void smooth_ranks(std::vector<std::uint64_t>& ranks, std::uint32_t places, Modifiers::Pool pool);
+/// Ranks by age, as rank_key() makes them.
+struct Ranks {
+  std::vector<std::uint64_t> keys;
+  RankType type = RankType::whole;
+};
 
-/// The ranks that the caches of one layer share under `scope=layer`: of each token their sum over
-/// the KV heads. The caches hold the same tokens, and make room one after another before any of
-/// them admits more.
+/// Every rank becomes the mean, or the maximum, of those at most `places` away: of whole numbers
+/// rounded down; doubles are added from the oldest to the youngest, then divided by their number.
+void smooth_ranks(Ranks& ranks, std::uint32_t places, Modifiers::Pool pool);
+
+/// The ranks that the caches of one layer share under `scope=layer`: of each token their sum, from
+/// the first KV head to the last. The caches hold the same tokens, and make room one after another
+/// before any of them admits more.
 class LayerRanks {
  public:
   /// The caches of one sequence and layer, which stay where they are.
   explicit LayerRanks(std::vector<const AgedSet*> heads) : heads_(std::move(heads)) {}
 
   /// By age, before the first of the heads has made room for `now`; the others are answered as it
-  /// was. Throws std::logic_error where the heads hold different tokens.
-  std::span<const std::uint64_t> at(std::uint32_t now);
+  /// was. Throws std::logic_error where the heads hold different tokens, and std::invalid_argument
+  /// where one ranks by whole numbers and another by doubles.
+  const Ranks& at(std::uint32_t now);
 
  private:
   std::vector<const AgedSet*> heads_;
   std::optional<std::uint32_t> now_;
-  std::vector<std::uint64_t> sums_;
+  Ranks sums_;
 };
 
 /// Joins the caches of one sequence and layer, which stay where they are: under scope=layer by

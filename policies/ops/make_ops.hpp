@@ -28,8 +28,8 @@ struct OpsOf {
   using Slots = SlotArray<Slot>;
   using ConstSlots = SlotArray<const Slot>;
 
-  [[gnu::flatten]] static void write(std::span<const double> values, std::byte* to) {
-    write_params<P>(values, to);
+  [[gnu::flatten]] static bool write(std::span<const double> values, std::byte* to) {
+    return write_params<P>(values, to);
   }
 
   [[gnu::flatten]] static void admit(void* slots, Tokens tokens, std::size_t count,
@@ -62,13 +62,15 @@ struct OpsOf {
     }
   }
 
-  [[gnu::flatten]] static void rank(const void* slots, Tokens tokens, std::size_t count,
-                                    const void* params, const Step& step, std::uint64_t* ranks) {
+  [[gnu::flatten]] static RankType rank(const void* slots, Tokens tokens, std::size_t count,
+                                        const void* params, const Step& step,
+                                        std::uint64_t* ranks) {
     const ConstSlots slot{static_cast<const Slot*>(slots)};
     const Params own = params_of(params);
     const Step now = step;
     for (std::size_t i = 0; i < count; ++i)
-      ranks[i] = P::rank(slot[i], token_at(tokens, i), own, now);
+      ranks[i] = rank_key(P::rank(slot[i], token_at(tokens, i), own, now));
+    return kRankType<P>;
   }
 
   [[gnu::flatten]] static std::size_t first_least(const void* slots, Tokens tokens,
@@ -78,7 +80,7 @@ struct OpsOf {
     const Params own = params_of(params);
     const Step now = step;
     const auto rank_of = [&](std::size_t i) {
-      return P::rank(slot[i], token_at(tokens, i), own, now);
+      return rank_key(P::rank(slot[i], token_at(tokens, i), own, now));
     };
     std::uint64_t least = ~std::uint64_t{0};
     for (std::size_t i = begin; i < end; ++i) {
@@ -183,6 +185,7 @@ constexpr PolicyOps make_ops() {
           .params = {ParamInfos<P>::kList.items, ParamInfos<P>::kCount},
           .slot_bytes = kSlotBytes<P>,
           .params_bytes = kParamsBytes<P>,
+          .rank_type = kRankType<P>,
           .write_params = Ops::write,
           .admit = Ops::admit,
           .observe = Ops::observe,

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "policies/policy.hpp"
+#include "policies/rank.hpp"
 
 namespace kvlab {
 
@@ -42,14 +43,15 @@ struct Seen {
 struct PolicyOps {
   PolicyInfo info;
   std::span<const ParamInfo> params;
-  std::size_t slot_bytes;    ///< of one state; 0: none
-  std::size_t params_bytes;  ///< of Params; 0: none
+  std::size_t slot_bytes;                ///< of one state; 0: none
+  std::size_t params_bytes;              ///< of Params; 0: none
+  RankType rank_type = RankType::whole;  ///< of a policy that is a struct
 
   /// Bytes that a live token costs beside its key and value: state and columns.
   std::size_t token_bytes() const { return slot_bytes + info.column_count() * sizeof(float); }
 
-  /// Writes params_bytes: one value for each parameter.
-  void (*write_params)(std::span<const double> values, std::byte* to);
+  /// Writes params_bytes: one value for each parameter. False: one is out of its range.
+  bool (*write_params)(std::span<const double> values, std::byte* to);
 
   void (*admit)(void* slots, Tokens tokens, std::size_t count, const void* params,
                 const Step& step);
@@ -58,8 +60,9 @@ struct PolicyOps {
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,
                        const Step& step);
-  void (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
-               const Step& step, std::uint64_t* ranks);
+  /// Writes keys (policies/rank.hpp), and says of what.
+  RankType (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
+                   const Step& step, std::uint64_t* ranks);
   /// The first of the lowest ranks in [begin, end), begin < end.
   std::size_t (*first_least)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
                              const void* params, const Step& step);

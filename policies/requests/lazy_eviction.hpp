@@ -6,9 +6,10 @@
 // interval MRI, and the importance of token i after query t,
 // 2 sigmoid(-(t - TS) / MRI) + 2 sigmoid(-(MRI - 1)); a token of MRI 0 comes last.
 // Deliberate differences from it:
-//   - 2 sigmoid(-x) is 1 / (1 + x): 1 at 0 and falling too, and exact on host and device. So the
+//   - 2 sigmoid(-x) is 1 / (1 + x): 1 at 0 and falling too, and the same on host and device. So the
 //     importance is MRI / (MRI + t - TS) + 1 / MRI; of the second term the accounts of the paper
-//     that we could read differ in form and agree that a smaller MRI counts more;
+//     that we could read differ in form and agree that a smaller MRI counts more. It is taken as one
+//     fraction, rounded once, so that equal importances are equal ranks;
 //   - one leaves a step; theirs leave W at a time, and W, set for each task, are recent. Ours: a
 //     quarter of the budget;
 //   - a request is a probability of at least tau of the row's largest, not of at least 1e-4;
@@ -43,14 +44,13 @@ struct LazyEviction {
     slot.interval = mean > slot.interval ? mean : slot.interval;
     slot.last_request = seen.last_request;
   }
-  static constexpr std::uint64_t rank(const Slot& slot, Token, const Params&, const Step& step) {
+  static constexpr double rank(const Slot& slot, Token, const Params&, const Step& step) {
     if (slot.interval == 0) return 0;
-    const double interval = slot.interval, silent = step.now - 1 - slot.last_request;
-    return static_cast<std::uint64_t>((interval / (interval + silent) + 1 / interval) * kFine);
+    // Whole numbers of at most 64 bits, and exact as doubles up to 90 million tokens.
+    const std::uint64_t interval = slot.interval,
+                        since = interval + (step.now - 1 - slot.last_request);
+    return static_cast<double>(interval * interval + since) / static_cast<double>(interval * since);
   }
-
- private:
-  static constexpr double kFine = 4503599627370496.0;  // 2^52
 };
 
 }  // namespace kvlab

@@ -1,5 +1,6 @@
 // snapkv: the token that the prompt's last queries, the observation window, attend to least leaves
-// first; the window's own tokens stay.
+// first; the window's own tokens stay, but for the oldest of them: `recent=32` counts the token
+// that is to come, so it guards 31 of the 32 (`recent=33` guards all).
 //
 // Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4; window
 // and pooling of the authors' code: 32 queries, mean over 5 neighbours, chosen once, after the

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/host/transfer.hpp"
 #include "traces/base/parallel.hpp"
@@ -77,27 +78,52 @@ void Batch::send_columns(std::size_t first, std::size_t count, const float* land
 }
 
 void Batch::read_projections() {
-  const auto send = [&](float* to, auto read) {
-    std::vector<std::vector<float>> some(std::max(1u, plan_.threads));
+  const auto send = [&](auto read, auto put) {
+    std::vector<decltype(read(units_[0]))> some(std::max(1u, plan_.threads));
     for (std::size_t first = 0; first < units_.size(); first += some.size()) {
       some.resize(std::min(some.size(), units_.size() - first));
       parallel_for(some.size(), plan_.threads,
                    [&](std::size_t i) { some[i] = read(units_[first + i]); });
-      for (const auto& own : some) {
-        check(cudaMemcpy(to, own.data(), own.size() * sizeof(float), cudaMemcpyHostToDevice),
-              "sending a trace");
-        to += own.size();
-      }
+      for (std::size_t i = 0; i < some.size(); ++i) put(first + i, some[i]);
     }
   };
+  const auto copy = [](auto* to, std::size_t unit, const auto& own) {
+    check(cudaMemcpy(to + unit * own.size(), own.data(), own.size() * sizeof(own[0]),
+                     cudaMemcpyHostToDevice),
+          "sending a trace");
+  };
   if (sizes_.columns.residual)
-    send(parts_.sketches, [&](const ReplayUnit& unit) {
-      return plan_.trace.sketch(unit.layer, unit.kv_head, kResidualColumns);
-    });
-  if (sizes_.columns.draws)
-    send(parts_.gradients, [&](const ReplayUnit& unit) {
-      return sampled_gradients(plan_.trace, unit.layer, unit.kv_head, plan_.span);
-    });
+    send(
+        [&](const ReplayUnit& unit) {
+          return plan_.trace.sketch(unit.layer, unit.kv_head, kResidualColumns);
+        },
+        [&](std::size_t unit, const auto& own) { copy(parts_.sketches, unit, own); });
+  if (!sizes_.columns.draws) return;
+  const std::vector<std::uint32_t> queries = plan_.span.queries();
+  send([&](const ReplayUnit& unit) { return scaled_gradients(unit, queries); },
+       [&](std::size_t unit, const ScaledGradients& own) {
+         copy(parts_.gradients, unit, own.values);
+         copy(parts_.term_scales, unit, own.scales);
+       });
+}
+
+/// A power of two brings a query's largest one to [2^7, 2^8), so that any type holds it.
+Batch::ScaledGradients Batch::scaled_gradients(const ReplayUnit& unit,
+                                               std::span<const std::uint32_t> queries) const {
+  constexpr int kExponent = 8;
+  std::vector<float> rows = gradients_of(plan_.trace, unit.layer, unit.kv_head, queries);
+  ScaledGradients scaled;
+  const std::size_t of_query = sizes_.gradient();
+  for (auto row = rows.begin(); row != rows.end(); row += static_cast<std::ptrdiff_t>(of_query)) {
+    float most = 0;
+    for (std::size_t i = 0; i < of_query; ++i) most = std::max(most, std::abs(row[i]));
+    const int exponent = most > 0 ? std::ilogb(most) + 1 - kExponent : 0;
+    for (std::size_t i = 0; i < of_query; ++i) row[i] = std::ldexp(row[i], -exponent);
+    scaled.scales.push_back(std::ldexp(1.0f, exponent));
+  }
+  scaled.values.resize(rows.size() * sizes_.element_bytes);
+  from_float(plan_.trace.shape().dtype, rows.data(), rows.size(), scaled.values.data());
+  return scaled;
 }
 
 void Batch::replay(const Walks& walks) {
@@ -112,7 +138,7 @@ void Batch::replay(const Walks& walks) {
 }
 
 void Batch::project_errors() {
-  if (sizes_.columns.draws) check(kernels::replay_changes(args_, stream_), "computing errors");
+  if (sizes_.columns.draws) check(kernels::replay_changes(args_, stream_), "computing changes");
   if (!sizes_.columns.residual) return;
   static_assert(kernels::kReplayResiduals == kResidualColumns);
   const auto width = static_cast<std::int64_t>(sizes_.group * sizes_.dim),
@@ -142,16 +168,20 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   };
   const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.zero_outputs),
                         fetch(parts_.named), fetch(parts_.progress)};
-  const std::size_t columns = sizes_.samples * sizes_.columns.all(),
-                    of_unit = sizes_.configs * columns;
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
-    // The largest part by far: unit by unit it is copied, and its memory filled, by all threads.
-    const auto projected =
-        fetch(std::span<const float>(parts_.projected).subspan(unit * of_unit, of_unit));
     for (std::size_t c = 0; c < sizes_.configs; ++c)
-      all[unit].push_back(outcome(unit * sizes_.configs + c, figures,
-                                  std::span(projected).subspan(c * columns, columns)));
+      all[unit].push_back(outcome(unit * sizes_.configs + c, figures));
+    // The largest parts by far: unit by unit they are copied, and their memory filled, by all
+    // threads.
+    const auto share = [&](std::span<const float> part, std::vector<float> HeadStats::*to) {
+      const std::size_t of_unit = part.size() / units_.size(), own = of_unit / sizes_.configs;
+      const auto fetched = fetch(part.subspan(unit * of_unit, of_unit));
+      for (std::size_t c = 0; c < sizes_.configs; ++c)
+        std::copy_n(fetched.data() + c * own, own, (all[unit][c].stats.*to).data());
+    };
+    share(parts_.residual, &HeadStats::residual);
+    share(parts_.changes, &HeadStats::changes);
   });
   return all;
 }
@@ -164,8 +194,7 @@ LiveCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& w
   return live_counts(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
 }
 
-HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures,
-                           std::span<const float> projected) const {
+HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
   const auto& [sums, errors, zeros, named, progress] = figures;
   const std::size_t heads = 4 * sizes_.quads;
   const auto sum = [&, &sums = sums](ReplaySum kind, std::size_t head, std::uint32_t block) {
@@ -175,20 +204,16 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures,
   };
   HeadOutcome outcome;
   HeadStats& stats = outcome.stats;
-  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.columns.all());
+  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
   for (std::uint32_t i = 0; i < plan_.span.size(); ++i)
     stats.heads[0].recall.below[plan_.span.block_of(i)] += 1;
   const std::vector<double> queries = stats.heads[0].recall.below;
-  std::vector<double> samples(plan_.span.blocks());
-  for (std::uint32_t i = 0; i < plan_.span.samples(); ++i)
-    samples[plan_.span.block_of_sample(i)] += 1;
   for (std::size_t head = 0; head < sizes_.group; ++head) {
     HeadStats::PerQueryHead& own = stats.heads[head];
     own.recall.below = own.nll.below = queries;
     for (std::uint32_t block = 0; block < plan_.span.blocks(); ++block) {
       own.recall.above[block] = sum(ReplaySum::recall, head, block);
       own.nll.above[block] = sum(ReplaySum::nll, head, block);
-      own.squared.add(block, sum(ReplaySum::squared, head, block), samples[block]);
       own.miss.add(block, sum(ReplaySum::missed, head, block), sum(ReplaySum::wanted, head, block));
       own.error.add(block, sum(ReplaySum::error, head, block), sum(ReplaySum::errors, head, block));
       for (std::size_t s = 0; s < sizes_.named; ++s) {
@@ -204,7 +229,6 @@ HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures,
     stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
     stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
   }
-  std::ranges::copy(projected, stats.projected.begin());
   const LiveCounts counts = counts_of(figure, progress[figure]);
   outcome.evictions = counts.evictions;
   outcome.live_max = counts.most;

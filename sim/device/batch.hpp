@@ -39,6 +39,13 @@ class Batch {
   /// What tokens bring, of units whose tensors have landed.
   void send_columns(std::size_t first, std::size_t count, const float* landed) const;
   void read_projections();
+  /// Of one unit's queries, in the trace's type.
+  struct ScaledGradients {
+    std::vector<std::byte> values;
+    std::vector<float> scales;  // [query]: what they are to be multiplied with
+  };
+  ScaledGradients scaled_gradients(const ReplayUnit& unit,
+                                   std::span<const std::uint32_t> queries) const;
   /// The errors of the block's sampled outputs behind W_o, and by gradients.
   void project_errors();
   /// Of all units and configurations, on the host.
@@ -49,9 +56,8 @@ class Batch {
     std::vector<kernels::ReplayProgress> progress;
   };
   LiveCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
-  /// `projected`: of the figure alone.
-  HeadOutcome outcome(std::size_t figure, const Figures& figures,
-                      std::span<const float> projected) const;
+  /// But for what an ErrorProjection makes.
+  HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
 
   const ReplayPlan& plan_;
   const Grid& grid_;

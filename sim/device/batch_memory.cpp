@@ -80,30 +80,34 @@ void lay_out_caches(Arena& arena, const UnitSizes& s, std::size_t units, ReplayA
 
 void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchParts& parts,
                      ReplayArgs& args) {
-  const std::size_t caches = units * s.configs, kept = caches * s.block_samples,
-                    heads = caches * 4 * s.quads;
+  const std::size_t caches = units * s.configs, sampled = caches * s.block_samples,
+                    kept = caches * s.block_kept(), heads = caches * 4 * s.quads;
   parts.progress = take_span<kernels::ReplayProgress>(arena, caches);
   args.caches.progress = parts.progress.data();
   kernels::ReplaySamples& samples = args.samples;
   samples.capacity = static_cast<int>(s.block_samples);
+  samples.kept_capacity = static_cast<int>(s.block_kept());
+  samples.kept_every = s.columns.draws ? 1 : args.span.sample_every;
   samples.words = static_cast<int>(s.words());
   samples.shared = arena.take<std::uint32_t>(kept * s.words());
   samples.samples = arena.take<kernels::ReplaySample>(kept);
-  samples.own = arena.take<float>(kept * s.group * s.dim);
+  samples.own = arena.take<float>(sampled * s.group * s.dim);
   if (!s.figures) return;
-  samples.errors = arena.take<double2>(kept * kernels::kMostReplayGroup);
+  samples.errors = arena.take<double2>(sampled * kernels::kMostReplayGroup);
   if (s.columns.residual) {
     parts.sketches = arena.take<float>(units * s.group * s.dim * kernels::kReplayResiduals);
-    samples.residual = arena.take<float>(kept * kernels::kReplayResiduals);
+    samples.residual = arena.take<float>(sampled * kernels::kReplayResiduals);
+    parts.residual = take_span<float>(arena, caches * s.samples * kernels::kReplayResiduals);
   }
   if (s.columns.draws) {
     samples.draws = static_cast<int>(s.columns.draws);
-    parts.gradients = arena.take<float>(units * s.samples * s.columns.draws * s.group * s.dim);
-    samples.gradients = parts.gradients;
-    samples.changes = arena.take<float>(kept * s.columns.draws);
+    parts.gradients = arena.take<std::byte>(units * s.queries * s.gradient() * s.element_bytes);
+    samples.terms = parts.terms =
+        arena.take<float>(units * s.tokens * kernels::kReplayTerms * s.terms());
+    samples.term_scales = parts.term_scales = arena.take<float>(units * s.queries);
+    samples.own_changes = arena.take<float>(kept * s.terms());
+    parts.changes = take_span<float>(arena, caches * s.queries * s.columns.draws);
   }
-  if (s.columns.all())
-    parts.projected = take_span<float>(arena, caches * s.samples * s.columns.all());
 
   parts.sums = take_span<double>(arena, heads * kernels::kReplaySums * kernels::kReplaySpanBlocks);
   parts.errors = take_span<double>(arena, caches * s.samples * 2);
@@ -116,7 +120,8 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   figures.sums = parts.sums.data();
   figures.errors = parts.errors.data();
   figures.zero_outputs = parts.zero_outputs.data();
-  figures.projected = parts.projected.data();
+  figures.residual = parts.residual.data();
+  figures.changes = parts.changes.data();
   figures.named = parts.named.data();
 }
 

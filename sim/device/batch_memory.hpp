@@ -13,7 +13,7 @@ namespace kvlab {
 
 /// The sizes of one unit, in elements where it does not say bytes.
 struct UnitSizes {
-  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, samples,
+  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, queries, samples,
       block_samples, named, token_columns;
   std::size_t slot_stride, product_bytes, element_bytes;
   bool squeezed, rounds;
@@ -22,6 +22,11 @@ struct UnitSizes {
 
   bool unrounded() const { return squeezed && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }
+  /// Queries of a block whose kept sets are left: all, where there are gradients.
+  std::size_t block_kept() const { return columns.draws ? block : block_samples; }
+  /// Numbers of a query's gradients, and of a token's terms of it.
+  std::size_t gradient() const { return columns.draws * group * dim; }
+  std::size_t terms() const { return columns.draws * group; }
   /// A unit's part of the trace in float32, where it lands, in bytes; so many units land at a time.
   std::size_t landing() const { return (group + 2) * tokens * dim * sizeof(float); }
   std::size_t land_at_once(std::size_t units, std::size_t threads) const {
@@ -37,14 +42,15 @@ struct BatchParts {
   float* columns;  // [unit, token_columns of each token]: as kernels::ReplayArgs has them
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
   float *products, *unrounded_products;
-  float* sketches;   // [unit, group, dim, kReplayResiduals]
-  float* gradients;  // [unit, sample, draw, group, dim]
+  float* sketches;             // [unit, group, dim, kReplayResiduals]
+  std::byte* gradients;        // [unit, query of the span, draw, group, dim] of the trace's type
+  float *terms, *term_scales;  // as kernels::ReplaySamples has them
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
   std::span<double2> named;
   std::span<std::uint32_t> zero_outputs;
-  std::span<float> projected;  // set by the replay
+  std::span<float> residual, changes;  // set by the replay
 };
 
 /// Lays out `units` units: to `parts`, and to what the kernels read and write.

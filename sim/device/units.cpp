@@ -31,6 +31,7 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
           .slots = static_cast<std::size_t>(grid.unit_slots),
           .configs = configs,
           .windows = grid.windows.size(),
+          .queries = plan.span.size(),
           .samples = plan.span.samples(),
           .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
                            plan.span.sample_every(),
@@ -282,8 +283,39 @@ void Units::walk(const Walks& walks) {
   streams_.join();
 }
 
+/// Gradients of the block's queries of the span by all values that they see.
+void Units::multiply_terms(std::uint32_t first, std::uint32_t count) {
+  std::uint32_t begin = first, end = first + count;
+  while (begin < end && !plan_.span.contains(begin)) ++begin;
+  while (begin < end && !plan_.span.contains(end - 1)) --end;
+  if (begin == end) return;
+  args_.samples.first_term = static_cast<int>(plan_.span.index(begin));
+  const std::size_t queries = plan_.span.index(end - 1) - plan_.span.index(begin) + 1;
+  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
+             dim = static_cast<std::int64_t>(sizes_.dim),
+             of_token = static_cast<std::int64_t>(kernels::kReplayTerms * sizes_.terms());
+  product_(
+      {.type = args_.tensors.type,
+       .batches = static_cast<int>(count_),
+       .rows = static_cast<int>(end),
+       .n = static_cast<int>(queries * sizes_.terms()),
+       .k = static_cast<int>(dim),
+       .x = parts_.values,
+       .x_row = dim,
+       .x_batch = tokens * dim,
+       .w = parts_.gradients + plan_.span.index(begin) * sizes_.gradient() * sizes_.element_bytes,
+       .w_row = dim,
+       .w_batch = static_cast<std::int64_t>(sizes_.queries * sizes_.gradient()),
+       .y = parts_.terms,
+       .y_row = of_token,
+       .y_batch = tokens * of_token,
+       .alignment = kAlignment},
+      stream());
+}
+
 void Units::replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count) {
   make_rows(first, count);
+  if (sizes_.columns.draws) multiply_terms(first, count);
   walk(walks);
   check(kernels::replay_outputs(args_, stream()), "computing outputs");
 }

@@ -109,6 +109,7 @@ class Units {
   kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
   kernels::ReplayArgs args_of(const Members& members) const;
   Walk walk_of(const Members& members) const;
+  void multiply_terms(std::uint32_t first, std::uint32_t count);
   void make_rows(std::uint32_t first, std::uint32_t count);
   void multiply_parts(std::uint32_t first, std::uint32_t count);
   void walk(const Walks& walks);

@@ -56,7 +56,8 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
       keys_(view.tokens, view.head_size),
       quads_((view.group + kQuad - 1) / kQuad),
       stride_(keys_.panel_count() * kBlockTokens),
-      words_((view.tokens + 63) / 64) {
+      words_((view.tokens + 63) / 64),
+      gradients_(view.projection) {
   block_ = block_for(stride_ * heads());
   queries_.resize(std::size_t{block_} * view.group * view.head_size);
   tile_.resize(std::size_t{block_} * view.group * kTileTokens);
@@ -74,6 +75,8 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
 
 void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t from) {
   first_ = first;
+  count_ = count;
+  gradients_.move_to(first, count);
   const std::size_t group = view_.group;
   for (std::uint32_t i = 0; i < count; ++i)
     for (std::uint32_t head = 0; head < group; ++head)
@@ -95,7 +98,7 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
   }
   for (Lazy& parts : lazy_)
     parts.requests = parts.flags = parts.masses = parts.asked = parts.tails = parts.values =
-        parts.outputs = false;
+        parts.outputs = parts.divided = false;
 }
 
 /// From a tile's logits, of tokens [begin, end), to exponentials of those that a query sees.
@@ -228,11 +231,13 @@ const float* GroupRows::values_from(std::uint32_t query, std::uint32_t first) {
   if (!parts.values) {
     parts.values = true;
     parts.first_tail = ranges;
-    parts.value_tail.assign((ranges + 1) * size, 0.0f);
+    parts.value_tail.resize((ranges + 1) * size);
+    std::fill_n(parts.value_tail.begin() + static_cast<std::ptrdiff_t>(ranges * size), size, 0.0f);
   }
   while (parts.first_tail > next) {
     const std::size_t r = --parts.first_tail;
     float* const tail = parts.value_tail.data() + r * size;
+    std::fill_n(tail, size, 0.0f);
     add_values(query, r * kTailTokens, end_of(r + 1), tail);
     for (std::size_t d = 0; d < size; ++d) tail[d] += tail[d + size];
   }
@@ -242,14 +247,29 @@ const float* GroupRows::values_from(std::uint32_t query, std::uint32_t first) {
   return values_.data();
 }
 
+/// Where all queries have gradients, for the later ones of the block too: values stay near while
+/// all rows take them.
+void GroupRows::sum_outputs(std::uint32_t query) {
+  constexpr std::size_t kNear = 128;  // tokens
+  std::uint32_t end = query;
+  do {
+    lazy(end).outputs = true;
+    lazy(end).output.assign(heads() * std::size_t{view_.head_size}, 0.0f);
+    ++end;
+  } while (draws() > 0 && end < first_ + count_ && !lazy(end).outputs);
+  for (std::size_t begin = 0; begin < end; begin += kNear)
+    for (std::uint32_t q = std::max(query, static_cast<std::uint32_t>(begin)); q < end; ++q)
+      add_values(q, begin, std::min<std::size_t>(begin + kNear, q + std::size_t{1}),
+                 lazy(q).output.data());
+}
+
 const float* GroupRows::outputs(std::uint32_t query) {
   Lazy& parts = lazy(query);
   const std::size_t dim = view_.head_size;
-  if (!parts.outputs) {
-    parts.outputs = true;
-    parts.output.assign(heads() * dim, 0.0f);
+  if (!parts.outputs) sum_outputs(query);
+  if (!parts.divided) {
+    parts.divided = true;
     parts.norm2.assign(heads(), 0.0);
-    add_values(query, 0, query + std::size_t{1}, parts.output.data());
     const std::vector<float> nothing(dim);
     for (std::uint32_t head = 0; head < view_.group; ++head) {
       float* const out = parts.output.data() + head * dim;
@@ -263,6 +283,12 @@ const float* GroupRows::outputs(std::uint32_t query) {
 const double* GroupRows::norms2(std::uint32_t query) {
   outputs(query);
   return lazy(query).norm2.data();
+}
+
+void GroupRows::add_changes(std::uint32_t query, const float* kept, const float* factors,
+                            float* changes) {
+  row_loops().add_changes(outputs(query), kept, view_.group, factors, view_.head_size,
+                          gradients_.of(query), gradients_.draws(), changes);
 }
 
 void GroupRows::logits(std::uint32_t query, std::uint32_t head,

@@ -73,6 +73,12 @@ class GroupRows {
   const float* outputs(std::uint32_t query);
   const double* norms2(std::uint32_t query);
 
+  /// Of gradients of every query of the span.
+  std::uint32_t draws() const { return gradients_.draws(); }
+  /// changes [draw] += what outputs factors[h] * kept [group][dim] change of the log-likelihood of
+  /// each draw.
+  void add_changes(std::uint32_t query, const float* kept, const float* factors, float* changes);
+
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
@@ -81,7 +87,7 @@ class GroupRows {
   /// What is computed when it is first asked for, by query of the block.
   struct Lazy {
     bool requests = false, flags = false, masses = false, asked = false, tails = false,
-         values = false, outputs = false;
+         values = false, outputs = false, divided = false;
     std::vector<float> least;
     std::vector<std::uint64_t> bits;
     AlignedVector<std::uint64_t> mass;
@@ -95,6 +101,7 @@ class GroupRows {
   std::size_t row(std::uint32_t query) const { return std::size_t{query - first_} * heads(); }
   void extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end);
   void sum_tails(std::uint32_t query, Lazy& parts);
+  void sum_outputs(std::uint32_t query);
   void add_values(std::uint32_t query, std::size_t begin, std::size_t end, float* sums) const;
   Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
   void rotate(const float* x, std::uint32_t position, float* y) const {
@@ -105,7 +112,7 @@ class GroupRows {
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   Panels keys_;  // [token, dim], rotated
-  std::uint32_t block_, quads_, first_ = 0;
+  std::uint32_t block_, quads_, first_ = 0, count_ = 0;
   std::size_t stride_, words_;        // tokens of a row, padded; 64-bit words of a row's bits
   AlignedVector<float> queries_;      // [block, group, dim], rotated
   AlignedVector<float> tile_;         // [block, group, some tokens]: their logits
@@ -115,6 +122,7 @@ class GroupRows {
   std::vector<std::int32_t> shifts_;  // [block, heads()]
   std::vector<Lazy> lazy_;            // [block]
   std::vector<float> values_;         // [heads()][dim]: what values_from() returns
+  GradientBlock gradients_;
 };
 
 }  // namespace kvlab

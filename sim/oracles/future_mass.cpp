@@ -14,9 +14,10 @@ const std::uint64_t* masses_of(const void* params) {
 
 void admit_nothing(void*, Tokens, std::size_t, const void*, const Step&) {}
 
-void rank_by_mass(const void*, Tokens tokens, std::size_t count, const void* params, const Step&,
-                  std::uint64_t* ranks) {
+RankType rank_by_mass(const void*, Tokens tokens, std::size_t count, const void* params,
+                      const Step&, std::uint64_t* ranks) {
   for (std::size_t i = 0; i < count; ++i) ranks[i] = masses_of(params)[tokens.positions[i]];
+  return RankType::whole;
 }
 
 std::size_t least_mass(const void*, Tokens tokens, std::size_t begin, std::size_t end,

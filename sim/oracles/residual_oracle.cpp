@@ -13,9 +13,10 @@ const ResidualOracle& oracle_of(const void* params) {
   return **static_cast<const ResidualOracle* const*>(params);
 }
 
-void rank_by_change(const void*, Tokens tokens, std::size_t count, const void* params,
-                    const Step& step, std::uint64_t* ranks) {
+RankType rank_by_change(const void*, Tokens tokens, std::size_t count, const void* params,
+                        const Step& step, std::uint64_t* ranks) {
   oracle_of(params).rank(tokens.positions, count, step, ranks);
+  return RankType::whole;
 }
 
 std::size_t least_change(const void*, Tokens tokens, std::size_t begin, std::size_t end,

@@ -51,8 +51,9 @@ std::string gap_sentence(const Figures& figures, std::size_t best, std::string_v
   const double share = gained->mean / gap->mean;
   if (!(share > 0)) return "";
   if (share > 1)
-    return fmt::format(" It loses less than {}, which minimises lost mass and not this figure.",
-                       escape(figures.series()[*oracle].label));
+    return fmt::format(
+        " That is less than {}'s, which evicts by future attention and not by this figure.",
+        escape(figures.series()[*oracle].label));
   return fmt::format(" That closes {:.0f}% of the gap between {} and {}.", 100 * share,
                      escape(figures.series()[*window].label),
                      escape(figures.series()[*oracle].label));
@@ -69,15 +70,16 @@ std::string elsewhere_sentence(const Figures& figures, std::size_t winner,
     ++(ranking.verdict.tied.size() == 1 ? alone : tied);
   }
   if (figures.budgets().size() < 2) return "";
-  return fmt::format(" Of the run’s {} budgets it is first alone at {}, and not told apart from "
-                     "the first at {}.",
-                     figures.budgets().size(), alone, tied);
+  return fmt::format(
+      " Of the run’s {} budgets it is first alone at {}, and not told apart from "
+      "the first at {}.",
+      figures.budgets().size(), alone, tied);
 }
 
-std::string score_cell(const Figures& figures, std::optional<std::size_t> series,
-                       std::string_view budget, const MetricInfo& metric) {
+Cell score_cell(const Figures& figures, std::optional<std::size_t> series, std::string_view budget,
+                const MetricInfo& metric) {
   const auto score = series ? figures.average(*series, budget, metric.name) : std::nullopt;
-  return score ? average_text(*score) : "–";
+  return score ? average_cell(*score) : Cell("–");
 }
 
 }  // namespace
@@ -132,7 +134,7 @@ std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& 
 
 std::string best_by_budget_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
                                 const MetricInfo& metric, const std::string& caption) {
-  std::vector<std::vector<std::string>> rows;
+  std::vector<std::vector<Cell>> rows;
   for (const BudgetColumn& budget : figures.budgets()) {
     const Ranking ranking = rank_policies(figures, budget.text, metric);
     if (ranking.empty()) continue;
@@ -143,8 +145,8 @@ std::string best_by_budget_html(const Figures& figures, const std::vector<Series
       if (standing.series != best && (standing.ties || standing.holds_more))
         (standing.ties ? ties : more).push_back(escape(figures.series()[standing.series].label));
     rows.push_back(
-        {escape(budget.text), series_html(figures, styles, best),
-         average_text(winner.score), folded(ties), folded(more),
+        {escape(budget.text), series_html(figures, styles, best), average_cell(winner.score),
+         folded(ties), folded(more),
          score_cell(figures, counterpart(figures, best, "window"), budget.text, metric),
          score_cell(figures, counterpart(figures, best, kOracleMass), budget.text, metric)});
   }

@@ -15,6 +15,10 @@ int decimals_of(double value) {
   return static_cast<int>(std::clamp(2 - std::floor(std::log10(size)), 0.0, 8.0));
 }
 
+std::string data_attribute(const char* name, double value) {
+  return std::isfinite(value) ? fmt::format(" data-{}=\"{}\"", name, value) : "";
+}
+
 std::string with_separators(std::string digits) {
   const std::size_t end = std::min(digits.find('.'), digits.size());
   const std::size_t first = digits.starts_with('-') ? 1 : 0;
@@ -69,8 +73,20 @@ std::string join_names(const std::vector<std::string>& names) {
   return text;
 }
 
-std::string table(const std::vector<Column>& columns,
-                  const std::vector<std::vector<std::string>>& rows, std::string_view caption) {
+Cell figure_cell(double value) {
+  return std::isnan(value) ? Cell("–") : Cell(figure_text(value), value);
+}
+
+Cell average_cell(const Average& average) {
+  Cell cell(average_text(average), average.mean);
+  if (std::isfinite(average.standard_error)) cell.error = average.standard_error;
+  return cell;
+}
+
+Cell bytes_cell(double bytes) { return {bytes_text(bytes), bytes}; }
+
+std::string table(const std::vector<Column>& columns, const std::vector<std::vector<Cell>>& rows,
+                  std::string_view caption) {
   std::string html = "<div class=\"scroll\"><table>";
   if (!caption.empty()) html += fmt::format("<caption>{}</caption>", caption);
   html += "<thead><tr>";
@@ -81,11 +97,12 @@ std::string table(const std::vector<Column>& columns,
   for (const auto& row : rows) {
     html += "<tr>";
     for (std::size_t i = 0; i < row.size(); ++i)
-      html += fmt::format("<td{}>{}</td>",
+      html += fmt::format("<td{}{}{}>{}</td>",
                           columns[i].numeric ? " class=\"n\""
                           : columns[i].wraps ? " class=\"w\""
                                              : "",
-                          row[i]);
+                          data_attribute("value", row[i].value),
+                          data_attribute("error", row[i].error), row[i].html);
     html += "</tr>\n";
   }
   return html + "</tbody></table></div>\n";

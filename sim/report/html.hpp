@@ -1,6 +1,7 @@
 // Small pieces of HTML. All text goes through escape().
 #pragma once
 
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,8 +28,21 @@ struct Column {
   bool numeric = true;
   bool wraps = false;
 };
-/// Cells are HTML already. `caption` may be empty.
-std::string table(const std::vector<Column>& columns,
-                  const std::vector<std::vector<std::string>>& rows, std::string_view caption = {});
+/// HTML, and the number that it stands for, which goes into files.
+struct Cell {
+  std::string html;
+  double value = std::numeric_limits<double>::quiet_NaN(), error = value;  ///< NaN: none
+
+  Cell(std::string text) : html(std::move(text)) {}
+  Cell(const char* text) : html(text) {}
+  Cell(std::string text, double number) : html(std::move(text)), value(number) {}
+};
+Cell figure_cell(double value);  ///< a dash where it is NaN
+Cell average_cell(const Average& average);
+Cell bytes_cell(double bytes);
+
+/// `caption` may be empty. The first column stays while the others scroll.
+std::string table(const std::vector<Column>& columns, const std::vector<std::vector<Cell>>& rows,
+                  std::string_view caption = {});
 
 }  // namespace kvlab

@@ -4,31 +4,36 @@
 
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/scripts.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "sim/report/style.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 
-std::string html_page(std::string_view title, const std::string& body, const std::string& scripts) {
+std::string html_page(std::string_view title, const std::string& body,
+                      const nlohmann::ordered_json& data) {
+  const auto vega = vega_script();
+  const std::string scripts =
+      vega ? script_elements(data, *vega)
+           : fmt::format("<style>.drawn{{display:none}}</style><p class=\"quiet\">{}</p>", kNoVega);
   // Whatever a page holds, a browser fetches nothing for it.
   const char* const allowed =
-      scripts.empty()
-          ? "default-src 'none'; style-src 'unsafe-inline'"
-          : "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-            "img-src data: blob:";
+      !vega ? "default-src 'none'; style-src 'unsafe-inline'"
+            : "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+              "img-src data: blob:";
   return fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
       "<meta http-equiv=\"Content-Security-Policy\" content=\"{}\">\n"
       "<title>{}</title>\n<style>{}{}</style>\n</head>\n<body>\n<main>\n{}</main>\n{}</body>\n</"
       "html>\n",
-      allowed, escape(title), style_sheet(), scripts.empty() ? "" : page_file("page.css"), body,
-      scripts);
+      allowed, escape(title), style_sheet(), page_file("page.css"), body, scripts);
 }
 
 std::string html_open_section(std::string_view id, std::string_view heading,
                               std::string_view text) {
-  return fmt::format("<section id=\"{}\">\n<h2>{}</h2>\n{}</section>\n", id, heading,
-                     text.empty() ? "" : fmt::format("<p class=\"prose\">{}</p>\n", text));
+  return fmt::format("<section id=\"{}\" class=\"drawn\">\n<h2>{}</h2>\n{}</section>\n", id,
+                     heading, text.empty() ? "" : fmt::format("<p class=\"prose\">{}</p>\n", text));
 }
 
 std::string html_section(std::string_view heading, std::string_view text,
@@ -39,9 +44,19 @@ std::string html_section(std::string_view heading, std::string_view text,
   return html + fmt::format("<div class=\"{}\">\n{}</div>\n</section>\n", content_class, content);
 }
 
-std::string html_figure(std::string_view heading, std::string_view note, const std::string& svg) {
-  return fmt::format("<figure><figcaption><h3>{}</h3>{}</figcaption>{}</figure>\n", heading,
-                     note.empty() ? "" : fmt::format("<p>{}</p>", note), svg);
+std::string figures_section(std::string_view heading, std::string_view text,
+                            const std::vector<Figure>& figures, nlohmann::ordered_json& data) {
+  std::string places;
+  for (const Figure& figure : figures) {
+    if (figure.series.empty()) continue;
+    data["figures"].push_back(page_json(figure));
+    places += fmt::format("<div id=\"figure-{}\"></div>\n", escape(figure.name));
+  }
+  if (places.empty()) return "";
+  return fmt::format(
+      "<section class=\"drawn\">\n<h2>{}</h2>\n<p class=\"prose\">{}</p>\n"
+      "<div class=\"figures\">\n{}</div>\n</section>\n",
+      heading, text, places);
 }
 
 std::string html_header(std::string_view kind, std::string_view question, std::string_view context,

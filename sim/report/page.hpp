@@ -6,12 +6,18 @@
 #include <utility>
 #include <vector>
 
+#include "sim/report/figure.hpp"
+
 namespace kvlab {
 
-/// One HTML file that needs nothing else and asks for nothing. `title` is text, `body` HTML;
-/// `scripts` is what script_elements() gave, or empty.
+/// One HTML file that needs nothing else and asks for nothing. `title` is text, `body` HTML, `data`
+/// what its scripts draw. Without Vega it has no scripts, and says so.
 std::string html_page(std::string_view title, const std::string& body,
-                      const std::string& scripts = {});
+                      const nlohmann::ordered_json& data);
+
+/// A section that the page's scripts fill with `figures`, which are added to `data`; empty of none.
+std::string figures_section(std::string_view heading, std::string_view text,
+                            const std::vector<Figure>& figures, nlohmann::ordered_json& data);
 
 /// A section that the page's scripts fill, found by its id. Heading and text are HTML.
 std::string html_open_section(std::string_view id, std::string_view heading, std::string_view text);
@@ -19,8 +25,6 @@ std::string html_open_section(std::string_view id, std::string_view heading, std
 /// A section of HTML content, in a <div> of `content_class` unless that is empty.
 std::string html_section(std::string_view heading, std::string_view text,
                          const std::string& content, std::string_view content_class = {});
-
-std::string html_figure(std::string_view heading, std::string_view note, const std::string& svg);
 
 /// The top of a page: a question, the sentence that answers it, and a quiet note. All HTML.
 std::string html_header(std::string_view kind, std::string_view question, std::string_view context,

@@ -9,12 +9,10 @@
 #include <stdexcept>
 
 #include "sim/report/answer.hpp"
-#include "sim/report/charts.hpp"
+#include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
 #include "sim/report/interactive/kept_dataset.hpp"
-#include "sim/report/interactive/scripts.hpp"
-#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/ranking.hpp"
@@ -38,12 +36,15 @@ constexpr const char* kFootnote =
     "Replay is open loop: queries and keys come from the full-cache run. ± is one standard error; "
     "what differs by less than two counts as a tie.";
 constexpr const char* kCurves =
-    "The dashed line is an oracle that knows all future attention and evicts what will be missed "
-    "least: the mark to aim at. The dotted line, where drawn, is the bound that no choice of that "
-    "many tokens can pass. Bars are one standard error; the full cache has recall 1 and no error.";
-constexpr const char* kLifetimes =
-    "the head on which the policies differ most. Each line is a token, from the first query shown "
-    "that could attend to it to the last.";
+    "Bars are one standard error. Lines without markers are references, which no cache can be: "
+    "<code>oracle_mass</code> knows all future attention and evicts what will be missed least, "
+    "<code>oracle_topk</code>, where it is drawn, is the bound that no choice of so many tokens "
+    "can "
+    "pass. The full cache has recall 1 and no error.";
+constexpr const char* kFrontier =
+    "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
+    "better "
+    "for losing less. A bar to the right ends at the most that was held at once.";
 constexpr const char* kSeen =
     "The text that the model read, up to one query. Shading: the attention that the full cache "
     "pays, mean over the head’s query heads. What a policy has evicted is struck out; what left "
@@ -82,27 +83,43 @@ class Page {
   }
 
   std::string html() {
-    const auto vega = options_.fixed ? std::nullopt : vega_script();
-    std::string page = vega ? interactive(*vega) : fixed();
-    if (options_.progress) options_.progress(1);
-    return page;
+    DatasetOptions options{.headline = std::string(headline_.name), .budget = budget_.text};
+    for (const MetricInfo* metric : measured()) options.metrics.push_back(*metric);
+    for (const Series& series : figures_.series())
+      options.drawn.push_back(series.policy != kOracleTopk || bounds(series));
+    auto data = dataset_of(figures_, styles_, groups_, options);
+    data["winner"] = nullptr;
+    if (winner_) data["winner"] = *winner_;
+    data["by_head"] = by_head_.name;
+    if (run_.kept) data["kept"] = kept_data();
+    std::string body = header() + html_open_section("explore", "What each budget buys", kCurves);
+    if (groups_.size() == 1)
+      body += figures_section("What each byte buys", kFrontier, {frontier()}, data);
+    if (!layers_are_empty())
+      body += html_open_section("heads", "Where it is lost", data["note"].get<std::string>());
+    if (run_.kept) body += html_open_section("kept", "What was kept, seen", kSeen);
+    return html_page(title(), body + metrics() + provenance() + all_figures(), data);
   }
 
-  /// Every metric against the budget, and the deciding one by head.
-  void write_figures(const std::filesystem::path& directory) {
-    refuse_several_models();
-    AtomicFolder folder(directory);
-    const auto write = [&](const std::string& name, const Drawing& drawing) {
-      write_file_atomically(folder / (name + ".svg"), gnuplot_svg(drawing, name));
-      write_file_atomically(folder / (name + ".png"), gnuplot_png(drawing, name));
-    };
+  /// Every metric against the budget, the frontier, and the deciding metric by head.
+  std::string write_figures(const AtomicFolder& folder) {
+    if (groups_.size() > 1)
+      throw std::runtime_error(fmt::format(
+          "--figures: the run is of {} models ({} and {} among them), of which a figure would be "
+          "the mean; replay them apart",
+          groups_.size(), groups_[0].name, groups_[1].name));
+    std::vector<Figure> drawn{frontier()};
     for (const MetricInfo* metric : measured())
-      if (const auto drawing = curve_drawing(figures_, styles_, drawn_for(*metric), *metric))
-        write(std::string(metric->name), *drawing);
+      drawn.push_back(curve_figure(figures_, drawn_for(*metric), *metric));
+    for (Figure& figure : drawn) figure.title += ", " + model();
+    NamedFigures figures = vega_lites(drawn);
     if (winner_ && !layers_are_empty())
-      write(std::string(by_head_.name) + "_by_head",
-            heat_drawing(grid_of(*winner_, {}), Shading::amount));
-    folder.commit();
+      figures.emplace_back(std::string(by_head_.name) + "_by_head",
+                           vega_lite(grid_of(*winner_),
+                                     fmt::format("{} of {}, budget {}", by_head_.label,
+                                                 figures_.series()[*winner_].label, budget_.text),
+                                     by_head_.label));
+    return kvlab::write_figures(figures, folder);
   }
 
  private:
@@ -114,6 +131,7 @@ class Page {
         return *find_metric(name);
     return *find_metric("nll_recall");
   }
+  Figure frontier() const { return frontier_figure(figures_, drawn_for(headline_), headline_); }
   const BudgetColumn& chosen_budget() const {
     if (figures_.budgets().empty())
       throw std::runtime_error("the run holds no budget: only the full cache was replayed");
@@ -145,37 +163,6 @@ class Page {
       groups[place->second].rows.push_back(row);
     }
     return groups;
-  }
-
-  void refuse_several_models() const {
-    if (groups_.size() > 1)
-      throw std::runtime_error(fmt::format(
-          "the run is of {} models ({} and {} among them), of which fixed pictures would draw the "
-          "mean; install Vega (Debian: libjs-vega) for a page with each, or replay them apart",
-          groups_.size(), groups_[0].name, groups_[1].name));
-  }
-
-  std::string fixed() {
-    refuse_several_models();
-    return html_page(title(), header() + curves() + maps() + lifetimes() + metrics() +
-                                  provenance() + all_figures());
-  }
-
-  std::string interactive(std::string_view vega) {
-    DatasetOptions options{.headline = std::string(headline_.name), .budget = budget_.text};
-    for (const MetricInfo* metric : measured()) options.metrics.push_back(*metric);
-    for (const Series& series : figures_.series())
-      options.drawn.push_back(series.policy != kOracleTopk || bounds(series));
-    auto data = dataset_of(figures_, styles_, groups_, options);
-    data["winner"] = nullptr;
-    if (winner_) data["winner"] = *winner_;
-    const std::string note = data["note"].get<std::string>();
-    if (run_.kept) data["kept"] = kept_data();
-    std::string body = header() + html_open_section("explore", "What each budget buys", kCurves);
-    if (!layers_are_empty()) body += html_open_section("heads", "Where it is lost", note);
-    if (run_.kept) body += html_open_section("kept", "What was kept, seen", kSeen);
-    body += metrics() + provenance() + all_figures();
-    return html_page(title(), body, script_elements(data, vega));
   }
 
   nlohmann::ordered_json kept_data() const {
@@ -212,15 +199,6 @@ class Page {
             evidence.least, evidence.most);
     return text + ". ";
   }
-  void step() {
-    if (options_.progress) options_.progress(std::min(0.95, ++steps_ / 14.0));
-  }
-
-  std::string figure(std::string_view heading, std::string_view note, const std::string& svg) {
-    step();
-    return html_figure(heading, note, svg);
-  }
-
   /// "6 policies", "2 policies in 5 variants".
   std::string policies_text() const {
     std::set<std::string_view> names;
@@ -257,7 +235,8 @@ class Page {
       if (!answers.empty()) answers += "<br>";
       if (!name.empty()) answers += "<strong>" + name + "</strong>: ";
       const BudgetColumn* const budget = own.find_budget(budget_.text);
-      answers += budget ? answer_html(own, *budget, headline_, scored_tokens(run_.info, group.rows)) : "nothing at this budget.";
+      answers += budget ? answer_html(own, *budget, headline_, scored_tokens(run_.info, group.rows))
+                        : "nothing at this budget.";
       if (winner_) tables += best_by_budget_html(own, styles_of(own.series()), headline_, name);
     }
     return html_header("kvlab report",
@@ -285,37 +264,6 @@ class Page {
     return drawn;
   }
 
-  std::string curve(std::string_view metric_name, std::string_view heading, std::string note) {
-    const MetricInfo& metric = *find_metric(metric_name);
-    const std::string svg = curve_chart(figures_, styles_, drawn_for(metric), metric,
-                                        fmt::format("curve_{}", metric_name));
-    if (metric_name == headline_.name) note += " This figure decides.";
-    return svg.empty() ? "" : figure(heading, note, svg);
-  }
-
-  std::string curves() {
-    const std::string requests = fmt::format(
-        "Of the tokens to which a query gives at least {:g} of its row’s largest entry, the share "
-        "already evicted.",
-        run_.info.threshold);
-    const std::string error =
-        fmt::format("How far each head’s output moves, relative to its length{}.",
-                    run_.info.every_output_error ? "" : "; every eighth query");
-    return html_section(
-        "What each budget buys", kCurves,
-        (headline_.name == "nll_recall"
-             ? ""
-             : curve(headline_.name, fmt::format("{}, lower is better", headline_.label), "")) +
-            curve("nll_recall", "−ln recall, lower is better",
-                  "The mean of −ln of each query’s recall: rows that lose nearly everything "
-                  "weigh most.") +
-            curve("recall", "Recall, higher is better",
-                  "The share of the full cache’s attention that falls on kept tokens.") +
-            curve("miss_rate", "Miss rate, lower is better", requests) +
-            curve("output_error", "Output error, lower is better", error),
-        "figures");
-  }
-
   HeadGrid empty_grid() const {
     HeadGrid grid;
     for (const ResultRow& row : run_.rows) {
@@ -329,43 +277,16 @@ class Page {
     return grid;
   }
 
-  /// The figure by_head_ of `series` on each head, less that of `base` if there is one.
-  HeadGrid grid_of(std::size_t series, std::optional<std::size_t> base) const {
+  /// The figure by_head_ of `series` on each head.
+  HeadGrid grid_of(std::size_t series) const {
     HeadGrid grid = empty_grid();
     for (std::size_t l = 0; l < grid.layers.size(); ++l)
       for (std::size_t h = 0; h < grid.heads; ++h) {
         const Scope scope{grid.layers[l], static_cast<std::int32_t>(h)};
-        const auto value = figures_.average(series, budget_.text, by_head_.name, scope);
-        const auto less =
-            base ? figures_.average(*base, budget_.text, by_head_.name, scope) : Average{};
-        if (value && less) grid.cells[l * grid.heads + h] = value->mean - less->mean;
+        if (const auto value = figures_.average(series, budget_.text, by_head_.name, scope))
+          grid.cells[l * grid.heads + h] = value->mean;
       }
     return grid;
-  }
-
-  std::string maps() {
-    if (!winner_) return "";
-    const std::string name = escape(figures_.series()[*winner_].label);
-    std::string figures = figure(name, "Darker: more attention lost.",
-                                 heat_map(grid_of(*winner_, {}), Shading::amount,
-                                          name + " by layer and head", "map_winner"));
-    const auto window = counterpart(figures_, *winner_, "window");
-    if (window && *window != *winner_)
-      figures += figure(name + " less window",
-                        "Blue: the policy loses less than window does; orange: more.",
-                        heat_map(grid_of(*winner_, window), Shading::difference,
-                                 name + " less window, by layer and head", "map_difference"));
-    if (const auto oracle = counterpart(figures_, *winner_, kOracleMass))
-      figures += figure(name + " less oracle_mass",
-                        "Its regret: what it loses beyond a rule that knows what every token will "
-                        "be given under the full cache. Orange: there is something left to win. "
-                        "The rule is strong for recall, no bound: blue is possible.",
-                        heat_map(grid_of(*winner_, oracle), Shading::difference,
-                                 name + " less oracle_mass, by layer and head", "map_regret"));
-    return html_section("Where it is lost",
-                        fmt::format("{} by layer and KV head at a budget of {}.",
-                                    escape(by_head_.label), escape(budget_.text)),
-                        figures, "figures");
   }
 
   /// The curve that belongs to what was kept, if the run has it.
@@ -379,38 +300,17 @@ class Page {
     return std::nullopt;
   }
 
-  std::string lifetimes() {
-    if (!run_.kept || run_.kept->heads.front().series.empty()) return "";
-    const Kept& kept = *run_.kept;
-    const KeptHead& head = kept.heads.front();
-    std::string figures;
-    for (const KeptSeries& series : head.series) {
-      const auto curve = series_of(series);
-      const std::string label = curve ? figures_.series()[*curve].label : series.policy;
-      figures += figure(escape(label), "",
-                        lifetime_chart(kept, series, curve ? styles_[*curve].colour : "ink",
-                                       label + ": tokens kept, by query",
-                                       fmt::format("kept_{}", &series - head.series.data())));
-    }
-    const std::string trace =
-        run_.info.traces.size() > 1 ? fmt::format(", trace {}", escape(kept.trace)) : "";
-    return html_section("What was kept over time",
-                        fmt::format("Layer {}, KV head {}, budget {}{}: {}", head.layer, head.head,
-                                    escape(kept.budget), trace, kLifetimes),
-                        figures, "figures small");
-  }
-
-  static std::string cell(const Figures& figures, std::size_t series, std::string_view budget,
-                          const MetricInfo& metric) {
+  static Cell cell(const Figures& figures, std::size_t series, std::string_view budget,
+                   const MetricInfo& metric) {
     const auto average = figures.average(series, budget, metric.name);
     if (!average) return "–";
-    return metric.name.find("_bytes") != std::string_view::npos ? bytes_text(average->mean) : average_text(*average);
+    return metric.name.find("_bytes") != std::string_view::npos ? bytes_cell(average->mean)
+                                                                : average_cell(*average);
   }
 
-  std::vector<std::string> figures_row(const Figures& figures,
-                                       const std::vector<SeriesStyle>& styles, std::size_t series,
-                                       std::string_view budget) const {
-    std::vector<std::string> row{series_html(figures, styles, series), escape(budget)};
+  std::vector<Cell> figures_row(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                                std::size_t series, std::string_view budget) const {
+    std::vector<Cell> row{series_html(figures, styles, series), escape(budget)};
     for (const MetricInfo* metric : measured())
       row.push_back(cell(figures, series, budget, *metric));
     return row;
@@ -432,7 +332,7 @@ class Page {
     const auto styles = styles_of(figures.series());
     std::vector<Column> columns{{"policy", false}, {"budget"}};
     for (const MetricInfo* metric : measured()) columns.push_back({escape(metric->label)});
-    std::vector<std::vector<std::string>> rows;
+    std::vector<std::vector<Cell>> rows;
     for (std::size_t s = 0; s < figures.series().size(); ++s) {
       if (figures.series()[s].is_full()) {
         rows.push_back(figures_row(figures, styles, s, "all"));
@@ -509,7 +409,6 @@ class Page {
   const BudgetColumn& budget_;
   std::vector<SequenceGroup> groups_;
   std::optional<std::size_t> winner_;
-  int steps_ = 0;
 };
 
 }  // namespace
@@ -518,10 +417,9 @@ std::string report_html(const Run& run, const ReportOptions& options) {
   return Page(run, options).html();
 }
 
-void write_figures(const Run& run, const std::string& budget,
-                   const std::filesystem::path& directory) {
+std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder) {
   const ReportOptions options{.budget = budget};
-  Page(run, options).write_figures(directory);
+  return Page(run, options).write_figures(folder);
 }
 
 }  // namespace kvlab

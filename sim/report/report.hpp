@@ -2,30 +2,27 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "sim/run/run.hpp"
+#include "traces/base/files.hpp"
 
 namespace kvlab {
 
 struct ReportOptions {
   std::string budget;  ///< of heat maps and the headline, as asked or in tokens; empty: the run's
                        ///< middle one
-  bool fixed = false;  ///< pictures by gnuplot and no script, even where there is Vega
   std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: not known
-  std::function<void(double)> progress;  ///< called with the fraction done; may be empty
 };
 
 /// Question, answer, curves, heat maps, what was kept, all figures, provenance. Throws
-/// std::invalid_argument for a budget that is not in the run; std::runtime_error without gnuplot.
+/// std::invalid_argument for a budget that is not in the run.
 std::string report_html(const Run& run, const ReportOptions& options = {});
 
-/// The same figures as SVG and PNG, each with its own colours and labels, in `directory`, which is
-/// made; and results.csv's own words for their names. Throws as report_html, and
-/// std::invalid_argument for a run of several models.
-void write_figures(const Run& run, const std::string& budget,
-                   const std::filesystem::path& directory);
+/// Each metric's curves, the frontier and the deciding metric by head as Vega-Lite and, where that
+/// can be drawn, SVG and PNG, in `folder`; their names are results.csv's own. Returns what is
+/// missing. Throws as report_html, and std::runtime_error for a run of several models.
+std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder);
 
 }  // namespace kvlab

@@ -43,8 +43,7 @@ class Words {
     std::vector<std::string> all;
     for (std::size_t i = 0; i < std::min(which.size(), kMostNamed); ++i)
       all.push_back(name(which[i]));
-    if (which.size() > kMostNamed)
-      all.push_back(fmt::format("{} more", which.size() - kMostNamed));
+    if (which.size() > kMostNamed) all.push_back(fmt::format("{} more", which.size() - kMostNamed));
     return join_names(all);
   }
 
@@ -59,9 +58,8 @@ class Words {
   bool alone() const { return others().empty(); }
   std::string why() const {
     const Memory& own = contenders_[verdict_.winner()].memory;
-    const bool less = std::ranges::any_of(others(), [&](std::size_t c) {
-      return !holds_no_more(contenders_[c].memory, own);
-    });
+    const bool less = std::ranges::any_of(
+        others(), [&](std::size_t c) { return !holds_no_more(contenders_[c].memory, own); });
     return less ? "it holds less" : "the others are a last resort";
   }
 
@@ -142,9 +140,9 @@ std::vector<std::string> verdict_warnings(const Verdict& verdict,
   if (std::ranges::all_of(contenders, [](const Contender& c) { return !(c.memory.peak > 0); }))
     lines.push_back("what is held at decoded queries is not known; run it again to compare memory");
   for (const std::string& name : scope.filled)
-    lines.push_back(fmt::format(
-        "{} at {}: its guards are as large as the budget, so it is `window` with sinks", name,
-        scope.budget));
+    lines.push_back(
+        fmt::format("{} at {}: its guards are as large as the budget, so it is `window` with sinks",
+                    name, scope.budget));
   return lines;
 }
 

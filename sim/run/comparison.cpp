@@ -37,8 +37,8 @@ double incomplete_beta(double a, double b, double x) {
     }
     if (std::abs(step - 1) < kEnough) break;
   }
-  const double front = std::lgamma(a + b) - std::lgamma(a) - std::lgamma(b) + a * std::log(x) +
-                       b * std::log1p(-x);
+  const double front =
+      std::lgamma(a + b) - std::lgamma(a) - std::lgamma(b) + a * std::log(x) + b * std::log1p(-x);
   return std::exp(front) * fraction / a;
 }
 
@@ -228,9 +228,10 @@ std::vector<std::size_t> preferred(const Verdict& verdict, std::span<const Conte
     if (!kept.empty()) tied = std::move(kept);
   };
   keep([&](std::size_t c) { return !contenders[c].last_resort; });
-  const std::size_t least = std::ranges::min(
-      tied, {}, [&](std::size_t c) { return contenders[c].memory.mean; });
-  keep([&](std::size_t c) { return holds_no_more(contenders[c].memory, contenders[least].memory); });
+  const std::size_t least =
+      std::ranges::min(tied, {}, [&](std::size_t c) { return contenders[c].memory.mean; });
+  keep(
+      [&](std::size_t c) { return holds_no_more(contenders[c].memory, contenders[least].memory); });
   std::ranges::sort(tied);
   return tied;
 }

@@ -122,10 +122,10 @@ Verdict verdict_of(std::span<const Contender> contenders, double budget_bytes,
 
 /// What a verdict was given on.
 struct VerdictScope {
-  std::string budget;       ///< "64 tokens"
-  double budget_bytes = 0;  ///< 0: not known
-  std::string figure;       ///< "KL"
-  std::size_t texts = 0;    ///< different ones
+  std::string budget;                    ///< "64 tokens"
+  double budget_bytes = 0;               ///< 0: not known
+  std::string figure;                    ///< "KL"
+  std::size_t texts = 0;                 ///< different ones
   std::uint64_t tokens = 0;              ///< scored; 0: not known
   std::uint64_t draws = 0;               ///< of a task, instead of texts
   std::string unmeasured = {};           ///< "answers were not asked"

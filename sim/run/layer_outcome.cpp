@@ -18,71 +18,53 @@ void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
   if (output > 0) layer.error[c].add(span.block_of_sample(sample), std::sqrt(error / output), 1);
 }
 
-/// Whether each head has a projection: a reference that has no outputs has none.
-bool is_projected(const LayerOutcome& layer, std::size_t c) {
+/// Whether each head has `what`: a reference that has no outputs has none.
+bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadStats::*what) {
   return std::ranges::none_of(layer.heads,
-                              [c](const auto& head) { return head[c].stats.projected.empty(); });
+                              [&](const auto& head) { return (head[c].stats.*what).empty(); });
 }
 
-/// Some columns of a projection.
-struct ColumnRange {
-  std::uint32_t first, count;
-};
-
-/// The squared sums of some columns over the heads, and those of each head, divided by `by`.
-void add_squares(SquaredErrors& to, LayerOutcome& layer, const QuerySpan& span, std::size_t c,
-                 std::uint32_t sample, ColumnRange columns, double by) {
-  const std::uint32_t block = span.block_of_sample(sample);
-  std::vector<double> sum(columns.count);
-  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
-    const auto own = layer.heads[h][c].stats.projected_of(sample).subspan(columns.first);
+/// The squared sums over the heads of what `of` gives of each, `count` numbers, and those of each
+/// head, divided by `by`; by number too where `to` has columns.
+template <class Of>
+void add_squares(SquaredErrors& to, LayerOutcome& layer, std::size_t c, std::uint32_t block,
+                 std::uint32_t count, double by, Of of) {
+  std::vector<double> sum(count);
+  const auto add = [&](BlockedRatio& ratio, const auto* numbers) {
     double squares = 0;
-    for (std::uint32_t i = 0; i < columns.count; ++i) {
-      const double x = own[i];
+    for (std::uint32_t i = 0; i < count; ++i) {
+      const double x = numbers[i];
       squares += x * x;
-      sum[i] += x;
+      if (!ratio.columns.empty()) ratio.columns[i] += x * x / by;
     }
-    to.heads[h][c].add(block, squares / by, 1);
+    ratio.add(block, squares / by, 1);
+  };
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    const float* const own = of(layer.heads[h][c].stats);
+    for (std::uint32_t i = 0; i < count; ++i) sum[i] += own[i];
+    add(to.heads[h][c], own);
   }
-  double squares = 0;
-  for (const double x : sum) squares += x * x;
-  to.layer[c].add(block, squares / by, 1);
+  add(to.layer[c], sum.data());
 }
 
-/// The columns of the draws, summed over the heads.
-void keep_changes(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
-                  const ProjectionColumns& columns) {
+/// Of every query of the span; and the changes, summed over the heads.
+void add_changes(LayerOutcome& layer, const QuerySpan& span, std::size_t c, std::uint32_t draws) {
   std::vector<float>& changes = layer.changes[c];
-  changes.resize(std::size_t{span.samples()} * columns.draws);
-  for (std::uint32_t sample = 0; sample < span.samples(); ++sample)
-    for (std::uint32_t draw = 0; draw < columns.draws; ++draw) {
-      double sum = 0;
-      for (auto& head : layer.heads)
-        sum += head[c].stats.projected_of(sample)[columns.residual + draw];
-      changes[std::size_t{sample} * columns.draws + draw] = static_cast<float>(sum);
-    }
+  changes.resize(std::size_t{span.size()} * draws);
+  for (std::uint32_t i = 0; i < span.size(); ++i)
+    add_squares(layer.kl, layer, c, span.block_of(i), draws, 2.0 * draws, [&](HeadStats& stats) {
+      const float* const own = stats.changes_of(i, draws);
+      for (std::uint32_t draw = 0; draw < draws; ++draw)
+        changes[std::size_t{i} * draws + draw] += own[draw];
+      return own;
+    });
 }
 
-/// A ratio's sums times `factor`, to those of another.
-void add_scaled(BlockedRatio& to, const BlockedRatio& from, double factor) {
-  for (std::size_t block = 0; block < from.above.size(); ++block)
-    to.above[block] += factor * from.above[block];
-  to.below = from.below;  // the samples, of every head the same
-}
-
-void add_calibrated(LayerOutcome& layer, std::size_t c, std::span<const double> sensitivity) {
-  auto next = sensitivity.begin();
-  for (std::size_t h = 0; h < layer.heads.size(); ++h)
-    for (const auto& head : layer.heads[h][c].stats.heads) {
-      const double factor = 0.5 * *next++;
-      add_scaled(layer.calibrated.heads[h][c], head.squared, factor);
-      add_scaled(layer.calibrated.layer[c], head.squared, factor);
-    }
-}
-
-void resize(SquaredErrors& errors, const QuerySpan& span, std::size_t heads, std::size_t configs) {
+void resize(SquaredErrors& errors, const QuerySpan& span, std::size_t heads, std::size_t configs,
+            std::uint32_t columns = 0) {
   BlockedRatio none;
   none.resize(span.blocks());
+  none.columns.resize(columns);
   errors.layer.assign(configs, none);
   errors.heads.assign(heads, errors.layer);
 }
@@ -94,27 +76,25 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
   const ProjectionColumns& columns = facts.columns;
   layer.error.resize(configs);
   layer.changes.resize(configs);
-  resize(layer.residual, span, layer.heads.size(), configs);
+  resize(layer.residual, span, layer.heads.size(), configs, columns.residual);
   resize(layer.kl, span, layer.heads.size(), configs);
-  resize(layer.calibrated, span, layer.heads.size(), configs);
   parallel_for(configs, threads, [&](std::size_t c) {
     layer.error[c].resize(span.blocks());
-    const bool projected = is_projected(layer, c);
+    const bool residual = columns.residual && has_all(layer, c, &HeadStats::residual);
     for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
       add_layer_error(layer, span, c, sample);
-      if (projected && columns.residual && facts.norm2[sample] > 0)
-        add_squares(layer.residual, layer, span, c, sample, {0, columns.residual},
-                    facts.norm2[sample]);
-      if (projected && columns.draws)
-        add_squares(layer.kl, layer, span, c, sample, {columns.residual, columns.draws},
-                    2.0 * columns.draws);
+      if (residual && facts.norm2[sample] > 0)
+        add_squares(layer.residual, layer, c, span.block_of_sample(sample), columns.residual,
+                    facts.norm2[sample],
+                    [&](HeadStats& stats) { return stats.residual_of(sample); });
     }
-    if (!facts.sensitivity.empty()) add_calibrated(layer, c, facts.sensitivity);
-    if (projected && columns.draws) keep_changes(layer, span, c, columns);
+    if (columns.draws && has_all(layer, c, &HeadStats::changes))
+      add_changes(layer, span, c, columns.draws);
     for (auto& head : layer.heads) {
       head[c].stats.error2 = {};
       head[c].stats.output2 = {};
-      head[c].stats.projected = {};
+      head[c].stats.residual = {};
+      head[c].stats.changes = {};
     }
   });
 }
@@ -133,8 +113,9 @@ std::vector<BlockedRatio> JointChanges::squares(const QuerySpan& span, std::uint
     ratios[c].resize(span.blocks());
     for (std::size_t first = 0; first < sums_[c].size(); first += draws) {
       double squares = 0;
-      for (std::size_t i = first; i < first + draws; ++i) squares += sums_[c][i] * sums_[c][i];
-      ratios[c].add(span.block_of_sample(static_cast<std::uint32_t>(first / draws)),
+      for (std::size_t i = first; i < first + draws; ++i)
+        squares += static_cast<double>(sums_[c][i]) * static_cast<double>(sums_[c][i]);
+      ratios[c].add(span.block_of(static_cast<std::uint32_t>(first / draws)),
                     squares / (2.0 * draws), 1);
     }
   }

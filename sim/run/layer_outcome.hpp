@@ -24,16 +24,14 @@ struct LayerOutcome {
   std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
   SquaredErrors residual;                       // behind W_o, by the residual stream's norm
   SquaredErrors kl;                             // halves of squared changes of log-likelihood
-  SquaredErrors calibrated;                     // by query head, times half its sensitivity
-  /// [configuration][sample, draw]: changes of log-likelihood, heads summed; or empty.
+  /// [configuration][query of the span, draw]: changes of log-likelihood, heads summed; or empty.
   std::vector<std::vector<float>> changes;
 };
 
 /// What is known of a layer beside its outcomes.
 struct LayerFacts {
   ProjectionColumns columns;
-  std::vector<float> norm2;             // of the residual stream, [sample]; or empty
-  std::span<const double> sensitivity;  // [query head], of a Calibration; or empty
+  std::vector<float> norm2;  // of the residual stream, [sample]; or empty
 };
 
 /// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
@@ -51,7 +49,7 @@ class JointChanges {
   std::vector<BlockedRatio> squares(const QuerySpan& span, std::uint32_t draws) const;
 
  private:
-  std::vector<std::vector<double>> sums_;  // [configuration][sample, draw]
+  std::vector<std::vector<float>> sums_;  // [configuration][query of the span, draw]
 };
 
 }  // namespace kvlab

@@ -8,6 +8,7 @@
 #include <limits>
 #include <set>
 
+#include "policies/catalogue.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -15,15 +16,16 @@ namespace {
 
 constexpr std::string_view kAll = "all";
 
-/// The settings of `series` that not every series of its policy has.
+/// The settings of `series` that not every series of its policy has, and that are no defaults.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
-  for (const std::string& part : split_list(series.params, ':')) {
+  const auto own = split_list(brief_policy(series.policy + ":" + series.params), ':');
+  for (const std::string& part : std::span(own).subspan(1)) {
     const bool common = std::all_of(siblings.begin(), siblings.end(), [&](const Series* other) {
       const auto parts = split_list(other->params, ':');
       return std::find(parts.begin(), parts.end(), part) != parts.end();
     });
-    if (!common) text += ":" + part;
+    if (!common && !part.empty()) text += ":" + part;
   }
   return text;
 }
@@ -193,8 +195,7 @@ Ranking rank_policies(const Figures& figures, std::string_view budget, const Met
   ranking.scope.budget_bytes = budget_bytes;
   ranking.scope.figure = metric.label;
   ranking.verdict = verdict_of(ranking.contenders, budget_bytes, [&](std::size_t a, std::size_t b) {
-    auto difference =
-        figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
+    auto difference = figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
     // Absent only where the two share no trace: then nothing can be said, and nothing is claimed.
     return !difference ? Difference{} : sign < 0 ? difference->reversed() : *difference;
   });

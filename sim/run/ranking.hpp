@@ -82,19 +82,20 @@ class Figures {
 struct Standing {
   std::size_t series;
   Average score;
-  Difference behind;  ///< how much worse than the first; 0 of the first itself, NaN of who holds more
-  bool ties;          ///< with the first, which is not told apart from it; true for the first itself
-  bool holds_more;    ///< than the budget: no contender
+  Difference
+      behind;       ///< how much worse than the first; 0 of the first itself, NaN of who holds more
+  bool ties;        ///< with the first, which is not told apart from it; true for the first itself
+  bool holds_more;  ///< than the budget: no contender
   Memory memory;
 };
 
 /// The policies (no references, not `full`) at a budget.
 struct Ranking {
-  std::vector<Standing> standings;  ///< contenders, the best first; behind them who holds more
-  std::size_t winner = 0;           ///< of the standings
-  Verdict verdict;                  ///< about `contenders`
-  std::vector<Contender> contenders;     ///< in the order of the run
-  std::vector<std::size_t> series;       ///< [contender]
+  std::vector<Standing> standings;    ///< contenders, the best first; behind them who holds more
+  std::size_t winner = 0;             ///< of the standings
+  Verdict verdict;                    ///< about `contenders`
+  std::vector<Contender> contenders;  ///< in the order of the run
+  std::vector<std::size_t> series;    ///< [contender]
   VerdictScope scope;
 
   bool empty() const { return standings.empty(); }

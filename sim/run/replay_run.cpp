@@ -9,7 +9,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "sim/calibration.hpp"
 #include "sim/run/kept.hpp"
 #include "sim/run/run_folder.hpp"
 #include "traces/base/cancel.hpp"
@@ -60,8 +59,6 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
     info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
                          config.prefill.text(), std::string(name_of(config.positions)), config.seed,
                          budgets_of(config.budget)});
-  if (const auto& calibration = request.options.calibration)
-    info.calibration = {calibration->path, calibration->xxh3};
   if (const auto& output = request.options.output) info.projections_xxh3 = output->weights_xxh3;
   if (!request.grid.empty()) info.threshold = request.grid.front().threshold;
   for (const CacheConfig& config : request.grid)

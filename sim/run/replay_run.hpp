@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "sim/head_replayer.hpp"
-#include "sim/run/process_group.hpp"
+#include "sim/processes/process_group.hpp"
 #include "sim/run/run.hpp"
 
 namespace kvlab {

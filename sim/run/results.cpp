@@ -34,7 +34,6 @@ constexpr std::array kMetrics{
     MetricInfo{"residual_error", "residual error", false, true},
     MetricInfo{"kl_estimate", "estimate of KL", false, true},
     MetricInfo{"kl_estimate_joint", "estimate of KL, layers together", false, true},
-    MetricInfo{"calibrated_error", "calibrated error", false, true},
     MetricInfo{"regret_mass", "−ln recall beyond oracle_mass", false, false},
     MetricInfo{"regret_residual", "residual error beyond oracle_residual", false, false},
     MetricInfo{"evictions", "evictions", false, false},

@@ -115,8 +115,6 @@ json to_json(const RunInfo& info) {
            {"request_threshold", info.threshold},
            {"output_error", info.every_output_error ? "all" : "sample"},
            {"layers", layers}};
-  if (info.calibration)
-    top["calibration"] = {{"path", info.calibration->path}, {"xxh3", info.calibration->xxh3}};
   if (!info.projections_xxh3.empty()) top["projections_xxh3"] = info.projections_xxh3;
   if (info.sources.size() == 1) top["policy_source"] = to_json(info.sources.front());
   if (info.sources.size() > 1) {
@@ -168,10 +166,6 @@ RunInfo info_from(const JsonFields& fields) {
     throw std::runtime_error(fields.where() + ": key 'output_error' should be sample or all");
   info.every_output_error = error == "all";
   if (fields.any("layers") != json("all")) info.layers = whole_numbers(fields, "layers");
-  if (fields.has("calibration")) {
-    const JsonFields calibration = fields.object("calibration");
-    info.calibration = {calibration.text("path"), calibration.text("xxh3")};
-  }
   if (fields.has("projections_xxh3")) info.projections_xxh3 = fields.text("projections_xxh3");
   if (fields.has("policy_source") && fields.any("policy_source").is_array())
     info.sources = list_of(fields, "policy_source", source_from);
@@ -356,8 +350,7 @@ std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows
     const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
     if (trace == info.traces.end()) continue;
     const std::uint64_t layers = info.layers.empty() ? trace->layers : info.layers.size();
-    queries[trace->hash] =
-        row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
+    queries[trace->hash] = row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
   }
   std::uint64_t sum = 0;
   for (const auto& [text, count] : queries) sum += count;
@@ -368,7 +361,6 @@ json job_of(const RunInfo& info, const std::string& build) {
   json job = to_json(info);
   job["build"] = build;
   for (json& trace : job["traces"]) trace.erase("path");
-  if (info.calibration) job["calibration"].erase("path");
   return job;
 }
 

@@ -59,13 +59,7 @@ struct RunInfo {
   bool every_output_error = false;
   std::vector<std::uint32_t> layers;  ///< empty: all
   std::vector<RunSource> sources;     ///< of --policy-source
-  /// The file of --calibration: where it was, and its XXH3-64.
-  struct CalibrationFile {
-    std::string path, xxh3;
-    bool operator==(const CalibrationFile&) const = default;
-  };
-  std::optional<CalibrationFile> calibration;
-  std::string projections_xxh3;  ///< weights of --model; empty: none was given
+  std::string projections_xxh3;       ///< weights of --model; empty: none was given
 
   bool operator==(const RunInfo&) const = default;
 };

@@ -29,9 +29,9 @@ class Tabulator {
   /// One configuration's outcomes on a part of the model: a KV head, a layer, or all.
   struct ModelPart {
     Outcomes outcomes;
-    Ratios layer, residual, kl, calibrated;  ///< of one layer, or of each
-    Ratios joint;                            ///< one, of all layers; or none
-    std::vector<ReplayUnit> units;           ///< [outcome]
+    Ratios layer, residual, kl;  ///< of one layer, or of each
+    Ratios joint;                ///< one, of all layers; or none
+    std::vector<ReplayUnit> units;  ///< [outcome]
 
     /// Of a layer; of KV head `head` alone where that is not negative.
     void add(const LayerOutcome& of, std::uint32_t index, std::int32_t head, std::size_t c) {
@@ -41,7 +41,6 @@ class Tabulator {
       if (head < 0) layer.push_back(&of.error[c]);
       residual.push_back(squares(of.residual));
       kl.push_back(squares(of.kl));
-      calibrated.push_back(squares(of.calibrated));
       for (std::size_t h = 0; h < of.heads.size(); ++h)
         if (head < 0 || h == static_cast<std::size_t>(head)) {
           outcomes.push_back(&of.heads[h][c]);
@@ -78,7 +77,6 @@ class Tabulator {
                  heads);
     add_layers("kl_estimate", mean_of(part.kl), layers, heads);
     add_layers("kl_estimate_joint", mean_of(part.joint), 1, heads * layers);
-    add_layers("calibrated_error", mean_of(part.calibrated), layers, heads);
     for (std::size_t s = 0; s < span_.named().size(); ++s)
       add_mean(
           std::string(kSpanRecall) + span_.named()[s].name,
@@ -107,12 +105,12 @@ class Tabulator {
       const std::uint32_t budget = config_.budget_of(layer, head);
       const auto found = counts_.find(budget);
       const LiveCounts& counts =
-          found != counts_.end() ? found->second
-                                 : counts_.emplace(budget, live_counts(config_, budget)).first->second;
+          found != counts_.end()
+              ? found->second
+              : counts_.emplace(budget, live_counts(config_, budget)).first->second;
       // Of the slots that a layer shares, this head's.
-      const double share = config_.shares_slots()
-                               ? static_cast<double>(part.outcomes[i]->live_end) - counts.end
-                               : 0;
+      const double share =
+          config_.shares_slots() ? static_cast<double>(part.outcomes[i]->live_end) - counts.end : 0;
       mean += counts.mean + share;
       peak += counts.peak + share;
       budgets += budget == kNoBudget ? counts.end : budget;

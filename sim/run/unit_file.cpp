@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kMagic = "kvunit 3";
+constexpr std::string_view kMagic = "kvunit 4";
 constexpr std::size_t kHashDigits = 16;
 
 /// Writes, field after field; little endian, as all of our machines are.
@@ -93,15 +93,15 @@ void outcome_fields(Stream& stream, Outcome& outcome) {
   stream(outcome.live_end);
   stream(outcome.stats.error2);
   stream(outcome.stats.output2);
-  stream(outcome.stats.projected);
+  stream(outcome.stats.residual);
+  stream(outcome.stats.changes);
   stream.list(outcome.stats.heads, [](auto& s, auto& head) {
     s(head.zero_outputs);
     const auto ratio = [](auto& to, auto& of) {
       to(of.above);
       to(of.below);
     };
-    for (auto* of : {&head.recall, &head.nll, &head.miss, &head.error, &head.squared})
-      ratio(s, *of);
+    for (auto* of : {&head.recall, &head.nll, &head.miss, &head.error}) ratio(s, *of);
     s.list(head.spans, ratio);
   });
 }

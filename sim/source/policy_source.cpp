@@ -177,6 +177,12 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
                                                   const std::string& name, const std::string& path,
                                                   const std::string& xxh3,
                                                   const std::string& where) {
+  // Where a function of Python's was defined: a file, or such as "<stdin>".
+  if (path.ends_with(".py") || path.starts_with('<'))
+    throw std::invalid_argument(fmt::format(
+        "{}: policy {} is a Python function of {}, which runs in replays only; write it as a "
+        "header (docs/adding-a-policy.md) and replay that by --policy-source",
+        where, name, path));
   if (compiled.entries.empty())
     throw std::invalid_argument(
         fmt::format("{}: policy {} was compiled from {}: give that text by --policy-source {}",

@@ -189,6 +189,76 @@ TEST_CASE("options that change what is computed are refused by name") {
   CHECK_NOTHROW(read(with(llama(), {{"hidden_act", "silu"}, {"pretraining_tp", 1}})));
 }
 
+TEST_CASE("keys of related models are refused where they are on, and harmless where they are off") {
+  const std::vector<std::pair<std::string, json>> on{
+      {"attn_output_gate", true},
+      {"clip_qkv", 8.0},
+      {"qk_layernorm", true},
+      {"rope_interleaved", true},
+      {"use_qk_norm", true},
+      {"logit_scale", 0.0625},
+      {"num_local_experts", 8},
+      {"kv_lora_rank", 512},
+      {"embedding_multiplier", 12},
+      {"pruned_heads", {{"1", {0}}}},
+      {"auto_map", {{"AutoModelForCausalLM", "own.Model"}}}};
+  for (const auto& [key, value] : on) refused(with(llama(), {{key, value}}), key);
+  const std::vector<std::pair<std::string, json>> off{
+      {"attn_output_gate", false},
+      {"clip_qkv", nullptr},
+      {"qk_layernorm", false},
+      {"rope_interleaved", false},
+      {"logit_scale", 1.0},
+      {"num_local_experts", 0},
+      {"embedding_multiplier", 1},
+      {"pruned_heads", json::object()},
+      {"auto_map", {{"AutoTokenizer", "own.Tokenizer"}}}};
+  for (const auto& [key, value] : off) {
+    json config = llama();
+    config[key] = value;
+    CAPTURE(key);
+    CHECK(read(config).unknown_keys.empty());
+  }
+}
+
+TEST_CASE("keys that are not known are named, those that change nothing are not") {
+  CHECK(read(with(llama(),
+                  {{"use_cache", true}, {"attention_dropout", 0.1}, {"id2label", {{"0", "a"}}}}))
+            .unknown_keys.empty());
+  json config = with(llama(), {{"novel_gate", 1}, {"attention_magic", "yes"}});
+  config["unset"] = nullptr;
+  CHECK(read(config).unknown_keys == std::vector<std::string>{"attention_magic", "novel_gate"});
+}
+
+TEST_CASE("layers that attend otherwise are refused for what they are") {
+  for (const char* type : {"linear_attention", "sparse_attention", "mamba"}) {
+    const json config =
+        with(llama(), {{"layer_types", {"full_attention", type}}, {"sliding_window", 512}});
+    const std::string error = error_of(config);
+    CHECK_THAT(error, ContainsSubstring(std::string("layer 1 is \"") + type + "\""));
+    CHECK(error.find("sliding") == std::string::npos);
+  }
+}
+
+TEST_CASE("a folder that holds another program's model is refused for that") {
+  const auto error_beside = [](const char* name, bool has_config) {
+    const test::TemporaryFolder folder;
+    if (has_config) test::write_bytes(folder / "config.json", llama().dump());
+    test::write_bytes(folder / name, "x");
+    return test::error_of([&] { Model::load(folder.path(), 1); });
+  };
+  CHECK_THAT(error_beside("pytorch_model.bin", true),
+             ContainsSubstring("there is \"pytorch_model.bin\", but no model.safetensors"));
+  CHECK_THAT(error_beside("model.Q4.gguf", true), ContainsSubstring("gguf_to_checkpoint.py"));
+  CHECK_THAT(error_beside("model.Q4.gguf", false), ContainsSubstring("but no config.json"));
+  CHECK_THAT(error_beside("adapter_model.safetensors", true), ContainsSubstring("merged"));
+  CHECK_THAT(error_beside("notes.txt", true), ContainsSubstring("model.safetensors: cannot open"));
+  const test::TemporaryFolder folder;
+  test::write_bytes(folder / "own.gguf", "x");
+  CHECK_THAT(test::error_of([&] { load_model_config(folder / "own.gguf"); }),
+             ContainsSubstring("gguf_to_checkpoint.py"));
+}
+
 TEST_CASE("sliding windows in use are refused, those switched off are not") {
   refused(with(mistral(), {{"sliding_window", 4096}}), "sliding_window");
   refused(with(llama(), {{"sliding_window", 4096}}), "sliding_window");

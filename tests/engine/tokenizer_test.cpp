@@ -112,6 +112,20 @@ TEST_CASE("what the template adds can be left out") {
   CHECK(llama3.encode("", false).empty());
 }
 
+TEST_CASE("the first ids of a text are those of the whole") {
+  for (const std::string name : {"llama3", "llama2", "gemma", "qwen2"}) {
+    const auto tokenizer = Tokenizer::load(file_of(name));
+    const std::string text = repeated("The quick brown fox, <s> e\u0301. ", 2000);
+    const Ids whole = tokenizer.encode(text);
+    for (const std::size_t most : {1, 2, 100, 5001}) {
+      INFO(name << ", " << most);
+      const auto end = whole.begin() + static_cast<std::ptrdiff_t>(most);
+      CHECK(tokenizer.encode(text, true, most) == Ids(whole.begin(), end));
+    }
+    CHECK(tokenizer.encode(text, true, whole.size()) == whole);
+  }
+}
+
 TEST_CASE("special tokens are decoded on request") {
   const auto llama2 = Tokenizer::load(file_of("llama2"));
   const Ids ids = llama2.encode("so</s>");

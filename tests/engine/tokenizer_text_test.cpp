@@ -17,9 +17,10 @@ const std::string kBad = "\uFFFD";
 
 std::vector<std::string> cut(const Pattern& pattern, const std::string& text) {
   std::vector<std::string> pieces;
-  for (const ByteRange range : pattern.isolate(text, MatchTime(text.size()))) {
+  pattern.cut(text, MatchTime(text.size()), [&](ByteRange range, bool) {
     pieces.push_back(text.substr(range.begin, range.end - range.begin));
-  }
+    return true;
+  });
   return pieces;
 }
 

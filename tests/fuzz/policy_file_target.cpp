@@ -1,8 +1,7 @@
-// policy.json, budgets by head and calibrations; a policy file that is accepted is written, and
+// policy.json, budgets by head; a policy file that is accepted is written, and
 // read back the same.
 #include "engine/loop/policy_file.hpp"
 #include "sim/budgets/budget_file.hpp"
-#include "sim/calibration.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"
 
@@ -30,13 +29,11 @@ void rewrite(const fuzz::Folder& folder) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const fuzz::Folder folder(fuzz::text_of(data, size));
-  const auto budgets = folder / "budgets.json", calibration = folder / "calibration.json";
+  const auto budgets = folder / "budgets.json";
   std::error_code ignored;
   if (std::filesystem::exists(folder / "policy.json", ignored)) rewrite(folder);
   if (std::filesystem::exists(budgets, ignored))
     fuzz::accepts([&] { budgets_text(read_budget("@" + budgets.string()).heads); },
                   budgets.string());
-  if (std::filesystem::exists(calibration, ignored))
-    fuzz::accepts([&] { calibration_text(read_calibration(calibration)); }, calibration.string());
   return 0;
 }

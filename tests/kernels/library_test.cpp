@@ -1,7 +1,9 @@
 // kvlab.h beside the host's catalogue, and what it refuses: without a device.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -62,6 +64,53 @@ TEST_CASE("The library weighs a prompt's queries as the host does") {
       REQUIRE(weights[age] == (age < tail ? entry.weight(age, params.data()) : 0.0f));
   }
   CHECK(weighted > 0);
+}
+
+TEST_CASE("The library takes a parameter where the command does, in its range alone") {
+  int refused = 0;
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    const std::string name(entry.info.name);
+    const kvlab_policy* const held = kvlab_find_policy(name.c_str());
+    std::vector<std::byte> params(kvlab_policy_params_bytes(held));
+    const auto taken = [&](const std::vector<double>& values) {
+      return kvlab_policy_params(held, values.data(), static_cast<int>(values.size()),
+                                 params.data()) == cudaSuccess;
+    };
+    for (std::size_t i = 0; i < entry.params.size(); ++i) {
+      const ParamInfo& param = entry.params[i];
+      const double inside[]{param.least, param.standard, param.most};
+      const double outside[]{param.least - 1, param.most + 1, 1e300, std::nan("")};
+      std::vector<double> values = defaults_of(entry);
+      CAPTURE(name, param.name);
+      for (const double value : inside) CHECK((values[i] = value, taken(values)));
+      const auto before = params;
+      for (const double value : outside) {
+        CHECK_FALSE((values[i] = value, taken(values)));
+        CHECK(params == before);
+        ++refused;
+      }
+      CHECK_THROWS_AS(
+          parse_policy(name + ":" + std::string(param.name) + "=" + std::to_string(param.most + 1)),
+          std::invalid_argument);
+    }
+  }
+  CHECK(refused > 20);
+}
+
+TEST_CASE("The library tells a shape that it does not take from a machine without a device") {
+  const kvlab_policy* const h2o = kvlab_find_policy("h2o");
+  kvlab_cache cache{.type = KVLAB_BF16,
+                    .sequences = 1,
+                    .query_heads = 8,
+                    .kv_heads = 2,
+                    .head_size = 64,
+                    .softmax_scale = 0.125f,
+                    .most_slots = 128};
+  const std::size_t bytes = kvlab_evicting_attention_workspace(h2o, &cache);
+  CHECK(bytes > 0);
+  CHECK((bytes == SIZE_MAX) == !has_device());
+  cache.head_size = 72;
+  CHECK(kvlab_evicting_attention_workspace(h2o, &cache) == 0);
 }
 
 TEST_CASE("The library refuses what it cannot do before any launch") {

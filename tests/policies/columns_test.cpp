@@ -7,7 +7,6 @@
 #include <random>
 
 #include "policies/live_set.hpp"
-#include "policies/ordered.hpp"
 #include "tests/catch.hpp"
 
 using namespace kvlab;
@@ -135,21 +134,6 @@ TEST_CASE("a column that is not computed is brought, from where the admission be
   CHECK(columns[2] == 5);
   CHECK_THROWS_AS(maker.admit(rows.from(0, 2), &brought, 4), std::logic_error);
   CHECK_THROWS_AS(maker.admit(rows.from(0, 2), nullptr, 0), std::logic_error);
-}
-
-TEST_CASE("numbers that are not integers are ranked in their order") {
-  const float inf = std::numeric_limits<float>::infinity();
-  const float tiny = std::numeric_limits<float>::denorm_min();
-  const float ascending[] = {-inf, -3e38f, -2, -1, -tiny, 0, tiny, 1, 1.5f, 2, 3e38f, inf};
-  for (std::size_t i = 1; i < std::size(ascending); ++i) {
-    INFO(ascending[i]);
-    CHECK(ordered(ascending[i - 1]) < ordered(ascending[i]));
-    CHECK(ordered(static_cast<double>(ascending[i - 1])) <
-          ordered(static_cast<double>(ascending[i])));
-  }
-  CHECK(ordered(-0.0f) == ordered(0.0f));
-  CHECK(ordered(-0.0) == ordered(0.0));
-  CHECK(ordered(1.0) < ordered(std::nextafter(1.0, 2.0)));
 }
 
 TEST_CASE("a cache refuses tokens without the columns of its policy") {

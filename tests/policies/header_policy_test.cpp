@@ -100,6 +100,7 @@ TEST_CASE("A header's policy is on the device what the registry's is", "[gpu]") 
         CHECK(own.needs == known.needs);
         CHECK(own.oldest_first == known.oldest_first);
         CHECK(own.weighted == known.weighted);
+        CHECK(own.rank_type == known.rank_type);
         CHECK(own.slot_bytes == known.slot_bytes);
         REQUIRE(own.params_bytes == known.params_bytes);
         REQUIRE(own.columns.size() == known.columns.size());
@@ -107,10 +108,11 @@ TEST_CASE("A header's policy is on the device what the registry's is", "[gpu]") 
           CHECK(std::string(own.columns[c]) == known.columns[c]);
 
         std::vector<double> values;
-        for (std::uint32_t i = 0; i < about.param_count; ++i) values.push_back(0.75 + i);
+        for (std::uint32_t i = 0; i < about.param_count; ++i)
+          values.push_back(about.least[i] + (about.most[i] - about.least[i]) / (3 + i));
         std::vector<std::byte> params(known.params_bytes), wanted(known.params_bytes);
-        held.write_params(values, params.data());
-        known.params(values, wanted.data());
+        CHECK(held.write_params(values, params.data()));
+        CHECK(known.params(values, wanted.data()));
         CHECK(params == wanted);
         constexpr std::uint32_t kQueries = 300;
         std::vector<float> weights(kQueries, -1);

@@ -22,10 +22,11 @@ std::string refusal(const std::string& text) {
   return error_of<std::invalid_argument>([&] { parse_policy(text); });
 }
 
-std::vector<std::uint64_t> smoothed(std::vector<std::uint64_t> ranks, std::uint32_t places,
-                                    Pool pool) {
+std::vector<std::uint64_t> smoothed(std::vector<std::uint64_t> keys, std::uint32_t places,
+                                    Pool pool, RankType type = RankType::whole) {
+  Ranks ranks{std::move(keys), type};
   smooth_ranks(ranks, places, pool);
-  return ranks;
+  return ranks.keys;
 }
 
 }  // namespace
@@ -136,24 +137,25 @@ TEST_CASE("one set for a layer's KV heads has one budget") {
 
 TEST_CASE("one rank is smoothed on a device as all are on the host") {
   std::mt19937_64 draw(6);
-  for (const Pool pool : {Pool::mean, Pool::max})
-    for (const std::uint32_t places : {1u, 3u, 900u}) {
-      std::vector<std::uint64_t> ranks(40);
-      for (auto& rank : ranks) rank = kMost - draw() % 5 * (draw() % 3) * (draw() >> 4);
-      const auto wanted = smoothed(ranks, places, pool);
-      for (std::size_t i = 0; i < ranks.size(); ++i) {
-        PooledRank pooled(pool);
-        for (std::size_t j = i - std::min<std::size_t>(i, places);
-             j < std::min(ranks.size(), i + places + 1); ++j)
-          pooled.take(ranks[j]);
-        REQUIRE(pooled.value() == wanted[i]);
+  for (const RankType type : {RankType::whole, RankType::real})
+    for (const Pool pool : {Pool::mean, Pool::max})
+      for (const std::uint32_t places : {1u, 3u, 900u}) {
+        std::vector<std::uint64_t> ranks(40);
+        for (auto& rank : ranks)
+          rank = type == RankType::real ? rank_key(static_cast<double>(draw() % 999) / 7 - 60)
+                                        : kMost - draw() % 5 * (draw() % 3) * (draw() >> 4);
+        const auto wanted = smoothed(ranks, places, pool, type);
+        for (std::size_t i = 0; i < ranks.size(); ++i) {
+          PooledRank pooled(pool, type);
+          for (std::size_t j = i - std::min<std::size_t>(i, places);
+               j < std::min(ranks.size(), i + places + 1); ++j)
+            pooled.take(ranks[j]);
+          REQUIRE(pooled.value() == wanted[i]);
+        }
       }
-    }
 }
 
-TEST_CASE("a layer's ranks are summed up to the largest number, and its caches keep one set") {
-  CHECK(saturating_sum(kMost - 1, 1) == kMost);
-  CHECK(saturating_sum(kMost, 5) == kMost);
+TEST_CASE("a layer's ranks are summed, and its caches keep one set") {
   const PolicySpec spec = parse_policy("h2o:recent=0:scope=layer");
   std::vector<LiveSet> heads;
   for (std::uint32_t h = 0; h < 2; ++h) heads.emplace_back(spec, 3, AgedSet::Identity{0, 0, 0, h});

@@ -74,7 +74,7 @@ policy_case("an admit with wrong arguments is refused" "admit(Slot& slot, kvlab:
             "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`")
 policy_case("a misspelt rank is refused" "std::uint64_t rank" "std::uint64_t ranks"
             "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, ")
-policy_case("a rank of another type is refused" "std::uint64_t rank" "double rank"
+policy_case("a rank of another type is refused" "std::uint64_t rank" "float rank"
             "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, ")
 policy_case("a misspelt observe is refused" "void observe" "void obsrve"
             "policy: kInfo.needs asks for observations, so it needs `static constexpr void observe(")

@@ -17,6 +17,8 @@ if int(torch.__version__.split(".")[0]) < 2:
     pytest.skip("kvlab.hf.evicting needs torch 2", allow_module_level=True)
 from test_hf import ids_of, model_of  # noqa: E402
 
+from kvlab.hf.calls import cache_word  # noqa: E402
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DECODED = [
     entry.name
@@ -27,12 +29,12 @@ DECODED = [
 
 def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
     """By layer and KV head: what was kept at each decoded query."""
-    past = transformers.DynamicCache()
+    past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
     kept: list[list[Any]] = [[] for _ in range(caches._shape.layers * caches._shape.kv_heads)]
     with torch.no_grad():
-        logits = model(ids, past_key_values=past, use_cache=True).logits
+        logits = model(ids, **past).logits
         for _ in range(steps):
-            logits = model(logits[:, -1:].argmax(-1), past_key_values=past, use_cache=True).logits
+            logits = model(logits[:, -1:].argmax(-1), **past).logits
             for at, sets in enumerate(kept):
                 sets.append(caches.kept(*divmod(at, caches._shape.kv_heads)))
     return kept
@@ -153,7 +155,8 @@ def test_with_room_for_all_the_text_is_transformers_own() -> None:
                 assert torch.equal(model.generate(ids, **words), plain)
             assert caches.tokens == 79 and caches.evictions == 0
         with kvlab.hf.evicting(model, "sink", 16) as caches:
-            for _ in range(2):  # a new cache begins anew
+            for _ in range(2):
+                caches.begin_anew()
                 model.generate(ids, **words)
                 assert caches.tokens == 79
         assert caches.kv_bytes == 2 * 2 * 16 * 2 * 8 * 4  # layers, heads, tokens, K and V, head size, float32

@@ -23,6 +23,8 @@ except RuntimeError as error:
     pytest.skip(f"no kernel library: {error}", allow_module_level=True)
 from test_evicting import decode  # noqa: E402
 
+from kvlab.hf.calls import cache_word  # noqa: E402
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose columns lie beside a trace
 
@@ -120,7 +122,8 @@ def test_with_room_for_all_the_text_is_transformers_own(graph: bool) -> None:
         plain = model.generate(ids, **WORDS)
         for policy, budget in (("full", None), ("h2o", 90)):
             with kvlab.hf.evicting(model, policy, budget, length=90, graph=graph) as caches:
-                for _ in range(2):  # a new cache begins anew, and a graph goes on serving
+                for _ in range(2):  # a graph goes on serving
+                    caches.begin_anew()
                     assert torch.equal(model.generate(ids, **WORDS), plain)
             assert caches.tokens == 89 and caches.evictions == 0
         assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is as it was
@@ -151,10 +154,10 @@ def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
     """A prompt, an answer, another prompt: by what near ties in the model's own figures do not change."""
     model, kept = model_of(), []
     for device in ("cpu", "cuda"):
-        past = transformers.DynamicCache()
+        past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
         with torch.no_grad(), kvlab.hf.evicting(model.to(device), policy, 24, length=200) as caches:
             for count in (40, 1, 1, 30, 1, 1, 1):
-                model(ids_of(count, seed=count).to(device), past_key_values=past, use_cache=True)
+                model(ids_of(count, seed=count).to(device), **past)
         kept.append([caches.kept(layer, head).tolist() for layer in (0, 1) for head in (0, 1)])
         assert caches.tokens == 75
     assert kept[0] == kept[1]
@@ -196,6 +199,19 @@ def test_memory_is_what_the_budget_says() -> None:
 def test_what_is_refused(use: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         use(model_of())
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("wrong", [{"attention_mask": [[1, 0] + [1] * 41]}, {"position_ids": [[100]]}])
+def test_masks_and_positions_of_decoded_tokens_are_looked_at_behind_them(graph: bool, wrong: dict[str, Any]) -> None:
+    model = model_of()
+    past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
+    with pytest.raises(ValueError, match="a decoded token came with an attention_mask that leaves tokens out, or"):
+        with torch.no_grad(), kvlab.hf.evicting(model, "h2o", 24, graph=graph):
+            for count in (40, 1, 1):
+                model(input_ids=ids_of(count), **past)
+            model(input_ids=ids_of(1), **past, **{name: torch.tensor(value).cuda() for name, value in wrong.items()})
+            model(input_ids=ids_of(1), **past)
 
 
 def test_a_head_size_without_kernels_is_refused_by_name() -> None:

@@ -71,6 +71,11 @@ def test_functions_are_the_headers(name: str) -> None:
     assert result in (ctypes.c_void_p, ctypes.c_char_p) if "*" in found[1] else result is TYPES[returned]
 
 
+def test_the_version_is_the_header_s() -> None:
+    numbers = dict(re.findall(r"#define KVLAB_VERSION_(MAJOR|MINOR) (\d+)", HEADER))
+    assert 100 * int(numbers["MAJOR"]) + int(numbers["MINOR"]) == _library.VERSION
+
+
 def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLAB_KERNELS", "/nowhere/libkvlab_kernels.so")
     with pytest.raises(RuntimeError, match="there is no kernel library; KVLAB_CUDA=1 pip install"):

@@ -55,8 +55,13 @@ PAIRS = [
     (my_lru, "lru", ""),
     (my_lru, "lru", ":sinks=4:recent=50%"),
     (my_vatp, "vatp", ""),
+    (my_vatp, "vatp", ":scope=layer"),
+    (my_vatp, "vatp", ":scope=layer:every=8:smooth=2"),
+    (my_vatp, "vatp", ":every=8:smooth=3:pool=max"),
     (my_window, "window", ":sinks=3"),
     (my_knorm, "knorm", ":recent=8"),
+    (my_knorm, "knorm", ":scope=layer"),
+    (my_knorm, "knorm", ":every=8:smooth=500:scope=layer"),
 ]
 
 
@@ -190,20 +195,34 @@ def test_the_registry() -> None:
     assert (h2o.needs, h2o.recent, h2o.slot_bytes) == ("mass", "50%", 8)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "f2"])
-def test_whole_numbers_order_as_floats_do(dtype: str) -> None:
-    from kvlab._policy import _ordered
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "u4"])
+def test_ranks_of_any_type_are_the_numbers_that_they_are(small: kvlab.Trace, dtype: str) -> None:
+    def score(position: Any, head: int) -> Any:
+        return ((position.astype("i8") * 7919 + 31 * head) % 997).astype(dtype)
 
-    random = numpy.random.default_rng(4)
-    with numpy.errstate(over="ignore"):
-        drawn = (random.standard_normal(4000) * 10.0 ** random.integers(-30, 30, 4000)).astype(dtype)
-    near = 1 + numpy.arange(50) * 2.0**-42
-    special = numpy.array([0.0, -0.0, numpy.inf, -numpy.inf, 1.0, -1.0, *near]).astype(dtype)
-    ranks = numpy.concatenate([drawn, special])
-    order = numpy.argsort(_ordered(ranks), kind="stable")
-    assert (numpy.diff(ranks[order].astype("f8")[numpy.isfinite(ranks[order])]) >= 0).all()
-    assert len(numpy.unique(_ordered(ranks))) == len(numpy.unique(ranks))
-    assert int(_ordered(ranks).max()) < 2**56  # so that 256 heads can be summed
+    @kvlab.policy(name=f"scored_{dtype}")
+    def scored(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return score(token.position, step.kv_head)
+
+    kept = kvlab.replay(small, f"{scored}:scope=layer", 24, prefill="stream", references=False).kept(1, 0, scored, 24)
+    live: list[int] = []
+    for query in range(len(kept.live)):
+        if len(live) == 24:
+            all_live = numpy.array(live)
+            sums = sum(score(all_live, head).astype("f8") for head in range(small.kv_heads))
+            live.remove(int(all_live[numpy.argmin(sums)]))
+        live.append(query)
+        assert sorted(numpy.flatnonzero(kept.live[query])) == live
+
+
+def test_heads_that_rank_by_other_types_are_refused(small: kvlab.Trace) -> None:
+    @kvlab.policy()
+    def mixed(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.position if step.kv_head == 0 else token.position / 2
+
+    kvlab.replay(small, mixed, 24)  # each by itself
+    with pytest.raises(ValueError, match="one KV head ranks by whole numbers and another by floats"):
+        kvlab.replay(small, f"{mixed}:scope=layer", 24)
 
 
 def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -> None:
@@ -219,3 +238,48 @@ def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -
     for state, seen, token in held:
         state["mass"] += seen.mass
         assert len(state) == len(token)
+
+
+@pytest.mark.parametrize(
+    ("needs", "modifier"),
+    [("mass", "group=max"), ("both", "group=max"), ("requests", "once"), ("nothing", "every=8"), ("mass", "scope=layer")],
+)
+def test_modifiers_are_defaults_that_a_name_may_change(small: kvlab.Trace, needs: Any, modifier: str) -> None:
+    @kvlab.policy(needs=needs, modifiers=[modifier], name="modified")
+    def modified(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.position if seen is None or seen.mass is None else seen.mass
+
+    @kvlab.policy(needs=needs, name="unmodified")
+    def unmodified(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return modified.function(state, seen, token, step)
+
+    assert modified.info.modifiers == [modifier]
+    run = kvlab.replay(small, [modified, f"{unmodified}:{modifier}"], 16, references=False)
+    numpy.testing.assert_array_equal(run.kept(1, 1, "modified").live, run.kept(1, 1, f"unmodified:{modifier}").live)
+
+
+@pytest.mark.parametrize(
+    ("needs", "modifier", "message"),
+    [
+        ("requests", "group=max", "policy mine: group=max is about mass, which mine does not observe"),
+        ("mass", "bogus", "policy mine: 'bogus' should read parameter=value"),
+        ("mass", "grop=max", "policy mine: unknown parameter 'grop'; did you mean 'group'"),
+        ("mass", "once=1", "policy mine: once: '1' should be no or yes"),
+    ],
+)
+def test_wrong_modifiers_are_refused_by_the_policys_own_name(needs: Any, modifier: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvlab.policy(needs=needs, modifiers=[modifier], name="mine")(lambda state, seen, token, step: token.position)
+
+
+def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trace) -> None:
+    policies = ["h2o:group=max", "h2o", "h2o:every=8", "h2o:sinks=4"]
+    run = kvlab.replay(small, policies, [16, 24], references=False)
+    for name, params in (("h2o", "sinks=0:recent=50%"), ("h2o:group=max", "sinks=0:recent=50%:group=max")):
+        alone = kvlab.replay(small, f"h2o:{params}", 16, references=False).kept(0, 1, "h2o").live
+        wanted = name if name != "h2o" else "h2o:sinks=0"
+        numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
+    with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; say more"):
+        run.kept(0, 1, "h2o", 16)  # sinks=4 is no variant with a modifier
+    with pytest.raises(ValueError, match="configurations of h2o:sinks=0; say more"):
+        run.kept(0, 1, "h2o:sinks=0")

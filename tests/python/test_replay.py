@@ -93,6 +93,9 @@ def test_plot(run: kvlab.Run) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     axes = run.plot("nll_recall")
+    legend = axes.get_legend()
+    assert legend is not None and legend.get_bbox_to_anchor() != axes.bbox, "the legend covers curves"
+    assert all("sinks=0" not in text.get_text() for text in legend.get_texts())
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert {"sink", "knorm", "oracle_mass"} <= labels
     assert any(label.startswith("h2o:") for label in labels)  # two of that name

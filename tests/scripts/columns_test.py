@@ -115,6 +115,36 @@ class ColumnsTest(unittest.TestCase):
         for t, end in ((0, 100), (57, 100), (99, 100), (100, 101), (119, 120)):
             self.assertAlmostEqual(column[t] / share(t, end), 1, places=5)
 
+    def test_several_columns_at_once(self):
+        short = self.shortened(60, 40)
+        words = ("--column", "redundancy", "--column", "lagkv", "--column", "lagkv", "--lag", "16")
+        self.assertEqual(self.run_main(short, *words), (0, ""))
+        names = [column["name"] for column in columns.Trace(short).manifest["extras"]["columns"]]
+        self.assertEqual(names, ["redundancy", "lagkv"])
+
+    def test_key_cosine_rope(self):
+        trace, column = self.add("key_cosine_rope")
+        turned = [[float(x) for x in key] for key in trace.part(LAYER, "k")[HEAD]]
+        frequencies = [float(f) for f in trace.fixed.read("inv_freq")]
+        half = len(frequencies)
+        for t, key in enumerate(turned):
+            for f, frequency in enumerate(frequencies):
+                cos, sin = math.cos(t * frequency), math.sin(t * frequency)
+                key[f], key[f + half] = key[f] * cos - key[f + half] * sin, key[f + half] * cos + key[f] * sin
+        units = [unit(key) for key in turned]
+        for t, end in ((0, PROMPT), (PROMPT - 1, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 9, PROMPT + 10)):
+            sums = [math.fsum(key[d] for key in units[:end]) for d in range(trace.size)]
+            self.assertAlmostEqual(float(column[t]), dot(units[t], unit(sums)), places=5)
+        plain, turned_too = (
+            kvlab("replay", "--trace", self.path, "--policy", f"keydiff{name}", "--budget", 48, "--out", self.at / f"r{i}")
+            for i, name in enumerate(("", ":name=key_cosine_rope"))
+        )
+        self.assertEqual((plain.returncode, turned_too.returncode), (0, 0), plain.stderr + turned_too.stderr)
+        self.assertNotEqual(
+            (self.at / "r0/results.csv").read_text().replace("key_cosine", ""),
+            (self.at / "r1/results.csv").read_text().replace("key_cosine_rope", ""),
+        )
+
     def shortened(self, tokens, prompt):
         """A trace of the first tokens of the sample, for columns.py alone."""
         trace = columns.Trace(self.path)

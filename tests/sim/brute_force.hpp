@@ -28,7 +28,6 @@ struct Sequence {
   std::vector<NamedSpan> spans;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
   std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
-  Matrix sensitivity;                     ///< [layer][query head]: of a calibration; or empty
   // Of format 2, or empty: the residual stream's squared norms, and 32 directions of W_o.
   Matrix norm2;                             ///< [layer, token]
   std::vector<std::vector<Matrix>> sketch;  ///< [layer][query head][dim, direction]

@@ -50,7 +50,6 @@ class Measures {
     if (has_outputs()) layer_errors();
     if (has_outputs() && !s_.norm2.empty()) residual_errors();
     if (has_outputs() && !s_.gradient.empty()) kl_estimates();
-    if (has_outputs() && !s_.sensitivity.empty()) calibrated_errors();
     if (!outcome_.caches[0].empty()) counters(), held();
     std::erase_if(figures_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
@@ -62,6 +61,7 @@ class Measures {
   using Head = const std::vector<AtQuery>*;
   enum class Counted { queries, terms };  ///< terms: queries with something below
   static constexpr std::size_t kNoBlock = static_cast<std::size_t>(-1);
+  static constexpr std::size_t kDirections = 32;  ///< of the residual stream
 
   bool has_outputs() const { return outcome_.config.policy != "oracle_topk"; }
   std::size_t blocks() const { return std::min<std::size_t>(16, span_.size()); }
@@ -189,34 +189,41 @@ class Measures {
         mean_of_layers(kNoBlock), jackknife(there_any, mean_of_layers), count_all * s_.query_heads};
   }
 
-  /// ‖Σ_h W_o (o - ô)‖² / ‖x‖² of some query heads of a layer at one query.
-  double residual_error(std::size_t layer, std::size_t first, std::size_t count,
-                        std::uint32_t t) const {
-    Vector sum(32);
+  /// ‖Σ_h W_o (o - ô)‖² / ‖x‖² of some query heads of a layer at one query: in one of the sketch's
+  /// directions alone, as if all were like it.
+  double residual_error(std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t,
+                        std::size_t direction) const {
+    double sum = 0;
     for (std::size_t h = first; h < first + count; ++h)
       for (std::size_t d = 0; d < s_.head_size; ++d)
-        for (std::size_t c = 0; c < sum.size(); ++c)
-          sum[c] += outcome_.queries[layer][h][t].off[d] * s_.sketch[layer][h][d][c];
-    double norm = 0;
-    for (double x : sum) norm += x * x;
-    return norm / s_.norm2[layer][t];
+        sum += outcome_.queries[layer][h][t].off[d] * s_.sketch[layer][h][d][direction];
+    return kDirections * sum * sum / s_.norm2[layer][t];
   }
 
+  /// The mean over directions, which are draws of chance: so their standard error counts too.
   void residual_errors() {
-    sums_of_layers("residual_error",
-                   [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
-                     return residual_error(layer, first, count, t);
-                   });
-  }
-
-  void calibrated_errors() {
-    sums_of_layers("calibrated_error",
+    std::vector<Figures> by_direction;
+    for (std::size_t direction = 0; direction < kDirections; ++direction) {
+      sums_of_layers("residual_error", stride_,
+                     [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
+                       return residual_error(layer, first, count, t, direction);
+                     });
+      by_direction.push_back(figures_);
+    }
+    sums_of_layers("residual_error", stride_,
                    [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
                      double sum = 0;
-                     for (std::size_t h = first; h < first + count; ++h)
-                       sum += 0.5 * s_.sensitivity[layer][h] * outcome_.queries[layer][h][t].error2;
+                     for (std::size_t i = 0; i < kDirections; ++i)
+                       sum += residual_error(layer, first, count, t, i) / kDirections;
                      return sum;
                    });
+    for (auto& [row, figure] : figures_) {
+      if (std::get<2>(row) != "residual_error") continue;
+      double variance = 0;
+      for (const Figures& own : by_direction)
+        variance += std::pow(own.at(row).value - figure.value, 2) / kDirections / (kDirections - 1);
+      figure.standard_error = std::hypot(figure.standard_error, std::sqrt(variance));
+    }
   }
 
   /// Σ_h g (ô - o) of some query heads of a layer at one query.
@@ -236,12 +243,13 @@ class Measures {
         sum += 0.5 * change_of(draw) * change_of(draw) / static_cast<double>(draws);
       return sum;
     };
-    sums_of_layers("kl_estimate", [&](std::size_t layer, std::size_t first, std::size_t count,
-                                      std::uint32_t t) {
-      return half_square([&](std::size_t draw) { return change(layer, first, count, draw, t); });
-    });
+    sums_of_layers("kl_estimate", 1,
+                   [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
+                     return half_square(
+                         [&](std::size_t draw) { return change(layer, first, count, draw, t); });
+                   });
     const auto joint = [&](std::size_t without) {
-      return mean_of_samples(without, [&](std::uint32_t t) {
+      return mean_of_queries(1, without, [&](std::uint32_t t) {
         return half_square([&](std::size_t draw) {
           double sum = 0;
           for (std::size_t l = 0; l < s_.layers; ++l) sum += change(l, 0, s_.query_heads, draw, t);
@@ -249,20 +257,20 @@ class Measures {
         });
       });
     };
-    figures_[{-1, -1, "kl_estimate_joint"}] = {joint(kNoBlock), jackknife(sampled_blocks(), joint),
-                                               samples() * s_.query_heads * s_.layers};
+    figures_[{-1, -1, "kl_estimate_joint"}] = {joint(kNoBlock), jackknife(filled_blocks(1), joint),
+                                               span_.size() * s_.query_heads * s_.layers};
   }
 
-  std::uint64_t samples() const { return (span_.size() + stride_ - 1) / stride_; }
-  std::vector<bool> sampled_blocks() const {
+  // Of every `stride`-th query of the span.
+  std::vector<bool> filled_blocks(std::uint32_t stride) const {
     std::vector<bool> there(blocks());
-    for (std::size_t i = 0; i < span_.size(); i += stride_) there[block_of(i)] = true;
+    for (std::size_t i = 0; i < span_.size(); i += stride) there[block_of(i)] = true;
     return there;
   }
-  template <class AtSample>
-  double mean_of_samples(std::size_t without, AtSample at) const {
+  template <class AtQuery>
+  double mean_of_queries(std::uint32_t stride, std::size_t without, AtQuery at) const {
     double sum = 0, n = 0;
-    for (std::size_t i = 0; i < span_.size(); i += stride_) {
+    for (std::size_t i = 0; i < span_.size(); i += stride) {
       if (block_of(i) == without) continue;
       sum += at(span_[i]);
       n += 1;
@@ -271,14 +279,15 @@ class Measures {
   }
 
   /// A metric whose aggregate is the sum over layers; `at(layer, first, count, t)`: of some query
-  /// heads of a layer at one query.
+  /// heads of a layer at one query; of every `stride`-th.
   template <class At>
-  void sums_of_layers(const char* metric, At at) {
-    const std::vector<bool> there = sampled_blocks();
-    const std::uint64_t samples = this->samples();
+  void sums_of_layers(const char* metric, std::uint32_t stride, At at) {
+    const std::vector<bool> there = filled_blocks(stride);
+    const std::uint64_t samples = (span_.size() + stride - 1) / stride;
     const auto mean_of = [&](std::size_t layer, std::size_t first, std::size_t count,
                              std::size_t without) {
-      return mean_of_samples(without, [&](std::uint32_t t) { return at(layer, first, count, t); });
+      return mean_of_queries(stride, without,
+                             [&](std::uint32_t t) { return at(layer, first, count, t); });
     };
     const auto put = [&](int layer, int head, std::uint64_t count, auto statistic) {
       figures_[{layer, head, metric}] = {statistic(kNoBlock), jackknife(there, statistic), count};
@@ -321,10 +330,10 @@ class Measures {
 
   /// Tokens that a KV head held at a query, itself included.
   double live_at(int layer, int g, std::uint32_t query) const {
-    return static_cast<double>(outcome_.caches[static_cast<std::size_t>(layer)]
-                                              [static_cast<std::size_t>(g)]
-                                                  .kept[query]
-                                                  .size());
+    return static_cast<double>(
+        outcome_.caches[static_cast<std::size_t>(layer)][static_cast<std::size_t>(g)]
+            .kept[query]
+            .size());
   }
 
   /// Bytes over decoded queries, 16 bit.
@@ -334,7 +343,8 @@ class Measures {
       for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
         double sum = 0, count = 0, peak = 0;
         for (const Segment& segment : s_.segments)
-          for (std::uint32_t i = 0; segment.kind == SegmentKind::decode && i < segment.tokens; ++i) {
+          for (std::uint32_t i = 0; segment.kind == SegmentKind::decode && i < segment.tokens;
+               ++i) {
             const double live = live_at(layer, g, segment.start + i);
             sum += live, ++count, peak = std::max(peak, live);
           }

@@ -44,7 +44,7 @@ struct Captured {
     const Model model = Model::load(model_directory, 2);
     std::vector<std::int32_t> ids{0};
     for (const std::int32_t id :
-         Tokenizer::load(model_directory / "tokenizer.json").encode(kPassage))
+         Tokenizer::load(model_directory / "tokenizer.json").encode(kPassage, false))
       ids.push_back(id);
     const auto all = std::span(ids).first(320);
     TraceWriter writer(directory, trace_header(model, {}));

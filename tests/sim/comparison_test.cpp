@@ -155,11 +155,9 @@ TEST_CASE("Who holds more than the budget is never better, and stands on the fro
   CHECK(verdict.more == Indices{1, 2});
   CHECK(verdict.winner() == 0);
   CHECK(verdict.frontier == Indices{0, 2, 1});  // b is dominated
-  const std::string text = verdict_text(verdict, contenders, {.budget = "64 tokens",
-                                                              .budget_bytes = 100,
-                                                              .figure = "KL",
-                                                              .texts = 1,
-                                                              .tokens = 96});
+  const std::string text = verdict_text(
+      verdict, contenders,
+      {.budget = "64 tokens", .budget_bytes = 100, .figure = "KL", .texts = 1, .tokens = 96});
   CHECK_THAT(text, ContainsSubstring("a has the least loss in KL") &&
                        ContainsSubstring("once holds 26 × the budget") &&
                        ContainsSubstring("not a better one") && ContainsSubstring("On this text") &&

@@ -18,8 +18,8 @@ const std::vector<std::string> kPolicies{"full", "window",        "sink",  "lru"
 bool is_reference(const std::string& policy) { return policy.starts_with("oracle_"); }
 
 bool is_exact(const std::string& metric) {
-  static const std::set<std::string> kExact{"evictions", "live_max", "kv_bytes", "kv_bytes_peak", "state_bytes",
-                                            "zero_outputs"};
+  static const std::set<std::string> kExact{"evictions",     "live_max",    "kv_bytes",
+                                            "kv_bytes_peak", "state_bytes", "zero_outputs"};
   return kExact.contains(metric);
 }
 
@@ -186,16 +186,6 @@ std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases) {
   return configs;
 }
 
-std::shared_ptr<const Calibration> calibration_for(const TraceReader& trace) {
-  Calibration calibration{.model = trace.header().model,
-                          .weights_xxh3 = trace.header().weights_xxh3,
-                          .layers = trace.shape().layers,
-                          .query_heads = trace.shape().query_heads};
-  for (std::uint32_t i = 0; i < calibration.layers * calibration.query_heads; ++i)
-    calibration.sensitivity.push_back(0.5 + 0.25 * (i * 5 % 7));
-  return std::make_shared<const Calibration>(calibration);
-}
-
 namespace {
 
 /// The outcomes of the references of a grid, each run once.
@@ -235,13 +225,7 @@ class References {
 
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance) {
-  options.calibration = calibration_for(trace);
-  brute::Sequence sequence = brute::load(trace);
-  for (std::uint32_t layer = 0; layer < sequence.layers; ++layer) {
-    const auto own = options.calibration->of_layer(layer);
-    sequence.sensitivity.emplace_back(own.begin(), own.end());
-  }
-  const brute::Simulator exact(sequence, cases.front().replay.threshold);
+  const brute::Simulator exact(brute::load(trace), cases.front().replay.threshold);
   const ReplayResult result = replay(trace, kSequence, replay_configs(cases), options);
   const auto span = options.span == Span::decode ? brute::Queries::decode : brute::Queries::all;
   const std::uint32_t stride = options.every_output_error ? 1 : 8;

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "sim/calibration.hpp"
 #include "sim/replay.hpp"
 #include "tests/sim/brute_force.hpp"
 
@@ -38,9 +37,6 @@ Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std:
 std::vector<Case> by_head_grid(const ModelShape& shape, std::uint32_t tokens);
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
-
-/// A calibration of the trace's model, whose heads all differ.
-std::shared_ptr<const Calibration> calibration_for(const TraceReader& trace);
 
 /// Fails, naming the case, unless all figures agree to `tolerance` (relative above 1; counts, bytes
 /// and tokens exactly) and the kept sets are identical at every query.

@@ -492,6 +492,24 @@ TEST_CASE("figures and weights of live sets, on every set") {
       CHECK(std::abs(got[h] - wanted[h]) <= 1e-6 * wanted[h]);
       CHECK(got[h] == base[h]);
     }
+
+    constexpr std::size_t kDraws = 5;
+    std::vector<float> gradients;
+    for (std::size_t i = 0; i < kDraws * values.size(); ++i)
+      gradients.push_back(values[(7 * i + 3) % values.size()]);
+    std::vector<float> changes(kDraws, 1.0f), of_base = changes;
+    loops->add_changes(whole.data(), values.data(), 2, factors, 35, gradients.data(), kDraws,
+                       changes.data());
+    row_loops_base().add_changes(whole.data(), values.data(), 2, factors, 35, gradients.data(),
+                                 kDraws, of_base.data());
+    CHECK(changes == of_base);
+    for (std::size_t d = 0; d < kDraws; ++d) {
+      double change = 1;
+      for (std::size_t i = 0; i < values.size(); ++i)
+        change += static_cast<double>(gradients[d * values.size() + i]) *
+                  static_cast<double>(factors[i / 35] * values[i] - whole[i]);
+      CHECK(std::abs(changes[d] - change) <= 1e-4);
+    }
   }
 }
 

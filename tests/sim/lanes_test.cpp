@@ -63,10 +63,7 @@ using Key = std::tuple<std::size_t, int, int, std::string>;
 
 void check_equal(const TraceReader& trace, const std::vector<Case>& cases, Span span,
                  bool every_error) {
-  ReplayOptions options{.span = span,
-                        .every_output_error = every_error,
-                        .calibration = calibration_for(trace),
-                        .threads = 2};
+  ReplayOptions options{.span = span, .every_output_error = every_error, .threads = 2};
   const auto configs = replay_configs(cases);
   const ReplayResult lanes = replay(trace, kSequence, configs, options);
   options.plain = true;

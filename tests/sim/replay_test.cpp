@@ -198,6 +198,23 @@ TEST_CASE("budgets by layer, and PyramidKV's, are those of every head of a layer
   CHECK(result.budget_tokens == std::vector<std::uint32_t>{20, 20, 20, 20});
 }
 
+TEST_CASE("estimates of KL are taken on every query, errors of outputs on every eighth") {
+  const Traced traced(single_heads());
+  const std::vector<Case> cases{make_case("h2o", 16, 0, false), make_case("sink", 9, 0, true)};
+  for (const bool plain : {true, false}) {
+    ReplayOptions options{.plain = plain, .threads = 2};
+    const ReplayResult sampled = replay(traced.trace, kSequence, replay_configs(cases), options);
+    options.every_output_error = true;
+    const ReplayResult all = replay(traced.trace, kSequence, replay_configs(cases), options);
+    REQUIRE(sampled.measurements.size() == all.measurements.size());
+    for (std::size_t i = 0; i < all.measurements.size(); ++i) {
+      const Measurement &a = sampled.measurements[i], &b = all.measurements[i];
+      INFO(a.metric << " layer " << a.layer << " head " << a.head);
+      CHECK((a.value == b.value && a.count == b.count) == !a.metric.ends_with("_error"));
+    }
+  }
+}
+
 TEST_CASE("gradients of other queries than the replay's are left out") {
   const std::vector<Case> cases{make_case("h2o", 16, 0, false)};
   const auto has_estimates = [&](RandomTrace wanted, Span of, Span span) {

@@ -113,10 +113,7 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
       const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
         kept[{unit, config, query}] = {live.begin(), live.end()};
       });
-      ReplayOptions options{.span = span,
-                            .every_output_error = span == Span::all,
-                            .plain = true,
-                            .calibration = calibration_for(trace)};
+      ReplayOptions options{.span = span, .every_output_error = span == Span::all, .plain = true};
       const ReplayResult here = replay(trace, kSequence, configs, options);
       options.elsewhere = device.get();
       const ReplayResult there = replay(trace, kSequence, configs, options);
@@ -211,12 +208,13 @@ TEST_CASE("a device keeps the sets of the plain replay under every registered po
 TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder / "trace", shapes()[1]);
+  const TraceReader trace = with_columns(folder / "trace", shapes()[1]);
   std::vector<CacheConfig> grid;
   for (const std::string modifiers :
        {":every=2", ":every=16", ":every=500", ":smooth=2", ":once", ":once:smooth=3:pool=max",
         ":every=9:smooth=1000", ":scope=layer", ":scope=layer:every=5:smooth=2"})
-    for (const std::string policy : {"h2o", "lru:sinks=2", "window", "random"})
+    for (const std::string policy :
+         {"h2o", "lru:sinks=2", "window", "random", "vatp", "knorm", "lazy_eviction"})
       for (const std::uint32_t chunk : {0u, 7u, 1u})
         for (const Positions positions : {Positions::original, Positions::cache})
           grid.push_back({.policy = parse_policy(policy + modifiers),

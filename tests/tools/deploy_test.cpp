@@ -78,9 +78,9 @@ TEST_CASE("of those that tie, one that holds over 2% less is deployed, else the 
     const double bytes[] = {h2o, lru, 1e6};
     for (std::size_t p = 0; p < 3; ++p)
       for (const char* metric : {"kv_bytes_mean", "kv_bytes_peak", "budget_bytes"}) {
-        ResultRow row = made_up_row({std::string(policies[p]), run.rows[p * 24].params, 0, NAN},
-                                    "trace0", "64", metric,
-                                    metric == std::string("budget_bytes") ? 1e6 : bytes[p]);
+        ResultRow row =
+            made_up_row({std::string(policies[p]), run.rows[p * 24].params, 0, NAN}, "trace0", "64",
+                        metric, metric == std::string("budget_bytes") ? 1e6 : bytes[p]);
         row.text = run.rows.front().text;
         held.rows.push_back(row);
       }
@@ -101,8 +101,8 @@ TEST_CASE("of those that tie, one that holds over 2% less is deployed, else the 
 
 TEST_CASE("a difference over the same queries is told apart, however far they scatter") {
   // Each figure's own error is as large as their difference; in every block it is the same.
-  Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1},
-                         {"lru", "sinks=0:recent=0", 0.4, 0.1}});
+  Run run =
+      made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1}, {"lru", "sinks=0:recent=0", 0.4, 0.1}});
   for (ResultRow& row : run.rows)
     if (!row.blocks.empty()) row.blocks = made_up_blocks(row.value, 0.1, 3);
   for (ResultRow& row : run.rows)

@@ -20,6 +20,7 @@ namespace {
 std::uint64_t scored(std::size_t length, EvalOptions options) {
   static const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   options.window = 64;
+  options.before = {0};
   options.threads = 2;
   return evaluate(model.config(), sweep_by_layers(model), {std::vector<std::int32_t>(length, 300)},
                   {}, options)
@@ -49,47 +50,14 @@ TEST_CASE("A stream is one sequence, whatever the window") {
   CHECK(scored(200, {.stream = true}) == 100);
 }
 
-TEST_CASE("Side by side, windows and budgets score what they score one by one") {
-  const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
-  std::vector<std::vector<std::int32_t>> texts(2);
-  for (std::int32_t i = 0; i < 150; ++i) texts[0].push_back(300 + i * 37 % 211);
-  for (std::int32_t i = 0; i < 90; ++i) texts[1].push_back(500 + i * 53 % 307);
-  std::vector<CacheConfig> configs;
-  for (const char* policy : {"h2o", "window", "random"})
-    for (const std::uint32_t budget : {8u, 16u})
-      for (const Prefill prefill : {Prefill{0}, Prefill{1}, Prefill{5}})
-        configs.push_back({.policy = parse_policy(policy),
-                           .budget = {.extent = tokens(budget)},
-                           .prefill = prefill,
-                           .seed = 7});
-  const EvalOptions options{.window = 64, .threads = 2};
-  const Sweep one_by_one = sweep_by_tokens(*backend),
-              side_by_side = sweep_by_batches(backend->batches());
-  for (const std::uint32_t prompt : {0u, 20u}) {
-    EvalOptions how = options;
-    how.prompt_tokens = prompt;
-    const auto expected = evaluate(backend->config(), one_by_one, texts, configs, how).scores;
-    const auto scores = evaluate(backend->config(), side_by_side, texts, configs, how).scores;
-    REQUIRE(scores.size() == expected.size());
-    for (std::size_t c = 0; c < scores.size(); ++c) {
-      CAPTURE(prompt, c);
-      CHECK(scores[c].tokens == expected[c].tokens);
-      CHECK(std::fabs(scores[c].nll - expected[c].nll) < 1e-9);
-      CHECK(std::fabs(scores[c].kl - expected[c].kl) < 1e-9);
-      CHECK(scores[c].same_first == expected[c].same_first);
-      CHECK(scores[c].kv_bytes_most == expected[c].kv_bytes_most);
-      CHECK(scores[c].memory.peak == expected[c].memory.peak);
-    }
-  }
-}
-
 TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without the full cache") {
   const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   std::vector<std::int32_t> ids;
   for (std::int32_t i = 0; i < 300; ++i) ids.push_back(300 + i * 37 % 211);
   const CacheConfig window{
       .policy = parse_policy("window"), .budget = {.extent = tokens(32)}, .prefill = Prefill{8}};
-  EvalOptions options{.stream = true,
+  EvalOptions options{.before = {0},
+                      .stream = true,
                       .prompt_tokens = 120,
                       .span = Span::all,
                       .against_full = false,
@@ -154,10 +122,10 @@ constexpr auto kWaves = [](std::size_t c, std::size_t i) {
 Evaluation invented_evaluation(std::size_t texts = 2,
                                std::vector<CacheConfig> configs = three_at_two_budgets()) {
   std::vector<std::vector<std::int32_t>> ids;
-  for (std::size_t t = 0; t < texts; ++t)
-    ids.emplace_back(1024, static_cast<std::int32_t>(t + 1));
-  return evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
-                  invented(kWaves), ids, std::move(configs), {});
+  for (std::size_t t = 0; t < texts; ++t) ids.emplace_back(1024, static_cast<std::int32_t>(t + 1));
+  return evaluate(
+      ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
+      invented(kWaves), ids, std::move(configs), {});
 }
 
 TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
@@ -179,9 +147,9 @@ TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
 
 TEST_CASE("A text that is given twice counts once") {
   const std::vector<std::vector<std::int32_t>> texts(2, std::vector<std::int32_t>(1024, 1));
-  const Evaluation twice =
-      evaluate(ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
-               invented(kWaves), texts, three_at_two_budgets(), {});
+  const Evaluation twice = evaluate(
+      ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
+      invented(kWaves), texts, three_at_two_budgets(), {});
   CHECK(twice.kl.texts() == 1);
   CHECK(twice.scores[1].tokens == 1024);
   CHECK(twice.scores[1].kl == invented_evaluation(1).scores[1].kl);
@@ -211,7 +179,7 @@ TEST_CASE("What is held over decoded queries decides who contends at a budget") 
 
 TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
   const Evaluation evaluation = evaluate(
-      ModelConfig{.trained_context = 1000, .bos = -1},
+      ModelConfig{.trained_context = 1000},
       invented([](std::size_t c, std::size_t i) { return c ? static_cast<double>(i) : 0; }),
       {std::vector<std::int32_t>(1000, 1)}, three_at_two_budgets(), {});
   const EvalScore& score = evaluation.scores[1];
@@ -228,12 +196,31 @@ TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
   CHECK(two.kl_deviation == Approx(two.texts[0].kl / std::sqrt(2.0)));
 }
 
+TEST_CASE("Each window has what the tokenizer puts before a text once, or nothing") {
+  std::vector<std::vector<std::int32_t>> seen;
+  const Sweep sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
+                          const EvalOptions& options) {
+    seen = sequences;
+    return invented([](std::size_t, std::size_t) { return 0.0; })(sequences, configs, options);
+  };
+  const auto windows = [&](std::vector<std::int32_t> text, std::vector<std::int32_t> before) {
+    evaluate(ModelConfig{.trained_context = 4, .bos = 9}, sweep, {text}, {},
+             {.before = before, .span = Span::all});
+    return seen;
+  };
+  using Windows = std::vector<std::vector<std::int32_t>>;
+  CHECK(windows({1, 2, 3, 4, 5}, {9}) == Windows{{9, 1, 2, 3}, {9, 4, 5}});
+  CHECK(windows({9, 1, 2, 3, 4, 5}, {9}) == Windows{{9, 1, 2, 3}, {9, 4, 5}});
+  CHECK(windows({1, 2, 3, 4, 5, 6}, {}) == Windows{{1, 2, 3, 4}, {5, 6}});
+  CHECK(windows({8, 1, 2, 3}, {8, 9}) == Windows{{8, 9, 1, 2}, {8, 9, 3}});
+}
+
 TEST_CASE("Few scored tokens are warned of") {
   const auto warns = [](std::size_t tokens) {
-    const auto lines = eval_warnings(evaluate(
-        ModelConfig{.trained_context = 1024, .bos = -1},
-        invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
-        {std::vector<std::int32_t>(tokens, 1)}, three_at_two_budgets(), {}));
+    const auto lines = eval_warnings(
+        evaluate(ModelConfig{.trained_context = 1024, .bos = -1},
+                 invented([](std::size_t c, std::size_t) { return static_cast<double>(c); }),
+                 {std::vector<std::int32_t>(tokens, 1)}, three_at_two_budgets(), {}));
     return std::ranges::any_of(
         lines, [](const std::string& line) { return line.starts_with("999 scored tokens"); });
   };
@@ -250,8 +237,9 @@ TEST_CASE("A text of which nothing would be scored is refused by name before any
   };
   const auto refusal = [&](std::size_t length, EvalOptions options) {
     return test::error_of<std::invalid_argument>([&] {
-      evaluate(ModelConfig{.trained_context = 1024, .bos = 1}, sweep,
-               {std::vector<std::int32_t>(100, 1), std::vector<std::int32_t>(length, 1)},
+      options.before = {1};
+      evaluate(ModelConfig{.trained_context = 1024}, sweep,
+               {std::vector<std::int32_t>(100, 2), std::vector<std::int32_t>(length, 2)},
                three_at_two_budgets(), options);
     });
   };
@@ -284,10 +272,13 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(std::ranges::count(rows, std::string("two, too"), &ResultRow::trace) == 7 * 2);
   write_file_atomically(folder / kEvalCsv, csv);
   write_file_atomically(folder / kEvalJson, json_text(json));
-  const std::string page = eval_page(folder.path(), true);
+  const std::string page = eval_page(folder.path());
   CHECK(page.find("m&lt;1&gt;") != std::string::npos);
   CHECK(page.find("cannot be told apart") != std::string::npos);
-  CHECK(page.find("<svg") != std::string::npos);
+  const auto at_8 = page.find("<caption>budget 8<"), at_16 = page.find("<caption>budget 16<");
+  CHECK(at_8 < at_16);  // by tokens, though not as text
+  CHECK(at_16 != std::string::npos);
+  CHECK(page.find("<td>lru</td>") != std::string::npos);  // no row repeats the defaults
 
   std::string damaged = csv;
   damaged.replace(damaged.find("1024,dense"), 4, "many");

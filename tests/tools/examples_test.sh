@@ -3,7 +3,6 @@
 # tour, from a folder that looks like a checkout.
 set -eu
 kvlab=$1 source=$2
-command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
 . "$source/tests/scripts/check.sh"
 enter_scratch
 ln -s "$source/engine" "$source/tools" "$source/traces" .

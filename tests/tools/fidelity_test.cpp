@@ -83,9 +83,12 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
   write_file_atomically(folder / kFidelityJson, json_text(json));
   const std::string page = fidelity_page(folder.path());
-  CHECK(page.find("budget 16") != std::string::npos);
-  CHECK(page.find("<td class=\"n\">3 of 3</td>") != std::string::npos);
-  CHECK(page.find("<svg") != std::string::npos);
+  CHECK(page.find("<td class=\"n\">3</td><td class=\"n\">3</td>") != std::string::npos);
+  const std::vector<Figure> figures = fidelity_figures(folder.path());
+  REQUIRE(figures.size() == 2);
+  CHECK(figures[1].title == "budget 16, rho -1.00");
+  CHECK(figures[1].y.title == "KL to the full cache, nats");
+  CHECK(figures[1].x.title == "−ln recall");
   CHECK(page.find("64, 32 of them prompt<") != std::string::npos);
 
   const auto file = folder / kFidelityJson;

@@ -139,6 +139,9 @@ class GgufTest(unittest.TestCase):
         config = json.loads((self.out / "config.json").read_text())
         self.assertEqual((config["head_dim"], config["num_key_value_heads"]), (SIZE, KV_HEADS))
         self.assertEqual((config["rms_norm_eps"], config["tie_word_embeddings"]), (1e-5, True))
+        settings = json.loads((self.out / "tokenizer_config.json").read_text())
+        self.assertEqual(settings["tokenizer_class"], "PreTrainedTokenizerFast")
+        self.assertEqual((settings["bos_token"], settings["eos_token"]), ("<|end|>", "<|end|>"))
 
         data = (self.out / "model.safetensors").read_bytes()
         length = int.from_bytes(data[:8], "little")

@@ -281,8 +281,6 @@ TEST_CASE("a capture records the tokens of a text in the prompt as a span") {
 }
 
 TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {
-  if (std::system("gnuplot --version >/dev/null 2>&1") != 0)
-    return skip("gnuplot is not installed (Debian: gnuplot-nox)");
   const TemporaryFolder folder;
   const std::string out = (folder / "demo").string();
   REQUIRE(run_command(demo_command(), {"--out", out}) == 0);

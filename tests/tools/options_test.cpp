@@ -210,9 +210,6 @@ TEST_CASE("A word that is not expected is named, and a budget that nobody heeds"
   CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
                                          "--budget", "4", "--device", "cpu"}),
              starts("--budget: of which policy?"));
-  CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
-                                         "--batched", "--device", "cpu"}),
-             starts("--batched: is for a CUDA device"));
 }
 
 TEST_CASE("A misspelt option and a number that is none are told what would be right") {
@@ -248,8 +245,6 @@ TEST_CASE("Commands refuse a folder for a file before they load a model") {
   };
   CHECK(refusal(tune_command(), {"--model", "none", "--text", "t", "--budget", "8", "--out",
                                  path}) == "--out: " + wrong);
-  CHECK(refusal(calibrate_command(), {"--model", "none", "--text", "t", "--out", path}) ==
-        "--out: " + wrong);
   CHECK(refusal(fidelity_command(), {"--model", "none", "--text", "t", "--policy", "h2o,sink,lru",
                                      "--budget", "8", "--out", path + "/out", "--report", path}) ==
         "--report: " + wrong);

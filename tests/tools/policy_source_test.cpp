@@ -158,6 +158,17 @@ TEST_CASE("parameters of a compiled policy are checked like any other's") {
         "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
 }
 
+TEST_CASE("a header's ranks are whole numbers or doubles, as its return type says") {
+  const std::string real = replaced(peak_text(), "std::uint64_t rank", "double rank");
+  CHECK(compiled(peak_text())->rank_type == RankType::whole);
+  const auto entry = compiled(replaced(real, "return slot.most;", "return -1.0 * slot.most;"));
+  CHECK(entry->rank_type == RankType::real);
+  LiveSet live(parse_policy("peak", {}, entry), kNoBudget, {});
+  live.admit(0, 2);
+  live.observe(std::vector<Observation>{{.mass = 3, .queries = 2}, {.mass = 8, .queries = 1}});
+  CHECK(live.ranks(2).keys == std::vector{rank_key(-3.0), rank_key(-8.0)});
+}
+
 TEST_CASE("a mistake is shown at the header's own line") {
   const std::string broken = compile_error(replaced(peak_text(), "= seen.mass >", "= sen.mass >"));
   CHECK(broken.starts_with("my.hpp: does not compile\n"));
@@ -259,6 +270,16 @@ TEST_CASE("a policy file names the source, and runs from that text alone") {
                                    ContainsSubstring("give that text by --policy-source "));
   CHECK_THAT(refused(other), ContainsSubstring("was compiled from another text"));
   CHECK_THAT(refused(renamed), ContainsSubstring("is leak"));
+}
+
+TEST_CASE("a Python function is no source: its run says what to write instead") {
+  for (const std::string path : {"notes/dep.py", "<stdin>"})
+    for (const CompiledPolicies& given :
+         {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
+      CHECK(refusal([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
+            "run.json: policy peak is a Python function of " + path +
+                ", which runs in replays only; write it as a header (docs/adding-a-policy.md) and "
+                "replay that by --policy-source");
 }
 
 TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, eval, verify") {

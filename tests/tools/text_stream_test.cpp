@@ -2,7 +2,11 @@
 
 #include <utf8proc.h>
 
+#include <fstream>
+
+#include "engine/loop/conversation.hpp"
 #include "tests/catch.hpp"
+#include "traces/base/json.hpp"
 
 using namespace kvlab;
 
@@ -57,4 +61,24 @@ TEST_CASE("Streamed text is the text, in whole characters") {
     streamed += piece;
   }
   CHECK(streamed + stream.finish() == text);
+}
+
+TEST_CASE("A prompt's ids are AutoTokenizer's, but that no first token is put before another") {
+  const std::string root = KVLAB_SOURCE_DIR "/";
+  const auto cases = nlohmann::json::parse(
+      std::ifstream(root + "tests/data/tokenizer/cases.json", std::ios::binary));
+  for (const auto& row : cases.at("transformers")) {
+    CAPTURE(row.dump());
+    const auto tokenizer = Tokenizer::load(
+        root +
+        cases.at("tokenizers").at(row.at("tokenizer")).at("file").get_ref<const std::string&>());
+    const std::string text = row.at("text");
+    std::vector<std::int32_t> expected = row.at("ids");
+    const bool doubled = expected.size() > 1 && expected[0] == expected[1];
+    if (doubled) expected.erase(expected.begin());
+    CHECK(doubled == (!tokenizer.before().empty() && text.starts_with('<')));
+    CHECK(encode_prompt(tokenizer, text) == expected);
+    if (!expected.empty())
+      CHECK(encode_prompt(tokenizer, text, 1) == std::vector<std::int32_t>{expected.front()});
+  }
 }

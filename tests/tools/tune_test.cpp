@@ -108,16 +108,14 @@ TEST_CASE("A race stops where more text would not tell those that are left apart
 }
 
 TEST_CASE("A race goes on where more text may tell those that are left apart") {
-  // A lead within its interval after a text, but not within what the interval would be after all.
-  const std::vector<double> means{1, 1.001, 3, 3, 3, 3, 3, 3};
-  const RaceRun run = [&](std::size_t, std::span<const std::size_t> contenders) {
+  // A lead within its interval after two texts, but not within what the interval would be after
+  // all.
+  const std::vector<double> means{1, 1.03, 3, 3, 3, 3, 3, 3};
+  const RaceRun run = [&](std::size_t text, std::span<const std::size_t> contenders) {
     std::vector<std::vector<double>> scores;
     for (const std::size_t contender : contenders) {
-      auto& tokens = scores.emplace_back();
-      for (std::size_t i = 0; i < 1024; ++i)
-        tokens.push_back(means[contender] + (contender == 1 && i / 64 % 2 ? 0.008 : 0));
-      if (contender == 1)
-        for (double& token : tokens) token -= 0.004;
+      const double own = contender == 1 ? text % 2 == 0 ? 0.003 : -0.003 : 0;
+      scores.emplace_back(1024, means[contender] + own);
     }
     return scores;
   };
@@ -140,14 +138,14 @@ TEST_CASE("A small lead on the first text decides nothing") {
   const RaceRun run = [](std::size_t text, std::span<const std::size_t> contenders) {
     std::vector<std::vector<double>> scores;
     for (const std::size_t contender : contenders) {
-      // The first is 2% better on one text and 10% worse on the others; all others are far behind.
-      const double mean = contender > 1 ? 3 : contender == 1 ? 1.02 : text == 0 ? 1.0 : 1.12;
+      // The first is 2% better on two texts and 10% worse on the others; all others are far behind.
+      const double mean = contender > 1 ? 3 : contender == 1 ? 1.02 : text < 2 ? 1.0 : 1.12;
       scores.emplace_back(1024, mean);
     }
     return scores;
   };
   const Race race =
-      run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(4, 1024)}, run);
+      run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(8, 1024)}, run);
   CHECK(race.rounds.front().entries.front().contender == 0);
   CHECK(race.first == std::vector<std::size_t>{1});
 }

@@ -97,6 +97,23 @@ TEST_CASE("A sketch's numbers are normal") {
   CHECK(std::abs(squares / kCount - 1) < 0.02);
 }
 
+TEST_CASE("A sketch whose file names no seed has the manifest's") {
+  const TemporaryFolder folder;
+  const auto path = write_whole(folder);
+  const auto file = SafetensorsFile::open(path / "output.safetensors");
+  std::vector<TensorToWrite> tensors;
+  for (const auto& [name, view] : file.tensors())
+    tensors.push_back({name, view.dtype, view.shape, view.data});
+  json manifest = json::parse(read_bytes(path / "manifest.json"));
+  manifest["extras"]["sketch"]["xxh3"] =
+      write_safetensors(path / "output.safetensors", tensors, {});
+  write_bytes(path / "manifest.json", manifest.dump());
+  const TraceReader trace = open_verified_trace(path, 1);
+  CHECK(trace.extras().sketch->seed == manifest["extras"]["sketch"]["seed"]);
+  std::filesystem::remove(path / "manifest.json");
+  CHECK_THAT(error_of([&] { seal_trace(path); }), ContainsSubstring("__metadata__ has no seed"));
+}
+
 TEST_CASE("Damaged extras are refused by name") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);

@@ -1,12 +1,15 @@
 #include "traces/base/files.hpp"
 
 #include <atomic>
+#include <chrono>
+#include <fstream>
 #include <set>
 #include <thread>
 
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/output_claim.hpp"
 #include "traces/base/process.hpp"
 
@@ -64,8 +67,12 @@ TEST_CASE(
   CHECK(test::names_in(folder.path()).empty());
 }
 
-TEST_CASE("A file is claimed by one at a time; what a killed process left claims nothing") {
+TEST_CASE(
+    "A file is claimed by one at a time; what a killed process left claims nothing, and goes") {
   const TemporaryFolder folder;
+  write_file_atomically(folder / "out.part", "theirs");
+  std::filesystem::create_directories(folder / "out.00000001.part" / "in it");
+  std::filesystem::create_symlink("out.part", folder / "out.00000002.part");
   write_file_atomically(folder / "out.00000000.part", "left");
   {
     const OutputClaim first(folder / "out"), other(folder / "out.html");
@@ -75,8 +82,52 @@ TEST_CASE("A file is claimed by one at a time; what a killed process left claims
   }
   const OutputClaim again(folder / "out");
   CHECK(read_bytes(folder / "out") == "whole");
-  CHECK(read_bytes(folder / "out.00000000.part") == "left");
-  CHECK(test::names_in(folder.path()).size() == 3);
+  CHECK(read_bytes(folder / "out.part") == "theirs");
+  std::vector<std::string> names = test::names_in(folder.path());
+  std::erase_if(names, [](const std::string& name) { return name.ends_with(".part"); });
+  CHECK(names == std::vector<std::string>{"out"});
+  CHECK(test::names_in(folder.path()).size() == 4);  // the link, which is not ours, and the claim
+}
+
+TEST_CASE("A folder that a killed process left does not stand in the way of the next, and goes") {
+  const TemporaryFolder folder;
+  std::filesystem::create_directories(folder / "out.part");
+  std::filesystem::create_directories(folder / "out.0123abcd.part" / "traces");
+  {
+    AtomicFolder first(folder / "out");
+    CHECK_THAT(test::error_of([&] { AtomicFolder(folder / "out"); }),
+               ContainsSubstring("out: another command is making it"));
+    CHECK_THAT(test::error_of([&] { OutputClaim(folder / "out"); }),
+               ContainsSubstring("out: another command is making it"));
+    write_file_atomically(first / "a", "whole");
+    first.commit();
+  }
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"out", "out.part"});
+  CHECK_THAT(test::error_of([&] { AtomicFolder(folder / "out"); }), ContainsSubstring("exists"));
+  { const AtomicFolder nested(folder / "a/b/c"); }
+  CHECK(test::names_in(folder.path()).size() == 2);
+}
+
+TEST_CASE("A program that is called off ends at once, with those that it has started",
+          "[threads]") {
+  const TemporaryFolder folder;
+  std::atomic<bool> called_off = false;
+  std::thread caller([&] {
+    while (!std::filesystem::exists(folder / "started")) std::this_thread::yield();
+    called_off = true;
+  });
+  const auto began = std::chrono::steady_clock::now();
+  const Cancellable scope(&called_off);
+  const std::string script = "cd " + folder.path().string() +
+                             "; (sleep 60; touch late) & echo $! >pid; touch started; wait";
+  CHECK_THROWS_AS(run_program({"sh", "-c", script}, folder / "log"), Cancelled);
+  caller.join();
+  CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(30));
+  const std::string pid = read_bytes(folder / "pid");
+  std::ifstream status("/proc/" + pid.substr(0, pid.find('\n')) + "/stat");
+  std::string number, name, state = "gone";
+  status >> number >> name >> state;
+  CHECK((state == "gone" || state == "Z" || state == "X"));
 }
 
 TEST_CASE("A program that says too much is ended, and its log stays small") {

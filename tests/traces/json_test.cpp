@@ -30,6 +30,17 @@ TEST_CASE("Broken JSON is refused with the file and the byte") {
   }
 }
 
+TEST_CASE("Numbers that Python writes and JSON has not are named") {
+  for (const char* text : {"{\"a\": Infinity}", "{\"a\": -Infinity}", "[1, NaN]"}) {
+    const std::string error = parse_error(text);
+    INFO(error);
+    CHECK(error.find(std::string(text).find("NaN") != std::string::npos ? "NaN" : "Infinity") !=
+          std::string::npos);
+    CHECK(error.find("as Python writes it, is no JSON") != std::string::npos);
+  }
+  CHECK(parse_error("[Inf]").starts_with("file.json: broken at byte "));
+}
+
 TEST_CASE("A NUL ends no text: what follows it is not passed over") {
   using namespace std::string_view_literals;
   CHECK(parse_error("{}\0"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
@@ -45,11 +56,19 @@ TEST_CASE("What a terminal would obey is refused in names, and shown as somethin
           fields.text("a");
         }).ends_with("; text without control characters is expected"));
   CHECK(!has_controls("tokens of \u00e9t\u00e9, \u6f22\u5b57"));
-  for (const char* text : {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f"})
+  for (const char* text :
+       {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f", "\u061c", "\x9b", "\xc2",
+        "\xe2\x80", "\xf5", "\xed\xa0\x80", "\xc0\x9b"})
     CHECK(has_controls(text));
   CHECK(printable("one\n\n two\tthree\x1b[2J\u202e!") == "one  two three?[2J?!");
   CHECK(without_controls("a\n\x7f\u0085b\u202e \u00e9") == "a   b  \u00e9");
   CHECK(printable("\u00e9t\u00e9") == "\u00e9t\u00e9");
+  CHECK(printable("\u011b \u2192 \U0001f600") ==
+        "\u011b \u2192 \U0001f600");  // with bytes 0x9b, 0x80
+  CHECK(printable("a\x9b"
+                  "31m\xe2\x80") == "a?31m?");
+  CHECK(printable_lines("one\n\n\ttwo\x1b\x1b\r\n") == "one\n\n\ttwo???\n");
+  CHECK(printable_json("{\"a\":\n\"\u202e\x7f\u00e9\"}") == "{\"a\":\n\"\\u202e\\u007f\u00e9\"}");
 }
 
 TEST_CASE("The last name of a path does not depend on how it ends") {

@@ -24,10 +24,11 @@ TraceHeader sample_header(Dtype dtype, Rounding rounding) {
   return header;
 }
 
-std::vector<float> random_rows(std::mt19937& random, std::size_t count, Dtype dtype) {
+std::vector<float> random_rows(std::mt19937& random, std::size_t count, Dtype dtype,
+                               float magnitude = 1.3f) {
   std::normal_distribution<float> normal;
   std::vector<float> values(count);
-  for (float& value : values) value = round_to(dtype, 1.3f * normal(random));
+  for (float& value : values) value = round_to(dtype, magnitude * normal(random));
   return values;
 }
 
@@ -71,12 +72,16 @@ class Attention {
     const std::uint32_t first = mistake_ == Mistake::no_first_key && t > 0 ? 1 : 0;
     const std::uint32_t last =
         mistake_ == Mistake::not_causal ? std::min(t + 1, sample_.tokens() - 1) : t;
-    double sum = 0, output[kSize] = {};
-    for (std::uint32_t j = first; j <= last; ++j) {
+    const auto score = [&](std::uint32_t j) {
       const auto& key = keys_[j * kKvHeads + kv_head];
-      double score = 0;
-      for (std::size_t d = 0; d < kSize; ++d) score += query[d] * key[d];
-      const double e = std::exp(scale * score);
+      double product = 0;
+      for (std::size_t d = 0; d < kSize; ++d) product += query[d] * key[d];
+      return scale * product;
+    };
+    double largest = score(first), sum = 0, output[kSize] = {};
+    for (std::uint32_t j = first; j <= last; ++j) largest = std::max(largest, score(j));
+    for (std::uint32_t j = first; j <= last; ++j) {
+      const double e = std::exp(score(j) - largest);
       sum += e;
       const float* value = sample_.v[layer_].data() + (j * kKvHeads + kv_head) * kSize;
       for (std::size_t d = 0; d < kSize; ++d) output[d] += e * value[d];
@@ -85,7 +90,7 @@ class Attention {
     for (std::size_t d = 0; d < kSize; ++d)
       out[d] = round_to(sample_.header.shape.dtype, static_cast<float>(output[d] / sum));
     sample_.lse[layer_][t * kQueryHeads + head] = static_cast<float>(
-        std::log(sum) * (mistake_ == Mistake::lse_base_two ? 1 / std::log(2.0) : 1.0));
+        (std::log(sum) + largest) * (mistake_ == Mistake::lse_base_two ? 1 / std::log(2.0) : 1.0));
   }
 
  private:
@@ -97,15 +102,16 @@ class Attention {
 
 }  // namespace
 
-Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding, Mistake mistake) {
+Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding, Mistake mistake,
+                   float magnitude) {
   std::mt19937 random(7);
   Sample sample;
   sample.header = sample_header(dtype, rounding);
   for (std::uint32_t t = 0; t < tokens; ++t)
     sample.ids.push_back(static_cast<std::int32_t>(3 * t + 1));
   for (std::size_t layer = 0; layer < kLayers; ++layer) {
-    sample.q.push_back(random_rows(random, tokens * kQueryHeads * kSize, dtype));
-    sample.k.push_back(random_rows(random, tokens * kKvHeads * kSize, dtype));
+    sample.q.push_back(random_rows(random, tokens * kQueryHeads * kSize, dtype, magnitude));
+    sample.k.push_back(random_rows(random, tokens * kKvHeads * kSize, dtype, magnitude));
     sample.v.push_back(random_rows(random, tokens * kKvHeads * kSize, dtype));
     sample.out.emplace_back(tokens * kQueryHeads * kSize);
     sample.lse.emplace_back(tokens * kQueryHeads);

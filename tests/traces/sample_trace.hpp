@@ -34,9 +34,10 @@ struct Sample {
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(ids.size()); }
 };
 
-/// 2 layers, 6 query and 2 KV heads of 8, 6 of whose dimensions turn.
+/// 2 layers, 6 query and 2 KV heads of 8, 6 of whose dimensions turn. `magnitude`: of queries and
+/// keys.
 Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
-                   Mistake mistake = Mistake::none);
+                   Mistake mistake = Mistake::none, float magnitude = 1.3f);
 
 /// Feeds tokens [first, first + count) as one admission.
 void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,

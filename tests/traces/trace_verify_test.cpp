@@ -27,9 +27,11 @@ const std::vector<Numbers> kNumbers{{Dtype::f32, Rounding::none},
                                     {Dtype::bf16, Rounding::model_dtype},
                                     {Dtype::f16, Rounding::model_dtype}};
 
-TraceCheck check_of(const Numbers& numbers, Mistake mistake, std::uint32_t tokens) {
+TraceCheck check_of(const Numbers& numbers, Mistake mistake, std::uint32_t tokens,
+                    float magnitude = 1.3f) {
   const TemporaryFolder folder;
-  write_trace(folder / "t", make_sample(tokens, numbers.dtype, numbers.rounding, mistake), tokens);
+  write_trace(folder / "t",
+              make_sample(tokens, numbers.dtype, numbers.rounding, mistake, magnitude), tokens);
   return verify_trace(TraceReader::open(folder / "t"), 2);
 }
 
@@ -45,12 +47,28 @@ TEST_CASE("A right trace verifies, far inside the tolerance") {
   }
 }
 
+const std::vector<Mistake> kMistakes{
+    Mistake::no_rope,   Mistake::interleaved_rope, Mistake::later_positions, Mistake::heads_in_turn,
+    Mistake::scale,     Mistake::not_causal,       Mistake::no_first_key,    Mistake::lse_base_two,
+    Mistake::nan_output};
+
+TEST_CASE("Scores in the thousands, which float32 holds less well, verify where they are right") {
+  for (const float magnitude : {8.0f, 30.0f})
+    for (const Rounding rounding : {Rounding::none, Rounding::model_dtype}) {
+      INFO(magnitude);
+      const TraceCheck check = check_of({Dtype::f32, rounding}, Mistake::none, 300, magnitude);
+      CHECK(check.ok);
+      CHECK(check.worst_lse < 0.5 * check.tolerance);
+    }
+  for (const Mistake mistake : kMistakes) {
+    INFO(static_cast<int>(mistake));
+    CHECK(!check_of({Dtype::f32, Rounding::none}, mistake, 300, 8.0f).ok);
+  }
+}
+
 TEST_CASE("A decoder's mistake does not verify, whatever the dtype") {
   for (const Numbers& numbers : kNumbers)
-    for (const Mistake mistake :
-         {Mistake::no_rope, Mistake::interleaved_rope, Mistake::later_positions,
-          Mistake::heads_in_turn, Mistake::scale, Mistake::not_causal, Mistake::no_first_key,
-          Mistake::lse_base_two, Mistake::nan_output}) {
+    for (const Mistake mistake : kMistakes) {
       const TraceCheck check = check_of(numbers, mistake, 300);
       INFO(torch_name(numbers.dtype) << " " << static_cast<int>(mistake));
       CHECK(!check.ok);

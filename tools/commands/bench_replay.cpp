@@ -1,15 +1,14 @@
 #include "tools/commands/bench_replay.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <filesystem>
 #include <optional>
 
 #include "sim/bench/replay_cost.hpp"
 #include "sim/bench/synthetic_trace.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/process.hpp"
 
 namespace kvlab {
 namespace {
@@ -22,19 +21,11 @@ constexpr std::int64_t kMostTokens = 1 << 20, kMostHeads = 1024, kMostRepeats = 
 class TemporaryTrace {
  public:
   explicit TemporaryTrace(const SyntheticShape& shape)
-      : directory_(std::filesystem::temp_directory_path() /
-                   fmt::format("kvlab-bench-{}", static_cast<long>(getpid()))),
-        trace_(write_synthetic_trace(directory_, shape, 1)) {}
-  TemporaryTrace(const TemporaryTrace&) = delete;
-  TemporaryTrace& operator=(const TemporaryTrace&) = delete;
-  ~TemporaryTrace() {
-    std::error_code error;
-    std::filesystem::remove_all(directory_, error);
-  }
+      : trace_(write_synthetic_trace(folder_ / "trace", shape, 1)) {}
   const TraceReader& trace() const { return trace_; }
 
  private:
-  std::filesystem::path directory_;
+  TemporaryFolder folder_;
   TraceReader trace_;
 };
 

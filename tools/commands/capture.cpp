@@ -69,16 +69,18 @@ void check_modes(const po::variables_map& options) {
     refuse(name, "samples, and --teacher-forced does not; leave out one of them");
 }
 
+/// How many tokens of the text are used at most.
+std::size_t most_from(const po::variables_map& options) {
+  if (!options.count("max-tokens")) return kAllTokens;
+  return static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMostTokens));
+}
+
 Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids text) {
   Plan plan{.teacher_forced = options["teacher-forced"].as<bool>()};
   if (!plan.teacher_forced) {
     plan.max_new_tokens = max_new_tokens_from(options);
     plan.turns = turns_from(options, tokenizer, std::move(text));
     return plan;
-  }
-  if (options.count("max-tokens")) {
-    const auto most = static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMostTokens));
-    text.resize(std::min(text.size(), most));
   }
   const auto length = static_cast<std::int64_t>(text.size());
   if (length == 0) throw std::invalid_argument("--prompt: has no tokens; give some text");
@@ -167,16 +169,20 @@ int run(const po::variables_map& options) {
 
   const auto backend = load_backend(device, directory, threads);
   const ModelConfig& config = backend->config();
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json", config.vocab);
-  const Plan plan = plan_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
+  const Tokenizer tokenizer = tokenizer_of(directory, config);
+  const Plan plan = plan_from(
+      options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer, most_from(options)));
 
   const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
   if (!options["beyond-context"].as<bool>()) refuse_beyond_context(config, prompt_tokens(plan));
 
+  say_of_model(config, tokenizer, prompt);
   if (const std::string warning = context_warning(config, most); !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
-  TraceHeader header = backend->trace_header(record(options, plan));
+  nlohmann::json how = record(options, plan);
+  how["first_token"] = first_token(tokenizer, prompt);
+  TraceHeader header = backend->trace_header(how);
   announce_traces("capture", header.shape, most, "into " + out);
   header.spans = spans_from(options, tokenizer, plan.turns.front());
   TraceWriter writer(out, std::move(header));

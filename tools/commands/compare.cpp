@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -35,16 +37,16 @@ void print_as_json(const Comparison& comparison) {
     ordered_json values = ordered_json::object();
     for (std::size_t i = 0; i < comparison.names.size(); ++i)
       values[comparison.names[i]] = number(row.scores[i]);
-    rows.push_back({{"model", row.group},
-                    {"policy", row.policy},
-                    {"budget", row.budget},
-                    {"values", values},
-                    {"difference", number(row.difference)},
-                    {"interval", row.difference ? difference_json(*row.difference)
-                                                : ordered_json(nullptr)},
-                    {"stderr", row.difference ? number_or_null(row.difference->standard_error)
-                                              : ordered_json(nullptr)},
-                    {"ties", row.difference && !row.difference->told_apart()}});
+    rows.push_back(
+        {{"model", row.group},
+         {"policy", row.policy},
+         {"budget", row.budget},
+         {"values", values},
+         {"difference", number(row.difference)},
+         {"interval", row.difference ? difference_json(*row.difference) : ordered_json(nullptr)},
+         {"stderr",
+          row.difference ? number_or_null(row.difference->standard_error) : ordered_json(nullptr)},
+         {"ties", row.difference && !row.difference->told_apart()}});
   }
   print_json({{"metric", comparison.metric},
               {"runs", comparison.names},
@@ -54,7 +56,10 @@ void print_as_json(const Comparison& comparison) {
 
 void print_table(const Comparison& comparison) {
   std::size_t width = 16, run_width = 18;
-  for (const ComparedRow& row : comparison.rows) width = std::max(width, row.policy.size());
+  for (const ComparedRow& row : comparison.rows)
+    width = std::max(width, brief_policy(row.policy).size());
+  const bool paired = std::ranges::any_of(
+      comparison.rows, [](const ComparedRow& row) { return row.difference.has_value(); });
   for (const std::string& name : comparison.names) run_width = std::max(run_width, name.size());
   std::string group;
   for (const ComparedRow& row : comparison.rows) {
@@ -63,17 +68,19 @@ void print_table(const Comparison& comparison) {
       fmt::print("{}{}: {}\n{:<{}} {:>7}", &row == comparison.rows.data() ? "" : "\n", group,
                  comparison.metric, "policy", width, "budget");
       for (const std::string& name : comparison.names) fmt::print(" {:>{}}", name, run_width);
-      fmt::print("   last less first\n");
+      fmt::print("{}\n", paired ? "   last less first" : "");
     }
-    fmt::print("{:<{}} {:>7}", row.policy, width, row.budget);
+    fmt::print("{:<{}} {:>7}", brief_policy(row.policy), width, row.budget);
     // (The sign ± is two bytes and one column.)
     for (const auto& score : row.scores) {
       const std::string text = score ? average_text(*score) : "-";
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
       fmt::print(" {:>{}}", text, run_width + wide);
     }
-    fmt::print("   {}\n", difference_text(row.difference));
+    fmt::print("{}\n", paired ? "   " + difference_text(row.difference) : "");
   }
+  if (!paired && !comparison.rows.empty())
+    fmt::print("no sequence in common: no difference is paired\n");
   const auto evicts = [](const ComparedRow& row) { return row.policy != "full"; };
   if (std::ranges::none_of(comparison.rows, evicts))
     fmt::print(
@@ -96,7 +103,10 @@ int run(const po::variables_map& options) {
   }
   const Comparison comparison = compare(std::move(sets), metric);
   if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
-  if (!out.empty()) write_file_atomically(out, compare_page(comparison));
+  if (!out.empty()) {
+    if (!vega_script()) fmt::print(stderr, "kvlab compare: {}\n", kNoVega);
+    write_file_atomically(out, compare_page(comparison));
+  }
   if (options["json"].as<bool>()) {
     print_as_json(comparison);
     return 0;

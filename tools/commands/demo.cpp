@@ -5,10 +5,12 @@
 #include <cstdlib>
 #include <filesystem>
 #include <stdexcept>
+#include <system_error>
 
 #include "engine/backend.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "tools/options.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -67,6 +69,16 @@ void make_directory(const fs::path& directory) {
   write_file_atomically(directory / kMarker,
                         "Made by kvlab demo, which may replace this directory.\n");
 }
+
+/// What a tour that ends early has made goes with this.
+struct UnlessWhole {
+  fs::path folder;
+  bool whole = false;
+  ~UnlessWhole() {
+    std::error_code ignored;
+    if (!whole) fs::remove_all(folder, ignored);
+  }
+};
 
 /// A word as a person would type it.
 std::string typed(const std::string& word) {
@@ -201,6 +213,25 @@ void generate_twice(Tour& tour, const Paths& paths) {
   tour.run(generate_command(), deployed);
 }
 
+void take_tour(const po::variables_map& options, const Paths& paths, const std::string& out) {
+  Tour tour;
+  if (options["real"].as<bool>()) {
+    real_tour(tour, paths.model, out);
+    fmt::print("\nAll of it took {:.1f} s.\n", tour.seconds());
+    return;
+  }
+  capture_and_replay(tour, paths);
+  report_and_deploy(tour, paths);
+  tune_tiny(tour, paths.model, out);
+  generate_twice(tour, paths);
+  fmt::print(
+      "\nAll of it took {:.1f} s. Open {} in a browser.\n"
+      "Next: kvlab policies          what each policy does\n"
+      "      kvlab eval --help       the same question in the closed loop: perplexity\n"
+      "      kvlab capture --help    a trace of your own model and text\n",
+      tour.seconds(), paths.page);
+}
+
 int run(const po::variables_map& options) {
   const std::string out = options["out"].as<std::string>();
   const Paths paths{.model = model_directory(options),
@@ -214,23 +245,17 @@ int run(const po::variables_map& options) {
         fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory{}", paths.model,
                     options["real"].as<bool>() ? ", or fetch one: ./dev model smollm2" : ""));
   make_directory(out);
-  Tour tour;
-  if (options["real"].as<bool>()) {
-    real_tour(tour, paths.model, out);
-    fmt::print("\nAll of it took {:.1f} s.\n", tour.seconds());
+  UnlessWhole made{out};
+  try {
+    take_tour(options, paths, out);
+    made.whole = true;
     return 0;
+  } catch (const std::system_error&) {  // of standard output
+    throw;
+  } catch (const std::runtime_error& error) {
+    throw_if_cancelled();
+    throw std::runtime_error(fmt::format("{}; {} is taken away", error.what(), out));
   }
-  capture_and_replay(tour, paths);
-  report_and_deploy(tour, paths);
-  tune_tiny(tour, paths.model, out);
-  generate_twice(tour, paths);
-  fmt::print(
-      "\nAll of it took {:.1f} s. Open {} in a browser.\n"
-      "Next: kvlab policies          what each policy does\n"
-      "      kvlab eval --help       the same question in the closed loop: perplexity\n"
-      "      kvlab capture --help    a trace of your own model and text\n",
-      tour.seconds(), paths.page);
-  return 0;
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/output_claim.hpp"
 
@@ -70,10 +71,13 @@ Evaluation evaluate_first(const po::variables_map& options, const LoopModel& mod
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
   for (std::size_t i = 0; i < std::min(confirms(options), ballot.standings().size()); ++i)
     configs.push_back(config_of(run, ballot, figures, i, compiled));
+  how.before = model.tokenizer.before();
+  const std::size_t most_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   texts.reserve(paths.size());
   for (const std::string& path : paths)
-    texts.push_back(model.tokenizer.encode(read_text(path), false));
+    texts.push_back(ids_of_file(path, model.tokenizer, most_tokens));
+  say_of_model(model.backend->config(), model.tokenizer);
   Evaluation evaluation =
       evaluate(model.backend->config(), model.sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))

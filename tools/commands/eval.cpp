@@ -11,6 +11,7 @@
 #include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
@@ -35,8 +36,6 @@ void add_options(po::options_description& options) {
   add("by-tokens", po::bool_switch(),
       "on a CUDA device, decode token by token, which is also the check on the way by layers; so "
       "does --stream");
-  add("batched", po::bool_switch(),
-      "on a CUDA device, the same with windows and budgets side by side");
   add("no-full", po::bool_switch(),
       "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
   add("block-tokens", number_option("N", 0),
@@ -67,9 +66,9 @@ void print_blocks(const EvalScore& score) {
 }
 
 void print_table(const std::vector<EvalScore>& scores) {
-  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n",
-             "policy", "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1",
-             "mean KV", "peak KV");
+  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n", "policy",
+             "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "mean KV",
+             "peak KV");
   for (const EvalScore& score : scores) {
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
@@ -113,17 +112,11 @@ std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
 }
 
 EvalOptions eval_options(const po::variables_map& options) {
-  const Span span = parse_span(options["span"].as<std::string>());
-  if (options["batched"].as<bool>() && device_from(options) == Device::cpu)
-    throw std::invalid_argument("--batched: is for a CUDA device; leave it out");
-  if (options["batched"].as<bool>() &&
-      (span == Span::all || tokens_from(options, "block-tokens") > 0))
-    throw std::invalid_argument("--batched: scores decoded tokens alone, without --block-tokens");
   return {.window = tokens_from(options, "window"),
           .stream = options["stream"].as<bool>(),
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
-          .span = span,
+          .span = parse_span(options["span"].as<std::string>()),
           .against_full = !options["no-full"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
@@ -131,7 +124,6 @@ EvalOptions eval_options(const po::variables_map& options) {
 }
 
 LoopWay way_from(const po::variables_map& options) {
-  if (options["batched"].as<bool>()) return LoopWay::batches;
   return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? LoopWay::tokens
                                                                          : LoopWay::layers;
 }
@@ -167,15 +159,19 @@ int run(const po::variables_map& options) {
     configs.push_back(
         deployed(options["policy-file"].as<std::string>(), compiled, config, weights_xxh3));
 
+  how.before = model.tokenizer.before();
+  // Of what a text begins with itself, nothing counts.
+  const std::size_t most = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : paths)
-    texts.push_back(model.tokenizer.encode(read_text(path), false));
+  for (const std::string& path : paths) texts.push_back(ids_of_file(path, model.tokenizer, most));
+  say_of_model(model.backend->config(), model.tokenizer);
   const Evaluation evaluation = evaluate(config, model.sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab eval: {}\n", warning);
   nlohmann::ordered_json json{{"model", config.name},
                               {"weights_xxh3", weights_xxh3},
                               {"kvlab", KVLAB_VERSION},
+                              {"first_token", first_token(model.tokenizer)},
                               {"span", options["span"].as<std::string>()}};
   json.update(eval_json(evaluation, how.names));
   if (folder) {

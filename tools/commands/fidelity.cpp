@@ -2,14 +2,17 @@
 
 #include <cmath>
 #include <filesystem>
+#include <optional>
 
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "sim/report/interactive/vega.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/output_claim.hpp"
 #include "traces/base/work_plan.hpp"
 
 namespace kvlab {
@@ -94,7 +97,11 @@ int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out OUT, a directory to be made");
   refuse_existing(out, "--out");
-  if (options.count("report")) refuse_unwritable(options["report"].as<std::string>(), "--report");
+  std::optional<OutputClaim> claim;
+  if (options.count("report")) {
+    refuse_unwritable(options["report"].as<std::string>(), "--report");
+    claim.emplace(options["report"].as<std::string>());
+  }
   const std::vector<CacheConfig> configs = grid_from(options);
   check_fidelity_grid(configs);
   AtomicFolder folder(out);
@@ -113,6 +120,8 @@ int run(const po::variables_map& options) {
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, measured));
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");
   folder.commit();
+  if (options.count("report") && !vega_script())
+    fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
   if (options.count("report"))
     write_file_atomically(options["report"].as<std::string>(), fidelity_page(out));
   if (options["json"].as<bool>())

@@ -5,7 +5,6 @@
 #include <optional>
 #include <stdexcept>
 
-#include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "tools/options.hpp"
@@ -127,21 +126,17 @@ int run(const po::variables_map& options) {
 
   const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
-  const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json", config.vocab);
-  const auto turns = turns_from(options, tokenizer, encode_prompt(tokenizer, config, prompt));
+  const Tokenizer tokenizer = tokenizer_of(directory, config);
+  const auto turns =
+      turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
-  std::uint32_t longest_prompt = 0;
-  for (const auto& turn : turns)
-    longest_prompt = std::max(longest_prompt, static_cast<std::uint32_t>(turn.size()));
   if (asked.file) check_shape(*asked.file, config.shape());
   const ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
-  if (!options["beyond-context"].as<bool>())
-    refuse_beyond_context(config, longest_span(cache, longest_prompt, most_tokens(turns, 0)),
-                          squeezed_cache(config));
+  const std::string too_long = check_context(options, config, cache, turns);
   if (asked.file) warn(model_mismatch(*asked.file, config.name, backend->weights_xxh3()));
-  warn(
-      context_warning(config, longest_span(cache, longest_prompt, length), squeezed_cache(config)));
+  warn(too_long);
 
+  say_of_model(config, tokenizer, prompt);
   const bool json = options["json"].as<bool>();
   const auto decoder = backend->decoder(cache, length);
   Conversation conversation(*decoder, config, tokenizer, sampling);
@@ -155,7 +150,11 @@ int run(const po::variables_map& options) {
     if (!json) fmt::print("\n");
   }
   std::fflush(stdout);  // before what is said of it, where both go to one file
-  if (json) print_json(to_json(answers, cache, *decoder, conversation));
+  if (json) {
+    ordered_json result = to_json(answers, cache, *decoder, conversation);
+    result["first_token"] = first_token(tokenizer, prompt);
+    print_json(result);
+  }
   if (!json && cache.evicts())
     warn(evicted_text(*decoder, config.shape(), value_bytes(*backend), cache));
   if (!json && differs_by_head(cache)) warn(kept_text(*decoder));

@@ -8,7 +8,6 @@
 #include <stdexcept>
 
 #include "engine/output_sketch.hpp"
-#include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/report/verdict.hpp"
 #include "sim/run/ranking.hpp"
@@ -32,11 +31,11 @@ void add_options(po::options_description& options) {
   add_threshold_option(options);
   add("output-error", text_option("sample|all", "sample"),
       "take the output errors on every eighth query, or on all");
-  add("calibration", text_option("FILE"),
-      "of `kvlab calibrate`, of the traces' model: for calibrated_error");
   add("model", text_option("DIR"),
       "the traces' checkpoint: for columns that take its weights (value_out_norm1)");
   add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
+  add("show", text_option("LIST"),
+      "print these figures too, as results.csv names them, or all (default: the one that decides)");
   add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
   add("fresh", po::bool_switch(),
       "start anew: delete what an unfinished replay left in RUN.part (default: continue it)");
@@ -67,17 +66,12 @@ unsigned threads_in(const ProcessGroup& group, const po::variables_map& options)
 }
 
 ReplayOptions replay_options(const po::variables_map& options, const ProcessGroup& group) {
-  std::shared_ptr<const Calibration> calibration;
-  if (options.count("calibration"))
-    calibration = std::make_shared<const Calibration>(
-        read_calibration(options["calibration"].as<std::string>()));
   std::shared_ptr<const OutputProjections> output;
   if (options.count("model"))
     output = std::make_shared<const OutputProjections>(
         read_output_projections(options["model"].as<std::string>()));
   return {.span = parse_span(options["span"].as<std::string>()),
           .every_output_error = every_output_error_from(options),
-          .calibration = calibration,
           .output = output,
           .threads = threads_in(group, options),
           .layers = layers_from(options),
@@ -135,24 +129,25 @@ void print_kept(const RunTrace& trace, const Figures& figures, std::size_t width
   }
 }
 
-/// Of the rows of one model, to which `trace` belongs.
-void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows) {
+/// Of the rows of one model, to which `trace` belongs: the figure that decides, then those of
+/// --show.
+void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
+                   const std::vector<std::string>& show) {
   const Figures figures(rows);
   std::size_t width = 16;
   for (const Series& series : figures.series()) width = std::max(width, series.label.size());
-  const std::string_view best = best_metric(rows);  // what decides comes first
-  std::vector<std::string_view> shown{best};
-  for (const char* name :
-       {"kl_estimate", "residual_error", "nll_recall", "recall", "miss_rate", "output_error"})
-    if (name != best) shown.emplace_back(name);
-  for (const std::string_view name : shown)
-    if (std::any_of(rows.begin(), rows.end(),
-                    [&](const ResultRow& row) { return row.metric == name; }))
-      print_metric(figures, *find_metric(name), width);
-  std::set<std::string> of_spans;
+  const std::string_view best = best_metric(rows);
+  std::set<std::string> there;
   for (const ResultRow& row : rows)
-    if (row.metric.starts_with(kSpanRecall)) of_spans.insert(row.metric);
-  for (const std::string& name : of_spans) print_metric(figures, {name, name, true, false}, width);
+    if (row.layer < 0) there.insert(row.metric);
+  print_metric(figures, *find_metric(best), width);
+  const bool all = std::ranges::find(show, "all") != show.end();
+  for (const std::string& name : there)
+    if (name != best && (all || std::ranges::find(show, name) != show.end())) {
+      MetricInfo metric = *find_metric(name);
+      if (name.starts_with(kSpanRecall)) metric.label = name;
+      print_metric(figures, metric, width);
+    }
   print_kept(trace, figures, width);
   for (const BudgetColumn& budget : figures.budgets()) {
     const Ranking ranking = rank_policies(figures, budget.text, *find_metric(best));
@@ -164,8 +159,18 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows) {
   }
 }
 
+/// As --show names them. Throws std::invalid_argument for what is no figure.
+std::vector<std::string> figures_from(const po::variables_map& options) {
+  std::vector<std::string> names = list_from(options, "show");
+  for (const std::string& name : names)
+    if (name != "all" && !find_metric(name))
+      throw std::invalid_argument(fmt::format(
+          "--show: '{}' should be all, or a metric of results.csv such as recall", name));
+  return names;
+}
+
 /// Each model by itself: figures of several have no mean.
-void print_table(const Run& run, const std::string& out) {
+void print_table(const Run& run, const std::string& out, const std::vector<std::string>& show) {
   std::map<std::string, std::string> model_of;
   std::vector<std::pair<std::string, const RunTrace*>> models;  // each with its first trace
   for (const RunTrace& trace : run.info.traces) {
@@ -184,13 +189,13 @@ void print_table(const Run& run, const std::string& out) {
     for (const ResultRow& row : run.rows)
       if (model_of[row.trace] == model) rows.push_back(row);
     if (models.size() > 1) fmt::print("== {} ==\n", model);
-    print_metrics(*trace, rows);
+    print_metrics(*trace, rows, show);
   }
-  if (evicts &&
-      std::ranges::any_of(run.rows, [](const ResultRow& row) { return row.policy == kOracleTopk; }))
+  const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };
+  if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))
     fmt::print("oracle_topk bounds recall and misses; it says nothing of errors, and has none\n");
-  fmt::print("{}: {} figures; next: kvlab report {} --out report.html\n", out, run.rows.size(),
-             out);
+  fmt::print("{}: {} figures (more of them: --show all); next: kvlab report {} --out report.html\n",
+             out, run.rows.size(), out);
 }
 
 ordered_json to_json(const ResultRow& row) {
@@ -234,6 +239,7 @@ ReplayRequest request_from(const po::variables_map& options, const ProcessGroup&
       .options = replay_options(options, group),
       .fresh = options["fresh"].as<bool>(),
       .notice = [](const std::string& line) { fmt::print(stderr, "kvlab replay: {}\n", line); }};
+  figures_from(options);  // a mistake is better said before the work
   if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
   if (on_device) request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();
@@ -251,7 +257,7 @@ int run(const po::variables_map& options) {
   if (options["json"].as<bool>())
     print_json(*result, out);
   else
-    print_table(*result, out);
+    print_table(*result, out, figures_from(options));
   return 0;
 }
 

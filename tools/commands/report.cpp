@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
+#include <span>
 
+#include "engine/checkpoint/checkpoint.hpp"
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/fidelity/page.hpp"
 #include "engine/loop/fidelity/table.hpp"
@@ -28,9 +31,9 @@ void add_options(po::options_description& options) {
       "budget of the headline and of the heat maps, one of the run")(
       "model", text_option("DIR"), "the traces' model: for the text beside what was kept")(
       "figures", text_option("DIR"),
-      "every figure as SVG and PNG into this directory, which is made (needs gnuplot)")(
-      "fixed", po::bool_switch(), "fixed pictures and no script, even where there is Vega")(
-      "json", po::bool_switch(), "print one JSON object");
+      "every figure as Vega-Lite into this directory, which is made; as SVG and PNG too where "
+      "vl-convert is at hand (PyPI: vl-convert-python)")("json", po::bool_switch(),
+                                                         "print one JSON object");
 }
 
 /// The text of each token of the shown trace, by the tokenizer of --model.
@@ -39,7 +42,7 @@ std::vector<std::string> token_texts(const Run& run, const po::variables_map& op
   if (!options.count("model") || !run.kept) return texts;
   const std::string file = options["model"].as<std::string>() + "/tokenizer.json";
   const auto trace = std::ranges::find(run.info.traces, run.kept->trace, &RunTrace::name);
-  const std::string hash = xxh3_hex(read_text_file(file, std::size_t{256} << 20));
+  const std::string hash = xxh3_hex(read_text_file(file, kMaxTokenizerBytes));
   if (trace != run.info.traces.end() && !trace->tokenizer_xxh3.empty() &&
       trace->tokenizer_xxh3 != hash)
     throw std::invalid_argument(
@@ -51,34 +54,41 @@ std::vector<std::string> token_texts(const Run& run, const po::variables_map& op
   return texts;
 }
 
-std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options) {
-  const bool fixed = options["fixed"].as<bool>();
-  if (!fixed && !vega_script()) fmt::print(stderr, "kvlab report: {}\n", kNoVega);
+/// One line for standard error; none for nothing.
+void say(const std::string& line) {
+  if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
+}
+
+/// The figures that are asked for go into `figures`, here and below; null: none are.
+std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
+                        const AtomicFolder* figures) {
   const Run run = load_run(folder);
-  if (options.count("figures"))
-    write_figures(run, options["budget"].as<std::string>(), options["figures"].as<std::string>());
-  return report_html(run, {.budget = options["budget"].as<std::string>(),
-                           .fixed = fixed,
-                           .tokens = token_texts(run, options),
-                           .progress = progress_bar("report")});
+  if (figures) say(write_figures(run, options["budget"].as<std::string>(), *figures));
+  return report_html(
+      run, {.budget = options["budget"].as<std::string>(), .tokens = token_texts(run, options)});
 }
 
 /// The page of whatever lies in the folder.
-std::string page_of(const std::filesystem::path& folder, const po::variables_map& options) {
-  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options);
-  for (const char* option : {"budget", "model", "figures"})
+std::string page_of(const std::filesystem::path& folder, const po::variables_map& options,
+                    const AtomicFolder* figures) {
+  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options, figures);
+  for (const char* option : {"budget", "model"})
     if (options.count(option) && !options[option].as<std::string>().empty())
       throw std::invalid_argument(
           fmt::format("--{}: is for a run of `kvlab replay`; leave it out", option));
-  if (std::filesystem::exists(folder / kEvalJson))
-    return eval_page(folder, options["fixed"].as<bool>());
-  if (std::filesystem::exists(folder / kFidelityJson)) return fidelity_page(folder);
-  if (std::filesystem::exists(folder / kTaskJson)) {
-    refuse_given(options, {"fixed"}, "a task's page is drawn by its script");
-    return task_page(folder);
+  const bool eval = std::filesystem::exists(folder / kEvalJson);
+  if (eval || std::filesystem::exists(folder / kTaskJson)) {
+    if (figures) say(write_figures(vega_lites(figures_of(load_scores(folder))), *figures));
+    return eval ? eval_page(folder) : task_page(folder);
   }
-  if (std::filesystem::is_regular_file(folder))
-    return race_page(folder, options["fixed"].as<bool>());
+  if (std::filesystem::exists(folder / kFidelityJson)) {
+    if (figures) say(write_figures(vega_lites(fidelity_figures(folder)), *figures));
+    return fidelity_page(folder);
+  }
+  if (std::filesystem::is_regular_file(folder)) {
+    refuse_given(options, {"figures"}, "a race's page has its one figure to take away");
+    return race_page(folder);
+  }
   throw std::runtime_error(
       fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "
                   "directory made by `kvlab replay`, `eval --out`, `fidelity` or `task --out`, or "
@@ -94,8 +104,14 @@ int run(const po::variables_map& options) {
   if (options.count("model")) refuse_hub_name(options["model"].as<std::string>());
   refuse_unwritable(out, "--out");
   const OutputClaim claim(out);
-  const std::string html = page_of(directory, options);
-  write_file_atomically(out, html);
+  if (!vega_script()) say(std::string(kNoVega));
+  std::optional<AtomicFolder> figures;
+  if (options.count("figures")) figures.emplace(options["figures"].as<std::string>());
+  const std::string html = page_of(directory, options, figures ? &*figures : nullptr);
+  AtomicFile page(out);  // both, or on a full disk none
+  page.write(std::as_bytes(std::span(html)));
+  if (figures) figures->commit();
+  page.commit();
   if (options["json"].as<bool>())
     print_json({{"report", out}, {"bytes", html.size()}});
   else

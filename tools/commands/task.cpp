@@ -9,8 +9,10 @@
 #include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
 #include "engine/loop/task/verdicts.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/cancel.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -184,7 +186,7 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
     const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
       return find_figure(figures, c, mode, count, metric);
     };
-    fmt::print("{:<36} {:>6}", config.policy.text(), config.budget_text());
+    fmt::print("{:<36} {:>6}", config.policy.brief(), config.budget_text());
     for (const std::uint32_t count : words)
       fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
     fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),
@@ -236,19 +238,20 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
   ordered_json depths = ordered_json::array(), modes = ordered_json::array();
   for (const double depth : request.depths) depths.push_back(depth_text(depth));
   for (const QueryMode mode : request.modes) modes.push_back(name_of(mode));
-  return {{"kvlab", KVLAB_VERSION},
-          {"task", request.spec.text()},
-          {"model", backend.config().name},
-          {"weights_xxh3", backend.weights_xxh3()},
-          {"chat", request.chat ? "chatml" : "none"},
-          {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
-          {"modes", std::move(modes)},
-          {"words", request.words},
-          {"depths", std::move(depths)},
-          {"draws", request.draws},
-          {"seed", request.seed},
-          {"max_new_tokens", request.answers.max_new_tokens},
-          {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
+  return {
+      {"kvlab", KVLAB_VERSION},
+      {"task", request.spec.text()},
+      {"model", backend.config().name},
+      {"weights_xxh3", backend.weights_xxh3()},
+      {"chat", request.chat ? "chatml" : "none"},
+      {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
+      {"modes", std::move(modes)},
+      {"words", request.words},
+      {"depths", std::move(depths)},
+      {"draws", request.draws},
+      {"seed", request.seed},
+      {"max_new_tokens", request.answers.max_new_tokens},
+      {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
 }
 
 /// All on which answers depend, and how they are kept.
@@ -335,8 +338,8 @@ int run(const po::variables_map& options) {
   const Device device = device_from(options);
   if (device == Device::cuda) request.answers.most_rows = kCudaRows;
   const auto backend = load_backend(device, directory, threads_from(options));
-  const Tokenizer tokenizer =
-      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
+  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
+  say_of_model(backend->config(), tokenizer, "", request.chat.has_value());
 
   request.configs = with_full_first(request.configs);
   ordered_json json = about(request, *backend);

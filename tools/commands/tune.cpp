@@ -5,6 +5,7 @@
 
 #include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"
@@ -78,7 +79,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     const RaceEntry& entry = round.entries[i];
     const std::size_t config = tuning.order[entry.contender];
     const std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
-    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.text(), entry.kl,
+    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.brief(), entry.kl,
                bytes_text(tuning.memory[config].peak),
                i == 0 ? std::string("leads")
                       : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,

@@ -22,6 +22,7 @@ void add_options(po::options_description& options) {
       "check (b) at every N-th admission only; (a) is always checked");
   add_prompt_options(options);
   add_turn_options(options);
+  add_context_option(options);
   add("policy-file", text_option("FILE"), "a deployed policy, in place of --policy and --budget");
   add_policy_options(options);
   add_common_options(options);
@@ -77,18 +78,25 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
           {"free_running", {{"heads", report.heads}, {"partings", std::move(partings)}}}};
 }
 
-/// What is decoded, and how many tokens that comes to.
+/// What is decoded, and under which caches.
 struct Dialogue {
   std::vector<VerifyTurn> turns;
-  std::uint32_t length;
+  std::vector<ResolvedConfig> caches;
 };
 
-Dialogue dialogue_from(const po::variables_map& options, const ModelConfig& config,
-                       const Tokenizer& tokenizer) {
-  auto first = encode_prompt(tokenizer, config, prompt_from(options));
+Dialogue dialogue_from(const po::variables_map& options, std::span<const CacheConfig> grid,
+                       const ModelConfig& config, const Tokenizer& tokenizer) {
+  auto first = first_ids(prompt_name(options), prompt_from(options), tokenizer);
   auto prompts = turns_from(options, tokenizer, std::move(first));
   const std::uint32_t decode_tokens = max_new_tokens_from(options);
-  Dialogue dialogue{.turns = {}, .length = most_tokens(prompts, decode_tokens)};
+  Dialogue dialogue;
+  std::string warning;
+  for (const CacheConfig& cache : grid) {
+    dialogue.caches.push_back(
+        resolve(cache, most_tokens(prompts, decode_tokens), 0, config.heads()));
+    warning = check_context(options, config, dialogue.caches.back(), prompts);
+  }
+  if (!warning.empty()) fmt::print(stderr, "kvlab verify: {}\n", warning);
   for (auto& ids : prompts) dialogue.turns.push_back({std::move(ids), decode_tokens});
   return dialogue;
 }
@@ -106,16 +114,16 @@ int run(const po::variables_map& options) {
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);
   if (file) check_shape(*file, backend->config().shape());
-  const Tokenizer tokenizer =
-      Tokenizer::load(directory + "/tokenizer.json", backend->config().vocab);
-  const Dialogue dialogue = dialogue_from(options, backend->config(), tokenizer);
+  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
+  const Dialogue dialogue = dialogue_from(options, grid, backend->config(), tokenizer);
+  say_of_model(backend->config(), tokenizer);
 
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
-  for (const CacheConfig& config : grid) {
+  for (std::size_t c = 0; c < grid.size(); ++c) {
+    const CacheConfig& config = grid[c];
     const VerifyReport report = verify_decoder(
-        *backend, resolve(config, dialogue.length, 0, backend->config().heads()), dialogue.turns,
-        sampling_from(options),
+        *backend, dialogue.caches[c], dialogue.turns, sampling_from(options),
         {.threads = threads, .check_every = count_from(options, "check-every", 1, 1 << 30)});
     ok = ok && report.ok();
     if (options["json"].as<bool>())

@@ -8,7 +8,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends libjs-vega
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 ARG ARCHITECTURES=80-real;90
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-    cmake ninja-build g++ pkg-config gnuplot-nox libboost-program-options-dev nlohmann-json3-dev libfmt-dev \
+    cmake ninja-build g++ pkg-config libboost-program-options-dev nlohmann-json3-dev libfmt-dev \
     libxxhash-dev libpcre2-dev libutf8proc-dev && rm -rf /var/lib/apt/lists/*
 # Ubuntu may lack libjs-vega, which draws pages.
 COPY --from=vega /usr/share/javascript/vega /usr/share/javascript/vega

@@ -1,7 +1,8 @@
 /* A decode loop that keeps at most BUDGET tokens, in plain C: one layer, one sequence, keys, values
  * and queries drawn at random. By H2O, which looks at attention, and by knorm, which reads a column
  * that this program brings. Prints what is kept; exits with 1 if an output is not what attention
- * over the kept tokens gives, or knorm evicts another token than the one with the longest key. */
+ * over the kept tokens gives, or knorm evicts another token than the one with the longest key among
+ * those that are old enough to leave. */
 #include <kvlab.h>
 #include <math.h>
 #include <stdio.h>
@@ -11,7 +12,7 @@
 #include "device.h"
 
 enum { STEPS = 200, BUDGET = 32, QUERY_HEADS = 8, KV_HEADS = 2, DIM = 64, PAIRS = KV_HEADS };
-enum { GROUP = QUERY_HEADS / KV_HEADS, SLOTS = PAIRS * BUDGET };
+enum { GROUP = QUERY_HEADS / KV_HEADS, SLOTS = PAIRS * BUDGET, RECENT = BUDGET / 2 };
 
 static void draw(float* values, int count) {
   for (int i = 0; i < count; ++i) values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
@@ -44,11 +45,13 @@ static float norm_of(const float* x) {
   return sqrtf(squares);
 }
 
-/* The slot with the largest number. */
-static int largest_of(const float* numbers) {
-  int largest = 0;
-  for (int slot = 1; slot < BUDGET; ++slot)
-    if (numbers[slot] > numbers[largest]) largest = slot;
+/* The slot with the largest number, of those that leave before the last RECENT tokens, `next` the
+ * youngest of them. */
+static int largest_of(const float* numbers, const uint32_t* positions, uint32_t next) {
+  int largest = -1;
+  for (int slot = 0; slot < BUDGET; ++slot)
+    if (positions[slot] + RECENT <= next && (largest < 0 || numbers[slot] > numbers[largest]))
+      largest = slot;
   return largest;
 }
 
@@ -76,7 +79,7 @@ static int decode(const char* name) {
   step.cache.next_slots = on_device(NULL, PAIRS * sizeof(int32_t));
 
   /* What the policy works on. */
-  const kvlab_rule rules[PAIRS] = {{BUDGET, 0, BUDGET / 2, 0}, {BUDGET, 0, BUDGET / 2, 0}};
+  const kvlab_rule rules[PAIRS] = {{BUDGET, 0, RECENT, 0}, {BUDGET, 0, RECENT, 0}};
   step.policy.states = on_device(NULL, SLOTS * kvlab_policy_slot_bytes(policy));
   step.policy.rules = on_device(rules, sizeof rules);
   step.policy.seeds = on_device(NULL, sizeof(uint64_t));
@@ -98,6 +101,7 @@ static int decode(const char* name) {
   double worst = 0;
   int wrong_victims = 0;
   int32_t next[PAIRS], lengths[PAIRS];
+  uint32_t positions[SLOTS];
   float norms[SLOTS] = {0};
   for (uint32_t t = 0; t < STEPS; ++t) {
     /* The token's key and value go where the step before said. An engine does that in a kernel. */
@@ -125,13 +129,13 @@ static int decode(const char* name) {
     to_host(lengths, step.cache.lengths, sizeof lengths);
     worst = fmax(worst, worst_error(q, keys, values, lengths, step.cache.softmax_scale, out));
     to_host(next, step.cache.next_slots, sizeof next);
+    to_host(positions, step.cache.positions, sizeof positions);
     for (int pair = 0; pair < PAIRS; ++pair)
       if (by_norm && lengths[pair] == BUDGET)
-        wrong_victims += next[pair] != largest_of(norms + pair * BUDGET);
+        wrong_victims +=
+            next[pair] != largest_of(norms + pair * BUDGET, positions + pair * BUDGET, t + 1);
   }
 
-  uint32_t positions[SLOTS];
-  to_host(positions, step.cache.positions, sizeof positions);
   for (int pair = 0; pair < PAIRS; ++pair) {
     printf("%s: KV head %d keeps %d of %d tokens:", name, pair, lengths[pair], STEPS);
     for (int slot = 0; slot < lengths[pair]; ++slot) printf(" %u", positions[pair * BUDGET + slot]);

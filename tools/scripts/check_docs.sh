@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the pages for readers: links and anchors lead somewhere, lines hold at most 120 characters
-# (tables may be wider), pages at most 1,200 words, code, the bars of tables and what a command generates
-# not counted.
+# Checks the pages for readers: links, anchors and paths in the tree lead somewhere, README names every policy, lines
+# hold at most 120 characters (tables may be wider), pages at most 1,200 words, code, the bars of tables and what a
+# command generates not counted.
 set -euo pipefail
 export LC_ALL=C.UTF-8
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -13,6 +13,10 @@ prose() {
 }
 anchors() {
   sed -n 's/^##* //p' "$1" | tr '[:upper:]' '[:lower:]' | sed 's/[^[:alnum:]_ -]//g; s/ /-/g'
+}
+# A page's paths in the tree, but for the reader's own policies/peak.hpp.
+paths() {
+  grep -oE '`(docs|engine|kernels|policies|sim|tests|tools|traces)/[^` ]*`' "$1" | tr -d '`' | grep -v '/peak\.hpp$' || true
 }
 links() { grep -oE '\]\([^)]+\)' "$1" | sed 's/^](//; s/)$//' | grep -vE '^https?:' || true; }
 
@@ -31,5 +35,11 @@ for page in README.md CHANGELOG.md docs/*.md docs/*/*.md; do
       complain "$page: no heading for $link"
     fi
   done < <(links "$page")
+  while read -r path; do
+    [[ $page == CHANGELOG.md ]] || compgen -G "$path" >/dev/null || complain "$page: no $path"
+  done < <(paths "$page")
 done
+while read -r policy; do
+  grep -qF "\`$policy\`" README.md || complain "README.md: no policy $policy"
+done < <(sed -n 's/.*\.name = "\([a-z0-9_]*\)".*/\1/p' policies/*/*.hpp)
 exit $failed

@@ -296,7 +296,10 @@ def convert(source, folder):
     config, tokenizer = read_config(meta), read_tokenizer(meta)
     weights = read_weights(reader, config)
     template = meta.get("tokenizer.chat_template", str, "-")
-    settings = {} if template == "-" else {"chat_template": template}
+    # By its class transformers takes tokenizer.json as it is, and no rules of the model's type.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if template == "-" else {"chat_template": template})
+    for key in ("bos", "eos"):
+        settings[f"{key}_token"] = meta.texts("tokenizer.ggml.tokens")[config[f"{key}_token_id"]]
     for name, value in [("config", config), ("tokenizer", tokenizer), ("tokenizer_config", settings)]:
         (folder / f"{name}.json").write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     write_safetensors(weights, folder / "model.safetensors")

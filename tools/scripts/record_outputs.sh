@@ -66,8 +66,4 @@ for positions in original cache; do
   keep "verify-$positions" verify --model $model --prompt-file $text --policy $all --budget 40 --positions $positions \
     --prefill dense,chunk:32,stream --max-new-tokens 60 --turn "And then?" --device "$device"
 done
-if [[ $device == cuda ]]; then
-  keep eval-batched eval --model $model --text $text --policy h2o,lru,streaming_h2o --budget 32,96 --batched --max-tokens 400 \
-    --json --device cuda
-fi
 echo "recorded $(find "$out" -type f | wc -l) files in $out"

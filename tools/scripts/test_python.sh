@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The Python package as people install it: an empty virtual environment, pip install, its tests, its types.
+# The Python package as people install it: an empty virtual environment, pip install, its tests, its types. Those of
+# kvlab.hf by the newest transformers of the day, and by the oldest one that it supports.
 # tools/scripts/test_python.sh [PYTHON]; KVLAB_COMMAND names a kvlab whose results are compared.
 # tools/scripts/test_python.sh --sanitize, afterwards: the tests once more, the extension under ASan and UBSan.
 set -euo pipefail
@@ -22,7 +23,7 @@ sanitize() {
     preload+="$(g++ -print-file-name=$library) "
   done
   # Python itself leaks by design. What is compiled at run time, PyTorch and the command are no part of the extension.
-  local left_out=(commands.py pages.py notebooks.py hf.py evicting.py evicting_cuda.py ops.py)
+  local left_out=(commands.py pages.py notebooks.py hf.py calls.py evicting.py evicting_cuda.py ops.py)
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$preload PYTHONPATH=$package \
     "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python "${left_out[@]/#/--ignore=tests/python/test_}" \
     -k "not header_of_ones_own and not libcachesim and not opening_copies"
@@ -43,11 +44,20 @@ echo "pip install took $((SECONDS - began)) s"
 "$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs types-tqdm papermill ipykernel uv \
   libcachesim
 # For kvlab.hf: 3 GB, which uv fetches in a fifth of pip's time.
-torch=(torch==2.11.0 transformers==5.17.0 safetensors xxhash peft torchao bitsandbytes accelerate)
+torch=(torch==2.11.0 transformers safetensors xxhash peft torchao bitsandbytes accelerate)
 "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" "${torch[@]}" ||
   "$folder/bin/pip" install --quiet --disable-pip-version-check "${torch[@]}" ||
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
+oldest=$PWD/build-python/oldest-transformers  # before the newest: only what differs
+rm -rf "$oldest"
+if "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --no-deps --target "$oldest" \
+  transformers==4.45.2 tokenizers==0.20.3 huggingface-hub==0.36.2 peft==0.13.2; then
+  PYTHONPATH=$oldest "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python/test_{hf,calls,evicting}.py \
+    -k "not quantised"  # which today's quantisers and that transformers do not do together
+else
+  echo "transformers 4.45.2 could not be installed: the tests of kvlab.hf by it are skipped" >&2
+fi
 mypy=("$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy)
 "${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._progress -m kvlab._run -m kvlab._trace
 "${mypy[@]}" -p kvlab.hf

@@ -79,11 +79,13 @@ def main() -> None:
 
     def row(name: str, inside: Any, **more: Any) -> None:
         with torch.no_grad(), inside as caches:
-            taken = milliseconds_a_token(
-                lambda count: model.generate(ids, max_new_tokens=count, **words, **more),
-                options.new_tokens,
-                options.repeats,
-            )
+
+            def generate(count: int) -> None:
+                if caches:
+                    caches.begin_anew()
+                model.generate(ids, max_new_tokens=count, **words, **more)
+
+            taken = milliseconds_a_token(generate, options.new_tokens, options.repeats)
             held = f"{caches.kv_bytes / 2**20:7.1f} MiB" if caches else ""
         print(f"{name:34} {taken:7.2f} ms a token {1000 / taken:8.1f} tokens/s {held}", flush=True)
 

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -28,6 +29,10 @@ void refuse_special(const std::filesystem::path& path) {
   if (::lstat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
   throw std::runtime_error(fmt::format(
       "{}: is not a regular file and would be replaced; name another file", path.string()));
+}
+
+std::filesystem::path folder_of(const std::filesystem::path& path) {
+  return path.has_parent_path() ? path.parent_path() : ".";
 }
 
 constexpr std::string_view kPart = ".part";
@@ -92,27 +97,62 @@ void AtomicFile::commit() {
   sync_folder_of(path_);
 }
 
+FileLock::FileLock(std::filesystem::path path, int flags, Wait wait)
+    : path_(std::move(path)), file_(path_, flags) {
+  const int operation = wait == Wait::yes ? LOCK_EX : LOCK_EX | LOCK_NB;
+  error_ = file_.get() >= 0 && ::flock(file_.get(), operation) == 0 ? 0 : errno;
+}
+
+bool FileLock::held_by_another() const { return error_ == EWOULDBLOCK; }
+
+void FileLock::require(const std::string& taken) const {
+  if (held_by_another()) throw std::runtime_error(taken);
+  if (error_ != 0) throw failure(path_, "lock", error_);
+}
+
+OutputPlace::OutputPlace(const std::filesystem::path& path)
+    : alone_(folder_of(path), O_RDONLY | O_DIRECTORY, FileLock::Wait::yes) {
+  std::error_code ignored;
+  std::vector<std::filesystem::path> rests;
+  for (const auto& entry : std::filesystem::directory_iterator(folder_of(path), ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (name.size() != path.filename().native().size() + kDraw + kPart.size() ||
+        finished_name(name) != path.filename())
+      continue;
+    const FileLock lock(entry.path(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
+    if (lock.held_by_another())
+      throw std::runtime_error(
+          fmt::format("{}: another command is making it; wait for that one, or name another place",
+                      path.string()));
+    if (lock.held()) rests.push_back(entry.path());
+  }
+  // Not before now: what this other command has not locked is there too.
+  for (const auto& rest : rests) std::filesystem::remove_all(rest, ignored);
+}
+
 AtomicFolder::AtomicFolder(std::filesystem::path path) : path_(std::move(path)) {
   if (path_.filename().empty()) path_ = path_.parent_path();  // "out/"
-  std::filesystem::path part = path_;
-  part += ".part";
   std::error_code error;
-  for (const auto& taken : {path_, part})
-    if (std::filesystem::exists(std::filesystem::symlink_status(taken, error)))
-      throw std::runtime_error(
-          fmt::format("{} exists; remove it, or name another folder", taken.string()));
-  part_ = std::move(part);
-  for (auto parent = part_.parent_path();
+  for (auto parent = path_.parent_path();
        !parent.empty() && !std::filesystem::exists(parent, error); parent = parent.parent_path())
     parents_.push_back(parent);
   error.clear();
   if (!parents_.empty()) std::filesystem::create_directories(parents_.front(), error);
-  // mkdir() fails where something is by now: of two at once, one goes on.
-  if (!error && ::mkdir(part_.c_str(), 0777) == 0) return;
-  const int reason = error ? error.value() : errno;
-  const std::filesystem::path taken = std::exchange(part_, {});
-  remove_parents();
-  throw failure(taken, "create", reason);
+  try {
+    if (error) throw failure(path_, "create", error.value());
+    const OutputPlace place(path_);
+    if (std::filesystem::exists(std::filesystem::symlink_status(path_, error)))
+      throw std::runtime_error(
+          fmt::format("{} exists; remove it, or name another folder", path_.string()));
+    std::filesystem::path part = path_;
+    part += part_ending();
+    if (::mkdir(part.c_str(), 0777) != 0) throw failure(path_, "create", errno);
+    part_ = std::move(part);
+    lock_.emplace(part_, O_RDONLY | O_DIRECTORY);
+  } catch (const std::runtime_error&) {
+    remove_parents();
+    throw;
+  }
 }
 
 AtomicFolder::~AtomicFolder() {
@@ -164,19 +204,6 @@ void MappedFile::release() const {
     ::madvise(const_cast<std::byte*>(bytes_.data()), bytes_.size(), MADV_DONTNEED);
 }
 
-FileLock::FileLock(std::filesystem::path path, int flags, Wait wait)
-    : path_(std::move(path)), file_(path_, flags) {
-  const int operation = wait == Wait::yes ? LOCK_EX : LOCK_EX | LOCK_NB;
-  error_ = file_.get() >= 0 && ::flock(file_.get(), operation) == 0 ? 0 : errno;
-}
-
-bool FileLock::held_by_another() const { return error_ == EWOULDBLOCK; }
-
-void FileLock::require(const std::string& taken) const {
-  if (held_by_another()) throw std::runtime_error(taken);
-  if (error_ != 0) throw failure(path_, "lock", error_);
-}
-
 std::string last_name(const std::filesystem::path& path) {
   std::filesystem::path clean = std::filesystem::absolute(path).lexically_normal();
   if (!clean.has_filename()) clean = clean.parent_path();  // "a/trace/"
@@ -184,7 +211,7 @@ std::string last_name(const std::filesystem::path& path) {
 }
 
 void sync_folder_of(const std::filesystem::path& path) {
-  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  const std::filesystem::path folder = folder_of(path);
   const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
   if (descriptor.get() < 0) throw failure(folder, "open", errno);
   // Some file systems cannot sync a folder (EINVAL): nothing to be done there.
@@ -202,7 +229,12 @@ std::string read_text_file(const std::filesystem::path& path, std::size_t max_by
   if (file.bytes().size() > max_bytes)
     throw std::runtime_error(fmt::format("{}: {} bytes long; at most {} are expected",
                                          path.string(), file.bytes().size(), max_bytes));
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+  try {
+    return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error(fmt::format("{}: {} bytes long; they do not fit into memory",
+                                         path.string(), file.bytes().size()));
+  }
 }
 
 std::string xxh3_hex(std::span<const std::byte> bytes) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -49,11 +50,42 @@ class AtomicFile {
 /// What NAME.part or NAME.XXXXXXXX.part is to become: NAME. Other names stay as they are.
 std::string finished_name(std::string name);
 
-/// A folder being filled as PATH.part. commit() renames it to PATH; without commit() it is removed
-/// with all that is in it, and so are the parent folders that were made for it.
+/// A lock on a file or folder, which goes with this object: of all that ask, one has it.
+class FileLock {
+ public:
+  enum class Wait { no, yes };
+  /// `flags`: how the file is opened.
+  FileLock(std::filesystem::path path, int flags, Wait wait = Wait::no);
+
+  bool held() const { return error_ == 0; }
+  bool held_by_another() const;
+  /// Throws std::runtime_error where this has no lock: `taken` if another has it.
+  void require(const std::string& taken) const;
+
+ private:
+  std::filesystem::path path_;
+  Descriptor file_;
+  int error_;  // 0: locked
+};
+
+/// Alone with the place of PATH, so that a part of it can be made and locked there. Throws
+/// std::runtime_error where another process makes PATH: a PATH.XXXXXXXX.part is there under a lock.
+/// Those without one, which killed processes left, are taken away. Some file systems have no locks:
+/// there the last of two that make PATH stands, and what was left stays.
+class OutputPlace {
+ public:
+  explicit OutputPlace(const std::filesystem::path& path);
+
+ private:
+  FileLock alone_;
+};
+
+/// A folder being filled as PATH.XXXXXXXX.part, under a lock: of two processes that make one PATH,
+/// one goes on. commit() renames it to PATH; without commit() it is removed with all that is in it,
+/// and so are the parent folders that were made for it.
 class AtomicFolder {
  public:
-  /// Throws std::runtime_error where PATH or PATH.part exists, or PATH.part cannot be made.
+  /// Throws std::runtime_error where PATH exists, another process makes it, or it cannot be made.
   explicit AtomicFolder(std::filesystem::path path);
   ~AtomicFolder();
   AtomicFolder(const AtomicFolder&) = delete;
@@ -68,6 +100,7 @@ class AtomicFolder {
 
   std::filesystem::path path_, part_;
   std::vector<std::filesystem::path> parents_;  // that were made, the innermost first
+  std::optional<FileLock> lock_;                // of part_
 };
 
 /// The bytes of a file, mapped for reading. The file must not shrink while it is mapped.
@@ -86,23 +119,6 @@ class MappedFile {
 
  private:
   std::span<const std::byte> bytes_;
-};
-
-/// A lock on a file or folder, which goes with this object: of all that ask, one has it.
-class FileLock {
- public:
-  enum class Wait { no, yes };
-  /// `flags`: how the file is opened.
-  FileLock(std::filesystem::path path, int flags, Wait wait = Wait::no);
-
-  bool held_by_another() const;
-  /// Throws std::runtime_error where this has no lock: `taken` if another has it.
-  void require(const std::string& taken) const;
-
- private:
-  std::filesystem::path path_;
-  Descriptor file_;
-  int error_;  // 0: locked
 };
 
 /// The last name of a path, whatever slashes and dots follow it: `trace` of "a/trace/" and

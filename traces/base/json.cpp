@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <vector>
@@ -17,7 +18,7 @@ constexpr std::size_t kLongestQuote = 80;
 /// keys win, and nests without bound.
 class Builder : public nlohmann::json_sax<json> {
  public:
-  explicit Builder(std::string_view what) : what_(what) {}
+  Builder(std::string_view text, std::string_view what) : text_(text), what_(what) {}
 
   json take() { return std::move(root_); }
 
@@ -44,6 +45,13 @@ class Builder : public nlohmann::json_sax<json> {
 
   bool parse_error(std::size_t position, const std::string&,
                    const nlohmann::detail::exception&) override {
+    const std::string_view rest = text_.substr(std::min(position - 1, text_.size()));
+    for (const std::string_view name : {"Infinity", "NaN"})
+      if (rest.starts_with(name))
+        throw std::runtime_error(fmt::format(
+            "{}: {} at byte {}, as Python writes it, is no JSON; a finite number or null "
+            "is expected",
+            what_, name, position));
     throw std::runtime_error(
         fmt::format("{}: broken at byte {}; valid JSON is expected", what_, position));
   }
@@ -73,7 +81,7 @@ class Builder : public nlohmann::json_sax<json> {
     return true;
   }
 
-  std::string_view what_;
+  std::string_view text_, what_;
   json root_;
   std::vector<json*> open_;  // containers being filled, outermost first
   json* member_ = nullptr;   // where the value of the last key goes
@@ -86,7 +94,7 @@ json parse_json(std::string_view text, std::string_view what) {
   if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos)
     throw std::runtime_error(
         fmt::format("{}: byte {} is a NUL; valid JSON is expected", what, nul));
-  Builder builder(what);
+  Builder builder(text, what);
   json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
 }

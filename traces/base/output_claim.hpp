@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 
 #include "traces/base/files.hpp"
 
@@ -9,7 +10,7 @@ namespace kvlab {
 
 /// A claim to write PATH, held from a command's beginning to its end: of two that claim one PATH at
 /// once, the second is refused. It is an empty PATH.XXXXXXXX.part under a lock, which goes with the
-/// claim; one that a killed process left has no lock, and is none.
+/// claim; one that a killed process left has no lock, is none, and is taken away.
 class OutputClaim {
  public:
   /// Throws std::runtime_error naming PATH where it is claimed already, or no file can be made
@@ -17,7 +18,8 @@ class OutputClaim {
   explicit OutputClaim(const std::filesystem::path& path);
 
  private:
-  AtomicFile part_;  // never committed
+  std::optional<OutputPlace> place_;  // until the part is there
+  AtomicFile part_;                   // never committed
 };
 
 }  // namespace kvlab

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
+#include <signal.h>
 #include <spawn.h>
 #include <stdlib.h>
 #include <sys/resource.h>
@@ -9,8 +10,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include "traces/base/cancel.hpp"
 
@@ -37,7 +40,10 @@ TemporaryFolder::~TemporaryFolder() {
   std::filesystem::remove_all(path_, ignored);
 }
 
-int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
+namespace {
+
+/// Starts it in a process group of its own, its streams at `log`.
+pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   std::vector<char*> arguments;
   arguments.reserve(words.size() + 1);
   for (std::string& word : words) arguments.push_back(word.data());
@@ -48,18 +54,55 @@ int run_program(std::vector<std::string> words, const std::filesystem::path& log
   posix_spawn_file_actions_addopen(&streams, STDOUT_FILENO, log.c_str(),
                                    O_WRONLY | O_CREAT | O_TRUNC, 0600);
   posix_spawn_file_actions_adddup2(&streams, STDOUT_FILENO, STDERR_FILENO);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
+  sigset_t ignored_here;  // the program is to end by these
+  sigemptyset(&ignored_here);
+  for (const int signal : {SIGXFSZ, SIGPIPE}) sigaddset(&ignored_here, signal);
+  posix_spawnattr_setsigdefault(&attributes, &ignored_here);
   pid_t process = 0;
   const int error =
-      posix_spawnp(&process, arguments[0], &streams, nullptr, arguments.data(), environ);
+      posix_spawnp(&process, arguments[0], &streams, &attributes, arguments.data(), environ);
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&streams);
   if (error) throw std::system_error(error, std::generic_category());
+  return process;
+}
+
+/// Whether it has ended, after at most 5 ms; then `status` says how.
+bool ended(pid_t process, int& status) {
+  const pid_t found = ::waitpid(process, &status, WNOHANG);
+  if (found < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category());
+  if (found <= 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  return found > 0;
+}
+
+/// Ends the program, and all that it has started, gently first: a compiler has files to remove.
+void end_group(pid_t process) {
+  constexpr int kPatience = 200;  // looks
+  int status = 0;
+  ::kill(-process, SIGTERM);
+  for (int look = 0; look < kPatience; ++look)
+    if (ended(process, status)) return;
+  ::kill(-process, SIGKILL);
+  while (!ended(process, status)) continue;
+}
+
+}  // namespace
+
+int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
+  const pid_t process = start(words, log);
   // A file that grows beyond this ends it: what it says could fill a disk.
   const rlimit limit{kMostBytes, kMostBytes};
   ::prlimit(process, RLIMIT_FSIZE, &limit, nullptr);
   int status = 0;
-  while (waitpid(process, &status, 0) < 0)
-    if (errno != EINTR) throw std::system_error(errno, std::generic_category());
-  throw_if_cancelled();  // which may have ended the program too
+  try {
+    while (!ended(process, status)) throw_if_cancelled();
+  } catch (const Cancelled&) {
+    end_group(process);
+    throw;
+  }
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 

@@ -1,56 +1,90 @@
 #include "traces/base/text.hpp"
 
-#include <algorithm>
+#include <fmt/format.h>
+
+#include <optional>
+#include <utility>
 
 namespace kvlab {
 namespace {
 
-/// Bytes of the control character that `text` begins with; 0: it begins with another.
-std::size_t control_bytes(std::string_view text) {
-  const auto byte = [&](std::size_t i) {
-    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
-  };
-  if (byte(0) < ' ' || byte(0) == 0x7f) return 1;
-  if (byte(0) == 0xc2 && byte(1) >= 0x80 && byte(1) <= 0x9f) return 2;        // U+0080 to U+009F
-  const bool embeds = byte(1) == 0x80 && byte(2) >= 0xaa && byte(2) <= 0xae,  // U+202A to U+202E
-      isolates = byte(1) == 0x81 && byte(2) >= 0xa6 && byte(2) <= 0xa9,       // U+2066 to U+2069
-      marks = byte(1) == 0x80 && (byte(2) == 0x8e || byte(2) == 0x8f);        // U+200E, U+200F
-  return byte(0) == 0xe2 && (embeds || isolates || marks) ? 3 : 0;
+/// What a text begins with: its bytes, and what character they are; none where they are not UTF-8.
+struct Front {
+  std::size_t bytes;
+  std::optional<char32_t> character;
+
+  explicit Front(std::string_view text) : bytes(1) {
+    const auto lead = static_cast<unsigned char>(text[0]);
+    if (lead < 0x80) character = lead;
+    const std::size_t size = lead >= 0xf0 ? 4 : lead >= 0xe0 ? 3 : 2;
+    if (lead < 0xc2 || lead > 0xf4 || size > text.size()) return;
+    char32_t code = lead & (0x7fu >> size);
+    for (const char c : text.substr(1, size - 1)) {
+      if ((c & 0xc0) != 0x80) return;
+      code = code << 6 | (c & 0x3f);
+    }
+    constexpr char32_t kLeast[] = {0x80, 0x800, 0x10000};  // fewer bytes would do below
+    if (code < kLeast[size - 2] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return;
+    bytes = size;
+    character = code;
+  }
+
+  bool is_control() const {
+    if (!character) return true;
+    const char32_t c = *character;
+    const auto within = [c](char32_t first, char32_t last) { return c >= first && c <= last; };
+    return c < ' ' || within(0x7f, 0x9f) || c == 0x61c || within(0x200e, 0x200f) ||
+           within(0x202a, 0x202e) || within(0x2066, 0x2069);
+  }
+};
+
+enum class Runs { as_they_are, once };
+
+/// `text` with `shown_as(character)` for each control, U+FFFD for what is not UTF-8; a run of what
+/// is shown alike once, if asked for.
+template <class ShownAs>
+std::string with_controls(std::string_view text, Runs runs, ShownAs&& shown_as) {
+  std::string shown, before, as;
+  for (; !text.empty(); text.remove_prefix(Front(text).bytes)) {
+    const Front front(text);
+    before =
+        std::exchange(as, front.is_control() ? shown_as(front.character.value_or(0xfffd)) : "");
+    if (as.empty())
+      shown += text.substr(0, front.bytes);
+    else if (runs == Runs::as_they_are || as != before)
+      shown += as;
+  }
+  return shown;
 }
 
 }  // namespace
 
 bool has_controls(std::string_view text) {
-  for (std::size_t at = 0; at < text.size(); ++at)
-    if (control_bytes(text.substr(at)) > 0) return true;
+  for (; !text.empty(); text.remove_prefix(Front(text).bytes))
+    if (Front(text).is_control()) return true;
   return false;
 }
 
 std::string without_controls(std::string_view text) {
-  std::string kept;
-  for (std::size_t at = 0; at < text.size();) {
-    const std::size_t bytes = control_bytes(text.substr(at));
-    kept += bytes > 0 ? ' ' : text[at];
-    at += std::max<std::size_t>(bytes, 1);
-  }
-  return kept;
+  return with_controls(text, Runs::as_they_are, [](char32_t) { return std::string(" "); });
 }
 
 std::string printable(std::string_view text) {
-  std::string shown;
-  char before = 0;  // what the run of controls at hand is shown as
-  for (std::size_t at = 0; at < text.size();) {
-    const std::size_t bytes = control_bytes(text.substr(at));
-    if (bytes == 0) {
-      before = 0;
-      shown += text[at++];
-      continue;
-    }
-    const char as = text[at] == '\n' || text[at] == '\t' || text[at] == '\r' ? ' ' : '?';
-    if (before != as) shown += before = as;
-    at += bytes;
-  }
-  return shown;
+  return with_controls(text, Runs::once, [](char32_t c) {
+    return std::string(c == '\n' || c == '\t' || c == '\r' ? " " : "?");
+  });
+}
+
+std::string printable_lines(std::string_view text) {
+  return with_controls(text, Runs::as_they_are, [](char32_t c) {
+    return std::string(1, c == '\n' || c == '\t' ? static_cast<char>(c) : '?');
+  });
+}
+
+std::string printable_json(std::string_view json) {
+  return with_controls(json, Runs::as_they_are, [](char32_t c) {
+    return c == '\n' ? std::string("\n") : fmt::format("\\u{:04x}", static_cast<unsigned>(c));
+  });
 }
 
 std::vector<std::string> split_list(std::string_view text, char separator) {
@@ -64,9 +98,11 @@ std::vector<std::string> split_list(std::string_view text, char separator) {
 }
 
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to) {
+  std::size_t hits = 0, at = 0;
+  for (std::size_t hit; (hit = text.find(from, at)) != text.npos; at = hit + from.size()) ++hits;
   std::string out;
-  out.reserve(text.size());
-  std::size_t at = 0;
+  out.reserve(text.size() - hits * from.size() + hits * to.size());
+  at = 0;
   for (std::size_t hit; (hit = text.find(from, at)) != text.npos; at = hit + from.size()) {
     out += text.substr(at, hit - at);
     out += to;

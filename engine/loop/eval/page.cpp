@@ -8,9 +8,8 @@
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/pages/scores.hpp"
-#include "sim/report/charts.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -22,11 +21,6 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
-constexpr std::string_view kAllTexts = "all";
-constexpr MetricInfo kKl{"kl", "KL, nats", false, true};
-constexpr MetricInfo kTail{"kl_p99", "KL, 99th percentile", false, true};
-constexpr MetricInfo kNll{"nll", "−ln p of the text", false, true};
-
 constexpr const char* kFootnote =
     "Closed loop, teacher-forced: evictions change what later layers see. Two policies are told "
     "apart where the 95% interval of their paired difference, over texts or over the blocks of one "
@@ -41,26 +35,22 @@ double number(const JsonFields& fields, std::string_view key) {
   return fields.has(key) ? fields.number(key) : std::numeric_limits<double>::quiet_NaN();
 }
 
-std::string figure(double value) { return std::isnan(value) ? "–" : figure_text(value); }
-
 class EvalPage {
  public:
-  EvalPage(const json& top, const std::string& file, std::vector<ResultRow> rows)
-      : fields_(top, file) {
-    for (ResultRow& row : rows) (row.trace == kAllTexts ? over_all_ : by_text_).push_back(row);
-  }
+  /// `budgets`: in their order.
+  EvalPage(const json& top, const std::string& file, std::vector<std::string> budgets)
+      : fields_(top, file), budgets_(std::move(budgets)) {}
 
-  /// `explorer`: the curves, where there is Vega.
-  std::string html(const std::optional<Explorer>& explorer) const {
+  std::string html(const Explorer& explorer) const {
     const std::string title = "What do evictions cost " + fields_.text("model") + "?";
     return html_page(
         "kvlab: " + title,
         html_header("kvlab eval", escape(title), context(), answer(), "blue", kFootnote) +
-            (explorer ? explorer->sections : curves()) + standings() + all_figures() +
+            explorer.sections + standings() + all_figures() +
             html_section("What the figures mean", "",
                          fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +
             provenance(),
-        explorer ? explorer->scripts : "");
+        explorer.data);
   }
 
  private:
@@ -92,52 +82,31 @@ class EvalPage {
     return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
   }
 
-  static std::string curve(const std::vector<ResultRow>& rows, const MetricInfo& metric,
-                           std::string_view heading, std::string_view note) {
-    const Figures figures(rows);
-    if (figures.budgets().empty()) return "";
-    std::vector<std::size_t> drawn;
-    for (std::size_t s = 0; s < figures.series().size(); ++s)
-      if (!figures.series()[s].is_full()) drawn.push_back(s);
-    const std::string svg = curve_chart(figures, styles_of(figures.series()), drawn, metric,
-                                        fmt::format("curve_{}", metric.name));
-    return svg.empty() ? "" : html_figure(heading, note, svg);
-  }
-
-  std::string curves() const {
-    return html_section(
-        "What each budget costs", "",
-        curve(by_text_, kKl, "KL to the full cache, lower is better",
-              "Mean over tokens. Bars: one standard error of the mean over texts.") +
-            curve(over_all_, kTail, "The worst hundredth",
-                  "One token in a hundred moves by more than this.") +
-            curve(by_text_, kNll, "−ln p of the text, lower is better",
-                  "The logarithm of perplexity."),
-        "figures");
-  }
-
   std::string standings() const {
     std::string html;
     const JsonFields contenders = fields_.object("contenders");
-    for (const auto& [budget, list] : contenders.json().items()) {
-      std::vector<std::vector<std::string>> rows;
+    for (const std::string& budget : budgets_) {
+      if (!contenders.has(budget)) continue;
+      std::vector<std::vector<Cell>> rows;
       for (const json& entry : contenders.list(budget)) {
         const JsonFields contender(entry, contenders.where() + ": " + budget);
         const JsonFields behind = contender.object("behind");
         const bool first = rows.empty();
-        rows.push_back(
-            {escape(contender.text("policy")), first ? "first" : figure(number(behind, "mean")),
-             first ? "" : figure(number(behind, "low")) + " to " + figure(number(behind, "high")),
-             first                                 ? ""
-             : contender.flag("holds_more", false) ? "holds more than the budget"
-             : behind.flag("told_apart", false)    ? "behind"
-                                                   : "cannot be told apart",
-             bytes_text(number(contender, "kv_bytes_mean")),
-             bytes_text(number(contender, "kv_bytes_peak"))});
+        rows.push_back({escape(brief_policy(contender.text("policy"))),
+                        first ? Cell("first") : figure_cell(number(behind, "mean")),
+                        first ? Cell("") : figure_cell(number(behind, "low")),
+                        first ? Cell("") : figure_cell(number(behind, "high")),
+                        first                                 ? ""
+                        : contender.flag("holds_more", false) ? "holds more than the budget"
+                        : behind.flag("told_apart", false)    ? "behind"
+                                                              : "cannot be told apart",
+                        bytes_cell(number(contender, "kv_bytes_mean")),
+                        bytes_cell(number(contender, "kv_bytes_peak"))});
       }
       html += table({{"policy", false},
                      {"behind the first, nats"},
-                     {"95%"},
+                     {"95% from"},
+                     {"to"},
                      {"", false},
                      {"mean KV"},
                      {"peak KV"}},
@@ -150,17 +119,17 @@ class EvalPage {
   }
 
   std::string all_figures() const {
-    std::vector<std::vector<std::string>> rows;
+    std::vector<std::vector<Cell>> rows;
     for (const json& entry : fields_.list("configurations")) {
       const JsonFields one(entry, fields_.where() + ": configurations");
-      const auto cell = [&](std::string_view key) { return figure(number(one, key)); };
-      rows.push_back({escape(one.text("policy") + (one.text("params").empty() ? "" : ":") +
-                             one.text("params")),
-                      escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
-                      cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"),
-                      cell("kl_deviation"), cell("top1_agreement"),
-                      bytes_text(number(one, "kv_bytes_mean")),
-                      bytes_text(one.number("kv_bytes_peak"))});
+      const auto cell = [&](std::string_view key) { return figure_cell(number(one, key)); };
+      rows.push_back(
+          {escape(brief_policy(one.text("policy") + (one.text("params").empty() ? "" : ":") +
+                               one.text("params"))),
+           escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
+           cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"), cell("kl_deviation"),
+           cell("top1_agreement"), bytes_cell(number(one, "kv_bytes_mean")),
+           bytes_cell(one.number("kv_bytes_peak"))});
     }
     return html_section("All figures", "",
                         table({{"policy", false},
@@ -188,19 +157,22 @@ class EvalPage {
   }
 
   JsonFields fields_;
-  std::vector<ResultRow> by_text_, over_all_;
+  std::vector<std::string> budgets_;
 };
 
 }  // namespace
 
-std::string eval_page(const std::filesystem::path& folder, bool fixed) {
-  const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
+std::string eval_page(const std::filesystem::path& folder) {
+  const std::string file = (folder / kEvalJson).string();
   const json top = parse_json(read_text_file(file, kMaxBytes), file);
   JsonFields(top, file).check_format(kEvalFormat);
-  std::optional<Explorer> explorer;
-  if (const auto vega = fixed ? std::nullopt : vega_script())
-    explorer = explorer_of(load_scores(folder), "What each budget costs", *vega);
-  return EvalPage(top, file, parse_score_rows(read_text_file(csv, kMaxBytes), csv)).html(explorer);
+  const ScoreSet scores = load_scores(folder);
+  std::vector<std::string> budgets;
+  const std::vector<ResultRow> rows = all_rows(scores);
+  const Figures figures(rows);
+  for (const BudgetColumn& budget : figures.budgets()) budgets.push_back(budget.text);
+  return EvalPage(top, file, std::move(budgets))
+      .html(explorer_of(scores, "What each budget costs"));
 }
 
 }  // namespace kvlab

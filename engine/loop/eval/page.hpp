@@ -11,7 +11,6 @@ inline constexpr const char* kEvalJson = "eval.json";
 
 /// Of a folder with the two files. Throws std::runtime_error that names the file: not what
 /// `kvlab eval --out` wrote.
-/// `fixed`: pictures and no script, even where there is Vega.
-std::string eval_page(const std::filesystem::path& folder, bool fixed = false);
+std::string eval_page(const std::filesystem::path& folder);
 
 }  // namespace kvlab

@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <stdexcept>
+
+#include "policies/catalogue.hpp"
 
 namespace kvlab {
 namespace {
@@ -149,8 +152,8 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
   return score;
 }
 
-std::string EvalScore::label() const {
-  const std::string policy = config.policy.text();
+std::string EvalScore::label(bool whole) const {
+  const std::string policy = whole ? config.policy.text() : config.policy.brief();
   return config.evicts() && !config.budget.is_even()
              ? fmt::format("{} at {}", policy, config.budget.text())
              : policy;
@@ -158,13 +161,11 @@ std::string EvalScore::label() const {
 
 std::vector<std::string> Evaluation::budgets() const {
   std::vector<std::string> budgets;
-  std::vector<std::uint32_t> known;
-  for (const EvalScore& score : scores) {
-    if (!score.config.evicts() || std::ranges::find(known, score.budget_tokens) != known.end())
-      continue;
-    known.push_back(score.budget_tokens);
-    budgets.push_back(score.config.budget.text());
-  }
+  std::map<std::uint32_t, std::string> by_tokens;
+  for (const EvalScore& score : scores)
+    if (score.config.evicts())
+      by_tokens.try_emplace(score.budget_tokens, score.config.budget.text());
+  for (const auto& [tokens, budget] : by_tokens) budgets.push_back(budget);
   return budgets;
 }
 
@@ -190,10 +191,10 @@ Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
       judged.scope.filled.push_back(score.label());
   }
   if (!judged.contenders.empty())
-    judged.verdict = verdict_of(judged.contenders, judged.scope.budget_bytes,
-                                [&](std::size_t a, std::size_t b) {
-                                  return deciding().difference(judged.scores[a], judged.scores[b]);
-                                });
+    judged.verdict =
+        verdict_of(judged.contenders, judged.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
+          return deciding().difference(judged.scores[a], judged.scores[b]);
+        });
   return judged;
 }
 

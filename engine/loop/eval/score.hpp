@@ -40,8 +40,8 @@ struct EvalScore {
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN of one text
   std::vector<EvalBlock> blocks;       ///< where they were asked for
 
-  /// The policy, and the budget where heads differ in it.
-  std::string label() const;
+  /// The policy, and the budget where heads differ in it; `whole`: with its defaults.
+  std::string label(bool whole = false) const;
 };
 
 struct Evaluation {
@@ -54,8 +54,8 @@ struct Evaluation {
   double figure(std::size_t score) const {
     return against_full ? scores[score].kl : scores[score].nll;
   }
-  /// Budgets that configurations which evict were asked for, in their order; of those of as many
-  /// tokens the first.
+  /// Budgets that configurations which evict were asked for, by tokens; of those of as many the
+  /// first.
   std::vector<std::string> budgets() const;
   /// Those that evict at as many tokens as a budget (as asked), judged.
   struct Judged {
@@ -79,9 +79,7 @@ struct ScoredSequences {
   std::vector<bool> repeats;  ///< [text]: another has the same tokens, and counts; empty: none
   std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
 
-  bool counts(std::size_t sequence) const {
-    return repeats.empty() || !repeats[text[sequence]];
-  }
+  bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[text[sequence]]; }
 };
 
 /// Of the different texts: a figure of every configuration by token.

@@ -55,8 +55,9 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   return text;
 }
 
-OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text, std::span<const CacheConfig> configs,
-                       const OpenLoopOptions& options) {
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
+                              std::span<const CacheConfig> configs,
+                              const OpenLoopOptions& options) {
   std::optional<TraceReader> captured;
   if (!text.trace) captured = capture(backend, text, options);
   const bool wants_output = std::ranges::any_of(

@@ -41,8 +41,7 @@ struct OpenLoopOptions {
 /// where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
 OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
-                              std::span<const CacheConfig> configs,
-                              const OpenLoopOptions& options);
+                              std::span<const CacheConfig> configs, const OpenLoopOptions& options);
 
 /// What each configuration scored, and the full cache before them.
 std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,

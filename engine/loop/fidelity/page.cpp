@@ -7,8 +7,8 @@
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/answer.hpp"
-#include "sim/report/charts.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
 #include "traces/base/files.hpp"
@@ -35,8 +35,18 @@ constexpr const char* kWrong =
     "the other order; the worst first. Ratio: KL of the one that the figure prefers over the "
     "other’s.";
 constexpr const char* kCeiling =
-    "KL on one text against KL on another: what a figure from one text cannot be expected to "
-    "exceed.";
+    "The figure that orders best comes first. The last row is KL on one text against KL on "
+    "another: "
+    "what a figure from one text cannot be expected to exceed.";
+
+double number(const JsonFields& fields, const std::string& key) {
+  return fields.has(key) ? fields.number(key) : std::numeric_limits<double>::quiet_NaN();
+}
+
+Cell rho_cell(const JsonFields& fields, const std::string& budget) {
+  const double rho = number(fields, budget);
+  return std::isnan(rho) ? Cell("–") : Cell(fmt::format("{:.2f}", rho), rho);
+}
 
 std::string rho_text(const JsonFields& fields, const std::string& budget) {
   return fields.has(budget) ? fmt::format("{:.2f}", fields.number(budget)) : "–";
@@ -61,9 +71,38 @@ class FidelityPage {
   std::string html() const {
     const std::string title =
         "Which figure predicts the closed loop of " + fields_.text("model") + "?";
-    return html_page("kvlab: " + title, html_header("kvlab fidelity", escape(title), context(),
-                                                    answer(), "blue", kFootnote) +
-                                            metrics_table() + scatters() + wrong() + provenance());
+    nlohmann::ordered_json data;
+    const std::string drawn =
+        figures_section(escape(standard_) + " against KL", kScatter, scatters(), data);
+    return html_page(
+        "kvlab: " + title,
+        html_header("kvlab fidelity", escape(title), context(), answer(), "blue", kFootnote) +
+            metrics_table() + drawn + wrong() + provenance(),
+        data);
+  }
+
+  /// The figure that decides against KL, at each budget.
+  std::vector<Figure> scatters() const {
+    const MetricInfo* const known = find_metric(standard_);
+    std::vector<Figure> found;
+    for (const std::string& budget : budgets_) {
+      Figure figure{
+          .name = fmt::format("{}_against_kl_{}", standard_, found.size()),
+          .title = fmt::format("budget {}, rho {}", budget,
+                               rho_text(metric(standard_).object("within"), budget)),
+          .x = {.title = known ? std::string(known->label) : standard_, .logarithmic = true},
+          .y = {.title = "KL to the full cache, nats", .logarithmic = true},
+          .joined = false};
+      for (std::size_t s = 0; s < figures_.series().size(); ++s) {
+        const auto x = figures_.average(s, budget, standard_),
+                   y = figures_.average(s, budget, "kl");
+        if (x && y && x->mean > 0 && y->mean > 0)
+          figure.series.push_back(
+              {figures_.series()[s].label, styles_[s], {{.x = x->mean, .y = y->mean}}});
+      }
+      found.push_back(std::move(figure));
+    }
+    return found;
   }
 
  private:
@@ -97,82 +136,77 @@ class FidelityPage {
         escape(standard_), join_names(parts), worst, escape(worst_budget));
   }
 
-  std::string cell(const JsonFields& own, const std::string& budget) const {
-    const std::string interval =
-        own.object("within_low").has(budget)
-            ? fmt::format(" [{} to {}]", rho_text(own.object("within_low"), budget),
-                          rho_text(own.object("within_high"), budget))
-            : "";
-    return fmt::format("{}{}<br>regret {}", rho_text(own.object("within"), budget), interval,
-                       rho_text(own.object("regret"), budget));
+  /// Those that order as the closed loop does come first.
+  std::vector<std::string> metrics_in_order() const {
+    const JsonFields metrics = fields_.object("metrics");
+    std::vector<std::pair<double, std::string>> found;
+    for (const auto& [name, value] : metrics.json().items()) {
+      double sum = 0;
+      for (const std::string& budget : budgets_) {
+        const double rho = number(metrics.object(name).object("within"), budget);
+        sum += std::isnan(rho) ? 0 : rho;
+      }
+      found.emplace_back(-sum, name);
+    }
+    std::ranges::sort(found);
+    std::vector<std::string> names;
+    for (auto& [sum, name] : found) names.push_back(std::move(name));
+    return names;
   }
 
   std::string metrics_table() const {
     std::vector<Column> columns{{"figure", false}};
-    for (const std::string& budget : budgets_) columns.push_back({escape(budget)});
+    for (const std::string& budget : budgets_)
+      columns.insert(columns.end(), {{"rho at " + escape(budget)}, {"from"}, {"to"}, {"regret"}});
     columns.push_back({"pooled"});
-    std::vector<std::vector<std::string>> rows;
-    const JsonFields metrics = fields_.object("metrics");
-    for (const auto& [name, value] : metrics.json().items()) {
-      const JsonFields own = metrics.object(name);
-      std::vector<std::string> row{
-          name == standard_ ? fmt::format("<strong>{}</strong>", escape(name)) : escape(name)};
-      for (const std::string& budget : budgets_) row.push_back(cell(own, budget));
-      row.push_back(rho_text(own, "pooled"));
+    std::vector<std::vector<Cell>> rows;
+    for (const std::string& name : metrics_in_order()) {
+      const JsonFields own = metric(name);
+      std::vector<Cell> row{name == standard_ ? fmt::format("<strong>{}</strong>", escape(name))
+                                              : escape(name)};
+      for (const std::string& budget : budgets_)
+        for (const char* part : {"within", "within_low", "within_high", "regret"})
+          row.push_back(rho_cell(own.object(part), budget));
+      row.push_back(rho_cell(own, "pooled"));
       rows.push_back(std::move(row));
     }
-    std::vector<std::string> ceiling{"text against text"};
-    for (const std::string& budget : budgets_)
-      ceiling.push_back(rho_text(fields_.object("ceiling"), budget));
+    std::vector<Cell> ceiling{"text against text"};
+    for (const std::string& budget : budgets_) {
+      ceiling.push_back(rho_cell(fields_.object("ceiling"), budget));
+      ceiling.insert(ceiling.end(), 3, "");
+    }
     ceiling.emplace_back("");
     rows.push_back(std::move(ceiling));
     return html_section("Within a budget", kCeiling, table(columns, rows));
   }
 
-  std::string scatter(const std::string& budget, std::size_t index) const {
-    std::vector<ScatterPoint> points;
-    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-      const auto x = figures_.average(s, budget, standard_), y = figures_.average(s, budget, "kl");
-      if (x && y) points.push_back({x->mean, y->mean, styles_[s]});
-    }
-    const std::string svg =
-        scatter_chart(points, standard_, "KL, nats", fmt::format("scatter_{}", index));
-    return svg.empty()
-               ? ""
-               : html_figure("budget " + escape(budget),
-                             "rho " + rho_text(metric(standard_).object("within"), budget), svg);
-  }
-
-  std::string scatters() const {
-    std::string html, legend;
-    for (std::size_t b = 0; b < budgets_.size(); ++b) html += scatter(budgets_[b], b);
-    for (std::size_t s = 0; s < figures_.series().size(); ++s)
-      legend += (legend.empty() ? "" : ", ") + series_html(figures_, styles_, s);
-    return html_section(escape(standard_) + " against KL",
-                        std::string(kScatter) + "</p>\n<p class=\"prose\">" + legend, html,
-                        "figures small");
-  }
-
   std::string wrong() const {
-    std::vector<std::vector<std::string>> rows;
+    std::vector<std::vector<Cell>> rows;
     const JsonFields own = metric(standard_);
     for (const std::string& budget : budgets_) {
       const auto counted = [&](const char* key) { return own.object(key).whole(budget); };
       const JsonFields pairs = own.object("wrong");
       const json& list = pairs.list(budget);
-      const std::string of = fmt::format("{} of {}", counted("misordered"), counted("told_apart"));
-      if (list.empty()) rows.push_back({escape(budget), of, "", "", ""});
+      const auto add = [&](Cell preferred, Cell better, Cell ratio) {
+        rows.push_back({escape(budget), std::to_string(counted("misordered")),
+                        std::to_string(counted("told_apart")), std::move(preferred),
+                        std::move(better), std::move(ratio)});
+      };
+      if (list.empty()) add("", "", "");
       for (std::size_t i = 0; i < std::min(list.size(), kMostWrong); ++i) {
         const JsonFields one(list[i], own.where() + ": wrong");
-        rows.push_back({i ? "" : escape(budget), i ? "" : of, escape(one.text("preferred")),
-                        escape(one.text("better")), fmt::format("{:.2f}", one.number("kl_ratio"))});
+        add(escape(brief_policy(one.text("preferred"))), escape(brief_policy(one.text("better"))),
+            figure_cell(one.number("kl_ratio")));
       }
     }
-    return html_section(
-        "Where " + escape(standard_) + " is wrong", kWrong,
-        table(
-            {{"budget"}, {"wrong pairs"}, {"prefers", false}, {"but better is", false}, {"ratio"}},
-            rows));
+    return html_section("Where " + escape(standard_) + " is wrong", kWrong,
+                        table({{"budget"},
+                               {"wrong pairs"},
+                               {"of"},
+                               {"prefers", false},
+                               {"but better is", false},
+                               {"ratio"}},
+                              rows));
   }
 
   /// Once for texts of one length, or else in the order of the texts.
@@ -215,13 +249,26 @@ class FidelityPage {
 
 }  // namespace
 
-std::string fidelity_page(const std::filesystem::path& folder) {
+namespace {
+
+template <class Use>
+auto with_page(const std::filesystem::path& folder, Use&& use) {
   const std::string file = (folder / kFidelityJson).string(),
                     csv = (folder / kFidelityCsv).string();
   const json top = parse_json(read_text_file(file, kMaxBytes), file);
   JsonFields(top, file).check_format(kFidelityFormat);
   const std::vector<ResultRow> rows = parse_score_rows(read_text_file(csv, kMaxBytes), csv);
-  return FidelityPage(top, file, rows).html();
+  return use(FidelityPage(top, file, rows));
+}
+
+}  // namespace
+
+std::string fidelity_page(const std::filesystem::path& folder) {
+  return with_page(folder, [](const FidelityPage& page) { return page.html(); });
+}
+
+std::vector<Figure> fidelity_figures(const std::filesystem::path& folder) {
+  return with_page(folder, [](const FidelityPage& page) { return page.scatters(); });
 }
 
 }  // namespace kvlab

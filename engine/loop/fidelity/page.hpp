@@ -3,11 +3,16 @@
 
 #include <filesystem>
 #include <string>
+#include <vector>
+
+#include "sim/report/figure.hpp"
 
 namespace kvlab {
 
 /// Of a folder with fidelity.csv and fidelity.json. Throws std::runtime_error that names the file:
 /// not what `kvlab fidelity` wrote.
 std::string fidelity_page(const std::filesystem::path& folder);
+/// Its figures: the one that decides against KL, at each budget. Throws likewise.
+std::vector<Figure> fidelity_figures(const std::filesystem::path& folder);
 
 }  // namespace kvlab

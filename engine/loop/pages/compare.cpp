@@ -8,8 +8,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 
 namespace kvlab {
@@ -126,18 +126,76 @@ std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Compar
 }
 
 std::string table_of(const Comparison& comparison) {
-  std::vector<Column> columns{{"model", false}, {"policy", false}, {"budget"}};
+  std::vector<Column> columns{{"policy", false}, {"budget"}, {"model", false}};
   for (const std::string& name : comparison.names) columns.push_back({escape(name)});
-  columns.push_back({"last less first"});
-  std::vector<std::vector<std::string>> rows;
+  const bool paired = std::ranges::any_of(
+      comparison.rows, [](const ComparedRow& line) { return line.difference.has_value(); });
+  if (paired) columns.insert(columns.end(), {{"last less first"}, {"", false}});
+  std::vector<std::vector<Cell>> rows;
   for (const ComparedRow& line : comparison.rows) {
-    std::vector<std::string> row{escape(line.group), escape(line.policy), escape(line.budget)};
-    for (const auto& score : line.scores) row.push_back(score ? average_text(*score) : "–");
-    row.push_back(difference_text(line.difference));
+    std::vector<Cell> row{escape(brief_policy(line.policy)), escape(line.budget),
+                          escape(line.group)};
+    for (const auto& score : line.scores) row.push_back(score ? average_cell(*score) : Cell("–"));
+    if (paired && line.difference) {
+      row.push_back(average_cell(*line.difference));
+      row.emplace_back(is_tie(*line.difference) ? "a tie" : "told apart");
+    } else if (paired) {
+      row.insert(row.end(), {"–", "no sequence in common"});
+    }
     rows.push_back(std::move(row));
   }
   return html_section("What they share", rows.empty() ? "No configuration is in two of them." : "",
                       rows.empty() ? "" : table(columns, rows));
+}
+
+/// " At 64 first: h2o in a (0.1) and lru in b (0.2)." of the first model and its middle budget.
+std::string leaders_of(const Comparison& comparison, const MetricInfo& metric) {
+  const Figures figures(comparison.together.groups.front().rows);
+  if (figures.budgets().empty()) return "";
+  const std::string& budget = figures.budgets()[(figures.budgets().size() - 1) / 2].text;
+  std::vector<std::string> first;
+  const std::vector<Standing> standings = rank_policies(figures, budget, metric).standings;
+  for (const std::string& name : comparison.names) {
+    const std::string own = fmt::format(":{}", params_in("", name));
+    const auto leader = std::ranges::find_if(standings, [&](const Standing& standing) {
+      return fmt::format(":{}", figures.series()[standing.series].params).ends_with(own);
+    });
+    if (leader == standings.end()) continue;
+    const Series& series = figures.series()[leader->series];
+    std::string policy = fmt::format("{}:{}", series.policy, series.params);
+    policy.resize(policy.size() - own.size());
+    first.push_back(fmt::format("<strong>{}</strong> in {} ({})", escape(brief_policy(policy)),
+                                escape(name), average_text(leader->score)));
+  }
+  return first.empty() ? "" : fmt::format(" At {} first: {}.", escape(budget), join_names(first));
+}
+
+/// What they share, and how often the last is better; else who is first in each.
+std::string answer_of(const Comparison& comparison) {
+  const MetricInfo& metric =
+      *std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);
+  std::size_t better = 0, worse = 0, tied = 0;
+  for (const ComparedRow& line : comparison.rows) {
+    if (!line.difference) continue;
+    if (!line.difference->told_apart())
+      ++tied;
+    else
+      ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
+  }
+  const std::string text = leaders_of(comparison, metric);
+  if (comparison.rows.empty())
+    return "They share no configuration: each is drawn by itself." + text;
+  if (better + worse + tied == 0)
+    return fmt::format(
+        "They share {} configurations and no sequence, so that no difference is "
+        "paired.{}",
+        comparison.rows.size(), text);
+  return fmt::format(
+      "Of {} configurations on the same sequences, <strong>{}</strong> is better than "
+      "<strong>{}</strong> in {}, worse in {}; {} tie.{}{}",
+      better + worse + tied, escape(comparison.names.back()), escape(comparison.names.front()),
+      better, worse, tied,
+      comparison.warning.empty() ? "" : " They are " + escape(comparison.warning) + ".", text);
 }
 
 }  // namespace
@@ -147,8 +205,7 @@ std::string difference_text(const std::optional<Difference>& difference) {
   const Interval& interval = difference->interval;
   const std::string mean = figure_text(difference->mean);
   if (std::isnan(interval.low)) return mean + ", no error known: not told apart";
-  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low),
-                     figure_text(interval.high),
+  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low), figure_text(interval.high),
                      difference->told_apart() ? "" : ", not told apart");
 }
 
@@ -180,30 +237,23 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
 }
 
 std::string compare_page(const Comparison& comparison) {
-  const auto vega = vega_script();
-  if (!vega)
-    throw std::runtime_error(
-        "a comparison's page needs Vega (Debian: libjs-vega; elsewhere: its folder as KVLAB_VEGA)");
   const std::string title = "What do " + comparison.together.name + " say together?";
   const Explorer explorer =
-      explorer_of(comparison.together, "Each policy of each " + comparison.together.kind, *vega);
+      explorer_of(comparison.together, "Each policy of each " + comparison.together.kind);
   std::set<std::string> groups;
   for (const SequenceGroup& group : comparison.together.groups) groups.insert(group.name);
   const std::string context =
       fmt::format("{} {}s, compared by {}. Of {}; nothing is averaged over models.",
                   comparison.names.size(), comparison.together.kind, escape(comparison.metric),
                   escape(fmt::format("{}", fmt::join(groups, "; "))));
-  const std::string answer = fmt::format(
-      "{} configurations are in two or more of them.{}", comparison.rows.size(),
-      comparison.warning.empty() ? ""
-                                 : " They are " + escape(comparison.warning) +
-                                       ": differences are taken over sequences that both have.");
-  return html_page("kvlab: " + title,
-                   html_header("kvlab compare", escape(title), context, answer, "blue",
-                               "± is one standard error. Differences are paired, with their 95% interval; not told "
-                               "apart: zero lies in it.") +
-                       explorer.sections + table_of(comparison),
-                   explorer.scripts);
+  return html_page(
+      "kvlab: " + title,
+      html_header(
+          "kvlab compare", escape(title), context, answer_of(comparison), "blue",
+          "± is one standard error. Differences are paired, with their 95% interval; not told "
+          "apart: zero lies in it.") +
+          explorer.sections + table_of(comparison),
+      explorer.data);
 }
 
 }  // namespace kvlab

@@ -31,7 +31,6 @@ struct Comparison {
 /// than two, of different kinds, no such metric in all.
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
 
-/// The page. Throws std::runtime_error without Vega.
 std::string compare_page(const Comparison& comparison);
 
 }  // namespace kvlab

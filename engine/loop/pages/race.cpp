@@ -1,13 +1,14 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
 #include "engine/loop/pages/pages.hpp"
-#include "engine/loop/pages/scores.hpp"
+#include "engine/loop/policy_file.hpp"
+#include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -18,134 +19,194 @@ namespace {
 
 using nlohmann::json;
 
+constexpr std::size_t kMostDrawn = 8;  // so that the answer fits one screen
 constexpr const char* kFootnote =
     "The open loop ordered the grid; the first of it raced in the closed loop, over more and more "
     "text. Whoever the 95% interval of the paired difference from the leader puts behind leaves. "
-    "Paired: over the same tokens.";
+    "Paired: over the same tokens. KL of two rounds is of different texts.";
 
-std::string text_of(const json& value) {
-  return value.is_string() ? value.get<std::string>() : "?";
-}
+/// One policy in one round.
+struct Place {
+  std::string policy, fate;
+  double kl, mean, low, high;  ///< nats; behind the round's leader
+  bool told_apart;
+};
 
 class RacePage {
  public:
   RacePage(const json& top, const std::string& file) : file_(top, file), run_(file_.object("run")) {
-    if (!run_.has("rounds"))
+    if (!run_.has("rounds") || run_.list("rounds").empty())
       throw std::runtime_error(file +
                                ": holds no race; it should be a policy file made by `kvlab tune`");
-  }
-
-  /// `fixed`: without what needs a script.
-  std::string html(bool fixed) const {
-    const std::string model = file_.object("model").text("name");
-    const std::string title = "Which policy for " + model + "?";
-    const auto vega = fixed ? std::nullopt : vega_script();
-    std::optional<Explorer> explorer;
-    if (vega) explorer = explorer_of(as_scores(model), "The race, round by round", *vega);
-    return html_page(
-        "kvlab: " + title,
-        html_header("kvlab tune", escape(title), context(), answer(), "blue", kFootnote) +
-            (explorer ? explorer->sections : "") + rounds() + open_loop(),
-        explorer ? explorer->scripts : "");
-  }
-
- private:
-  std::string context() const {
-    std::vector<std::string> texts;
-    for (const json& text : run_.list("texts"))
-      texts.push_back(escape(JsonFields(text, run_.where() + ": texts").text("name")));
-    return fmt::format("{} configurations in the order of {}, then {} rounds over {}. Ended: {}.",
-                       run_.object("open_loop").list("ranking").size(),
-                       escape(run_.object("open_loop").text("metric")), run_.list("rounds").size(),
-                       join_names(texts), escape(run_.text("ended")));
-  }
-
-  std::string answer() const {
-    std::vector<std::string> ties;
-    for (const json& tie : run_.list("ties")) ties.push_back(escape(text_of(tie)));
-    std::string text = fmt::format("<strong>{}</strong> was chosen", escape(file_.text("policy")));
-    if (!ties.empty() && ties.size() <= 4)
-      text += ". In KL it cannot be told apart from " + join_names(ties);
-    if (ties.size() > 4)
-      text += fmt::format(
-          ". In KL it cannot be told apart from {} others: those of the last round below whose "
-          "interval holds zero",
-          ties.size());
-    return text + ".";
-  }
-
-  /// KL by round, as a figure shows it: rounds in the place of budgets.
-  ScoreSet as_scores(const std::string& model) const {
-    ScoreSet set{
-        .kind = "race",
-        .groups = {{model, {}}},
-        .metrics = {{"kl", "KL, nats", false, true}},
-        .headline = "kl",
-        .note = "Closed loop. The last round has run the most text; who has left is not in it."};
-    std::uint32_t number = 0;
-    for (const json& round : run_.list("rounds")) {
-      ++number;
-      const JsonFields fields(round, run_.where() + ": rounds");
-      for (const json& entry : fields.list("standings")) {
-        const JsonFields one(entry, fields.where() + ": standings");
-        const std::string policy = one.text("policy");
-        const std::size_t colon = std::min(policy.find(':'), policy.size());
-        ResultRow row{.trace = "all",
-                      .policy = policy.substr(0, colon),
-                      .params = policy.substr(std::min(colon + 1, policy.size())),
-                      .budget = fmt::format("round {}", number),
-                      .budget_tokens = number};
-        row.prefill = "dense", row.positions = "original";
-        row.metric = "kl", row.value = one.number("kl"), row.standard_error = NAN;
-        set.groups.front().rows.push_back(std::move(row));
-      }
-    }
-    return set;
-  }
-
-  std::string rounds() const {
-    std::string html;
-    std::size_t number = 0;
     for (const json& round : run_.list("rounds")) {
       const JsonFields fields(round, run_.where() + ": rounds");
-      std::vector<std::vector<std::string>> rows;
+      rounds_.emplace_back();
       for (const json& entry : fields.list("standings")) {
         const JsonFields one(entry, fields.where() + ": standings");
         const JsonFields behind = one.object("behind");
-        rows.push_back({escape(one.text("policy")), figure_text(one.number("kl")),
-                        rows.empty() ? "leads" : figure_text(behind.number("mean")),
-                        rows.empty() ? ""
-                                     : figure_text(behind.number("low")) + " to " +
-                                           figure_text(behind.number("high")),
-                        escape(one.text("fate"))});
+        rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
+                                  behind.number("mean"), behind.number("low"),
+                                  behind.number("high"), behind.flag("told_apart", false)});
       }
-      html += table({{"policy", false}, {"KL"}, {"behind the leader"}, {"95%"}, {"then", false}},
-                    rows, fmt::format("round {}", ++number));
+      if (rounds_.back().empty())
+        throw std::runtime_error(fields.where() + ": standings: empty; it should hold policies");
     }
-    return html_section("Who stayed and who left", "", html);
+    winner_ = winner(file);
+  }
+
+  std::string html() const {
+    const std::string title = "Which policy for " + file_.object("model").text("name") + "?";
+    nlohmann::ordered_json data;
+    const std::string drawn = figures_section(
+        "By how much",
+        fmt::format("The last round: how far each is behind its leader, with the 95% interval. "
+                    "What reaches zero cannot be told apart.{}",
+                    rounds_.back().size() > kMostDrawn
+                        ? fmt::format(" The first {} of {}.", kMostDrawn, rounds_.back().size())
+                        : ""),
+        {behind_figure()}, data);
+    // The answer and its figure fill one screen; the rounds follow.
+    return html_page("kvlab: " + title,
+                     html_header("kvlab tune", escape(title), "", answer(), "blue", "") + drawn +
+                         rounds_table() + open_loop(),
+                     data);
+  }
+
+ private:
+  /// The policy that the file deploys, as the last round has it.
+  const Place& winner(const std::filesystem::path& file) const {
+    std::string text = file_.text("policy");
+    try {
+      text = read_policy_file(file).cache.policy.text();
+    } catch (const std::exception&) {  // of a header that is not compiled here: by its name alone
+    }
+    const auto& last = rounds_.back();
+    const auto found = std::ranges::find_if(
+        last, [&](const Place& place) { return (place.policy + ":").starts_with(text + ":"); });
+    return found == last.end() ? last.front() : *found;
+  }
+
+  std::string on_what() const {
+    std::vector<std::string> names;
+    std::uint64_t tokens = 0;
+    for (const json& text : run_.list("texts")) {
+      const JsonFields fields(text, run_.where() + ": texts");
+      names.push_back(escape(fields.text("name")));
+      tokens += fields.whole("tokens") - fields.whole("prompt_tokens");
+    }
+    return fmt::format("{} decoded tokens of {}", tokens, join_names(names));
+  }
+
+  /// Who won, at what budget, by how much, on what.
+  std::string answer() const {
+    const auto& last = rounds_.back();
+    std::string text = fmt::format(
+        "At a budget of {} tokens <strong>{}</strong> was chosen: KL {} nats to the full cache, "
+        "over {}.",
+        file_.whole("budget"), escape(brief_policy(winner_.policy)), figure_text(winner_.kl),
+        on_what());
+    std::vector<std::string> tied;
+    for (const Place& place : last)
+      if (place.policy != winner_.policy && !place.told_apart)
+        tied.push_back(escape(brief_policy(place.policy)));
+    if (tied.empty() && last.size() > 1)
+      text += fmt::format(" It is ahead of all {} others of the last round.", last.size() - 1);
+    else if (tied.size() > 4)
+      text += fmt::format(" KL cannot tell it from {} others of the last {}.", tied.size(),
+                          last.size());
+    else if (!tied.empty())
+      text += " KL cannot tell it from " + join_names(tied) + ".";
+    const auto loser = std::ranges::max_element(last, {}, &Place::kl);
+    if (loser->kl > winner_.kl)
+      text += fmt::format(" The last of that round, {}, has {} times its KL.",
+                          escape(brief_policy(loser->policy)), figure_text(loser->kl / winner_.kl));
+    return text;
+  }
+
+  Figure behind_figure() const {
+    Figure figure{.name = "behind",
+                  .title = fmt::format("budget {} tokens", file_.whole("budget")),
+                  .x = {.title = "KL behind the leader, nats"},
+                  .y = {},
+                  .joined = false};
+    std::vector<Series> series;
+    const auto& last = rounds_.back();
+    for (std::size_t i = 0; i < std::min(kMostDrawn, last.size()); ++i)
+      series.push_back({.policy = last[i].policy.substr(0, last[i].policy.find(':'))});
+    const auto styles = styles_of(series);
+    for (std::size_t i = 0; i < series.size(); ++i) {
+      figure.y.names.push_back(brief_policy(last[i].policy));
+      figure.series.push_back({figure.y.names.back(),
+                               styles[i],
+                               {{.x = last[i].mean,
+                                 .y = static_cast<double>(i),
+                                 .x_low = last[i].low,
+                                 .x_high = last[i].high,
+                                 .note = last[i].told_apart ? "behind" : "not told apart"}}});
+    }
+    return figure;
+  }
+
+  /// One row a policy: its KL in each round, and when it left.
+  std::string rounds_table() const {
+    std::vector<Column> columns{{"policy", false}};
+    for (std::size_t r = 0; r < rounds_.size(); ++r)
+      columns.push_back({fmt::format("KL, round {}", r + 1)});
+    columns.insert(columns.end(), {{"behind the leader"}, {"95% from"}, {"to"}, {"then", false}});
+    std::vector<std::vector<Cell>> rows;
+    for (std::size_t last = rounds_.size(); last-- > 0;)
+      for (const Place& place : rounds_[last]) {
+        if (last + 1 < rounds_.size() && in_round(last + 1, place.policy)) continue;
+        std::vector<Cell> row{escape(brief_policy(place.policy))};
+        for (std::size_t r = 0; r < rounds_.size(); ++r) {
+          const Place* const own = in_round(r, place.policy);
+          row.push_back(own ? figure_cell(own->kl) : Cell(""));
+        }
+        const bool leads = &place == &rounds_[last].front();
+        row.push_back(leads ? Cell("leads") : figure_cell(place.mean));
+        row.push_back(leads ? Cell("") : figure_cell(place.low));
+        row.push_back(leads ? Cell("") : figure_cell(place.high));
+        row.emplace_back(last + 1 < rounds_.size()
+                             ? fmt::format("left after round {}: {}", last + 1, escape(place.fate))
+                             : escape(place.fate));
+        rows.push_back(std::move(row));
+      }
+    return html_section("Who stayed and who left",
+                        fmt::format("{} Ended: {}.", kFootnote, escape(run_.text("ended"))),
+                        table(columns, rows));
+  }
+
+  const Place* in_round(std::size_t round, const std::string& policy) const {
+    const auto found = std::ranges::find(rounds_[round], policy, &Place::policy);
+    return found == rounds_[round].end() ? nullptr : &*found;
   }
 
   std::string open_loop() const {
     const JsonFields open = run_.object("open_loop");
     const std::string metric = open.text("metric");
-    std::vector<std::vector<std::string>> rows;
+    std::vector<std::vector<Cell>> rows;
     for (const json& entry : open.list("ranking")) {
       const JsonFields one(entry, open.where() + ": ranking");
-      rows.push_back({escape(one.text("policy")), figure_text(one.number(metric))});
+      rows.push_back({escape(brief_policy(one.text("policy"))),
+                      one.has(metric) ? figure_cell(one.number(metric)) : Cell("–")});
     }
-    return html_section("The open loop’s order", "",
-                        table({{"policy", false}, {escape(metric)}}, rows));
+    return html_section(
+        "The open loop’s order", "",
+        fmt::format("<details><summary>all {} configurations</summary>{}</details>", rows.size(),
+                    table({{"policy", false}, {escape(metric)}}, rows)));
   }
 
   JsonFields file_, run_;
+  std::vector<std::vector<Place>> rounds_;
+  Place winner_;
 };
 
 }  // namespace
 
-std::string race_page(const std::filesystem::path& policy_file, bool fixed) {
+std::string race_page(const std::filesystem::path& policy_file) {
   const std::string file = policy_file.string();
   const json top = parse_json(read_text_file(file, std::size_t{64} << 20), file);
-  return RacePage(top, file).html(fixed);
+  return RacePage(top, file).html();
 }
 
 }  // namespace kvlab

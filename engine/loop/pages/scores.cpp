@@ -12,7 +12,6 @@
 #include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/scripts.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/csv.hpp"
@@ -28,7 +27,6 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
                                   MetricInfo{"kl_p50", "KL, median", false, true},
@@ -109,9 +107,11 @@ std::uint32_t number_in(const std::string& text) {
   return std::max(number, 1u);
 }
 
-double number_of(const std::string& text, const std::string& where) {
-  double value = kNaN;
-  if (text.empty()) return value;
+/// NaN of an empty text, where it may be one.
+template <class Number = double>
+Number number_of(const std::string& text, const std::string& where) {
+  Number value = std::numeric_limits<Number>::quiet_NaN();
+  if (text.empty() && std::numeric_limits<Number>::has_quiet_NaN) return value;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size())
     throw std::runtime_error(where + ": '" + text + "' should be a number");
@@ -131,11 +131,11 @@ ResultRow task_row(const std::vector<std::string>& fields, const std::string& wh
           .budget_tokens = number_in(fields[3]),
           .prefill = fields[4],
           .positions = fields[5],
-          .seed = static_cast<std::uint64_t>(number_of(fields[6], where)),
+          .seed = number_of<std::uint64_t>(fields[6], where),
           .metric = fields[10],
           .value = number_of(fields[11], where),
           .standard_error = kNaN,  // from the answers
-          .count = static_cast<std::uint64_t>(number_of(fields[14], where))};
+          .count = number_of<std::uint64_t>(fields[14], where)};
 }
 
 /// What a row of task.csv or answers.csv is of: configuration, mode, length, depth.
@@ -163,8 +163,7 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
     for (const std::string& words : {own[8], std::string("all")})
       for (const std::string& depth : {own[9], std::string("all")}) {
         answers[task_key(own, words, depth, "exact_match")].push_back(number_of(own[13], where));
-        answers[task_key(own, words, depth, "log_likelihood")].push_back(
-            number_of(own[14], where));
+        answers[task_key(own, words, depth, "log_likelihood")].push_back(number_of(own[14], where));
       }
   }
   return answers;
@@ -175,11 +174,10 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const json top = parse_json(read_text_file(file, kMaxBytes), file);
   const JsonFields fields(top, file);
   const std::string model = fields.text("model");
-  ScoreSet set{
-      .kind = "task",
-      .headline = "exact_match",
-      .sequences = fields.text("task"),
-      .note = "Answers of the model under each cache. Shares with their 95% intervals."};
+  ScoreSet set{.kind = "task",
+               .headline = "exact_match",
+               .sequences = fields.text("task"),
+               .note = "Answers of the model under each cache. Shares with their 95% intervals."};
   const std::string text = read_text_file(csv, kMaxBytes);
   const auto answers = answers_in(folder);
   CsvReader reader(text);
@@ -207,6 +205,14 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   return set;
 }
 
+std::vector<std::size_t> evicting(const Figures& figures) {
+  std::vector<std::size_t> drawn;
+  for (std::size_t s = 0; s < figures.series().size(); ++s)
+    if (!figures.series()[s].is_full() && figures.series()[s].policy != kOracleTopk)
+      drawn.push_back(s);
+  return drawn;
+}
+
 }  // namespace
 
 ScoreSet load_scores(const std::filesystem::path& folder) {
@@ -222,6 +228,10 @@ ScoreSet load_scores(const std::filesystem::path& folder) {
         fmt::format("{}: holds no run.json, eval.json or task.json; it should be a directory made "
                     "by `kvlab replay`, `eval --out` or `task --out`",
                     folder.string()));
+  if (set.metrics.empty())
+    throw std::runtime_error(fmt::format(
+        "{}: holds no figure that this version knows; rows of {} are expected, for instance",
+        folder.string(), set.headline));
   const auto whole = (folder / "").lexically_normal().parent_path();
   set.name = whole.filename().string();
   return set;
@@ -234,7 +244,19 @@ std::vector<ResultRow> all_rows(const ScoreSet& set) {
   return rows;
 }
 
-Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_view vega) {
+std::vector<Figure> figures_of(const ScoreSet& set) {
+  const Figures figures(set.groups.front().rows);
+  std::vector<Figure> found;
+  for (const MetricInfo& metric : set.metrics) {
+    found.push_back(curve_figure(figures, evicting(figures), metric));
+    if (metric.name == set.headline && !metric.higher_is_better)
+      found.push_back(frontier_figure(figures, evicting(figures), metric));
+  }
+  for (Figure& figure : found) figure.title += ", " + set.groups.front().name;
+  return found;
+}
+
+Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
   const std::vector<ResultRow> rows = all_rows(set);
   const Figures figures(rows);
   const auto styles = styles_of(figures.series());
@@ -254,13 +276,18 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_
             first.series()[ranking.standings[ranking.winner].series].label)
           data["winner"] = s;
   if (set.kind == "task") data["x_title"] = "budget, as asked";
-  if (set.kind == "race") data["x_title"] = "round";
   Explorer explorer;
   explorer.sections = html_open_section("explore", heading, escape(set.note));
+  if (metric != set.metrics.end() && !metric->higher_is_better)
+    explorer.sections += figures_section(
+        "What each byte buys",
+        "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
+        "better for losing less.",
+        {frontier_figure(first, evicting(first), *metric)}, data);
   if (data["heads"] > 0)
     explorer.sections +=
         html_open_section("heads", "By layer and head", escape(data["note"].get<std::string>()));
-  explorer.scripts = script_elements(data, vega);
+  explorer.data = std::move(data);
   return explorer;
 }
 

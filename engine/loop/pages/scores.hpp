@@ -2,9 +2,11 @@
 #pragma once
 
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "sim/report/figure.hpp"
 #include "sim/report/interactive/dataset.hpp"
 
 namespace kvlab {
@@ -28,11 +30,15 @@ ScoreSet load_scores(const std::filesystem::path& folder);
 /// The rows of every group, one after another.
 std::vector<ResultRow> all_rows(const ScoreSet& set);
 
-/// Sections and scripts of an interactive page about figures: what html_page() takes.
+/// Sections of a page about figures, and what its scripts draw: what html_page() takes.
 struct Explorer {
-  std::string sections, scripts;
+  std::string sections;
+  nlohmann::ordered_json data;
 };
-/// `vega` is what vega_script() gave. `heading` is HTML.
-Explorer explorer_of(const ScoreSet& set, std::string_view heading, std::string_view vega);
+/// `heading` is HTML.
+Explorer explorer_of(const ScoreSet& set, std::string_view heading);
+
+/// Every metric against the budget, and the frontier: of the first group, which is over all.
+std::vector<Figure> figures_of(const ScoreSet& set);
 
 }  // namespace kvlab

@@ -6,7 +6,6 @@
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/vega.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/verdict.hpp"
 #include "traces/base/files.hpp"
@@ -33,10 +32,11 @@ std::string answer_of(const ScoreSet& set) {
   for (const BudgetColumn& budget : figures.budgets()) {
     Ranking ranking = rank_policies(figures, budget.text, set.metrics.front());
     if (ranking.empty()) continue;
-    ranking.scope.draws = figures.rows(ranking.standings[ranking.winner].series, budget.text,
-                                       set.metrics.front().name)
-                              .front()
-                              ->count;
+    ranking.scope.draws =
+        figures
+            .rows(ranking.standings[ranking.winner].series, budget.text, set.metrics.front().name)
+            .front()
+            ->count;
     const Average& score = ranking.standings[ranking.winner].score;
     if (!text.empty()) text += "<br>";
     text += escape(verdict_text(ranking.verdict, ranking.contenders, ranking.scope));
@@ -49,15 +49,11 @@ std::string answer_of(const ScoreSet& set) {
 
 std::string task_page(const std::filesystem::path& folder) {
   const ScoreSet set = load_scores(folder);
-  const auto vega = vega_script();
-  if (!vega)
-    throw std::runtime_error(
-        "a task's page needs Vega (Debian: libjs-vega; elsewhere: its folder as KVLAB_VEGA)");
   const std::string file = (folder / kTaskJson).string();
   const nlohmann::json top = parse_json(read_text_file(file, std::size_t{256} << 20), file);
   const JsonFields fields(top, file);
   const std::string title = "Does " + fields.text("model") + " still answer under evictions?";
-  const Explorer explorer = explorer_of(set, "What each budget costs", *vega);
+  const Explorer explorer = explorer_of(set, "What each budget costs");
   const std::string context =
       fmt::format("{}, {} draws at each of {} depths and {} lengths. Choose one of them below.",
                   escape(fields.text("task")), fields.whole("draws"), fields.list("depths").size(),
@@ -73,7 +69,7 @@ std::string task_page(const std::filesystem::path& folder) {
               html_terms({{"weights", "<code>" + escape(fields.text("weights_xxh3")) + "</code>"},
                           {"seed", std::to_string(fields.whole("seed"))},
                           {"kvlab", escape(fields.text("kvlab"))}})),
-      explorer.scripts);
+      explorer.data);
 }
 
 }  // namespace kvlab

@@ -58,6 +58,13 @@ std::string default_system_message(std::string_view chat_template) {
   return "";
 }
 
+/// The text of the first token, as a template may write it.
+std::string bos_of(const nlohmann::json& config) {
+  const nlohmann::json* entry = json_find(config, "bos_token");
+  if (entry && entry->is_object()) entry = json_find(*entry, "content");
+  return entry && entry->is_string() ? entry->get<std::string>() : "";
+}
+
 /// The template's text: a string, or the default of several.
 std::string template_of(const nlohmann::json& config, const std::string& file) {
   const nlohmann::json* const entry = json_find(config, "chat_template");
@@ -73,7 +80,7 @@ std::string template_of(const nlohmann::json& config, const std::string& file) {
 
 }  // namespace
 
-ChatFrame chat_frame(std::string_view chat_template, std::string_view file) {
+ChatFrame chat_frame(std::string_view chat_template, std::string_view file, std::string_view bos) {
   const bool chat_ml = contains(chat_template, kStart) && contains(chat_template, kEnd);
   if (!chat_ml)
     throw std::invalid_argument(
@@ -85,20 +92,28 @@ ChatFrame chat_frame(std::string_view chat_template, std::string_view file) {
   const std::string system = default_system_message(chat_template);
   const std::string turn =
       system.empty() ? "" : fmt::format("{}system\n{}{}\n", kStart, system, kEnd);
-  return {.before = fmt::format("{}{}user\n", turn, kStart),
+  return {.before = fmt::format("{}{}{}user\n", contains(chat_template, "bos_token") ? bos : "",
+                                turn, kStart),
           .after = fmt::format("{}\n{}assistant\n", kEnd, kStart)};
 }
 
 std::optional<ChatFrame> read_chat_frame(const std::filesystem::path& directory) {
+  const auto json_of = [&](const char* name) -> nlohmann::json {
+    const std::filesystem::path file = directory / name;
+    if (!std::filesystem::exists(file)) return {};
+    return parse_json(read_text_file(file, kMaxConfigBytes), file.string());
+  };
+  const nlohmann::json config = json_of("tokenizer_config.json");
+  const std::string bos = bos_of(config);
   const std::filesystem::path jinja = directory / "chat_template.jinja";
   if (std::filesystem::exists(jinja))
-    return chat_frame(read_text_file(jinja, kMaxConfigBytes), jinja.string());
-  const std::filesystem::path config = directory / "tokenizer_config.json";
-  if (!std::filesystem::exists(config)) return {};
-  const std::string text = template_of(
-      parse_json(read_text_file(config, kMaxConfigBytes), config.string()), config.string());
-  if (text.empty()) return {};
-  return chat_frame(text, config.string());
+    return chat_frame(read_text_file(jinja, kMaxConfigBytes), jinja.string(), bos);
+  for (const char* name : {"tokenizer_config.json", "chat_template.json"}) {
+    const std::string file = (directory / name).string();
+    const std::string text = template_of(json_of(name), file);
+    if (!text.empty()) return chat_frame(text, file, bos);
+  }
+  return {};
 }
 
 }  // namespace kvlab

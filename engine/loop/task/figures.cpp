@@ -55,9 +55,8 @@ class Figures {
     if (values.empty()) return;
     PairedScores scores(1);
     const double sum = std::accumulate(values.begin(), values.end(), 0.0);
-    scores.add({.text = "draws",
-                .means = {sum / static_cast<double>(values.size())},
-                .blocks = {values}});
+    scores.add(
+        {.text = "draws", .means = {sum / static_cast<double>(values.size())}, .blocks = {values}});
     const Difference average = scores.average(0);
     add(metric, average.mean, average.interval, values.size());
   }

@@ -17,12 +17,12 @@ std::vector<std::vector<std::int32_t>> TaskPrompt::segments(QueryMode mode) cons
   return {std::move(whole)};
 }
 
-TaskPrompt encode_task(const Tokenizer& tokenizer, const ModelConfig& config,
-                       const std::optional<ChatFrame>& chat, const TaskDraw& draw) {
+TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame>& chat,
+                       const TaskDraw& draw) {
   TaskPrompt prompt;
   // A chat template writes all special tokens itself.
   prompt.context = chat ? tokenizer.encode(chat->before + draw.context, false)
-                        : encode_prompt(tokenizer, config, draw.context);
+                        : encode_prompt(tokenizer, draw.context);
   const std::string question = draw.question + (chat ? chat->after : std::string("\n")) + draw.lead;
   // The border of the answer is where its text changes the ids.
   prompt.question = tokenizer.encode(question, false);

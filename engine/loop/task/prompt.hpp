@@ -7,7 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/checkpoint/model.hpp"
 #include "engine/loop/task/chat.hpp"
 #include "engine/loop/task/draw.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
@@ -34,7 +33,7 @@ struct TaskPrompt {
 };
 
 /// `chat`: none for a model without a template.
-TaskPrompt encode_task(const Tokenizer& tokenizer, const ModelConfig& config,
-                       const std::optional<ChatFrame>& chat, const TaskDraw& draw);
+TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame>& chat,
+                       const TaskDraw& draw);
 
 }  // namespace kvlab

@@ -39,15 +39,13 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
         const TaskPlace place{words, depth};
         run.places.push_back(place);
         run.draws.push_back(draw);
-        run.prompts.push_back(
-            encode_task(tokenizer, backend.config(), request.chat,
-                        draw_task(request.spec, haystack, place, request.seed, draw)));
+        run.prompts.push_back(encode_task(
+            tokenizer, request.chat, draw_task(request.spec, haystack, place, request.seed, draw)));
       }
   if (!request.beyond_context) check_context(backend.config(), run);
   run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,
                              request.answers);
-  run.memory =
-      task_memory(run, backend.config().heads(), backend.config().shape().head_size);
+  run.memory = task_memory(run, backend.config().heads(), backend.config().shape().head_size);
   return run;
 }
 

@@ -73,10 +73,9 @@ std::vector<TaskFigure> memory_figures(const TaskRun& run) {
   for (std::size_t m = 0; m < run.memory.size(); ++m)
     for (std::size_t c = 0; c < run.configs.size(); ++c) {
       const Memory& memory = run.memory[m][c];
-      for (const auto& [metric, value] : {std::pair("kv_bytes_mean", memory.mean),
-                                          std::pair("kv_bytes_peak", memory.peak),
-                                          std::pair("state_bytes", memory.state),
-                                          std::pair("budget_bytes", memory.budget)})
+      for (const auto& [metric, value] :
+           {std::pair("kv_bytes_mean", memory.mean), std::pair("kv_bytes_peak", memory.peak),
+            std::pair("state_bytes", memory.state), std::pair("budget_bytes", memory.budget)})
         figures.push_back({c, run.modes[m], {}, {}, metric, value, {}, run.prompts.size()});
     }
   return figures;
@@ -90,13 +89,13 @@ std::vector<TaskVerdict> task_verdicts(const TaskRun& run, std::size_t mode) {
     const std::string budget = run.configs[c].budget_text();
     auto own = std::ranges::find(verdicts, budget, &TaskVerdict::budget);
     if (own == verdicts.end())
-      own = verdicts.insert(own, {.budget = budget,
-                                  .configs = {},
-                                  .contenders = {},
-                                  .verdict = {},
-                                  .scope = {.budget = budget,
-                                            .figure = "right answers",
-                                            .draws = run.prompts.size()}});
+      own = verdicts.insert(
+          own,
+          {.budget = budget,
+           .configs = {},
+           .contenders = {},
+           .verdict = {},
+           .scope = {.budget = budget, .figure = "right answers", .draws = run.prompts.size()}});
     add_contender(*own, run, mode, c, right);
   }
   for (TaskVerdict& task : verdicts)

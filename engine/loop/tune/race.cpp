@@ -68,7 +68,7 @@ class Runner {
     const double shrinks = std::sqrt(done / all);
     return std::ranges::none_of(race_.rounds.back().entries, [&](const RaceEntry& entry) {
       const double mean = entry.behind.mean, low = entry.behind.interval.low;
-      return entry.fate == RaceFate::stays && mean != 0 && !(mean <= shrinks * (mean - low));
+      return entry.fate == RaceFate::stays && !(mean <= shrinks * (mean - low));
     });
   }
 

@@ -118,7 +118,7 @@ void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   observe_all(query, rows);
   if (!measures(query)) return;
   measure(query, rows, rows.sums(query));
-  if (span_->sampled(query)) measure_outputs(query, rows, nullptr);
+  measure_outputs(query, rows, nullptr);
 }
 
 void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
@@ -134,8 +134,8 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
   observe_kept(query, rows, room);
   if (!measures(query)) return;
   measure(query, rows, room.shared.data());
-  if (!span_->sampled(query)) return;
   if (visible_ == query + 1) return measure_outputs(query, rows, nullptr);
+  if (!takes_outputs(query, rows)) return;
   const float* const values = room.chain.move_to(query, rows, cache_.live_bits(), room.sum.data());
   room.outputs.assign(values, values + rows.heads() * std::size_t{view_.head_size});
   take_own_outputs(room);
@@ -155,10 +155,18 @@ void FeedbackRun::take_own_outputs(GatherRoom& room) const {
   }
 }
 
-/// The errors of a sampled query, from room.outputs and room.sum; without a room its outputs are
-/// the full cache's.
-void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, const GatherRoom* room) {
+/// The changes of a query and the errors of a sampled one, from room.outputs and room.sum; without
+/// a room its outputs are the full cache's.
+void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherRoom* room) {
   const std::size_t dim = view_.head_size;
+  if (room && rows.draws() > 0) {
+    room->factors.resize(view_.group);
+    for (std::uint32_t head = 0; head < view_.group; ++head)
+      room->factors[head] = 1 / room->sum[head];
+    rows.add_changes(query, room->outputs.data(), room->factors.data(),
+                     stats_.changes_of(span_->index(query), rows.draws()));
+  }
+  if (!span_->sampled(query)) return;
   const float* const full = rows.outputs(query);
   for (std::uint32_t head = 0; head < view_.group; ++head) {
     const double error =
@@ -166,10 +174,9 @@ void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, const Ga
                                      1 / room->sum[head], dim)
              : 0;
     stats_.add_error(span_->place(query), head, error, rows.norms2(query)[head]);
-    const std::uint32_t sample = span_->sample(query);
     if (room && view_.projection)
-      view_.projection->add(sample, head, full + head * dim, room->outputs.data() + head * dim,
-                            1 / room->sum[head], stats_.projected_of(sample).data());
+      view_.projection->add_residual(head, full + head * dim, room->outputs.data() + head * dim,
+                                     1 / room->sum[head], stats_.residual_of(span_->sample(query)));
   }
 }
 
@@ -183,10 +190,10 @@ void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom&
 void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                                const PlaceTable& places, GatherRoom& room) {
   room.resize(visible_, rows.heads());
-  const bool samples = measures(query) && span_->sampled(query), whole = has_whole_row(query);
+  const bool outputs = measures(query) && takes_outputs(query, rows), whole = has_whole_row(query);
   if (whole)
     take_whole(query, unrounded, room);
-  else if (observes(query) || samples)
+  else if (observes(query) || outputs)
     take_squeezed(query, unrounded, places, room);
   if (whole)
     observe_all(query, unrounded);
@@ -195,7 +202,7 @@ void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& 
   if (!measures(query)) return;
   if (!whole) add_shared(query, rows, room);
   measure(query, rows, room.shared.data());
-  if (!samples) return;
+  if (!outputs) return;
   take_squeezed_outputs(query, unrounded, room);
   measure_outputs(query, rows, &room);
 }

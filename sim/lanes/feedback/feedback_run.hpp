@@ -19,6 +19,7 @@ struct GatherRoom {
   std::vector<float> row;                       // one head's, by age
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: squeezed
   std::vector<float> outputs;                   // [heads][dim]: sums of values times exponentials
+  std::vector<float> factors;                   // [group]: what makes outputs of them
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
@@ -80,7 +81,11 @@ class FeedbackRun {
   void measure(std::uint32_t query, GroupRows& rows, const float* shared);
   void take_squeezed_outputs(std::uint32_t query, GroupRows& unrounded, GatherRoom& room) const;
   void take_own_outputs(GatherRoom& room) const;
-  void measure_outputs(std::uint32_t query, GroupRows& rows, const GatherRoom* room);
+  /// Whether a measured query's outputs are looked at.
+  bool takes_outputs(std::uint32_t query, const GroupRows& rows) const {
+    return rows.draws() > 0 || span_->sampled(query);
+  }
+  void measure_outputs(std::uint32_t query, GroupRows& rows, GatherRoom* room);
   void begin_observing();
   bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }

@@ -97,6 +97,10 @@ struct RowLoops {
   /// distance2() in float for some heads: a, b [heads][count].
   void (*quick_distances)(const float* a, const float* b, std::size_t heads, const float* factors,
                           std::size_t count, double* distances);
+  /// changes[d] += sum over heads and i of gradients[d][h][i] * (factors[h] * b[h][i] - a[h][i]),
+  /// d < draws; a, b [heads][count].
+  void (*add_changes)(const float* a, const float* b, std::size_t heads, const float* factors,
+                      std::size_t count, const float* gradients, std::size_t draws, float* changes);
   /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
   /// panel (null: zeros) comes in. Reads one float behind the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);

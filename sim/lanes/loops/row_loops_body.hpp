@@ -32,6 +32,7 @@ constexpr RowLoops row_loops_named(const char* name) {
           .accumulate = accumulate_quad,
           .distance2 = distance2,
           .quick_distances = quick_distances,
+          .add_changes = add_changes,
           .close_gap = close_gap,
           .rotate_panel = rotate_panel,
           .panel_products = panel_products,

@@ -202,9 +202,10 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
   tally_.begin_query(span_->block(query), wanted.count, stats_);
   tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
   add_span_sums(*span_, query, rows, tokens_.data(), begins_, stats_);
-  if (!span_->sampled(query)) return;
+  if (!span_->sampled(query) && rows.draws() == 0) return;
   outputs_.assign(heads * view_.head_size, 0.0f);
   for (std::size_t l = 0; l < levels; ++l) {
+    if (l >= whole && !span_->sampled(query)) break;
     add_level(query, l, rows);
     measure_outputs(query, l, whole, rows);
   }
@@ -230,30 +231,40 @@ void NestedLane::measure_outputs(std::uint32_t query, std::size_t level, std::si
                                  GroupRows& rows) {
   const std::size_t dim = view_.head_size;
   const float* const full = rows.outputs(query);
+  const bool cut = level < whole, samples = span_->sampled(query);
+  const float* const kept = cut ? level_outputs(query, level, rows) : nullptr;
+  HeadStats& stats = stats_[level];
+  if (cut && rows.draws() > 0)
+    rows.add_changes(query, kept, factors_.data(),
+                     stats.changes_of(span_->index(query), rows.draws()));
+  if (!samples) return;
   distances_.assign(view_.group, 0);
-  if (level < whole) {
-    factors_.resize(view_.group);
-    const auto sum_of = [&](std::uint32_t h) {
-      return static_cast<float>(running_[level * rows.heads() + h]);
-    };
-    for (std::uint32_t h = 0; h < view_.group; ++h) factors_[h] = 1 / sum_of(h);
-    row_loops().quick_distances(full, outputs_.data(), view_.group, factors_.data(), dim,
-                                distances_.data());
-    for (std::uint32_t h = 0; h < view_.group; ++h) {
-      std::vector<float> own;
-      if (sum_of(h) < kSharedSumFloor) {
-        own = own_output(query, level, h, rows);
-        distances_[h] = row_loops().distance2(full + h * dim, own.data(), 1.0f, dim);
-      }
-      const std::uint32_t sample = span_->sample(query);
-      if (view_.projection)
-        view_.projection->add(
-            sample, h, full + h * dim, own.empty() ? outputs_.data() + h * dim : own.data(),
-            own.empty() ? factors_[h] : 1.0f, stats_[level].projected_of(sample).data());
-    }
+  if (cut)
+    row_loops().quick_distances(full, kept, view_.group, factors_.data(), dim, distances_.data());
+  for (std::uint32_t h = 0; h < view_.group; ++h) {
+    if (cut && view_.projection)
+      view_.projection->add_residual(h, full + h * dim, kept + h * dim, factors_[h],
+                                     stats.residual_of(span_->sample(query)));
+    stats.add_error(span_->place(query), h, distances_[h], rows.norms2(query)[h]);
   }
-  for (std::uint32_t h = 0; h < view_.group; ++h)
-    stats_[level].add_error(span_->place(query), h, distances_[h], rows.norms2(query)[h]);
+}
+
+/// Sums of values [heads][dim] of the levels up to `level`, until the next call; factors_ makes
+/// outputs of them.
+const float* NestedLane::level_outputs(std::uint32_t query, std::size_t level,
+                                       const GroupRows& rows) {
+  const float* sums = outputs_.data();
+  factors_.resize(view_.group);
+  for (std::uint32_t h = 0; h < view_.group; ++h) {
+    const auto sum = static_cast<float>(running_[level * rows.heads() + h]);
+    factors_[h] = 1 / sum;
+    if (sum >= kSharedSumFloor) continue;
+    if (sums == outputs_.data()) sums = (own_outputs_ = outputs_).data();
+    std::ranges::copy(own_output(query, level, h, rows),
+                      own_outputs_.begin() + static_cast<std::ptrdiff_t>(h * view_.head_size));
+    factors_[h] = 1;
+  }
+  return sums;
 }
 
 /// The output of a live set whose shared exponentials lost their bits, from its own maximum.

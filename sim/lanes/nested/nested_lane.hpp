@@ -66,6 +66,7 @@ class NestedLane final : public Lane {
   void measure(std::uint32_t query, GroupRows& rows);
   void add_level(std::uint32_t query, std::size_t level, const GroupRows& rows);
   void measure_outputs(std::uint32_t query, std::size_t level, std::size_t whole, GroupRows& rows);
+  const float* level_outputs(std::uint32_t query, std::size_t level, const GroupRows& rows);
   std::vector<float> own_output(std::uint32_t query, std::size_t level, std::uint32_t head,
                                 const GroupRows& rows) const;
   std::vector<std::uint32_t> live(std::size_t level) const;
@@ -92,6 +93,7 @@ class NestedLane final : public Lane {
   std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
   std::vector<float> weights_;        // [token of a level][4]
   AlignedVector<float> outputs_;      // [heads][dim]: sums of values, running over levels
+  AlignedVector<float> own_outputs_;  // the same of one level, some heads from their own maximum
   LaneWatcher watcher_;
 };
 

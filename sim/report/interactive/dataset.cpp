@@ -141,19 +141,16 @@ class Dataset {
     ordered_json list = ordered_json::array();
     for (std::size_t s = 0; s < figures_.series().size(); ++s) {
       const Series& one = figures_.series()[s];
-      list.push_back({{"label", one.label},
-                      {"policy", one.policy},
-                      {"params", one.params},
-                      {"prefill", one.prefill},
-                      {"positions", one.positions},
-                      {"seed", one.seed},
-                      {"colour", styles[s].colour},
-                      {"dash", styles[s].dash},
-                      {"point", styles[s].point}});
+      list.push_back(style_json(styles[s]));
+      list.back().update({{"label", one.label},
+                          {"policy", one.policy},
+                          {"params", one.params},
+                          {"prefill", one.prefill},
+                          {"positions", one.positions},
+                          {"seed", one.seed}});
       if (one.is_reference()) list.back()["reference"] = true;
       if (one.is_full()) list.back()["full"] = true;
       if (!options_.drawn.empty() && !options_.drawn[s]) list.back()["bound"] = false;
-      if (!options_.runs.empty()) list.back()["run"] = options_.runs[s];
     }
     return list;
   }

@@ -23,8 +23,6 @@ struct DatasetOptions {
   std::vector<MetricInfo> metrics;  ///< those that are shown, in their order
   /// Whether a series may be drawn as a line: oracle_topk only where it is a bound.
   std::vector<bool> drawn;  ///< by series; empty: all
-  std::vector<std::string> runs =
-      {};  ///< by series: the run that it is of, where there are several
   std::size_t room =
       2'300'000;  ///< bytes for the numbers; beyond, heads lose digits and errors first
 };

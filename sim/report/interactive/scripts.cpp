@@ -16,9 +16,9 @@ std::span<const EmbeddedText> page_files();
 
 namespace {
 
-constexpr std::array<std::string_view, 8> kScripts{"data.js",   "elements.js", "chart.js",
-                                                   "curves.js", "heads.js",    "kept.js",
-                                                   "tables.js", "main.js"};
+constexpr std::array<std::string_view, 9> kScripts{"data.js",   "elements.js", "chart.js",
+                                                   "curves.js", "heads.js",    "points.js",
+                                                   "kept.js",   "tables.js",   "main.js"};
 
 /// Inside <script> nothing but "</script" and "<!--" ends or bends it; in JSON "<" may be escaped.
 std::string json_element(const nlohmann::ordered_json& data) {

@@ -1,4 +1,4 @@
-// Vega, the library that draws the interactive page: found where Debian's libjs-vega puts it.
+// Vega, the library that draws pages: found where Debian's libjs-vega puts it.
 #pragma once
 
 #include <optional>
@@ -9,9 +9,8 @@ namespace kvlab {
 
 /// What to say where vega_script() finds nothing.
 inline constexpr std::string_view kNoVega =
-    "the figures are fixed pictures, for want of Vega (Debian: libjs-vega; elsewhere: its folder "
-    "as "
-    "KVLAB_VEGA)";
+    "the page has tables and no figures, for want of Vega (Debian: libjs-vega; elsewhere: its "
+    "folder as KVLAB_VEGA)";
 
 /// Vega's modules as one script behind their licence. From the folder that the environment's
 /// KVLAB_VEGA names, or else Debian's. Nothing where a module is missing.

@@ -68,6 +68,11 @@ function figureText(value) {
   return value.toLocaleString('en-US', {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
 }
 
+/** Whether positive numbers are of such different sizes that a linear axis would hide most of them. */
+function spansDecades(values) {
+  return values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 10 * Math.min(...values);
+}
+
 /** Text as a figure shows it: shortened, without marks that turn the text around them. */
 function shown(text, most = 40) {
   const plain = String(text).replace(/[\u0000-\u001f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, '\ufffd');

@@ -1,10 +1,10 @@
 // A metric by layer and KV head: of one policy, or of one less another.
 function cells(page) {
-  const {state, figures, data} = page, made = [];
+  const {state, figures, data} = page, metric = page.headMetric().name, made = [];
   for (let l = 0; l < data.layers.length; ++l)
     for (let h = 0; h < data.heads; ++h) {
-      const own = figures.at(state.group, state.metric, state.shown, state.budget, l, h);
-      const base = state.base < 0 ? null : figures.at(state.group, state.metric, state.base, state.budget, l, h);
+      const own = figures.at(state.group, metric, state.shown, state.budget, l, h);
+      const base = state.base < 0 ? null : figures.at(state.group, metric, state.base, state.budget, l, h);
       if (!own || (state.base >= 0 && !base)) continue;
       made.push({layer: data.layers[l], head: h, value: own.value - (base?.value ?? 0), own: own.value,
         base: base?.value ?? null, error: own.error, count: own.count});
@@ -32,7 +32,7 @@ function headSpec(page, forExport) {
       {orient: 'left', scale: 'y', title: 'layer', domain: false, ticks: false,
         values: data.layers.filter((_, i) => i % step === 0)}],
     legends: [{fill: 'shade', type: 'gradient', direction: 'horizontal', orient: 'bottom', gradientLength: 220,
-      title: shown(page.metric().label), titleFontWeight: 'normal'}],
+      title: shown(page.headMetric().label), titleFontWeight: 'normal'}],
     marks: ['cells', 'focus'].map((name) => ({type: 'rect', from: {data: name}, encode: {enter: {
       x: {scale: 'x', field: 'head'}, width: {scale: 'x', band: 1}, y: {scale: 'y', field: 'layer'},
       height: {scale: 'y', band: 1}, ...(name === 'cells' ? {fill: {scale: 'shade', field: 'value'}}

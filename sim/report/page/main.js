@@ -5,7 +5,7 @@ class Page {
     this.figures = new Figures(data);
     this.sweeps = sweepsOf(data.series);
     this.state = {group: 0, metric: data.headline, budget: data.budget, layer: -1, head: -1, over: 'budget',
-      hidden: new Set(), spread: true, unfolded: false, shown: data.winner ?? 0, base: -1};
+      hidden: new Set(), spread: true, log: null, unfolded: false, shown: data.winner ?? 0, base: -1};
     const window = data.series.findIndex((one, s) => one.policy === 'window' && s !== this.state.shown);
     if (window >= 0 && data.winner !== null) this.state.base = window;
     this.hideMany();
@@ -23,6 +23,11 @@ class Page {
 
   metric() {
     return this.data.metrics.find((metric) => metric.name === this.state.metric);
+  }
+  /** The same, or the nearest to it that exists by head. */
+  headMetric() {
+    const own = this.figures.has(this.state.group, this.state.metric, 'head');
+    return own ? this.metric() : this.data.metrics.find((metric) => metric.name === this.data.by_head) ?? this.metric();
   }
   valueText(value) {
     return figureText(value);
@@ -42,7 +47,7 @@ class Page {
   }
   headTitle() {
     const base = this.state.base < 0 ? '' : ` less ${shown(this.data.series[this.state.base].label)}`;
-    return `${this.metric().label} of ${shown(this.data.series[this.state.shown].label)}${base}, budget ` +
+    return `${this.headMetric().label} of ${shown(this.data.series[this.state.shown].label)}${base}, budget ` +
       shown(this.data.budgets[this.state.budget].text);
   }
   rankingTitle() {
@@ -69,8 +74,8 @@ class Page {
     for (const part of parts) this.draw(part);
   }
 
-  draw(part) {
-    return this.parts[part]?.();
+  draw(...parts) {
+    return Promise.all(parts.map((part) => this.parts[part]?.()));
   }
 
   /** Places and metrics: a metric may exist for all layers together only. */
@@ -85,6 +90,7 @@ class Page {
       chooser('metric', 'figure', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
         if (!this.figures.has(state.group, value, 'head')) state.head = -1;
         if (!this.figures.has(state.group, value, 'layer')) state.layer = -1;
+        state.log = null;
         this.set('metric', value, ...all);
       }),
       chooser('layer', 'layer', [[-1, 'all'], ...(levels('layer') ? data.layers.map((l, i) => [i, l]) : [])], state.layer,
@@ -99,7 +105,9 @@ class Page {
         (value) => this.set('budget', index(value), 'heads', 'ranking')),
       chooser('over', 'against', [['budget', 'budget'], ...this.sweeps.map((sweep, i) =>
         [i, `${sweep.policy}: ${sweep.parameter}${sweep.rest ? ` (${sweep.rest})` : ''}`])], state.over,
-        (value) => this.set('over', value, 'curves')));
+        (value) => this.set('over', value, 'controls', 'curves')),
+      chooser('axis', 'axis', this.metric().higher ? [] : [['linear', 'linear'], ['log', 'logarithmic']],
+        isLogarithmic(this, shownDots(this)) ? 'log' : 'linear', (value) => this.set('log', value === 'log', 'curves')));
     if (data.groups.some((group) => group.sequences > 1))
       holder.append(element('label', {class: 'choice'}, element('input', {type: 'checkbox', name: 'spread',
         checked: state.spread, onchange: (event) => this.set('spread', event.target.checked, 'curves')}),
@@ -130,7 +138,7 @@ class Page {
     controls.append(chooser('shown', 'policy', names, state.shown, (value) => this.set('shown', Number(value), 'heads')),
       chooser('base', 'less', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
     this.parts.heads = () => {
-      const there = this.figures.has(state.group, state.metric, 'head');
+      const there = this.figures.has(state.group, this.headMetric().name, 'head');
       note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: more.'
         : '. Blue: less than the other; orange: more.') : 'This figure does not exist by head, or the page leaves it out.';
       figure.hidden = !there;
@@ -138,18 +146,30 @@ class Page {
     };
   }
 
-  async open() {
+  open() {
     for (const [name, build] of [['explore', this.explore], ['heads', this.heads]]) {
       const section = document.getElementById(name);
       if (section) build.call(this, section);
     }
     const kept = document.getElementById('kept');
     if (kept && this.data.kept) keptView(this, kept);
-    document.querySelectorAll('main table').forEach((table) => {
-      if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
-    });
-    await Promise.all(Object.values(this.parts).map((draw) => draw()));
   }
+}
+
+/** What there is to choose from, the figures that the page brings, and its tables. */
+async function openPage(data) {
+  const page = data.series ? new Page(data) : null;
+  page?.open();
+  const labels = (figure) => figure?.series.map((one) => one.label).join('\n');
+  const brought = (data.figures ?? []).map((figure, i, all) =>
+    new BroughtFigure(figure, page, labels(figure) !== labels(all[i + 1])));
+  const drawBrought = () => Promise.all(brought.map((figure) => figure.chart.draw()));
+  document.querySelectorAll('main table').forEach((table) => {
+    if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
+  });
+  globalThis.kvlabPage = {page, charts, csvOf};
+  if (page) page.parts.figures = drawBrought;
+  await (page ? page.draw(...Object.keys(page.parts)) : drawBrought());
 }
 
 function themeSwitch() {
@@ -165,10 +185,8 @@ function themeSwitch() {
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawAll);
 }
 
-const page = new Page(JSON.parse(document.getElementById('data').textContent));
-globalThis.kvlabPage = {page, charts, csvOf};
 themeSwitch();
-page.open().then(() => {
+openPage(JSON.parse(document.getElementById('data').textContent)).then(() => {
   document.documentElement.dataset.ready = 'yes';
   let width = innerWidth;
   addEventListener('resize', () => {

@@ -20,10 +20,15 @@ function sortBy(table, column, header) {
   body.append(...rows.map(([, row]) => row));
 }
 
+/** Numbers alone: an error is a column of its own. */
 function csvOf(table) {
-  const rows = [...table.tHead.rows, ...table.tBodies[0].rows];
-  return rows.map((row) => [...row.cells].map((cell) =>
-    csvField((cell.dataset.text ?? cell.textContent).trim())).join(',')).join('\n') + '\n';
+  const body = [...table.tBodies[0].rows], heads = [...table.tHead.rows[0].cells];
+  const hasError = heads.map((_, column) => body.some((row) => row.cells[column]?.dataset.error !== undefined));
+  const line = (cells, own, error) => [...cells].flatMap((cell, column) =>
+    (hasError[column] ? [own(cell), error(cell)] : [own(cell)])).map(csvField).join(',');
+  const text = (cell) => cell.textContent.trim();
+  return [line(heads, text, (cell) => `${text(cell)}, standard error`), ...body.map((row) => line(row.cells,
+    (cell) => cell.dataset.value ?? cell.dataset.text ?? text(cell), (cell) => cell.dataset.error ?? ''))].join('\n') + '\n';
 }
 
 /** Makes a table of the page sort and go away as CSV. */
@@ -49,18 +54,17 @@ function rankingTable(page) {
   const isTied = new Set(tied.map(([s]) => s));
   ranked.forEach(([s, at], place) => {
     const one = data.series[s];
-    const row = element('tr', {}, element('td', {class: 'n'}, String(place + 1)),
-      element('td', {'data-text': one.label}, element('span', {class: 'dot', style: `background:var(--${one.colour})`}),
-        element('bdi', {}, shown(one.label, 60))),
+    const row = element('tr', {}, element('td', {'data-text': one.label}, swatch(one), element('bdi', {}, shown(one.label, 60))),
       element('td', {class: 'n', 'data-value': String(at.value)}, page.valueText(at.value)),
-      element('td', {class: 'n'}, Number.isNaN(at.error) ? '–' : page.valueText(at.error)),
+      Number.isNaN(at.error) ? element('td', {class: 'n'}, '–')
+        : element('td', {class: 'n', 'data-value': String(at.error)}, page.valueText(at.error)),
       element('td', {class: 'n'}, String(at.count)),
       element('td', {}, place === 0 ? 'first' : isTied.has(s) ? 'ties with the first' : errorsKnown(at) ? 'behind' : ''));
     if (isTied.has(s) && tied.length > 3) row.className = 'tied';
     body.append(row);
   });
-  const heads = ['', 'policy', page.metric().label, 'standard error', 'count', ''].map((text, i) =>
-    element('th', {scope: 'col', class: i === 1 || i === 5 ? '' : 'n'}, text));
+  const heads = ['policy', page.metric().label, 'standard error', 'count', ''].map((text, i) =>
+    element('th', {scope: 'col', class: i === 0 || i === 4 ? '' : 'n'}, text));
   const table = element('table', {class: tied.length > 3 && !state.unfolded ? 'folded' : ''},
     element('caption', {}, page.rankingTitle()), element('thead', {}, element('tr', {}, ...heads)), body);
   const parts = [element('div', {class: 'scroll'}, table)];

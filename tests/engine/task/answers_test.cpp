@@ -39,9 +39,8 @@ CacheConfig config(const char* policy, std::uint32_t budget, Prefill prefill = {
 std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
   std::vector<TaskPrompt> prompts;
   for (const std::uint32_t words : {25u, 45u})
-    prompts.push_back(
-        encode_task(tokenizer(), tiny().config(), {},
-                    draw_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
+    prompts.push_back(encode_task(
+        tokenizer(), {}, draw_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
   return prompts;
 }
 

@@ -31,7 +31,7 @@ TEST_CASE("The answer's span is the tokens of what says it, for every kind of qu
       CAPTURE(spec.text(), depth);
       const TaskDraw draw = draw_task(spec, text, {60, depth}, 3, 1);
       REQUIRE(draw.evidence.size() == draw.expected.size());
-      const TaskPrompt prompt = encode_task(tokenizer, tiny().config(), {}, draw);
+      const TaskPrompt prompt = encode_task(tokenizer, {}, draw);
       const std::vector<NamedSpan> spans = answer_spans(tokenizer, prompt);
       REQUIRE(spans.size() == draw.expected.size());
       for (std::size_t i = 0; i < spans.size(); ++i) {

@@ -71,8 +71,29 @@ TEST_CASE("A model's template is found where it has one") {
   CHECK(read_chat_frame(folder.path()));
   write("tokenizer_config.json", "{\"chat_template\": 7}");
   CHECK_THROWS_AS(read_chat_frame(folder.path()), std::runtime_error);
+  write("tokenizer_config.json", "{}");
+  write("chat_template.json", "{\"chat_template\": " + chat_ml + "}");
+  CHECK(read_chat_frame(folder.path()));
   write("chat_template.jinja", "[INST]");
   CHECK_THROWS_AS(read_chat_frame(folder.path()), std::invalid_argument);
+}
+
+TEST_CASE("A template that writes the first token has it in front, and no second one comes") {
+  const test::TemporaryFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    std::ofstream(folder / name) << text;
+  };
+  write("chat_template.jinja", "{{ bos_token }}{{'<|im_start|>' + role + '<|im_end|>'}}");
+  CHECK(read_chat_frame(folder.path())->before == "<|im_start|>user\n");
+  write("tokenizer_config.json", "{\"bos_token\": {\"content\": \"<s>\"}}");
+  CHECK(read_chat_frame(folder.path())->before == "<s><|im_start|>user\n");
+  write("tokenizer_config.json", "{\"bos_token\": \"<s>\"}");
+  const Tokenizer tokenizer =
+      Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");
+  const TaskDraw draw = draw_task({}, Haystack(bundled_haystack()), {20, 0.5}, 0, 0);
+  const auto ids = encode_task(tokenizer, read_chat_frame(folder.path()), draw).context;
+  CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
+  CHECK(ids.front() == 0);
 }
 
 TEST_CASE("SmolLM2: the template's marks are single tokens, and the ids are those of the text") {
@@ -84,7 +105,7 @@ TEST_CASE("SmolLM2: the template's marks are single tokens, and the ids are thos
   REQUIRE(frame);
   CHECK(frame->before == chat_frame(kSmolLm, "f").before);
   const TaskDraw draw = draw_task({}, Haystack(bundled_haystack()), {100, 0.5}, 0, 0);
-  const TaskPrompt prompt = encode_task(tokenizer, load_model_config(directory), frame, draw);
+  const TaskPrompt prompt = encode_task(tokenizer, frame, draw);
   std::vector<std::int32_t> whole = prompt.context;
   whole.insert(whole.end(), prompt.question.begin(), prompt.question.end());
   whole.insert(whole.end(), prompt.answer.begin(), prompt.answer.end());

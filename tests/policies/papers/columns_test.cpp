@@ -138,6 +138,7 @@ std::vector<Paper> papers() {
       {"knorm:sinks=2:recent=25%", "key_norm", highest},
       {"keydiff", "key_cosine", highest},
       {"keydiff:recent=3", "key_cosine", highest},
+      {"keydiff:name=lagkv", "lagkv", highest},
       {"vatp", "value_norm1", plain},
       {"vatp:sinks=4:recent=2", "value_norm1", plain},
       {"criticalkv", "value_out_norm1", [](const Values& c) { return weighed(c, 1e-4); }},

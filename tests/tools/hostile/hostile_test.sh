@@ -38,10 +38,10 @@ refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
 # Another program's complaint of several lines.
 mkdir bin
-printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/gnuplot
-chmod +x bin/gnuplot
-refused "gnuplot failed on figure" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --fixed --out other.html
-[ ! -e other.html ] || fail "a page without its figures"
+printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/vl-convert
+chmod +x bin/vl-convert
+refused "vl-convert failed" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --figures drawn --out other.html
+[ ! -e other.html ] && [ ! -e drawn ] || fail "a page without its figures"
 
 # A link in the place of what is being written.
 echo theirs >theirs
@@ -58,6 +58,15 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
   refused "broken/tokenizer.json: " "$kvlab" generate --model broken --prompt hi
   refused "broken/tokenizer.json: " "$kvlab" eval --model broken --text policy.json
 done
+# One that is far too long is refused by its length, which costs no time.
+truncate -s 100G broken/tokenizer.json
+refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" generate --model broken --prompt hi
+refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
+# Another program's tokenizer in its place.
+rm broken/tokenizer.json
+: >broken/tokenizer.model
+refused 'broken: there is "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
+
 # A whole one of another model, with fewer tokens, and with ids that this one has not.
 echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json
 sed 's/^\( *"t": \)[0-9]*/\19084/' tiny/tokenizer.json >far.json
@@ -107,7 +116,6 @@ for path in "${name}s.longer" "$(head -c 5000 /dev/zero | tr '\0' p)"; do
   refused "File name too long" "$kvlab" capture --model tiny --prompt-file "$path" --out trace
   refused "File name too long" "$kvlab" capture --model tiny --prompt hi --out "$path"
   refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget "@$path" --out other
-  refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --calibration "$path" --out other
   refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --policy-source "$path" --out other
   refused "File name too long" "$kvlab" replay --trace story --policy h2o --budget 16 --out "$path"
   refused "File name too long" "$kvlab" report run --out "$path"

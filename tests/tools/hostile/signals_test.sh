@@ -1,6 +1,6 @@
 #!/bin/sh
-# signals_test.sh KVLAB SOURCE: SIGINT and SIGTERM end a command with 130 and 143 and one line that says how to go on;
-# nothing is left but what goes on.
+# signals_test.sh KVLAB SOURCE: SIGINT, SIGTERM and SIGHUP end a command with 130, 143 and 129 and one line that says how to
+# go on; nothing is left but what goes on.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -8,6 +8,8 @@ enter_scratch
 ln -s "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
 for i in 1 2 3; do cat "$source/tools/texts/austen-emma.txt"; done >text
+printf '#!/bin/sh\n[ "$1" != --version ] || exit 0\nsleep 60 &\necho $! >%s\nwait\n' "$folder/compiling" >slow
+chmod +x slow
 mkdir scratch
 export TMPDIR=$PWD/scratch
 
@@ -17,7 +19,7 @@ ended() {
   signal=$1 what=$2 words=$3 code=0
   shift 3
   # (A shell's background job begins with SIGINT ignored.)
-  env --default-signal=INT,TERM "$@" >out.txt 2>err.txt &
+  env --default-signal=INT,TERM,HUP "$@" >out.txt 2>err.txt &
   pid=$!
   while ! ls $what >/dev/null 2>&1; do
     kill -0 $pid 2>/dev/null || fail "it was over before the signal: $*: $(cat err.txt)"
@@ -26,8 +28,7 @@ ended() {
   sleep $delay
   kill -"$signal" $pid
   wait $pid || code=$?
-  expected=130
-  [ "$signal" = INT ] || expected=143
+  case $signal in INT) expected=130 ;; TERM) expected=143 ;; HUP) expected=129 ;; esac
   [ $code -eq $expected ] || fail "exit code $code, not $expected, of: $*: $(cat err.txt)"
   grep -v 'the text may degrade' err.txt >line.txt || true # a warning, said before
   mv line.txt err.txt
@@ -37,7 +38,7 @@ ended() {
 }
 
 again="; nothing is left, and the same command begins again"
-for signal in INT TERM; do
+for signal in INT TERM HUP; do
   # The first shard may be whole by then: what is said is what is there.
   delay=0
   ended $signal trace "" "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 12000 \
@@ -68,11 +69,22 @@ for signal in INT TERM; do
   done
   delay=0.1
 
-  ended $signal 'scores.part' "$again" \
+  ended $signal 'scores.*.part' "$again" \
     "$kvlab" eval --model tiny --text text --policy h2o,lru --budget 16,64 --out scores
   ended $signal 'scratch/*' "$again" \
     "$kvlab" tune --model tiny --text text --budget 64 --policy h2o,lru --out policy.json
   [ -z "$(ls | grep -E 'scores|policy')" ] || fail "left: $(ls)"
+
+  # While a compiler is at work, which is one that takes its time and starts another.
+  began=$(date +%s)
+  ended $signal compiling "$again" env "CXX=$folder/slow" XDG_CACHE_HOME="$folder/cache" \
+    "$kvlab" policies --policy-source "$source/policies/recency/lru.hpp"
+  [ $(($(date +%s) - began)) -lt 20 ] || fail "SIG$signal waited for the compiler"
+  case $(cut -d' ' -f3 "/proc/$(cat compiling)/stat" 2>/dev/null) in
+    '' | Z | X) ;;
+    *) fail "the compiler's child goes on after SIG$signal" ;;
+  esac
+  rm compiling
 done
 
 # Who begins with a signal ignored goes on.

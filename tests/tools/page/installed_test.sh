@@ -2,7 +2,6 @@
 # installed_test.sh BUILD SOURCE: an installed kvlab runs its demo in an empty folder, and brings its manual.
 set -eu
 build=$1 source=$2
-command -v gnuplot >/dev/null || { echo "skipped: there is no gnuplot"; exit 0; }
 . "$source/tests/scripts/check.sh"
 enter_scratch
 cmake --install "$build" --prefix "$folder/prefix" --component command >install.log

@@ -161,6 +161,59 @@ def check_tables(browser: Browser) -> None:
     text = browser.js("return kvlabPage.csvOf([...document.querySelectorAll('table')].at(-1))")
     lines = list(csv.reader(text.splitlines()))
     assert lines[0][0] == "policy" and len({len(line) for line in lines}) == 1, lines[:2]
+    assert "recall, standard error" in lines[0], lines[0]
+    for line in lines[1:]:
+        for cell in line[2:]:
+            assert cell in ("", "–") or float(cell) is not None, line
+
+
+def check_axis(browser: Browser) -> None:
+    """Errors that span decades get a logarithmic axis; shares have none; either can be chosen."""
+    kind = "return kvlabPage.charts[0].view.scale('y').type"
+    for metric, wide in (("nll_recall", False), ("recall", False)):
+        browser.choose("metric", metric)
+        assert (browser.js(kind) == "log") == wide, metric
+    assert browser.js("return document.querySelector('select[name=axis]').parentElement.hidden")
+    browser.choose("metric", "nll_recall")
+    browser.choose("axis", "log")
+    assert browser.js(kind) == "log"
+    browser.choose("axis", "linear")
+    assert browser.js(kind) == "linear"
+
+
+def check_legend(browser: Browser) -> None:
+    """Each line's sample has its own look, and says dash and marker; what is exported has it too."""
+    looks = browser.js("return [...document.querySelectorAll('.chips svg.swatch')].map((s) => s.innerHTML)")
+    assert len(looks) >= 6 and len(set(looks)) == len(looks), looks
+    assert any('stroke-dasharray="7 4"' in look for look in looks) and any(" d=\"M-4 0a4" in look for look in looks), looks
+    svg = browser.driver.execute_async_script("const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")
+    assert "oracle_mass" in svg and svg.count("mark-rule role-mark") >= 3, svg[:500]
+
+
+def check_frozen(browser: Browser) -> None:
+    """A wide table scrolls in its own box, and its first column stays."""
+    for width in (1280, 400):
+        browser.resize(width)
+        time.sleep(0.3)
+        places = browser.js(
+            "const t = [...document.querySelectorAll('table')].at(-1), box = t.parentElement;"
+            "const before = t.rows[1].cells[0].getBoundingClientRect().left; box.scrollLeft = 300;"
+            "const after = t.rows[1].cells[0].getBoundingClientRect().left, moved = box.scrollLeft; box.scrollLeft = 0;"
+            "return [before, after, moved]")
+        assert places[0] == places[1] and places[2] > 100, (width, places)
+    browser.resize(1280)
+
+
+def check_race(browser: Browser) -> None:
+    """One screen says who won, at what budget, by how much and on what; rounds follow."""
+    answer = browser.js("return document.querySelector('.answer').innerText")
+    for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
+        assert part in answer, answer
+    text = browser.js("return document.body.innerText")
+    assert "count" not in text and "budget: round" not in text and "sinks=0:recent=0" not in text
+    assert browser.js("return document.querySelectorAll('input[type=checkbox]').length") == 0
+    bottom = browser.js("return document.querySelector('.chart').getBoundingClientRect().bottom + scrollY")
+    assert bottom < 800, bottom
 
 
 def check_hand(browser: Browser) -> None:
@@ -224,6 +277,10 @@ def hostile(page: str) -> str:
     for budget in data["budgets"]:
         budget["text"] = HOSTILE + budget["text"]
     data["groups"][0]["name"] = data["kept"]["trace"] = HOSTILE
+    for figure in data["figures"]:
+        figure["title"] = figure["x"]["title"] = HOSTILE
+        for series in figure["series"]:
+            series["label"] = HOSTILE + series["label"]
     data["kept"]["tokens"] = [HOSTILE] * len(data["kept"]["tokens"])
     return page[:opened] + json.dumps(data).replace("<", "\\u003c") + page[closed:]
 
@@ -243,6 +300,8 @@ def check_hostile(browser: Browser, page: Path) -> None:
 
 def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -> None:
     """Evaluations, tasks, tune's race and comparisons: they open, draw, and carry their tables' numbers."""
+    call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/demo/prompt.txt",
+         "--teacher-forced", "--prompt-tokens", "256", "--out", folder / "second")
     tiny, text = source / "engine/models/tiny", source / "tools/texts/carroll-alice.txt"
     call("eval", "--model", tiny, "--text", text, "--max-tokens", "400", "--window", "200", "--policy", "window,sink,h2o",
          "--budget", "32,64", "--prefill", "stream", "--out", folder / "eval")
@@ -258,6 +317,10 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
         browser.open(page)
         dots = browser.dots()
         assert dots, what
+        if what == "tuned.json":
+            check_race(browser)
+        if what == "eval":
+            assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "the frontier"
         if name:
             rows = list(csv.DictReader((folder / what / name).open(newline="")))
             metric = browser.js("return kvlabPage.page.state.metric")
@@ -269,13 +332,19 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     runs = {dot["label"].rsplit("run=", 1)[-1] for dot in browser.dots()}
     assert runs >= {"run", "other"}, runs
     assert "last less first" in browser.js("return document.body.innerText")
+    answer = browser.js("return document.querySelector('.answer').innerText")
+    assert answer.startswith("Of 7 configurations on the same sequences, other is better than run in 0, worse in 0; 7 tie."), answer
+    browser.check_quiet()
+    call("replay", "--trace", folder / "second", "--policy", "h2o,lru", "--budget", "64,128", "--out", folder / "elsewhere")
+    call("compare", folder / "run", folder / "elsewhere", "--out", folder / "compare.html")
+    browser.open(folder / "compare.html")
+    text = browser.js("return document.body.innerText")
+    assert "no sequence" in text and "no sequence in common" not in text and text.count("no sequence") == 1, text
     browser.check_quiet()
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
     """Several values of one parameter are drawn over it; several sequences with the spread between them."""
-    call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/demo/prompt.txt",
-         "--teacher-forced", "--prompt-tokens", "256", "--out", folder / "second")
     call("replay", "--trace", source / "traces/samples/tiny-story", folder / "second", "--policy",
          "h2o,a2sf:keep=0.9,a2sf:keep=0.95,a2sf:keep=0.99", "--budget", "32,64", "--out", folder / "sweep")
     call("report", folder / "sweep", "--out", folder / "sweep.html")
@@ -380,7 +449,10 @@ def main() -> None:
             seconds = browser.open(page)
             check_controls(browser, run)
             check_heads(browser, run)
+            check_axis(browser)
+            check_legend(browser)
             check_tables(browser)
+            check_frozen(browser)
             check_hand(browser)
             check_kept(browser, run)
             check_looks(browser)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy
 import numpy.typing
 
+from kvlab import _kvlab
 from kvlab._files import unfinished
-
-if TYPE_CHECKING:
-    from kvlab._trace import Trace
 
 # libCacheSim's oracleGeneral: packed, little-endian, 24 bytes, no header.
 RECORD = numpy.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
 def accesses_of(
-    trace: Trace,
+    trace: _kvlab.Trace,
     out: str | os.PathLike[str] | None,
     layer: int | None,
     head: int | None,
@@ -44,7 +42,7 @@ def accesses_of(
     times, objects = [], []
     for one in layers:
         for kv_head in heads:
-            queries, tokens = trace._held.accesses(one, kv_head, top_k, request_threshold, asking)
+            queries, tokens = trace.accesses(one, kv_head, top_k, request_threshold, asking)
             times += [queries, written]
             place = numpy.uint64((one * trace.kv_heads + kv_head) << 32)
             objects += [tokens.astype("u8") | place, written.astype("u8") | place]

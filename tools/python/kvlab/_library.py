@@ -10,7 +10,7 @@ from typing import Any
 
 P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 
-VERSION = 1
+VERSION = 2
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 NEEDS = ("nothing", "mass", "requests", "both")
 COLUMNS = ("key_norm", "value_norm", "value_norm1", "key_cosine", "value_out_norm1")
@@ -255,7 +255,7 @@ class LibraryPolicy:
         to = ctypes.create_string_buffer(library().kvlab_policy_params_bytes(self.handle))
         given = (ctypes.c_double * len(values))(*values)
         if library().kvlab_policy_params(self.handle, given, len(values), to):
-            raise ValueError(f"policy {self.name}: {len(values)} parameters; {len(to) // 8} are expected")
+            raise ValueError(f"policy {self.name}: {values} are no parameters of it: {len(to) // 8} in their ranges are")
         return to.raw
 
     def weights(self, params: bytes, queries: int) -> tuple[list[float], int]:

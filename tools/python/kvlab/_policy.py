@@ -233,7 +233,7 @@ class _OwnFunction:
         return f"layer {step.layer}, KV head {step.kv_head}, before token {step.now}"
 
     def _ranks(self, answer: Any, token: Token, step: Step) -> Ranks:
-        """As the rule compares them: uint64."""
+        """As the rule takes them: uint64 or float64."""
         count = len(token)
         expected = f"one rank for each of {count} live tokens is expected ({self._cache(step)})"
         if not isinstance(answer, numpy.ndarray):
@@ -254,18 +254,7 @@ class _OwnFunction:
         if bad.any():
             at = int(token.position[int(numpy.argmax(bad))])
             raise ValueError(f"{self.where}: returned NaN for the token at position {at} ({self._cache(step)})")
-        return _ordered(answer)
-
-
-def _ordered(ranks: Ranks) -> Ranks:
-    """Whole numbers that order as floats do: 32 bits of a float32, 56 of a float64, so that sums over heads fit."""
-    if ranks.dtype.itemsize < 8:
-        bits = (ranks.astype(numpy.float32) + numpy.float32(0)).view(numpy.uint32)
-        top = numpy.uint32(1 << 31)
-        return numpy.where(bits & top, ~bits, bits | top).astype(numpy.uint64)
-    wide = (ranks.astype(numpy.float64) + 0.0).view(numpy.uint64)
-    high = numpy.uint64(1 << 63)
-    return numpy.where(wide & high, ~wide, wide | high) >> numpy.uint64(8)
+        return numpy.ascontiguousarray(answer, numpy.float64)
 
 
 def resolve(asked: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:

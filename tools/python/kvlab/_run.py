@@ -161,8 +161,8 @@ class Run:
     ) -> Kept:
         """Which tokens KV head `head` of `layer` kept at each query of the span, under a configuration of the run.
 
-        `policy` is a name, or a name and parameters where there are several of that name. `plain` computes it by the
-        plain replay, one configuration at a time.
+        `policy` is a name, or a name and parameters where there are several of that name: those without a modifier
+        come before those with one. `plain` computes it by the plain replay, one configuration at a time.
         """
         wanted = self._configuration(str(policy), budget, prefill, positions)
         sequence = self._sequence(trace)
@@ -183,7 +183,14 @@ class Run:
                 and (positions is None or entry["positions"] == positions)
             )
 
-        found = [index for index, entry in enumerate(self.grid) if fits(entry)]
+        settings = {  # of those that fit, by number
+            index: {entry["budget"], entry["prefill"], entry["positions"], *entry["params"].split(":")}
+            for index, entry in enumerate(self.grid)
+            if fits(entry)
+        }
+        # Of one and its variants with modifiers, the plain one.
+        plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
+        found = plain or list(settings)
         asked = f"{policy}" + ("" if budget is None else f" at budget {budget}")
         if not found:
             there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.grid}))
@@ -210,7 +217,8 @@ class Run:
         return trace._held
 
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
-        """`metric` against budget in tokens, a line for each policy: means over heads, layers and traces."""
+        """`metric` against budget in tokens, a line for each policy: means over heads, layers and traces. The legend
+        stands beside the axes; the axis of errors that span a decade is logarithmic."""
         import matplotlib.pyplot
 
         frame = self.frame()
@@ -220,18 +228,26 @@ class Run:
             raise ValueError(f"plot: the run has no {metric}; it has {there}")
         if ax is None:
             ax = matplotlib.pyplot.subplots()[1]
-        kinds = {str(name): of_name["params"].nunique() for name, of_name in rows.groupby("policy", observed=True)}
+        settings: dict[str, list[set[str]]] = {}
+        for policy, params in rows.groupby(["policy", "params"], observed=True).groups:
+            settings.setdefault(str(policy), []).append(set(str(params).split(":")))
+        lines = 0
         for (policy, params), line in rows.groupby(["policy", "params"], observed=True, sort=False):
             if policy == "full":
                 continue
             means = line.groupby("budget_tokens")["value"].mean()
-            label = f"{policy}:{params}" if kinds[str(policy)] > 1 else str(policy)
-            style = "--" if str(policy).startswith("oracle") else "-"
-            ax.plot(means.index, means.to_numpy(), style, marker="o", markersize=3, label=label)
+            common = set.intersection(*settings[str(policy)])  # what all of its variants have says nothing
+            label = ":".join([str(policy), *(part for part in str(params).split(":") if part not in common)])
+            style, marker = ("--", "") if str(policy).startswith("oracle") else ("-", "os^Dv<>P*X"[lines // 10 % 10])
+            ax.plot(means.index, means.to_numpy(), style, marker=marker, markersize=4, label=label)
+            lines += 1
         ax.set_xlabel("budget (tokens)")
         known = metrics().get(metric)
         ax.set_ylabel(known.label if known else metric)
-        ax.legend()
+        values = rows.loc[rows["policy"] != "full", "value"]
+        if known and not known.higher_is_better and 0 < 10 * values.min() < values.max():
+            ax.set_yscale("log")
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False)
         return ax
 
     def __repr__(self) -> str:
@@ -285,7 +301,6 @@ def replay(
     output_error: Literal["sample", "all"] = "sample",
     layers: Iterable[int] = (),
     references: bool = True,
-    calibration: str | os.PathLike[str] | None = None,
     model: Model = None,
     plain: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -326,7 +341,6 @@ def replay(
         "layers": sorted(set(layers)),
         "threads": threads,
         "output": _output_of(model),
-        "calibration": None if calibration is None else os.fspath(calibration),
     }
     with shown(progress, "replay") as words["progress"]:
         held = _kvlab.replay([one._held for one in traces], own, words)

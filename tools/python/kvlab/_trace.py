@@ -106,7 +106,7 @@ class Trace:
         2**32 + the token's position, `size` 1, so that caches are measured in tokens, `next` the number of the next
         access to the same, from 1 on, or -1. With span="decode" the prompt's tokens are only written.
         """
-        return accesses_of(self, out, layer, head, top_k, request_threshold, span)
+        return accesses_of(self._held, out, layer, head, top_k, request_threshold, span)
 
     def to_dict(self, framework: Literal["numpy", "torch"] = "numpy") -> dict[str, list[Any]]:
         """`layers.{l}.q`, `.k`, `.v` (before RoPE) and so on: for each name one array [heads, tokens, head_size] a shard.

@@ -10,6 +10,7 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/columns/columns.hpp"
+#include "policies/modifiers/ranks.hpp"
 #include "tools/python/src/array.hpp"
 #include "traces/base/files.hpp"
 
@@ -18,8 +19,9 @@ namespace {
 
 /// What a slot holds: this, the columns, the function's own state.
 struct SlotHead {
-  std::uint64_t rank;  // that the function gave last
+  std::uint64_t rank;  // that the function gave last: its key
   std::uint32_t position;
+  RankType type;  // of the rank
 };
 
 /// Behind the pointer that `params` are.
@@ -71,15 +73,25 @@ struct Call {
              last_request = nb::none(), queries = nb::none(), positions = nb::none(),
              columns = nb::none();
 
-  std::vector<std::uint64_t> ranks(const Host& host, std::size_t count, const Step& step) const {
-    using Given = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  Ranks ranks(const Host& host, std::size_t count, const Step& step) const {
+    using Given = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     const nb::object result =
         host.own.function(state, mass, requests, last_request, queries, positions, columns,
                           nb::make_tuple(step.now, step.budget, step.live, step.queries, step.seed,
                                          step.sequence, step.layer, step.kv_head));
     const auto given = nb::cast<Given>(result);
     if (given.shape(0) != count) throw std::logic_error("an own policy: ranks of another number");
-    return {given.data(), given.data() + count};
+    Ranks ranks{.keys = std::vector<std::uint64_t>(count)};
+    const auto take = [&](const auto* from) {
+      for (std::size_t i = 0; i < count; ++i) ranks.keys[i] = rank_key(from[i]);
+    };
+    if (given.dtype() == nb::dtype<double>()) {
+      ranks.type = RankType::real;
+      take(static_cast<const double*>(given.data()));
+    } else {
+      take(static_cast<const std::uint64_t*>(given.data()));
+    }
+    return ranks;
   }
 };
 
@@ -129,8 +141,9 @@ void observe_all(void* data, std::size_t count, const void* params, Step step, S
       filled<std::uint32_t>(count, [&](std::size_t i) { return slots.head(i).position; });
   call.columns = gathered<float>(count, host.own.columns.size(),
                                  [&](std::size_t i) { return slots.columns(i); });
-  const auto ranks = call.ranks(host, count, step);
-  for (std::size_t i = 0; i < count; ++i) slots.put(i, {ranks[i], slots.head(i).position});
+  const Ranks ranks = call.ranks(host, count, step);
+  for (std::size_t i = 0; i < count; ++i)
+    slots.put(i, {ranks.keys[i], slots.head(i).position, ranks.type});
   if (host.own.state_bytes == 0) return;
   const auto states = nb::cast<nb::ndarray<const std::uint8_t, nb::c_contig>>(call.state);
   for (std::size_t i = 0; i < count; ++i)
@@ -142,7 +155,7 @@ void admit(void* data, Tokens tokens, std::size_t count, const void* params, con
   const Slots slots(data, host);
   std::memset(data, 0, count * host.slot_bytes());
   for (std::size_t i = 0; i < count; ++i) {
-    slots.put(i, {0, tokens.positions[i]});
+    slots.put(i, {0, tokens.positions[i], RankType::whole});
     if (tokens.columns)
       std::memcpy(slots.columns(i), tokens.columns + i * host.own.columns.size(),
                   host.columns_bytes());
@@ -167,14 +180,13 @@ void observe_each(void* data, const Observation* seen, std::size_t count, const 
 }
 
 /// The ranks of all live tokens: those kept, or, of a policy that observes nothing, of a call.
-std::vector<std::uint64_t> all_ranks(const void* data, const Tokens& tokens, const void* params,
-                                     const Step& step) {
+Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, const Step& step) {
   const Host& host = host_of(params);
   const std::size_t count = step.live;
   if (host.needs != Needs::nothing) {
     const Slots slots(const_cast<void*>(data), host);
-    std::vector<std::uint64_t> ranks(count);
-    for (std::size_t i = 0; i < count; ++i) ranks[i] = slots.head(i).rank;
+    Ranks ranks{.keys = std::vector<std::uint64_t>(count), .type = slots.head(0).type};
+    for (std::size_t i = 0; i < count; ++i) ranks.keys[i] = slots.head(i).rank;
     return ranks;
   }
   const nb::gil_scoped_acquire gil;
@@ -186,16 +198,17 @@ std::vector<std::uint64_t> all_ranks(const void* data, const Tokens& tokens, con
   return call.ranks(host, count, step);
 }
 
-void rank(const void* data, Tokens tokens, std::size_t count, const void* params, const Step& step,
-          std::uint64_t* ranks) {
-  const auto all = all_ranks(data, tokens, params, step);
-  if (all.size() != count) throw std::logic_error("an own policy: ranks of some tokens only");
-  std::ranges::copy(all, ranks);
+RankType rank(const void* data, Tokens tokens, std::size_t count, const void* params,
+              const Step& step, std::uint64_t* ranks) {
+  const Ranks all = all_ranks(data, tokens, params, step);
+  if (all.keys.size() != count) throw std::logic_error("an own policy: ranks of some tokens only");
+  std::ranges::copy(all.keys, ranks);
+  return all.type;
 }
 
 std::size_t first_least(const void* data, Tokens tokens, std::size_t begin, std::size_t end,
                         const void* params, const Step& step) {
-  const auto all = all_ranks(data, tokens, params, step);
+  const auto all = all_ranks(data, tokens, params, step).keys;
   const auto first = all.begin() + static_cast<std::ptrdiff_t>(begin),
              last = all.begin() + static_cast<std::ptrdiff_t>(end);
   return static_cast<std::size_t>(std::min_element(first, last) - all.begin());
@@ -215,16 +228,11 @@ PolicyInfo info_of(const Host& host) {
   if (own.columns.size() > kMaxColumns)
     throw std::invalid_argument(fmt::format("columns: {} are asked for; a policy has at most {}",
                                             own.columns.size(), kMaxColumns));
-  // The defaults are what the same words make of a policy that has none.
-  const PolicySpec plain = parse_policy(own.defaults.empty() ? "window" : "window:" + own.defaults);
   PolicyInfo info{.name = own.name.c_str(),
                   .summary = own.summary.c_str(),
                   .citation = own.path.c_str(),
                   .needs = host.needs,
                   .order = Order::feedback,
-                  .sinks = plain.sinks,
-                  .recent = plain.recent,
-                  .modifiers = plain.modifiers,
                   .positions = parse_positions(own.positions)};
   for (std::size_t c = 0; c < own.columns.size(); ++c) {
     if (!is_column_name(own.columns[c]))
@@ -232,6 +240,16 @@ PolicyInfo info_of(const Host& host) {
           "columns: '{}' is no name; letters, digits, '_', '-' and '.'", own.columns[c]));
     info.columns[c] = own.columns[c].c_str();
   }
+  if (own.defaults.empty()) return info;
+  // The defaults are what the same words make of the policy without any.
+  auto plain = std::make_shared<PolicyEntry>();
+  plain->info = info;
+  CompiledPolicies known;
+  known.entries.push_back(std::move(plain));
+  const PolicySpec spec = parse_policy(own.name + ":" + own.defaults, {}, known);
+  info.sinks = spec.sinks;
+  info.recent = spec.recent;
+  info.modifiers = spec.modifiers;
   return info;
 }
 
@@ -246,19 +264,20 @@ Policy make_own_policy(OwnPolicy own) {
       .path = own.path, .text = own.text, .xxh3 = xxh3_hex(own.text), .type = own.name});
   const auto host = std::make_shared<Host>(Host{std::move(own), needs});
   auto entry = std::make_shared<PolicyEntry>();
-  static_cast<PolicyOps&>(*entry) = {.info = info_of(*host),
-                                     .params = {},
-                                     .slot_bytes = host->slot_bytes(),
-                                     .params_bytes = sizeof(void*),
-                                     .write_params = [](std::span<const double>, std::byte*) {},
-                                     .admit = admit,
-                                     .observe = observe,
-                                     .observe_each = observe_each,
-                                     .rank = rank,
-                                     .first_least = first_least,
-                                     .weight = [](std::uint32_t, const void*) { return 1.0f; },
-                                     .tail = [](const void*) { return kNoTail; },
-                                     .clear_padding = [](void*) {}};
+  static_cast<PolicyOps&>(*entry) = {
+      .info = info_of(*host),
+      .params = {},
+      .slot_bytes = host->slot_bytes(),
+      .params_bytes = sizeof(void*),
+      .write_params = [](std::span<const double>, std::byte*) { return true; },
+      .admit = admit,
+      .observe = observe,
+      .observe_each = observe_each,
+      .rank = rank,
+      .first_least = first_least,
+      .weight = [](std::uint32_t, const void*) { return 1.0f; },
+      .tail = [](const void*) { return kNoTail; },
+      .clear_padding = [](void*) {}};
   entry->source = std::move(source);
   entry->host = host;
   return {std::move(entry)};

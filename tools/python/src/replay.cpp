@@ -15,7 +15,6 @@
 
 #include "policies/columns/output_projections.hpp"
 #include "sim/budgets/grid.hpp"
-#include "sim/calibration.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/metrics.hpp"
 #include "sim/report/verdict.hpp"
@@ -60,9 +59,6 @@ Asked asked_from(const Words& words) {
   asked.options.progress = progress_to(word("progress"));
   asked.options.threads =
       word("threads").is_none() ? default_threads() : nb::cast<unsigned>(word("threads"));
-  if (!word("calibration").is_none())
-    asked.options.calibration = std::make_shared<const Calibration>(
-        read_calibration(nb::cast<std::string>(word("calibration"))));
   if (!word("output").is_none())
     asked.options.output = nb::cast<std::shared_ptr<OutputProjections>>(word("output"));
   return asked;
@@ -291,7 +287,8 @@ std::vector<std::tuple<std::string, std::string, bool, bool>> metrics() {
 void bind_replay(nb::module_& module) {
   nb::class_<PythonRun>(module, "Run", "What a replay came to.")
       .def_static("load", load, nb::arg("directory"))
-      .def("save", save, nb::arg("directory"), "Writes results.csv, blocks.csv, run.json and kept.json.")
+      .def("save", save, nb::arg("directory"),
+           "Writes results.csv, blocks.csv, run.json and kept.json.")
       .def("columns", columns_of, "The columns of results.csv: arrays, or of texts (codes, texts).")
       .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
            "JSON: standings and verdict at a budget.")

@@ -100,6 +100,30 @@ void quick_distances(const float* a, const float* b, std::size_t heads, const fl
   }
 }
 
+/// Sixteen running sums for each draw.
+void add_changes(const float* a, const float* b, std::size_t heads, const float* factors,
+                 std::size_t count, const float* gradients, std::size_t draws, float* changes) {
+  const std::size_t whole = count / kTokens * kTokens;
+  for (std::size_t d = 0; d < draws; ++d) {
+    Floats sum[kPieces] = {};
+    double rest = 0;
+    for (std::size_t h = 0; h < heads; ++h, gradients += count) {
+      const float *full = a + h * count, *kept = b + h * count;
+      const float factor = factors[h];
+      for (std::size_t i = 0; i < whole; i += kTokens)
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+          sum[piece] += load(gradients + at) * (factor * load(kept + at) - load(full + at));
+        }
+      for (std::size_t i = whole; i < count; ++i)
+        rest += static_cast<double>(gradients[i]) * static_cast<double>(factor * kept[i] - full[i]);
+    }
+    const Four four = by_halves(sum, kPieces, [](auto x, auto y) { return x + y; });
+    changes[d] +=
+        static_cast<float>(static_cast<double>((four[0] + four[2]) + (four[1] + four[3])) + rest);
+  }
+}
+
 /// Sixteen running sums, index modulo 16, added by halves.
 double distance2(const float* a, const float* b, float factor, std::size_t count) {
   double lanes[kTokens] = {};

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from kvlab._progress import shown
+from kvlab.hf.calls import cache_word
 from kvlab.hf.models import (
     FAMILIES,
     Rope,
@@ -83,7 +84,7 @@ class HookedModel:
         """`plain`: plain_outputs of the first tokens. `residual`: whether the residual stream can be had."""
         self.residual = residual
         self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
-        self.cache = transformers.DynamicCache()
+        self.cache, self.cache_word = transformers.DynamicCache(), cache_word(model.model)
         self.count = 0  # tokens being fed
         self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of them
         self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # device: their cos and sin
@@ -174,7 +175,10 @@ class HookedModel:
         self.seen.clear()
         self.turns_on.clear()
         tokens = torch.tensor([ids], device=self.model.device)
-        result = self.model.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        before = self.cache.get_seq_length()
+        result = self.model.model(input_ids=tokens, **{self.cache_word: self.cache}, use_cache=True, return_dict=True)
+        if self.cache.get_seq_length() != before + self.count:
+            raise Refused(f"--model: transformers {transformers.__version__} has not counted the tokens of its cache")
         if len(self.seen) != (5 if self.residual else 4) * self.shape.layers:
             raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
         last: torch.Tensor = result.last_hidden_state[:, -1]
@@ -347,7 +351,11 @@ def capture(
 
 
 def _one_sequence(input_ids: Any, vocabulary: int) -> list[int]:
-    tensor = torch.as_tensor(input_ids)
+    try:
+        tensor = torch.as_tensor(input_ids)
+    except Exception:  # of text, of several lengths, of what a tokenizer returns, which is more than ids
+        right = 'one sequence of whole numbers, such as tokenizer(text)["input_ids"], is expected'
+        raise Refused(f"input_ids: a {type(input_ids).__name__}; {right}") from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 1 or tensor.numel() == 0 or tensor.is_floating_point():

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import numpy.typing
 import torch
+import transformers
 
 from kvlab import _kvlab
 from kvlab._policy import Policy, resolve
+from kvlab.hf.calls import Calls, cache_among, cache_word, count_in, few_logits
 from kvlab.hf.models import (
     TRANSFORMERS,
     attention_modules,
+    base_of,
     output_projections,
     output_weights,
     refuse_unsupported,
@@ -33,9 +36,10 @@ class evicting:
     """While the block runs, the model's attention keeps what a policy keeps: `with evicting(model, "h2o", budget=256)`.
 
     Whatever calls the model in the block, such as `generate`, sees kvlab's caches in place of transformers' own: one
-    sequence at a time, each prompt by `prefill`, each decoded token by itself. A call with a new, empty cache begins
-    anew. Afterwards the object says what was kept, and with `record=True` gives the queries, keys and values as a
-    trace, whose replay keeps the same. `graph=True`, on CUDA: a CUDA graph for a decoded token.
+    sequence at a time, each prompt by `prefill`, each decoded token by itself. Before another sequence, `begin_anew`.
+    The block begins with a look at whether `full` gives the plain model's logits. Afterwards the object says what was
+    kept, and with `record=True` gives the queries, keys and values as a trace, whose replay keeps the same.
+    `graph=True`, on CUDA: a CUDA graph for a decoded token.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class evicting:
         """`length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
         if int(torch.__version__.split(".")[0]) < 2:
             raise Refused(f"evicting: torch {torch.__version__}; 2.0 or newer is expected")
-        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(model, "config"):
+            raise Refused(f"evicting: a {type(model).__name__}; a loaded model of transformers is expected")
+        self._model = base_of(model)
         config = self._model.config
         refuse_unsupported(str(getattr(config, "_name_or_path", "")) or type(self._model).__name__, config)
         devices = {parameter.device for parameter in self._model.parameters()}
@@ -104,32 +110,57 @@ class evicting:
             from kvlab.hf.step_graph import StepGraph
 
             self._graph = StepGraph(self, self._model)
-        self._begin()
+        self._calls, self._to_check = Calls(self._model.model), True
+        self.begin_anew()
 
-    def _begin(self) -> None:
+    def begin_anew(self) -> None:
+        """Forgets the sequence: the next call, with a cache that is empty, begins another."""
         if self._caches is not None and hasattr(self._caches, "begin_anew"):
             self._caches.begin_anew()
         else:
             self._caches = self._make()
         self._rows: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(self._shape.layers)]
         self._prompt_tokens = 0
+        self._start = 0  # tokens before those of the call that goes on
 
     def __enter__(self) -> evicting:
+        if self._to_check:
+            self._check()
         for index, module in enumerate(attention_modules(self._model)):
             forward = _forward_of(self, index, hasattr(module, "q_norm"))
             self._replace_forward(module, types.MethodType(forward, module))
-        self._hook = self._model.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+        self._hook = self._model.model.register_forward_pre_hook(
+            lambda _, *call: self._calls.look(*call) if self._attend_token is None else None, with_kwargs=True
+        )
         if self._graph:
             self._replace_forward(self._model, self._graph.forward_of(self._model.forward))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _check(self) -> None:
+        """Whether a cache that keeps all gives what the model gives without ours."""
+        plain = few_logits(self._model)
+        full = evicting(self._model, "full", length=9, threads=self._threads)
+        full._to_check = False
+        with full:
+            off = float((few_logits(self._model) - plain).norm() / plain.norm())
+        linear = all(type(module.o_proj) is torch.nn.Linear for module in attention_modules(self._model))
+        most = 1e-3 if linear and self._model.dtype == torch.float32 else 0.1
+        if not off <= most or full.tokens != 9:
+            raise Refused(
+                f"evicting: with caches that keep nine tokens and count {full.tokens}, logits differ by {off:.2g} from the"
+                f" plain {type(self._model).__name__}'s; an attention that transformers {transformers.__version__} calls as"
+                " Llama's is expected"
+            )
+
+    def __exit__(self, raised: object, *_: object) -> None:
         for module, before in self._replaced:
             del module.forward  # the class's own shows again
             if before is not None:  # what somebody else had put there, such as accelerate
                 module.forward = before
         self._replaced.clear()
         self._hook.remove()
+        if raised is None:
+            self._calls.end()
 
     def _replace_forward(self, module: Any, forward: Any) -> None:
         self._replaced.append((module, vars(module).get("forward")))
@@ -176,16 +207,27 @@ class evicting:
         }
         return Trace.from_arrays(q, k, v, config=config, prompt_tokens=self._prompt_tokens, out=out)
 
-    def _attend(self, layer: int, tensors: tuple[torch.Tensor, ...], start: int) -> torch.Tensor:
+    def _begin_call(self, past: Any) -> None:
+        """Where the sequence goes on, by the model's own cache `past`."""
+        if past is None:
+            why = "use_cache=False in it or in the model's config"
+            raise Refused(f"evicting: the call comes without a cache, as with {why}; use_cache=True is expected")
+        self._start, held = int(past.get_seq_length()), self.tokens
+        if self._start == 0 and held > 0:
+            raise Refused(
+                f"evicting: the call begins anew, and {held} tokens are held; {cache_word(self._model)}= of the call before"
+                " goes on, such as a chat, and begin_anew() in front begins another sequence"
+            )
+
+    def _attend(self, layer: int, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """q, k and v [tokens, heads, head_size] before RoPE."""
         if self._attend_token is not None:
             return self._attend_token(layer, torch.cat(tensors, 1))
-        if layer == 0 and start == 0 and self.tokens > 0:
-            self._begin()
+        start = self._start
         if start != self._caches.tokens(layer):
             raise Refused(
-                f"evicting: the model's cache holds {start} tokens and ours {self._caches.tokens(layer)}; a sequence that"
-                " goes back (beams, assisted decoding) is not supported"
+                f"evicting: the call's cache holds {start} tokens, and ours {self._caches.tokens(layer)} in layer {layer};"
+                " a sequence that goes back (beams, assisted decoding), or that began elsewhere, is not supported"
             )
         is_prompt = start == 0 or len(tensors[0]) > 1
         on_cuda = self._device.type == "cuda"
@@ -206,31 +248,19 @@ def _forward_of(caches: evicting, layer: int, has_norms: bool) -> Any:
     """An attention module's forward, with the caches in the place of its attention."""
 
     def forward(module: Any, hidden_states: torch.Tensor, *arguments: Any, **words: Any) -> tuple[Any, ...]:
-        batch, count, _ = hidden_states.shape
-        if batch != 1:
-            raise Refused(f"evicting: a batch of {batch}; one sequence at a time is supported")
-        past = words.get("past_key_values", words.get("past_key_value"))
-        start = 0 if past is None else int(past.get_seq_length())
-        if layer > 0:
-            start = max(0, start - count) if past is not None else 0
+        count, past = hidden_states.shape[1], cache_among((*arguments, *words.values()))
+        counts = layer == 0 and caches._attend_token is None
+        if counts:
+            caches._begin_call(past)
         shape = (count, -1, caches._shape.head_size)
         q = module.q_proj(hidden_states).view(shape)
         k, v = module.k_proj(hidden_states).view(shape), module.v_proj(hidden_states).view(shape)
         if has_norms:
             q, k = module.q_norm(q), module.k_norm(k)
-        out = caches._attend(layer, (q, k, v), start)
-        if layer == 0 and past is not None:  # transformers counts the tokens of its cache: it gets as many zeros
-            zeros = hidden_states.new_zeros(1, 1, count, 1)
-            past.update(zeros, zeros, 0)
+        out = caches._attend(layer, (q, k, v))
+        if counts:
+            count_in(past, count, hidden_states)
         made = module.o_proj(out.reshape(1, count, -1).to(hidden_states.dtype))
         return (made, None) if TRANSFORMERS >= (4, 48) else (made, None, past)
 
     return forward
-
-
-def _refuse_padding(module: Any, arguments: Any, words: dict[str, Any]) -> None:
-    mask, ids = words.get("attention_mask"), words.get("input_ids", arguments[0] if arguments else None)
-    if isinstance(ids, torch.Tensor) and ids.shape[-1] == 1 and ids.device.type != "cpu":
-        return  # a step: what is behind it was looked at, and to look means to wait
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask.all()):
-        raise Refused("evicting: attention_mask leaves tokens out; a sequence without padding is expected")

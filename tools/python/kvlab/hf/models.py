@@ -93,7 +93,16 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 def refuse_unsupported(name: str, config: Any, others: bool = False) -> None:
     """Whatever would change what attention computes from q, k and v, and the format cannot say. `others`: families that
     are not listed are measured later."""
+    try:
+        _refuse_settings(name, config, others)
+    except Refused:
+        raise
+    except Exception as error:  # of a config that nobody knows
+        what = f"its config is another than Llama's ({one_line(error, 120)})"
+        raise Refused(f"--model {name}: model_type {config.model_type!r}: {what}") from None
 
+
+def _refuse_settings(name: str, config: Any, others: bool) -> None:
     family = config.model_type
     is_other = others and family not in FAMILIES and TRANSFORMERS >= (4, 48)
 
@@ -105,14 +114,24 @@ def refuse_unsupported(name: str, config: Any, others: bool = False) -> None:
     if not is_other and FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
         refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
 
+    if is_other and (hasattr(config, "text_config") or config.is_encoder_decoder):
+        inner = getattr(getattr(config, "text_config", None), "model_type", "an encoder beside its decoder")
+        refuse(f"holds {inner!r} beside other models", "a decoder of text alone is expected")
+    for needed in ("vocab_size", "max_position_embeddings", "num_attention_heads"):
+        if not isinstance(getattr(config, needed, None), int):
+            refuse(f"its config has no {needed}", "the config of a decoder such as Llama's is expected")
+
+    kinds = getattr(config, "layer_types", None) or []
+    if other := next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None):
+        refuse(f"layer {kinds.index(other)} is {other}", "a trace can say full attention alone")
     window = getattr(config, "sliding_window", None)
     right = "a trace cannot say sliding windows, only full attention"
     if getattr(config, "use_sliding_window", False):
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        refuse("layer_types names other layers than full_attention", right)
+    if others := sorted(set(kinds) - {"full_attention"}):
+        refuse(f"layer_types names {', '.join(others)}", "full_attention in every layer is expected")
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
         refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
@@ -122,6 +141,9 @@ def refuse_unsupported(name: str, config: Any, others: bool = False) -> None:
             f"rope_type {parameters['rope_type']!r} is not supported",
             f"one of {', '.join(ROPE_TYPES)} is expected",
         )
+    if parameters.get("llama_4_scaling_beta"):
+        beta = parameters["llama_4_scaling_beta"]
+        refuse(f"llama_4_scaling_beta is {beta}: queries are scaled by their position", "queries that are not are expected")
     for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
         if partial not in (None, 1):
             refuse(f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported")
@@ -175,7 +197,11 @@ def base_of(model: Any) -> Any:
 
 
 def attention_modules(model: Any) -> list[Any]:
-    modules = [layer.self_attn for layer in model.model.layers]
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    modules = [getattr(layer, "self_attn", None) for layer in layers or ()]
+    if not modules or None in modules:
+        where = f"layer {modules.index(None)} has no self_attn" if modules else "has no model.layers"
+        raise Refused(f"--model: {type(model).__name__}: {where}; a decoder such as LlamaForCausalLM is expected")
     for module in modules:
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if not hasattr(module, part):

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from kvlab.hf.models import FAMILIES, Rope, Shape, attention_modules, projections, rope_of, rotate, shape_of
-from kvlab.hf.trace_files import Refused
+from kvlab.hf.trace_files import Refused, one_line
 
 # Settings that change attention where a short text may not show it.
 SETTINGS = ("attn_logit_softcapping", "attention_chunk_size", "clip_qkv")
+FAR = 5e-3  # float32 loses of large angles; a million positions: 1e-3
 
 
 @dataclasses.dataclass
@@ -46,19 +47,28 @@ def measure(model: Any, ids: Sequence[int]) -> tuple[Shape, Rope, bool]:
     try:
         shape = shape_of(model)
         rope = rope_of(model, shape)
-        layers = _plain_run(model, shape, ids)
-    except (AttributeError, TypeError, KeyError, RuntimeError) as error:
-        raise refusal(model, f"its modules are others ({error})") from None
-    most = 1e-3 if model.dtype == torch.float32 else 0.1
-    for index, layer in enumerate(layers):
-        off = _difference(layer.parts["out"], _attention(layer, shape, rope))
-        if not off <= most:
-            raise refusal(model, f"layer {index}'s differs by {off:.2g} from it")
+        layers = _plain_run(model, shape, ids, 0)
+        last = max(0, config.max_position_embeddings - len(ids))
+        far = _plain_run(model, shape, ids, last)  # what depends on the position shows there
+        offs = [_off(where, runs, shape, rope) for where, runs in (("", layers), (f" at positions from {last} on", far))]
+    except Exception as error:  # of modules that nobody knows
+        what = one_line(error, 160).removeprefix("--model: ")
+        raise refusal(model, what if isinstance(error, Refused) else f"its modules are others ({what})") from None
+    for (off, index, where), most in zip(offs, (1e-3, FAR)):
+        if not off <= (most if model.dtype == torch.float32 else 0.1):
+            raise refusal(model, f"layer {index}'s differs by {off:.2g} from it{where}")
     sums = [(layer.parts["before"] + layer.parts["added"], layer.parts.get("after")) for layer in layers]
     return shape, rope, all(after is not None and _difference(after, made) <= 1e-2 for made, after in sums)
 
 
-def _plain_run(model: Any, shape: Shape, ids: Sequence[int]) -> list[LayerRun]:
+def _off(where: str, layers: list[LayerRun], shape: Shape, rope: Rope) -> tuple[float, int, str]:
+    """How far the layer that differs most is from Llama's attention, and which."""
+    offs = [_difference(layer.parts["out"], _attention(layer, shape, rope)) for layer in layers]
+    return max(offs), offs.index(max(offs)), where
+
+
+def _plain_run(model: Any, shape: Shape, ids: Sequence[int], first: int) -> list[LayerRun]:
+    """`first`: the position of the first of them."""
     runs, hooks = [LayerRun() for _ in range(shape.layers)], []
     for run, layer, attention in zip(runs, model.model.layers, attention_modules(model)):
 
@@ -83,7 +93,9 @@ def _plain_run(model: Any, shape: Shape, ids: Sequence[int]) -> list[LayerRun]:
         if hasattr(layer, "post_attention_layernorm"):
             hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(of_input("after")))
     try:
-        model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False)
+        fed = torch.tensor([list(ids)], device=model.device)
+        positions = first + torch.arange(len(ids), device=model.device)[None]
+        model.model(input_ids=fed, position_ids=positions, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -93,6 +105,9 @@ def _plain_run(model: Any, shape: Shape, ids: Sequence[int]) -> list[LayerRun]:
 def _attention(layer: LayerRun, shape: Shape, rope: Rope) -> torch.Tensor:
     """[tokens, query_heads * head_size] from q, k and v before RoPE."""
     count = len(layer.parts["out"])
+    if any(len(layer.parts[part]) != count or not layer.parts[part].is_contiguous() for part in "qk"):
+        found = f"q_norm gives {list(layer.parts['q'].shape)}, and k_norm {list(layer.parts['k'].shape)}"
+        raise TypeError(f"{found}; tokens before heads are expected, [{count}, heads, {shape.head_size}]")
     q, k, v = (layer.parts[part].view(count, -1, shape.head_size) for part in "qkv")
     turns = rope.cos_sin(torch.arange(count, device=q.device))
     q, k = rotate(q, *turns), rotate(k, *turns)
@@ -105,4 +120,4 @@ def _attention(layer: LayerRun, shape: Shape, rope: Rope) -> torch.Tensor:
 def _difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
     if theirs.shape != ours.shape:
         return float("inf")
-    return float((theirs - ours).norm() / theirs.norm().clamp_min(1e-30))
+    return float(((theirs - ours).norm() / theirs.norm().clamp_min(1e-30)).nan_to_num(torch.inf))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-if TYPE_CHECKING:
-    from kvlab.hf.evicting_cache import evicting
+from kvlab.hf.calls import cache_among, count_in
 
 _KNOWN = frozenset(
-    ("input_ids", "past_key_values", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict")
-    + ("logits_to_keep", "num_logits_to_keep")
+    ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep")
+    + ("num_logits_to_keep",)
 )
 
 
@@ -21,7 +20,7 @@ class StepGraph:
     """The forward pass of one token through caches of slots, captured at its second step: the first, which runs as
     ever, loads what the capture may not."""
 
-    def __init__(self, evicting: evicting, model: Any) -> None:
+    def __init__(self, evicting: Any, model: Any) -> None:
         self._evicting, self._model = evicting, model
         self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
         self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)  # of four dimensions: as it is
@@ -33,8 +32,8 @@ class StepGraph:
 
         @functools.wraps(original)
         def forward(*arguments: Any, **words: Any) -> Any:
-            ids, past, fed = words.get("input_ids"), words.get("past_key_values"), self._evicting.tokens
-            others = (value for word, value in words.items() if word not in _KNOWN)
+            ids, past, fed = words.get("input_ids"), cache_among(words.values()), self._evicting.tokens
+            others = (value for word, value in words.items() if word not in _KNOWN and value is not past)
             if arguments or ids is None or past is None or any(value is not None and value is not False for value in others):
                 return original(*arguments, **words)
             if words.get("return_dict") is False or tuple(ids.shape) != (1, 1) or fed == 0 or past.get_seq_length() != fed:
@@ -42,9 +41,10 @@ class StepGraph:
             if not self._ran:
                 self._ran = True
                 return original(*arguments, **words)
-            zeros = self._mask  # transformers counts the tokens of its cache
-            past.update(zeros, zeros, 0)
-            return CausalLMOutputWithPast(logits=self._step(ids, fed), past_key_values=past)
+            self._evicting._calls.look((), words)
+            count_in(past, 1, self._mask)
+            cache = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+            return CausalLMOutputWithPast(logits=self._step(ids, fed), **{cache: past})
 
         return forward
 

@@ -1,4 +1,4 @@
-#include "sim/run/process_group.hpp"
+#include "sim/processes/process_group.hpp"
 
 #include <dlfcn.h>
 #include <fmt/format.h>

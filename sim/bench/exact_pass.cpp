@@ -1,7 +1,8 @@
-#include <cblas.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <vector>
 
 #include "sim/exact_pass.hpp"
@@ -13,6 +14,40 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kBlock = 256;  // queries of a product
+
+/// OpenBLAS, as long as the process lives. It is loaded by who measures alone: beside every other
+/// command it would take memory and threads of its own.
+class OpenBlas {
+ public:
+  OpenBlas() {
+    void* const library = ::dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+      throw std::runtime_error(
+          "bench replay: OpenBLAS, with which it compares, cannot be loaded (libopenblas.so.0); "
+          "Debian's package libopenblas0-pthread has it");
+    gemm_ = reinterpret_cast<Gemm>(::dlsym(library, "cblas_sgemm"));
+    const auto set_threads =
+        reinterpret_cast<void (*)(int)>(::dlsym(library, "openblas_set_num_threads"));
+    if (!gemm_ || !set_threads)
+      throw std::runtime_error("bench replay: libopenblas.so.0 is another library");
+    set_threads(1);  // the heads are spread over the threads
+  }
+
+  enum class Transposed { no = 111, yes = 112 };  // cblas.h's numbers
+
+  /// c [m, n] = scale a [m, k] b, or b's transpose, by rows.
+  void multiply(Transposed b_is, int m, int n, int k, float scale, const float* a, const float* b,
+                float* c) const {
+    constexpr int kRowMajor = 101;
+    gemm_(kRowMajor, static_cast<int>(Transposed::no), static_cast<int>(b_is), m, n, k, scale, a, k,
+          b, b_is == Transposed::yes ? k : n, 0, c, n);
+  }
+
+ private:
+  using Gemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*, int,
+                        float, float*, int);
+  Gemm gemm_;
+};
 
 struct Head {
   std::vector<float> k, v;  // [token, dim], k rotated
@@ -40,19 +75,19 @@ void softmax(float* row, std::uint32_t query, std::uint32_t width) {
 }
 
 /// One query head; `out` [token, dim]. Returns the products' flops.
-double attend(const float* q, const Head& head, std::uint32_t tokens, std::uint32_t dim,
-              float scale, std::vector<float>& scores, float* out) {
+double attend(const OpenBlas& blas, const float* q, const Head& head, std::uint32_t tokens,
+              std::uint32_t dim, float scale, std::vector<float>& scores, float* out) {
   double flops = 0;
   for (std::uint32_t first = 0; first < tokens; first += kBlock) {
     const std::uint32_t rows = std::min(kBlock, tokens - first), width = first + rows;
     const auto m = static_cast<int>(rows), n = static_cast<int>(width), d = static_cast<int>(dim);
     scores.resize(std::size_t{kBlock} * tokens);
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, m, n, d, scale, q + first * dim, d,
-                head.k.data(), d, 0, scores.data(), n);
+    blas.multiply(OpenBlas::Transposed::yes, m, n, d, scale, q + first * dim, head.k.data(),
+                  scores.data());
     for (std::uint32_t i = 0; i < rows; ++i)
       softmax(scores.data() + std::size_t{i} * width, first + i, width);
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, m, d, n, 1, scores.data(), n,
-                head.v.data(), d, 0, out + first * dim, d);
+    blas.multiply(OpenBlas::Transposed::no, m, d, n, 1, scores.data(), head.v.data(),
+                  out + first * dim);
     flops += 4.0 * rows * width * dim;
   }
   return flops;
@@ -63,7 +98,7 @@ double attend(const float* q, const Head& head, std::uint32_t tokens, std::uint3
 ExactPass exact_pass(const TraceReader& trace, unsigned threads) {
   const ModelShape& shape = trace.shape();
   const RopeTable rope(trace.header().rope, trace.tokens());
-  openblas_set_num_threads(1);  // the heads are spread over the threads
+  const OpenBlas blas;
   std::atomic<double> flops = 0;
   ExactPass pass;
   pass.time = timed([&] {
@@ -76,7 +111,7 @@ ExactPass exact_pass(const TraceReader& trace, unsigned threads) {
       std::vector<float> q, scores, out(head.k.size());
       for (std::uint32_t g = 0; g < shape.group(); ++g) {
         read_rotated(trace, rope, Part::q, layer, kv_head * shape.group() + g, q);
-        flops += attend(q.data(), head, trace.tokens(), shape.head_size,
+        flops += attend(blas, q.data(), head, trace.tokens(), shape.head_size,
                         trace.header().softmax_scale, scores, out.data());
       }
     });

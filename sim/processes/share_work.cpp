@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "sim/run/process_group.hpp"
+#include "sim/processes/process_group.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {

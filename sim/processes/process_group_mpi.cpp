@@ -7,7 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "sim/run/process_group.hpp"
+#include "sim/processes/process_group.hpp"
 
 namespace kvlab {
 namespace {

@@ -1,0 +1,317 @@
+#include "sim/report/figure.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+
+/// Numbers of very different sizes ask for a logarithmic axis; so does sim/report/page/data.js.
+constexpr double kWideSpan = 10;
+
+double tokens_of(const BudgetColumn& budget) {
+  return (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2;
+}
+
+bool spans_decades(const std::vector<FigureSeries>& series) {
+  double least = std::numeric_limits<double>::infinity(), most = 0;
+  for (const FigureSeries& one : series)
+    for (const FigurePoint& point : one.points) {
+      if (!(point.y > 0)) return false;
+      least = std::min(least, point.y), most = std::max(most, point.y);
+    }
+  return most > kWideSpan * least;
+}
+
+/// Powers of two from the least to the most of the points.
+std::vector<double> doublings(const std::vector<FigureSeries>& series) {
+  double least = std::numeric_limits<double>::infinity(), most = 0;
+  for (const FigureSeries& one : series)
+    for (const FigurePoint& point : one.points)
+      least = std::min(least, point.x), most = std::max({most, point.x, point.x_high});
+  std::vector<double> ticks;
+  for (double tick = std::exp2(std::floor(std::log2(least))); tick <= 2 * most; tick *= 2)
+    ticks.push_back(tick);
+  return ticks;
+}
+
+/// A metric's average as a point, with bars of one standard error.
+FigurePoint point_of(double x, const Average& average) {
+  const double error = average.standard_error;
+  return {.x = x, .y = average.mean, .y_low = average.mean - error, .y_high = average.mean + error};
+}
+
+/// The series of `drawn` that have points, each by `points_of(series)`.
+template <class PointsOf>
+std::vector<FigureSeries> series_with(const Figures& figures, const std::vector<std::size_t>& drawn,
+                                      PointsOf&& points_of) {
+  const auto styles = styles_of(figures.series());
+  std::vector<FigureSeries> series;
+  for (const std::size_t s : drawn)
+    if (auto points = points_of(s); !points.empty())
+      series.push_back({figures.series()[s].label, styles[s], std::move(points)});
+  return series;
+}
+
+ordered_json point_json(const FigurePoint& point) {
+  ordered_json json{{"x", point.x}, {"y", point.y}};
+  const auto bar = [&](const char* low_name, double low, const char* high_name, double high) {
+    if (std::isfinite(low) && std::isfinite(high)) json[low_name] = low, json[high_name] = high;
+  };
+  bar("x_low", point.x_low, "x_high", point.x_high);
+  bar("y_low", point.y_low, "y_high", point.y_high);
+  if (!point.note.empty()) json["note"] = point.note;
+  return json;
+}
+
+ordered_json axis_json(const FigureAxis& axis) {
+  return {{"title", axis.title},
+          {"log", axis.logarithmic},
+          {"ticks", axis.ticks},
+          {"names", axis.names}};
+}
+
+/// The name by which a figure's rows know a series; labels may be alike.
+std::string line_name(std::size_t s) { return fmt::format("s{}", s); }
+
+/// One channel of `series` that says how each line looks.
+template <class Value>
+ordered_json look_of(const std::vector<FigureSeries>& series, Value&& value) {
+  ordered_json names = ordered_json::array(), values = ordered_json::array();
+  for (std::size_t s = 0; s < series.size(); ++s) {
+    names.push_back(line_name(s));
+    values.push_back(value(series[s].style));
+  }
+  return {{"field", "line"},
+          {"type", "nominal"},
+          {"scale", {{"domain", names}, {"range", values}}},
+          {"legend", nullptr}};
+}
+
+ordered_json stroke_of(const std::vector<FigureSeries>& series) {
+  return look_of(series, [](const SeriesStyle& style) { return light_of(style.colour); });
+}
+ordered_json dash_of(const std::vector<FigureSeries>& series) {
+  return look_of(series, [](const SeriesStyle& style) {
+    return style.dash.empty() ? std::vector<int>{1, 0} : style.dash;
+  });
+}
+/// Adds to `encoding` what markers are drawn by.
+void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series) {
+  encoding["stroke"] = stroke_of(series);
+  encoding["fill"] = look_of(series, [](const SeriesStyle& style) {
+    return style.filled ? light_of(style.colour) : std::string_view("#ffffff");
+  });
+  encoding["shape"] = look_of(series, [](const SeriesStyle& style) {
+    return style.shape.empty() ? std::string_view("circle") : style.shape;
+  });
+}
+/// Markers of the rows that have one.
+ordered_json marker_layer(ordered_json encoding, const std::vector<FigureSeries>& series) {
+  add_markers(encoding, series);
+  return {{"transform", {{{"filter", "datum.marked"}}}},
+          {"mark", {{"type", "point"}, {"opacity", 1}, {"size", 46}}},
+          {"encoding", encoding}};
+}
+
+ordered_json channel(const char* field, const FigureAxis& axis) {
+  ordered_json scale{{"type", axis.logarithmic ? "log" : "linear"},
+                     {"zero", false},
+                     {"nice", false},
+                     {"padding", 12}};
+  ordered_json drawn{{"grid", std::string_view(field) == "y"}, {"labelOverlap", true}};
+  if (!axis.ticks.empty()) drawn["values"] = axis.ticks;
+  if (!axis.names.empty()) {
+    drawn["values"] = ordered_json::array();
+    for (std::size_t i = 0; i < axis.names.size(); ++i) drawn["values"].push_back(i);
+    drawn["labelExpr"] = json_text(ordered_json(axis.names), -1) + "[datum.value]";
+    drawn["labelLimit"] = 320;
+    scale["reverse"] = std::string_view(field) == "y";
+  }
+  return {{"field", field},
+          {"type", "quantitative"},
+          {"title", axis.title},
+          {"scale", scale},
+          {"axis", drawn}};
+}
+
+/// A legend that shows line, dash and marker together, which Vega-Lite's own do not.
+ordered_json legend_of(const Figure& figure) {
+  constexpr int kRow = 19, kSample = 34;
+  ordered_json rows = ordered_json::array();
+  for (std::size_t s = 0; s < figure.series.size(); ++s)
+    rows.push_back({{"line", line_name(s)},
+                    {"label", figure.series[s].label},
+                    {"row", s},
+                    {"marked", !figure.series[s].style.shape.empty()}});
+  const ordered_json y{{"field", "row"}, {"type", "ordinal"}, {"axis", nullptr}};
+  ordered_json layers = ordered_json::array();
+  if (figure.joined)
+    layers.push_back({{"mark", {{"type", "rule"}, {"strokeWidth", 1.8}}},
+                      {"encoding",
+                       {{"x", {{"value", 0}}},
+                        {"x2", {{"value", kSample}}},
+                        {"y", y},
+                        {"stroke", stroke_of(figure.series)},
+                        {"strokeDash", dash_of(figure.series)}}}});
+  layers.push_back(marker_layer({{"x", {{"value", kSample / 2}}}, {"y", y}}, figure.series));
+  layers.push_back(
+      {{"mark", {{"type", "text"}, {"align", "left"}, {"fontSize", 12}, {"limit", 320}}},
+       {"encoding",
+        {{"x", {{"value", kSample + 6}}},
+         {"y", y},
+         {"text", {{"field", "label"}, {"type", "nominal"}}}}}});
+  return {{"width", 200},
+          {"height", kRow * figure.series.size()},
+          {"data", {{"values", rows}}},
+          {"view", {{"stroke", nullptr}}},
+          {"layer", layers}};
+}
+
+/// A rule from `low` to `high` of one axis, where a point has them.
+ordered_json bars_of(const Figure& figure, const char* along, const char* across) {
+  const std::string name = along, low = name + "_low", high = name + "_high";
+  return {{"transform", {{{"filter", fmt::format("isValid(datum.{})", low)}}}},
+          {"mark", {{"type", "rule"}, {"strokeWidth", 1.3}}},
+          {"encoding",
+           {{along, channel(low.c_str(), name == "x" ? figure.x : figure.y)},
+            {name + "2", {{"field", high}}},
+            {across, channel(across, name == "x" ? figure.y : figure.x)},
+            {"stroke", stroke_of(figure.series)}}}};
+}
+
+ordered_json whole(ordered_json spec, const std::string& title) {
+  ordered_json json{
+      {"$schema", "https://vega.github.io/schema/vega-lite/v5.json"},
+      {"title", {{"text", title}, {"anchor", "start"}, {"fontSize", 13}}},
+      {"config",
+       {{"axis", {{"labelFontSize", 12}, {"titleFontSize", 12}, {"titleFontWeight", "normal"}}},
+        {"view", {{"stroke", nullptr}}}}}};
+  json.update(spec);
+  return json;
+}
+
+}  // namespace
+
+Figure curve_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+                    const MetricInfo& metric) {
+  Figure figure{.name = std::string(metric.name),
+                .title = std::string(metric.label),
+                .x = {.title = "budget, tokens", .logarithmic = true},
+                .y = {.title = std::string(metric.label)}};
+  for (const BudgetColumn& budget : figures.budgets()) figure.x.ticks.push_back(tokens_of(budget));
+  figure.series = series_with(figures, drawn, [&](std::size_t s) {
+    std::vector<FigurePoint> points;
+    for (const BudgetColumn& budget : figures.budgets())
+      if (const auto average = figures.average(s, budget.text, metric.name))
+        points.push_back(point_of(tokens_of(budget), *average));
+    return points;
+  });
+  figure.y.logarithmic = !metric.higher_is_better && spans_decades(figure.series);
+  return figure;
+}
+
+Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+                       const MetricInfo& metric) {
+  Figure figure{.name = "frontier",
+                .title = fmt::format("{} against what was held", metric.label),
+                .x = {.title = "keys and values, KiB", .logarithmic = true},
+                .y = {.title = std::string(metric.label)}};
+  figure.series = series_with(figures, drawn, [&](std::size_t s) {
+    std::vector<FigurePoint> points;
+    for (const BudgetColumn& budget : figures.budgets()) {
+      const auto score = figures.average(s, budget.text, metric.name);
+      auto held = figures.average(s, budget.text, "kv_bytes_mean");
+      const auto peak = figures.average(s, budget.text, "kv_bytes_peak");
+      if (!held) held = figures.average(s, budget.text, "kv_bytes");
+      if (!held) held = peak;
+      if (!score || !held || !(held->mean > 0)) continue;
+      points.push_back(point_of(held->mean / 1024, *score));
+      points.back().note = "budget " + budget.text;
+      if (peak) points.back().x_low = held->mean / 1024, points.back().x_high = peak->mean / 1024;
+    }
+    return points;
+  });
+  figure.x.ticks = doublings(figure.series);
+  figure.y.logarithmic = spans_decades(figure.series);
+  return figure;
+}
+
+ordered_json page_json(const Figure& figure) {
+  ordered_json series = ordered_json::array();
+  for (const FigureSeries& one : figure.series) {
+    series.push_back(style_json(one.style));
+    series.back()["label"] = one.label;
+    for (const FigurePoint& point : one.points)
+      series.back()["points"].push_back(point_json(point));
+  }
+  return {{"name", figure.name},      {"title", figure.title},   {"x", axis_json(figure.x)},
+          {"y", axis_json(figure.y)}, {"joined", figure.joined}, {"series", series}};
+}
+
+ordered_json vega_lite(const Figure& figure) {
+  ordered_json rows = ordered_json::array();
+  for (std::size_t s = 0; s < figure.series.size(); ++s)
+    for (const FigurePoint& point : figure.series[s].points) {
+      rows.push_back(point_json(point));
+      rows.back()["line"] = line_name(s);
+      rows.back()["marked"] = !figure.series[s].style.shape.empty();
+    }
+  const ordered_json x = channel("x", figure.x), y = channel("y", figure.y);
+  ordered_json layers{bars_of(figure, "y", "x"), bars_of(figure, "x", "y")};
+  if (figure.joined)
+    layers.push_back({{"mark", {{"type", "line"}, {"strokeWidth", 1.8}}},
+                      {"encoding",
+                       {{"x", x},
+                        {"y", y},
+                        {"stroke", stroke_of(figure.series)},
+                        {"strokeDash", dash_of(figure.series)}}}});
+  layers.push_back(marker_layer({{"x", x}, {"y", y}}, figure.series));
+  const ordered_json plot{
+      {"width", 480}, {"height", 340}, {"data", {{"values", rows}}}, {"layer", layers}};
+  return whole({{"hconcat", {plot, legend_of(figure)}}}, figure.title);
+}
+
+NamedFigures vega_lites(const std::vector<Figure>& figures) {
+  NamedFigures named;
+  for (const Figure& figure : figures)
+    if (!figure.series.empty()) named.emplace_back(figure.name, vega_lite(figure));
+  return named;
+}
+
+ordered_json vega_lite(const HeadGrid& grid, const std::string& title, std::string_view metric) {
+  ordered_json rows = ordered_json::array();
+  for (std::size_t l = 0; l < grid.layers.size(); ++l)
+    for (std::size_t h = 0; h < grid.heads; ++h)
+      if (const auto& cell = grid.cells[l * grid.heads + h])
+        rows.push_back({{"layer", grid.layers[l]}, {"head", h}, {"value", *cell}});
+  const auto axis = [](const char* field, const char* name) {
+    return ordered_json{{"field", field},
+                        {"type", "ordinal"},
+                        {"title", name},
+                        {"axis", {{"labelAngle", 0}, {"domain", false}, {"ticks", false}}}};
+  };
+  return whole({{"width", {{"step", 34}}},
+                {"height", {{"step", 22}}},
+                {"data", {{"values", rows}}},
+                {"mark", "rect"},
+                {"encoding",
+                 {{"x", axis("head", "KV head")},
+                  {"y", axis("layer", "layer")},
+                  {"color",
+                   {{"field", "value"},
+                    {"type", "quantitative"},
+                    {"title", metric},
+                    {"scale",
+                     {{"domainMin", 0},
+                      {"range", {"#f4f1e6", "#a9d6c5", "#4fa3b8", "#2a6496", "#1d2f63"}}}}}}}}},
+               title);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,79 @@
+// Figures of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
+#pragma once
+
+#include <limits>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sim/report/palette.hpp"
+#include "sim/run/ranking.hpp"
+#include "traces/base/files.hpp"
+
+namespace kvlab {
+
+struct FigureAxis {
+  std::string title;
+  bool logarithmic = false;
+  std::vector<double> ticks = {};       ///< empty: as they come
+  std::vector<std::string> names = {};  ///< of the places 0, 1, …, where they stand for no number
+};
+
+struct FigurePoint {
+  double x, y;
+  /// Of bars; NaN: none.
+  double x_low = std::numeric_limits<double>::quiet_NaN(), x_high = x_low, y_low = x_low,
+         y_high = x_low;
+  std::string note = {};  ///< said of the point beside its numbers
+};
+
+struct FigureSeries {
+  std::string label;
+  SeriesStyle style;
+  std::vector<FigurePoint> points;
+};
+
+struct Figure {
+  std::string name;   ///< of a file, and of the element that a page has for it
+  std::string title;  ///< with what it is of: policy, budget
+  FigureAxis x, y;
+  bool joined = true;  ///< by lines
+  std::vector<FigureSeries> series;
+};
+
+/// A figure for each layer and KV head.
+struct HeadGrid {
+  std::vector<std::int32_t> layers;          ///< rows
+  std::size_t heads = 0;                     ///< columns
+  std::vector<std::optional<double>> cells;  ///< [layer, head]
+};
+
+/// `metric` against the budget, a line for each of `drawn` (indices); no series where none has it.
+Figure curve_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+                    const MetricInfo& metric);
+/// `metric` against the bytes of keys and values, log-log, a line for each policy over its budgets:
+/// a point at the mean over decoded queries, a bar to the peak, where the figures have those; else
+/// at what was held in the end. No series where none has both.
+Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+                       const MetricInfo& metric);
+
+/// Of `figure` what the page's scripts draw (sim/report/page/points.js).
+nlohmann::ordered_json page_json(const Figure& figure);
+
+/// One Vega-Lite specification that needs nothing else.
+nlohmann::ordered_json vega_lite(const Figure& figure);
+nlohmann::ordered_json vega_lite(const HeadGrid& grid, const std::string& title,
+                                 std::string_view metric);
+
+using NamedFigures = std::vector<std::pair<std::string, nlohmann::ordered_json>>;
+/// Those that have series, as Vega-Lite.
+NamedFigures vega_lites(const std::vector<Figure>& figures);
+
+/// Writes each as NAME.vl.json into `folder`, and beside it NAME.svg and NAME.png (twice as fine)
+/// where vl-convert is at hand: as a command, or as Python's module. Returns what is missing, empty
+/// if nothing. Throws std::runtime_error: it refuses a specification.
+std::string write_figures(const NamedFigures& figures, const AtomicFolder& folder);
+
+}  // namespace kvlab

@@ -1,0 +1,74 @@
+// What encoding a text costs beside the text.
+#include <malloc.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <string>
+
+#include "engine/tokenizer/text.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
+#include "tests/catch.hpp"
+
+namespace {
+
+std::atomic<std::size_t> live = 0, peak = 0;  // bytes
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  void* const made = std::malloc(bytes);
+  if (made == nullptr) throw std::bad_alloc();
+  const std::size_t now = live += malloc_usable_size(made);
+  if (now > peak) peak = now;
+  return made;
+}
+void operator delete(void* made) noexcept {
+  live -= made == nullptr ? 0 : malloc_usable_size(made);
+  std::free(made);
+}
+void operator delete(void* made, std::size_t) noexcept { operator delete(made); }
+
+namespace kvlab {
+namespace {
+
+std::string repeated(const std::string& unit, std::size_t bytes) {
+  std::string text;
+  text.reserve(bytes + unit.size());
+  while (text.size() < bytes) text += unit;
+  return text;
+}
+
+/// The most bytes held at once while the text's first `most` ids are made, those ids aside.
+std::size_t cost(const Tokenizer& tokenizer, const std::string& text, std::size_t most) {
+  const std::size_t before = live;
+  peak = before;
+  const std::size_t ids = tokenizer.encode(text, true, most).size();
+  const std::size_t growing = 3 * sizeof(std::int32_t) * ids;  // a full array and one twice as long
+  return peak - before - std::min(peak - before, growing);
+}
+
+TEST_CASE(
+    "A text costs at most four times its length, itself included, and the ids that are used") {
+  constexpr std::size_t kBytes = 2 << 20, kBlocks = 2 << 20;
+  const std::string root = KVLAB_SOURCE_DIR "/";
+  for (const char* file : {"engine/models/tiny/tokenizer.json", "tests/data/tokenizer/llama2.json",
+                           "tests/data/tokenizer/llama3.json", "tests/data/tokenizer/qwen2.json",
+                           "tests/data/tokenizer/gemma.json", "tests/data/tokenizer/olmo.json"}) {
+    const Tokenizer tokenizer = Tokenizer::load(root + file);
+    for (const char* unit : {"The quick brown fox jumps over the lazy dog, doesn't it? ",
+                             "Съешь же ещё этих мягких булок. ", "e\u0301\u0302 x ", "<s>", "1 2 ",
+                             "的一是不了人我在有他。\n", "caf\xe9 au lait, "}) {
+      const std::string text = repeated(unit, kBytes);
+      CAPTURE(file, unit);
+      // What is not UTF-8 is made so first: three bytes for one.
+      const std::size_t most = (tokenizer::valid_bytes(text) < text.size() ? 5 : 3) * kBytes;
+      CHECK(cost(tokenizer, text, 100) <= most + kBlocks);
+      CHECK(cost(tokenizer, text, text.size()) <= most + kBlocks);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,302 @@
+// What scope=layer and smooth= make of ranks, for every line of the registry: against sums, means
+// and maxima of the very numbers that the hooks return.
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <random>
+#include <tuple>
+
+#include "policies/live_set.hpp"
+#include "policies/registry.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/policies/draw.hpp"
+#include "tests/policies/unmodified.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+__extension__ using Wide = unsigned __int128;
+
+constexpr std::uint32_t kHeads = 3, kBudget = 16, kPrompt = 40, kTokens = 90, kSeed = 3;
+
+/// How the KV heads of a layer make room.
+struct Asked {
+  bool by_layer = true;
+  std::uint32_t every = 1, smooth = 0;
+  bool largest = false;
+
+  std::string text(const std::string& policy) const {
+    std::string all = ":sinks=1:recent=2";
+    if (by_layer) all += ":scope=layer";
+    if (every > 1) all += ":every=" + std::to_string(every);
+    if (smooth > 0) all += ":smooth=" + std::to_string(smooth);
+    if (largest) all += ":pool=max";
+    return test::unmodified(policy, all);
+  }
+};
+
+std::vector<Asked> all_asked() {
+  std::vector<Asked> all{{}, {.every = 7}};
+  for (const bool by_layer : {true, false})
+    for (const bool largest : {true, false})
+      for (const std::uint32_t smooth : {2u, 500u})
+        all.push_back({.by_layer = by_layer, .every = 7, .smooth = smooth, .largest = largest});
+  return all;
+}
+
+Observation draw_for(std::uint32_t head, std::uint32_t position, std::uint32_t first,
+                     std::uint32_t count) {
+  const std::uint64_t bits = split_mix(std::uint64_t{position} << 40 | first << 4 | head);
+  Observation seen = draw_observation(position, first, count);
+  seen.mass = bits % 5 ? bits >> (28 + bits % 8) : bits % 3;
+  if (bits % 2) seen.requests = 0;
+  return seen;
+}
+
+std::vector<float> columns_for(std::uint32_t head, std::uint32_t first, std::uint32_t count,
+                               std::size_t columns) {
+  return draw_columns(first + 1000 * head, count, columns);
+}
+
+Step step_of(std::uint32_t head, std::uint32_t now, std::uint32_t live, std::uint32_t queries) {
+  return {.now = now,
+          .budget = kBudget,
+          .live = live,
+          .queries = queries,
+          .seed = kSeed,
+          .layer = 2,
+          .kv_head = head};
+}
+
+/// One layer, token by token, by P's hooks alone.
+template <class P>
+class NaiveLayer {
+ public:
+  using Number =
+      std::conditional_t<std::is_same_v<decltype(P::rank({}, {}, {}, {})), double>, double, Wide>;
+
+  explicit NaiveLayer(const Asked& asked) : asked_(asked) {}
+
+  std::vector<std::uint32_t> live(std::uint32_t head) const {
+    std::vector<std::uint32_t> positions;
+    for (const One& one : heads_[head]) positions.push_back(one.token.position);
+    return positions;
+  }
+
+  void make_room(std::uint32_t now, bool after_prompt) {
+    const auto size = static_cast<std::uint32_t>(heads_[0].size());
+    if (size < kBudget - 1 + asked_.every) return;
+    std::array<std::vector<Number>, kHeads> ranks;
+    for (std::uint32_t h = 0; h < kHeads; ++h)
+      for (const One& one : heads_[h])
+        ranks[h].push_back(P::rank(one.slot, one.token, params_, step_of(h, now, size, 0)));
+    if (asked_.by_layer) {
+      std::vector<Number> sums = ranks[0];
+      for (std::uint32_t h = 1; h < kHeads; ++h)
+        for (std::size_t i = 0; i < size; ++i) sums[i] += ranks[h][i];
+      ranks.fill(sums);
+    }
+    for (std::uint32_t h = 0; h < kHeads; ++h)
+      leave(heads_[h],
+            asked_.smooth > 0 && (asked_.every > 1 || after_prompt) ? smoothed(ranks[h]) : ranks[h],
+            now);
+  }
+
+  void admit(std::uint32_t first, std::uint32_t count) {
+    constexpr std::uint32_t kColumns = P::kInfo.column_count();
+    for (std::uint32_t h = 0; h < kHeads; ++h) {
+      auto& own = heads_[h];
+      const auto columns = columns_for(h, first, count, kColumns);
+      const auto size = static_cast<std::uint32_t>(own.size()) + count;
+      const Step step = step_of(h, first, size, count);
+      for (std::uint32_t i = 0; i < count; ++i) {
+        One& one = own.emplace_back();
+        one.token.position = first + i;
+        for (std::uint32_t c = 0; c < kColumns; ++c)
+          one.token.column[c] = columns[i * kColumns + c];
+        P::admit(one.slot, one.token, params_, step);
+      }
+      if constexpr (P::kInfo.needs != Needs::nothing)
+        for (One& one : own)
+          P::observe(one.slot, draw_for(h, one.token.position, first, count), params_, step);
+    }
+  }
+
+ private:
+  struct One {
+    Token token;
+    typename P::Slot slot;
+  };
+
+  std::vector<Number> smoothed(const std::vector<Number>& ranks) const {
+    std::vector<Number> all;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      Number sum = 0, count = 0, most = ranks[i];
+      for (std::size_t j = 0; j < ranks.size(); ++j) {
+        if ((i > j ? i - j : j - i) > asked_.smooth) continue;
+        sum += ranks[j];
+        count += 1;
+        most = std::max(most, ranks[j]);
+      }
+      all.push_back(asked_.largest ? most : sum / count);
+    }
+    return all;
+  }
+
+  static void leave(std::vector<One>& own, const std::vector<Number>& ranks, std::uint32_t now) {
+    std::vector<std::tuple<int, Number, std::uint32_t>> order;
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const std::uint32_t position = own[i].token.position;
+      order.emplace_back(position < 1 ? 2 : position + 2 > now ? 1 : 0, ranks[i], position);
+    }
+    std::ranges::sort(order);
+    order.resize(own.size() - (kBudget - 1));
+    std::erase_if(own, [&](const One& one) {
+      return std::ranges::any_of(
+          order, [&](const auto& gone) { return std::get<2>(gone) == one.token.position; });
+    });
+  }
+
+  Asked asked_;
+  typename P::Params params_ = standard_params<P>();
+  std::array<std::vector<One>, kHeads> heads_;
+};
+
+/// The same by live sets; calls each(heads) before every admission.
+template <class Each>
+void run_sets(const PolicySpec& spec, Each each) {
+  std::vector<LiveSet> heads;
+  std::vector<AgedSet*> all;
+  for (std::uint32_t h = 0; h < kHeads; ++h)
+    heads.emplace_back(spec, kBudget, AgedSet::Identity{kSeed, 0, 2, h});
+  for (LiveSet& head : heads) all.push_back(&head);
+  share_ranks(all);
+  for (std::uint32_t first = 0; first < kTokens;) {
+    const std::uint32_t count = first == 0 ? kPrompt : 1;
+    for (LiveSet& head : heads) head.make_room(first);
+    each(heads, first, count);
+    for (std::uint32_t h = 0; h < kHeads; ++h) {
+      const auto columns = columns_for(h, first, count, heads[h].columns().size());
+      heads[h].admit(first, count, columns.data());
+      std::vector<Observation> seen;
+      for (const std::uint32_t position : heads[h].positions())
+        seen.push_back(draw_for(h, position, first, count));
+      heads[h].observe(seen);
+      if (first == 0) heads[h].end_prompt();
+    }
+    first += count;
+  }
+}
+
+/// Positions that the first head keeps, admission by admission.
+std::vector<std::vector<std::uint32_t>> kept_by(const PolicySpec& spec) {
+  std::vector<std::vector<std::uint32_t>> kept;
+  run_sets(spec, [&](const std::vector<LiveSet>& heads, std::uint32_t, std::uint32_t) {
+    kept.emplace_back(heads[0].positions().begin(), heads[0].positions().end());
+  });
+  return kept;
+}
+
+template <class P>
+void compare_with_numbers() {
+  if (!P::kInfo.evicts) return;
+  for (const Asked& asked : all_asked()) DYNAMIC_SECTION(asked.text(P::kInfo.name)) {
+      NaiveLayer<P> naive(asked);
+      run_sets(parse_policy(asked.text(P::kInfo.name)),
+               [&](const std::vector<LiveSet>& heads, std::uint32_t first, std::uint32_t count) {
+                 naive.make_room(first, first == kPrompt);
+                 for (std::uint32_t h = 0; h < kHeads; ++h)
+                   REQUIRE(std::ranges::equal(heads[h].positions(), naive.live(h)));
+                 naive.admit(first, count);
+               });
+    }
+}
+
+template <class... P>
+void compare_all(PolicyList<P...>) {
+  (compare_with_numbers<P>(), ...);
+}
+
+}  // namespace
+
+TEST_CASE("every policy's ranks are added, averaged and compared as the numbers that they are") {
+  compare_all(Registry{});
+}
+
+TEST_CASE("one set for a layer's KV heads is not the window's, unless the oldest leave first") {
+  const auto window = kept_by(parse_policy(Asked{}.text("window")));
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    if (!entry.info.evicts) continue;
+    INFO(entry.info.name);
+    CHECK((kept_by(parse_policy(Asked{}.text(entry.info.name))) == window) ==
+          entry.info.oldest_first);
+  }
+}
+
+TEST_CASE("keys order as the numbers that they stand for, and give them back") {
+  constexpr double inf = std::numeric_limits<double>::infinity();
+  constexpr double tiny = std::numeric_limits<double>::denorm_min();
+  std::vector<double> ascending{-inf, -1e308, -2, -1, -tiny, 0, tiny, 1, 1 + 0x1p-52, 1e308, inf};
+  for (std::size_t i = 0; i < ascending.size(); ++i) {
+    INFO(ascending[i]);
+    CHECK(real_rank(rank_key(ascending[i])) == ascending[i]);
+    if (i > 0) CHECK(rank_key(ascending[i - 1]) < rank_key(ascending[i]));
+  }
+  CHECK(rank_key(-0.0) == rank_key(0.0));
+  // What differs between machines is a NaN's sign: it leaves last, whatever its bits.
+  CHECK(rank_key(inf - inf) == rank_key(-(inf - inf)));
+  CHECK(rank_key(inf) < rank_key(inf - inf));
+  CHECK(rank_sum(RankType::real, rank_key(inf), rank_key(-inf)) == rank_key(inf - inf));
+}
+
+TEST_CASE("sums of doubles are those of the numbers; whole ones stop at the largest") {
+  constexpr std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
+  CHECK(rank_sum(RankType::real, rank_key(1.5), rank_key(2.25)) == rank_key(3.75));
+  CHECK(rank_sum(RankType::real, rank_key(-1.5), rank_key(1.5)) == rank_key(0.0));
+  CHECK(rank_sum(RankType::whole, most - 1, 1) == most);
+  CHECK(rank_sum(RankType::whole, most, 5) == most);
+}
+
+TEST_CASE("no policy's whole ranks reach the largest number over 256 KV heads") {
+  // Of all that 64 queries of 32 query heads give.
+  for (const PolicyEntry& entry : policy_catalogue()) {
+    LiveSet live(parse_policy(entry.info.name), kNoBudget, {});
+    live.admit(0, 64, columns_for(0, 0, 64, live.columns().size()).data());
+    live.observe(std::vector<Observation>(
+        64, {.mass = std::uint64_t{1} << 43, .requests = 64, .last_request = 63, .queries = 64}));
+    const Ranks ranks = live.ranks(64);
+    INFO(entry.info.name);
+    if (ranks.type == RankType::whole)
+      CHECK(*std::ranges::max_element(ranks.keys) <=
+            std::numeric_limits<std::uint64_t>::max() / 256);
+  }
+}
+
+TEST_CASE("lazy_eviction: equal importances are equal ranks") {
+  // Intervals i and silences s by (i * i + i + s) / (i * (i + s)), compared as whole numbers.
+  struct State {
+    std::uint64_t interval, silent;
+  };
+  std::vector<State> states;
+  for (std::uint32_t i = 1; i <= 40; ++i)
+    for (std::uint32_t s = 0; s <= 60; ++s) states.push_back({i, s});
+  const auto rank = [](const State& of) {
+    const LazyEviction::Slot slot{.last_request = 100 - static_cast<std::uint32_t>(of.silent),
+                                  .interval = static_cast<std::uint32_t>(of.interval)};
+    return LazyEviction::rank(slot, {}, {}, {.now = 101});
+  };
+  std::size_t equal = 0;
+  for (const State& a : states)
+    for (const State& b : states) {
+      const auto over = [](const State& x) {
+        return x.interval * x.interval + x.interval + x.silent;
+      };
+      const auto under = [](const State& x) { return x.interval * (x.interval + x.silent); };
+      const auto one = over(a) * under(b), two = over(b) * under(a);
+      REQUIRE((rank(a) < rank(b)) == (one < two));
+      equal += one == two && (a.interval != b.interval);
+    }
+  CHECK(equal > 20);
+}

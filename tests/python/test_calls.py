@@ -1,0 +1,200 @@
+"""Calls under kvlab.hf.evicting: what is taken gives the plain model's text, all else is refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("xxhash")
+if int(torch.__version__.split(".")[0]) < 2:
+    pytest.skip("kvlab.hf.evicting needs torch 2", allow_module_level=True)
+from test_hf import ids_of, model_of  # noqa: E402
+
+from kvlab.hf.calls import cache_among, cache_word  # noqa: E402
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def sharp(model: Any) -> Any:
+    """With weights that make attention differ from token to token, and the text with it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model
+
+
+def rope(kind: str, **words: Any) -> dict[str, Any]:
+    settings = {"rope_type": kind, "factor": 4.0} | words
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        return {"rope_parameters": settings | {"rope_theta": 10000.0}}
+    return {"rope_scaling": settings}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 16}),
+        ("llama", rope("linear")),
+        ("llama", rope("llama3", **LLAMA3)),
+        ("llama", rope("yarn", original_max_position_embeddings=16)),
+        ("mistral", {"head_dim": 8}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+)
+def test_with_room_for_all_the_text_is_the_plain_models(family: str, words: dict[str, Any]) -> None:
+    if family == "qwen3" and not hasattr(transformers, "Qwen3Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no qwen3")
+    model, ids = sharp(model_of(family, **words)), ids_of(30)
+    with torch.no_grad():
+        plain = model.generate(ids, **GREEDY)
+        with kvlab.hf.evicting(model, "full") as caches:
+            assert torch.equal(model.generate(ids, **GREEDY), plain)
+    assert caches.tokens == 30 + 23 and caches.evictions == 0
+    assert len(plain[0, 30:].unique()) >= 4, "a text that says something"
+
+
+def test_a_chat_goes_on_with_the_cache_of_the_turn_before() -> None:
+    model = sharp(model_of())
+    texts = []
+    for policy in (None, "full"):
+        block = kvlab.hf.evicting(model, policy) if policy else contextlib.nullcontext()
+        with torch.no_grad(), block as caches:
+            past, text = transformers.DynamicCache(), ids_of(20)
+            for turn in range(3):
+                answer = model.generate(text, **{cache_word(model): past}, **GREEDY)
+                text = torch.cat([answer, ids_of(5 + turn)], 1)
+            texts.append(answer)
+    assert torch.equal(*texts)
+    assert caches.tokens == texts[0].shape[1] - 1
+
+
+def steps(model: Any, *lengths: int, **words: Any) -> None:
+    """Calls of so many tokens, one behind the other."""
+    words = {cache_word(model): transformers.DynamicCache()} | words
+    for length in lengths:
+        model(ids_of(length), **words)
+
+
+def before(model: Any, tokens: int) -> Any:
+    past = transformers.DynamicCache()
+    model(ids_of(tokens), **{cache_word(model): past})
+    return past
+
+
+def with_config(model: Any, **words: Any) -> Any:
+    model.config = copy.deepcopy(model.config)
+    for name, value in words.items():
+        setattr(model.config, name, value)
+    model.model.config = model.config
+    return model
+
+
+CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(ids_of(6), use_cache=False), "comes without a cache, as with use_cache=False"),
+        (lambda m: m.generate(ids_of(6), use_cache=False, **GREEDY), "comes without a cache"),
+        (lambda m: with_config(m, use_cache=False)(ids_of(6)), "comes without a cache"),
+        (lambda m: [m(ids_of(6)), m(ids_of(1))], "begins anew, and 6 tokens are held; .*= of the call before"),
+        (lambda m: [m(ids_of(6)), m(ids_of(7))], "begins anew, and 6 tokens are held"),
+        (lambda m: [m.generate(ids_of(6), **GREEDY), m.generate(ids_of(9), **GREEDY)], "begins anew, and 29 tokens"),
+        (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask is \[1, 1, 6, 6\]; none, or \[1, 6\]"),
+        (lambda m: m(ids_of(6), attention_mask=torch.zeros(1, 1, 6, 6)), r"attention_mask is \[1, 1, 6, 6\]"),
+        (lambda m: m(ids_of(6), attention_mask={"full_attention": CAUSAL}), "attention_mask is a dict"),
+        (lambda m: steps(m, 6, 1, attention_mask=torch.ones(1, 6)), r"attention_mask is \[1, 6\]; none, or \[1, 7\]"),
+        (lambda m: m(ids_of(3), attention_mask=torch.tensor([[0, 1, 1]])), "attention_mask leaves tokens out"),
+        (lambda m: m(ids_of(6), position_ids=torch.arange(6)[None] + 1), "position_ids jumps; 0 to 5, by one"),
+        (lambda m: m(ids_of(6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])), "position_ids jumps; 0 to 5"),
+        (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids is \[1, 6\]; 6 to 6, by one"),
+        (lambda m: m(ids_of(6), cache_position=torch.arange(6) * 2), "cache_position"),
+        (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids jumps"),
+        (lambda m: m(ids_of(6), output_attentions=True), "output_attentions is given"),
+        (lambda m: m(ids_of(6).view(2, 3)), "a batch of 2; one sequence at a time"),
+        (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "a batch of 2"),
+        (lambda m: m.generate(torch.cat([ids_of(6)] * 2), **GREEDY), "a batch of 2"),
+        (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; a plain DynamicCache"),
+        (
+            lambda m: m.generate(ids_of(9).repeat(1, 3), prompt_lookup_num_tokens=3, **GREEDY | {"eos_token_id": 0}),
+            "goes back",
+        ),
+    ],
+)
+def test_other_calls_are_refused(call: Any, message: str) -> None:
+    model = model_of()
+    with torch.no_grad(), pytest.raises(ValueError, match=message) as refused:
+        with kvlab.hf.evicting(model, "h2o", 16):
+            call(model)
+    assert "\n" not in str(refused.value)
+    with torch.no_grad():
+        model.model(ids_of(6).view(2, 3))  # the model is as it was
+
+
+def test_a_cache_from_elsewhere_is_refused() -> None:
+    model = model_of()
+    with torch.no_grad():
+        past = before(model, 6)
+        with kvlab.hf.evicting(model, "h2o", 16), pytest.raises(ValueError, match="holds 6 tokens, and ours 0"):
+            model(ids_of(1), **{cache_word(model): past})
+
+
+def test_attention_that_is_not_known_is_refused_at_entry() -> None:
+    model = sharp(model_of())
+    module = model.model.layers[1].self_attn
+    own = module.forward
+
+    def doubled(*arguments: Any, **words: Any) -> Any:
+        out, *others = own(*arguments, **words)
+        return out * 2, *others
+
+    module.forward = doubled
+    with pytest.raises(ValueError, match=r"count 9, logits differ by [\d.]+ from the plain LlamaFor"):
+        with kvlab.hf.evicting(model, "h2o", 16):
+            pass
+    del module.forward
+    with kvlab.hf.evicting(model, "h2o", 16):
+        pass
+
+
+def test_a_keyword_of_another_name_brings_the_cache_too() -> None:
+    """As transformers renames it: whatever holds keys and values is the cache."""
+    model, ids = sharp(model_of()), ids_of(30)
+    with torch.no_grad():
+        plain = model.generate(ids, **GREEDY)
+        for layer in model.model.layers:
+            layer.self_attn.forward = _renaming(layer.self_attn)
+        with kvlab.hf.evicting(model, "full") as caches:
+            for layer in model.model.layers:
+                layer.self_attn.forward = _renaming(layer.self_attn)
+            assert torch.equal(model.generate(ids, **GREEDY), plain)
+    assert caches.tokens == 53
+
+
+def _renaming(module: Any) -> Any:
+    inner = module.forward
+
+    def forward(hidden_states: Any, **words: Any) -> Any:
+        if not hasattr(inner, "__func__") or inner.__func__ is type(module).forward:
+            return inner(hidden_states, **words)  # transformers' own, by its own word
+        past = cache_among(words.values())
+        others = {name: value for name, value in words.items() if value is not past}
+        return inner(hidden_states, kept_states=past, **others)
+
+    return forward

@@ -1,0 +1,123 @@
+#!/bin/sh
+# terminal_test.sh KVLAB SOURCE: what a command says, and where: streams that are closed, full or gone, names and tokens
+# that a terminal would obey, limits of the system. Nothing aborts, nothing is lost, one line says why.
+set -eu
+kvlab=$1 source=$2
+. "$source/tests/scripts/check.sh"
+enter_scratch
+ln -s "$source/traces/samples/tiny-story" story
+ln -s "$source/engine/models/tiny" tiny
+head -c 2000 "$source/tools/texts/austen-emma.txt" >text
+replay() { "$kvlab" replay --trace story --policy h2o --budget 16 --layers 0 --no-references --out "$1"; }
+evaluate() { "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 1 --out "$1"; }
+replay run >/dev/null
+
+# ends CODE COMMAND...
+ends() {
+  expected=$1 code=0
+  shift
+  "$@" || code=$?
+  [ $code -eq "$expected" ] || fail "exit code $code, not $expected, of: $*"
+}
+
+# Standard error that is closed, full, or read by nobody: no warning and no error costs the work or aborts.
+closed() { "$@" >out.txt 2>&-; }
+full() { "$@" >out.txt 2>/dev/full; }
+unread() { "$@" 2>&1 >out.txt | true; }
+for broken in closed full; do
+  ends 2 $broken "$kvlab" nonsense
+  ends 2 $broken "$kvlab" generate --model nowhere --prompt x
+  ends 0 $broken evaluate scores-$broken
+  [ -s scores-$broken/eval.csv ] || fail "no scores with a standard error that is $broken"
+  ends 0 $broken "$kvlab" generate --model tiny --prompt x --policy h2o --budget 8 --max-new-tokens 20
+done
+ends 0 unread evaluate scores-unread
+[ -s scores-unread/eval.csv ] || fail "no scores with a standard error that nobody reads"
+# No file takes the place of a closed stream.
+ends 0 closed replay run-closed
+diff -r run run-closed || fail "another run under a closed standard error"
+
+# Standard output likewise, which is an error.
+refused "standard output: cannot write: No space left" sh -c "'$kvlab' policies >/dev/full"
+refused "standard output: cannot write: Bad file" sh -c "'$kvlab' policies >&-"
+refused "standard output: cannot write: No space left" sh -c "exec '$kvlab' generate --model tiny --prompt x >/dev/full"
+"$kvlab" policies 2>err.txt | true
+[ ! -s err.txt ] || fail "a reader that has gone is an error: $(cat err.txt)"
+
+# What a terminal would obey, in names and in what a model says; --json has it exactly.
+odd=$(printf 'a\033[31m\302\233b\342\200\256c\233')
+control_free_of() {
+  "$@" >out.txt 2>err.txt || true
+  for file in out.txt err.txt; do control_free $file || fail "a control character in $file of: $*"; done
+  ! grep -q -e "$(printf '\302\233')" -e "$(printf 'c\233')" out.txt err.txt || fail "a C1 character of: $*"
+}
+cp -r run "$odd"
+cp text "text $odd"
+control_free_of "$kvlab" report "$odd" --out "$odd.html"
+control_free_of "$kvlab" deploy "$odd" --budget 16 --out "$odd.json"
+control_free_of "$kvlab" compare "$odd" run
+control_free_of "$kvlab" trace info "$odd"
+control_free_of "$kvlab" eval --model tiny --text "text $odd" text --policy "h2o:$odd" --budget 32 --max-tokens 48
+control_free_of "$kvlab" eval --model tiny --text "text $odd" text --policy h2o --budget 32 --max-tokens 48 --out "$odd/scores"
+control_free_of "$kvlab" calibrate --model tiny --text "text $odd" --max-tokens 128 --out "$odd.calibration"
+mkdir says
+cp tiny/config.json tiny/model.safetensors says/
+# It says these in the place of each e.
+sed '/"decoder": {/,/},/c\
+  "decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Replace", "pattern": {"String": "e"},\
+    "content": "\\u202e\\u001b[2J\\u009b\\u0007"}]},' tiny/tokenizer.json >says/tokenizer.json
+"$kvlab" generate --model says --prompt 'It was' --max-new-tokens 40 --json >out.txt
+grep -qF '\u001b[2J\u009b\u0007' out.txt || fail "--json does not have the model's words: $(cat out.txt)"
+control_free out.txt || fail "a control character in JSON"
+control_free_of "$kvlab" generate --model says --prompt 'It was' --max-new-tokens 40
+grep -qF '?' out.txt || fail "nothing in the place of what cannot be shown: $(cat out.txt)"
+
+# One line, not too long, whatever is named; nothing without a name; a warning gives way to an error.
+long=$(head -c 100000 /dev/zero | tr '\0' x)
+refused "unknown command" "$kvlab" "$long"
+refused "unknown option" "$kvlab" replay "--$long"
+refused "unknown policy" "$kvlab" replay --trace story --policy "$long" --budget 16 --out other
+refused "File name too long" "$kvlab" generate --model tiny --prompt x --policy-file "$long"
+refused "--text: is empty" "$kvlab" eval --model tiny --text ""
+refused "--text: is empty" "$kvlab" eval --model tiny --text text ""
+refused "--trace: is empty" "$kvlab" replay --trace "" --policy h2o --budget 16 --out other
+refused "--out: is empty" "$kvlab" demo --out ""
+refused "--run: is empty" "$kvlab" compare run ""
+refused "nowhere/config.json" "$kvlab" generate --model nowhere --prompt "$(printf 'a\377')"
+
+# The system's limits: of memory, of stacks, of a file's length.
+ended_in_time() { timeout -k 1 60 "$@"; }
+if ! ldd "$kvlab" | grep -q asan; then
+  ! ldd "$kvlab" | grep -qi blas || fail "a library for one bench is in every command"
+  ends 0 ended_in_time sh -c "ulimit -v 100000; exec '$kvlab' policies >out.txt"
+fi
+refused "the stack is limited to 64 KiB" sh -c "ulimit -s 64; exec '$kvlab' generate --model tiny --prompt x"
+for words in "eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 2" \
+  "generate --model tiny --prompt x" "trace verify story" "report run --out page.html"; do
+  ldd "$kvlab" | grep -q asan || ends 0 sh -c "ulimit -s 256; exec '$kvlab' $words >out.txt 2>&1"
+done
+limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file that cannot grow stands for a full disk
+refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny --prompt hello --max-new-tokens 8 --out trace
+[ ! -e trace ] || fail "a trace that cannot be written"
+refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
+refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
+refused "demo is taken away" limited 200 "$kvlab" demo
+[ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "left: $(ls)"
+
+# An output that cannot be is refused before the work.
+mkdir closed
+chmod a-w closed
+fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --prompt-tokens 100 --out fidelity"
+began=$(date +%s%N)
+refused "nowhere/page.html lies in no folder" $fidelity --report nowhere/page.html
+refused "File name too long" $fidelity --report "$(head -c 300 /dev/zero | tr '\0' n).html"
+[ "$(id -u)" -eq 0 ] || refused "closed/page.html: cannot create: Permission denied" $fidelity --report closed/page.html
+[ $((($(date +%s%N) - began) / 1000000)) -lt 5000 ] || fail "the work came first"
+[ ! -e fidelity ] || fail "fidelity left its folder"
+
+# A prompt beyond the model's context.
+for i in 1 2 3 4 5; do cat "$source/tools/texts/austen-emma.txt"; done >book
+for command in "generate" "verify --policy h2o --budget 32"; do
+  refused "--beyond-context" "$kvlab" $command --model tiny --prompt-file book
+done
+echo "terminal: all said as it should be"

@@ -1,0 +1,94 @@
+#include "tools/terminal.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <utility>
+
+#include "traces/base/text.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t kLongestLine = 1000;
+
+/// Who reads from, or writes to, what was closed has an error, not another file.
+void keep_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(stream, F_GETFD) < 0) [[maybe_unused]]
+      const int same = ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+}
+
+/// Of a long line, as of a long path, the reason is at the end.
+std::string line_of(std::string_view text) {
+  if (text.ends_with('\n')) text.remove_suffix(1);
+  std::string line = printable(text);
+  if (line.size() > kLongestLine)
+    line = printable(line.substr(0, kLongestLine / 2) + " ... " +
+                     line.substr(line.size() - kLongestLine / 2));
+  return line + "\n";
+}
+
+std::FILE* through(cookie_write_function_t* write, void* terminal) {
+  std::FILE* const stream = ::fopencookie(terminal, "w", {nullptr, write, nullptr, nullptr});
+  if (!stream) throw std::bad_alloc();
+  std::setvbuf(stream, nullptr, _IONBF, 0);  // each print arrives whole
+  return stream;
+}
+
+}  // namespace
+
+Terminal::Terminal() : out_(stdout), error_(stderr) {
+  keep_closed_streams();
+  stdout = through(take_output, this);
+  stderr = through(take_line, this);
+}
+
+Terminal::~Terminal() {
+  say_lines();
+  std::fclose(std::exchange(stdout, out_));
+  std::fclose(std::exchange(stderr, error_));
+}
+
+void Terminal::drop_lines() {
+  const std::lock_guard lock(mutex_);
+  lines_.clear();
+}
+
+void Terminal::say_lines() {
+  std::fwrite(lines_.data(), 1, lines_.size(), error_);
+  std::fflush(error_);
+  lines_.clear();
+}
+
+ssize_t Terminal::take_output(void* terminal, const char* bytes, std::size_t count) {
+  auto& self = *static_cast<Terminal*>(terminal);
+  try {
+    const std::lock_guard lock(self.mutex_);
+    self.say_lines();
+    const std::string text = printable_lines({bytes, count});
+    if (std::fwrite(text.data(), 1, text.size(), self.out_) == text.size() &&
+        std::fflush(self.out_) == 0)
+      return static_cast<ssize_t>(count);
+  } catch (const std::bad_alloc&) {  // nothing may be thrown through the C library
+    errno = ENOMEM;
+  }
+  return 0;
+}
+
+ssize_t Terminal::take_line(void* terminal, const char* bytes, std::size_t count) {
+  auto& self = *static_cast<Terminal*>(terminal);
+  const std::string_view text(bytes, count);
+  try {
+    const std::lock_guard lock(self.mutex_);
+    const bool is_bar = text.starts_with('\r') || text == "\n";
+    self.lines_ += is_bar ? std::string(text) : line_of(text);
+    if (is_bar) self.say_lines();
+  } catch (const std::bad_alloc&) {  // then it stays unsaid
+  }
+  return static_cast<ssize_t>(count);
+}
+
+}  // namespace kvlab
