@@ -183,13 +183,13 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
           {.policy = spec, .budget = parse_budget("32"), .positions = spec.entry->info.positions});
   request.threads = 2;
   request.answers = {.tasks = {{{.kind = TaskKind::passkey}, 20}}, .draws = 1};
-  double last = 0;
-  request.progress = [&](double done) { last = done; };
+  double done = 0;
+  request.progress = [&](double share) { done = share; };
   const OutputSketch sketch = output_sketch(directory, kSketchSeed, 2);
   const Tuning tuning = tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
   CHECK(tuning.metric == "residual_error");
   CHECK(tuning.race.work <= tuning.race.exhaustive / 4);
-  CHECK(last == 1);
+  CHECK(done == 1);
   CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.verdict.winner()]);
   REQUIRE(tuning.asked.size() == 1);
   CHECK(tuning.asked[0].draws() == 5);

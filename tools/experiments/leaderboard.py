@@ -52,7 +52,7 @@ def by_pass_key(experiment, groups, budgets):
         for row in experiment.kvlab(
             ["task", "passkey"], "--model", experiment.arguments.model, "--words", words, "--depth", depths, "--draws",
             experiment.quick(2, 4), "--policy", ",".join(policies), "--budget", ",".join(map(str, budgets)),
-            table="task.csv", device=device,
+            "--query-aware", "--query-agnostic", table="task.csv", device=device,
         )  # fmt: skip
         if row["words"] == row["depth"] == "all"
     ]

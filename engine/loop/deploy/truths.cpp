@@ -61,7 +61,8 @@ class Questioner {
 
   /// A length at which the full cache finds four of five; 0: none.
   std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
-    for (std::uint32_t words = most; words >= kLeastWords; words /= 2) {
+    for (std::uint32_t words = most; words >= std::min(kLeastWords, most) && words > 0;
+         words /= 2) {
       if (!fits(task, words)) continue;
       std::vector<bool> full;
       for (const auto& row : answers(task, words, {}, 0, 1, 0)) full.push_back(row[0]);
