@@ -31,11 +31,11 @@ kvlab help help >help.out
 has "New here?" help.out
 kvlab trace --help >trace.out
 ! grep -q -e --device -e --action trace.out || fail "trace --help lists what it does not take"
-kvlab replay --trace five/trace --policy "window, h2o" --budget "64, 128" --out spaces >/dev/null
+kvlab replay --trace five/trace --policy "window, h2o" --budget "64, 128" --show recall --out spaces >spaces.out
 kvlab replay --trace five/trace --policy full --budget 64 --out full >full.out
 ! grep -q recall full.out || fail "replay --policy full prints empty tables"
 has "loses nothing" full.out
-has "says nothing of errors" first.out
+has "says nothing of errors" spaces.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
 refused "make nowhere first" kvlab replay --trace five/trace --policy window --budget 64 --out nowhere/x
