@@ -92,12 +92,12 @@ def tensors():
     return {name: np.abs(values) if "norm" in name else values for name, values in found.items()}
 
 
-def write_gguf(path, fields, tensors, architecture="llama"):
+def write_gguf(path, fields, tensors, architecture="llama", raw={}):
     writer = gguf.GGUFWriter(path, architecture)
     for key, (value, kind) in fields.items():
         writer.add_key_value(key, value, kind)
     for name, values in tensors.items():
-        writer.add_tensor(name, values)
+        writer.add_tensor(name, values, raw_dtype=raw.get(name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -314,6 +314,16 @@ class GgufTest(unittest.TestCase):
             changed = {key: values for key, values in (tensors() | change).items() if values is not None}
             write_gguf(self.source, fields(), changed)
             self.check_refused(words)
+
+    def test_a_scale_that_is_not_finite_is_one_line(self):
+        weights = tensors()
+        name = "blk.0.attn_q.weight"
+        kind = gguf.GGMLQuantizationType.Q8_0
+        packed = gguf.quants.quantize(weights[name], kind)
+        packed.reshape(-1)[:2] = [0x00, 0x7C]  # float16's infinity, of the first block
+        packed.reshape(-1)[2] = 0
+        write_gguf(self.source, fields(), weights | {name: packed}, raw={name: kind})
+        self.check_refused(f"tensor {name} holds a value that is not finite")
 
     def test_a_folder_that_is_there_is_left_alone(self):
         write_gguf(self.source, fields(), tensors())

@@ -283,8 +283,7 @@ def write_safetensors(weights, path):
 
 def convert(source, folder):
     try:
-        with np.errstate(all="ignore"):
-            reader = Reader(source)
+        reader = Reader(source)
         for tensor in reader.tensors:  # an offset may wrap around
             if tensor.data_offset < reader.data_offset:
                 raise ValueError(f"tensor {tensor.name} begins before the data")
@@ -318,7 +317,8 @@ def main():
             raise Refused(f"{out} exists; remove it, or name another folder")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         work = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
-        name, licence = convert(source, work)
+        with np.errstate(all="ignore"):  # what comes of a broken number is looked at, and said in one line
+            name, licence = convert(source, work)
         os.chmod(work, 0o755)
         os.rename(work, out)
     except (Refused, OSError, ValueError, IndexError, KeyError) as error:
