@@ -68,22 +68,22 @@ class RacePage {
     // The answer and its figure fill one screen; the rounds follow.
     return html_page("kvlab: " + title,
                      html_header("kvlab tune", escape(title), "", answer(), "blue", "") + drawn +
-                         rounds_table() + open_loop(),
+                         answers_table() + scores_table() + rounds_table() + open_loop(),
                      data);
   }
 
  private:
-  /// The policy that the file deploys, as the last round has it.
+  /// The policy that the file deploys, as its last round has it.
   const Place& winner(const std::filesystem::path& file) const {
     std::string text = file_.text("policy");
     try {
       text = read_policy_file(file).cache.policy.text();
     } catch (const std::exception&) {  // of a header that is not compiled here: by its name alone
     }
-    const auto& last = rounds_.back();
-    const auto found = std::ranges::find_if(
-        last, [&](const Place& place) { return (place.policy + ":").starts_with(text + ":"); });
-    return found == last.end() ? last.front() : *found;
+    for (std::size_t round = rounds_.size(); round-- > 0;)  // who answers best may have left early
+      for (const Place& place : rounds_[round])
+        if ((place.policy + ":").starts_with(text + ":")) return place;
+    return rounds_.back().front();
   }
 
   std::string on_what() const {
@@ -105,6 +105,8 @@ class RacePage {
         "over {}.",
         file_.whole("budget"), escape(brief_policy(winner_.policy)), figure_text(winner_.kl),
         on_what());
+    if (run_.has("truths")) text += " " + truths();
+    if (in_round(rounds_.size() - 1, winner_.policy) == nullptr) return text;
     std::vector<std::string> tied;
     for (const Place& place : last)
       if (place.policy != winner_.policy && !place.told_apart)
@@ -121,6 +123,71 @@ class RacePage {
       text += fmt::format(" The last of that round, {}, has {} times its KL.",
                           escape(brief_policy(loser->policy)), figure_text(loser->kl / winner_.kl));
     return text;
+  }
+
+  /// Who is named for what, and why one is deployed.
+  std::string truths() const {
+    const JsonFields truths = run_.object("truths");
+    const auto name = [&](const char* key) {
+      return truths.any(key).is_string() ? escape(brief_policy(truths.text(key))) : "nobody";
+    };
+    return fmt::format("For distribution: {}; for answers: {}. Why: {}.", name("distribution"),
+                       name("answers"), escape(truths.text("why")));
+  }
+
+  /// What the finalists answered, and those that are named beside the full cache.
+  std::string answers_table() const {
+    if (!run_.has("truths")) return "";
+    const JsonFields truths = run_.object("truths");
+    std::vector<Column> columns{{"policy", false}, {"KL of least"}};
+    for (const json& task : truths.list("asked")) {
+      const JsonFields asked(task, truths.where() + ": asked");
+      columns.push_back({fmt::format("{}, {} words, {} draws", escape(asked.text("task")),
+                                     asked.whole("words"), asked.whole("draws"))});
+      columns.insert(columns.end(), {{"95% from"}, {"to"}});
+    }
+    std::vector<std::vector<Cell>> rows;
+    for (const json& policy : truths.list("policies")) {
+      const JsonFields one(policy, truths.where() + ": policies");
+      if (!one.has("answers")) continue;
+      rows.push_back(
+          {escape(brief_policy(one.text("policy"))), figure_cell(one.number("kl_of_least"))});
+      for (const json& entry : one.list("answers")) {
+        const JsonFields answer(entry, one.where() + ": answers");
+        for (const char* key : {"right", "low", "high"})
+          rows.back().push_back(figure_cell(answer.number(key)));
+      }
+    }
+    return rows.empty() ? ""
+                        : html_section("What they answer",
+                                       "Share of right answers; the question comes after the "
+                                       "eviction. KL is over that of the least.",
+                                       table(columns, rows));
+  }
+
+  std::string scores_table() const {
+    if (!run_.has("scores")) return "";
+    std::vector<std::vector<Cell>> rows;
+    for (const json& entry : run_.list("scores")) {
+      const JsonFields score(entry, run_.where() + ": scores");
+      rows.push_back({escape(brief_policy(score.text("policy")))});
+      for (const char* key : {"perplexity", "kl", "kl_deviation", "same_first", "tokens"})
+        rows.back().push_back(figure_cell(score.any(key).is_null() ? NAN : score.number(key)));
+    }
+    std::string note;
+    if (run_.has("step") && run_.any("step").is_object()) {
+      const JsonFields step = run_.object("step").object("milliseconds");
+      note = fmt::format("A decoded token takes {} ms, under the full cache {} ms.",
+                         figure_text(step.number("deployed")), figure_text(step.number("full")));
+    }
+    return html_section("Beside the full cache", note,
+                        table({{"policy", false},
+                               {"perplexity"},
+                               {"KL, nats"},
+                               {"deviation of texts"},
+                               {"top-1"},
+                               {"scored tokens"}},
+                              rows));
   }
 
   Figure behind_figure() const {

@@ -107,15 +107,22 @@ std::vector<double> cost_of(const std::vector<OpenLoopFigures>& figures, const s
   return cost;
 }
 
-/// The grid by its figure; the first of each policy before all others, so that none is left out
-/// for the work's sake.
+bool is_as_registered(const PolicySpec& policy) {
+  const PolicyInfo& info = policy.entry->info;
+  return policy.sinks == info.sinks && policy.recent == info.recent &&
+         std::ranges::equal(policy.params, policy.entry->params, {}, {}, &ParamInfo::standard);
+}
+
+/// The grid by its figure; before all others the first of each policy and each as it is registered,
+/// so that no policy is left out for the work's sake.
 std::vector<std::size_t> order_of(const TuneRequest& request, const std::vector<double>& figure) {
   std::vector<std::size_t> order(request.grid.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::ranges::stable_sort(order, {}, [&](std::size_t c) { return figure[c]; });
   std::set<std::string> seen;
   std::stable_partition(order.begin(), order.end(), [&](std::size_t c) {
-    return seen.insert(request.grid[c].policy.name).second;
+    const PolicySpec& policy = request.grid[c].policy;
+    return seen.insert(policy.name).second || is_as_registered(policy);
   });
   return order;
 }
@@ -182,8 +189,8 @@ double kl_of_least(const Tuning& tuning, std::size_t config, std::size_t winner)
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The winner in KL; those that are near; and of every policy the one of least KL, which says what
-/// answers would cost.
+/// The winner in KL, those that raced behind it by their KL, as many as there is room for, and of
+/// every policy the one of least KL: who is far says what answers would cost.
 std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
                                       std::size_t winner) {
   std::vector<std::size_t> raced;
@@ -196,7 +203,7 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   std::size_t room = kMostFinalists;
   for (const std::size_t c : raced) {
     const bool first = seen.insert(request.grid[c].policy.name).second;
-    if (!first && (room == 0 || cost(c) > kNearKl)) continue;
+    if (!first && room == 0) continue;
     room -= !first;
     finalists.push_back(c);
   }
