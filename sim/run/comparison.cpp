@@ -194,6 +194,10 @@ Interval share_interval(std::uint64_t hits, std::uint64_t count) {
   return {low, high};
 }
 
+double half_width(std::size_t texts) {
+  return texts < 2 ? kNaN : student(texts) / std::sqrt(static_cast<double>(texts));
+}
+
 Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint64_t count) {
   Difference found{.texts = 1};
   if (count == 0) return found.mean = kNaN, found;

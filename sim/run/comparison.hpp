@@ -80,6 +80,10 @@ Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint6
 /// All shares from which `hits` of `count` is not too far (Clopper and Pearson, 95%).
 Interval share_interval(std::uint64_t hits, std::uint64_t count);
 
+/// Half of a 95% interval of the mean of so many texts, by the scatter of one; NaN of fewer than
+/// two.
+double half_width(std::size_t texts);
+
 inline constexpr double kSameMemory = 1.02;
 /// Mean and peak are at most those of `other`, but for 2%.
 bool holds_no_more(const Memory& own, const Memory& other);

@@ -69,6 +69,13 @@ void check_metric(const po::variables_map& options) {
         fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
 }
 
+/// How far one is behind the leader, and the interval where there is one.
+std::string behind_text(const Difference& behind) {
+  const std::string mean = fmt::format("+{:.4f}", behind.mean);
+  if (std::isnan(behind.interval.low)) return mean + ", no error known";
+  return fmt::format("{} ({:.4f} to {:.4f})", mean, behind.interval.low, behind.interval.high);
+}
+
 void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t index) {
   const RaceRound& round = tuning.race.rounds[index];
   std::vector<std::string> texts;
@@ -81,10 +88,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     const std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
     fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.brief(), entry.kl,
                bytes_text(tuning.memory[config].peak),
-               i == 0 ? std::string("leads")
-                      : fmt::format("+{:.4f} ({:.4f} to {:.4f})", entry.behind.mean,
-                                    entry.behind.interval.low, entry.behind.interval.high),
-               note);
+               i == 0 ? std::string("leads") : behind_text(entry.behind), note);
   }
   if (round.entries.size() > kMostShown)
     fmt::print("  and {} more\n", round.entries.size() - kMostShown);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 
 #include "engine/loop/pages/pages.hpp"
@@ -44,9 +45,12 @@ class RacePage {
       for (const json& entry : fields.list("standings")) {
         const JsonFields one(entry, fields.where() + ": standings");
         const JsonFields behind = one.object("behind");
+        const auto bound = [&](const char* key) {  // of too few blocks there is none
+          return behind.has(key) ? behind.number(key) : std::numeric_limits<double>::quiet_NaN();
+        };
         rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
-                                  behind.number("mean"), behind.number("low"),
-                                  behind.number("high"), behind.flag("told_apart", false)});
+                                  behind.number("mean"), bound("low"), bound("high"),
+                                  behind.flag("told_apart", false)});
       }
       if (rounds_.back().empty())
         throw std::runtime_error(fields.where() + ": standings: empty; it should hold policies");

@@ -58,17 +58,21 @@ class Runner {
   }
 
   /// Whether the leader would stay within the interval of every difference, were all text to show
-  /// the differences of the text so far: intervals shrink as the root of the length grows.
+  /// twice the differences of the text so far. The interval of texts shrinks with their number;
+  /// that of one text's blocks is taken to shrink as the root of the length grows.
   bool stays_alike(std::size_t round) const {
+    constexpr double kUnseen = 2;
     double done = 0, all = 0;
+    std::size_t texts = 0;
     for (std::size_t r = 0; r < rounds_.size(); ++r) {
-      if (r <= round) done += length_of(r);
+      if (r <= round) done += length_of(r), texts += rounds_[r].size();
       all += length_of(r);
     }
-    const double shrinks = std::sqrt(done / all);
+    const double shrinks =
+        texts < 2 ? std::sqrt(done / all) : half_width(field_.lengths.size()) / half_width(texts);
     return std::ranges::none_of(race_.rounds.back().entries, [&](const RaceEntry& entry) {
       const double mean = entry.behind.mean, low = entry.behind.interval.low;
-      return entry.fate == RaceFate::stays && !(mean <= shrinks * (mean - low));
+      return entry.fate == RaceFate::stays && !(kUnseen * mean <= shrinks * (mean - low));
     });
   }
 

@@ -243,8 +243,8 @@ std::string ranking(const PythonRun& self, const std::string& budget, const std:
 
 std::vector<std::string> budgets_of(const PythonRun& self) {
   std::vector<std::string> budgets;
-  for (const BudgetColumn& budget : Figures(self.run.rows).budgets())
-    budgets.push_back(budget.text);
+  const Figures figures(self.run.rows);
+  for (const BudgetColumn& budget : figures.budgets()) budgets.push_back(budget.text);
   return budgets;
 }
 
