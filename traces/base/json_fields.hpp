@@ -34,6 +34,10 @@ class JsonFields {
   /// A finite number.
   double number(std::string_view key, double low = std::numeric_limits<double>::lowest(),
                 double high = std::numeric_limits<double>::max()) const;
+  /// The same, or NaN where there is none, or null.
+  double number_or_nan(std::string_view key) const {
+    return has(key) ? number(key) : std::numeric_limits<double>::quiet_NaN();
+  }
   std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high) const;
   /// An integer from 1 to `high`.
   std::uint32_t size(std::string_view key, std::uint32_t high) const;

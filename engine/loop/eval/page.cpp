@@ -31,10 +31,6 @@ constexpr const char* kMeanings =
     "<dt>perplexity</dt><dd>exp of the mean −ln p of the text’s own next token</dd>\n"
     "<dt>top-1</dt><dd>tokens whose likeliest successor is the full cache’s</dd>\n";
 
-double number(const JsonFields& fields, std::string_view key) {
-  return fields.has(key) ? fields.number(key) : std::numeric_limits<double>::quiet_NaN();
-}
-
 class EvalPage {
  public:
   /// `budgets`: in their order.
@@ -93,15 +89,15 @@ class EvalPage {
         const JsonFields behind = contender.object("behind");
         const bool first = rows.empty();
         rows.push_back({escape(brief_policy(contender.text("policy"))),
-                        first ? Cell("first") : figure_cell(number(behind, "mean")),
-                        first ? Cell("") : figure_cell(number(behind, "low")),
-                        first ? Cell("") : figure_cell(number(behind, "high")),
+                        first ? Cell("first") : figure_cell(behind.number_or_nan("mean")),
+                        first ? Cell("") : figure_cell(behind.number_or_nan("low")),
+                        first ? Cell("") : figure_cell(behind.number_or_nan("high")),
                         first                                 ? ""
                         : contender.flag("holds_more", false) ? "holds more than the budget"
                         : behind.flag("told_apart", false)    ? "behind"
                                                               : "cannot be told apart",
-                        bytes_cell(number(contender, "kv_bytes_mean")),
-                        bytes_cell(number(contender, "kv_bytes_peak"))});
+                        bytes_cell(contender.number_or_nan("kv_bytes_mean")),
+                        bytes_cell(contender.number_or_nan("kv_bytes_peak"))});
       }
       html += table({{"policy", false},
                      {"behind the first, nats"},
@@ -122,13 +118,13 @@ class EvalPage {
     std::vector<std::vector<Cell>> rows;
     for (const json& entry : fields_.list("configurations")) {
       const JsonFields one(entry, fields_.where() + ": configurations");
-      const auto cell = [&](std::string_view key) { return figure_cell(number(one, key)); };
+      const auto cell = [&](std::string_view key) { return figure_cell(one.number_or_nan(key)); };
       rows.push_back(
           {escape(brief_policy(one.text("policy") + (one.text("params").empty() ? "" : ":") +
                                one.text("params"))),
            escape(one.text("budget")), escape(one.text("positions")), cell("perplexity"),
            cell("kl"), cell("kl_p50"), cell("kl_p90"), cell("kl_p99"), cell("kl_deviation"),
-           cell("top1_agreement"), bytes_cell(number(one, "kv_bytes_mean")),
+           cell("top1_agreement"), bytes_cell(one.number_or_nan("kv_bytes_mean")),
            bytes_cell(one.number("kv_bytes_peak"))});
     }
     return html_section("All figures", "",

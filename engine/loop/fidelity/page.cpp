@@ -39,12 +39,8 @@ constexpr const char* kCeiling =
     "another: "
     "what a figure from one text cannot be expected to exceed.";
 
-double number(const JsonFields& fields, const std::string& key) {
-  return fields.has(key) ? fields.number(key) : std::numeric_limits<double>::quiet_NaN();
-}
-
 Cell rho_cell(const JsonFields& fields, const std::string& budget) {
-  const double rho = number(fields, budget);
+  const double rho = fields.number_or_nan(budget);
   return std::isnan(rho) ? Cell("–") : Cell(fmt::format("{:.2f}", rho), rho);
 }
 
@@ -143,7 +139,7 @@ class FidelityPage {
     for (const auto& [name, value] : metrics.json().items()) {
       double sum = 0;
       for (const std::string& budget : budgets_) {
-        const double rho = number(metrics.object(name).object("within"), budget);
+        const double rho = metrics.object(name).object("within").number_or_nan(budget);
         sum += std::isnan(rho) ? 0 : rho;
       }
       found.emplace_back(-sum, name);

@@ -45,12 +45,9 @@ class RacePage {
       for (const json& entry : fields.list("standings")) {
         const JsonFields one(entry, fields.where() + ": standings");
         const JsonFields behind = one.object("behind");
-        const auto bound = [&](const char* key) {  // of too few blocks there is none
-          return behind.has(key) ? behind.number(key) : std::numeric_limits<double>::quiet_NaN();
-        };
         rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
-                                  behind.number("mean"), bound("low"), bound("high"),
-                                  behind.flag("told_apart", false)});
+                                  behind.number("mean"), behind.number_or_nan("low"),
+                                  behind.number_or_nan("high"), behind.flag("told_apart", false)});
       }
       if (rounds_.back().empty())
         throw std::runtime_error(fields.where() + ": standings: empty; it should hold policies");
@@ -133,7 +130,7 @@ class RacePage {
   std::string truths() const {
     const JsonFields truths = run_.object("truths");
     const auto name = [&](const char* key) {
-      return truths.any(key).is_string() ? escape(brief_policy(truths.text(key))) : "nobody";
+      return truths.has(key) ? escape(brief_policy(truths.text(key))) : "nobody";
     };
     return fmt::format("For distribution: {}; for answers: {}. Why: {}.", name("distribution"),
                        name("answers"), escape(truths.text("why")));
@@ -154,12 +151,12 @@ class RacePage {
     for (const json& policy : truths.list("policies")) {
       const JsonFields one(policy, truths.where() + ": policies");
       if (!one.has("answers")) continue;
-      rows.push_back(
-          {escape(brief_policy(one.text("policy"))), figure_cell(one.number("kl_of_least"))});
+      rows.push_back({escape(brief_policy(one.text("policy"))),
+                      figure_cell(one.number_or_nan("kl_of_least"))});
       for (const json& entry : one.list("answers")) {
         const JsonFields answer(entry, one.where() + ": answers");
         for (const char* key : {"right", "low", "high"})
-          rows.back().push_back(figure_cell(answer.number(key)));
+          rows.back().push_back(figure_cell(answer.number_or_nan(key)));
       }
     }
     return rows.empty() ? ""
@@ -176,10 +173,10 @@ class RacePage {
       const JsonFields score(entry, run_.where() + ": scores");
       rows.push_back({escape(brief_policy(score.text("policy")))});
       for (const char* key : {"perplexity", "kl", "kl_deviation", "same_first", "tokens"})
-        rows.back().push_back(figure_cell(score.any(key).is_null() ? NAN : score.number(key)));
+        rows.back().push_back(figure_cell(score.number_or_nan(key)));
     }
     std::string note;
-    if (run_.has("step") && run_.any("step").is_object()) {
+    if (run_.has("step")) {
       const JsonFields step = run_.object("step").object("milliseconds");
       note = fmt::format("A decoded token takes {} ms, under the full cache {} ms.",
                          figure_text(step.number("deployed")), figure_text(step.number("full")));
@@ -258,8 +255,8 @@ class RacePage {
     std::vector<std::vector<Cell>> rows;
     for (const json& entry : open.list("ranking")) {
       const JsonFields one(entry, open.where() + ": ranking");
-      rows.push_back({escape(brief_policy(one.text("policy"))),
-                      one.has(metric) ? figure_cell(one.number(metric)) : Cell("–")});
+      rows.push_back(
+          {escape(brief_policy(one.text("policy"))), figure_cell(one.number_or_nan(metric))});
     }
     return html_section(
         "The open loop’s order", "",
