@@ -32,6 +32,11 @@ struct Place {
   bool told_apart;
 };
 
+/// NaN where there is none.
+double number_if_any(const JsonFields& fields, const char* key) {
+  return fields.has(key) ? fields.number(key) : NAN;
+}
+
 class RacePage {
  public:
   RacePage(const json& top, const std::string& file) : file_(top, file), run_(file_.object("run")) {
@@ -45,8 +50,8 @@ class RacePage {
         const JsonFields one(entry, fields.where() + ": standings");
         const JsonFields behind = one.object("behind");
         rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
-                                  behind.number("mean"), behind.number("low"),
-                                  behind.number("high"), behind.flag("told_apart", false)});
+                                  number_if_any(behind, "mean"), number_if_any(behind, "low"),
+                                  number_if_any(behind, "high"), behind.flag("told_apart", false)});
       }
       if (rounds_.back().empty())
         throw std::runtime_error(fields.where() + ": standings: empty; it should hold policies");
@@ -106,6 +111,10 @@ class RacePage {
         file_.whole("budget"), escape(brief_policy(winner_.policy)), figure_text(winner_.kl),
         on_what());
     if (run_.has("truths")) text += " " + truths();
+    if (run_.has("verdict") && run_.object("verdict").has("warnings"))
+      for (const json& warning : run_.object("verdict").list("warnings"))
+        text += fmt::format(" Beware: {}.",
+                            escape(warning.is_string() ? warning.get<std::string>() : "?"));
     if (in_round(rounds_.size() - 1, winner_.policy) == nullptr) return text;
     std::vector<std::string> tied;
     for (const Place& place : last)
@@ -129,7 +138,7 @@ class RacePage {
   std::string truths() const {
     const JsonFields truths = run_.object("truths");
     const auto name = [&](const char* key) {
-      return truths.any(key).is_string() ? escape(brief_policy(truths.text(key))) : "nobody";
+      return truths.has(key) ? escape(brief_policy(truths.text(key))) : "nobody";
     };
     return fmt::format("For distribution: {}; for answers: {}. Why: {}.", name("distribution"),
                        name("answers"), escape(truths.text("why")));
@@ -172,10 +181,10 @@ class RacePage {
       const JsonFields score(entry, run_.where() + ": scores");
       rows.push_back({escape(brief_policy(score.text("policy")))});
       for (const char* key : {"perplexity", "kl", "kl_deviation", "same_first", "tokens"})
-        rows.back().push_back(figure_cell(score.any(key).is_null() ? NAN : score.number(key)));
+        rows.back().push_back(figure_cell(number_if_any(score, key)));
     }
     std::string note;
-    if (run_.has("step") && run_.any("step").is_object()) {
+    if (run_.has("step")) {
       const JsonFields step = run_.object("step").object("milliseconds");
       note = fmt::format("A decoded token takes {} ms, under the full cache {} ms.",
                          figure_text(step.number("deployed")), figure_text(step.number("full")));
