@@ -1,5 +1,6 @@
 // The commands, one after another, as a person would type them: capture, replay, report, deploy,
 // generate, and the demo that strings them together.
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -150,9 +151,18 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   REQUIRE(confirmed.size() == 2);
   CHECK(confirmed[0]["kl"] <= confirmed[1]["kl"]);
   CHECK(confirmed[0]["ties_with_first"] == true);
-  CHECK(std::ranges::any_of(confirmed, [&](const auto& entry) {
-    return entry["ties_with_first"] == true && entry["policy"] == closed.cache.policy.name;
-  }));
+  const auto deployed = std::ranges::find_if(
+      confirmed, [&](const auto& entry) { return entry["policy"] == closed.cache.policy.name; });
+  REQUIRE(deployed != confirmed.end());
+  CHECK((*deployed)["ties_with_first"] == true);
+  // Both truths, or that there is but one.
+  CHECK(open.run["truths"]["why"] == "answers were not asked (--confirm asks)");
+  CHECK(closed.run["truths"]["deployed"] == closed.cache.policy.text());
+  CHECK(closed.run["truths"]["asked"].size() == 2);
+  REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--model", kModel,
+                                         "--text", (folder / "text.txt").string(), "--max-tokens",
+                                         "200", "--task", "none", "--out", policy}) == 0);
+  CHECK(read_policy_file(policy).run["truths"]["why"] == "answers were not asked");
 
   CHECK(run_command(generate_command(), {"--model", kModel, "--prompt", "It was",
                                          "--max-new-tokens", "30", "--policy-file", policy}) == 0);

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "engine/cpu_backend.hpp"
+#include "engine/loop/pages/pages.hpp"
 #include "engine/loop/tune/grid.hpp"
 #include "engine/output_sketch.hpp"
 #include "tests/catch.hpp"
@@ -207,6 +208,10 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.cache.budget.extent.tokens == 32);
   CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.race.rounds.size());
   CHECK(read.run["truths"]["deployed"] == read.cache.policy.text());
+  const std::string page = race_page(folder / "policy.json");
+  for (const char* said : {"For distribution: ", "scored tokens tell little apart",
+                           "What they answer", "Beside the full cache"})
+    CHECK(page.find(said) != std::string::npos);
   CHECK(read.run["truths"]["policies"].size() == tuning.finalists.size());
   CHECK(read.run["scores"][0]["policy"] == "full");
   CHECK(read.run["scores"][0]["kl"] == 0);

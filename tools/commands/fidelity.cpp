@@ -75,7 +75,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const LoopMo
     phases.push_back({kLoop, tokens * static_cast<double>(configs.size() + 1)});
   }
   const double rate = closed_loop_rate(model.sweep, texts.front(), threads);
-  WorkPlan plan(progress_bar("fidelity"), std::move(phases), {0, 0, rate});
+  WorkPlan plan(progress_bar("fidelity"), std::move(phases), {rate, 0, rate});
   std::vector<FidelityText> measured;
   for (std::size_t t = 0; t < texts.size(); ++t) {
     OpenLoopFigures figures = run_open_loop(*model.backend, texts[t], configs,

@@ -96,18 +96,14 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
 
 /// Perplexity and top-1 beside the full cache's, and how far texts differ.
 void print_scores(const nlohmann::json& scores) {
-  fmt::print("\n{:<44} {:>10} {:>9} {:>7} {:>8}  {}\n", "", "perplexity", "KL", "top-1", "tokens",
-             "KL by text");
+  fmt::print("\n{:<44} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
+             "tokens");
   for (const auto& score : scores) {
-    double least = INFINITY, most = 0;
-    for (const auto& text : score.at("texts")) {
-      least = std::min(least, text.at("kl").get<double>());
-      most = std::max(most, text.at("kl").get<double>());
-    }
-    fmt::print("{:<44} {:>10.3f} {:>9.4f} {:>6.1f}% {:>8}  {:.4f} to {:.4f}\n",
+    const auto& deviation = score.at("kl_deviation");
+    fmt::print("{:<44} {:>10.3f} {:>9.4f} ± {:<6.4f} {:>6.1f}% {:>8}\n",
                score.at("policy").get<std::string>(), score.at("perplexity").get<double>(),
-               score.at("kl").get<double>(), 100 * score.at("same_first").get<double>(),
-               score.at("tokens").get<std::uint64_t>(), least, most);
+               score.at("kl").get<double>(), deviation.is_null() ? NAN : deviation.get<double>(),
+               100 * score.at("same_first").get<double>(), score.at("tokens").get<std::uint64_t>());
   }
 }
 

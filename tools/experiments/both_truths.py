@@ -34,10 +34,10 @@ def at_budget(experiment, budget):
         "--words", experiment.quick("30", "250"), "--draws", experiment.quick(2, 20), "--seed", SEED, table="task.csv",
     )  # fmt: skip
     shares = values([row | {"stderr": ""} for row in task if row["words"] == row["depth"] == "all"], "exact_match")
-    names = {f"{policy}:{params}".rstrip(":"): (policy, params, str(budget)) for policy, params, _ in kl}
+    names = {f"{key[0]}:{key[1]}".rstrip(":"): key for key in kl if key in shares and key[0] != "full"}
     truths = run["truths"]
     deployed = names[truths["deployed"]]
-    near = [key for key in names.values() if key in kl and kl[key][0] <= NEAR * kl[deployed][0]]
+    near = [key for key in names.values() if kl[key][0] <= NEAR * kl[deployed][0]]
     best = max(near, key=lambda key: shares[key][0])
     anywhere = max(names.values(), key=lambda key: shares[key][0])
     met = shares[deployed][0] >= shares[best][0] - POINTS

@@ -6,7 +6,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kTelling = 0.02;  // the share of a phase from which its own rate is taken
+constexpr double kTelling = 0.1;  // the share of a phase from which its own rate is taken
 
 }  // namespace
 

@@ -17,7 +17,8 @@ const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
 constexpr std::uint32_t kLeastWords = 30;
 constexpr double kEnough = 0.8;  // of the questions, that the full cache has to find
 constexpr std::size_t kAskedAll = 12, kAskedNear = 9;  // finalists, where there are more
-constexpr double kCacheWork = 0.25;  // of a cache behind a prompt, of the prompt itself
+// Of the prompt itself: a cache behind it, and what is asked again to hear an answer out.
+constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
 
 bool is_near(std::span<const Finalist> finalists, std::size_t finalist) {
@@ -63,7 +64,6 @@ class Questioner {
   std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
     for (std::uint32_t words = most; words >= std::min(kLeastWords, most) && words > 0;
          words /= 2) {
-      if (!fits(task, words)) continue;
       std::vector<bool> full;
       for (const auto& row : answers(task, words, {}, 0, 1, 0)) full.push_back(row[0]);
       if (share_of(full) >= kEnough) return words;
@@ -76,8 +76,11 @@ class Questioner {
   std::vector<std::size_t> goes_on(const std::vector<TaskAsked>& asked) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
     std::iota(others.begin(), others.end(), std::size_t{1});
-    std::ranges::stable_sort(others, std::greater<>{},
-                             [&](std::size_t f) { return hits(asked, f); });
+    std::ranges::stable_sort(others, std::greater<>{}, [&](std::size_t f) {
+      double right = 0;
+      for (const TaskAsked& task : asked) right += share_of(task.right[f]);
+      return right;
+    });
     for (const std::size_t f : others)
       if (chosen.size() < kAskedNear && is_near(finalists_, f)) chosen.push_back(f);
     for (const std::size_t f : others)
@@ -85,15 +88,6 @@ class Questioner {
         chosen.push_back(f);
     std::ranges::sort(chosen);
     return chosen;
-  }
-
-  static std::size_t hits(const std::vector<TaskAsked>& asked, std::size_t finalist) {
-    std::size_t right = 0;
-    for (const TaskAsked& task : asked) {
-      const auto& own = task.right[finalist];
-      right += static_cast<std::size_t>(std::count(own.begin(), own.end(), true));
-    }
-    return right;
   }
 
   /// Answers [prompt][configuration], the full cache first.
@@ -109,6 +103,7 @@ class Questioner {
                         .modes = {QueryMode::agnostic},
                         .configs = {CacheConfig{}},
                         .chat = plan_.chat,
+                        .beyond_context = true,  // where it finds nothing, words are halved
                         .answers = {.most_rows = plan_.most_rows, .progress = {}}};
     for (const std::size_t f : who) request.configs.push_back(finalists_[f].config);
     request.answers.progress = [&](double part) {
@@ -122,16 +117,6 @@ class Questioner {
       for (const TaskAnswer& answer : of_prompt[0]) row.push_back(answer.right);
     }
     return right;
-  }
-
-  /// Whether the model was trained on so many positions; a prompt of another draw may be a little
-  /// longer.
-  bool fits(const TaskSpec& task, std::uint32_t words) const {
-    constexpr std::size_t kMargin = 64;
-    const TaskPrompt prompt =
-        encode_task(tokenizer_, plan_.chat,
-                    draw_task(task, Haystack(bundled_haystack()), {words, 0}, plan_.seed, 0));
-    return prompt.tokens() + prompt.answer.size() + kMargin <= backend_.config().trained_context;
   }
 
   /// Asks some of them the draws first … last - 1 of every task.
@@ -153,7 +138,7 @@ class Questioner {
   /// Of one task.
   static double work_of(std::size_t caches, std::uint32_t draws, std::uint32_t words) {
     return static_cast<double>(kDepths.size() * draws) * words * kTokensOfWord *
-           (1 + kCacheWork * static_cast<double>(caches));
+           (1 + (caches ? kAgainWork : 0) + kCacheWork * static_cast<double>(caches));
   }
 
  private:
@@ -255,7 +240,7 @@ Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskA
   };
   Choice choice{.answers = least_kl(best_of(all, asked)),
                 .deployed = least_kl(best_of(near, asked)),
-                .why = "no other answers more, and none has less KL"};
+                .why = "none has less KL, and of those within 20% more none answers more"};
   if (choice.deployed != 0)
     choice.why = fmt::format("it answers {}, the least KL {}; the price is {}",
                              shares_text(asked, choice.deployed), shares_text(asked, 0),

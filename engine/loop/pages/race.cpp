@@ -46,7 +46,7 @@ class RacePage {
         const JsonFields one(entry, fields.where() + ": standings");
         const JsonFields behind = one.object("behind");
         rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
-                                  behind.number("mean"), behind.number_or_nan("low"),
+                                  behind.number_or_nan("mean"), behind.number_or_nan("low"),
                                   behind.number_or_nan("high"), behind.flag("told_apart", false)});
       }
       if (rounds_.back().empty())
@@ -107,6 +107,10 @@ class RacePage {
         file_.whole("budget"), escape(brief_policy(winner_.policy)), figure_text(winner_.kl),
         on_what());
     if (run_.has("truths")) text += " " + truths();
+    if (run_.has("verdict") && run_.object("verdict").has("warnings"))
+      for (const json& warning : run_.object("verdict").list("warnings"))
+        text += fmt::format(" Beware: {}.",
+                            escape(warning.is_string() ? warning.get<std::string>() : "?"));
     if (in_round(rounds_.size() - 1, winner_.policy) == nullptr) return text;
     std::vector<std::string> tied;
     for (const Place& place : last)

@@ -23,6 +23,12 @@ struct Row {
   std::size_t prompt, mode, config;
 };
 
+/// Questions that are answered, and kept, together.
+struct Unit {
+  std::size_t batch, first;  ///< of configurations that go side by side; the first prompt
+  std::vector<Row> rows;
+};
+
 /// What a model says of its own accord: the likeliest token after each, as long as those fed are
 /// the same.
 struct Path {
@@ -67,31 +73,43 @@ class TaskLoop {
                  std::vector(modes.size(), std::vector<TaskAnswer>(configs.size()))) {}
 
   std::vector<std::vector<std::vector<TaskAnswer>>> run() {
-    if (options_.progress) options_.progress(0);
-    const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
-      return backend_.side_by_side(one, other);
-    };
-    const auto batches = batches_of(configs_, configs_.size(), alike);
-    for (std::size_t b = 0; b < batches.size(); ++b) {
-      // Whole prompts at a time, as many as fit side by side: a unit that is kept.
-      const std::size_t each = modes_.size() * batches[b].size();
-      const std::size_t step = std::max<std::size_t>(1, options_.most_rows / each);
-      for (std::size_t first = 0; first < prompts_.size(); first += step) {
-        std::vector<Row> rows;
-        for (std::size_t p = first; p < std::min(first + step, prompts_.size()); ++p)
-          for (std::size_t m = 0; m < modes_.size(); ++m)
-            for (const std::size_t c : batches[b]) rows.push_back({p, m, c});
-        if (!take_up(b, first, rows)) {
-          answer(rows);
-          keep(b, first, rows);
-        }
-        note_done(rows);
-      }
+    std::vector<Unit> missing;
+    for (Unit& unit : units())
+      if (take_up(unit))
+        note_done(unit);
+      else
+        missing.push_back(std::move(unit));
+    show();  // where the work begins
+    for (const Unit& unit : missing) {
+      answer(unit.rows);
+      keep(unit);
+      note_done(unit);
+      show();
     }
     return std::move(answers_);
   }
 
  private:
+  /// Whole prompts at a time, as many as fit side by side.
+  std::vector<Unit> units() const {
+    const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
+      return backend_.side_by_side(one, other);
+    };
+    std::vector<Unit> units;
+    const auto batches = batches_of(configs_, configs_.size(), alike);
+    for (std::size_t b = 0; b < batches.size(); ++b) {
+      const std::size_t each = modes_.size() * batches[b].size();
+      const std::size_t step = std::max<std::size_t>(1, options_.most_rows / each);
+      for (std::size_t first = 0; first < prompts_.size(); first += step) {
+        units.push_back({b, first, {}});
+        for (std::size_t p = first; p < std::min(first + step, prompts_.size()); ++p)
+          for (std::size_t m = 0; m < modes_.size(); ++m)
+            for (const std::size_t c : batches[b]) units.back().rows.push_back({p, m, c});
+      }
+    }
+    return units;
+  }
+
   void answer(std::span<const Row> rows) {
     std::vector<Row> open;
     in_groups(rows, [&](std::span<const Row> group, BatchDecoder& decoder) {
@@ -103,18 +121,20 @@ class TaskLoop {
   }
 
   /// Whether the answers were there from before. Those that are damaged were not.
-  bool take_up(std::size_t batch, std::size_t first, std::span<const Row> rows) {
-    const auto bytes = options_.kept ? options_.kept->read_unit(batch, first) : std::nullopt;
+  bool take_up(const Unit& unit) {
+    const std::vector<Row>& rows = unit.rows;
+    const auto bytes =
+        options_.kept ? options_.kept->read_unit(unit.batch, unit.first) : std::nullopt;
     const auto answers = bytes ? unpack_answers(*bytes) : std::vector<TaskAnswer>{};
     if (answers.size() != rows.size()) return false;
     for (std::size_t r = 0; r < rows.size(); ++r) answer_of(rows[r]) = answers[r];
     return true;
   }
-  void keep(std::size_t batch, std::size_t first, std::span<const Row> rows) {
+  void keep(const Unit& unit) {
     if (!options_.kept) return;
     std::vector<TaskAnswer> answers;
-    for (const Row& row : rows) answers.push_back(answer_of(row));
-    options_.kept->write_unit(batch, first, pack_answers(answers));
+    for (const Row& row : unit.rows) answers.push_back(answer_of(row));
+    options_.kept->write_unit(unit.batch, unit.first, pack_answers(answers));
   }
 
   /// Calls `body` with as many rows as fit, and a decoder of them.
@@ -272,8 +292,10 @@ class TaskLoop {
   }
 
   /// By the tokens of their prompts: long ones take longer.
-  void note_done(std::span<const Row> rows) {
-    for (const Row& row : rows) done_ += prompt_of(row).tokens();
+  void note_done(const Unit& unit) {
+    for (const Row& row : unit.rows) done_ += prompt_of(row).tokens();
+  }
+  void show() const {
     if (options_.progress) options_.progress(done_ / all_tokens());
   }
   double all_tokens() const {

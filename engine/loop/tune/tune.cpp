@@ -52,10 +52,10 @@ WorkPlan plan_of(const Sweep& sweep, const TuneRequest& request, const RaceField
   }
   const std::size_t racing = first_contenders(field);
   phases.push_back({kRace, work_from(field, 0, racing)});
-  phases.push_back({kAnswers, answer_work(std::min(racing, kMostFinalists) / 2, request.answers)});
-  // A replay is about half of the closed loop, until the first text says.
+  phases.push_back({kAnswers, answer_work(std::min(racing, kMostFinalists), request.answers)});
+  // A replay is a small part of the closed loop; the first text says how small.
   const double rate = closed_loop_rate(sweep, request.texts.front(), request.threads);
-  return {request.progress, std::move(phases), {0, rate / 2, rate, request.answers.rate}};
+  return {request.progress, std::move(phases), {rate, rate / 20, rate, request.answers.rate}};
 }
 
 /// What each of the grid holds over the first text, whose budget is that of all.

@@ -31,7 +31,7 @@ evaluate() {
 }
 tune() {
   "$@" "$kvlab" tune --model tiny --text text --max-tokens 300 --prompt-tokens 50 --budget 64 --policy h2o,lru \
-    --threads 1 --out tuned
+    --threads 1 --device cpu --out tuned
 }
 
 # What may lie here after COMMAND, beside what was there.
