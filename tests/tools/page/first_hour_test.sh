@@ -50,7 +50,7 @@ has "not UTF-8 from byte 2" err
 kvlab generate --model $tiny --prompt x --policy sink --budget 64 --max-new-tokens 2 >out 2>err
 has "evicted nothing" err
 echo 'abc de fg' >nine.txt
-kvlab eval --model $tiny --text nine.txt >out 2>err
+kvlab eval --model $tiny --text nine.txt --policy sink:sinks=1 --budget 4 >out 2>err
 has "tell little apart" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "peak KV: a dense prompt is whole" dense.out
