@@ -112,8 +112,10 @@ def span_of(tokenizer, ids, text):
     def spelled(count):
         return tokenizer.decode(ids[first : first + count], skip_special_tokens=False)
 
+    if not text:
+        raise Refused("--span-of: is empty; give a value, or leave the option out")
     whole = spelled(len(ids) - first)
-    begin = whole.find(text) if text else -1
+    begin = whole.find(text)
     if begin < 0:
         refuse_span(text, "is not in the prompt; a text that is there once is expected")
     if whole.find(text, begin + 1) >= 0:
@@ -270,7 +272,7 @@ def run(arguments):
     name = pathlib.Path(arguments.model).resolve().name
     shape, tokens = shape_of(model), len(ids) + (0 if arguments.teacher_forced else most)
     rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
-    announce_size("capture_hf.py", f"trace into {arguments.out}", rows * model.dtype.itemsize)
+    announce_size("capture_hf.py", f"trace into {arguments.out}", rows * (torch.finfo(model.dtype).bits // 8))
     try:
         writer = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:

@@ -327,11 +327,9 @@ def run(arguments):
     for trace in traces:
         trace.refuse_another_shape(arguments.model, model, shape)
     slots = sum(shard["tokens"] for trace in traces for shard in trace.shards) * shape.layers * shape.query_heads
-    announce_size(
-        "sensitivities.py",
-        "gradients beside the traces",
-        arguments.draws * slots * shape.head_size * traces[0].dtype.itemsize,
-    )
+    element = torch.finfo(traces[0].dtype).bits // 8
+    size = arguments.draws * slots * shape.head_size * element
+    announce_size("sensitivities.py", "gradients beside the traces", size)
     for trace in traces:
         add_to(trace, model, shape, arguments)
         print(f"{trace.name}: {arguments.draws} draws over {len(trace.queries(arguments.span))} queries")

@@ -2,6 +2,7 @@
 #define OMPI_SKIP_MPICXX
 #include <mpi.h>
 
+#include <cstdio>
 #include <limits>
 #include <mutex>
 #include <numeric>
@@ -68,7 +69,10 @@ class MpiGroup final : public ProcessGroup {
     return message;
   }
 
-  void abort() override { MPI_Abort(MPI_COMM_WORLD, 2); }
+  void abort() override {
+    std::fflush(stderr);  // why it ends: MPI_Abort loses what is held back
+    MPI_Abort(MPI_COMM_WORLD, 2);
+  }
 
  private:
   static int length_of(const std::string& bytes) {
