@@ -224,7 +224,7 @@ def add_options(parser):
         metavar="NAME=module:function",
         action="append",
         default=[],
-        help="a number for each token, layer and KV head (docs/columns.md): function(q, k, v, layer); repeatable",
+        help="a number for each token, layer and KV head (docs/configurations.md): function(q, k, v, layer); repeatable",
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Adds columns to finished traces: one number a token, for the policies that read them (docs/columns.md).
+"""Adds columns to finished traces: one number a token, for the policies that read them (docs/configurations.md).
 
 Needs numpy and xxhash; no model but for value_out_norm1.
 """

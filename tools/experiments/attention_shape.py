@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How attention is spread: sparsity, heavy hitters, and whether they last (docs/results/attention-shape.md).
+"""How attention is spread: sparsity, heavy hitters, and whether they last.
 
 Zhang et al. 2023, H2O (arXiv:2306.14048), sections 3.1 and 3.2; Liu et al. 2023, Scissorhands (arXiv:2305.17118),
 section 3.

@@ -1,6 +1,6 @@
 """What the experiments share: running kvlab, reading its tables, and a page of Markdown that no hand has touched.
 
-Each script beside this one makes one page of docs/results/, from its own run alone. All take
+Each script beside this one makes one page, from its own run alone (docs/results/README.md). All take
 
     --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
 
