@@ -336,10 +336,9 @@ std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem
     return std::nullopt;
   } catch (const std::exception& error) {
     if (group.size() == 1) throw;
-    fmt::print(stderr, "kvlab replay: process {} of {}: {}\n", group.rank(), group.size(),
-               error.what());
     group.abort();
-    throw;
+    throw std::runtime_error(
+        fmt::format("process {} of {}: {}", group.rank(), group.size(), error.what()));
   }
 }
 
