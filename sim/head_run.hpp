@@ -41,6 +41,8 @@ class HeadRun {
     stats_.resize(*span, view_.group, view_.projected());
   }
   void write_outputs(OutputTarget target) { target_ = target; }
+  /// Reads anew what the view's tokens bring: those that are still to come have changed.
+  void look_again() { columns_ = TokenColumns(live_.columns(), view_, admissions_); }
   /// Called after each query with the live positions it attended, ascending.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
     watcher_ = std::move(watcher);

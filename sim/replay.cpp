@@ -315,7 +315,7 @@ class Replay {
         if (keep && h == kept_head) run.back()->watch(keep);
       }
     }
-    run_layer(trace_.tokens(), rows, runs);
+    run_layer({0, trace_.tokens()}, rows, runs);
     std::vector<std::vector<HeadOutcome>> outcomes(views.size());
     for (const LayerRun& run : runs)
       for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(outcome_of(*run[h]));
@@ -344,7 +344,7 @@ class Replay {
       else
         topk.add(configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt);
     }
-    run_head(trace_.tokens(), rows, runs, &topk);
+    run_head({0, trace_.tokens()}, rows, runs, &topk);
     auto next_topk = topk.configurations().begin();
     for (std::size_t i = 0; i < which.size(); ++i) {
       HeadOutcome& outcome = outcomes[which[i]];
@@ -524,7 +524,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   std::vector<std::unique_ptr<HeadRun>> runs;
   runs.push_back(job.make_run(0, layer, kv_head, tensors.view, job.future_masses(only, rows)));
   runs[0]->watch(keep);
-  run_head(trace.tokens(), rows, runs, nullptr);
+  run_head({0, trace.tokens()}, rows, runs, nullptr);
   return kept;
 }
 
