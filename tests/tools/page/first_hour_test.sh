@@ -69,6 +69,7 @@ has "not told apart" compare.out
 has "no policy has the same" compare.out
 kvlab compare spaces spaces >same.out
 has "h2o  " same.out
+! grep -qE "sinks=0|recent=50%" same.out || fail "what is so by default is repeated in a row"
 ! grep -q "no policy has the same" same.out || fail "what two runs share is not seen"
 refused "of one kind" kvlab compare $run five/eval
 refused "two or more" kvlab compare $run
@@ -103,6 +104,7 @@ done
 
 # An option that would be ignored is refused, and lists may have spaces.
 refused "model: is of --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
+refused "words: --task none asks nothing" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
 refused "threads: is of" kvlab trace info five/trace --threads 2
 refused "budget: of which policy" kvlab generate --model $tiny --prompt x --policy full --budget 64
 refused "prefill: the full cache heeds none" kvlab eval --model $tiny --text nine.txt --prefill stream
