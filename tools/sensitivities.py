@@ -327,9 +327,8 @@ def run(arguments):
     for trace in traces:
         trace.refuse_another_shape(arguments.model, model, shape)
     slots = sum(shard["tokens"] for trace in traces for shard in trace.shards) * shape.layers * shape.query_heads
-    element = torch.finfo(traces[0].dtype).bits // 8
-    size = arguments.draws * slots * shape.head_size * element
-    announce_size("sensitivities.py", "gradients beside the traces", size)
+    values, width = arguments.draws * slots * shape.head_size, torch.finfo(traces[0].dtype).bits // 8
+    announce_size("sensitivities.py", "gradients beside the traces", values * width)
     for trace in traces:
         add_to(trace, model, shape, arguments)
         print(f"{trace.name}: {arguments.draws} draws over {len(trace.queries(arguments.span))} queries")

@@ -73,11 +73,14 @@ class LayerAttention {
   }
 
   /// Through all configurations.
-  void attend(QueryRange queries) { attend(queries, 0, by_head_[0].size(), 0, by_layer_.size()); }
+  void attend(QueryRange queries) {
+    attend_by_head(queries, 0, by_head_[0].size());
+    attend_by_layer(queries, 0, by_layer_.size());
+  }
   /// Through the i-th that was added.
   void attend_one(std::size_t i, QueryRange queries) {
     const auto [by_layer, at] = places_[i];
-    attend(queries, by_layer ? 0 : at, by_layer ? 0 : 1, by_layer ? at : 0, by_layer ? 1 : 0);
+    by_layer ? attend_by_layer(queries, at, 1) : attend_by_head(queries, at, 1);
   }
   /// The tokens from `first` on have changed; the i-th goes on with them, to `out`.
   void change(std::uint32_t first, std::size_t i, float* out) {
@@ -115,14 +118,13 @@ class LayerAttention {
                                   .head_stride = dim});
   }
 
-  void attend(QueryRange queries, std::size_t first_by_head, std::size_t count_by_head,
-              std::size_t first_by_layer, std::size_t count_by_layer) {
-    parallel_for(count_by_head ? shape_.kv_heads : 0, threads_, [&](std::size_t head) {
-      run_head(queries, rows_[head],
-               std::span(by_head_[head]).subspan(first_by_head, count_by_head), nullptr);
+  void attend_by_head(QueryRange queries, std::size_t first, std::size_t count) {
+    parallel_for(shape_.kv_heads, threads_, [&](std::size_t head) {
+      run_head(queries, rows_[head], std::span(by_head_[head]).subspan(first, count), nullptr);
     });
-    if (count_by_layer)
-      run_layer(queries, rows_, std::span(by_layer_).subspan(first_by_layer, count_by_layer));
+  }
+  void attend_by_layer(QueryRange queries, std::size_t first, std::size_t count) {
+    run_layer(queries, rows_, std::span(by_layer_).subspan(first, count));
   }
 
   const ModelShape& shape_;
@@ -148,25 +150,21 @@ class ClosedLoop {
         ids_(ids),
         options_(options),
         tokens_(static_cast<std::uint32_t>(ids.size())),
+        span_(loop_span(tokens_, options)),
         rope_(model.config().rope, tokens_),
         arithmetic_{.softmax_scale = model.config().softmax_scale(),
                     .rounding = std::nullopt,
                     .threshold16 = 0},  // each configuration has its own
         hidden_(configs.size()),
         scores_(configs.size()) {
-    const auto [prompt, first_scored] = loop_span(tokens_, options);
-    const std::vector<Segment> segments = segments_of(tokens_, prompt);
-    prompt_ = prompt;
-    first_scored_ = first_scored;
+    const std::vector<Segment> segments = segments_of(tokens_, span_.prompt);
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
       check_held(kDecoder, configs_.back());
       if (wants_projections(config.policy.columns)) output_ = model.output_projections();
     }
-    for (std::size_t c = 0; c < configs_.size(); ++c) {
-      const Admission& first = configs_[c].admissions.front();
-      (first.ends_prompt && first.tokens == prompt_ ? alike_ : apart_).push_back(c);
-    }
+    for (std::size_t c = 0; c < configs_.size(); ++c)
+      (admits_at_once(c) ? alike_ : apart_).push_back(c);
   }
 
   std::vector<LoopScores> run() {
@@ -188,7 +186,7 @@ class ClosedLoop {
   double layers_of_scores() const {
     const ModelConfig& config = model_.config();
     const double heads = (2 * shape_.query_heads + 2 * shape_.kv_heads) * shape_.head_size;
-    return static_cast<double>(config.vocab) * (tokens_ - 1 - first_scored_) /
+    return static_cast<double>(config.vocab) * (tokens_ - 1 - span_.first_scored) /
            ((heads + 3.0 * static_cast<double>(config.mlp)) * tokens_);
   }
 
@@ -199,11 +197,14 @@ class ClosedLoop {
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
+  /// The whole prompt; never where there is none.
+  bool admits_at_once(std::size_t c) const {
+    const Admission& first = configs_[c].admissions.front();
+    return first.ends_prompt && first.tokens == span_.prompt;
+  }
   /// Of the rows that are a configuration's own.
   std::uint32_t first_row(std::size_t c) const {
-    return !alike_.empty() && c != alike_[0] && std::ranges::find(alike_, c) != alike_.end()
-               ? prompt_
-               : 0;
+    return admits_at_once(c) && c != alike_[0] ? span_.prompt : 0;
   }
   const float* hidden_at(std::size_t c, std::size_t token) const {
     const std::size_t own = token < first_row(c) ? alike_[0] : c;
@@ -250,13 +251,13 @@ class ClosedLoop {
     LayerAttention all = attention(layer, p);
     for (const std::size_t c : alike_)
       all.add(configs_[c], c == alike_[0] ? output.data() : nullptr);
-    all.attend({0, prompt_});
+    all.attend({0, span_.prompt});
     for (std::size_t i = 0; i < alike_.size(); ++i) {
       if (i > 0) {
         project(layer, alike_[i], p);
-        all.change(prompt_, i, output.data());
+        all.change(span_.prompt, i, output.data());
       }
-      all.attend_one(i, {prompt_, tokens_});
+      all.attend_one(i, {span_.prompt, tokens_});
       finish_layer(layer, alike_[i], all.peak_bytes(i), output);
     }
   }
@@ -281,7 +282,7 @@ class ClosedLoop {
   }
 
   void score() {
-    const std::size_t scored = tokens_ - 1 - first_scored_;
+    const std::size_t scored = tokens_ - 1 - span_.first_scored;
     for (LoopScores& scores : scores_) {
       scores.nll.resize(scored);
       scores.kl.resize(scored);
@@ -302,7 +303,7 @@ class ClosedLoop {
     for (std::size_t c = 0; c < configs_.size(); ++c) {
       std::vector<float>& logits = is_yardstick(c) ? full : other;
       for (std::size_t i = 0; i < count; ++i)
-        std::copy_n(hidden_at(c, first_scored_ + first + i), hidden, rows.data() + i * hidden);
+        std::copy_n(hidden_at(c, span_.first_scored + first + i), hidden, rows.data() + i * hidden);
       model_.logits(rows.data(), count, logits.data(), options_.threads);
       parallel_for(count, options_.threads, [&](std::size_t i) {
         score_one(c, first + i, std::span(full).subspan(i * vocab, vocab),
@@ -313,7 +314,7 @@ class ClosedLoop {
 
   void score_one(std::size_t c, std::size_t row, std::span<const float> full,
                  std::span<const float> logits) {
-    const RowScore score = score_row(full, logits, ids_[first_scored_ + row + 1]);
+    const RowScore score = score_row(full, logits, ids_[span_.first_scored + row + 1]);
     scores_[c].nll[row] = score.nll;
     scores_[c].kl[row] = is_yardstick(c) ? 0 : score.kl;
     scores_[c].same_first[row] = is_yardstick(c) || score.same_first;
@@ -327,7 +328,8 @@ class ClosedLoop {
   std::vector<ResolvedConfig> configs_;
   const LoopOptions& options_;
   std::vector<std::size_t> alike_, apart_;  // configurations
-  std::uint32_t tokens_, prompt_ = 0, first_scored_ = 0;
+  std::uint32_t tokens_;
+  LoopSpan span_;
   RopeTable rope_;
   HeadArithmetic arithmetic_;
   std::vector<std::vector<float>> hidden_;  // by configuration: [own row, hidden]
