@@ -1,12 +1,12 @@
-#!/usr/bin/env python3
-"""Captures a kvlab trace from a transformers model. See docs/capture-hf.md.
+"""python -m kvlab.hf capture: a trace from a transformers model. See docs/capture-hf.md.
 
-    python3 tools/capture_hf.py --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
-    python3 tools/capture_hf.py --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
-
-Exits 2 with one line if anything is wrong with the input.
+    python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
+    python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
 """
 
+from __future__ import annotations
+
+import argparse
 import bisect
 import importlib
 import json
@@ -14,49 +14,39 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
+import torch
+import transformers
+from tokenizers import Tokenizer
 
-try:
-    import torch
-    import transformers
-    from command_line import Parser, announce_size, refuse_missing_cuda, whole_number
-    from kvlab.hf.capturing import Fed, write_capture
-    from kvlab.hf.models import (
-        DTYPES,
-        default_attention,
-        default_device,
-        file_of,
-        load_config,
-        load_model,
-        refuse_unsupported,
-        shape_of,
-    )
-    from kvlab.hf.trace_files import Refused, name_in_trace, one_line
-    from kvlab.hf.trace_writer import SHARD_TOKENS
-    from tokenizers import Tokenizer
-except ImportError as missing:
-    print(
-        f"capture_hf.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+from kvlab import _kvlab
+from kvlab.hf.capturing import Column, Fed, write_capture
+from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
+from kvlab.hf.models import (
+    DTYPES,
+    default_attention,
+    default_device,
+    file_of,
+    load_config,
+    load_model,
+    refuse_unsupported,
+    shape_of,
+)
+from kvlab.hf.refused import Refused, one_line
 
-COMPUTED_COLUMNS = ("key_norm", "value_norm", "value_norm1", "key_cosine")
+PROGRAM = "kvlab.hf capture"
 
 
-# ---------------------------------------------------------------------------------------------
-# The command
-
-
-def progress(tokens):
+def progress(tokens: int) -> None:
     if sys.stderr.isatty():
         print(f"\rcapture: {tokens} tokens ", end="", file=sys.stderr, flush=True)
 
 
-def prompt_text(arguments):
+def prompt_text(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None:
-        return arguments.prompt
+        return str(arguments.prompt)
     try:
         return pathlib.Path(arguments.prompt_file).read_bytes().decode("utf-8")
     except OSError as error:
@@ -67,7 +57,7 @@ def prompt_text(arguments):
         ) from None
 
 
-def tokenizer_of(model):
+def tokenizer_of(model: str) -> Any:
     """That of tokenizer.json, or None."""
     file = file_of(model, "tokenizer.json")
     if not file:
@@ -77,7 +67,7 @@ def tokenizer_of(model):
     return tokenizer
 
 
-def encode(model, config, text):
+def encode(model: str, config: Any, text: str) -> list[int]:
     """As `kvlab capture` does: what the tokenizer puts before a text is not put before one that begins with it."""
     try:
         if tokenizer := tokenizer_of(model):
@@ -91,7 +81,7 @@ def encode(model, config, text):
     first = (added + [0]).index(0)
     before, own = ids[:first], ids[first:]
     twice = [a == b for a, b in zip(before, own)] + [False]
-    ids = before + own[twice.index(False) :]
+    ids = [int(id) for id in before + own[twice.index(False) :]]
     if not ids:
         raise Refused("--prompt: has no tokens; give some text")
     if max(ids) >= config.vocab_size:
@@ -101,16 +91,16 @@ def encode(model, config, text):
     return ids
 
 
-def refuse_span(text, why):
+def refuse_span(text: str, why: str) -> NoReturn:
     raise Refused(f"--span-of: {json.dumps(text if len(text) <= 60 else text[:60] + '...')} {why}")
 
 
-def span_of(tokenizer, ids, text):
+def span_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     """The fewest tokens that cover `text`, where it is once in what the tokens spell, less a special one in front."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
-    def spelled(count):
-        return tokenizer.decode(ids[first : first + count], skip_special_tokens=False)
+    def spelled(count: int) -> str:
+        return str(tokenizer.decode(ids[first : first + count], skip_special_tokens=False))
 
     whole = spelled(len(ids) - first)
     begin = whole.find(text) if text else -1
@@ -119,7 +109,7 @@ def span_of(tokenizer, ids, text):
     if whole.find(text, begin + 1) >= 0:
         refuse_span(text, "is there more than once; a text that is there once is expected")
 
-    def fewest(length):
+    def fewest(length: int) -> int:
         """Tokens that spell so many characters. One whose bytes are not all there yet is spelled as another."""
         counts = range(len(ids) - first + 1)
         return bisect.bisect_left(counts, True, key=lambda count: spelled(count)[:length] == whole[:length])
@@ -127,25 +117,25 @@ def span_of(tokenizer, ids, text):
     start, stop = fewest(begin), fewest(begin + len(text))
     if len(spelled(start)) > begin:  # the token in front reaches into the text
         start -= 1
-    return {"name": name_in_trace(text), "start": first + start, "tokens": stop - start}
+    return {"name": _kvlab.without_controls(text), "start": first + start, "tokens": stop - start}
 
 
-def spans_of(model, ids, texts):
+def spans_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[str, Any]]:
     if not texts:
         return []
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
-    names = [name_in_trace(text) for text in texts]
+    names = [_kvlab.without_controls(text) for text in texts]
     for name in names:
         if names.count(name) > 1:
             refuse_span(name, "is given twice; once is enough")
     return [span_of(tokenizer, ids, text) for text in texts]
 
 
-def columns_of(texts):
+def columns_of(texts: Sequence[str]) -> dict[str, Column]:
     """name -> function, from NAME=module:function each. Modules are looked for in the working directory too."""
-    columns = {}
+    columns: dict[str, Column] = {}
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)
         if not parts:
@@ -153,7 +143,7 @@ def columns_of(texts):
                 f"--column {text}: should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
             )
         name, module, function = parts.groups()
-        if name in COMPUTED_COLUMNS or name in columns:
+        if name in _kvlab.built_in_columns()[:4] or name in columns:
             raise Refused(f"--column {name}: is {'given twice' if name in columns else 'computed by kvlab'}")
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -164,7 +154,7 @@ def columns_of(texts):
     return columns
 
 
-def add_options(parser):
+def add_options(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
     add("--out", metavar="TRACE", required=True, help="the trace's directory, which is made")
@@ -207,7 +197,7 @@ def add_options(parser):
         "--chunk",
         metavar="N",
         type=whole_number(1),
-        default=SHARD_TOKENS,
+        default=_kvlab.shard_tokens,
         help="tokens of a given text to feed at once (default: 1024)",
     )
     add(
@@ -226,8 +216,8 @@ def add_options(parser):
     )
 
 
-def parse_arguments(argv):
-    parser = Parser(prog="capture_hf.py", description="Captures a kvlab trace from a transformers model.")
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog=PROGRAM, description="Captures a kvlab trace from a transformers model.")
     add_options(parser)
     arguments = parser.parse_args(argv)
 
@@ -245,7 +235,7 @@ def parse_arguments(argv):
     return arguments
 
 
-def refuse_beyond_context(arguments, config, ids):
+def refuse_beyond_context(arguments: argparse.Namespace, config: Any, ids: list[int]) -> None:
     prompt, trained = arguments.prompt_tokens or len(ids), config.max_position_embeddings
     if prompt > trained and not arguments.beyond_context:
         raise Refused(
@@ -254,7 +244,7 @@ def refuse_beyond_context(arguments, config, ids):
         )
 
 
-def run(arguments):
+def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model)
     refuse_unsupported(arguments.model, config, others=True)
     ids = encode(arguments.model, config, prompt_text(arguments))[: arguments.max_tokens]
@@ -270,27 +260,17 @@ def run(arguments):
     name = pathlib.Path(arguments.model).resolve().name
     shape, tokens = shape_of(model), len(ids) + (0 if arguments.teacher_forced else most)
     rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
-    announce_size("capture_hf.py", f"trace into {arguments.out}", rows * model.dtype.itemsize)
+    announce_size(PROGRAM, f"trace into {arguments.out}", rows * torch.finfo(model.dtype).bits / 8)
     try:
-        writer = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
+        fed_tokens = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:
         raise Refused(str(interrupted)) from None
-    progress(len(writer.ids))
-    print(f"{arguments.out}: {len(writer.ids)} tokens of {writer.description['model']}")
+    progress(fed_tokens)
+    print(f"{arguments.out}: {fed_tokens} tokens of {_kvlab.without_controls(name)}")
 
 
-def main(argv=None):
+def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with torch.inference_mode():
-            run(arguments)
-    except (Refused, OSError) as error:
-        print(f"capture_hf.py: {one_line(error)}", file=sys.stderr)
-        return 2
+    with torch.inference_mode():
+        run(arguments)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
