@@ -21,32 +21,24 @@ void add_row(std::span<const float> weights, const float* r, float* sketch) {
 /// Rows [query_head, dim] of W_o in a checkpoint, in float32.
 class OutputRows {
  public:
-  OutputRows(const std::filesystem::path& directory, const ModelShape& shape)
-      : checkpoint_(Checkpoint::open(directory)),
-        inputs_(std::size_t{shape.query_heads} * shape.head_size),
-        hidden_(checkpoint_.rows(name_of(0))) {
-    std::vector<float> row(inputs_);
-    read(0, 0, row.data());  // refuses a layer that is not there
-  }
+  explicit OutputRows(const std::filesystem::path& directory)
+      : config_(load_model_config(directory)), checkpoint_(Checkpoint::open(directory)) {}
 
+  const ModelConfig& config() const { return config_; }
   std::string weights_xxh3() const { return checkpoint_.xxh3(); }
-  std::size_t inputs() const { return inputs_; }
-  std::size_t hidden() const { return hidden_; }
+  std::size_t inputs() const { return std::size_t{config_.query_heads} * config_.head_size; }
 
   void read(std::size_t layer, std::size_t output, float* row) const {
-    const std::size_t shape[] = {hidden_, inputs_};
-    const TensorView& weight = checkpoint_.at(name_of(layer), shape);
-    to_float(weight.dtype, weight.data.data() + output * inputs_ * bytes_of(weight.dtype), inputs_,
-             row);
+    const std::size_t shape[] = {config_.hidden, inputs()};
+    const TensorView& weight =
+        checkpoint_.at(fmt::format("model.layers.{}.self_attn.o_proj.weight", layer), shape);
+    to_float(weight.dtype, weight.data.data() + output * inputs() * bytes_of(weight.dtype),
+             inputs(), row);
   }
 
  private:
-  static std::string name_of(std::size_t layer) {
-    return fmt::format("model.layers.{}.self_attn.o_proj.weight", layer);
-  }
-
+  ModelConfig config_;
   Checkpoint checkpoint_;
-  std::size_t inputs_, hidden_;
 };
 
 }  // namespace
@@ -67,13 +59,13 @@ void add_layer_sketch(std::uint64_t seed, std::size_t layer, std::size_t hidden,
 
 OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t seed,
                            unsigned threads) {
-  const ModelShape shape = load_model_config(directory).shape();
-  const OutputRows rows(directory, shape);
+  const OutputRows rows(directory);
+  const ModelConfig& config = rows.config();
   const std::size_t of_layer = rows.inputs() * kSketchColumns;
-  OutputSketch sketch{seed, std::vector<float>(shape.layers * of_layer)};
-  parallel_for(shape.layers, threads, [&](std::size_t layer) {
+  OutputSketch sketch{seed, std::vector<float>(config.layers * of_layer)};
+  parallel_for(config.layers, threads, [&](std::size_t layer) {
     add_layer_sketch(
-        seed, layer, rows.hidden(),
+        seed, layer, config.hidden,
         [&](std::size_t output, float* row) { rows.read(layer, output, row); },
         std::span(sketch.values).subspan(layer * of_layer, of_layer));
   });
@@ -81,19 +73,15 @@ OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t
 }
 
 OutputProjections read_output_projections(const std::filesystem::path& directory) {
-  return read_output_projections(directory, load_model_config(directory).shape());
-}
-
-OutputProjections read_output_projections(const std::filesystem::path& directory,
-                                          const ModelShape& shape) {
-  const OutputRows rows(directory, shape);
-  OutputProjections all{static_cast<std::uint32_t>(rows.hidden()),
-                        shape.group(),
-                        shape.head_size,
+  const OutputRows rows(directory);
+  const ModelConfig& config = rows.config();
+  OutputProjections all{config.hidden,
+                        config.query_heads / config.kv_heads,
+                        config.head_size,
                         {},
                         rows.weights_xxh3()};
-  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-    all.add_layer(shape.query_heads,
+  for (std::uint32_t layer = 0; layer < config.layers; ++layer)
+    all.add_layer(config.query_heads,
                   [&](std::size_t output, float* row) { rows.read(layer, output, row); });
   return all;
 }

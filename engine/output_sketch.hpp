@@ -9,7 +9,7 @@
 #include <span>
 
 #include "policies/columns/output_projections.hpp"
-#include "traces/trace.hpp"
+#include "traces/extras.hpp"
 
 namespace kvlab {
 
@@ -26,9 +26,7 @@ void add_layer_sketch(std::uint64_t seed, std::size_t layer, std::size_t hidden,
                       const std::function<void(std::size_t, float*)>& read_row,
                       std::span<float> sketch);
 
-/// The output projections themselves, likewise; for a shape that is known, without config.json.
+/// The output projections themselves, likewise.
 OutputProjections read_output_projections(const std::filesystem::path& directory);
-OutputProjections read_output_projections(const std::filesystem::path& directory,
-                                          const ModelShape& shape);
 
 }  // namespace kvlab

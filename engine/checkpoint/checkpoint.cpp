@@ -102,13 +102,6 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
 
 bool Checkpoint::contains(std::string_view name) const { return file_of_.contains(name); }
 
-std::size_t Checkpoint::rows(std::string_view name) const {
-  const auto found = file_of_.find(name);
-  if (found == file_of_.end()) return 0;
-  const std::vector<std::size_t>& shape = files_[found->second].at(name).shape;
-  return shape.empty() ? 0 : shape.front();
-}
-
 const std::filesystem::path& Checkpoint::file_of(std::string_view name) const {
   return files_[file_of_.find(name)->second].path();
 }

@@ -33,8 +33,6 @@ class Checkpoint {
   /// A floating-point tensor of this shape. Throws std::runtime_error that names file and tensor
   /// otherwise.
   const TensorView& at(std::string_view name, std::span<const std::size_t> shape) const;
-  /// The first dimension of a tensor; 0 where there is none.
-  std::size_t rows(std::string_view name) const;
   /// The file that holds a tensor.
   const std::filesystem::path& file_of(std::string_view name) const;
   /// XXH3-64 of the file; of several files, that of their own hashes (hex digits, by file name).

@@ -67,7 +67,7 @@ std::string finished_name(std::string name) {
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), part_(path_) {
   refuse_special(path_);
   part_ += part_ending();
-  file_ = ::open(part_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  file_ = ::open(part_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file_ >= 0) return;
   const int error = errno;
   part_.clear();
@@ -75,7 +75,6 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), par
 }
 
 AtomicFile::~AtomicFile() {
-  unmap();
   if (file_ >= 0) ::close(file_);
   if (!part_.empty()) ::unlink(part_.c_str());
 }
@@ -89,22 +88,7 @@ void AtomicFile::write(std::span<const std::byte> bytes) {
   }
 }
 
-std::span<std::byte> AtomicFile::map(std::size_t size) {
-  int error = EINTR;
-  while (error == EINTR) error = ::posix_fallocate(file_, 0, static_cast<off_t>(size));
-  if (error != 0) throw failure(path_, "write", error);
-  void* const at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-  if (at == MAP_FAILED) throw failure(path_, "map", errno);
-  return mapping_ = {static_cast<std::byte*>(at), size};
-}
-
-void AtomicFile::unmap() {
-  if (!mapping_.empty()) ::munmap(mapping_.data(), mapping_.size());
-  mapping_ = {};
-}
-
 void AtomicFile::commit() {
-  unmap();
   if (::fsync(file_) != 0) throw failure(path_, "sync", errno);
   if (::close(std::exchange(file_, -1)) != 0) throw failure(path_, "close", errno);
   if (::rename(part_.c_str(), path_.c_str()) != 0)

@@ -38,19 +38,13 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(std::span<const std::byte> bytes);
-  /// Instead of write(): the file as `size` bytes in memory, which the disk has room for; until
-  /// commit().
-  std::span<std::byte> map(std::size_t size);
   void commit();
   /// Of the open file, until commit().
   int descriptor() const { return file_; }
 
  private:
-  void unmap();
-
   std::filesystem::path path_, part_;
   int file_ = -1;
-  std::span<std::byte> mapping_;
 };
 
 /// What NAME.part or NAME.XXXXXXXX.part is to become: NAME. Other names stay as they are.

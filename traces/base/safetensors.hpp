@@ -70,20 +70,4 @@ std::string write_safetensors(const std::filesystem::path& path,
                               std::span<const TensorToWrite> tensors,
                               const std::map<std::string, std::string>& metadata);
 
-/// The same file where the data come later, in any order: only what is being written is in memory.
-class SafetensorsDraft {
- public:
-  /// Of the tensors name, dtype and shape count.
-  SafetensorsDraft(const std::filesystem::path& path, std::span<const TensorToWrite> tensors);
-  /// The data of a tensor, zeros at first.
-  std::span<std::byte> at(std::string_view name) const { return tensors_.find(name)->second; }
-  /// Returns the XXH3-64. What at() has given is of no more use.
-  std::string commit();
-
- private:
-  AtomicFile file_;
-  std::span<std::byte> bytes_;
-  std::map<std::string, std::span<std::byte>, std::less<>> tensors_;
-};
-
 }  // namespace kvlab

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <numeric>
 #include <set>
 #include <stdexcept>
 
@@ -40,15 +38,11 @@ class HashedFile {
   XXH3_state_t state_;
 };
 
-std::size_t size_of(const TensorToWrite& tensor) {
-  return std::accumulate(tensor.shape.begin(), tensor.shape.end(), bytes_of(tensor.dtype),
-                         std::multiplies<>());
-}
-
 void check(std::span<const TensorToWrite> tensors) {
   std::set<std::string_view> names;
   for (const TensorToWrite& tensor : tensors) {
-    const std::size_t bytes = size_of(tensor);
+    std::size_t bytes = bytes_of(tensor.dtype);
+    for (const std::size_t size : tensor.shape) bytes *= size;
     if (bytes != tensor.data.size())
       throw std::invalid_argument(fmt::format("tensor '{}': {} bytes given, its shape takes {}",
                                               tensor.name, tensor.data.size(), bytes));
@@ -67,14 +61,13 @@ std::vector<const TensorToWrite*> in_file_order(std::span<const TensorToWrite> t
   return order;
 }
 
-/// With its length in front.
 std::string header_text(const std::vector<const TensorToWrite*>& order,
                         const std::map<std::string, std::string>& metadata) {
   json header = json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   std::size_t offset = 0;
   for (const TensorToWrite* tensor : order) {
-    const std::size_t end = offset + size_of(*tensor);
+    const std::size_t end = offset + tensor->data.size();
     header[tensor->name] = {{"dtype", safetensors_name(tensor->dtype)},
                             {"shape", tensor->shape},
                             {"data_offsets", {offset, end}}};
@@ -83,8 +76,7 @@ std::string header_text(const std::vector<const TensorToWrite*>& order,
   std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
   const std::size_t length = sizeof(std::uint64_t) + text.size();
   text.append((kAlignment - length % kAlignment) % kAlignment, ' ');
-  const std::uint64_t size = text.size();
-  return std::string(reinterpret_cast<const char*>(&size), sizeof size) + text;
+  return text;
 }
 
 }  // namespace
@@ -95,31 +87,12 @@ std::string write_safetensors(const std::filesystem::path& path,
   check(tensors);
   const auto order = in_file_order(tensors);
   const std::string header = header_text(order, metadata);
+  const std::uint64_t length = header.size();
   HashedFile file(path);
+  file.write(std::as_bytes(std::span(&length, 1)));
   file.write(std::as_bytes(std::span(header)));
   for (const TensorToWrite* tensor : order) file.write(tensor->data);
   return file.commit();
-}
-
-SafetensorsDraft::SafetensorsDraft(const std::filesystem::path& path,
-                                   std::span<const TensorToWrite> tensors)
-    : file_(path) {
-  const auto order = in_file_order(tensors);
-  const std::string header = header_text(order, {});
-  std::size_t at = header.size();
-  for (const TensorToWrite* tensor : order) at += size_of(*tensor);
-  bytes_ = file_.map(at);
-  std::memcpy(bytes_.data(), header.data(), at = header.size());
-  for (const TensorToWrite* tensor : order) {
-    tensors_.emplace(tensor->name, bytes_.subspan(at, size_of(*tensor)));
-    at += size_of(*tensor);
-  }
-}
-
-std::string SafetensorsDraft::commit() {
-  const std::string hash = xxh3_hex(bytes_);
-  file_.commit();
-  return hash;
 }
 
 }  // namespace kvlab

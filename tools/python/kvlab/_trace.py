@@ -120,7 +120,7 @@ class Trace:
             raise ValueError("to_dict: numpy has no bfloat16; ask for framework='torch', or read() widened heads")
         tensors: dict[str, list[Any]] = {}
         for file in self._held.shard_files:
-            for name, array in _mapped_tensors(file).items():
+            for name, array in mapped_tensors(file).items():
                 tensors.setdefault(name, []).append(array if framework == "numpy" else _as_torch(array))
         return tensors
 
@@ -253,14 +253,14 @@ def _ids(ids: Any, tokens: int) -> list[int]:
 _DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 
 
-def _mapped_tensors(path: str) -> dict[str, Any]:
+def mapped_tensors(path: str) -> dict[str, Any]:
     """The tensors of a safetensors file by name, over the file's bytes. BF16 is (bits,), to be told apart."""
     data = numpy.memmap(path, numpy.uint8, mode="c")
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
     tensors: dict[str, Any] = {}
     for name, entry in header.items():
-        if name == "__metadata__":
+        if entry.get("dtype") not in _DTYPES:  # __metadata__; of checkpoints: what is packed
             continue
         begin, end = (8 + size + offset for offset in entry["data_offsets"])
         array = numpy.asarray(data[begin:end]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -10,10 +10,8 @@
 #include <vector>
 
 #include "engine/output_sketch.hpp"
-#include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/long_call.hpp"
-#include "tools/python/src/trace.hpp"
 
 namespace kvlab::python {
 namespace {
@@ -47,36 +45,13 @@ std::shared_ptr<OutputProjections> read(const std::string& directory) {
       [&] { return std::make_shared<OutputProjections>(read_output_projections(directory)); });
 }
 
-std::shared_ptr<OutputProjections> read_for(const std::string& directory, const Trace& trace) {
-  const std::string& wanted = trace.reader->header().weights_xxh3;
-  auto all = result_of_long([&] {
-    return std::make_shared<OutputProjections>(
-        read_output_projections(directory, trace.reader->shape()));
-  });
-  if (!wanted.empty() && all->weights_xxh3 != wanted)
-    throw std::invalid_argument(
-        fmt::format("{}: was captured from weights {}; those of --model {} are {}", trace.path,
-                    wanted, directory, all->weights_xxh3));
-  return all;
-}
-
-FloatArray layer_of(const OutputProjections& projections, std::size_t index) {
-  std::vector<float> weights = projections.layers.at(index);
-  const std::size_t hidden = projections.hidden, inputs = weights.size() / hidden;
-  return array_of(std::move(weights), {inputs, hidden});
-}
-
 }  // namespace
 
 void bind_projections(nb::module_& module) {
   nb::class_<OutputProjections>(module, "OutputProjections", "W_o of each layer of a model.")
       .def(nb::new_(&projections_of), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_size"),
            "Of float32 arrays [query head and dimension, hidden].")
-      .def_static("read", read, nb::arg("directory"), "Of a checkpoint's folder.")
-      .def_static("read_for", read_for, nb::arg("directory"), nb::arg("trace"),
-                  "The same for a trace's shape; refused where the trace is of other weights.")
-      .def("layer", layer_of, nb::arg("index"),
-           "[query head and dimension, hidden] of a layer: a copy.");
+      .def_static("read", read, nb::arg("directory"), "Of a checkpoint's folder.");
 }
 
 }  // namespace kvlab::python

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -26,21 +27,17 @@ namespace {
 using Rows = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-std::span<const float> values(const Rows& rows) { return {rows.data(), rows.size()}; }
+std::span<const float> span(const Rows& rows) { return {rows.data(), rows.size()}; }
 
-/// A TraceWriter or GradientWriter, whose files close() takes care of: Python frames may hold it
-/// longer.
-template <class Held>
-struct Closable {
-  std::optional<Held> held;
+/// Its files close() takes care of: Python frames may hold it longer.
+struct Writer {
+  std::optional<TraceWriter> held;
 
-  Held& operator*() {
+  TraceWriter& operator*() {
     if (!held) throw std::logic_error("the writer of a trace is closed");
     return *held;
   }
 };
-using Writer = Closable<TraceWriter>;
-using Gradients = Closable<GradientWriter>;
 
 void make_writer(Writer* at, const std::string& directory, const std::string& header_json,
                  std::vector<float> inv_freq, float rope_factor, float softmax_scale) {
@@ -77,13 +74,12 @@ void add_column(const Trace& trace, const std::string& name, const std::vector<R
     const Rows& rows = layers[layer];
     const std::vector<std::size_t> found(rows.shape_ptr(), rows.shape_ptr() + rows.ndim());
     if (found != std::vector<std::size_t>{shape.kv_heads, tokens})
-      throw std::invalid_argument(fmt::format("column {}: layer {} is [{}]; [{}, {}] is expected",
-                                              name, layer, fmt::join(found, ", "), shape.kv_heads,
-                                              tokens));
+      throw std::invalid_argument(fmt::format("layer {} is [{}]; [{}, {}] is expected", layer,
+                                              fmt::join(found, ", "), shape.kv_heads, tokens));
   }
   if (layers.size() != shape.layers)
     throw std::invalid_argument(
-        fmt::format("column {}: {} layers; {} are expected", name, layers.size(), shape.layers));
+        fmt::format("{} layers; {} are expected", layers.size(), shape.layers));
   const nb::gil_scoped_release no_gil;
   write_column(trace.reader->directory(), name,
                [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
@@ -91,97 +87,83 @@ void add_column(const Trace& trace, const std::string& name, const std::vector<R
                });
 }
 
-void bind_writer(nb::module_& module) {
-  using no_gil = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Writer>(module, "TraceWriter", "Writes a trace as a model computes it.")
-      .def("__init__", make_writer, nb::arg("directory"), nb::arg("header"), nb::arg("inv_freq"),
-           nb::arg("rope_factor"), nb::arg("softmax_scale"),
-           "`header`: JSON of the manifest's keys that describe a trace.")
-      .def("sketch", sketch, nb::arg("weights"),
-           nb::sig("def sketch(self, weights: Iterable[Any]) -> None"),
-           "Before the first tokens: float32 [hidden, inputs] of each output projection.")
-      .def(
-          "begin",
-          [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt) {
-            (*w).begin(ids, prompt ? SegmentKind::prompt : SegmentKind::decode);
-          },
-          nb::arg("ids"), nb::arg("prompt"), "Announces the next tokens.")
-      .def(
-          "layer",
-          [](Writer& w, std::uint32_t index, const Rows& q, const Rows& k, const Rows& v,
-             const Rows& out) {
-            (*w).layer(index, values(q), values(k), values(v), values(out), {});
-          },
-          nb::arg("index"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
-          nb::sig("def layer(self, index: int, q: Any, k: Any, v: Any, out: Any) -> None"),
-          "Of the announced tokens: float32 [tokens, heads, head_size] before RoPE, and "
-          "attention's "
-          "outputs.")
-      .def(
-          "residual",
-          [](Writer& w, std::uint32_t index, const Rows& norm2) {
-            (*w).residual(index, values(norm2));
-          },
-          nb::arg("index"), nb::arg("norm2"),
-          nb::sig("def residual(self, index: int, norm2: Any) -> None"),
-          "Squared norms [tokens] of the residual stream behind the layer's attention.")
-      .def(
-          "end", [](Writer& w) { (*w).end(); }, no_gil(), "All layers have come.")
-      .def(
-          "finish", [](Writer& w) { (*w).finish(); }, no_gil(), "Writes the manifest.")
-      .def(
-          "close", [](Writer& w) { w.held.reset(); },
-          "Unfinished: whole shards are left, or nothing.")
-      .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
-}
-
-void bind_extras(nb::module_& module) {
-  nb::class_<Gradients>(module, "GradientWriter", "Gradients of a finished trace.")
-      .def(
-          "__init__",
-          [](Gradients* at, const Trace& trace, std::uint32_t draws, std::uint64_t seed,
-             const std::string& span) {
-            new (at) Gradients();
-            at->held.emplace(trace.reader->directory(), draws, seed, parse_span(span));
-          },
-          nb::arg("trace"), nb::arg("draws"), nb::arg("seed"), nb::arg("span"))
-      .def(
-          "put",
-          [](Gradients& g, std::uint32_t layer, const Rows& gradient) {
-            (*g).put(layer, values(gradient));
-          },
-          nb::arg("layer"), nb::arg("gradient"),
-          nb::sig("def put(self, layer: int, gradient: Any) -> None"),
-          "Of a layer: float32 [draws, tokens, query_heads, head_size].")
-      .def(
-          "finish", [](Gradients& g) { (*g).finish(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "close", [](Gradients& g) { g.held.reset(); }, "Unfinished: nothing is left.");
-  module.def("add_column", add_column, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
-             nb::sig("def add_column(trace: Trace, name: str, layers: Sequence[Any]) -> None"),
-             "Adds or replaces a column: float32 [kv_heads, tokens] of each layer.");
+/// `all`: [layers, draws, tokens, query_heads, head_size].
+void add_gradients(const Trace& trace, std::uint32_t draws, std::uint64_t seed,
+                   const std::string& span, const std::vector<float>& scales, const Rows& all) {
+  const ModelShape& shape = trace.reader->shape();
+  const std::size_t size = shape.head_size, token = shape.query_heads * size,
+                    draw = token * trace.reader->tokens(), layer_size = draws * draw;
+  if (all.size() != shape.layers * layer_size || scales.size() != trace.reader->shards().size())
+    throw std::invalid_argument("gradients: they do not have the sizes of the trace");
+  const nb::gil_scoped_release no_gil;
+  write_gradients(
+      trace.reader->directory(), {draws, seed, parse_span(span), {}},
+      [&](std::size_t file) { return scales[file]; },
+      [&](const ShardInfo& shard, std::uint32_t layer, std::span<float> values) {
+        const float scale = scales[shard.first / kShardTokens];
+        float* to = values.data();
+        for (std::size_t d = 0; d < draws; ++d)
+          for (std::size_t head = 0; head < shape.query_heads; ++head)
+            for (std::size_t t = shard.first; t < shard.first + shard.tokens; ++t) {
+              const float* from = all.data() + layer * layer_size + d * draw + t * token;
+              to = std::transform(from + head * size, from + (head + 1) * size, to,
+                                  [&](float x) { return x / scale; });
+            }
+      });
 }
 
 }  // namespace
 
 void bind_trace_writer(nb::module_& module) {
-  bind_writer(module);
-  bind_extras(module);
+  using no_gil = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Writer>(module, "TraceWriter", "TraceWriter of traces/trace.hpp.")
+      .def("__init__", make_writer, nb::arg("directory"), nb::arg("header"), nb::arg("inv_freq"),
+           nb::arg("rope_factor"), nb::arg("softmax_scale"),
+           "`header`: JSON of the manifest's keys that describe a trace.")
+      .def("sketch", sketch, nb::arg("weights"),
+           nb::sig("def sketch(self, weights: Iterable[Any]) -> None"),
+           "From float32 [hidden, inputs] of each output projection.")
+      .def("begin",
+           [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt) {
+             (*w).begin(ids, prompt ? SegmentKind::prompt : SegmentKind::decode);
+           })
+      .def(
+          "layer",
+          [](Writer& w, std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
+             const Rows& out) { (*w).layer(layer, span(q), span(k), span(v), span(out), {}); },
+          nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
+          nb::sig("def layer(self, layer: int, q: Any, k: Any, v: Any, out: Any) -> None"))
+      .def(
+          "residual",
+          [](Writer& w, std::uint32_t layer, const Rows& norm2) {
+            (*w).residual(layer, span(norm2));
+          },
+          nb::sig("def residual(self, layer: int, norm2: Any) -> None"))
+      .def(
+          "end", [](Writer& w) { (*w).end(); }, no_gil())
+      .def(
+          "finish", [](Writer& w) { (*w).finish(); }, no_gil())
+      .def(
+          "close", [](Writer& w) { w.held.reset(); },
+          "Unfinished: whole shards are left, or nothing.")
+      .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
+  module.def("add_column", add_column, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
+             nb::sig("def add_column(trace: Trace, name: str, layers: Sequence[Any]) -> None"),
+             "Adds or replaces a column: float32 [kv_heads, tokens] of each layer.");
+  module.def("add_gradients", add_gradients, nb::arg("trace"), nb::arg("draws"), nb::arg("seed"),
+             nb::arg("span"), nb::arg("scales"), nb::arg("gradients"),
+             nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, span: str, scales: "
+                     "Sequence[float], gradients: Any) -> None"),
+             "Adds or replaces them: float32 [layers, draws, tokens, query_heads, head_size], and "
+             "what each file's are divided by.");
   module.attr("shard_tokens") = kShardTokens;
-  module.def("built_in_columns", built_in_columns,
-             "Columns that are computed from keys and values.");
+  module.def("built_in_columns", built_in_columns);
   module.def("supported_architectures", supported_architectures,
-             "(architecture, model_type) of each that the engine runs.");
-  module.def(
-      "weights_xxh3", [](const std::string& folder) { return Checkpoint::open(folder).xxh3(); },
-      nb::arg("folder"), nb::call_guard<nb::gil_scoped_release>(),
-      "The checksum of a checkpoint's weights.");
-  module.def(
-      "tokenizer_xxh3", [](const std::string& folder) { return tokenizer_xxh3(folder); },
-      nb::arg("folder"), "That of its tokenizer.json; empty if there is none.");
-  module.def(
-      "without_controls", [](const std::string& text) { return without_controls(text); },
-      nb::arg("text"), "With a space for each control character.");
+             "(architecture, model_type) of each.");
+  module.def("weights_xxh3",
+             [](const std::string& folder) { return Checkpoint::open(folder).xxh3(); });
+  module.def("tokenizer_xxh3", [](const std::string& folder) { return tokenizer_xxh3(folder); });
+  module.def("without_controls", [](const std::string& text) { return without_controls(text); });
 }
 
 }  // namespace kvlab::python

@@ -52,9 +52,8 @@ def prompt_text(arguments: argparse.Namespace) -> str:
     except OSError as error:
         raise Refused(f"--prompt-file {arguments.prompt_file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Refused(
-            f"--prompt-file {arguments.prompt_file}: byte {error.start} is not UTF-8; text is expected"
-        ) from None
+        wrong = f"byte {error.start} is not UTF-8; text is expected"
+        raise Refused(f"--prompt-file {arguments.prompt_file}: {wrong}") from None
 
 
 def tokenizer_of(model: str) -> Any:
@@ -85,9 +84,8 @@ def encode(model: str, config: Any, text: str) -> list[int]:
     if not ids:
         raise Refused("--prompt: has no tokens; give some text")
     if max(ids) >= config.vocab_size:
-        raise Refused(
-            f"--model {model}: the tokenizer gives id {max(ids)}; the model's vocabulary is {config.vocab_size}"
-        )
+        known = f"the model's vocabulary is {config.vocab_size}"
+        raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; {known}")
     return ids
 
 
@@ -139,9 +137,8 @@ def columns_of(texts: Sequence[str]) -> dict[str, Column]:
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)
         if not parts:
-            raise Refused(
-                f"--column {text}: should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
-            )
+            right = "should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
+            raise Refused(f"--column {text}: {right}")
         name, module, function = parts.groups()
         if name in _kvlab.built_in_columns()[:4] or name in columns:
             raise Refused(f"--column {name}: is {'given twice' if name in columns else 'computed by kvlab'}")
@@ -156,64 +153,34 @@ def columns_of(texts: Sequence[str]) -> dict[str, Column]:
 
 def add_options(parser: Parser) -> None:
     add = parser.add_argument
+
+    def number(name: str, letter: str, least: int, text: str, default: int | None = None) -> None:
+        add(name, metavar=letter, type=whole_number(least), default=default, help=text)
+
+    def repeated(name: str, metavar: str, text: str) -> None:
+        add(name, metavar=metavar, action="append", default=[], help=f"{text}; repeatable")
+
     add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
     add("--out", metavar="TRACE", required=True, help="the trace's directory, which is made")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the prompt")
     text.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
-    add(
-        "--max-new-tokens",
-        metavar="N",
-        type=whole_number(0),
-        help="tokens to generate, at most; always the most likely (default: 100)",
-    )
+    number("--max-new-tokens", "N", 0, "tokens to generate, at most; always the most likely (default: 100)")
     add("--teacher-forced", action="store_true", help="decode the given text itself, instead of generating")
-    add(
-        "--prompt-tokens",
-        metavar="P",
-        type=whole_number(1),
-        help="teacher-forced: so many of the text's tokens are the prompt",
-    )
-    add(
-        "--max-tokens",
-        metavar="T",
-        type=whole_number(1),
-        help="teacher-forced: use the first T tokens of the text (default: all)",
-    )
-    add(
-        "--beyond-context",
-        action="store_true",
-        help="take a prompt that is longer than what the model was trained on",
-    )
+    number("--prompt-tokens", "P", 1, "teacher-forced: so many of the text's tokens are the prompt")
+    number("--max-tokens", "T", 1, "teacher-forced: use the first T tokens of the text (default: all)")
+    longer = "take a prompt that is longer than what the model was trained on"
+    add("--beyond-context", action="store_true", help=longer)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
-    add(
-        "--attention",
-        choices=["sdpa", "eager", "flash_attention_2"],
-        default=default_attention(),
-        help="transformers' attn_implementation (default: sdpa, or eager where PyTorch is too old for it)",
-    )
-    add(
-        "--chunk",
-        metavar="N",
-        type=whole_number(1),
-        default=_kvlab.shard_tokens,
-        help="tokens of a given text to feed at once (default: 1024)",
-    )
-    add(
-        "--span-of",
-        metavar="TEXT",
-        action="append",
-        default=[],
-        help="a part of the prompt that is there once: the trace gets its tokens as a span; repeatable",
-    )
-    add(
-        "--column",
-        metavar="NAME=module:function",
-        action="append",
-        default=[],
-        help="a number for each token, layer and KV head (docs/columns.md): function(q, k, v, layer); repeatable",
-    )
+    attention = "transformers' attn_implementation (default: sdpa, or eager where PyTorch is too old for it)"
+    kinds = ["sdpa", "eager", "flash_attention_2"]
+    add("--attention", choices=kinds, default=default_attention(), help=attention)
+    chunk = "tokens of a given text to feed at once (default: 1024)"
+    number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
+    repeated("--span-of", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a span")
+    column = "a number for each token, layer and KV head (docs/columns.md): function(q, k, v, layer)"
+    repeated("--column", "NAME=module:function", column)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -258,19 +258,16 @@ def add_columns(out: str, columns: Mapping[str, Column]) -> None:
     trace = Trace(out, verify=False)
     tensors = trace.to_dict("torch")
     for name, function in columns.items():
-        layers, finished = [], f": --out {out} is finished without it"
+        layers = []
         try:
             for layer in range(trace.layers):
                 parts = [torch.cat(tensors[f"layers.{layer}.{part}"], dim=1) for part in "qkv"]
                 layers.append(floats(torch.as_tensor(function(*parts, layer))))
-        except (Refused, OSError):
-            raise
+            with refusing():
+                _kvlab.add_column(trace._held, name, layers)
         except Exception as error:
-            raise Refused(f"--column {name}: {type(error).__name__}: {one_line(error)}{finished}") from None
-        try:
-            _kvlab.add_column(trace._held, name, layers)
-        except (ValueError, RuntimeError) as error:
-            raise Refused(f"--{one_line(error)}{finished}") from None
+            what = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
+            raise Refused(f"--column {name}: {what}: --out {out} is finished without it") from None
 
 
 def unfinished(out: str) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
-from kvlab._trace import Trace
+from kvlab._trace import Trace, mapped_tensors
 from kvlab.hf.command_line import Parser, whole_number
 from kvlab.hf.refused import Refused, refusing
 
@@ -27,6 +28,13 @@ def part(trace: Trace, layer: int, name: Any) -> Numbers:
     """[heads, tokens, head_size], before RoPE."""
     heads = trace.query_heads if name == "q" else trace.kv_heads
     return numpy.stack([trace.read(name, layer, head) for head in range(heads)])
+
+
+def refuse_other_weights(trace: Trace, name: str, checksum: str) -> None:
+    """Those that --model names, where the trace names its own."""
+    if (wanted := trace.model["weights_xxh3"]) and wanted != checksum:
+        found = checksum or "not in safetensors files"
+        raise Refused(f"{trace.path}: was captured from weights {wanted}; those of --model {name} are {found}")
 
 
 def group(trace: Trace) -> int:
@@ -154,18 +162,34 @@ def key_cosine_rope(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
     return column
 
 
+def output_projection(trace: Trace, folder: str, layer: int) -> Numbers:
+    """o_proj of a layer in a checkpoint, [hidden, query_heads * head_size]."""
+    name, inputs = f"model.layers.{layer}.self_attn.o_proj.weight", trace.query_heads * trace.head_size
+    for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        found = mapped_tensors(str(file)).get(name)
+        if found is None:
+            continue
+        bits = found[0].astype(numpy.uint32) << 16 if isinstance(found, tuple) else None  # bfloat16
+        weight: Numbers = found.astype(numpy.float32) if bits is None else bits.view(numpy.float32)
+        if weight.shape[1] != inputs:
+            raise Refused(f"{file}: {name} takes {weight.shape[1]} inputs; the trace has {inputs}")
+        return weight
+    raise Refused(f"{folder}: no tensor {name}")
+
+
 def value_out_norm1(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
     """Σ over the group's query heads of the magnitudes of W_o v."""
     if arguments.model is None:
         raise Refused("column value_out_norm1: needs --model DIR, the checkpoint that the trace was captured from")
     if layer == 0:
         with refusing():
-            arguments.projections = _kvlab.OutputProjections.read_for(arguments.model, trace._held)
-    weights, v = arguments.projections.layer(layer), part(trace, layer, "v")
+            refuse_other_weights(trace, arguments.model, _kvlab.weights_xxh3(arguments.model))
+    weight, v = output_projection(trace, arguments.model, layer), part(trace, layer, "v")
     column = numpy.zeros((trace.kv_heads, trace.tokens))
-    for query_head, own in enumerate(weights.reshape(trace.query_heads, trace.head_size, -1)):
+    for query_head in range(trace.query_heads):
+        own = weight[:, query_head * trace.head_size : (query_head + 1) * trace.head_size]
         head = query_head // group(trace)
-        column[head] += numpy.abs(v[head] @ own).sum(axis=-1, dtype=numpy.float64)
+        column[head] += numpy.abs(v[head] @ own.T).sum(axis=-1, dtype=numpy.float64)
     return column
 
 
@@ -187,13 +211,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     add("--model", metavar="DIR", help="for value_out_norm1: the traces' checkpoint")
     add("--sinks", metavar="N", type=whole_number(0), default=4, help="first tokens that are not scored (default: 4)")
     add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens of a partition (default: 128)")
-    add(
-        "--future",
-        metavar="N",
-        type=whole_number(1),
-        default=512,
-        help="expected_attention: positions ahead that queries are taken from (default: 512)",
-    )
+    future = "expected_attention: positions ahead that queries are taken from (default: 512)"
+    add("--future", metavar="N", type=whole_number(1), default=512, help=future)
     add("--replace", action="store_true", help="where a trace has the column already")
     return parser.parse_args(argv)
 
@@ -202,7 +221,7 @@ def add(trace: Trace, name: str, arguments: Arguments) -> None:
     if name in trace._held.columns and not arguments.replace:
         raise Refused(f"{trace.path}: has a column {name} already; --replace makes it again")
     layers = [COLUMNS[name](trace, layer, arguments).astype(numpy.float32) for layer in range(trace.layers)]
-    with refusing():
+    with refusing(f"{trace.path}: column {name}: "):
         _kvlab.add_column(trace._held, name, layers)
     print(f"{trace.path}: column {name} of {trace.tokens} tokens")
 

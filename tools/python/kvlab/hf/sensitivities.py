@@ -9,14 +9,19 @@ output projection), at every position.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from kvlab import _kvlab
 from kvlab._trace import Trace
+from kvlab.hf.columns import refuse_other_weights
 from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
 from kvlab.hf.models import (
     DTYPES,
@@ -33,6 +38,7 @@ from kvlab.hf.refused import Refused, one_line, refusing
 
 PROGRAM = "kvlab.hf sensitivities"
 LOGITS = 1 << 25  # at once: 128 MiB in float32, and four times that for what is made of them
+FLOAT16_EXPONENT = 15  # the largest gradient is stored as less than 2 to this
 
 # ---------------------------------------------------------------------------------------------
 # The trace
@@ -44,16 +50,6 @@ def queries_of(trace: Trace, span: str) -> torch.Tensor:
     if not chosen:
         raise Refused(f"{trace.path}: no decode segment; --span all takes every query")
     return torch.cat(chosen)
-
-
-def refuse_another_model(trace: Trace, name: str, checksum: str) -> None:
-    """By its weights; what has no weights in the manifest cannot be told apart."""
-    wanted = trace.model["weights_xxh3"]
-    if not wanted:
-        raise Refused(f"{trace.path}: its manifest has no weights_xxh3; a trace that names its model is expected")
-    if wanted != checksum:
-        found = checksum or "not in safetensors files"
-        raise Refused(f"{trace.path}: was captured from weights {wanted}; those of --model {name} are {found}")
 
 
 def refuse_another_shape(trace: Trace, name: str, model: Any, shape: Shape) -> None:
@@ -179,31 +175,35 @@ def sensitivities(
 
 def progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
-        print(
-            f"\rsensitivities: {done} of {of} layers ",
-            end="\n" if done == of else "",
-            file=sys.stderr,
-            flush=True,
-        )
+        end = "\n" if done == of else ""
+        print(f"\rsensitivities: {done} of {of} layers ", end=end, file=sys.stderr, flush=True)
+
+
+def scale_of(largest: float, dtype: str) -> float:
+    """A power of two, with which float16 holds the gradients of a file; the other dtypes hold whatever float32 does."""
+    return 2.0 ** (math.frexp(largest)[1] - FLOAT16_EXPONENT) if dtype == "float16" and largest else 1.0
 
 
 def add_to(trace: Trace, model: Any, shape: Shape, arguments: argparse.Namespace) -> None:
     queries = queries_of(trace, arguments.span)
     generator = torch.Generator().manual_seed(arguments.seed)
     uniforms = torch.rand(arguments.draws, len(queries), generator=generator, dtype=torch.float64)
-    with refusing():
-        writer = _kvlab.GradientWriter(trace._held, arguments.draws, arguments.seed, arguments.span)
+    sizes = (shape.layers, arguments.draws, trace.tokens, shape.query_heads, shape.head_size)
+    with tempfile.TemporaryFile(dir=trace.path) as file:  # only what is being written is in memory
+        os.posix_fallocate(file.fileno(), 0, 4 * math.prod(sizes))
+        all = numpy.memmap(file, numpy.float32, shape=sizes)
 
-    def put(layer: int, gradient: torch.Tensor) -> None:
-        with refusing():
-            writer.put(layer, gradient.contiguous().cpu().numpy())
+        def put(layer: int, gradient: torch.Tensor) -> None:
+            if not torch.isfinite(gradient).all():
+                raise Refused(f"{trace.path}: layer {layer}: the gradient is not finite; nothing can be stored")
+            all[layer] = gradient.cpu().numpy()
 
-    try:
         sensitivities(model, shape, torch.from_numpy(trace.ids).long(), queries, uniforms, put)
+        starts = range(0, trace.tokens, _kvlab.shard_tokens)
+        parts = [all[:, :, start : start + _kvlab.shard_tokens] for start in starts]
+        scales = [scale_of(max(part.max(), -part.min()), trace.dtype) for part in parts]
         with refusing():
-            writer.finish()
-    finally:
-        writer.close()
+            _kvlab.add_gradients(trace._held, arguments.draws, arguments.seed, arguments.span, scales, all)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -213,12 +213,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
     add("--draws", metavar="N", type=whole_number(1, 64), default=4, help="of next tokens (default: 4)")
     add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="of the draws (default: 1)")
-    add(
-        "--span",
-        choices=["decode", "all"],
-        default="decode",
-        help="the queries whose predictions count, as in kvlab replay (default: decode)",
-    )
+    of_span = "the queries whose predictions count, as in kvlab replay (default: decode)"
+    add("--span", choices=["decode", "all"], default="decode", help=of_span)
     add("--replace", action="store_true", help="where a trace has gradients already")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     arguments = parser.parse_args(argv)
@@ -236,7 +232,9 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_unsupported(arguments.model, load_config(arguments.model))
     checksum = weights_xxh3(arguments.model)
     for trace in traces:
-        refuse_another_model(trace, arguments.model, checksum)
+        if not trace.model["weights_xxh3"]:
+            raise Refused(f"{trace.path}: its manifest has no weights_xxh3; a trace that names its model is expected")
+        refuse_other_weights(trace, arguments.model, checksum)
     device = arguments.device or default_device()
     model = load_model(arguments.model, "float32", default_attention(), device).requires_grad_(False)
     shape = shape_of(model)
