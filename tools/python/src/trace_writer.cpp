@@ -20,6 +20,7 @@
 #include "traces/base/text.hpp"
 #include "traces/extras_writer.hpp"
 #include "traces/manifest.hpp"
+#include "traces/shard.hpp"
 
 namespace kvlab::python {
 namespace {
@@ -157,6 +158,7 @@ void bind_trace_writer(nb::module_& module) {
              "Adds or replaces them: float32 [layers, draws, tokens, query_heads, head_size], and "
              "what each file's are divided by.");
   module.attr("shard_tokens") = kShardTokens;
+  module.def("check_grid", [] { return std::vector(kCheckGrid.begin(), kCheckGrid.end()); });
   module.def("built_in_columns", built_in_columns);
   module.def("supported_architectures", supported_architectures,
              "(architecture, model_type) of each.");
