@@ -222,7 +222,7 @@ class CaptureTest(ModelTest):
         cut = ["--teacher-forced", "--prompt-tokens", 2, "--max-tokens", 5]
         for words, *more in (
             ('"dog" is not in the prompt', "--span-of", "dog"),
-            ('"" is not in the prompt', "--span-of", ""),
+            ("--span-of: is empty", "--span-of", ""),
             ('"a" is there more than once', "--span-of", "a"),
             ('"dark" is given twice', "--span-of", "dark", "--span-of", "dark"),
             ('"The pass" is given twice', "--span-of", "The\npass", "--span-of", "The pass"),

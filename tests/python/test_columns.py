@@ -139,15 +139,15 @@ class ColumnsTest(CommandTest):
         turn = numpy.array([sum(numpy.exp(1j * p * f) for p in ahead) / future for f in frequencies])
         positions = numpy.arange(trace.tokens)
         keys = as_real(as_complex(k[HEAD]) * numpy.exp(1j * numpy.outer(positions, frequencies)))
-        group = group(trace)
+        heads = group(trace)
         wanted = numpy.zeros(trace.tokens)
-        for g in range(group):
-            turned = as_real(as_complex(q[HEAD * group + g, sinks:PROMPT]) * turn)  # linear: so are the moments
+        for g in range(heads):
+            turned = as_real(as_complex(q[HEAD * heads + g, sinks:PROMPT]) * turn)  # linear: so are the moments
             mean = turned.mean(axis=0)
             spread = [float((((turned - mean) @ key) ** 2).mean()) for key in keys]
             logits = numpy.array([scale * dot(key, mean) + scale**2 / 2 * s for key, s in zip(keys, spread)])
             most = logits[sinks:PROMPT].max()
-            wanted += numpy.exp(logits - most) / numpy.exp(logits[sinks:PROMPT] - most).sum() / group
+            wanted += numpy.exp(logits - most) / numpy.exp(logits[sinks:PROMPT] - most).sum() / heads
         wanted *= numpy.sqrt((v[HEAD] ** 2).sum(axis=-1))
         self.assertTrue(numpy.allclose(column, wanted, rtol=1e-5))
 

@@ -100,8 +100,10 @@ def span_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     def spelled(count: int) -> str:
         return str(tokenizer.decode(ids[first : first + count], skip_special_tokens=False))
 
+    if not text:
+        raise Refused("--span-of: is empty; give a value, or leave the option out")
     whole = spelled(len(ids) - first)
-    begin = whole.find(text) if text else -1
+    begin = whole.find(text)
     if begin < 0:
         refuse_span(text, "is not in the prompt; a text that is there once is expected")
     if whole.find(text, begin + 1) >= 0:
@@ -179,7 +181,7 @@ def add_options(parser: Parser) -> None:
     chunk = "tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
     repeated("--span-of", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a span")
-    column = "a number for each token, layer and KV head (docs/columns.md): function(q, k, v, layer)"
+    column = "a number for each token, layer and KV head (docs/configurations.md): function(q, k, v, layer)"
     repeated("--column", "NAME=module:function", column)
 
 

@@ -294,6 +294,7 @@ def write_capture(
     else:
         shape, rope, residual = measure(model, first)
     plain = plain_outputs(model, shape, first)
+    weights = output_weights(model) if residual else []
     header = json.dumps(description(model, shape, name, checkpoint, fed.prompt_tokens is not None, spans))
     with refusing("--out "):
         writer = _kvlab.TraceWriter(out, header, rope.inv_freq.tolist(), rope.factor, rope.softmax_scale)
@@ -301,7 +302,7 @@ def write_capture(
     try:
         with refusing():
             if residual:
-                writer.sketch(floats(weight) for weight in output_weights(model))
+                writer.sketch(map(floats, weights))
         feed(hooked, fed, progress)
         with refusing():
             writer.finish()

@@ -125,8 +125,8 @@ def _refuse_settings(name: str, config: Any, others: bool) -> None:
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
-    if others := sorted(set(kinds) - {"full_attention"}):
-        refuse(f"layer_types names {', '.join(others)}", "full_attention in every layer is expected")
+    if unknown := sorted(set(kinds) - {"full_attention"}):
+        refuse(f"layer_types names {', '.join(unknown)}", "full_attention in every layer is expected")
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
         refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
