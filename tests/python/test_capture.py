@@ -23,6 +23,7 @@ from kvlab.hf import capturing, models
 
 COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
 
+
 def with_path(folder):
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
@@ -236,18 +237,14 @@ class CaptureTest(ModelTest):
 
     def test_it_generates_what_kvlab_generates(self):
         arguments = ["--model", self.tiny32, "--prompt", "It was a dark night, and", "--max-new-tokens", 40]
-        ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab(
-            "generated-kvlab", *arguments
-        )
+        ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab("generated-kvlab", *arguments)
         self.check_verifies(ours)
         self.assertEqual(ids_of(ours), ids_of(theirs))
         self.assertEqual(manifest_of(ours)["segments"], manifest_of(theirs)["segments"])
 
     def test_the_size_of_chunks_does_not_matter(self):
         arguments = ["--model", self.tiny32, "--prompt-file", self.text, *FORCED]
-        whole, chunks = self.captured("whole", *arguments), self.captured(
-            "chunks", *arguments, "--chunk", 100
-        )
+        whole, chunks = self.captured("whole", *arguments), self.captured("chunks", *arguments, "--chunk", 100)
         self.check_verifies(chunks)
         x, y = (tensors_of(trace, "layers.3.check_out") for trace in (whole, chunks))
         self.assertLess(float((x - y).norm() / y.norm()), 1e-4)
@@ -372,15 +369,11 @@ class CaptureTest(ModelTest):
             99,
         )
         self.check_refused("--max-tokens", "refused", *model, "--prompt", "It was", "--max-tokens", 9)
-        self.check_refused(
-            "--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1
-        )
+        self.check_refused("--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1)
         over = ["--prompt-file", self.text, "--teacher-forced", "--prompt-tokens", 1025]
         self.check_refused("was trained on 1024", "refused", *model, *over)
         self.check_refused("no-such-file", "refused", *model, "--prompt-file", "no-such-file")
-        self.check_refused(
-            "no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was"
-        )
+        self.check_refused("no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was")
 
     def test_a_hub_that_cannot_be_reached_is_one_line(self):
         (self.at / "quick").mkdir()

@@ -68,9 +68,7 @@ class ColumnsTest(CommandTest):
 
     def test_redundancy(self):
         def share(t, end):
-            means = [
-                math.fsum(dot(units[i], units[j]) for j in range(end) if j != i) / end for i in range(end)
-            ]
+            means = [math.fsum(dot(units[i], units[j]) for j in range(end) if j != i) / end for i in range(end)]
             most = max(means)
             return math.exp(means[t] - most) / math.fsum(math.exp(m - most) for m in means)
 
@@ -103,7 +101,17 @@ class ColumnsTest(CommandTest):
             sums = [math.fsum(key[d] for key in units[:end]) for d in range(trace.head_size)]
             self.assertAlmostEqual(float(column[t]), dot(units[t], unit(sums)), places=5)
         plain, turned_too = (
-            kvlab("replay", "--trace", self.path, "--policy", f"keydiff{name}", "--budget", 48, "--out", f"{self.path}-r{i}")
+            kvlab(
+                "replay",
+                "--trace",
+                self.path,
+                "--policy",
+                f"keydiff{name}",
+                "--budget",
+                48,
+                "--out",
+                f"{self.path}-r{i}",
+            )
             for i, name in enumerate(("", ":name=key_cosine_rope"))
         )
         self.assertEqual((plain.returncode, turned_too.returncode), (0, 0), plain.stderr + turned_too.stderr)
@@ -188,4 +196,3 @@ class ColumnsTest(CommandTest):
         self.check_refused("--lag", self.path, "--column", "lagkv", "--lag", "1")
         self.add("redundancy")
         self.check_refused("--replace", self.path, "--column", "redundancy")
-

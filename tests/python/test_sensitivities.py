@@ -34,13 +34,9 @@ class SensitivitiesTest(ModelTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.long = cls.captured_by_kvlab(
-            "long", "--model", cls.tiny32, "--prompt-file", cls.text, *FORCED
-        )
+        cls.long = cls.captured_by_kvlab("long", "--model", cls.tiny32, "--prompt-file", cls.text, *FORCED)
         short = ["--teacher-forced", "--prompt-tokens", 40, "--max-tokens", 70]
-        cls.short = cls.captured_by_kvlab(
-            "short", "--model", cls.tiny32, "--prompt-file", cls.text, *short
-        )
+        cls.short = cls.captured_by_kvlab("short", "--model", cls.tiny32, "--prompt-file", cls.text, *short)
 
     def add(self, trace, *arguments):
         return self.run_main("sensitivities", trace, *arguments, "--device", "cpu")
@@ -76,9 +72,7 @@ class SensitivitiesTest(ModelTest):
 
     def likelihood(self, ids, tokens, queries, layer, push):
         """sum of log p(tokens) of each draw in float64, `push` added to the input of a layer's o_proj."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.tiny32, attn_implementation="eager"
-        ).double()
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.tiny32, attn_implementation="eager").double()
         o_proj = model.model.layers[layer].self_attn.o_proj
         o_proj.register_forward_pre_hook(lambda _, given: (given[0] + push,))
         for module in model.modules():
@@ -89,9 +83,7 @@ class SensitivitiesTest(ModelTest):
                     * x.square().mean(-1, True).add(norm.variance_epsilon).rsqrt()
                 )
         # Norms and softmax: transformers takes both in float32, whatever the model's dtype.
-        softmax = unittest.mock.patch.object(
-            torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)
-        )
+        softmax = unittest.mock.patch.object(torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim))
         with torch.no_grad(), softmax:
             hidden = model.model(input_ids=ids[None]).last_hidden_state[0, queries]
             log_p = model.get_output_embeddings()(hidden).log_softmax(-1)
@@ -138,9 +130,7 @@ class SensitivitiesTest(ModelTest):
             self.assertEqual((file["grad_scale"].dtype, file["grad_scale"].shape), (torch.float32, (1,)))
             for layer in range(4):
                 gradient = file[f"layers.{layer}.grad"]
-                self.assertEqual(
-                    (gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64))
-                )
+                self.assertEqual((gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64)))
                 self.assertTrue(bool((gradient != 0).any()))
         # What the last layer puts out for a token touches that token's prediction alone.
         touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
@@ -175,9 +165,7 @@ class SensitivitiesTest(ModelTest):
         sensitivities.LOGITS = 1 << 13
         parts = self.added(self.short, "parts", "--span", "all")
         for layer in range(4):
-            torch.testing.assert_close(
-                gradient_of(whole, layer), gradient_of(parts, layer), rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(gradient_of(whole, layer), gradient_of(parts, layer), rtol=1e-4, atol=1e-4)
 
     def test_draws_follow_the_models_distribution(self):
         log_p = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(3, 4)

@@ -59,14 +59,16 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
         writer.close()
 
 
-def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, checked: list[int]) -> Any:
+def _outputs(
+    arrays: Mapping[str, Any], layer: int, arithmetic: tuple[list[float], float, float], checked: list[int]
+) -> Any:
     """[checked, query_heads, head_size]: what attention puts out there."""
     parts = {name: _floats(array[layer]) for name, array in arrays.items()}
     for name, values in parts.items():
         if not (finite := numpy.isfinite(values)).all():
             raise ValueError(f"{name}: layer {layer} holds {values[~finite][0]}; finite numbers are expected")
     dtype = _dtype(arrays["q"])
-    return _kvlab.attention_outputs(*parts.values(), *arithmetic, dtype, checked)
+    return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic, dtype, checked)
 
 
 class _Config:
@@ -119,7 +121,10 @@ def _floats(array: Any) -> numpy.typing.NDArray[numpy.float32]:
 
 def _check_alike(name: str, array: Any, other: str, like: Any, heads_differ: bool) -> None:
     sizes, right = list(array.shape), list(like.shape)
-    if _dtype(array) != _dtype(like) or [*sizes[:1], *sizes[1 + heads_differ :]] != [*right[:1], *right[1 + heads_differ :]]:
+    if _dtype(array) != _dtype(like) or [*sizes[:1], *sizes[1 + heads_differ :]] != [
+        *right[:1],
+        *right[1 + heads_differ :],
+    ]:
         same = f"one dtype, and the same layers, {'' if heads_differ else 'heads, '}tokens and head size are expected"
         raise ValueError(f"{name}: {sizes} does not go with {other} {right}; {same}")
 

@@ -60,14 +60,15 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v,
 }  // namespace
 
 void bind_arrays(nb::module_& module) {
-  module.def("attention_outputs", attention_outputs, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::arg("inv_freq"), nb::arg("rope_factor"), nb::arg("softmax_scale"),
-             nb::arg("dtype"), nb::arg("positions"),
-             nb::sig("def attention_outputs(q: Any, k: Any, v: Any, inv_freq: Sequence[float], "
-                     "rope_factor: float, softmax_scale: float, dtype: str, positions: "
-                     "Sequence[int]) -> Any"),
-             "[positions, query_heads, head_size]: of float32 [heads, tokens, head_size] before "
-             "RoPE.");
+  module.def(
+      "attention_outputs", attention_outputs, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      nb::arg("inv_freq"), nb::arg("rope_factor"), nb::arg("softmax_scale"), nb::arg("dtype"),
+      nb::arg("positions"),
+      nb::sig("def attention_outputs(q: object, k: object, v: object, inv_freq: Sequence[float], "
+              "rope_factor: float, softmax_scale: float, dtype: str, positions: "
+              "Sequence[int]) -> object"),
+      "[positions, query_heads, head_size]: of float32 [heads, tokens, head_size] before "
+      "RoPE.");
 }
 
 }  // namespace kvlab::python

@@ -122,7 +122,7 @@ void bind_trace_writer(nb::module_& module) {
            nb::arg("rope_factor"), nb::arg("softmax_scale"),
            "`header`: JSON of the manifest's keys that describe a trace.")
       .def("sketch", sketch, nb::arg("weights"),
-           nb::sig("def sketch(self, weights: Iterable[Any]) -> None"),
+           nb::sig("def sketch(self, weights: object) -> None"),
            "From float32 [hidden, inputs] of each output projection.")
       .def("begin",
            [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt) {
@@ -133,13 +133,14 @@ void bind_trace_writer(nb::module_& module) {
           [](Writer& w, std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
              const Rows& out) { (*w).layer(layer, span(q), span(k), span(v), span(out), {}); },
           nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
-          nb::sig("def layer(self, layer: int, q: Any, k: Any, v: Any, out: Any) -> None"))
+          nb::sig(
+              "def layer(self, layer: int, q: object, k: object, v: object, out: object) -> None"))
       .def(
           "residual",
           [](Writer& w, std::uint32_t layer, const Rows& norm2) {
             (*w).residual(layer, span(norm2));
           },
-          nb::sig("def residual(self, layer: int, norm2: Any) -> None"))
+          nb::sig("def residual(self, layer: int, norm2: object) -> None"))
       .def(
           "end", [](Writer& w) { (*w).end(); }, no_gil())
       .def(
@@ -149,12 +150,12 @@ void bind_trace_writer(nb::module_& module) {
           "Unfinished: whole shards are left, or nothing.")
       .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
   module.def("add_column", add_column, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
-             nb::sig("def add_column(trace: Trace, name: str, layers: Sequence[Any]) -> None"),
+             nb::sig("def add_column(trace: Trace, name: str, layers: Sequence[object]) -> None"),
              "Adds or replaces a column: float32 [kv_heads, tokens] of each layer.");
   module.def("add_gradients", add_gradients, nb::arg("trace"), nb::arg("draws"), nb::arg("seed"),
              nb::arg("span"), nb::arg("scales"), nb::arg("gradients"),
              nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, span: str, scales: "
-                     "Sequence[float], gradients: Any) -> None"),
+                     "Sequence[float], gradients: object) -> None"),
              "Adds or replaces them: float32 [layers, draws, tokens, query_heads, head_size], and "
              "what each file's are divided by.");
   module.attr("shard_tokens") = kShardTokens;

@@ -1,7 +1,7 @@
 """python -m kvlab.hf capture: a trace from a transformers model. See docs/capture-hf.md.
 
-    python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
-    python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
+python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
+python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
 """
 
 from __future__ import annotations

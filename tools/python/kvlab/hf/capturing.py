@@ -261,8 +261,8 @@ def add_columns(out: str, columns: Mapping[str, Column]) -> None:
         layers = []
         try:
             for layer in range(trace.layers):
-                parts = [torch.cat(tensors[f"layers.{layer}.{part}"], dim=1) for part in "qkv"]
-                layers.append(floats(torch.as_tensor(function(*parts, layer))))
+                q, k, v = (torch.cat(tensors[f"layers.{layer}.{part}"], dim=1) for part in "qkv")
+                layers.append(floats(torch.as_tensor(function(q, k, v, layer))))
             with refusing():
                 _kvlab.add_column(trace._held, name, layers)
         except Exception as error:
@@ -342,7 +342,9 @@ def capture(
     notebooks and on terminals, where tqdm is there; a function gets the tokens fed.
     """
     base = base_of(model)
-    name = _kvlab.without_controls(pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name)
+    name = _kvlab.without_controls(
+        pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
+    )
     refuse_unsupported(name, base.config, others=True)
     ids = _one_sequence(input_ids, int(base.config.vocab_size))
     if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):

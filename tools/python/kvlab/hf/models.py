@@ -59,8 +59,9 @@ class Shape:
 
 def load_config(name: str) -> Any:
     """Of a folder or a name of the hub. For commands: what the hub logs of each retry is left out, and transformers' own words."""
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    words: Any = transformers.utils.logging
+    words.set_verbosity_error()
+    words.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return transformers.AutoConfig.from_pretrained(name)

@@ -113,7 +113,7 @@ def gradients_behind(
     gradients = hidden.new_zeros(len(uniforms), *hidden.shape)
     tokens = []
     rows = max(1, LOGITS // model.config.vocab_size)
-    for part, marks in zip(queries.split(rows), uniforms.split(rows, dim=1)):
+    for part, marks in zip(torch.split(queries, rows), torch.split(uniforms, rows, dim=1)):
         x = hidden[0, part.to(hidden.device)].requires_grad_()
         with torch.enable_grad():
             log_p = head(model.model.norm(x)).log_softmax(-1)
