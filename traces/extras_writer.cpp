@@ -78,9 +78,9 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
                            {gradients.draws, shape.query_heads, shard.tokens, shape.head_size},
                            layers[layer]});
       }
-      gradients.files.push_back({gradient_name(index), shard.first, shard.tokens, ""});
-      gradients.files.back().xxh3 =
-          write_safetensors(directory / gradient_name(index), tensors, {});
+      const std::string name = gradient_name(index);
+      gradients.files.push_back(
+          {name, shard.first, shard.tokens, write_safetensors(directory / name, tensors, {})});
     }
   } catch (...) {
     std::error_code ignored;

@@ -12,7 +12,7 @@
 namespace kvlab {
 
 /// Adds a column whose values come from `value(layer, KV head, token)`, in that order; one of that
-/// name is replaced.
+/// name is replaced. Throws std::runtime_error where a value is not finite.
 void write_column(const std::filesystem::path& directory, const std::string& name,
                   const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value);
 

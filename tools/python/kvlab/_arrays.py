@@ -120,13 +120,12 @@ def _floats(array: Any) -> numpy.typing.NDArray[numpy.float32]:
 
 
 def _check_alike(name: str, array: Any, other: str, like: Any, heads_differ: bool) -> None:
-    sizes, right = list(array.shape), list(like.shape)
-    if _dtype(array) != _dtype(like) or [*sizes[:1], *sizes[1 + heads_differ :]] != [
-        *right[:1],
-        *right[1 + heads_differ :],
-    ]:
+    def alike(one: Any) -> list[Any]:
+        return [_dtype(one), one.shape[0], *one.shape[1 + heads_differ :]]
+
+    if alike(array) != alike(like):
         same = f"one dtype, and the same layers, {'' if heads_differ else 'heads, '}tokens and head size are expected"
-        raise ValueError(f"{name}: {sizes} does not go with {other} {right}; {same}")
+        raise ValueError(f"{name}: {list(array.shape)} does not go with {other} {list(like.shape)}; {same}")
 
 
 def _ids(ids: Any, tokens: int) -> list[int]:

@@ -233,7 +233,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         fed_tokens = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:
-        raise Refused(str(interrupted)) from None
+        raise Refused(str(interrupted) or "interrupted") from None
     progress(fed_tokens)
     print(f"{arguments.out}: {fed_tokens} tokens of {_kvlab.without_controls(name)}")
 

@@ -191,19 +191,19 @@ def add_to(trace: Trace, model: Any, shape: Shape, arguments: argparse.Namespace
     sizes = (shape.layers, arguments.draws, trace.tokens, shape.query_heads, shape.head_size)
     with tempfile.TemporaryFile(dir=trace.path) as file:  # only what is being written is in memory
         os.posix_fallocate(file.fileno(), 0, 4 * math.prod(sizes))
-        all = numpy.memmap(file, numpy.float32, shape=sizes)
+        gradients = numpy.memmap(file, numpy.float32, shape=sizes)
 
         def put(layer: int, gradient: torch.Tensor) -> None:
             if not torch.isfinite(gradient).all():
                 raise Refused(f"{trace.path}: layer {layer}: the gradient is not finite; nothing can be stored")
-            all[layer] = gradient.cpu().numpy()
+            gradients[layer] = gradient.cpu().numpy()
 
         sensitivities(model, shape, torch.from_numpy(trace.ids).long(), queries, uniforms, put)
         starts = range(0, trace.tokens, _kvlab.shard_tokens)
-        parts = [all[:, :, start : start + _kvlab.shard_tokens] for start in starts]
+        parts = [gradients[:, :, start : start + _kvlab.shard_tokens] for start in starts]
         scales = [scale_of(max(part.max(), -part.min()), trace.dtype) for part in parts]
         with refusing():
-            _kvlab.add_gradients(trace._held, arguments.draws, arguments.seed, arguments.span, scales, all)
+            _kvlab.add_gradients(trace._held, arguments.draws, arguments.seed, arguments.span, scales, gradients)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
