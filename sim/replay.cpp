@@ -44,11 +44,11 @@ void check_columns(const PolicySpec& policy, const TraceReader& trace, bool know
     const std::string what = fmt::format("policy {}: column {}: ", policy.name, name);
     if (built_in_column(name))
       throw std::invalid_argument(what + "takes the model's weights: give --model DIR");
-    throw std::invalid_argument(
-        fmt::format("{}the trace {} has {}; tools/columns.py adds one, and {} are computed", what,
-                    trace.directory().string(),
-                    there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-                    built_in_column_names()));
+    throw std::invalid_argument(fmt::format(
+        "{}the trace {} has {}; python -m kvlab.hf columns adds one, and {} are computed", what,
+        trace.directory().string(),
+        there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
+        built_in_column_names()));
   }
 }
 

@@ -261,7 +261,7 @@ void note_other_gradients(const ReplayRequest& request,
   if (!names.empty())
     request.notice(
         fmt::format("no kl_estimate of {}: the gradients are not of --span {}; "
-                    "tools/sensitivities.py with it and --replace makes them",
+                    "python -m kvlab.hf sensitivities with it and --replace makes them",
                     names, name_of(request.options.span)));
 }
 

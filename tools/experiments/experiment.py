@@ -81,11 +81,10 @@ class Experiment:
         )  # fmt: skip
 
     def add_column(self, trace, name):
-        """Adds a column to a finished trace by tools/columns.py, which needs numpy."""
-        command = ["tools/columns.py", trace, "--column", name, "--model", self.arguments.model]
+        """Adds a column to a finished trace by the Python package."""
+        command = ["-m", "kvlab.hf", "columns", trace, "--column", name, "--model", self.arguments.model]
         self.commands.append(" ".join(["python3", *(name_of(word) for word in map(str, command))]))
-        done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+        done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise Refused(f"column {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
 

@@ -35,14 +35,12 @@ What `import kvlab.hf` offers; `docs/python.md` shows it at work. Made by
 
 
 def homes(path: pathlib.Path) -> dict[str, list[str]]:
-    """File of the package -> the names that it brings, from _HOMES of an __init__.py."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-            table: dict[str, str | tuple[str, ...]] = ast.literal_eval(node.value)
-            if all(isinstance(value, tuple) for value in table.values()):
-                return {home: list(names) for home, names in table.items()}
-            return {str(home): [name for name in table if table[name] == home] for home in table.values()}
-    raise SystemExit(f"{path}: has no _HOMES, which says where names live")
+    """File of the package -> the names that an __init__.py imports from it."""
+    return {
+        node.module.removeprefix("kvlab.").removeprefix("hf."): [alias.name for alias in node.names]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and re.match(r"kvlab\.(?!_kvlab)", node.module)
+    }
 
 
 def doc(node: ast.AST) -> str:
