@@ -77,8 +77,8 @@ def deploy_verdicts():
     named = []
     for i, trace in enumerate(traces):
         named.append(trace.rename(trace.with_name(f"text{i}")))
-    run = experiment.kvlab(["replay"], "--trace", *named, "--policy", ",".join(policies), "--budget",
-                           ",".join(map(str, budgets)))  # fmt: skip
+    run = experiment.kvlab(["replay"], "--trace", *named, "--model", arguments.model, "--policy", ",".join(policies),
+                           "--budget", ",".join(map(str, budgets)))  # fmt: skip
     evaluation = run_json(
         experiment, ["eval"], "--model", arguments.model, "--text", *left_out, "--max-tokens", tokens, "--prompt-tokens",
         tokens // 2, "--policy", ",".join(policies), "--budget", ",".join(map(str, budgets)),
