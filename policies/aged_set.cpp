@@ -117,6 +117,10 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   fill_keys(now, keys_);
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
+  if (ladder_.size() > 1) {
+    deal();
+    return victims_;
+  }
   const auto first = [&](std::uint32_t a, std::uint32_t b) { return keys_[a] < keys_[b]; };
   if (leaving == 1)
     victims_[0] = *std::min_element(victims_.begin(), victims_.end(), first);
@@ -127,6 +131,23 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   return victims_;
 }
 
+/// Deals the tokens of victims_, from the last to leave to the first, each to the first rung that
+/// has room and is not above its own. Leaves in victims_ who finds none. Where one token is over,
+/// this is a step: at each rung the first to leave goes on.
+void AgedSet::deal() {
+  std::vector<std::uint32_t> room;
+  for (const RungSlots& rung : ladder_) room.push_back(rung.slots);
+  --room.front();  // the next token's
+  std::ranges::sort(victims_, [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
+  std::erase_if(victims_, [&](std::uint32_t age) {
+    while (rungs_[age] < room.size() && room[rungs_[age]] == 0) ++rungs_[age];
+    if (rungs_[age] == room.size()) return false;
+    --room[rungs_[age]];
+    return true;
+  });
+  std::ranges::sort(victims_);
+}
+
 void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (ages.empty()) return;
   std::size_t kept = ages.front();
@@ -135,6 +156,7 @@ void AgedSet::evict(std::span<const std::uint32_t> ages) {
                       count = (v + 1 < ages.size() ? ages[v + 1] : size_) - from;
     std::memmove(positions_.data() + kept, positions_.data() + from, count * sizeof(std::uint32_t));
     if (ops_.slot_bytes > 0) std::memmove(slot(kept), slot(from), count * ops_.slot_bytes);
+    if (!rungs_.empty()) std::memmove(rungs_.data() + kept, rungs_.data() + from, count);
     if (const std::size_t width = columns_.size(); width > 0)
       std::memmove(brought_.data() + kept * width, brought_.data() + from * width,
                    count * width * sizeof(float));
@@ -149,6 +171,7 @@ void AgedSet::reserve(std::size_t count) {
   positions_.resize(count + count / 4);
   states_.resize(positions_.size() * ops_.slot_bytes);
   brought_.resize(positions_.size() * columns_.size());
+  if (ladder_.size() > 1) rungs_.resize(positions_.size());
 }
 
 void AgedSet::give_back() {
@@ -158,6 +181,7 @@ void AgedSet::give_back() {
   positions_.shrink_to_fit();
   states_.shrink_to_fit();
   brought_.shrink_to_fit();
+  if (!rungs_.empty()) rungs_.resize(size_);
   victims_ = std::vector<std::uint32_t>();
   keys_ = std::vector<LeavingKey>();  // (braces alone would keep the memory)
 }
@@ -169,6 +193,7 @@ void AgedSet::admit(std::uint32_t first, std::uint32_t count, const float* broug
   const std::uint32_t old = size_;
   size_ += count;
   std::iota(positions_.begin() + old, positions_.begin() + size_, first);
+  if (!rungs_.empty()) std::fill_n(rungs_.begin() + old, count, std::uint8_t{0});
   if (!columns_.empty())
     std::copy_n(brought, count * columns_.size(), brought_.data() + old * columns_.size());
   ops_.admit(slot(old), tokens().from(old, columns_.size()), count, params_.data(),

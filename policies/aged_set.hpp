@@ -5,6 +5,7 @@
 // the lanes look at.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -15,6 +16,7 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/modifiers/ranks.hpp"
+#include "policies/rungs/ladder.hpp"
 
 namespace kvlab {
 
@@ -56,9 +58,21 @@ class AgedSet {
   /// Whether that is the state that `other` are the bytes of, but for padding.
   bool has_state(std::size_t age, std::span<const std::byte> other) const;
 
-  /// How many tokens have to leave before the next admission.
+  /// Before the first token: the slots of a ladder's rungs, which come to the budget. Tokens are
+  /// admitted to the first.
+  void keep_at(std::vector<RungSlots> rungs) { ladder_ = std::move(rungs); }
+  /// The form of the token at an age, once its admission has ended.
+  const KvForm& form(std::size_t age) const { return *ladder_[rung(age)].form; }
+  std::size_t rung(std::size_t age) const { return rungs_.empty() ? 0 : rungs_[age]; }
+  std::span<const RungSlots> ladder() const { return ladder_; }
+
+  /// How many tokens have to leave before the next admission; of a ladder, leave its first rung.
   std::uint32_t surplus() const {
-    return budget_ == kNoBudget ? 0 : modifiers_.surplus(size_, budget_, after_prompt_);
+    if (budget_ == kNoBudget) return 0;
+    if (ladder_.size() == 1) return modifiers_.surplus(size_, budget_, after_prompt_);
+    const auto first = std::count(rungs_.begin(), rungs_.begin() + size_, 0);
+    return modifiers_.surplus(static_cast<std::uint32_t>(first), ladder_.front().slots,
+                              after_prompt_);
   }
   const Modifiers& modifiers() const { return modifiers_; }
   /// Most tokens that are live where they come one at a time; 2^64 - 1: as many as come.
@@ -102,7 +116,8 @@ class AgedSet {
     if (shares_slots_) return find_victims(now);
     return surplus() == 1 && leaves_by_own_rank() ? find_victim(now) : find_victims(now);
   }
-  /// The rule as it is written: the first by leaving_keys().
+  /// The rule as it is written: the first by leaving_keys(). Of a ladder, who finds no room; the
+  /// others have stepped down.
   std::span<const std::uint32_t> find_victims(std::uint32_t now);
   /// find_victims() where one leaves by its own rank: one vector loop over the tokens that no guard
   /// holds.
@@ -125,6 +140,7 @@ class AgedSet {
   bool leaves_by_own_rank() const {
     return modifiers_.scope == Modifiers::Scope::head && !modifiers_.smooths(after_prompt_);
   }
+  void deal();
   std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
   Ranks modified_ranks(std::uint32_t now) const;
   void fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const;
@@ -141,6 +157,8 @@ class AgedSet {
   std::vector<std::byte> states_;         // [age, slot_bytes], likewise
   std::vector<std::string> columns_;
   std::vector<float> brought_;  // [age, columns_], likewise
+  std::vector<RungSlots> ladder_ = {RungSlots{}};
+  std::vector<std::uint8_t> rungs_;  // [age], likewise; empty where there is one rung
   std::vector<std::uint32_t> victims_;
   std::vector<LeavingKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;

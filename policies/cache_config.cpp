@@ -53,6 +53,42 @@ void check_layers_even(const ResolvedConfig& config) {
                         config.policy.name, layer, config.head_budgets[layer].front(), budget));
 }
 
+/// What a ladder refuses.
+void check_ladder(const CacheConfig& config) {
+  const auto refuse = [&](const char* why) {
+    throw std::invalid_argument(fmt::format("ladder {}: {}", config.policy.ladder.text(), why));
+  };
+  if (!config.policy.entry) refuse("a reference keeps all tokens in 16 bit");
+  if (config.positions == Positions::cache && config.policy.ladder.is_coded())
+    refuse("codes are of keys at original positions; --positions original is expected");
+  if (config.shares_slots()) refuse("ada() shares tokens of 16 bit; an even budget is expected");
+  if (!config.evicts() && config.policy.ladder.rungs.size() > 1)
+    refuse("full keeps every token on one rung; one form is expected");
+}
+
+/// The tokens that a ladder holds in the bytes of `asked` tokens in 16 bit.
+std::uint32_t climb(ResolvedConfig& config, std::uint32_t asked) {
+  const auto slots = config.policy.ladder.slots(std::uint64_t{asked} * kKvForms[0].block_bytes(), 1);
+  std::uint64_t tokens = 0;
+  for (const RungSlots& rung : slots) tokens += rung.slots;
+  const auto budget = static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, kNoBudget / 2));
+  config.rungs.try_emplace(budget, slots);
+  return budget;
+}
+
+/// Budgets in tokens of 16 bit become those that the ladder holds in as many bytes.
+void climb(ResolvedConfig& config) {
+  if (config.policy.ladder.is_plain()) return;
+  check_ladder(config);
+  if (!config.evicts()) {
+    config.rungs[kNoBudget] = {{config.policy.ladder.rungs.front().form, kNoBudget / 2}};
+    return;
+  }
+  config.budget_tokens = climb(config, config.budget_tokens);
+  for (auto& layer : config.head_budgets)
+    for (std::uint32_t& own : layer) own = climb(config, own);
+}
+
 }  // namespace
 
 std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
@@ -77,11 +113,15 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
                        HeadCounts model) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
-  if (!config.evicts()) return resolved;
+  if (!config.evicts()) {
+    climb(resolved);
+    return resolved;
+  }
   resolved.budget_tokens = config.budget.resolve(length);
   resolved.head_budgets = budgets_by_head(config, length, model);
   for (const auto& layer : resolved.head_budgets)
     resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
+  climb(resolved);
   if (!config.policy.entry) return resolved;
   resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
   check_guards(resolved);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,9 @@ struct CacheConfig {
 
   /// Whether tokens ever leave: not under `full`. A reference evicts.
   bool evicts() const { return !policy.entry || policy.entry->info.evicts; }
-  bool is_full() const { return !evicts() && positions == Positions::original; }
+  bool is_full() const {
+    return !evicts() && positions == Positions::original && !policy.ladder.is_coded();
+  }
   /// The budget as asked for; "all" where nothing leaves.
   std::string budget_text() const { return evicts() ? budget.text() : "all"; }
   /// Whether the KV heads of a layer keep one set, or share their slots: who leaves is found for
@@ -51,6 +54,7 @@ struct ResolvedConfig : CacheConfig {
   std::uint32_t budget_tokens = kNoBudget;  ///< the largest; kNoBudget: nobody leaves
   Guards guards = {};                       ///< of that budget
   HeadBudgets head_budgets = {};            ///< empty: all heads have budget_tokens
+  std::map<std::uint32_t, std::vector<RungSlots>> rungs = {};  ///< by budget; empty: one plain rung
   std::vector<Admission> admissions = {};   ///< where they are known beforehand: in a replay
   std::vector<bool> in_dense_prompt = {};   ///< [token], likewise
 
@@ -72,6 +76,7 @@ struct ResolvedConfig : CacheConfig {
   LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
     LiveSet live{policy, budget_of(layer, kv_head), identity(layer, kv_head)};
     if (shares_slots()) live.share_slots();
+    if (const auto own = rungs.find(live.budget()); own != rungs.end()) live.keep_at(own->second);
     return live;
   }
 };

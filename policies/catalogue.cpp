@@ -38,8 +38,8 @@ Extent parse_tokens(std::string_view text, std::string_view what, double least,
   return tokens(static_cast<std::uint32_t>(value));
 }
 
-/// A count or a share. Throws unless it lies in [least, 2^31) tokens or in [0, 100] percent, where
-/// no share is 0 unless `least` is.
+}  // namespace
+
 Extent parse_extent(std::string_view text, std::string_view what, double least) {
   if (!text.ends_with('%')) return parse_tokens(text, what, least, ", or a share such as 20%");
   const double value = parse_number(text.substr(0, text.size() - 1), what, "a share such as 20%");
@@ -52,6 +52,8 @@ Extent parse_extent(std::string_view text, std::string_view what, double least) 
     throw std::invalid_argument(fmt::format("{}: {} should be at least 0.0001%", what, text));
   return share;
 }
+
+namespace {
 
 constexpr std::pair<std::string_view, Budget::Split> kSplits[] = {
     {"pyramid", Budget::Split::pyramid}, {"ada", Budget::Split::ada}};
@@ -101,6 +103,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   const std::string_view value = setting.substr(equals + 1);
   if (key == "sinks") return void(spec.sinks = parse_extent(value, what, 0));
   if (key == "recent") return void(spec.recent = parse_extent(value, what, 0));
+  if (key == "ladder") return void(spec.ladder = parse_ladder(value));
   if (key == "name" && named_place(spec.entry->info)) return spec.name_column(value);
   if (is_modifier(key)) return set_modifier(spec.modifiers, key, value, what);
 
@@ -118,7 +121,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     spec.params[i] = number;
     return;
   }
-  known.insert(known.end(), {"sinks", "recent"});
+  known.insert(known.end(), {"sinks", "recent", "ladder"});
   known.insert(known.end(), modifier_names().begin(), modifier_names().end());
   throw std::invalid_argument(
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
@@ -212,7 +215,9 @@ void PolicySpec::name_column(std::string_view column) {
 }
 
 std::string PolicySpec::params_text() const {
-  if (!entry || !entry->info.evicts) return "";
+  if (!entry) return "";
+  const std::string own_ladder = ladder.is_plain() ? "" : "ladder=" + ladder.text('+', '@');
+  if (!entry->info.evicts) return own_ladder;
   std::vector<std::string> parts;
   if (const std::string column = named_column(); !column.empty())
     parts.push_back(fmt::format("{}{}", kNamed, column));
@@ -222,6 +227,7 @@ std::string PolicySpec::params_text() const {
   parts.push_back("recent=" + text_of(recent));
   for (std::string& text : modifier_texts(modifiers, entry->info.modifiers))
     parts.push_back(std::move(text));
+  if (!own_ladder.empty()) parts.push_back(own_ladder);
   return fmt::format("{}", fmt::join(parts, ":"));
 }
 
@@ -238,6 +244,7 @@ std::string PolicySpec::brief() const {
   plain.sinks = entry->info.sinks;
   plain.recent = entry->info.recent;
   plain.modifiers = entry->info.modifiers;
+  plain.ladder = {};
   const std::string own = params_text(), standard = plain.params_text();
   const auto defaults = split(standard, ':');
   std::string text = name;
@@ -285,7 +292,8 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   spec.sinks = spec.entry->info.sinks;
   spec.recent = spec.entry->info.recent;
   spec.modifiers = spec.entry->info.modifiers;
-  if (parts.size() > 1 && !spec.entry->info.evicts)
+  const auto is_ladder = [](std::string_view part) { return part.starts_with("ladder="); };
+  if (!spec.entry->info.evicts && !std::all_of(parts.begin() + 1, parts.end(), is_ladder))
     throw std::invalid_argument(
         fmt::format("policy {} never evicts: it takes no parameters and no guards", spec.name));
   std::vector<std::string_view> given;

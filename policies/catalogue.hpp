@@ -12,6 +12,7 @@
 #include "policies/budgets/budget.hpp"
 #include "policies/entry.hpp"
 #include "policies/rule.hpp"
+#include "policies/rungs/ladder.hpp"
 
 namespace kvlab {
 
@@ -20,6 +21,9 @@ const std::vector<PolicyEntry>& policy_catalogue();
 
 /// As written on the command line: `4` or `50%`.
 std::string text_of(Extent extent);
+/// Likewise read: a count or a share. Throws std::invalid_argument unless it lies in [least, 2^31)
+/// tokens or in [0, 100] percent, where no share is 0 unless `least` is.
+Extent parse_extent(std::string_view text, std::string_view what, double least);
 
 /// A policy as asked for: `name:param=value:guard=value`, defaults filled in.
 struct PolicySpec {
@@ -28,6 +32,7 @@ struct PolicySpec {
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
   Modifiers modifiers;
+  Ladder ladder = {};                ///< `ladder=4`, `ladder=16@16t+4@100%`
   std::vector<std::string> columns;  ///< as entry->info.columns, with the one that `name=` gives
 
   /// The name that `name=` gives; empty where the policy does not ask for one.

@@ -32,6 +32,9 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
 
 std::string refusal(const Executor& executor, const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
+  if (!policy.ladder.is_plain() && !executor.ladders)
+    return fmt::format("ladder {}: {} keeps tokens in 16 bit; {} knows ladders",
+                       policy.ladder.text(), executor.name, executor.instead);
   if (!policy.entry)
     return fmt::format("policy {} is a reference of the replay; {} needs a policy", policy.name,
                        executor.name);

@@ -26,10 +26,20 @@ struct Executor {
   bool shared_slots = false;  ///< ada()
   bool scope_layer = false;
   bool group_max = false;
+  bool ladders = false;
   Columns columns = Columns::none;
 };
 
-/// The CPU's, and the closed loop there.
+/// The closed loop on the CPU, by the replay's own core.
+inline constexpr Executor kLoop{.name = "the closed loop",
+                                .instead = "a replay",
+                                .head_budgets = true,
+                                .shared_slots = true,
+                                .scope_layer = true,
+                                .group_max = true,
+                                .ladders = true,
+                                .columns = Columns::built_in};
+/// The CPU's.
 inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
                                    .head_budgets = true,

@@ -16,6 +16,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
       columns_(live_.columns(), view, admissions),
       out_(view.head_size) {
   if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic.softmax_scale);
+  if (!live_.ladder().back().form->exact()) coded_.emplace(view, rope, arithmetic);
 }
 
 bool HeadRun::observes(std::uint32_t query) const {
@@ -37,6 +38,11 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
 
   if (observes(query) || measures(query) || target_.out) {
     if (squeezed_) squeezed_->compute(query, live_, visible_);
+    if (coded_) {
+      const bool staged = admission().tokens > 1;  // in 16 bit until their admission ends
+      coded_->place(live_, visible_, staged ? admission().first : kNoBudget);
+      exact_ = coded_->all_exact();
+    }
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
     seen_.end_query(query);
   }
@@ -74,8 +80,10 @@ void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
 
 void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   p_.resize(visible_);
-  if (squeezed_) {
-    shared_exponentials(squeezed_->logits(head).data(), visible_, p_.data());
+  kept_.resize(visible_);
+  if (squeezed_ || !exact_) {
+    if (!exact_) coded_->logits(query, head, rows, kept_.data());
+    shared_exponentials(exact_ ? squeezed_->logits(head).data() : kept_.data(), visible_, p_.data());
     divide(p_.data(), visible_, lane_sum(p_.data(), visible_), p_.data());
     return;
   }
@@ -97,7 +105,6 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   const auto live = live_.positions().first(visible_);
   double recall = 1;
   if (!sees_all_) {
-    kept_.resize(visible_);
     for (std::uint32_t i = 0; i < visible_; ++i) kept_[i] = full.e[live[i]];
     recall = static_cast<double>(lane_sum(kept_.data(), visible_)) / static_cast<double>(full.sum);
   }
@@ -156,8 +163,11 @@ void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const Shared
 
 std::span<const float> HeadRun::output() {
   std::fill(out_.begin(), out_.end(), 0.0f);
-  accumulate_rows(p_, live_.positions().first(visible_), view_.v, view_.kv_token_stride,
-                  view_.head_size, out_.data());
+  if (exact_)
+    accumulate_rows(p_, live_.positions().first(visible_), view_.v, view_.kv_token_stride,
+                    view_.head_size, out_.data());
+  else
+    coded_->accumulate(p_, out_);
   return out_;
 }
 

@@ -10,6 +10,7 @@
 
 #include "policies/live_set.hpp"
 #include "policies/tally.hpp"
+#include "sim/coded_rows.hpp"
 #include "sim/head_view.hpp"
 #include "sim/metrics.hpp"
 #include "sim/shared_rows.hpp"
@@ -89,6 +90,7 @@ class HeadRun {
   HeadArithmetic arithmetic_;
   TokenColumns columns_;
   std::optional<SqueezedKeys> squeezed_;
+  std::optional<CodedRows> coded_;
   std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
   std::shared_ptr<const void> kept_alive_;
   const QuerySpan* span_ = nullptr;
@@ -100,6 +102,7 @@ class HeadRun {
 
   std::uint32_t visible_ = 0;          // live tokens the current query may see
   bool sees_all_ = false;              // … which are all there ever were
+  bool exact_ = true;                  // … and none of them is coded
   std::vector<float> kept_, p_, out_;  // by age: shared exponentials, probabilities; [dim]
   Tally seen_;                         // from the admission in progress
 };

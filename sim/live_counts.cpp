@@ -7,23 +7,81 @@
 
 namespace kvlab {
 
+namespace {
+
+/// The tokens on each rung of a ladder.
+class RungCounts {
+ public:
+  explicit RungCounts(std::vector<RungSlots> ladder) : ladder_(std::move(ladder)) {}
+
+  /// Makes room as AgedSet does. Returns how many leave.
+  std::uint32_t deal() {
+    std::uint32_t over = 0;
+    for (std::size_t r = 0; r < ladder_.size(); ++r) {
+      const std::uint32_t room = ladder_[r].slots - (r == 0), all = tokens_[r] + over;
+      tokens_[r] = std::min(room, all);
+      over = all - tokens_[r];
+    }
+    return over;
+  }
+  void admit(std::uint32_t tokens) { tokens_[0] += tokens; }
+  std::uint32_t first() const { return tokens_[0]; }
+  /// In tokens of 16 bit.
+  double held() const {
+    double held = 0;
+    for (std::size_t r = 0; r < ladder_.size(); ++r) held += tokens_[r] * share(r);
+    return held;
+  }
+  double room() const {
+    double room = 0;
+    for (std::size_t r = 0; r < ladder_.size(); ++r) room += ladder_[r].slots * share(r);
+    return room;
+  }
+
+ private:
+  double share(std::size_t rung) const {
+    return static_cast<double>(ladder_[rung].form->block_bytes()) / kKvForms[0].block_bytes();
+  }
+
+  std::vector<RungSlots> ladder_;
+  std::vector<std::uint32_t> tokens_ = std::vector<std::uint32_t>(ladder_.size());
+};
+
+}  // namespace
+
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
+  const auto ladder = config.rungs.find(budget);
+  const std::vector<RungSlots> rungs =
+      ladder == config.rungs.end() ? std::vector{RungSlots{.slots = budget}} : ladder->second;
   LiveCounts counts;
+  RungCounts on(rungs);
   std::uint64_t sum = 0, decoded = 0;
+  double held = 0;
   bool after_prompt = false;
   for (const Admission& admission : config.admissions) {
-    const std::uint32_t leaving =
-        budget == kNoBudget ? 0 : config.policy.modifiers.surplus(counts.end, budget, after_prompt);
+    const bool full = budget != kNoBudget && config.policy.modifiers.surplus(
+                                                 on.first(), rungs.front().slots, after_prompt) > 0;
+    const std::uint32_t leaving = full ? on.deal() : 0;
+    on.admit(admission.tokens);
     counts.evictions += leaving;
     counts.end += admission.tokens - leaving;
     counts.most = std::max(counts.most, counts.end);
     after_prompt = admission.ends_prompt;
     if (!admission.decodes) continue;
     sum += counts.end, ++decoded;
+    held += on.held();
     counts.peak = std::max(counts.peak, counts.end);
+    counts.held_peak = std::max(counts.held_peak, on.held());
   }
-  if (decoded == 0) counts.peak = counts.end;
-  counts.mean = decoded == 0 ? counts.end : static_cast<double>(sum) / static_cast<double>(decoded);
+  counts.held_end = on.held();
+  counts.held_budget = budget == kNoBudget ? counts.held_end : on.room();
+  counts.mean = counts.end, counts.held_mean = counts.held_end;
+  if (decoded == 0) {
+    counts.peak = counts.end, counts.held_peak = counts.held_end;
+  } else {
+    counts.mean = static_cast<double>(sum) / static_cast<double>(decoded);
+    counts.held_mean = held / static_cast<double>(decoded);
+  }
   return counts;
 }
 
@@ -37,10 +95,10 @@ Memory memory_of(const ResolvedConfig& config, HeadCounts model, std::uint32_t h
   Memory memory;
   for (const auto& [budget, count] : heads) {
     const LiveCounts counts = live_counts(config, budget);
-    memory.mean += count * bytes * counts.mean;
-    memory.peak += count * bytes * counts.peak;
+    memory.mean += count * bytes * counts.held_mean;
+    memory.peak += count * bytes * counts.held_peak;
     memory.state += count * state * counts.end;
-    memory.budget += count * bytes * (budget == kNoBudget ? counts.end : budget);
+    memory.budget += count * bytes * counts.held_budget;
   }
   return memory;
 }

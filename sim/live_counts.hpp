@@ -14,13 +14,16 @@ struct LiveCounts {
   std::uint32_t most = 0, end = 0;  ///< prompts included; behind the last token
   double mean = 0;                  ///< over decoded queries, each itself included
   std::uint32_t peak = 0;           ///< likewise; both are `end` where none is decoded
+  /// Likewise, their bytes in tokens of 16 bit: the mean, the most and behind the last token; and
+  /// what the rungs have room for, of a cache that evicts.
+  double held_mean = 0, held_peak = 0, held_end = 0, held_budget = 0;
 };
 
 /// `config` with its admissions; `budget` is the head's. Under ada() `budget` is the mean over the
 /// heads of a layer, and the sums over them are right.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
 
-/// Bytes of a token's key and value on one KV head: 2 an element, whatever they are computed in.
+/// Bytes of a token's key and value in 16 bit on one KV head: 2 an element, whatever they are computed in.
 constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{2} * head_size * 2;
 }

@@ -156,7 +156,7 @@ class Replay {
 
   /// Without lanes: one live set at a time.
   bool runs_plainly(const CacheConfig& config) const {
-    return options_.plain || config.policy.name == kOracleResidual;
+    return options_.plain || config.policy.name == kOracleResidual || !config.policy.ladder.is_plain();
   }
 
   /// A KV head with all that the configurations look at.

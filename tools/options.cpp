@@ -100,6 +100,23 @@ std::vector<std::string> policies_asked(const po::variables_map& options,
   return names;
 }
 
+/// Each policy with each of `--ladder`; references keep 16 bit.
+std::vector<std::string> with_ladders(const std::vector<std::string>& policies,
+                                      const po::variables_map& options,
+                                      std::span<const std::string_view> references) {
+  if (!options.count("ladder")) return policies;
+  std::vector<std::string> all;
+  for (const std::string& policy : policies) {
+    if (std::ranges::find(references, policy) != references.end()) all.push_back(policy);
+    for (const std::string& text : options["ladder"].as<std::vector<std::string>>()) {
+      const Ladder ladder = parse_ladder(text);
+      if (std::ranges::find(references, policy) == references.end())
+        all.push_back(ladder.is_plain() ? policy : policy + ":ladder=" + ladder.text('+', '@'));
+    }
+  }
+  return all;
+}
+
 /// The file descriptor that a program which runs kvlab wants the fractions done on, a line each.
 std::optional<int> listener() {
   const char* const text = std::getenv("KVLAB_PROGRESS_FD");
@@ -194,6 +211,9 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
   add("budget", text_option("B,..."),
       "tokens that a decoded query may span, or a share of the length: 64,128,20%; by head: "
       "@FILE, or a mean shared as in pyramid(20%)");
+  add("ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
+      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, 4, "
+      "k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again (default: 16)");
   add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");
   add("positions", text_option("original|cache"),
@@ -270,7 +290,7 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references,
                                    const CompiledPolicies& compiled) {
-  return make_grid({.policies = policies_asked(options, compiled),
+  return make_grid({.policies = with_ladders(policies_asked(options, compiled), options, references),
                     .budgets = list_from(options, "budget"),
                     .prefills = list_from(options, "prefill"),
                     .positions = list_from(options, "positions"),

@@ -19,9 +19,9 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
-constexpr std::array<std::string_view, 13> kKeys{
+constexpr std::array<std::string_view, 14> kKeys{
     "format",  "policy",    "params", "guards", "modifiers", "budget", "positions",
-    "prefill", "threshold", "seed",   "model",  "run",       "source"};
+    "prefill", "threshold", "seed",   "model",  "run",       "source", "ladder"};
 
 [[noreturn]] void fail(const JsonFields& fields, std::string_view what) {
   throw std::runtime_error(fmt::format("{}: {}", fields.where(), what));
@@ -86,6 +86,7 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
     fail(guards, "should hold sinks and recent, and nothing else");
   for (const char* guard : {"sinks", "recent"})
     text += fmt::format(":{}={}", guard, setting_text(guards, guard));
+  if (fields.has("ladder")) text += ":ladder=" + parse_ladder(fields.text("ladder")).text('+', '@');
   if (fields.has("modifiers")) text += modifiers_from(fields.object("modifiers"), fields);
   return parse_policy(text, {}, compiled);
 }
@@ -195,6 +196,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
       {"run", file.run}};
   if (const auto modifiers = modifiers_json(cache.policy); !modifiers.empty())
     top["modifiers"] = modifiers;
+  if (!cache.policy.ladder.is_plain()) top["ladder"] = cache.policy.ladder.text();
   if (const auto& source = cache.policy.entry->source)
     top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
   write_file_atomically(path, json_text(top) + "\n");

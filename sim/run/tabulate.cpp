@@ -111,9 +111,9 @@ class Tabulator {
       // Of the slots that a layer shares, this head's.
       const double share =
           config_.shares_slots() ? static_cast<double>(part.outcomes[i]->live_end) - counts.end : 0;
-      mean += counts.mean + share;
-      peak += counts.peak + share;
-      budgets += budget == kNoBudget ? counts.end : budget;
+      mean += counts.held_mean + share;
+      peak += counts.held_peak + share;
+      budgets += counts.held_budget;
     }
     const auto bytes = static_cast<double>(kv_bytes_per_token(shape_.head_size));
     add("kv_bytes_mean", mean * bytes, kNaN, part.units.size());

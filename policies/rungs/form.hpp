@@ -1,0 +1,36 @@
+// How exactly a live token's key and value are kept: a rung's form, one line each.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace kvlab {
+
+/// Channels that share a scale.
+inline constexpr std::uint32_t kCodeBlock = 32;
+
+/// The bits of an element. 16 are those of the cache itself; fewer are codes of blocks of channels
+/// behind 32-point butterflies (traces/base/numeric/code.hpp).
+struct KvForm {
+  std::string_view name;
+  int key_bits, value_bits;
+  bool floating = false;  ///< e4m3 and a power of two a block; else a fp16 scale and minimum
+
+  constexpr bool exact() const { return key_bits == 16; }
+  /// Bytes of a block of channels of a key and of a value.
+  constexpr std::uint32_t block_bytes() const { return part_bytes(key_bits) + part_bytes(value_bits); }
+  constexpr bool operator==(const KvForm&) const = default;
+
+ private:
+  constexpr std::uint32_t part_bytes(int bits) const {
+    const std::uint32_t metadata = bits == 16 ? 0 : floating ? 1 : 4;
+    return kCodeBlock / 8 * static_cast<std::uint32_t>(bits) + metadata;
+  }
+};
+
+/// From the most exact on: a ladder goes down.
+inline constexpr KvForm kKvForms[] = {
+    {"16", 16, 16}, {"fp8", 8, 8, true}, {"8", 8, 8}, {"4", 4, 4}, {"k4v2", 4, 2}, {"2", 2, 2},
+};
+
+}  // namespace kvlab

@@ -1,0 +1,45 @@
+// A ladder: how the bytes of a cache are shared among rungs, each of one form.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "policies/policy.hpp"
+#include "policies/rungs/form.hpp"
+
+namespace kvlab {
+
+/// A rung of one cache.
+struct RungSlots {
+  const KvForm* form = &kKvForms[0];
+  std::uint32_t slots = 0;  ///< tokens that it holds
+};
+
+struct Ladder {
+  struct Rung {
+    const KvForm* form = &kKvForms[0];
+    Extent share = percent(100);  ///< tokens, whose bytes come first, or a share of the rest
+
+    bool operator==(const Rung&) const = default;
+  };
+  std::vector<Rung> rungs = {Rung{}};  ///< from the most exact down
+
+  /// Today's rule: all tokens in 16 bit.
+  bool is_plain() const { return rungs.size() == 1 && rungs.front().form->exact(); }
+  bool is_coded() const { return !rungs.back().form->exact(); }
+  /// As parse_ladder() reads it; one rung is its form's name.
+  std::string text(char between = ',', char of = ':') const;
+  /// The slots of each rung in `bytes` of one KV head, whose keys and values have so many blocks of
+  /// channels: shares are rounded down, and the last rung has what is left. Throws
+  /// std::invalid_argument where the first rung has no room for a token.
+  std::vector<RungSlots> slots(std::uint64_t bytes, std::uint32_t blocks) const;
+  bool operator==(const Ladder&) const = default;
+};
+
+/// `16`, `4`, `16:16t,8:25%,4:75%`; behind a policy `16@16t+8@25%+4@75%`. Throws std::invalid_argument: an unknown form, rungs that go
+/// up, shares that are not 100% together.
+Ladder parse_ladder(std::string_view text);
+
+}  // namespace kvlab
