@@ -113,12 +113,12 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   }
   const std::uint32_t leaving = surplus();
   victims_.clear();
-  if (leaving == 0) return victims_;
+  if (leaving == 0 && !steps_down()) return victims_;
   fill_keys(now, keys_);
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
   if (ladder_.size() > 1) {
-    deal();
+    deal(leaving > 0);
     return victims_;
   }
   const auto first = [&](std::uint32_t a, std::uint32_t b) { return keys_[a] < keys_[b]; };
@@ -131,14 +131,24 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   return victims_;
 }
 
+bool AgedSet::steps_down() const {
+  if (ladder_.size() == 1) return false;
+  const auto first = std::count(rungs_.begin(), rungs_.begin() + size_, 0);
+  return modifiers_.surplus(static_cast<std::uint32_t>(first), ladder_.front().slots,
+                            after_prompt_) > 0;
+}
+
 /// Deals the tokens of victims_, from the last to leave to the first, each to the first rung that
-/// has room and is not above its own. Leaves in victims_ who finds none. Where one token is over,
-/// this is a step: at each rung the first to leave goes on.
-void AgedSet::deal() {
+/// has room and is not above its own. Leaves in victims_ who finds none; where nobody is to leave
+/// yet, before a burst, the last rung takes them. Where one token is over, this is a step: at each
+/// rung the first to leave goes on.
+void AgedSet::deal(bool leaving) {
   std::vector<std::uint32_t> room;
   for (const RungSlots& rung : ladder_) room.push_back(rung.slots);
   --room.front();  // the next token's
-  std::ranges::sort(victims_, [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
+  if (!leaving) room.back() = kNoBudget;
+  std::ranges::sort(victims_,
+                    [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
   std::erase_if(victims_, [&](std::uint32_t age) {
     while (rungs_[age] < room.size() && room[rungs_[age]] == 0) ++rungs_[age];
     if (rungs_[age] == room.size()) return false;

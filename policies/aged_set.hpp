@@ -5,7 +5,6 @@
 // the lanes look at.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -66,13 +65,9 @@ class AgedSet {
   std::size_t rung(std::size_t age) const { return rungs_.empty() ? 0 : rungs_[age]; }
   std::span<const RungSlots> ladder() const { return ladder_; }
 
-  /// How many tokens have to leave before the next admission; of a ladder, leave its first rung.
+  /// How many tokens have to leave before the next admission.
   std::uint32_t surplus() const {
-    if (budget_ == kNoBudget) return 0;
-    if (ladder_.size() == 1) return modifiers_.surplus(size_, budget_, after_prompt_);
-    const auto first = std::count(rungs_.begin(), rungs_.begin() + size_, 0);
-    return modifiers_.surplus(static_cast<std::uint32_t>(first), ladder_.front().slots,
-                              after_prompt_);
+    return budget_ == kNoBudget ? 0 : modifiers_.surplus(size_, budget_, after_prompt_);
   }
   const Modifiers& modifiers() const { return modifiers_; }
   /// Most tokens that are live where they come one at a time; 2^64 - 1: as many as come.
@@ -140,7 +135,9 @@ class AgedSet {
   bool leaves_by_own_rank() const {
     return modifiers_.scope == Modifiers::Scope::head && !modifiers_.smooths(after_prompt_);
   }
-  void deal();
+  /// Whether the first rung has no room for the next admission.
+  bool steps_down() const;
+  void deal(bool leaving);
   std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
   Ranks modified_ranks(std::uint32_t now) const;
   void fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const;

@@ -68,7 +68,8 @@ void check_ladder(const CacheConfig& config) {
 
 /// The tokens that a ladder holds in the bytes of `asked` tokens in 16 bit.
 std::uint32_t climb(ResolvedConfig& config, std::uint32_t asked) {
-  const auto slots = config.policy.ladder.slots(std::uint64_t{asked} * kKvForms[0].block_bytes(), 1);
+  const auto slots =
+      config.policy.ladder.slots(std::uint64_t{asked} * kKvForms[0].block_bytes(), 1);
   std::uint64_t tokens = 0;
   for (const RungSlots& rung : slots) tokens += rung.slots;
   const auto budget = static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, kNoBudget / 2));

@@ -55,8 +55,8 @@ struct ResolvedConfig : CacheConfig {
   Guards guards = {};                       ///< of that budget
   HeadBudgets head_budgets = {};            ///< empty: all heads have budget_tokens
   std::map<std::uint32_t, std::vector<RungSlots>> rungs = {};  ///< by budget; empty: one plain rung
-  std::vector<Admission> admissions = {};   ///< where they are known beforehand: in a replay
-  std::vector<bool> in_dense_prompt = {};   ///< [token], likewise
+  std::vector<Admission> admissions = {};  ///< where they are known beforehand: in a replay
+  std::vector<bool> in_dense_prompt = {};  ///< [token], likewise
 
   std::uint32_t budget_of(std::uint32_t layer, std::uint32_t kv_head) const {
     return evicts() && !head_budgets.empty() ? head_budgets[layer][kv_head] : budget_tokens;

@@ -121,8 +121,9 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     spec.params[i] = number;
     return;
   }
-  known.insert(known.end(), {"sinks", "recent", "ladder"});
+  known.insert(known.end(), {"sinks", "recent"});
   known.insert(known.end(), modifier_names().begin(), modifier_names().end());
+  known.emplace_back("ladder");
   throw std::invalid_argument(
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
 }

@@ -83,7 +83,8 @@ void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, Shared
   kept_.resize(visible_);
   if (squeezed_ || !exact_) {
     if (!exact_) coded_->logits(query, head, rows, kept_.data());
-    shared_exponentials(exact_ ? squeezed_->logits(head).data() : kept_.data(), visible_, p_.data());
+    shared_exponentials(exact_ ? squeezed_->logits(head).data() : kept_.data(), visible_,
+                        p_.data());
     divide(p_.data(), visible_, lane_sum(p_.data(), visible_), p_.data());
     return;
   }

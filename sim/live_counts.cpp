@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include "policies/live_set.hpp"
 
@@ -14,18 +15,22 @@ class RungCounts {
  public:
   explicit RungCounts(std::vector<RungSlots> ladder) : ladder_(std::move(ladder)) {}
 
-  /// Makes room as AgedSet does. Returns how many leave.
-  std::uint32_t deal() {
+  /// Makes room as AgedSet does, where some leave or the first rung is full. Returns how many left.
+  std::uint32_t make_room(const Modifiers& modifiers, std::uint32_t budget, bool after_prompt) {
+    if (budget == kNoBudget) return 0;
+    const auto all = std::accumulate(tokens_.begin(), tokens_.end(), 0u);
+    const bool leaving = modifiers.surplus(all, budget, after_prompt) > 0;
+    if (!leaving && modifiers.surplus(tokens_[0], ladder_[0].slots, after_prompt) == 0) return 0;
     std::uint32_t over = 0;
     for (std::size_t r = 0; r < ladder_.size(); ++r) {
-      const std::uint32_t room = ladder_[r].slots - (r == 0), all = tokens_[r] + over;
-      tokens_[r] = std::min(room, all);
-      over = all - tokens_[r];
+      const bool takes_all = !leaving && r + 1 == ladder_.size();
+      const std::uint32_t own = tokens_[r] + over;
+      tokens_[r] = takes_all ? own : std::min(ladder_[r].slots - (r == 0), own);
+      over = own - tokens_[r];
     }
     return over;
   }
   void admit(std::uint32_t tokens) { tokens_[0] += tokens; }
-  std::uint32_t first() const { return tokens_[0]; }
   /// In tokens of 16 bit.
   double held() const {
     double held = 0;
@@ -59,9 +64,7 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
   double held = 0;
   bool after_prompt = false;
   for (const Admission& admission : config.admissions) {
-    const bool full = budget != kNoBudget && config.policy.modifiers.surplus(
-                                                 on.first(), rungs.front().slots, after_prompt) > 0;
-    const std::uint32_t leaving = full ? on.deal() : 0;
+    const std::uint32_t leaving = on.make_room(config.policy.modifiers, budget, after_prompt);
     on.admit(admission.tokens);
     counts.evictions += leaving;
     counts.end += admission.tokens - leaving;

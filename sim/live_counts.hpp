@@ -23,7 +23,8 @@ struct LiveCounts {
 /// heads of a layer, and the sums over them are right.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
 
-/// Bytes of a token's key and value in 16 bit on one KV head: 2 an element, whatever they are computed in.
+/// Bytes of a token's key and value in 16 bit on one KV head: 2 an element, whatever they are
+/// computed in.
 constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{2} * head_size * 2;
 }

@@ -156,7 +156,8 @@ class Replay {
 
   /// Without lanes: one live set at a time.
   bool runs_plainly(const CacheConfig& config) const {
-    return options_.plain || config.policy.name == kOracleResidual || !config.policy.ladder.is_plain();
+    return options_.plain || config.policy.name == kOracleResidual ||
+           !config.policy.ladder.is_plain();
   }
 
   /// A KV head with all that the configurations look at.

@@ -212,7 +212,8 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
       "tokens that a decoded query may span, or a share of the length: 64,128,20%; by head: "
       "@FILE, or a mean shared as in pyramid(20%)");
   add("ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
-      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, 4, "
+      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, "
+      "4, "
       "k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again (default: 16)");
   add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");
@@ -290,14 +291,15 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references,
                                    const CompiledPolicies& compiled) {
-  return make_grid({.policies = with_ladders(policies_asked(options, compiled), options, references),
-                    .budgets = list_from(options, "budget"),
-                    .prefills = list_from(options, "prefill"),
-                    .positions = list_from(options, "positions"),
-                    .seed = seed_from(options),
-                    .threshold = options.count("request-threshold") ? threshold_from(options)
-                                                                    : CacheConfig{}.threshold},
-                   references, compiled);
+  return make_grid(
+      {.policies = with_ladders(policies_asked(options, compiled), options, references),
+       .budgets = list_from(options, "budget"),
+       .prefills = list_from(options, "prefill"),
+       .positions = list_from(options, "positions"),
+       .seed = seed_from(options),
+       .threshold =
+           options.count("request-threshold") ? threshold_from(options) : CacheConfig{}.threshold},
+      references, compiled);
 }
 
 CacheConfig only_config(const po::variables_map& options) {

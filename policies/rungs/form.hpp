@@ -18,7 +18,9 @@ struct KvForm {
 
   constexpr bool exact() const { return key_bits == 16; }
   /// Bytes of a block of channels of a key and of a value.
-  constexpr std::uint32_t block_bytes() const { return part_bytes(key_bits) + part_bytes(value_bits); }
+  constexpr std::uint32_t block_bytes() const {
+    return part_bytes(key_bits) + part_bytes(value_bits);
+  }
   constexpr bool operator==(const KvForm&) const = default;
 
  private:

@@ -45,7 +45,8 @@ void check(const Ladder& ladder, std::string_view text) {
     if (rung.share.is_share) shares += rung.share.share_ppm;
   }
   if (shares != kWhole)
-    refuse(text, fmt::format("shares come to {:g}%; 100% are expected", static_cast<double>(shares) / 1e4));
+    refuse(text, fmt::format("shares come to {:g}%; 100% are expected",
+                             static_cast<double>(shares) / 1e4));
 }
 
 }  // namespace
@@ -72,7 +73,8 @@ std::vector<RungSlots> Ladder::slots(std::uint64_t bytes, std::uint32_t blocks) 
     if (!rung.share.is_share)
       own = std::min(left, rung.share.tokens * bytes_of(rung));
     else if (&rung != &rungs.back())
-      own = static_cast<std::uint64_t>(static_cast<unsigned __int128>(rest) * rung.share.share_ppm / kWhole);
+      own = static_cast<std::uint64_t>(static_cast<unsigned __int128>(rest) * rung.share.share_ppm /
+                                       kWhole);
     const std::uint64_t count = std::min<std::uint64_t>(own / bytes_of(rung), 0x7fff'ffffu);
     slots.push_back({rung.form, static_cast<std::uint32_t>(count)});
     left -= count * bytes_of(rung);

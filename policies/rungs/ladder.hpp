@@ -38,8 +38,8 @@ struct Ladder {
   bool operator==(const Ladder&) const = default;
 };
 
-/// `16`, `4`, `16:16t,8:25%,4:75%`; behind a policy `16@16t+8@25%+4@75%`. Throws std::invalid_argument: an unknown form, rungs that go
-/// up, shares that are not 100% together.
+/// `16`, `4`, `16:16t,8:25%,4:75%`; behind a policy `16@16t+8@25%+4@75%`. Throws
+/// std::invalid_argument: an unknown form, rungs that go up, shares that are not 100% together.
 Ladder parse_ladder(std::string_view text);
 
 }  // namespace kvlab

@@ -1,0 +1,193 @@
+// Ladders in the replay: equal rungs are one rung, and attention over codes is a second writing's.
+#include <cmath>
+#include <map>
+
+#include "sim/head_view.hpp"
+#include "sim/live_counts.hpp"
+#include "tests/catch.hpp"
+#include "tests/sim/brute_force.hpp"
+#include "tests/sim/differential.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/numeric/code.hpp"
+
+namespace kvlab {
+namespace {
+
+using test::TemporaryFolder;
+
+TraceReader random_trace(const TemporaryFolder& folder) {
+  return write_random_trace(
+      folder.path() / "trace",
+      {.query_heads = 4, .kv_heads = 2, .head_size = 32, .spans = {{"s", 3, 5}}});
+}
+
+using Figures = std::map<std::tuple<std::int32_t, std::int32_t, std::string>, double>;
+
+Figures figures(const TraceReader& trace, const CacheConfig& config) {
+  Figures all;
+  ReplayOptions options;
+  options.every_output_error = options.plain = true;
+  const ReplayResult result = replay(trace, 0, std::span(&config, 1), options);
+  for (const Measurement& m : result.measurements) all[{m.layer, m.head, m.metric}] = m.value;
+  return all;
+}
+
+CacheConfig config_of(const std::string& policy, const std::string& ladder, std::uint32_t budget,
+                      Prefill prefill = {}) {
+  return {.policy = parse_policy(policy + ":ladder=" + ladder),
+          .budget = {.extent = tokens(budget)},
+          .prefill = prefill};
+}
+
+/// `window` behind a dense prompt: who is live, and on which rung, is known. Float64 but for codes.
+double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladder) {
+  const brute::Sequence s = brute::load(trace);
+  const brute::RopeAngles angles = brute::exact_angles(s);
+  const auto code = [&](const brute::Vector& exact, std::size_t rung, bool key) {
+    std::vector<float> row(exact.begin(), exact.end());
+    butterflies(row);
+    for (std::size_t r = 0; r <= rung; ++r)
+      if (!ladder[r].form->exact())
+        code_row(row, key ? ladder[r].form->key_bits : ladder[r].form->value_bits,
+                 ladder[r].form->floating);
+    butterflies(row);
+    brute::Vector back(row.begin(), row.end());
+    for (double& x : back) x /= 32;
+    return back;
+  };
+  double sum = 0;
+  std::size_t count = 0;
+  for (std::uint32_t l = 0; l < s.layers; ++l)
+    for (std::uint32_t h = 0; h < s.query_heads; ++h) {
+      const auto &k = s.k[l][h / s.group()], &v = s.v[l][h / s.group()];
+      for (std::uint32_t t = s.segments[1].start; t < s.tokens; ++t) {
+        const brute::Vector q = brute::rotate(angles, s.q[l][h][t], t);
+        brute::Vector logits, all;
+        std::vector<brute::Vector> values, exact;
+        std::uint32_t j = t, left = ladder[0].slots;
+        std::size_t rung = 0;
+        const auto product = [&](const brute::Vector& key) {
+          double dot = 0;
+          for (std::size_t d = 0; d < q.size(); ++d) dot += q[d] * key[d];
+          return dot * s.scale;
+        };
+        for (std::uint32_t i = 0; i <= t; ++i)
+          all.push_back(product(brute::rotate(angles, k[i], i)));
+        for (;; --j) {  // from the youngest on
+          while (left == 0 && ++rung < ladder.size()) left = ladder[rung].slots;
+          if (rung == ladder.size()) break;
+          const brute::Vector key = brute::rotate(angles, k[j], j);
+          const bool is_exact = ladder[rung].form->exact();
+          logits.push_back(product(is_exact ? key : code(key, rung, true)));
+          values.push_back(is_exact ? v[j] : code(v[j], rung, false));
+          --left;
+          if (j == 0) break;
+        }
+        const brute::Vector p = brute::softmax(logits), full = brute::softmax(all);
+        double error = 0, size = 0;
+        for (std::size_t d = 0; d < q.size(); ++d) {
+          double own = 0, whole = 0;
+          for (std::size_t i = 0; i < p.size(); ++i) own += p[i] * values[i][d];
+          for (std::size_t i = 0; i < full.size(); ++i) whole += full[i] * v[i][d];
+          error += (own - whole) * (own - whole), size += whole * whole;
+        }
+        sum += std::sqrt(error / size), ++count;
+      }
+    }
+  return sum / static_cast<double>(count);
+}
+
+}  // namespace
+
+TEST_CASE("equal rungs are one rung, bit for bit") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const std::vector<std::pair<const char*, const char*>> pairs{{"16", "16@50%+16@50%"},
+                                                               {"16", "16@3t+16@30%+16@70%"},
+                                                               {"8", "8@50%+8@50%"},
+                                                               {"4", "4@25%+4@75%"}};
+  for (const char* policy :
+       {"window", "lru:sinks=2", "h2o", "h2o:every=5", "a2sf:smooth=1:scope=layer",
+        "snapkv:recent=4", "h2o:scope=layer:every=3"})
+    for (const auto& [one, several] : pairs)
+      for (const std::uint32_t budget : {9u, 17u})
+        for (const Prefill& prefill : {Prefill{}, parse_prefill("chunk:7")}) {
+          INFO(policy << ", " << several << ", budget " << budget);
+          REQUIRE(figures(trace, config_of(policy, one, budget, prefill)) ==
+                  figures(trace, config_of(policy, several, budget, prefill)));
+        }
+}
+
+TEST_CASE("attention over codes agrees with float64") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  for (const char* ladder : {"16@50%+16@50%", "4", "fp8", "2", "k4v2", "16@5t+4@100%",
+                             "8@40%+4@30%+2@30%", "16@50%+fp8@50%"}) {
+    INFO(ladder);
+    const CacheConfig config = config_of("window", ladder, 12);
+    const ResolvedConfig resolved = resolve(config, trace.tokens());
+    const double expected = naive_error(trace, resolved.rungs.at(resolved.budget_tokens));
+    const double own = figures(trace, config).at({-1, -1, "output_error"});
+    CHECK(own == Approx(expected).epsilon(1e-5));
+  }
+}
+
+TEST_CASE("a full cache on one rung codes every decoded token") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const Figures exact = figures(trace, {}),
+                coded = figures(trace, {.policy = parse_policy("full:ladder=8")});
+  CHECK(coded.at({-1, -1, "recall"}) == 1);
+  CHECK(exact.at({-1, -1, "output_error"}) == 0);
+  CHECK(coded.at({-1, -1, "output_error"}) > 0);
+  CHECK(coded.at({-1, -1, "output_error"}) < 0.02);
+  CHECK(coded.at({-1, -1, "kv_bytes_peak"}) == exact.at({-1, -1, "kv_bytes_peak"}) * 288 / 512);
+}
+
+TEST_CASE("counted bytes are those of the rungs that tokens are on") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  for (const char* policy : {"h2o", "h2o:once", "lru:every=6"})
+    for (const char* ladder : {"4", "16@5t+4@100%", "8@40%+4@30%+2@30%"}) {
+      INFO(policy << " " << ladder);
+      ResolvedConfig config = resolve(config_of(policy, ladder, 11), trace.segments(), 0, {});
+      LiveSet live = config.live_set(0, 0);
+      double held = 0, most = 0, count = 0;
+      for (const Admission& admission : config.admissions) {
+        live.make_room(admission.first);
+        live.admit(admission.first, admission.tokens);
+        live.observe(std::vector<Observation>(live.size()));
+        if (admission.ends_prompt) live.end_prompt();
+        if (!admission.decodes) continue;
+        double own = 0;
+        for (std::uint32_t age = 0; age < live.size(); ++age)
+          own += live.form(age).block_bytes() / 128.0;
+        held += own, most = std::max(most, own), ++count;
+      }
+      const LiveCounts counts = live_counts(config, config.budget_tokens);
+      CHECK(counts.held_mean == Approx(held / count));
+      CHECK(counts.held_peak == most);
+      CHECK(counts.evictions == live.evictions());
+    }
+}
+
+TEST_CASE("what ladders do not go with is refused") {
+  const auto refuse = [](CacheConfig config, const char* why) {
+    CHECK_THROWS_WITH(resolve(config, 64, 0, {2, 2}), Catch::Matchers::Contains(why));
+  };
+  CacheConfig config = config_of("h2o", "4", 16);
+  config.positions = Positions::cache;
+  refuse(config, "original positions");
+  config = config_of("h2o", "4", 16);
+  config.budget = parse_budget("ada(16)");
+  refuse(config, "an even budget");
+  refuse({.policy = parse_policy("full:ladder=16@50%+4@50%")}, "one form");
+  refuse(config_of("h2o", "16@1%+4@99%", 16), "hold no token of its first rung");
+  const TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of 16
+  CHECK_THROWS_WITH(figures(trace, config_of("h2o", "4", 16)),
+                    Catch::Matchers::Contains("whole blocks of 32"));
+}
+
+}  // namespace kvlab
