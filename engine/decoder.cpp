@@ -272,10 +272,10 @@ class Decoder::Impl {
   }
 
   void count_bytes() {
-    std::uint64_t live = 0;
+    std::uint64_t bytes = 0;
     for (const LayerCache& layer : layers_)
-      for (const HeadCache& head : layer.heads()) live += head.live().size();
-    kv_bytes_peak_ = std::max(kv_bytes_peak_, live * 2 * config_.head_size * sizeof(float));
+      for (const HeadCache& head : layer.heads()) bytes += head.live_bytes();
+    kv_bytes_peak_ = std::max(kv_bytes_peak_, bytes);
   }
 
   const Model& model_;

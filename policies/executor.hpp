@@ -30,22 +30,14 @@ struct Executor {
   Columns columns = Columns::none;
 };
 
-/// The closed loop on the CPU, by the replay's own core.
-inline constexpr Executor kLoop{.name = "the closed loop",
-                                .instead = "a replay",
-                                .head_budgets = true,
-                                .shared_slots = true,
-                                .scope_layer = true,
-                                .group_max = true,
-                                .ladders = true,
-                                .columns = Columns::built_in};
-/// The CPU's.
+/// The CPU's, and the closed loop there.
 inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
                                    .head_budgets = true,
                                    .shared_slots = true,
                                    .scope_layer = true,
                                    .group_max = true,
+                                   .ladders = true,
                                    .columns = Columns::built_in};
 inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .instead = "--device cpu",

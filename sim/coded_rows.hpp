@@ -2,18 +2,18 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <span>
 #include <vector>
 
 #include "policies/live_set.hpp"
 #include "sim/head_view.hpp"
 #include "sim/shared_rows.hpp"
+#include "traces/base/numeric/panels.hpp"
 
 namespace kvlab {
 
 /// One KV head of one configuration. A code is a pure function of a token and its rung: it is made
-/// through the codes of the rungs above, when it is first looked at.
+/// through the codes of the rungs above.
 class CodedRows {
  public:
   /// `view`'s data and `rope` must outlive this. Throws std::invalid_argument where heads are no
@@ -31,19 +31,24 @@ class CodedRows {
   void accumulate(std::span<const float> p, std::span<float> out);
 
  private:
-  struct Code {
-    std::vector<float> key, value;  // [dim], behind the butterflies
+  struct Held {
+    std::uint32_t position = kNoBudget;
+    int rung = -1;
   };
-  const Code& code_of(std::uint32_t position, std::size_t rung);
+  void step_down(std::uint32_t slot, std::uint32_t position, int rung);
+  /// Of p, those of these ages.
+  std::span<const float> some_of(std::span<const float> p, std::span<const std::uint32_t> ages);
 
   HeadView view_;
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   std::span<const RungSlots> ladder_;
-  std::vector<std::map<std::uint32_t, Code>> codes_;       // [rung], by position
-  std::vector<std::uint32_t> exact_, exact_ages_, coded_;  // positions; ages
-  std::vector<const Code*> code_;                          // as coded_
-  std::vector<float> some_;
+  Panels keys_;                // [slot, dim], of coded tokens behind the butterflies
+  std::vector<float> values_;  // [slot, dim], likewise
+  std::vector<Held> held_;     // [slot]
+  std::vector<std::uint32_t> exact_, exact_ages_;  // positions
+  std::vector<std::uint32_t> coded_, coded_ages_;  // slots
+  std::vector<float> some_, by_slot_;
 };
 
 }  // namespace kvlab

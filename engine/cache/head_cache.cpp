@@ -1,8 +1,12 @@
 #include "engine/cache/head_cache.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
+#include "traces/base/numeric/code.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -16,13 +20,18 @@ HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output)
     : shape_(shape),
       live_(std::move(live)),
       columns_(live_.columns(), shape.head_size, output),
-      keys_(0, shape.head_size) {}
+      keys_(0, shape.head_size) {
+  if (has_codes() && shape.head_size % kCodeBlock != 0)
+    throw std::invalid_argument(fmt::format(
+        "ladder: heads of {} channels; whole blocks of {} are expected", shape.head_size, kCodeBlock));
+}
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
   std::vector<std::uint32_t> victims;
   for (const std::uint32_t age : live_.make_room(now)) victims.push_back(before[age]);
   victims_ = std::move(victims);
+  step_down(0, live_.size());
   if (has_spare_rows()) compact();
   return victims_;
 }
@@ -41,6 +50,7 @@ void HeadCache::compact() {
   const Panels keys = std::exchange(keys_, Panels(0, dim));
   const auto values = std::exchange(values_, {}), plain_keys = std::exchange(plain_keys_, {});
   const auto rotated_to = std::exchange(rotated_to_, {});
+  const auto rungs = std::exchange(rungs_, {});
   seen_ = {};
   grow_to(from.size() + 1);
   std::vector<float> key(dim);
@@ -48,6 +58,7 @@ void HeadCache::compact() {
     keys.get_row(from[row], key.data());
     keys_.set_row(row, key.data());
     std::copy_n(&values[from[row] * dim], dim, &values_[row * dim]);
+    if (has_codes()) rungs_[row] = rungs[from[row]];
     if (shape_.positions != Positions::cache) continue;
     std::copy_n(&plain_keys[from[row] * dim], dim, &plain_keys_[row * dim]);
     rotated_to_[row] = rotated_to[from[row]];
@@ -66,6 +77,7 @@ void HeadCache::grow_to(std::size_t rows) {
   }
   keys_.grow(rows);
   values_.resize(rows * dim);
+  if (has_codes()) rungs_.resize(rows);
   if (shape_.positions != Positions::cache) return;
   plain_keys_.resize(rows * dim);
   rotated_to_.resize(rows);
@@ -77,6 +89,7 @@ void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
   grow_to(live_.slot_count());
   store(admission, rope);
   if (shape_.positions == Positions::cache) squeeze(rope);
+  if (admission.tokens == 1) step_down(live_.size() - 1, live_.size());
   seen_ = Tally(live_, shape_.threshold16, live_.size());
   seen_.set_queries(admission.tokens);
 }
@@ -91,6 +104,7 @@ void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
     rope.rotate(key, dim, admission.first + i, rotated.data());
     keys_.set_row(rows[i], rotated.data());
     std::copy_n(value, dim, &values_[rows[i] * dim]);
+    if (has_codes()) rungs_[rows[i]] = -1;
     if (shape_.positions == Positions::cache) {
       std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
       rotated_to_[rows[i]] = admission.first + i;
@@ -114,10 +128,30 @@ void HeadCache::squeeze(const RopeTable& rope) {
   }
 }
 
-/// Products of the queries, rotated to their positions or to their numbers, with the keys of all
-/// rows: [query, head, row].
+void HeadCache::step_down(std::uint32_t first, std::uint32_t last) {
+  if (!has_codes()) return;
+  const std::size_t dim = shape_.head_size;
+  std::vector<float> key(dim);
+  for (std::uint32_t age = first; age < last; ++age) {
+    const std::uint32_t row = live_.slots()[age];
+    const auto forms = way_down(live_.ladder(), rungs_[row], static_cast<int>(live_.rung(age)));
+    const bool was_coded = is_coded(row);
+    rungs_[row] = static_cast<int>(live_.rung(age));
+    if (forms.empty()) continue;
+    const std::span<float> value = std::span(values_).subspan(row * dim, dim);
+    keys_.get_row(row, key.data());
+    if (!was_coded) butterflies(key), butterflies(value);
+    for (const KvForm* form : forms) {
+      code_row(key, form->key_bits, form->floating);
+      code_row(value, form->value_bits, form->floating);
+    }
+    keys_.set_row(row, key.data());
+  }
+}
+
+/// Products of the queries with the keys of all rows: [query, head, row].
 void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
-                            bool by_number, std::size_t panels, const RopeTable& rope,
+                            Turned turned, std::size_t panels, const RopeTable& rope,
                             std::vector<float>& by_row) const {
   const std::size_t dim = shape_.head_size, group = shape_.group;
   const std::size_t queries = (end - begin) * group, stride = panels * 16;
@@ -125,9 +159,11 @@ void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin,
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
     rope.rotate(admission.q + token * admission.query_stride + i % group * dim, dim,
-                by_number ? visible(admission, token) - 1 : admission.first + token,
+                turned == Turned::to_number ? visible(admission, token) - 1
+                                            : admission.first + token,
                 &rotated[i * dim]);
   }
+  if (turned == Turned::behind_butterflies) butterflies(rotated);
   by_row.resize(queries * stride);
   multiply_fused(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
 }
@@ -138,9 +174,11 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
   const std::span rows = live_.slots().first(visible(admission, end - 1));
   const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
   const std::size_t queries = (end - begin) * group, stride = panels * 16;
-  std::vector<float> by_row, by_row_of_old, by_age(rows.size());
-  multiply_at(admission, begin, end, false, panels, rope, by_row);
-  if (old_ > 0) multiply_at(admission, begin, end, true, panels, rope, by_row_of_old);
+  std::vector<float> by_row, by_row_of_old, by_row_of_codes, by_age(rows.size());
+  multiply_at(admission, begin, end, Turned::to_position, panels, rope, by_row);
+  if (old_ > 0) multiply_at(admission, begin, end, Turned::to_number, panels, rope, by_row_of_old);
+  if (has_codes())
+    multiply_at(admission, begin, end, Turned::behind_butterflies, panels, rope, by_row_of_codes);
 
   Tally received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
   for (std::size_t i = 0; i < queries; ++i) {
@@ -148,7 +186,8 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
     const std::size_t head = i % group, count = visible(admission, token);
     float* p = by_age.data();
     for (std::size_t age = 0; age < count; ++age)
-      p[age] = (age < old_ ? by_row_of_old : by_row)[i * stride + rows[age]];
+      p[age] = is_coded(rows[age]) ? by_row_of_codes[i * stride + rows[age]] / kCodeBlock
+                                   : (age < old_ ? by_row_of_old : by_row)[i * stride + rows[age]];
     scale(p, count, shape_.softmax_scale);
     const std::int32_t shift = shared_exponentials(p, count, p);
     const float sum = lane_sum(p, count);
@@ -157,12 +196,30 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
         static_cast<float>(log_sum_exp(shift, static_cast<double>(sum)));
     float* out = admission.out + token * admission.query_stride + head * dim;
     std::fill_n(out, dim, 0.0f);
-    accumulate_rows({p, count}, rows.first(count), values_.data(), dim, dim, out);
+    accumulate({p, count}, rows.first(count), out);
     received.add_row({p, count}, admission.tokens - 1 - token);
     if (head + 1 == group) received.end_query(admission.first + token);
   }
   const std::lock_guard lock(seen_mutex_);
   seen_.merge(received);
+}
+
+void HeadCache::accumulate(std::span<const float> p, std::span<const std::uint32_t> rows,
+                           float* out) const {
+  const std::size_t dim = shape_.head_size;
+  const auto coded = [&](std::uint32_t row) { return is_coded(row); };
+  if (std::ranges::none_of(rows, coded))
+    return accumulate_rows(p, rows, values_.data(), dim, dim, out);
+  std::vector<std::uint32_t> rows_of[2];  // exact, coded
+  std::vector<float> p_of[2], sum(dim);
+  for (std::size_t age = 0; age < rows.size(); ++age) {
+    rows_of[coded(rows[age])].push_back(rows[age]);
+    p_of[coded(rows[age])].push_back(p[age]);
+  }
+  if (!rows_of[0].empty()) accumulate_rows(p_of[0], rows_of[0], values_.data(), dim, dim, out);
+  accumulate_rows(p_of[1], rows_of[1], values_.data(), dim, dim, sum.data());
+  butterflies(sum);
+  for (std::size_t d = 0; d < dim; ++d) out[d] += sum[d] / kCodeBlock;
 }
 
 std::span<const Observation> HeadCache::observe() {

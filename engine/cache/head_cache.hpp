@@ -63,6 +63,15 @@ class HeadCache {
   /// Rows that are written to. After a prompt as many as the budget lets live; before its end at
   /// most twice the live tokens, or a few.
   std::uint32_t row_count() const { return live_.slot_count(); }
+  /// Of the live tokens: of their codes, or 4 an element.
+  std::uint64_t live_bytes() const {
+    std::uint64_t bytes = 0;
+    if (!has_codes()) return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
+    for (const std::uint32_t row : live_.slots())
+      bytes += is_coded(row) ? live_.ladder()[rungs_[row]].form->block_bytes() * shape_.head_size / kCodeBlock
+                             : 2 * shape_.head_size * sizeof(float);
+    return bytes;
+  }
   /// That keys and values take up, rows to come among them; keys by sixteen.
   std::size_t bytes() const {
     return keys_.bytes() + (values_.capacity() + plain_keys_.capacity()) * sizeof(float);
@@ -77,8 +86,18 @@ class HeadCache {
   void grow_to(std::size_t rows);
   void store(const HeadAdmission& admission, const RopeTable& rope);
   void squeeze(const RopeTable& rope);
+  /// Codes the rows of the live tokens of ages [first, last) as their rungs keep them.
+  void step_down(std::uint32_t first, std::uint32_t last);
+  bool has_codes() const { return !live_.ladder().back().form->exact(); }
+  bool is_coded(std::uint32_t row) const {
+    return !rungs_.empty() && rungs_[row] >= 0 && !live_.ladder()[rungs_[row]].form->exact();
+  }
+  /// How queries are turned: to their positions, to their numbers, or to positions and behind the
+  /// butterflies of codes.
+  enum class Turned { to_position, to_number, behind_butterflies };
+  void accumulate(std::span<const float> p, std::span<const std::uint32_t> rows, float* out) const;
   void multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
-                   bool by_number, std::size_t panels, const RopeTable& rope,
+                   Turned turned, std::size_t panels, const RopeTable& rope,
                    std::vector<float>& by_row) const;
 
   HeadShape shape_;
@@ -90,6 +109,7 @@ class HeadCache {
   std::vector<float> values_;      // [row, dim]
   std::vector<float> plain_keys_;  // [row, dim], before RoPE; only where positions are squeezed
   std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; likewise
+  std::vector<int> rungs_;  // [row]: whose form it has, or -1: as it was computed; only with codes
   std::uint32_t old_ = 0;  // live tokens that are placed by number, the oldest; likewise
 
   std::mutex seen_mutex_;

@@ -160,7 +160,7 @@ class ClosedLoop {
     const std::vector<Segment> segments = segments_of(tokens_, span_.prompt);
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
-      check_held(kLoop, configs_.back());
+      check_held(kDecoder, configs_.back());
       if (wants_projections(config.policy.columns)) output_ = model.output_projections();
     }
     for (std::size_t c = 0; c < configs_.size(); ++c)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +17,10 @@ struct RungSlots {
   const KvForm* form = &kKvForms[0];
   std::uint32_t slots = 0;  ///< tokens that it holds
 };
+
+/// The forms of a token that goes from the rung `from`, or -1: as it was computed, down to `to`, in
+/// order. Those of equal bits are left out: there it is copied.
+std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from, int to);
 
 struct Ladder {
   struct Rung {
