@@ -24,10 +24,6 @@ namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
 
-HeadOutcome outcome_of(const HeadRun& run) {
-  return {run.stats(), run.live().evictions(), run.live().live_max(), run.live().size()};
-}
-
 /// What the KV heads of a layer came to that evict together: by KV head, then configuration. Empty
 /// where it is not computed, or has been taken.
 struct LayerOutcomes {
@@ -318,7 +314,7 @@ class Replay {
     run_layer(trace_.tokens(), rows, runs);
     std::vector<std::vector<HeadOutcome>> outcomes(views.size());
     for (const LayerRun& run : runs)
-      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(outcome_of(*run[h]));
+      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(run[h]->outcome());
     return outcomes;
   }
 
@@ -334,7 +330,7 @@ class Replay {
   void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                    const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
     SharedRows rows(view, rope_, arithmetic_);
-    TopkRun topk(span_, view.group);
+    std::vector<TopkRun::Configuration> cut;
     std::vector<std::unique_ptr<HeadRun>> runs;  // null: oracle_topk
     const std::vector<std::uint64_t> future = future_masses(which, rows);
     for (const std::size_t c : which) {
@@ -342,17 +338,14 @@ class Replay {
       if (runs.back())
         runs.back()->measure(&span_);
       else
-        topk.add(configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt);
+        cut.push_back({configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt});
     }
+    TopkRun topk(span_, view.group, std::move(cut));
     run_head(trace_.tokens(), rows, runs, &topk);
-    auto next_topk = topk.configurations().begin();
-    for (std::size_t i = 0; i < which.size(); ++i) {
-      HeadOutcome& outcome = outcomes[which[i]];
-      if (const auto& run = runs[i])
-        outcome = outcome_of(*run);
-      else
-        outcome = {(next_topk++)->stats};
-    }
+    std::vector<HeadStats> of_topk = topk.take();
+    auto next = of_topk.begin();
+    for (std::size_t i = 0; i < which.size(); ++i)
+      outcomes[which[i]] = runs[i] ? runs[i]->outcome() : HeadOutcome{std::move(*next++)};
   }
 
   void check() {
@@ -466,9 +459,9 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 }
 
 ReplayResult ReplayGathering::result() const {
-  return {job_.replay.budgets(),
-          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(),
-                   layers_, joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
+  const auto joint = joint_->squares(job_.replay.span(), job_.replay.columns().draws);
+  return {job_.replay.budgets(), tabulate({job_.shape, job_.replay.span(), job_.replay.configs(),
+                                           job_.replay.layers(), layers_, joint})};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,

@@ -70,13 +70,9 @@ std::vector<std::uint64_t> total_masses(std::uint32_t tokens, std::uint32_t grou
   return masses;
 }
 
-void TopkRun::add(std::uint32_t budget, std::vector<bool> uncut) {
-  configurations_.push_back({budget, std::move(uncut), {}});
-  configurations_.back().stats.resize(span_, group_);
-}
-
 void TopkRun::attend(std::uint32_t query, SharedRows& rows) {
   if (!wants_row(query)) return;
+  measure_.begin_query(query);
   for (std::uint32_t head = 0; head < group_; ++head) attend_head(query, head, rows);
 }
 
@@ -91,8 +87,8 @@ void TopkRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
   std::partial_sort(order_.begin(), order_.begin() + most, order_.end(),
                     [&](std::uint32_t a, std::uint32_t b) { return row.e[a] > row.e[b]; });
 
-  const std::uint32_t block = span_.block(query);
-  for (Configuration& c : configurations_) {
+  for (std::size_t set = 0; set < configurations_.size(); ++set) {
+    const Configuration& c = configurations_[set];
     double kept = 0;
     std::uint32_t hits = 0;
     const bool all = c.budget > query || c.uncut[query];
@@ -101,8 +97,7 @@ void TopkRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
       hits += order_[i] < query ? wanted.flags[order_[i]] : 0;
     }
     const double recall = all ? 1.0 : std::min(1.0, kept / static_cast<double>(row.sum));
-    c.stats.add_recall(block, head, recall);
-    c.stats.heads[head].miss.add(block, all ? 0 : wanted.count - hits, wanted.count);
+    measure_.add(set, head, recall, all ? 0 : wanted.count - hits, wanted.count);
   }
 }
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "policies/ops/ops.hpp"
-#include "sim/metrics.hpp"
+#include "sim/row_measure.hpp"
 #include "sim/shared_rows.hpp"
 
 namespace kvlab {
@@ -28,23 +28,25 @@ class TopkRun {
   struct Configuration {
     std::uint32_t budget;
     std::vector<bool> uncut;  // [token]
-    HeadStats stats;
   };
-  TopkRun(const QuerySpan& span, std::uint32_t group) : span_(span), group_(group) {}
+  TopkRun(const QuerySpan& span, std::uint32_t group, std::vector<Configuration> configurations)
+      : group_(group),
+        configurations_(std::move(configurations)),
+        measure_(&span, configurations_.size(), {.group = group}, 1) {}
 
-  void add(std::uint32_t budget, std::vector<bool> uncut);
   bool wants_row(std::uint32_t query) const {
-    return !configurations_.empty() && span_.contains(query);
+    return !configurations_.empty() && measure_.measures(query);
   }
   void attend(std::uint32_t query, SharedRows& rows);
-  const std::vector<Configuration>& configurations() const { return configurations_; }
+  /// By configuration.
+  std::vector<HeadStats> take() { return measure_.take(); }
 
  private:
   void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
 
-  const QuerySpan& span_;
   std::uint32_t group_;
   std::vector<Configuration> configurations_;
+  RowMeasure measure_;
   std::vector<std::uint32_t> order_;  // tokens, the most probable first
 };
 

@@ -1,0 +1,93 @@
+#include "sim/row_measure.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvlab {
+
+RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& view,
+                       std::uint32_t together)
+    : span_(span),
+      projection_(view.projection),
+      group_(view.group),
+      together_(together),
+      stats_(sets) {
+  if (!span) return;
+  shape_ = span->sums(group_);
+  for (HeadStats& stats : stats_) stats.resize(*span, group_, view.projected());
+  for (auto* sums : {&recall_, &product_, &missed_, &wanted_}) sums->resize(sets * group_);
+  std::ranges::fill(product_, 1.0);
+  recalls_.resize(sets * span->size() * group_);
+}
+
+void RowMeasure::begin_query(std::uint32_t query) {
+  const std::uint32_t block = span_->block(query);
+  if (block != block_ || pending_ == together_) flush();
+  query_ = query;
+  block_ = block;
+  ++pending_;
+}
+
+void RowMeasure::add(std::size_t set, std::uint32_t head, double recall, double missed,
+                     double wanted) {
+  const std::size_t at = set * group_ + head;
+  recall_[at] += recall;
+  product_[at] *= std::max(recall, kRecallFloor);
+  missed_[at] += missed;
+  wanted_[at] += wanted;
+  recalls_[(set * span_->size() + span_->index(query_)) * group_ + head] =
+      static_cast<float>(recall);
+}
+
+void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
+                           const std::uint32_t* tokens, std::span<const std::size_t> begins) {
+  for (std::size_t s = 0; s < span_->named().size(); ++s) {
+    const NamedSpan& named = span_->named()[s];
+    const std::uint32_t end = named.start + named.tokens;
+    if (end > query_) continue;
+    double all = 0, kept = 0;
+    for (std::uint32_t token = named.start; token < end; ++token) all += e[token * stride];
+    for (std::size_t set = 0; set < stats_.size(); ++set) {
+      const auto* const last = tokens + begins[set + 1];
+      for (const auto* token = std::lower_bound(tokens + begins[set], last, named.start);
+           token < last && *token < end; ++token)
+        kept += e[*token * stride];
+      this->sum(set, kept_of(s), head) += kept / sum;
+      this->sum(set, all_of(s), head) += all / sum;
+    }
+  }
+}
+
+void RowMeasure::add_output(std::size_t set, std::uint32_t head, double error, double size,
+                            const float* full, const float* kept, float factor) {
+  HeadStats& stats = stats_[set];
+  const std::uint32_t sample = span_->sample(query_);
+  stats.errors[2 * sample] += error;
+  stats.errors[2 * sample + 1] += size;
+  if (size > 0) sum(set, Sum::error, head) += std::sqrt(error / size);
+  sum(set, size > 0 ? Sum::errors : Sum::zeros, head) += 1;
+  if (kept && projection_)
+    projection_->add_residual(head, full, kept, factor, stats.residual_of(sample));
+}
+
+/// The pending queries to the sums.
+void RowMeasure::flush() {
+  for (std::size_t at = 0; pending_ > 0 && at < recall_.size(); ++at) {
+    const std::size_t set = at / group_;
+    const auto head = static_cast<std::uint32_t>(at % group_);
+    sum(set, Sum::recall, head) += std::exchange(recall_[at], 0);
+    sum(set, Sum::nll, head) -= std::log(std::exchange(product_[at], 1));
+    sum(set, Sum::missed, head) += std::exchange(missed_[at], 0);
+    sum(set, Sum::wanted, head) += std::exchange(wanted_[at], 0);
+  }
+  pending_ = 0;
+}
+
+std::vector<HeadStats> RowMeasure::take() {
+  if (span_) flush();
+  for (std::size_t set = 0; span_ && set < stats_.size(); ++set)
+    stats_[set].take_recalls(*span_, recalls_.data() + set * span_->size() * group_);
+  return std::move(stats_);
+}
+
+}  // namespace kvlab
