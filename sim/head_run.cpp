@@ -25,7 +25,7 @@ bool HeadRun::observes(std::uint32_t query) const {
 }
 
 bool HeadRun::wants_row(std::uint32_t query) const {
-  if (measure_.measures(query) || future_mass_) return true;
+  if (measure_.measures(query)) return true;
   if (squeezed_) return false;
   // The tail of an admission to come is not known yet: asking for a row too many is harmless.
   return target_.out || live_.needs() != Needs::nothing;
@@ -42,8 +42,6 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
     seen_.end_query(query);
   }
-  if (future_mass_)
-    for (std::uint32_t head = 0; head < view_.group; ++head) spend_future(query, head, rows);
   if (watcher_) watcher_(query, live_.positions().first(visible_));
   if (query + 1 == admission().first + admission().tokens) finish_admission();
 }
@@ -134,12 +132,6 @@ void HeadRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span
                 (static_cast<double>(own[d]) - static_cast<double>(full[d]));
     measure_.changes(0, rows.draws())[draw] += static_cast<float>(change);
   }
-}
-
-void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {
-  const SharedRows::Row full = rows.row(query, head);
-  for (const std::uint32_t position : live_.positions().first(visible_))
-    (*future_mass_)[position] -= fixed_mass(1.0f, full.e[position] / full.sum);
 }
 
 std::span<const float> HeadRun::output() {

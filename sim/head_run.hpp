@@ -29,11 +29,6 @@ class HeadRun {
   HeadRun(LiveSet live, Positions positions, const std::vector<Admission>& admissions,
           const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Evicts by these masses (least first), which shrink by what each query of the full cache gives:
-  /// the reference `oracle_mass`. [token], Q32.32.
-  void follow_oracle(std::shared_ptr<std::vector<std::uint64_t>> future_mass) {
-    future_mass_ = future_mass;
-  }
   /// Holds what the live set's hooks look at.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const QuerySpan* span) { measure_ = RowMeasure(span, 1, view_, 1); }
@@ -74,7 +69,6 @@ class HeadRun {
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                        std::span<const float> own, SharedRows& rows);
-  void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
   std::span<const float> output();
 
   LiveSet live_;
@@ -84,7 +78,6 @@ class HeadRun {
   HeadArithmetic arithmetic_;
   TokenColumns columns_;
   std::optional<SqueezedKeys> squeezed_;
-  std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
   std::shared_ptr<const void> kept_alive_;
   RowMeasure measure_;
   OutputTarget target_;

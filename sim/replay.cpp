@@ -13,7 +13,6 @@
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/lanes/layer_lanes.hpp"
-#include "sim/oracles/future_mass.hpp"
 #include "sim/oracles/residual_oracle.hpp"
 #include "sim/run/tabulate.hpp"
 #include "sim/run_heads.hpp"
@@ -150,9 +149,9 @@ class Replay {
     return plan;
   }
 
-  /// Without lanes: one live set at a time.
+  /// Without lanes: one live set at a time. What is no policy runs in one way alone.
   bool runs_plainly(const CacheConfig& config) const {
-    return options_.plain || config.policy.name == kOracleResidual;
+    return config.policy.entry ? options_.plain : config.policy.name == kOracleResidual;
   }
 
   /// A KV head with all that the configurations look at.
@@ -240,29 +239,19 @@ class Replay {
   }
 
   std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
-                                    const HeadView& view,
-                                    const std::vector<std::uint64_t>& future) const {
+                                    const HeadView& view) const {
     const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
       return std::make_unique<HeadRun>(std::move(live), config.positions, config.admissions, view,
                                        rope_, arithmetic_);
     };
-    if (config.policy.name == kOracleTopk) return nullptr;
-    if (config.policy.name == kOracleResidual) {
-      auto oracle = std::make_shared<const ResidualOracle>(residual_oracle(layer, kv_head, view));
-      auto follower =
-          run(LiveSet(residual_oracle_ops(), residual_oracle_params(*oracle),
-                      config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
-      follower->keep(oracle);
-      return follower;
-    }
-    if (config.policy.name != kOracleMass) return run(config.live_set(layer, kv_head));
-    const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
-    auto oracle =
-        run(LiveSet(future_mass_ops(), future_mass_params(*masses),
+    if (config.policy.entry) return run(config.live_set(layer, kv_head));
+    auto oracle = std::make_shared<const ResidualOracle>(residual_oracle(layer, kv_head, view));
+    auto follower =
+        run(LiveSet(residual_oracle_ops(), residual_oracle_params(*oracle),
                     config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
-    oracle->follow_oracle(masses);
-    return oracle;
+    follower->keep(oracle);
+    return follower;
   }
 
   ResidualOracle residual_oracle(std::uint32_t layer, std::uint32_t kv_head,
@@ -271,15 +260,6 @@ class Replay {
     trace_.residual_norm2(layer, norm2.data());
     SharedRows rows = shared_rows(view);
     return {view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2)};
-  }
-
-  std::vector<std::uint64_t> future_masses(std::span<const std::size_t> which,
-                                           SharedRows& rows) const {
-    const bool wanted = std::any_of(which.begin(), which.end(), [&](std::size_t c) {
-      return configs_[c].policy.name == kOracleMass;
-    });
-    if (!wanted) return {};
-    return total_masses(trace_.tokens(), trace_.shape().group(), rows);
   }
 
   SharedRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
@@ -306,7 +286,7 @@ class Replay {
     for (const std::size_t c : which) {
       LayerRun& run = runs.emplace_back();
       for (std::uint32_t h = 0; h < views.size(); ++h) {
-        run.push_back(make_run(c, layer, h, views[h], {}));
+        run.push_back(make_run(c, layer, h, views[h]));
         if (span) run.back()->measure(span);
         if (keep && h == kept_head) run.back()->watch(keep);
       }
@@ -329,23 +309,14 @@ class Replay {
 
   void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                    const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
-    SharedRows rows(view, rope_, arithmetic_);
-    std::vector<TopkRun::Configuration> cut;
-    std::vector<std::unique_ptr<HeadRun>> runs;  // null: oracle_topk
-    const std::vector<std::uint64_t> future = future_masses(which, rows);
+    SharedRows rows = shared_rows(view);
+    std::vector<std::unique_ptr<HeadRun>> runs;
     for (const std::size_t c : which) {
-      runs.push_back(make_run(c, layer, kv_head, view, future));
-      if (runs.back())
-        runs.back()->measure(&span_);
-      else
-        cut.push_back({configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt});
+      runs.push_back(make_run(c, layer, kv_head, view));
+      runs.back()->measure(&span_);
     }
-    TopkRun topk(span_, view.group, std::move(cut));
-    run_head(trace_.tokens(), rows, runs, &topk);
-    std::vector<HeadStats> of_topk = topk.take();
-    auto next = of_topk.begin();
-    for (std::size_t i = 0; i < which.size(); ++i)
-      outcomes[which[i]] = runs[i] ? runs[i]->outcome() : HeadOutcome{std::move(*next++)};
+    run_head(trace_.tokens(), rows, runs);
+    for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = runs[i]->outcome();
   }
 
   void check() {
@@ -515,9 +486,9 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
   }
   SharedRows rows = job.shared_rows(tensors.view);
   std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(job.make_run(0, layer, kv_head, tensors.view, job.future_masses(only, rows)));
+  runs.push_back(job.make_run(0, layer, kv_head, tensors.view));
   runs[0]->watch(keep);
-  run_head(trace.tokens(), rows, runs, nullptr);
+  run_head(trace.tokens(), rows, runs);
   return kept;
 }
 

@@ -8,28 +8,23 @@ namespace kvlab {
 namespace {
 
 bool anybody_wants(std::uint32_t first, std::uint32_t count,
-                   const std::vector<std::unique_ptr<HeadRun>>& runs, const TopkRun* topk) {
-  for (std::uint32_t query = first; query < first + count; ++query) {
-    if (topk && topk->wants_row(query)) return true;
+                   const std::vector<std::unique_ptr<HeadRun>>& runs) {
+  for (std::uint32_t query = first; query < first + count; ++query)
     for (const auto& run : runs)
-      if (run && run->wants_row(query)) return true;
-  }
+      if (run->wants_row(query)) return true;
   return false;
 }
 
 }  // namespace
 
 void run_head(std::uint32_t tokens, SharedRows& rows,
-              const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk) {
+              const std::vector<std::unique_ptr<HeadRun>>& runs) {
   for (std::uint32_t first = 0; first < tokens; first += rows.block_queries()) {
     const std::uint32_t count = std::min(rows.block_queries(), tokens - first);
     throw_if_cancelled();
-    if (anybody_wants(first, count, runs, topk)) rows.compute(first, count);
+    if (anybody_wants(first, count, runs)) rows.compute(first, count);
     for (const auto& run : runs)
-      for (std::uint32_t query = first; run && query < first + count; ++query)
-        run->attend(query, rows);
-    if (topk)
-      for (std::uint32_t query = first; query < first + count; ++query) topk->attend(query, rows);
+      for (std::uint32_t query = first; query < first + count; ++query) run->attend(query, rows);
   }
 }
 
@@ -43,9 +38,7 @@ void run_layer(std::uint32_t tokens, std::span<SharedRows> rows, std::span<const
   for (std::uint32_t first = 0; first < tokens; first += block) {
     const std::uint32_t count = std::min(block, tokens - first);
     throw_if_cancelled();
-    const auto wants = [&](const LayerRun& run) {
-      return anybody_wants(first, count, run, nullptr);
-    };
+    const auto wants = [&](const LayerRun& run) { return anybody_wants(first, count, run); };
     if (std::ranges::any_of(runs, wants))
       for (SharedRows& head : rows) head.compute(first, count);
     for (const LayerRun& run : runs)

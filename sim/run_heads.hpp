@@ -5,14 +5,13 @@
 #include <vector>
 
 #include "sim/head_run.hpp"
-#include "sim/oracles/future_mass.hpp"
 
 namespace kvlab {
 
-/// Takes queries 0 … tokens-1 through every run (null entries are skipped) and through `topk` (may
-/// be null). Shared rows are computed only where somebody wants them.
+/// Takes queries 0 … tokens-1 through every run. Shared rows are computed only where somebody wants
+/// them.
 void run_head(std::uint32_t tokens, SharedRows& rows,
-              const std::vector<std::unique_ptr<HeadRun>>& runs, TopkRun* topk);
+              const std::vector<std::unique_ptr<HeadRun>>& runs);
 
 /// One run of each KV head of a layer.
 using LayerRun = std::vector<std::unique_ptr<HeadRun>>;

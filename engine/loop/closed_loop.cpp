@@ -154,7 +154,7 @@ class ClosedLoop {
       std::vector<std::unique_ptr<HeadRun>> runs;
       for (const Target& target : targets) runs.push_back(make_run(target, layer, kv_head, view));
       SharedRows rows(view, rope_, arithmetic_);
-      run_head(tokens_, rows, runs, nullptr);
+      run_head(tokens_, rows, runs);
       for (std::size_t i = 0; i < runs.size(); ++i) count_bytes(targets[i], *runs[i]);
     });
   }

@@ -132,12 +132,19 @@ double ResidualOracle::change_without(std::uint32_t token, const std::vector<Sum
 }
 
 PolicyOps residual_oracle_ops() {
-  PolicyOps ops = future_mass_ops();
-  ops.info.name = "oracle_residual";
-  ops.params_bytes = sizeof(const ResidualOracle*);
-  ops.rank = rank_by_change;
-  ops.first_least = least_change;
-  return ops;
+  return {.info = {.name = "oracle_residual", .summary = "", .citation = ""},
+          .params = {},
+          .slot_bytes = 0,
+          .params_bytes = sizeof(const ResidualOracle*),
+          .write_params = nullptr,
+          .admit = [](void*, Tokens, std::size_t, const void*, const Step&) {},
+          .observe = nullptr,
+          .observe_each = nullptr,
+          .rank = rank_by_change,
+          .first_least = least_change,
+          .weight = [](std::uint32_t, const void*) { return 1.0f; },
+          .tail = [](const void*) { return kNoTail; },
+          .clear_padding = nullptr};
 }
 
 std::vector<std::byte> residual_oracle_params(const ResidualOracle& oracle) {

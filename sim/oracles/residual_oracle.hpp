@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "sim/oracles/future_mass.hpp"
+#include "policies/ops/ops.hpp"
+#include "sim/shared_rows.hpp"
 
 namespace kvlab {
 
