@@ -1,6 +1,7 @@
 #include "sim/metrics.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -145,22 +146,28 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
   return difference.estimate();
 }
 
-Quantile quantile_of(const QuerySpan& span, const float* values, std::size_t stride) {
+Quantile quantile_of(const QuerySpan& span, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
   // What may be asked for lies among the lowest, whichever block is left out.
   const std::size_t size = span.size(), low = std::min(size, rank(size) + size / span.blocks() + 2);
-  std::vector<std::pair<float, std::uint32_t>> order(size);  // value, block
-  for (std::uint32_t i = 0; i < size; ++i) order[i] = {values[i * stride], span.block_of(i)};
-  std::ranges::nth_element(order, order.begin() + static_cast<std::ptrdiff_t>(low) - 1);
-  std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(low));
-  Quantile quantile{order[rank(size)].first, {}};
+  std::vector<std::uint64_t> order(size);  // a value's bits, which order as it does; its block
+  for (std::uint32_t block = 0, i = 0; block < span.blocks(); ++block)
+    for (std::uint32_t n = span.queries_in(block); n > 0; --n, ++i)
+      order[i] = std::uint64_t{std::bit_cast<std::uint32_t>(values[i])} << 32 | block;
+  const auto end = order.begin() + static_cast<std::ptrdiff_t>(low);
+  std::nth_element(order.begin(), end - 1, order.end());
+  std::sort(order.begin(), end);
+  const auto value = [&](std::size_t at) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(order[at] >> 32));
+  };
+  Quantile quantile{value(rank(size)), {}};
   quantile.without.fill(kNaN);
   for (std::uint32_t block = 0; block < span.blocks(); ++block) {
     if (span.queries_in(block) == size) continue;
     std::size_t at = 0;
     for (std::size_t left = rank(size - span.queries_in(block));; ++at)
-      if (order[at].second != block && left-- == 0) break;
-    quantile.without[block] = order[at].first;
+      if (static_cast<std::uint32_t>(order[at]) != block && left-- == 0) break;
+    quantile.without[block] = value(at);
   }
   return quantile;
 }
@@ -190,7 +197,7 @@ void HeadStats::resize(const QuerySpan& span, std::uint32_t group,
 
 void HeadStats::take_recalls(const QuerySpan& span, const float* recalls) {
   for (std::size_t head = 0; head < quantiles.size(); ++head)
-    quantiles[head] = quantile_of(span, recalls + head, quantiles.size());
+    quantiles[head] = quantile_of(span, recalls + head * span.size());
 }
 
 bool HeadStats::fits(const QuerySpan& span, std::uint32_t group,

@@ -101,8 +101,8 @@ struct Quantile {
   double value;
   BlockedRatio::Blocks without;  ///< with each block left out; NaN: nothing is left
 };
-/// `values` [query of the span], `stride` apart.
-Quantile quantile_of(const QuerySpan& span, const float* values, std::size_t stride);
+/// `values` [query of the span], none of them negative.
+Quantile quantile_of(const QuerySpan& span, const float* values);
 /// The plain mean of quantiles; `weight`: of all.
 Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
 
@@ -119,7 +119,7 @@ struct HeadStats {
   std::vector<float> changes;   ///< [query of the span, draw]: of log-likelihood
 
   void resize(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns = {});
-  /// The quantiles of recalls [query of the span, query head].
+  /// The quantiles of recalls [query head, query of the span].
   void take_recalls(const QuerySpan& span, const float* recalls);
   /// Whether this has the size that resize() gives, or nothing of an ErrorProjection.
   bool fits(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns) const;

@@ -17,7 +17,8 @@ RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& 
   for (HeadStats& stats : stats_) stats.resize(*span, group_, view.projected());
   for (auto* sums : {&recall_, &product_, &missed_, &wanted_}) sums->resize(sets * group_);
   std::ranges::fill(product_, 1.0);
-  recalls_.resize(sets * span->size() * group_);
+  rows_.resize(together * recall_.size());
+  recalls_.resize(recall_.size() * span->size());
 }
 
 void RowMeasure::begin_query(std::uint32_t query) {
@@ -25,18 +26,7 @@ void RowMeasure::begin_query(std::uint32_t query) {
   if (block != block_ || pending_ == together_) flush();
   query_ = query;
   block_ = block;
-  ++pending_;
-}
-
-void RowMeasure::add(std::size_t set, std::uint32_t head, double recall, double missed,
-                     double wanted) {
-  const std::size_t at = set * group_ + head;
-  recall_[at] += recall;
-  product_[at] *= std::max(recall, kRecallFloor);
-  missed_[at] += missed;
-  wanted_[at] += wanted;
-  recalls_[(set * span_->size() + span_->index(query_)) * group_ + head] =
-      static_cast<float>(recall);
+  newest_ = rows_.data() + pending_++ * recall_.size();
 }
 
 void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
@@ -79,6 +69,8 @@ void RowMeasure::flush() {
     sum(set, Sum::nll, head) -= std::log(std::exchange(product_[at], 1));
     sum(set, Sum::missed, head) += std::exchange(missed_[at], 0);
     sum(set, Sum::wanted, head) += std::exchange(wanted_[at], 0);
+    float* const to = recalls_.data() + at * span_->size() + span_->index(query_) + 1 - pending_;
+    for (std::uint32_t i = 0; i < pending_; ++i) to[i] = rows_[i * recall_.size() + at];
   }
   pending_ = 0;
 }
@@ -86,7 +78,7 @@ void RowMeasure::flush() {
 std::vector<HeadStats> RowMeasure::take() {
   if (span_) flush();
   for (std::size_t set = 0; span_ && set < stats_.size(); ++set)
-    stats_[set].take_recalls(*span_, recalls_.data() + set * span_->size() * group_);
+    stats_[set].take_recalls(*span_, recalls_.data() + set * group_ * span_->size());
   return std::move(stats_);
 }
 

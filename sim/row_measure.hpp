@@ -2,6 +2,7 @@
 // lanes alike.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -30,7 +31,14 @@ class RowMeasure {
 
   void begin_query(std::uint32_t query);
   /// What one set holds of a query head's row: `missed` of the `wanted` tokens are gone.
-  void add(std::size_t set, std::uint32_t head, double recall, double missed, double wanted);
+  void add(std::size_t set, std::uint32_t head, double recall, double missed, double wanted) {
+    const std::size_t at = set * group_ + head;
+    recall_[at] += recall;
+    product_[at] *= std::max(recall, kRecallFloor);
+    missed_[at] += missed;
+    wanted_[at] += wanted;
+    newest_[at] = static_cast<float>(recall);
+  }
   /// What sets hold of named spans, from a row's exponentials, `stride` apart, and their sum. Set l
   /// holds tokens[0] to tokens[begins[l + 1] - 1], of which those from begins[l] on ascend.
   void add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
@@ -57,9 +65,12 @@ class RowMeasure {
   const ErrorProjection* projection_ = nullptr;
   SumsShape shape_ = {};
   std::uint32_t group_ = 0, together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
-  std::vector<HeadStats> stats_;                            // [set]
-  std::vector<double> recall_, product_, missed_, wanted_;  // [set, group]: of pending_ queries
-  std::vector<float> recalls_;                              // [set, query of the span, group]
+  std::vector<HeadStats> stats_;  // [set]
+  // Of pending_ queries, the last of them query_.
+  std::vector<double> recall_, product_, missed_, wanted_;  // [set, group]: sums
+  std::vector<float> rows_;                                 // [query, set, group]: recalls
+  float* newest_ = nullptr;                                 // the last of them
+  std::vector<float> recalls_;                              // [set, group, query of the span]
 };
 
 }  // namespace kvlab

@@ -26,7 +26,7 @@ __device__ inline double& figure_sum(const ReplayArgs& args, std::int64_t figure
 /// Where the recall of query `index` of the span is noted.
 __device__ inline float& figure_recall(const ReplayArgs& args, std::int64_t figure, int index,
                                        int head) {
-  return args.figures.recalls[(figure * args.span.size + index) * args.shape.group + head];
+  return args.figures.recalls[(figure * args.shape.group + head) * args.span.size + index];
 }
 
 /// A query's terms.

@@ -218,7 +218,7 @@ struct ReplaySamples {
 
 struct ReplayFigures {
   double* sums;     // [unit, configuration, SumsShape]; null: no figures
-  float* recalls;   // [unit, configuration, query of the span, head]
+  float* recalls;   // [unit, configuration, head, query of the span]
   double* errors;   // [unit, configuration, sample, 2]: squared, group summed: error, output
   float* residual;  // [unit, configuration, sample, kReplayResiduals]; or null
   float* changes;   // [unit, configuration, query of the span, draw]: of log-likelihood; or null

@@ -197,6 +197,16 @@ const MetricInfo* find_metric(std::string_view name) {
   return found == std::end(kMetrics) ? nullptr : &*found;
 }
 
+const MetricInfo& deciding_metric(std::string_view name) {
+  std::vector<std::string_view> known;
+  for (const MetricInfo& metric : kMetrics)
+    if (metric.ranks) known.push_back(metric.name);
+  if (std::ranges::find(known, name) == known.end())
+    throw std::invalid_argument(
+        fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
+  return *find_metric(name);
+}
+
 std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,
                                    const ReplayOptions& options, const ReplayResult& result) {
   std::vector<ResultRow> rows;
