@@ -148,26 +148,31 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
 
 Quantile quantile_of(const QuerySpan& span, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
-  // What may be asked for lies among the lowest, whichever block is left out.
-  const std::size_t size = span.size(), low = std::min(size, rank(size) + size / span.blocks() + 2);
+  // Whichever block is left out, the value lies in [first, last) of all, by size.
+  const std::size_t size = span.size(), of_block = size / span.blocks() + 1,
+                    first = size > of_block ? rank(size - of_block) : 0,
+                    last = std::min(size, rank(size) + of_block + 1);
   std::vector<std::uint64_t> order(size);  // a value's bits, which order as it does; its block
   for (std::uint32_t block = 0, i = 0; block < span.blocks(); ++block)
     for (std::uint32_t n = span.queries_in(block); n > 0; --n, ++i)
       order[i] = std::uint64_t{std::bit_cast<std::uint32_t>(values[i])} << 32 | block;
-  const auto end = order.begin() + static_cast<std::ptrdiff_t>(low);
-  std::nth_element(order.begin(), end - 1, order.end());
-  std::sort(order.begin(), end);
-  const auto value = [&](std::size_t at) {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(order[at] >> 32));
+  const auto at = [&](std::size_t i) { return order.begin() + static_cast<std::ptrdiff_t>(i); };
+  std::nth_element(at(0), at(last - 1), at(size));
+  std::nth_element(at(0), at(first), at(last));
+  std::sort(at(first), at(last));
+  std::array<std::size_t, kSpanBlocks> before{};
+  for (std::size_t i = 0; i < first; ++i) ++before[order[i] % kSpanBlocks];
+  const auto value = [&](std::size_t i) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(order[i] >> 32));
   };
   Quantile quantile{value(rank(size)), {}};
   quantile.without.fill(kNaN);
   for (std::uint32_t block = 0; block < span.blocks(); ++block) {
     if (span.queries_in(block) == size) continue;
-    std::size_t at = 0;
-    for (std::size_t left = rank(size - span.queries_in(block));; ++at)
-      if (static_cast<std::uint32_t>(order[at]) != block && left-- == 0) break;
-    quantile.without[block] = value(at);
+    std::size_t i = first;
+    for (auto left = rank(size - span.queries_in(block)) - first + before[block];; ++i)
+      if (order[i] % kSpanBlocks != block && left-- == 0) break;
+    quantile.without[block] = value(i);
   }
   return quantile;
 }
