@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -185,7 +183,11 @@ class Replay {
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
     if (plainly.empty() && in_lanes.empty()) return;
     const HeadTensors tensors = read(layer, kv_head);
-    if (!plainly.empty()) run_plainly(plainly, layer, kv_head, tensors.view, outcomes);
+    if (!plainly.empty()) {
+      auto own = run_plainly(plainly, {layer, kv_head}, {&tensors.view, 1}, &span_, 0, {});
+      for (std::size_t i = 0; i < plainly.size(); ++i)
+        outcomes[plainly[i]] = std::move(own.front()[i]);
+    }
     if (!in_lanes.empty()) run_lanes(in_lanes, layer, kv_head, tensors.view, outcomes);
   }
 
@@ -204,7 +206,7 @@ class Replay {
       tensors.push_back(read(layer, h));
       views.push_back(tensors.back().view);
     }
-    if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
+    if (options_.plain) return run_plainly(which, {layer, 0}, views, span, kept_head, keep);
     const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
     LaneConfigs configs;
     for (const auto& config : own) configs.push_back(config.get());
@@ -214,6 +216,28 @@ class Replay {
                   [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
     lanes.run();
     return lanes.outcomes();
+  }
+
+  /// The same of the KV heads of `views`, of which `first` is the first, without lanes.
+  std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
+                                                    ReplayUnit first,
+                                                    std::span<const HeadView> views,
+                                                    const QuerySpan* span, std::uint32_t kept_head,
+                                                    const KeepSet& keep) const {
+    std::vector<SharedRows> rows;
+    for (const HeadView& view : views) rows.emplace_back(view, rope_, arithmetic_);
+    std::vector<LayerRun> runs(which.size());
+    for (std::size_t i = 0; i < which.size(); ++i)
+      for (std::uint32_t h = 0; h < views.size(); ++h) {
+        runs[i].push_back(make_run(which[i], first.layer, first.kv_head + h, views[h]));
+        if (span) runs[i].back()->measure(span);
+        if (keep && first.kv_head + h == kept_head) runs[i].back()->watch(keep);
+      }
+    run_layer(trace_.tokens(), rows, runs);
+    std::vector<std::vector<HeadOutcome>> outcomes(views.size());
+    for (const LayerRun& run : runs)
+      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(run[h]->outcome());
+    return outcomes;
   }
 
   /// `configs`: configs_of_head().
@@ -258,11 +282,9 @@ class Replay {
                                  const HeadView& view) const {
     std::vector<float> norm2(trace_.tokens());
     trace_.residual_norm2(layer, norm2.data());
-    SharedRows rows = shared_rows(view);
+    SharedRows rows(view, rope_, arithmetic_);
     return {view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2)};
   }
-
-  SharedRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
 
  private:
   /// Whoever asks first for a KV head runs its layer; the others find theirs.
@@ -277,27 +299,6 @@ class Replay {
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
   }
 
-  std::vector<std::vector<HeadOutcome>> run_layer_plainly(
-      std::span<const std::size_t> which, std::uint32_t layer, std::span<const HeadView> views,
-      const QuerySpan* span, std::uint32_t kept_head, const KeepSet& keep) const {
-    std::vector<SharedRows> rows;
-    for (const HeadView& view : views) rows.push_back(shared_rows(view));
-    std::vector<LayerRun> runs;
-    for (const std::size_t c : which) {
-      LayerRun& run = runs.emplace_back();
-      for (std::uint32_t h = 0; h < views.size(); ++h) {
-        run.push_back(make_run(c, layer, h, views[h]));
-        if (span) run.back()->measure(span);
-        if (keep && h == kept_head) run.back()->watch(keep);
-      }
-    }
-    run_layer(trace_.tokens(), rows, runs);
-    std::vector<std::vector<HeadOutcome>> outcomes(views.size());
-    for (const LayerRun& run : runs)
-      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(run[h]->outcome());
-    return outcomes;
-  }
-
   void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                  const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
     const auto configs = configs_of_head(which, layer, kv_head);
@@ -305,18 +306,6 @@ class Replay {
     lanes.run();
     std::vector<HeadOutcome> own = lanes.outcomes();
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
-  }
-
-  void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
-                   const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
-    SharedRows rows = shared_rows(view);
-    std::vector<std::unique_ptr<HeadRun>> runs;
-    for (const std::size_t c : which) {
-      runs.push_back(make_run(c, layer, kv_head, view));
-      runs.back()->measure(&span_);
-    }
-    run_head(trace_.tokens(), rows, runs);
-    for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = runs[i]->outcome();
   }
 
   void check() {
@@ -477,18 +466,14 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     return kept;
   }
   const HeadTensors tensors = job.read(layer, kv_head);
-  if (!job.runs_plainly(config)) {
-    const auto own = job.configs_of_head(only, layer, kv_head);
-    HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
-    lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
-    lanes.run();
+  if (job.runs_plainly(config)) {
+    job.run_plainly(only, {layer, kv_head}, {&tensors.view, 1}, nullptr, kv_head, keep);
     return kept;
   }
-  SharedRows rows = job.shared_rows(tensors.view);
-  std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(job.make_run(0, layer, kv_head, tensors.view));
-  runs[0]->watch(keep);
-  run_head(trace.tokens(), rows, runs);
+  const auto own = job.configs_of_head(only, layer, kv_head);
+  HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
+  lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
+  lanes.run();
   return kept;
 }
 

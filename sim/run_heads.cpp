@@ -38,8 +38,7 @@ void run_layer(std::uint32_t tokens, std::span<SharedRows> rows, std::span<const
   for (std::uint32_t first = 0; first < tokens; first += block) {
     const std::uint32_t count = std::min(block, tokens - first);
     throw_if_cancelled();
-    const auto wants = [&](const LayerRun& run) { return anybody_wants(first, count, run); };
-    if (std::ranges::any_of(runs, wants))
+    if (std::ranges::any_of(runs, [&](auto& run) { return anybody_wants(first, count, run); }))
       for (SharedRows& head : rows) head.compute(first, count);
     for (const LayerRun& run : runs)
       for (std::uint32_t query = first; query < first + count; ++query)

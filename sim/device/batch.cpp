@@ -179,15 +179,13 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
       for (std::size_t c = 0; c < sizes_.configs; ++c)
         put(own[c].stats, std::span(fetched).subspan(c * size, size));
     };
-    share(parts_.residual, [](HeadStats& stats, std::span<const float> from) {
-      stats.residual.assign(from.begin(), from.end());
-    });
-    share(parts_.changes, [](HeadStats& stats, std::span<const float> from) {
-      stats.changes.assign(from.begin(), from.end());
-    });
-    share(parts_.recalls, [&](HeadStats& stats, std::span<const float> from) {
-      stats.take_recalls(plan_.span, from.data());
-    });
+    const auto copy_to = [](std::vector<float> HeadStats::*part) {
+      return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
+    };
+    share(parts_.residual, copy_to(&HeadStats::residual));
+    share(parts_.changes, copy_to(&HeadStats::changes));
+    share(parts_.recalls,
+          [&](HeadStats& to, auto from) { to.take_recalls(plan_.span, from.data()); });
   });
   return all;
 }

@@ -16,9 +16,8 @@ void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
     output += head[c].stats.errors[2 * sample + 1];
   }
   if (output > 0)
-    layer.of(LayerError::outputs)
-        .layer[c]
-        .add(span.block_of_sample(sample), std::sqrt(error / output), 1);
+    layer.errors[LayerError::outputs].layer[c].add(span.block_of_sample(sample),
+                                                   std::sqrt(error / output), 1);
 }
 
 /// Whether each head has `what`: a reference that has no outputs has none.
@@ -30,9 +29,9 @@ bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadSt
 /// The squared sums over the heads of what `of` gives of each, `count` numbers, and those of each
 /// head, divided by `by`; by number too where `to` has columns.
 template <class Of>
-void add_squares(LayerError error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
+void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Of of) {
-  LayerRatios& to = layer.of(error);
+  LayerRatios& to = layer.errors[error];
   std::vector<double> sum(count);
   const auto add = [&](BlockedRatio& ratio, const auto* numbers) {
     double squares = 0;
@@ -71,11 +70,11 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
                   const LayerFacts& facts, unsigned threads) {
   const ProjectionColumns& columns = facts.columns;
   layer.changes.resize(configs);
-  for (const LayerError error : {LayerError::outputs, LayerError::residual, LayerError::kl}) {
+  for (LayerRatios& ratios : layer.errors) {
     BlockedRatio none{.blocks = span.blocks()};
-    if (error == LayerError::residual) none.columns.resize(columns.residual);
-    layer.of(error).layer.assign(configs, none);
-    layer.of(error).heads.assign(layer.heads.size(), layer.of(error).layer);
+    if (&ratios == &layer.errors[LayerError::residual]) none.columns.resize(columns.residual);
+    ratios.layer.assign(configs, none);
+    ratios.heads.assign(layer.heads.size(), ratios.layer);
   }
   parallel_for(configs, threads, [&](std::size_t c) {
     const bool residual = columns.residual && has_all(layer, c, &HeadStats::residual);

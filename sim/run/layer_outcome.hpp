@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "sim/error_projection.hpp"
@@ -14,7 +13,9 @@ namespace kvlab {
 
 /// Errors of a layer: of the heads' outputs side by side; their squares behind W_o, by the residual
 /// stream's norm; halves of squared changes of log-likelihood.
-enum class LayerError { outputs, residual, kl };
+struct LayerError {
+  enum Kind : std::size_t { outputs, residual, kl, count };
+};
 
 /// One such error of all heads together and, but for outputs, of each KV head by itself. Without
 /// weight where it is not known.
@@ -26,12 +27,9 @@ struct LayerRatios {
 /// One layer's outcomes, and its errors over all heads.
 struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
-  std::array<LayerRatios, 3> errors;            // [LayerError]
+  std::array<LayerRatios, LayerError::count> errors;
   /// [configuration][query of the span, draw]: changes of log-likelihood, heads summed; or empty.
   std::vector<std::vector<float>> changes;
-
-  LayerRatios& of(LayerError error) { return errors[static_cast<std::size_t>(error)]; }
-  const LayerRatios& of(LayerError error) const { return errors[static_cast<std::size_t>(error)]; }
 };
 
 /// What is known of a layer beside its outcomes.

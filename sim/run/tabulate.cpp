@@ -1,7 +1,6 @@
 #include "sim/run/tabulate.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <map>
 #include <optional>
@@ -87,10 +86,10 @@ class Tabulator {
     });
     return all;
   }
-  Ratios ratios(std::size_t c, LayerError error) const {
+  Ratios ratios(std::size_t c, LayerError::Kind error) const {
     Ratios all;
     for (std::size_t l = first_; l < last_; ++l) {
-      const LayerRatios& of = of_.layers[l].of(error);
+      const LayerRatios& of = of_.layers[l].errors[error];
       all.push_back(head_ < 0 ? of.layer[c] : of.heads[static_cast<std::size_t>(head_)][c]);
     }
     return all;
@@ -146,9 +145,9 @@ class Tabulator {
     const std::uint32_t heads = head_ < 0 ? of_.shape.query_heads : of_.shape.group();
     add(estimate, sum ? static_cast<double>(last_ - first_) : 1, estimate.weight * heads);
   }
-  void mean_of_layers(LayerError error) { add_layers(mean_of(ratios(c_, error)), false); }
-  void sum_of_layers(LayerError error) { add_layers(mean_of(ratios(c_, error)), true); }
-  void layers_regret(LayerError error) {
+  void mean_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), false); }
+  void sum_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), true); }
+  void layers_regret(LayerError::Kind error) {
     if (by_residual_)
       add_layers(difference_of(ratios(c_, error), ratios(*by_residual_, error)), true);
   }

@@ -1,8 +1,6 @@
 #include "sim/lanes/feedback/feedback_run.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "policies/observation.hpp"
