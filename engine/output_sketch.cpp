@@ -43,22 +43,31 @@ class OutputRows {
 
 }  // namespace
 
+void add_layer_sketch(std::uint64_t seed, std::size_t layer, std::size_t hidden,
+                      const std::function<void(std::size_t, float*)>& read_row,
+                      std::span<float> sketch) {
+  const double deviation = 1 / std::sqrt(static_cast<double>(kSketchColumns));
+  std::vector<float> row(sketch.size() / kSketchColumns), r(kSketchColumns);
+  for (std::size_t h = 0; h < hidden; ++h) {
+    read_row(h, row.data());
+    for (std::size_t c = 0; c < kSketchColumns; ++c)
+      r[c] = static_cast<float>(deviation *
+                                sketch_normal(seed, (layer * hidden + h) * kSketchColumns + c));
+    add_row(row, r.data(), sketch.data());
+  }
+}
+
 OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t seed,
                            unsigned threads) {
   const OutputRows rows(directory);
   const ModelConfig& config = rows.config();
-  const std::size_t inputs = rows.inputs(), of_layer = inputs * kSketchColumns;
-  const double deviation = 1 / std::sqrt(static_cast<double>(kSketchColumns));
+  const std::size_t of_layer = rows.inputs() * kSketchColumns;
   OutputSketch sketch{seed, std::vector<float>(config.layers * of_layer)};
   parallel_for(config.layers, threads, [&](std::size_t layer) {
-    std::vector<float> row(inputs), r(kSketchColumns);
-    for (std::size_t h = 0; h < config.hidden; ++h) {
-      rows.read(layer, h, row.data());
-      for (std::size_t c = 0; c < kSketchColumns; ++c)
-        r[c] = static_cast<float>(
-            deviation * sketch_normal(seed, (layer * config.hidden + h) * kSketchColumns + c));
-      add_row(row, r.data(), sketch.values.data() + layer * of_layer);
-    }
+    add_layer_sketch(
+        seed, layer, config.hidden,
+        [&](std::size_t output, float* row) { rows.read(layer, output, row); },
+        std::span(sketch.values).subspan(layer * of_layer, of_layer));
   });
   return sketch;
 }

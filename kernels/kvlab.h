@@ -71,8 +71,8 @@ int kvlab_policy_weighted(const kvlab_policy* policy);
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
-/** The columns that it reads (docs/columns.md), from 0 on; NULL behind the last. You bring them:
- *  kvlab_policy_state.columns. Of `column` any will do. */
+/** The columns that it reads (docs/configurations.md), from 0 on; NULL behind the last. You bring
+ *  them: kvlab_policy_state.columns. Of `column` any will do. */
 const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
@@ -175,8 +175,8 @@ typedef struct {
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
 
-/** Columns that are computed from keys, values and output projections (docs/columns.md), by these
- *  names in lower case. */
+/** Columns that are computed from keys, values and output projections (docs/configurations.md), by
+ *  these names in lower case. */
 typedef enum {
   KVLAB_KEY_NORM = 0,
   KVLAB_VALUE_NORM = 1,

@@ -33,6 +33,8 @@ class HeadRun {
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const QuerySpan* span) { measure_ = RowMeasure(span, 1, view_, 1); }
   void write_outputs(OutputTarget target) { target_ = target; }
+  /// Reads anew what the view's tokens bring: those that are still to come have changed.
+  void look_again() { columns_ = TokenColumns(live_.columns(), view_, admissions_); }
   /// Called after each query with the live positions it attended, ascending.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
     watcher_ = std::move(watcher);

@@ -37,11 +37,11 @@ void check_columns(const PolicySpec& policy, const TraceReader& trace, bool know
     const std::string what = fmt::format("policy {}: column {}: ", policy.name, name);
     if (built_in_column(name))
       throw std::invalid_argument(what + "takes the model's weights: give --model DIR");
-    throw std::invalid_argument(
-        fmt::format("{}the trace {} has {}; tools/columns.py adds one, and {} are computed", what,
-                    trace.directory().string(),
-                    there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-                    built_in_column_names()));
+    throw std::invalid_argument(fmt::format(
+        "{}the trace {} has {}; python -m kvlab.hf columns adds one, and {} are computed", what,
+        trace.directory().string(),
+        there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
+        built_in_column_names()));
   }
 }
 
@@ -233,7 +233,7 @@ class Replay {
         if (span) runs[i].back()->measure(span);
         if (keep && first.kv_head + h == kept_head) runs[i].back()->watch(keep);
       }
-    run_layer(trace_.tokens(), rows, runs);
+    run_layer({0, trace_.tokens()}, rows, runs);
     std::vector<std::vector<HeadOutcome>> outcomes(views.size());
     for (const LayerRun& run : runs)
       for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(run[h]->outcome());

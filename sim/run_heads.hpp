@@ -2,22 +2,27 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "sim/head_run.hpp"
 
 namespace kvlab {
 
-/// Takes queries 0 … tokens-1 through every run. Shared rows are computed only where somebody wants
+/// Queries begin … end - 1.
+struct QueryRange {
+  std::uint32_t begin, end;
+};
+
+/// Takes queries, in order, through every run. Shared rows are computed only where somebody wants
 /// them.
-void run_head(std::uint32_t tokens, SharedRows& rows,
-              const std::vector<std::unique_ptr<HeadRun>>& runs);
+void run_head(QueryRange queries, SharedRows& rows, std::span<const std::unique_ptr<HeadRun>> runs);
 
 /// One run of each KV head of a layer.
 using LayerRun = std::vector<std::unique_ptr<HeadRun>>;
 
 /// Takes the KV heads of a layer through every run query by query, so that caches may evict
 /// together: for scope=layer. `rows`: by KV head.
-void run_layer(std::uint32_t tokens, std::span<SharedRows> rows, std::span<const LayerRun> runs);
+void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs);
 
 }  // namespace kvlab

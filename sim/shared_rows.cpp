@@ -34,9 +34,13 @@ SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
   request_count_.resize(rows);
   outputs_.resize(rows * view.head_size);
   has_output_.resize(rows);
-  std::vector<float> key(view.head_size);
-  for (std::uint32_t token = 0; token < view.tokens; ++token) {
-    rotate(view.key(token), token, key.data());
+  read_keys(0);
+}
+
+void SharedRows::read_keys(std::uint32_t first) {
+  std::vector<float> key(view_.head_size);
+  for (std::uint32_t token = first; token < view_.tokens; ++token) {
+    rotate(view_.key(token), token, key.data());
     keys_.set_row(token, key.data());
   }
 }

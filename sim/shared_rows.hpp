@@ -16,6 +16,8 @@ class SharedRows {
  public:
   SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
+  /// Reads the view's keys from `first` on: they have changed.
+  void read_keys(std::uint32_t first);
   /// Queries a block holds: enough to reuse keys, few enough to stay in cache.
   std::uint32_t block_queries() const { return block_; }
   /// Computes the rows of queries [first, first + count), count <= block_queries().

@@ -133,9 +133,11 @@ AnswerPlan answer_plan_from(const po::variables_map& options) {
                   .draws = count_from(options, "draws", 1, 100'000),
                   .most_rows = device_from(options) == Device::cuda ? kCudaRows : kCpuRows};
   const std::vector<std::string> names = list_from(options, "task");
-  if (names == std::vector<std::string>{"none"}) return plan;
-  for (const std::string& name : names)
-    plan.tasks.push_back({{.kind = parse_task_kind(name)}, words});
+  if (names == std::vector<std::string>{"none"})
+    refuse_given(options, {"words", "draws"}, "--task none asks nothing");
+  else
+    for (const std::string& name : names)
+      plan.tasks.push_back({{.kind = parse_task_kind(name)}, words});
   return plan;
 }
 

@@ -272,6 +272,14 @@ std::string manifest_text(const Manifest& manifest) {
   return text_of(object, 1) + "\n";
 }
 
+TraceHeader parse_header(std::string_view text) {
+  const json object = parse_json(text, "trace header");
+  const JsonFields fields(object, "trace header");
+  TraceHeader header = parse_description(fields);
+  header.spans = parse_spans(fields, kMaxTraceTokens);
+  return header;
+}
+
 Manifest parse_manifest(std::string_view text, std::string_view what) {
   const json object = parse_json(text, what);
   const JsonFields fields(object, std::string(what));

@@ -18,6 +18,9 @@ inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;
 inline constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
 
 std::string manifest_text(const Manifest& manifest);
+/// The header in a text of the manifest's keys, without what tokens.safetensors holds. Throws as
+/// parse_manifest.
+TraceHeader parse_header(std::string_view text);
 /// Throws std::runtime_error beginning with `what`: not JSON, a later format, a key that is
 /// missing, unknown or out of range, segments or shards that do not add up.
 Manifest parse_manifest(std::string_view text, std::string_view what);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "policies/budgets/budget.hpp"
@@ -37,6 +38,8 @@ struct ModelConfig {
   float softmax_scale() const;  ///< 1 / sqrt(head_size)
 };
 
+/// The architectures that are supported, and each one's model_type.
+std::vector<std::pair<std::string, std::string>> supported_architectures();
 /// Throws std::runtime_error that names the file and key: missing, out of range, or an architecture
 /// or option that is not supported (sliding windows in use, other activations, other RoPE types,
 /// …).

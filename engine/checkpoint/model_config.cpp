@@ -233,6 +233,12 @@ void read_special_tokens(const JsonFields& config, ModelConfig& model) {
 
 }  // namespace
 
+std::vector<std::pair<std::string, std::string>> supported_architectures() {
+  std::vector<std::pair<std::string, std::string>> all;
+  for (const Architecture& one : kArchitectures) all.emplace_back(one.name, one.model_type);
+  return all;
+}
+
 float ModelConfig::softmax_scale() const {
   return static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_size)));
 }

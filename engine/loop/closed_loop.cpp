@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <mutex>
 #include <stdexcept>
 
 #include "policies/executor.hpp"
@@ -42,12 +41,106 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
           .output = output};
 }
 
-/// Where the attention of a configuration goes: [token, query_heads, dim].
-struct Target {
-  std::size_t config;
-  float* out;
+/// A layer's attention under several configurations. They see the same queries, keys and values,
+/// and share their exponentials, until these are changed.
+class LayerAttention {
+ public:
+  /// `p` and `rope` outlive it.
+  LayerAttention(const ModelShape& shape, const Projections& p, std::uint32_t layer,
+                 const OutputProjections* output, const RopeTable& rope,
+                 const HeadArithmetic& arithmetic, unsigned threads)
+      : shape_(shape), layer_(layer), rope_(rope), arithmetic_(arithmetic), threads_(threads) {
+    const auto tokens = static_cast<std::uint32_t>(p.k.size() / shape.kv_heads / shape.head_size);
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+      views_.push_back(view_of(p, shape, tokens, head, weights_of(output, layer, head)));
+      rows_.emplace_back(views_.back(), rope, arithmetic);
+    }
+    by_head_.resize(shape.kv_heads);
+  }
+
+  /// Another configuration, whose outputs go to `out`, [token, query_heads, dim]; null: nowhere.
+  void add(const ResolvedConfig& config, float* out) {
+    places_.push_back({config.evicts_by_layer(),
+                       config.evicts_by_layer() ? by_layer_.size() : by_head_[0].size()});
+    if (places_.back().by_layer) by_layer_.emplace_back();
+    HeadArithmetic arithmetic = arithmetic_;
+    arithmetic.threshold16 = config.threshold16();
+    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head)
+      (places_.back().by_layer ? by_layer_.back() : by_head_[head])
+          .push_back(std::make_unique<HeadRun>(config.live_set(layer_, head), config.positions,
+                                               config.admissions, views_[head], rope_, arithmetic));
+    write_outputs(places_.size() - 1, out);
+  }
+
+  /// Through all configurations.
+  void attend(QueryRange queries) {
+    attend_by_head(queries, 0, by_head_[0].size());
+    attend_by_layer(queries, 0, by_layer_.size());
+  }
+  /// Through the i-th that was added.
+  void attend_one(std::size_t i, QueryRange queries) {
+    const auto [by_layer, at] = places_[i];
+    by_layer ? attend_by_layer(queries, at, 1) : attend_by_head(queries, at, 1);
+  }
+  /// The tokens from `first` on have changed; the i-th goes on with them, to `out`.
+  void change(std::uint32_t first, std::size_t i, float* out) {
+    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
+      rows_[head].read_keys(first);
+      run(i, head).look_again();
+    }
+    write_outputs(i, out);
+  }
+
+  /// Of the keys and values that the i-th held at once.
+  std::uint64_t peak_bytes(std::size_t i) {
+    std::uint64_t tokens = 0;
+    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head)
+      tokens += run(i, head).live().live_max();
+    return tokens * 2 * shape_.head_size * sizeof(float);
+  }
+
+ private:
+  struct Place {
+    bool by_layer;
+    std::size_t at;  // of those that do as it does
+  };
+
+  HeadRun& run(std::size_t i, std::uint32_t head) {
+    const auto [by_layer, at] = places_[i];
+    return by_layer ? *by_layer_[at][head] : *by_head_[head][at];
+  }
+
+  void write_outputs(std::size_t i, float* out) {
+    const std::size_t dim = shape_.head_size, group = shape_.group();
+    for (std::uint32_t head = 0; out && head < shape_.kv_heads; ++head)
+      run(i, head).write_outputs({.out = out + head * group * dim,
+                                  .token_stride = shape_.query_heads * dim,
+                                  .head_stride = dim});
+  }
+
+  void attend_by_head(QueryRange queries, std::size_t first, std::size_t count) {
+    parallel_for(shape_.kv_heads, threads_, [&](std::size_t head) {
+      run_head(queries, rows_[head], std::span(by_head_[head]).subspan(first, count));
+    });
+  }
+  void attend_by_layer(QueryRange queries, std::size_t first, std::size_t count) {
+    run_layer(queries, rows_, std::span(by_layer_).subspan(first, count));
+  }
+
+  const ModelShape& shape_;
+  std::uint32_t layer_;
+  const RopeTable& rope_;
+  const HeadArithmetic arithmetic_;
+  unsigned threads_;
+  std::vector<HeadView> views_;                                 // [kv_head]
+  std::vector<SharedRows> rows_;                                // [kv_head]
+  std::vector<std::vector<std::unique_ptr<HeadRun>>> by_head_;  // [kv_head][configuration]
+  std::vector<LayerRun> by_layer_;                              // [configuration][kv_head]
+  std::vector<Place> places_;
 };
 
+/// The configurations that admit the prompt at once see the same prompt in every layer, exactly:
+/// the first of them, the base, has rows of all tokens, the others of decoded ones alone.
 class ClosedLoop {
  public:
   ClosedLoop(const Model& model, std::span<const std::int32_t> ids,
@@ -57,30 +150,29 @@ class ClosedLoop {
         ids_(ids),
         options_(options),
         tokens_(static_cast<std::uint32_t>(ids.size())),
+        span_(loop_span(tokens_, options)),
         rope_(model.config().rope, tokens_),
         arithmetic_{.softmax_scale = model.config().softmax_scale(),
                     .rounding = std::nullopt,
                     .threshold16 = 0},  // each configuration has its own
         hidden_(configs.size()),
         scores_(configs.size()) {
-    const auto [prompt, first_scored] = loop_span(tokens_, options);
-    const std::vector<Segment> segments = segments_of(tokens_, prompt);
-    first_scored_ = first_scored;
+    const std::vector<Segment> segments = segments_of(tokens_, span_.prompt);
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
       check_held(kDecoder, configs_.back());
       if (wants_projections(config.policy.columns)) output_ = model.output_projections();
     }
+    for (std::size_t c = 0; c < configs_.size(); ++c)
+      (admits_at_once(c) ? alike_ : apart_).push_back(c);
   }
 
   std::vector<LoopScores> run() {
     first_layer();
-    note_done(static_cast<double>(configs_.size()));
-    for (std::uint32_t layer = 1; layer < shape_.layers; ++layer)
-      for (std::size_t c = 0; c < configs_.size(); ++c) {
-        next_layer(layer, c);
-        note_done(1);
-      }
+    for (std::uint32_t layer = 1; layer < shape_.layers; ++layer) {
+      for (const std::size_t c : apart_) next_layer(layer, c);
+      if (!alike_.empty()) next_layer_alike(layer);
+    }
     score();
     return std::move(scores_);
   }
@@ -94,7 +186,7 @@ class ClosedLoop {
   double layers_of_scores() const {
     const ModelConfig& config = model_.config();
     const double heads = (2 * shape_.query_heads + 2 * shape_.kv_heads) * shape_.head_size;
-    return static_cast<double>(config.vocab) * (tokens_ - 1 - first_scored_) /
+    return static_cast<double>(config.vocab) * (tokens_ - 1 - span_.first_scored) /
            ((heads + 3.0 * static_cast<double>(config.mlp)) * tokens_);
   }
 
@@ -105,96 +197,92 @@ class ClosedLoop {
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
-  /// All configurations see the same queries, keys and values, and share their exponentials.
+  /// The whole prompt; never where there is none.
+  bool admits_at_once(std::size_t c) const {
+    const Admission& first = configs_[c].admissions.front();
+    return first.ends_prompt && first.tokens == span_.prompt;
+  }
+  /// Of the rows that are a configuration's own.
+  std::uint32_t first_row(std::size_t c) const {
+    return admits_at_once(c) && c != alike_[0] ? span_.prompt : 0;
+  }
+  const float* hidden_at(std::size_t c, std::size_t token) const {
+    const std::size_t own = token < first_row(c) ? alike_[0] : c;
+    return hidden_[own].data() + (token - first_row(own)) * model_.config().hidden;
+  }
+
+  LayerAttention attention(std::uint32_t layer, const Projections& p) const {
+    return {shape_, p, layer, output_.get(), rope_, arithmetic_, options_.threads};
+  }
+
   void first_layer() {
     std::vector<float> x(std::size_t{tokens_} * model_.config().hidden);
     model_.embed(ids_, x.data());
+    for (std::size_t c = 0; c < configs_.size(); ++c)
+      hidden_[c].assign(x.begin() + first_row(c) * std::ptrdiff_t{model_.config().hidden}, x.end());
     Projections p(shape_, tokens_);
     model_.attention_inputs(0, x.data(), tokens_, p.q.data(), p.k.data(), p.v.data(),
                             options_.threads);
     std::vector<std::vector<float>> outputs(configs_.size(), std::vector<float>(output_floats()));
-    attend(0, 0, p, outputs);
+    LayerAttention all = attention(0, p);
+    for (std::size_t c = 0; c < configs_.size(); ++c) all.add(configs_[c], outputs[c].data());
+    all.attend({0, tokens_});
     for (std::size_t c = 0; c < configs_.size(); ++c) {
-      hidden_[c] = x;
-      finish_layer(0, c, outputs[c]);
+      finish_layer(0, c, all.peak_bytes(c), outputs[c]);
       outputs[c] = {};
     }
   }
 
   void next_layer(std::uint32_t layer, std::size_t c) {
     Projections p(shape_, tokens_);
-    model_.attention_inputs(layer, hidden_[c].data(), tokens_, p.q.data(), p.k.data(), p.v.data(),
-                            options_.threads);
-    std::vector<std::vector<float>> outputs(1, std::vector<float>(output_floats()));
-    attend(layer, c, p, outputs);
-    finish_layer(layer, c, outputs[0]);
+    project(layer, c, p);
+    std::vector<float> output(output_floats());
+    LayerAttention own = attention(layer, p);
+    own.add(configs_[c], output.data());
+    own.attend({0, tokens_});
+    finish_layer(layer, c, own.peak_bytes(0), output);
   }
 
-  void finish_layer(std::uint32_t layer, std::size_t c, const std::vector<float>& output) {
-    model_.attention_output(layer, output.data(), tokens_, hidden_[c].data(), options_.threads);
-    model_.mlp(layer, hidden_[c].data(), tokens_, options_.threads);
-  }
-
-  /// Attention of configurations first, first + 1, … into `outputs`, one each.
-  void attend(std::uint32_t layer, std::size_t first, const Projections& p,
-              std::vector<std::vector<float>>& outputs) {
-    std::vector<Target> by_layer, by_head;
-    for (std::size_t i = 0; i < outputs.size(); ++i)
-      (configs_[first + i].evicts_by_layer() ? by_layer : by_head)
-          .push_back({first + i, outputs[i].data()});
-    if (!by_head.empty()) attend_by_head(layer, p, by_head);
-    if (!by_layer.empty()) attend_by_layer(layer, p, by_layer);
-  }
-
-  void attend_by_head(std::uint32_t layer, const Projections& p, std::span<const Target> targets) {
-    parallel_for(shape_.kv_heads, options_.threads, [&](std::size_t h) {
-      const auto kv_head = static_cast<std::uint32_t>(h);
-      const HeadView view =
-          view_of(p, shape_, tokens_, kv_head, weights_of(output_.get(), layer, kv_head));
-      std::vector<std::unique_ptr<HeadRun>> runs;
-      for (const Target& target : targets) runs.push_back(make_run(target, layer, kv_head, view));
-      SharedRows rows(view, rope_, arithmetic_);
-      run_head(tokens_, rows, runs);
-      for (std::size_t i = 0; i < runs.size(); ++i) count_bytes(targets[i], *runs[i]);
-    });
-  }
-
-  void attend_by_layer(std::uint32_t layer, const Projections& p, std::span<const Target> targets) {
-    std::vector<SharedRows> rows;
-    std::vector<LayerRun> runs(targets.size());
-    for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
-      const HeadView view = view_of(p, shape_, tokens_, h, weights_of(output_.get(), layer, h));
-      rows.emplace_back(view, rope_, arithmetic_);
-      for (std::size_t i = 0; i < targets.size(); ++i)
-        runs[i].push_back(make_run(targets[i], layer, h, view));
+  /// Behind the prompt that all of alike_ have, `p` holds the decoded rows of each in turn.
+  void next_layer_alike(std::uint32_t layer) {
+    Projections p(shape_, tokens_);
+    project(layer, alike_[0], p);
+    std::vector<float> output(output_floats());
+    LayerAttention all = attention(layer, p);
+    for (const std::size_t c : alike_)
+      all.add(configs_[c], c == alike_[0] ? output.data() : nullptr);
+    all.attend({0, span_.prompt});
+    for (std::size_t i = 0; i < alike_.size(); ++i) {
+      if (i > 0) {
+        project(layer, alike_[i], p);
+        all.change(span_.prompt, i, output.data());
+      }
+      all.attend_one(i, {span_.prompt, tokens_});
+      finish_layer(layer, alike_[i], all.peak_bytes(i), output);
     }
-    run_layer(tokens_, rows, runs);
-    for (std::size_t i = 0; i < targets.size(); ++i)
-      for (const auto& run : runs[i]) count_bytes(targets[i], *run);
   }
 
-  void count_bytes(const Target& target, const HeadRun& run) {
-    const std::lock_guard lock(bytes_mutex_);
-    scores_[target.config].kv_bytes_peak +=
-        std::uint64_t{run.live().live_max()} * 2 * shape_.head_size * sizeof(float);
+  /// A configuration's own rows.
+  void project(std::uint32_t layer, std::size_t c, Projections& p) const {
+    const std::size_t first = first_row(c), dim = shape_.head_size,
+                      kv = first * shape_.kv_heads * dim;
+    model_.attention_inputs(layer, hidden_[c].data(), tokens_ - first,
+                            p.q.data() + first * shape_.query_heads * dim, p.k.data() + kv,
+                            p.v.data() + kv, options_.threads);
   }
 
-  std::unique_ptr<HeadRun> make_run(const Target& target, std::uint32_t layer,
-                                    std::uint32_t kv_head, const HeadView& view) {
-    const ResolvedConfig& config = configs_[target.config];
-    HeadArithmetic arithmetic = arithmetic_;
-    arithmetic.threshold16 = config.threshold16();
-    auto run = std::make_unique<HeadRun>(config.live_set(layer, kv_head), config.positions,
-                                         config.admissions, view, rope_, arithmetic);
-    const std::size_t dim = shape_.head_size;
-    run->write_outputs({.out = target.out + kv_head * shape_.group() * dim,
-                        .token_stride = shape_.query_heads * dim,
-                        .head_stride = dim});
-    return run;
+  void finish_layer(std::uint32_t layer, std::size_t c, std::uint64_t bytes,
+                    const std::vector<float>& output) {
+    const std::size_t first = first_row(c);
+    scores_[c].kv_bytes_peak += bytes;
+    model_.attention_output(layer, output.data() + first * shape_.query_heads * shape_.head_size,
+                            tokens_ - first, hidden_[c].data(), options_.threads);
+    model_.mlp(layer, hidden_[c].data(), tokens_ - first, options_.threads);
+    note_done(1);
   }
 
   void score() {
-    const std::size_t scored = tokens_ - 1 - first_scored_;
+    const std::size_t scored = tokens_ - 1 - span_.first_scored;
     for (LoopScores& scores : scores_) {
       scores.nll.resize(scored);
       scores.kl.resize(scored);
@@ -211,11 +299,12 @@ class ClosedLoop {
 
   void score_rows(std::size_t first, std::size_t count) {
     const std::size_t vocab = model_.config().vocab, hidden = model_.config().hidden;
-    std::vector<float> full(count * vocab), other(count * vocab);
+    std::vector<float> full(count * vocab), other(count * vocab), rows(count * hidden);
     for (std::size_t c = 0; c < configs_.size(); ++c) {
       std::vector<float>& logits = is_yardstick(c) ? full : other;
-      model_.logits(hidden_[c].data() + (first_scored_ + first) * hidden, count, logits.data(),
-                    options_.threads);
+      for (std::size_t i = 0; i < count; ++i)
+        std::copy_n(hidden_at(c, span_.first_scored + first + i), hidden, rows.data() + i * hidden);
+      model_.logits(rows.data(), count, logits.data(), options_.threads);
       parallel_for(count, options_.threads, [&](std::size_t i) {
         score_one(c, first + i, std::span(full).subspan(i * vocab, vocab),
                   std::span(logits).subspan(i * vocab, vocab));
@@ -225,7 +314,7 @@ class ClosedLoop {
 
   void score_one(std::size_t c, std::size_t row, std::span<const float> full,
                  std::span<const float> logits) {
-    const RowScore score = score_row(full, logits, ids_[first_scored_ + row + 1]);
+    const RowScore score = score_row(full, logits, ids_[span_.first_scored + row + 1]);
     scores_[c].nll[row] = score.nll;
     scores_[c].kl[row] = is_yardstick(c) ? 0 : score.kl;
     scores_[c].same_first[row] = is_yardstick(c) || score.same_first;
@@ -238,13 +327,14 @@ class ClosedLoop {
   std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::vector<ResolvedConfig> configs_;
   const LoopOptions& options_;
-  std::uint32_t tokens_, first_scored_ = 0;
+  std::vector<std::size_t> alike_, apart_;  // configurations
+  std::uint32_t tokens_;
+  LoopSpan span_;
   RopeTable rope_;
   HeadArithmetic arithmetic_;
-  std::vector<std::vector<float>> hidden_;  // by configuration: [token, hidden]
+  std::vector<std::vector<float>> hidden_;  // by configuration: [own row, hidden]
   std::vector<LoopScores> scores_;
-  double done_ = 0;         // layers
-  std::mutex bytes_mutex_;  // of kv_bytes_peak, in scores_
+  double done_ = 0;  // layers
 };
 
 }  // namespace

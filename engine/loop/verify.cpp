@@ -408,7 +408,7 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
         [&own](std::uint32_t now, const LiveSet& live) { own.compare(now, live); });
     rows.emplace_back(view, rope, arithmetic);
   }
-  run_layer(rope.positions(), rows, {&runs, 1});
+  run_layer({0, rope.positions()}, rows, {&runs, 1});
   std::vector<std::optional<Parting>> partings;
   for (const FreeRun& one : free) partings.push_back(one.parting);
   return partings;

@@ -38,10 +38,14 @@ std::optional<BuiltInColumn> built_in_column(std::string_view name) {
   return std::nullopt;
 }
 
+std::vector<std::string> built_in_columns() {
+  std::vector<std::string> names;
+  for (const auto& [name, column] : kBuiltIn) names.emplace_back(name);
+  return names;
+}
+
 std::string built_in_column_names() {
-  std::vector<std::string_view> names;
-  for (const auto& [name, column] : kBuiltIn) names.push_back(name);
-  return fmt::format("{}", fmt::join(names, ", "));
+  return fmt::format("{}", fmt::join(built_in_columns(), ", "));
 }
 
 bool is_computed(std::string_view name, bool knows_projections) {

@@ -18,6 +18,7 @@
 namespace kvlab {
 
 std::optional<BuiltInColumn> built_in_column(std::string_view name);
+std::vector<std::string> built_in_columns();
 /// "key_norm, value_norm, …": for messages.
 std::string built_in_column_names();
 

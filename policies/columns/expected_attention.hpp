@@ -3,8 +3,8 @@
 //
 // Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future
 // Queries Distribution", section 3. The column `expected_attention` is the paper's score, by
-// tools/columns.py; the engine cannot compute it yet, so this policy is replayed and not deployed.
-// Deliberate differences:
+// `kvlab.hf columns`; the engine cannot compute it yet, so this policy is replayed and not
+// deployed. Deliberate differences:
 //   - a decoded token's score takes the queries' mean and covariance as they were at the end of the
 //     prompt before it; the paper compresses a prompt once;
 //   - heads of a group are averaged, as the authors' code does.

@@ -7,7 +7,7 @@
 //     stays what it was then; the paper takes it anew over the keys that are live;
 //   - keys are compared before RoPE. The paper, and kvpress's KeyDiffPress, compare them as attention
 //     uses them, which ranks other tokens first: `keydiff:name=key_cosine_rope`, a column that
-//     tools/columns.py adds to a trace and no decoder computes.
+//     `kvlab.hf columns` adds to a trace and no decoder computes.
 #pragma once
 
 #include "policies/columns/by_column.hpp"

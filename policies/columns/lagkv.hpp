@@ -2,7 +2,7 @@
 // token that does so least leaves first.
 //
 // Liang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are
-// Important", equations 1 to 6. The column `lagkv` is the paper's score, by tools/columns.py; the
+// Important", equations 1 to 6. The column `lagkv` is the paper's score, by `kvlab.hf columns`; the
 // engine cannot compute it yet, so this policy is replayed and not deployed. Deliberate
 // differences:
 //   - the paper keeps as many tokens of each partition, so its score is compared within a partition

@@ -58,7 +58,7 @@ std::string metric_of(const Figures& figures, std::size_t series, const std::str
   throw std::invalid_argument(fmt::format(
       "the run has no {}; it takes a trace with {}",
       asked.empty() ? fmt::format("{}", fmt::join(kMetrics, " and no ")) : asked,
-      asked == kMetrics[0] ? "gradients (tools/sensitivities.py)"
+      asked == kMetrics[0] ? "gradients (python -m kvlab.hf sensitivities)"
                            : "residual norms and a sketch (format 2), as captures have"));
 }
 

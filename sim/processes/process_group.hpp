@@ -29,7 +29,7 @@ class ProcessGroup {
   virtual void send(int, const std::string&) {}
   /// The next message to this process, if one has come. From any thread.
   virtual std::optional<Message> poll() { return std::nullopt; }
-  /// Ends every process of the group with exit code 2.
+  /// The others of the group end when this process does; the caller throws why.
   virtual void abort() {}
 
   bool leads() const { return rank() == 0; }

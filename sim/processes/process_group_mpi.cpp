@@ -27,7 +27,10 @@ class MpiGroup final : public ProcessGroup {
     MPI_Comm_size(host, &host_size_);
     MPI_Comm_free(&host);
   }
-  ~MpiGroup() override { MPI_Finalize(); }
+  /// A process that ends without MPI_Finalize makes mpirun end the others.
+  ~MpiGroup() override {
+    if (!aborted_) MPI_Finalize();
+  }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -68,7 +71,7 @@ class MpiGroup final : public ProcessGroup {
     return message;
   }
 
-  void abort() override { MPI_Abort(MPI_COMM_WORLD, 2); }
+  void abort() override { aborted_ = true; }
 
  private:
   static int length_of(const std::string& bytes) {
@@ -79,6 +82,7 @@ class MpiGroup final : public ProcessGroup {
 
   std::mutex mutex_;  // one thread at a time speaks to MPI
   int rank_ = 0, size_ = 1, host_rank_ = 0, host_size_ = 1;
+  bool aborted_ = false;
 };
 
 }  // namespace

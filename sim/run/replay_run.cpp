@@ -261,7 +261,7 @@ void note_other_gradients(const ReplayRequest& request,
   if (!names.empty())
     request.notice(
         fmt::format("no kl_estimate of {}: the gradients are not of --span {}; "
-                    "tools/sensitivities.py with it and --replace makes them",
+                    "python -m kvlab.hf sensitivities with it and --replace makes them",
                     names, name_of(request.options.span)));
 }
 
@@ -336,10 +336,9 @@ std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem
     return std::nullopt;
   } catch (const std::exception& error) {
     if (group.size() == 1) throw;
-    fmt::print(stderr, "kvlab replay: process {} of {}: {}\n", group.rank(), group.size(),
-               error.what());
     group.abort();
-    throw;
+    throw std::runtime_error(
+        fmt::format("process {} of {}: {}", group.rank(), group.size(), error.what()));
   }
 }
 

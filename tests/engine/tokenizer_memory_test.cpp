@@ -17,11 +17,16 @@ std::atomic<std::size_t> live = 0, peak = 0;  // bytes
 
 }  // namespace
 
-void* operator new(std::size_t bytes) {
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
   void* const made = std::malloc(bytes);
-  if (made == nullptr) throw std::bad_alloc();
+  if (made == nullptr) return nullptr;
   const std::size_t now = live += malloc_usable_size(made);
   if (now > peak) peak = now;
+  return made;
+}
+void* operator new(std::size_t bytes) {
+  void* const made = operator new(bytes, std::nothrow);
+  if (made == nullptr) throw std::bad_alloc();
   return made;
 }
 void operator delete(void* made) noexcept {

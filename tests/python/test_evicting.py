@@ -12,7 +12,6 @@ import kvlab
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("xxhash")
 if int(torch.__version__.split(".")[0]) < 2:
     pytest.skip("kvlab.hf.evicting needs torch 2", allow_module_level=True)
 from test_hf import ids_of, model_of  # noqa: E402

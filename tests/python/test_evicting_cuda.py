@@ -12,7 +12,6 @@ import kvlab
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("xxhash")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 try:

@@ -13,7 +13,6 @@ import kvlab
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("xxhash")
 
 
 def model_of(family: str = "llama", **words: Any) -> Any:

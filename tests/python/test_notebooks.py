@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT
 
 NEEDS = {
-    "compare_my_policy_on_my_model": ("torch", "transformers", "xxhash"),
-    "deploy_in_generate": ("torch", "transformers", "xxhash"),
+    "compare_my_policy_on_my_model": ("torch", "transformers"),
+    "deploy_in_generate": ("torch", "transformers"),
     "pictures_for_a_lecture": (),
 }
 FOLDER = ROOT / "tools" / "python" / "notebooks"

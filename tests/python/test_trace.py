@@ -87,7 +87,7 @@ def test_arrays_of_other_layouts_and_dtypes() -> None:
     ("change", "message"),
     [
         ({"q": lambda a: a.astype("float64")}, "q: float64; float32, float16 or bfloat16 is expected"),
-        ({"v": lambda a: a.astype("int32")}, "v: 32 bits an element"),
+        ({"v": lambda a: a.astype("int32")}, "v: int32; float32, float16 or bfloat16 is expected"),
         ({"k": lambda a: a[0]}, "k: has 3 dimensions"),
         ({"q": lambda a: a[0, 0, 0]}, "q: has 1 dimensions"),
         ({"v": lambda a: a[:, :1]}, r"v: \[2, 1, 80, 16\] does not go with k"),

@@ -10,7 +10,7 @@ error of transformers' own logits of that row. Logits that are each off by so mu
 at most twice that: a near-tie. Exits 1 if two texts part at no near-tie.
 
 speed: tokens/s of transformers' generate (SDPA, batch 1), the prompt's time taken off, and of kvlab; --config builds a
-model of that shape with random weights, which both load. Needs what capture_hf.py needs.
+model of that shape with random weights, which both load. Needs kvlab[hf] (pip install).
 """
 
 import argparse
@@ -26,9 +26,9 @@ import time
 import torch
 import transformers
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
-
-from capture_hf import Refused, encode, load_config
+from kvlab.hf import Refused
+from kvlab.hf.capture_command import encode
+from kvlab.hf.models import load_config
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 NEAR_TIE = 2  # largest errors

@@ -1,17 +1,14 @@
 #!/usr/bin/env python3
-"""How attention is spread: sparsity, heavy hitters, and whether they last (docs/results/attention-shape.md).
+"""How attention is spread: sparsity, heavy hitters, and whether they last.
 
 Zhang et al. 2023, H2O (arXiv:2306.14048), sections 3.1 and 3.2; Liu et al. 2023, Scissorhands (arXiv:2305.17118),
 section 3.
 """
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import numpy
 from experiment import Experiment, main, table
-from trace_reader import Trace
+
+from kvlab import Trace
 
 QUESTION = """
 Eviction can work because attention is uneven. Three measures of that, by layer, under the full cache:
@@ -49,7 +46,8 @@ def attention_shape():
     trace = Trace(experiment.capture(tokens))
     lines = []
     for layer in range(trace.layers):
-        by_head = numpy.array([measures(attention) for attention in trace.attention(layer)])
+        heads = range(trace.query_heads)
+        by_head = numpy.array([measures(trace.attention(layer, head)) for head in heads])
         lines.append([layer, *(f"{value:.2f}" for value in by_head.mean(axis=0))])
     lines.append(["all", *(f"{numpy.mean([float(line[column]) for line in lines]):.2f}" for column in range(1, 6))])
     header = ["layer", "sparsity", "first 5% receive", "first 20% receive", "slope", "persistence"]

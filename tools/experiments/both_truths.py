@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does tune deploy a policy that answers (docs/results/both-truths.md)?
+"""Does tune deploy a policy that answers?
 
 Tunes at some budgets, then asks and scores every policy that raced, with other questions, and holds the deployed one
 against the best: within 10 points of its pass-key share wherever its KL is at most 20% higher.

@@ -1,6 +1,6 @@
 """What the experiments share: running kvlab, reading its tables, and a page of Markdown that no hand has touched.
 
-Each script beside this one makes one page of docs/results/, from its own run alone. All take
+Each script beside this one makes one page, from its own run alone (docs/results/README.md). All take
 
     --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
 
@@ -81,11 +81,10 @@ class Experiment:
         )  # fmt: skip
 
     def add_column(self, trace, name):
-        """Adds a column to a finished trace by tools/columns.py, which needs numpy."""
-        command = ["tools/columns.py", trace, "--column", name, "--model", self.arguments.model]
+        """Adds a column to a finished trace by the Python package."""
+        command = ["-m", "kvlab.hf", "columns", trace, "--column", name, "--model", self.arguments.model]
         self.commands.append(" ".join(["python3", *(name_of(word) for word in map(str, command))]))
-        done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+        done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise Refused(f"column {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
 

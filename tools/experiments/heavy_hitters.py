@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""H2O's question: do heavy hitters beat what is cheaper, at every share of the cache (docs/results/heavy-hitters.md)?
+"""H2O's question: do heavy hitters beat what is cheaper, at every share of the cache?
 
 Zhang et al. 2023 (arXiv:2306.14048), figures 4 and 8, with KL where they have accuracy.
 """

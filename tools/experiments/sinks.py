@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""StreamingLLM's questions: how many sinks, how large a cache, and which positions (docs/results/sinks.md).
+"""StreamingLLM's questions: how many sinks, how large a cache, and which positions.
 
 Xiao et al. 2023 (arXiv:2309.17453), table 2, table 6 and section 3.2, on a model and texts of ours.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""StreamingH2O against StreamingLLM, by cache size (docs/results/streaming.md).
+"""StreamingH2O against StreamingLLM, by cache size.
 
 Both number the kept tokens anew; one keeps sinks and the last tokens, the other heavy hitters and the last tokens.
 """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
+import secrets
 from typing import Any, Literal
 
 import numpy
 import numpy.typing
 
 from kvlab import _kvlab
-from kvlab._files import unfinished
 
 # libCacheSim's oracleGeneral: packed, little-endian, 24 bytes, no header.
 RECORD = numpy.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -48,7 +48,9 @@ def accesses_of(
             objects += [tokens.astype("u8") | place, written.astype("u8") | place]
     records = _in_order(numpy.concatenate(times), numpy.concatenate(objects))
     if out is not None:
-        part = unfinished(pathlib.Path(out))
+        path = pathlib.Path(out)
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # which nobody can foresee
+        part.touch(exist_ok=False)
         try:
             records.tofile(part)
             part.replace(out)

@@ -13,7 +13,6 @@ P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c
 VERSION = 2
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 NEEDS = ("nothing", "mass", "requests", "both")
-COLUMNS = ("key_norm", "value_norm", "value_norm1", "key_cosine", "value_out_norm1")
 UNLIMITED = 2**32 - 1
 OBSERVATION_BYTES = 24
 NOT_SUPPORTED = 801

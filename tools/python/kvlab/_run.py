@@ -229,7 +229,7 @@ class Run:
         if ax is None:
             ax = matplotlib.pyplot.subplots()[1]
         settings: dict[str, list[set[str]]] = {}
-        for policy, params in rows.groupby(["policy", "params"], observed=True).groups:
+        for (policy, params), _ in rows.groupby(["policy", "params"], observed=True):
             settings.setdefault(str(policy), []).append(set(str(params).split(":")))
         lines = 0
         for (policy, params), line in rows.groupby(["policy", "params"], observed=True, sort=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy.typing
 
 from kvlab import _kvlab
 from kvlab._accesses import accesses_of
+from kvlab._arrays import write_arrays
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
@@ -45,31 +45,11 @@ class Trace:
         for any other RoPE; `softmax_scale` (head_size ** -0.5); `name`. `out` keeps the trace in a new folder; without
         it the trace lies in a temporary one, which goes with this handle.
         """
-        settings = _Config(config)
-        q, k, v = (_exported(array, name) for array, name in ((q, "q"), (k, "k"), (v, "v")))
-        shape = [int(size) for size in q.shape]
-        if len(shape) != 4:
-            raise ValueError(f"q: has {len(shape)} dimensions; [layers, heads, tokens, head_size] is expected")
-        tokens, head_size = shape[2], shape[3]
-        if ids is None:
-            ids = numpy.zeros(tokens, numpy.int64)
         folder = None
         if out is None:
             folder = tempfile.TemporaryDirectory(prefix="kvlab-")
             out = os.path.join(folder.name, "trace")
-        _kvlab.write_trace(
-            os.fspath(out),
-            q,
-            k,
-            v,
-            _ids(ids, tokens),
-            prompt_tokens,
-            settings.get("name", "arrays"),
-            settings.inv_freq(head_size),
-            float(settings.get("rope_factor", 1.0)),
-            float(settings.get("softmax_scale", 1 / math.sqrt(head_size))),
-            "float32" not in str(q.dtype),
-        )
+        write_arrays(os.fspath(out), q, k, v, ids, config, prompt_tokens)
         trace = cls(out)
         trace._folder = folder
         return trace
@@ -120,7 +100,7 @@ class Trace:
             raise ValueError("to_dict: numpy has no bfloat16; ask for framework='torch', or read() widened heads")
         tensors: dict[str, list[Any]] = {}
         for file in self._held.shard_files:
-            for name, array in _mapped_tensors(file).items():
+            for name, array in mapped_tensors(file).items():
                 tensors.setdefault(name, []).append(array if framework == "numpy" else _as_torch(array))
         return tensors
 
@@ -203,64 +183,17 @@ def _reopened(path: str, expected: str) -> Trace:
     return trace
 
 
-class _Config:
-    """What from_arrays needs to know of a model."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if isinstance(self._config, Mapping):
-            return self._config.get(name, default)
-        return getattr(self._config, name, default)
-
-    def inv_freq(self, head_size: int) -> list[float]:
-        given = self.get("inv_freq")
-        if given is not None:
-            return [float(x) for x in given]
-        scaling = self.get("rope_scaling")
-        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-        if kind not in (None, "default"):
-            raise ValueError(f"config: rope_scaling {kind} is not computed here; give inv_freq and rope_factor")
-        theta = float(self.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0)
-        return [float(theta ** (-2.0 * i / head_size)) for i in range(head_size // 2)]
-
-
-def _exported(array: Any, name: str) -> Any:
-    """As the extension takes it: numpy's arrays, and what speaks DLPack, lie where they are."""
-    if isinstance(array, (list, tuple)):
-        array = numpy.asarray(array)
-    if hasattr(array, "detach"):
-        array = array.detach().cpu()
-    if not (isinstance(array, numpy.ndarray) or hasattr(array, "__dlpack__")):
-        raise TypeError(f"{name}: a {type(array).__name__}; an array of numpy or of DLPack is expected")
-    if "float64" in str(array.dtype):
-        raise ValueError(f"{name}: float64; float32, float16 or bfloat16 is expected, so convert it first")
-    return array
-
-
-def _ids(ids: Any, tokens: int) -> list[int]:
-    array = numpy.asarray(ids).reshape(-1)
-    if not numpy.issubdtype(array.dtype, numpy.integer):
-        raise ValueError(f"ids: {array.dtype}; whole numbers are expected")
-    if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
-        raise ValueError("ids: one is negative or beyond 31 bits")
-    if len(array) != tokens:
-        raise ValueError(f"ids: {len(array)} for {tokens} tokens; one for each is expected")
-    return [int(i) for i in array]
-
-
 _DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 
 
-def _mapped_tensors(path: str) -> dict[str, Any]:
+def mapped_tensors(path: str) -> dict[str, Any]:
     """The tensors of a safetensors file by name, over the file's bytes. BF16 is (bits,), to be told apart."""
     data = numpy.memmap(path, numpy.uint8, mode="c")
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
     tensors: dict[str, Any] = {}
     for name, entry in header.items():
-        if name == "__metadata__":
+        if entry.get("dtype") not in _DTYPES:  # __metadata__; of checkpoints: what is packed
             continue
         begin, end = (8 + size + offset for offset in entry["data_offsets"])
         array = numpy.asarray(data[begin:end]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

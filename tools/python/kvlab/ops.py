@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvlab import _library
+from kvlab import _kvlab, _library
 from kvlab._library import TYPES, library, policies
 
 __all__ = ["attention_workspace", "observe_workspace", "policies", "shrink_workspace"]
@@ -140,13 +140,14 @@ def _columns(*given: Any) -> None:
     names, keys, first_slot, slots, now, values, unit_keys, to, output = (*given, None)[:9]
     others = {"first_slot": first_slot, "slots": slots, "now": now, "unit_keys": unit_keys, "to": to}
     stream = _check("columns", values, {"values": values, "keys": keys[0], "output": output}, **others)
+    known = _kvlab.built_in_columns()
     for column in names:
-        if column not in _library.COLUMNS:
-            raise ValueError(f"kvlab::columns: {column}; one of {', '.join(_library.COLUMNS)} is expected")
+        if column not in known:
+            raise ValueError(f"kvlab::columns: {column}; one of {', '.join(known)} is expected")
     cache = _cache("columns", (0 if output is None else output.shape[1], keys.shape[-2]), 0, first_slot, keys, values)
     args = _library.ColumnsArgs(cache, len(names))
     for at, column in enumerate(names):
-        args.columns[at] = _library.COLUMNS.index(column)
+        args.columns[at] = known.index(column)
     args.slots, args.now, args.unit_keys, args.to, args.output = map(_at, (slots, now, unit_keys, to, output))
     args.hidden = 0 if output is None else output.shape[0]
     args.tokens, args.keys, args.key_row = keys.shape[0] // cache.sequences, keys.data_ptr(), keys.stride(0)

@@ -9,6 +9,7 @@ namespace kvlab::python {
 namespace nb = nanobind;
 
 void bind_trace(nb::module_& module);
+void bind_trace_writer(nb::module_& module);
 void bind_arrays(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_replay(nb::module_& module);

@@ -7,6 +7,7 @@ NB_MODULE(_kvlab, module) {
   nanobind::set_leak_warnings(false);  // own policies live as long as the process
   module.attr("version") = KVLAB_VERSION;
   kvlab::python::bind_trace(module);
+  kvlab::python::bind_trace_writer(module);
   kvlab::python::bind_arrays(module);
   kvlab::python::bind_policies(module);
   kvlab::python::bind_projections(module);

@@ -162,6 +162,15 @@ void bind_trace(nb::module_& module) {
           nb::rv_policy::automatic)
       .def_prop_ro("model_json", model_json, "What is known of the model, as JSON.")
       .def_prop_ro("shard_files", shard_files)
+      .def_prop_ro("columns",
+                   [](const Trace& t) {
+                     std::vector<std::string> names;
+                     for (const auto& column : t.reader->extras().columns)
+                       names.push_back(column.name);
+                     return names;
+                   })
+      .def_prop_ro("has_gradients",
+                   [](const Trace& t) { return t.reader->extras().gradients.has_value(); })
       .def("read", read_head, nb::arg("part"), nb::arg("layer"), nb::arg("head"),
            "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
       .def("column", read_column, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),

@@ -1,4 +1,4 @@
-"""Transformers: traces of a loaded model, and eviction while it runs. Needs torch, transformers, safetensors and xxhash."""
+"""Transformers: traces of a loaded model, and eviction while it runs. Needs torch and transformers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlab.hf.capturing import capture
     from kvlab.hf.evicting_cache import evicting
-    from kvlab.hf.trace_files import Refused
+    from kvlab.hf.refused import Refused
 
 __all__ = ["Refused", "capture", "evicting"]
 
-_HOMES = {"capture": "capturing", "evicting": "evicting_cache", "Refused": "trace_files"}
+_HOMES = {"capture": "capturing", "evicting": "evicting_cache", "Refused": "refused"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvlab.hf.trace_files import Refused
+from kvlab.hf.refused import Refused
 
 # What a decoder may be given; all else has to be None or False. The cache is told by what it can do.
 _KNOWN = frozenset(

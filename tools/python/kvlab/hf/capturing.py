@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import safetensors
+import numpy
+import numpy.typing
 import torch
 import transformers
 
+from kvlab import _kvlab
 from kvlab._progress import shown
+from kvlab._trace import Trace
 from kvlab.hf.calls import cache_word
 from kvlab.hf.models import (
     FAMILIES,
@@ -23,7 +27,7 @@ from kvlab.hf.models import (
     base_of,
     file_of,
     name_of,
-    output_projection,
+    output_weights,
     projections,
     refuse_unsupported,
     rope_of,
@@ -34,12 +38,7 @@ from kvlab.hf.models import (
     weights_xxh3,
 )
 from kvlab.hf.other_families import measure
-from kvlab.hf.output_sketch import SEED, output_sketch
-from kvlab.hf.trace_files import FORMAT, Refused, name_in_trace, one_line, xxh3_of
-from kvlab.hf.trace_writer import SHARD_TOKENS, TraceWriter
-
-if TYPE_CHECKING:
-    from kvlab._trace import Trace
+from kvlab.hf.refused import Refused, one_line, refusing
 
 PLAIN_TOKENS = 64  # that are also fed to the model as it is
 
@@ -49,6 +48,11 @@ Column = Callable[[Any, Any, Any, int], Any]
 
 # ---------------------------------------------------------------------------------------------
 # The hooks
+
+
+def floats(values: torch.Tensor) -> numpy.typing.NDArray[numpy.float32]:
+    made: numpy.typing.NDArray[numpy.float32] = values.detach().float().contiguous().cpu().numpy()
+    return made
 
 
 def turn_by_nothing(module: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
@@ -79,14 +83,15 @@ class HookedModel:
     """
 
     def __init__(
-        self, model: Any, shape: Shape, rope: Rope, writer: TraceWriter, plain: torch.Tensor, residual: bool
+        self, model: Any, shape: Shape, rope: Rope, writer: _kvlab.TraceWriter, plain: torch.Tensor, residual: bool
     ) -> None:
         """`plain`: plain_outputs of the first tokens. `residual`: whether the residual stream can be had."""
         self.residual = residual
         self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
         self.cache, self.cache_word = transformers.DynamicCache(), cache_word(model.model)
-        self.count = 0  # tokens being fed
+        self.first, self.count = 0, 0  # tokens being fed
         self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of them
+        self.parts: dict[str, Any] = {}  # q, k and v of the layer that runs
         self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # device: their cos and sin
         self.hooks: list[Any] = []
         for index, module in enumerate(attention_modules(model)):
@@ -127,26 +132,26 @@ class HookedModel:
     def keep(self, layer: int, part: str, heads: int, values: torch.Tensor) -> torch.Tensor:
         """Returns what the model goes on with."""
         rows = self.rows(layer, part, heads, values)
-        self.writer.open.put(layer, part, self.writer.row(), rows)
+        self.parts[part] = floats(rows)
         return values if part == "v" else rotate(rows, *self.turns(rows.device)).view(values.shape)
 
     def turns(self, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the tokens being fed: once for each device, not for each layer."""
         if device not in self.turns_on:
-            first = len(self.writer.ids)
-            self.turns_on[device] = self.rope.cos_sin(torch.arange(first, first + self.count, device=device))
+            positions = torch.arange(self.first, self.first + self.count, device=device)
+            self.turns_on[device] = self.rope.cos_sin(positions)
         return self.turns_on[device]
 
     def keep_output(self, layer: int, values: torch.Tensor) -> None:
         rows = self.rows(layer, "out", self.shape.query_heads, values)
-        self.writer.open.put_output(layer, self.writer.row(), rows)
-        if layer == 0 and not self.writer.ids:
+        if all((layer, part) in self.seen for part in "qkv"):  # otherwise feed_chunk() refuses
+            self.writer.layer(layer, **self.parts, out=floats(rows))
+        if layer == 0 and self.first == 0:
             self.compare(rows)
 
     def keep_residual(self, layer: int, values: torch.Tensor) -> None:
         self.seen.add((layer, "residual"))
-        norm2 = values.view(self.count, -1).float().square().sum(-1)
-        self.writer.open.put_residual(layer, self.writer.row(), norm2)
+        self.writer.residual(layer, floats(values.view(self.count, -1).float().square().sum(-1)))
 
     def compare(self, rows: torch.Tensor) -> None:
         """The first tokens' outputs of layer 0 against the plain model's: the rotation must be its."""
@@ -163,15 +168,15 @@ class HookedModel:
     def feed(self, ids: Sequence[int], kind: str, chunk: int, progress: Progress) -> torch.Tensor:
         """Returns the hidden state [1, hidden] behind the last token."""
         while ids:
-            part = ids[: min(chunk, self.writer.room())]
+            part = ids[: min(chunk, _kvlab.shard_tokens - self.writer.tokens % _kvlab.shard_tokens)]
             ids = ids[len(part) :]
-            hidden = self.feed_chunk(part)
-            self.writer.admit(part, kind)
-            progress(len(self.writer.ids))
+            hidden = self.feed_chunk(part, kind)
+            progress(self.writer.tokens)
         return hidden
 
-    def feed_chunk(self, ids: Sequence[int]) -> torch.Tensor:
-        self.count = len(ids)
+    def feed_chunk(self, ids: Sequence[int], kind: str) -> torch.Tensor:
+        self.first, self.count = self.writer.tokens, len(ids)
+        self.writer.begin(ids, kind == "prompt")
         self.seen.clear()
         self.turns_on.clear()
         tokens = torch.tensor([ids], device=self.model.device)
@@ -181,6 +186,8 @@ class HookedModel:
             raise Refused(f"--model: transformers {transformers.__version__} has not counted the tokens of its cache")
         if len(self.seen) != (5 if self.residual else 4) * self.shape.layers:
             raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
+        with refusing():
+            self.writer.end()
         last: torch.Tensor = result.last_hidden_state[:, -1]
         return last
 
@@ -210,13 +217,12 @@ def description(
     tokenizer = file_of(checkpoint, "tokenizer.json") if checkpoint else None
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
     return {
-        "format": FORMAT,
-        "model": name_in_trace(name),
+        "model": _kvlab.without_controls(name),
         "config": dataclasses.asdict(shape) | {"dtype": dtype, "rope": rope_parameters(model.config)},
         "rounding": "none" if dtype == "float32" else "model_dtype",
         "weights_xxh3": weights_xxh3(checkpoint) if checkpoint else "",
-        "tokenizer_xxh3": xxh3_of(tokenizer) if tokenizer else "",
-        "spans": [dict(span, name=name_in_trace(str(span["name"]))) for span in spans],
+        "tokenizer_xxh3": _kvlab.tokenizer_xxh3(str(tokenizer.parent)) if tokenizer else "",
+        "spans": [dict(span, name=_kvlab.without_controls(str(span["name"]))) for span in spans],
         "capture": {
             "engine": "transformers",
             "version": transformers.__version__,
@@ -247,14 +253,27 @@ def feed(hooked: HookedModel, fed: Fed, progress: Progress) -> None:
         hidden = hooked.feed([token], "decode", 1, progress)
 
 
-def add_columns(writer: TraceWriter, columns: Mapping[str, Column]) -> None:
+def add_columns(out: str, columns: Mapping[str, Column]) -> None:
+    """To a finished trace. function(q, k, v, layer), of the whole trace before RoPE, gives [kv_heads, tokens]."""
+    trace = Trace(out, verify=False)
+    tensors = trace.to_dict("torch")
     for name, function in columns.items():
+        layers = []
         try:
-            writer.add_column(name, function)
-        except (Refused, OSError, KeyboardInterrupt):
-            raise
+            for layer in range(trace.layers):
+                q, k, v = (torch.cat(tensors[f"layers.{layer}.{part}"], dim=1) for part in "qkv")
+                layers.append(floats(torch.as_tensor(function(q, k, v, layer))))
+            with refusing():
+                _kvlab.add_column(trace._held, name, layers)
         except Exception as error:
-            raise Refused(f"--column {name}: {type(error).__name__}: {one_line(error)}") from None
+            what = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
+            raise Refused(f"--column {name}: {what}: --out {out} is finished without it") from None
+
+
+def unfinished(out: str) -> str:
+    """What to say of a trace that an error ended."""
+    whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
+    return f": --out {out} is unfinished; `kvlab trace seal {out}` keeps its whole shards" if whole else ""
 
 
 def write_capture(
@@ -266,8 +285,8 @@ def write_capture(
     spans: Sequence[Mapping[str, Any]],
     columns: Mapping[str, Column],
     progress: Progress,
-) -> TraceWriter:
-    """The whole of a capture. Returns the finished writer."""
+) -> int:
+    """The whole of a capture. Returns the tokens that were fed."""
     first = fed.ids[:PLAIN_TOKENS]
     if model.config.model_type in FAMILIES:
         shape, residual = shape_of(model), True
@@ -275,32 +294,29 @@ def write_capture(
     else:
         shape, rope, residual = measure(model, first)
     plain = plain_outputs(model, shape, first)
-    sketch = {}
-    if residual:
-        sketch = output_sketch([output_projection(module.o_proj, model) for module in attention_modules(model)])
-    forced = fed.prompt_tokens is not None
-    writer = TraceWriter(out, description(model, shape, name, checkpoint, forced, spans), rope, sketch, SEED)
+    weights = output_weights(model) if residual else []
+    header = json.dumps(description(model, shape, name, checkpoint, fed.prompt_tokens is not None, spans))
+    with refusing("--out "):
+        writer = _kvlab.TraceWriter(out, header, rope.inv_freq.tolist(), rope.factor, rope.softmax_scale)
     hooked = HookedModel(model, shape, rope, writer, plain, residual)
     try:
+        with refusing():
+            if residual:
+                writer.sketch(map(floats, weights))
         feed(hooked, fed, progress)
-        add_columns(writer, columns)
-        writer.finish()
-    except (
-        Refused,
-        OSError,
-        safetensors.SafetensorError,
-        torch.cuda.OutOfMemoryError,
-        KeyboardInterrupt,
-    ) as error:
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
-        unfinished = f"{what}: --out {out} is unfinished{writer.abandon()}"
-        raise (KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Refused)(unfinished) from None
-    except BaseException:
-        writer.abandon()
-        raise
+        with refusing():
+            writer.finish()
+        tokens = writer.tokens
+    except (Refused, OSError, torch.cuda.OutOfMemoryError, KeyboardInterrupt) as error:
+        writer.close()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        what = "interrupted" if interrupted else one_line(error)
+        raise (KeyboardInterrupt if interrupted else Refused)(what + unfinished(out)) from None
     finally:
         hooked.close()
-    return writer
+        writer.close()
+    add_columns(out, columns)
+    return tokens
 
 
 def capture(
@@ -312,11 +328,11 @@ def capture(
     out: str | os.PathLike[str] | None = None,
     spans: Sequence[Mapping[str, Any]] = (),
     columns: Mapping[str, Column] | None = None,
-    chunk: int = SHARD_TOKENS,
+    chunk: int = 1024,
     checkpoint: str | None = None,
     progress: bool | Progress = True,
 ) -> Trace:
-    """A trace of a loaded transformers model, as tools/capture_hf.py makes one; the model is left as it was.
+    """A trace of a loaded transformers model, as `python -m kvlab.hf capture` makes one; the model is left as it was.
 
     `input_ids` are one sequence. With `prompt_tokens` the rest of it is decoded, teacher-forced; otherwise all of it is
     the prompt, and the model goes on with `max_new_tokens` most likely ones. A model with PEFT's adapters is captured
@@ -325,10 +341,10 @@ def capture(
     a new folder; without it, it lies in a temporary one and goes with the handle. `progress`: True shows a bar in
     notebooks and on terminals, where tqdm is there; a function gets the tokens fed.
     """
-    from kvlab._trace import Trace
-
     base = base_of(model)
-    name = name_in_trace(pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name)
+    name = _kvlab.without_controls(
+        pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
+    )
     refuse_unsupported(name, base.config, others=True)
     ids = _one_sequence(input_ids, int(base.config.vocab_size))
     if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):

@@ -26,7 +26,7 @@ from kvlab.hf.models import (
     rope_of,
     shape_of,
 )
-from kvlab.hf.trace_files import Refused
+from kvlab.hf.refused import Refused
 
 if TYPE_CHECKING:
     from kvlab._trace import Trace

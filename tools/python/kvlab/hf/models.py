@@ -1,4 +1,4 @@
-"""The transformers models that kvlab knows: loaded, or refused by name. What captures and tools/sensitivities.py share."""
+"""The transformers models that kvlab knows: loaded, or refused by name. What captures and sensitivities share."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import dataclasses
 import json
 import logging
 import pathlib
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from transformers.utils.hub import cached_file
 
-from kvlab.hf.trace_files import Refused, one_line, xxh3_of_weights
-
-if TYPE_CHECKING:
-    from kvlab import _kvlab
+from kvlab import _kvlab
+from kvlab.hf.refused import Refused, one_line, refusing
 
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+FAMILIES = {family: architecture for architecture, family in _kvlab.supported_architectures()}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -65,7 +58,10 @@ class Shape:
 
 
 def load_config(name: str) -> Any:
-    """Of a folder or a name of the hub. For commands: what the hub logs of each retry is left out."""
+    """Of a folder or a name of the hub. For commands: what the hub logs of each retry is left out, and transformers' own words."""
+    words: Any = transformers.utils.logging
+    words.set_verbosity_error()
+    words.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return transformers.AutoConfig.from_pretrained(name)
@@ -130,8 +126,8 @@ def _refuse_settings(name: str, config: Any, others: bool) -> None:
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
-    if others := sorted(set(kinds) - {"full_attention"}):
-        refuse(f"layer_types names {', '.join(others)}", "full_attention in every layer is expected")
+    if unknown := sorted(set(kinds) - {"full_attention"}):
+        refuse(f"layer_types names {', '.join(unknown)}", "full_attention in every layer is expected")
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
         refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
@@ -234,8 +230,6 @@ def output_weights(model: Any) -> list[torch.Tensor]:
 
 def output_projections(model: Any, shape: Shape) -> _kvlab.OutputProjections:
     """Those of all layers, as columns that are computed from them read them."""
-    from kvlab import _kvlab  # which the scripts that share this file do without
-
     weights = [weight.float().T.contiguous().cpu() for weight in output_weights(model)]
     return _kvlab.OutputProjections([one.numpy() for one in weights], shape.kv_heads, shape.head_size)
 
@@ -298,5 +292,7 @@ def file_of(model: str, name: str) -> pathlib.Path | None:
 
 
 def weights_xxh3(model: str) -> str:
-    """Of the file; of several, the checksum of their checksums in the order of their names."""
-    return xxh3_of_weights(file_of(model, "model.safetensors"), file_of(model, "model.safetensors.index.json"))
+    """Of the file; of several, the checksum of their checksums in the order of their names. Empty: there is none."""
+    file = file_of(model, "model.safetensors") or file_of(model, "model.safetensors.index.json")
+    with refusing(f"--model {model}: "):
+        return _kvlab.weights_xxh3(str(file.parent)) if file else ""

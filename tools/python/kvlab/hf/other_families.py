@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvlab.hf.models import FAMILIES, Rope, Shape, attention_modules, projections, rope_of, rotate, shape_of
-from kvlab.hf.trace_files import Refused, one_line
+from kvlab.hf.refused import Refused, one_line
 
 # Settings that change attention where a short text may not show it.
 SETTINGS = ("attn_logit_softcapping", "attention_chunk_size", "clip_qkv")

@@ -12,7 +12,7 @@ import torch
 
 from kvlab import _library, ops
 from kvlab.hf.models import Rope, Shape, name_of
-from kvlab.hf.trace_files import Refused
+from kvlab.hf.refused import Refused
 
 Counts = numpy.typing.NDArray[numpy.uint32]
 OP = torch.ops.kvlab  # .default: of one overload each, found once

@@ -1,26 +1,36 @@
-"""Tests tools/capture_hf.py against kvlab: capture_hf_test.py KVLAB. Prints `skipped: …` without torch."""
+"""Tests `python -m kvlab.hf capture` against kvlab."""
 
 import csv
 import io
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
 
-from hf_fixture import FORCED, KVLAB, ROOT, TINY, TOKENS, ScriptTest, ids_of, kvlab, main, manifest_of, script
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 import safetensors.torch
 import tokenizers
-import torch
+from hf_fixture import FORCED, KVLAB, ROOT, TINY, TOKENS, ModelTest, ids_of, kvlab, manifest_of
 
-SCRIPT = ROOT / "tools" / "capture_hf.py"
+from kvlab.hf import capturing, models
+
 COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
 
-capture_hf = script("capture_hf")
-capturing = sys.modules["kvlab.hf.capturing"]
-hf_model, trace_writer = sys.modules["kvlab.hf.models"], sys.modules["kvlab.hf.trace_writer"]
+
+def with_path(folder):
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+def program(*arguments, env):
+    command = [sys.executable, "-m", "kvlab.hf", "capture", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 def compare(*arguments):
@@ -33,10 +43,10 @@ def tensors_of(trace, name):
     return torch.cat([shard[name] for shard in shards], dim=-1 if "residual" in name else 1).float()
 
 
-class CaptureTest(ScriptTest):
+class CaptureTest(ModelTest):
     def capture(self, out, *arguments):
-        """Runs the script. Returns its exit code and what it printed as an error."""
-        return self.run_main(capture_hf.main, *arguments, "--out", self.at / out)
+        """Returns the exit code and what was printed as an error."""
+        return self.run_main("capture", *arguments, "--device", "cpu", "--out", self.at / out)
 
     def captured(self, out, *arguments):
         code, errors = self.capture(out, *arguments)
@@ -108,12 +118,12 @@ class CaptureTest(ScriptTest):
         self.assertEqual(len(figures), 2)
         self.assertEqual(*figures.values())
         for words, column in (  # when all is captured, which stays
-            ("layer 0 is [2, 179]; [2, 180] is expected", "mine=own_columns:short"),
+            ("--column mine: layer 0 is [2, 179]; [2, 180] is expected", "mine=own_columns:short"),
             ("--column mine: ZeroDivisionError", "mine=own_columns:broken"),
         ):
             self.check_refused(words, "refused", *few, "--column", column)
-            done = kvlab("trace", "seal", self.at / "refused")
-            self.assertIn("180 tokens kept", done.stdout + done.stderr)
+            self.check_verifies(self.at / "refused")
+            self.assertEqual(manifest_of(self.at / "refused")["tokens"], 180)
             shutil.rmtree(self.at / "refused")
         for words, column in (
             ("no attribute", "mine=own_columns:other"),
@@ -213,7 +223,7 @@ class CaptureTest(ScriptTest):
         cut = ["--teacher-forced", "--prompt-tokens", 2, "--max-tokens", 5]
         for words, *more in (
             ('"dog" is not in the prompt', "--span-of", "dog"),
-            ('"" is not in the prompt', "--span-of", ""),
+            ("--span-of: is empty", "--span-of", ""),
             ('"a" is there more than once', "--span-of", "a"),
             ('"dark" is given twice', "--span-of", "dark", "--span-of", "dark"),
             ('"The pass" is given twice', "--span-of", "The\npass", "--span-of", "The pass"),
@@ -227,18 +237,14 @@ class CaptureTest(ScriptTest):
 
     def test_it_generates_what_kvlab_generates(self):
         arguments = ["--model", self.tiny32, "--prompt", "It was a dark night, and", "--max-new-tokens", 40]
-        ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab(
-            "generated-kvlab", *arguments
-        )
+        ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab("generated-kvlab", *arguments)
         self.check_verifies(ours)
         self.assertEqual(ids_of(ours), ids_of(theirs))
         self.assertEqual(manifest_of(ours)["segments"], manifest_of(theirs)["segments"])
 
     def test_the_size_of_chunks_does_not_matter(self):
         arguments = ["--model", self.tiny32, "--prompt-file", self.text, *FORCED]
-        whole, chunks = self.captured("whole", *arguments), self.captured(
-            "chunks", *arguments, "--chunk", 100
-        )
+        whole, chunks = self.captured("whole", *arguments), self.captured("chunks", *arguments, "--chunk", 100)
         self.check_verifies(chunks)
         x, y = (tensors_of(trace, "layers.3.check_out") for trace in (whole, chunks))
         self.assertLess(float((x - y).norm() / y.norm()), 1e-4)
@@ -254,7 +260,7 @@ class CaptureTest(ScriptTest):
             (model / "config.json").write_text(json.dumps(config))
 
     def test_every_family_verifies(self):
-        if hf_model.TRANSFORMERS < (4, 51):
+        if models.TRANSFORMERS < (4, 51):
             self.skipTest("Qwen3 came with transformers 4.51, head_dim of Qwen2 little earlier")
         vocabulary = {f"w{id}": id for id in range(67)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w2"))
@@ -266,7 +272,7 @@ class CaptureTest(ScriptTest):
             model = self.at / name
             shutil.copytree(ROOT / "tests" / "data" / "models" / name, model)
             tokenizer.save(str(model / "tokenizer.json"))
-            if hf_model.TRANSFORMERS < (5, 0):
+            if models.TRANSFORMERS < (5, 0):
                 self.make_older(model)
             for dtype in ("float32", "bfloat16"):
                 with self.subTest(model=name, dtype=dtype):
@@ -280,28 +286,39 @@ class CaptureTest(ScriptTest):
                     torch.testing.assert_close(tokens["rope_factor"], right["rope_factor"])
 
     def test_a_capture_that_fails_can_be_sealed(self):
-        calls = []
-        write = trace_writer.write_tensors
-
-        def write_until_the_disk_is_full(*arguments):
-            calls.append(arguments)
-            if len(calls) > 4:
-                raise OSError(28, "No space left on device")
-            return write(*arguments)
-
-        trace_writer.write_tensors = write_until_the_disk_is_full
-        self.addCleanup(setattr, trace_writer, "write_tensors", write)
         arguments = ["--model", TINY, "--prompt-file", self.text, *FORCED]
-        self.check_refused("kvlab trace seal", "full", *arguments)
-        self.assertFalse((self.at / "full" / "manifest.json").exists())
-        self.assertEqual(kvlab("trace", "seal", self.at / "full").returncode, 0)
-        self.check_verifies(self.at / "full")
-        self.assertEqual(manifest_of(self.at / "full")["tokens"], 1024)
+        out = self.at / "full"
+        feed = capturing.HookedModel.feed_chunk
+        self.addCleanup(setattr, capturing.HookedModel, "feed_chunk", feed)
 
-        for before in (4, 3, 2):  # the sketch, the ids, the first shard
-            calls[:] = [None] * before
-            self.check_refused("No space left", "nothing", *arguments)
-            self.assertFalse((self.at / "nothing").exists())
+        def feed_until(file):
+            """A folder is in the place of a file that is to be written."""
+
+            def feed_chunk(hooked, ids, kind):
+                (out / file).mkdir(exist_ok=True)
+                return feed(hooked, ids, kind)
+
+            capturing.HookedModel.feed_chunk = feed_chunk
+
+        feed_until("shard-00001.safetensors")
+        self.check_refused("kvlab trace seal", "full", *arguments)
+        self.assertFalse((out / "manifest.json").exists())
+        (out / "shard-00001.safetensors").rmdir()
+        self.assertEqual(kvlab("trace", "seal", out).returncode, 0)
+        self.check_verifies(out)
+        self.assertEqual(manifest_of(out)["tokens"], 1024)
+        shutil.rmtree(out)
+        feed_until("tokens.safetensors")
+        self.check_refused("tokens.safetensors: is not a regular file", "full", *arguments)
+        self.assertFalse(out.exists())
+
+        capturing.HookedModel.feed_chunk = feed
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, unlimited)
+        for file, most in (("output", 50_000), ("shard-00000", 1_000_000)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]))
+            self.check_refused(f"{file}.safetensors: cannot write: File too large", "full", *arguments)
+            self.assertFalse(out.exists())
 
     def test_a_rotation_that_is_not_the_models_is_refused(self):
         rotate = capturing.rotate
@@ -352,40 +369,21 @@ class CaptureTest(ScriptTest):
             99,
         )
         self.check_refused("--max-tokens", "refused", *model, "--prompt", "It was", "--max-tokens", 9)
-        self.check_refused(
-            "--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1
-        )
+        self.check_refused("--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1)
         over = ["--prompt-file", self.text, "--teacher-forced", "--prompt-tokens", 1025]
         self.check_refused("was trained on 1024", "refused", *model, *over)
         self.check_refused("no-such-file", "refused", *model, "--prompt-file", "no-such-file")
-        self.check_refused(
-            "no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was"
-        )
+        self.check_refused("no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was")
 
     def test_a_hub_that_cannot_be_reached_is_one_line(self):
         (self.at / "quick").mkdir()
         (self.at / "quick" / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
-        at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": str(self.at / "quick")}
-        done = subprocess.run(
-            [sys.executable, SCRIPT, "--model", "no/such", "--prompt", "x", "--out", self.at / "refused"],
-            env=os.environ | at,
-            capture_output=True,
-            text=True,
-        )
+        at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": with_path(self.at / "quick")}
+        done = program("--model", "no/such", "--prompt", "x", "--out", self.at / "refused", env=os.environ | at)
         self.check_one_line("is no folder here, and the hub did not give it", done.returncode, done.stderr)
 
     def test_a_missing_package_is_named(self):
         (self.at / "stub").mkdir()
-        (self.at / "stub" / "xxhash.py").write_text("raise ImportError('no xxhash', name='xxhash')")
-        done = subprocess.run(
-            [sys.executable, SCRIPT, "--help"],
-            env={"PYTHONPATH": str(self.at / "stub")},
-            capture_output=True,
-            text=True,
-        )
-        self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
-        self.assertIn("cannot import xxhash", done.stderr)
-
-
-if __name__ == "__main__":
-    main()
+        (self.at / "stub" / "transformers.py").write_text("raise ImportError('none', name='transformers')")
+        done = program("--help", env=os.environ | {"PYTHONPATH": with_path(self.at / "stub")})
+        self.check_one_line("cannot import transformers", done.returncode, done.stderr)

@@ -1,16 +1,20 @@
-"""What the command lines of tools/*.py share."""
+"""What the command lines of kvlab.hf share."""
+
+from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_number(least, most=None):
-    def parse(text):
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
         number = int(text) if text.isascii() and text.isdigit() else -1
         if number < least or (most and number > most):
             to = f"to {most}" if most else "on"
@@ -20,14 +24,14 @@ def whole_number(least, most=None):
     return parse
 
 
-def refuse_missing_cuda(parser, arguments):
-    import torch  # here, because not every script needs it
+def refuse_missing_cuda(parser: Parser, arguments: argparse.Namespace) -> None:
+    import torch  # here, because not every command needs it
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: there is no CUDA device that torch can use; cpu would do")
 
 
-def announce_size(program, what, size):
+def announce_size(program: str, what: str, size: float) -> None:
     """Says before a large write how many bytes it will be; nothing of less than 100 MB."""
     if size >= 100e6:
         print(f"{program}: writes up to {size / 1e6:.0f} MB of {what}", file=sys.stderr)

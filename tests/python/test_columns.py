@@ -1,33 +1,16 @@
-"""Tests tools/columns.py: columns_test.py KVLAB. Formulas are written here once more, token by token."""
+"""Tests `python -m kvlab.hf columns`. Formulas are written here once more, token by token."""
 
-import contextlib
-import io
-import json
 import math
-import pathlib
 import shutil
-import subprocess
-import sys
-import tempfile
-import unittest
 
-try:
-    import numpy
-    import xxhash  # noqa: F401
-except ImportError as missing:
-    print(f"skipped: {sys.executable} cannot import {missing.name}; KVLAB_HF_PYTHON may name a Python that can")
-    sys.exit(0)
+import numpy
+from hf_fixture import ROOT, CommandTest, kvlab
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-KVLAB = sys.argv[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import columns  # noqa: E402
+from kvlab import Trace
+from kvlab.hf.columns import group, part
+from kvlab._trace import mapped_tensors
 
 PROMPT, LAYER, HEAD = 573, 2, 1  # of the sample trace; what is looked at
-
-
-def kvlab(*arguments):
-    return subprocess.run([KVLAB, *map(str, arguments)], capture_output=True, text=True)
 
 
 def dot(a, b):
@@ -39,42 +22,27 @@ def unit(x):
     return [float(v) / length for v in x]
 
 
-class ColumnsTest(unittest.TestCase):
+class ColumnsTest(CommandTest):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.at = pathlib.Path(folder.name)
-        self.path = self.at / "trace"
+        self.path = self.at / self.id()
         shutil.copytree(ROOT / "traces/samples/tiny-story", self.path)
 
-    def run_main(self, *arguments):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
-            try:
-                code = columns.main(list(map(str, arguments)))
-            except SystemExit as end:
-                code = end.code
-        return code, errors.getvalue()
-
     def add(self, name, *arguments):
-        self.assertEqual(self.run_main(self.path, "--column", name, *arguments), (0, ""))
-        trace = columns.Trace(self.path)
-        file = columns.Tensors(self.path / f"column-{name}.safetensors")
-        return trace, file.read(f"layers.{LAYER}.column.{name}")[HEAD]
+        self.assertEqual(self.run_main("columns", self.path, "--column", name, *arguments), (0, ""))
+        trace = Trace(self.path)
+        return trace, trace.column(name, LAYER, HEAD)
 
     def check_refused(self, words, *arguments):
         before = {path.name: path.read_bytes() for path in self.path.iterdir()}
-        code, errors = self.run_main(*arguments)
-        self.assertEqual(code, 2)
-        self.assertEqual(errors.count("\n"), 1)
-        self.assertIn(words, errors)
+        self.check_one_line(words, *self.run_main("columns", *arguments))
         self.assertEqual({path.name: path.read_bytes() for path in self.path.iterdir()}, before)
 
     def test_lagkv(self):
         lag, sinks = 100, 4
         trace, column = self.add("lagkv", "--lag", lag)
-        k, v = (trace.part(LAYER, part)[HEAD].astype(float) for part in "kv")
-        for f, frequency in enumerate(trace.fixed.read("inv_freq").astype(float)):  # dimensions f and f + half
-            half = len(trace.fixed.read("inv_freq"))
+        k, v = (part(trace, LAYER, name)[HEAD].astype(float) for name in "kv")
+        for f, frequency in enumerate(trace.inv_freq.astype(float)):  # dimensions f and f + half
+            half = len(trace.inv_freq)
             turned = (k[:, f] + 1j * k[:, f + half]) * numpy.exp(1j * frequency * numpy.arange(trace.tokens))
             k[:, f], k[:, f + half] = turned.real, turned.imag
         partitions = (trace.tokens - sinks) // lag
@@ -82,13 +50,13 @@ class ColumnsTest(unittest.TestCase):
             first, behind = sinks + p * lag, sinks + (p + 1) * lag
             sums = numpy.zeros(lag)
             for states in (k, v):
-                low = [min(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.size)]
-                high = [max(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.size)]
+                low = [min(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.head_size)]
+                high = [max(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.head_size)]
                 spreads = []
                 for t in range(first, first + lag):
-                    place = [(float(states[t][d]) - low[d]) / (high[d] - low[d]) for d in range(trace.size)]
-                    mean = math.fsum(place) / trace.size
-                    spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in place) / (trace.size - 1)))
+                    place = [(float(states[t][d]) - low[d]) / (high[d] - low[d]) for d in range(trace.head_size)]
+                    mean = math.fsum(place) / trace.head_size
+                    spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in place) / (trace.head_size - 1)))
                 most = max(spreads)
                 total = math.fsum(math.exp(s - most) for s in spreads)
                 sums += [math.exp(s - most) / total for s in spreads]
@@ -100,32 +68,29 @@ class ColumnsTest(unittest.TestCase):
 
     def test_redundancy(self):
         def share(t, end):
-            means = [
-                math.fsum(dot(units[i], units[j]) for j in range(end) if j != i) / end for i in range(end)
-            ]
+            means = [math.fsum(dot(units[i], units[j]) for j in range(end) if j != i) / end for i in range(end)]
             most = max(means)
             return math.exp(means[t] - most) / math.fsum(math.exp(m - most) for m in means)
 
         short = self.shortened(120, 100)
-        self.assertEqual(self.run_main(short, "--column", "redundancy"), (0, ""))
-        trace = columns.Trace(short)
-        file = columns.Tensors(short / "column-redundancy.safetensors")
-        column = file.read(f"layers.{LAYER}.column.redundancy")[HEAD]
-        units = [unit(key) for key in trace.part(LAYER, "k")[HEAD]]
+        self.assertEqual(self.run_main("columns", short, "--column", "redundancy"), (0, ""))
+        trace = Trace(short)
+        column = trace.column("redundancy", LAYER, HEAD)
+        units = [unit(key) for key in part(trace, LAYER, "k")[HEAD]]
         for t, end in ((0, 100), (57, 100), (99, 100), (100, 101), (119, 120)):
             self.assertAlmostEqual(column[t] / share(t, end), 1, places=5)
 
     def test_several_columns_at_once(self):
         short = self.shortened(60, 40)
         words = ("--column", "redundancy", "--column", "lagkv", "--column", "lagkv", "--lag", "16")
-        self.assertEqual(self.run_main(short, *words), (0, ""))
-        names = [column["name"] for column in columns.Trace(short).manifest["extras"]["columns"]]
+        self.assertEqual(self.run_main("columns", short, *words), (0, ""))
+        names = Trace(short)._held.columns
         self.assertEqual(names, ["redundancy", "lagkv"])
 
     def test_key_cosine_rope(self):
         trace, column = self.add("key_cosine_rope")
-        turned = [[float(x) for x in key] for key in trace.part(LAYER, "k")[HEAD]]
-        frequencies = [float(f) for f in trace.fixed.read("inv_freq")]
+        turned = [[float(x) for x in key] for key in part(trace, LAYER, "k")[HEAD]]
+        frequencies = [float(f) for f in trace.inv_freq]
         half = len(frequencies)
         for t, key in enumerate(turned):
             for f, frequency in enumerate(frequencies):
@@ -133,47 +98,43 @@ class ColumnsTest(unittest.TestCase):
                 key[f], key[f + half] = key[f] * cos - key[f + half] * sin, key[f + half] * cos + key[f] * sin
         units = [unit(key) for key in turned]
         for t, end in ((0, PROMPT), (PROMPT - 1, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 9, PROMPT + 10)):
-            sums = [math.fsum(key[d] for key in units[:end]) for d in range(trace.size)]
+            sums = [math.fsum(key[d] for key in units[:end]) for d in range(trace.head_size)]
             self.assertAlmostEqual(float(column[t]), dot(units[t], unit(sums)), places=5)
         plain, turned_too = (
-            kvlab("replay", "--trace", self.path, "--policy", f"keydiff{name}", "--budget", 48, "--out", self.at / f"r{i}")
+            kvlab(
+                "replay",
+                "--trace",
+                self.path,
+                "--policy",
+                f"keydiff{name}",
+                "--budget",
+                48,
+                "--out",
+                f"{self.path}-r{i}",
+            )
             for i, name in enumerate(("", ":name=key_cosine_rope"))
         )
         self.assertEqual((plain.returncode, turned_too.returncode), (0, 0), plain.stderr + turned_too.stderr)
         self.assertNotEqual(
-            (self.at / "r0/results.csv").read_text().replace("key_cosine", ""),
-            (self.at / "r1/results.csv").read_text().replace("key_cosine_rope", ""),
+            open(f"{self.path}-r0/results.csv").read().replace("key_cosine", ""),
+            open(f"{self.path}-r1/results.csv").read().replace("key_cosine_rope", ""),
         )
 
     def shortened(self, tokens, prompt):
-        """A trace of the first tokens of the sample, for columns.py alone."""
-        trace = columns.Trace(self.path)
-        short = self.at / "short"
-        short.mkdir()
+        """A trace of the first tokens of the sample."""
+        trace, short = Trace(self.path), f"{self.path}-short"
         parts = {
-            f"layers.{layer}.{part}": numpy.ascontiguousarray(trace.part(layer, part)[:, :tokens])
-            for layer in range(trace.layers)
-            for part in "qkv"
+            name: numpy.stack([part(trace, layer, name)[:, :tokens] for layer in range(trace.layers)]) for name in "qkv"
         }
-        (short / "shard-00000.safetensors").write_bytes(columns.safetensors_bytes(parts))
-        shutil.copy(self.path / "tokens.safetensors", short)
-        manifest = trace.manifest | {
-            "tokens": tokens,
-            "shards": trace.manifest["shards"][:1],
-            "segments": [
-                {"start": 0, "tokens": prompt, "kind": "prompt"},
-                {"start": prompt, "tokens": tokens - prompt, "kind": "decode"},
-            ],
-        }
-        (short / "manifest.json").write_text(json.dumps(manifest))
+        Trace.from_arrays(**parts, config={"inv_freq": trace.inv_freq}, prompt_tokens=prompt, out=short)
         return short
 
     def test_expected_attention(self):
         future, sinks = 50, 4
         trace, column = self.add("expected_attention", "--future", future)
-        frequencies = trace.fixed.read("inv_freq").astype(float)
-        scale, half = float(trace.fixed.read("softmax_scale")[0]), len(frequencies)
-        q, k, v = (trace.part(LAYER, part).astype(float) for part in "qkv")
+        frequencies = trace.inv_freq.astype(float)
+        scale, half = trace.model["softmax_scale"], len(frequencies)
+        q, k, v = (part(trace, LAYER, name).astype(float) for name in "qkv")
 
         def as_complex(x):  # dimensions i and i + half are a number's two parts
             return x[..., :half] + 1j * x[..., half : 2 * half]
@@ -186,35 +147,36 @@ class ColumnsTest(unittest.TestCase):
         turn = numpy.array([sum(numpy.exp(1j * p * f) for p in ahead) / future for f in frequencies])
         positions = numpy.arange(trace.tokens)
         keys = as_real(as_complex(k[HEAD]) * numpy.exp(1j * numpy.outer(positions, frequencies)))
-        group = trace.group()
+        heads = group(trace)
         wanted = numpy.zeros(trace.tokens)
-        for g in range(group):
-            turned = as_real(as_complex(q[HEAD * group + g, sinks:PROMPT]) * turn)  # linear: so are the moments
+        for g in range(heads):
+            turned = as_real(as_complex(q[HEAD * heads + g, sinks:PROMPT]) * turn)  # linear: so are the moments
             mean = turned.mean(axis=0)
             spread = [float((((turned - mean) @ key) ** 2).mean()) for key in keys]
             logits = numpy.array([scale * dot(key, mean) + scale**2 / 2 * s for key, s in zip(keys, spread)])
             most = logits[sinks:PROMPT].max()
-            wanted += numpy.exp(logits - most) / numpy.exp(logits[sinks:PROMPT] - most).sum() / group
+            wanted += numpy.exp(logits - most) / numpy.exp(logits[sinks:PROMPT] - most).sum() / heads
         wanted *= numpy.sqrt((v[HEAD] ** 2).sum(axis=-1))
         self.assertTrue(numpy.allclose(column, wanted, rtol=1e-5))
 
     def test_value_out_norm1(self):
         trace, column = self.add("value_out_norm1", "--model", ROOT / "engine/models/tiny")
-        weights = columns.Tensors(ROOT / "engine/models/tiny/model.safetensors")
-        weight = weights.read(f"model.layers.{LAYER}.self_attn.o_proj.weight")
-        v = trace.part(LAYER, "v")[HEAD]
+        weights = mapped_tensors(str(ROOT / "engine/models/tiny/model.safetensors"))
+        (bits,) = weights[f"model.layers.{LAYER}.self_attn.o_proj.weight"]
+        weight = (bits.astype("u4") << 16).view("f4")
+        v = part(trace, LAYER, "v")[HEAD]
         for t in (0, 1, 500, 1011):
             total = 0
-            for g in range(trace.group()):
-                begin = (HEAD * trace.group() + g) * trace.size
-                total += math.fsum(abs(dot(row[begin : begin + trace.size], v[t])) for row in weight)
+            for g in range(group(trace)):
+                begin = (HEAD * group(trace) + g) * trace.head_size
+                total += math.fsum(abs(dot(row[begin : begin + trace.head_size], v[t])) for row in weight)
             self.assertAlmostEqual(column[t] / total, 1, places=5)
 
     def test_a_trace_with_columns_is_replayed(self):
         for name in ("lagkv", "expected_attention", "redundancy"):
             self.add(name)
         self.add("value_out_norm1", "--model", ROOT / "engine/models/tiny")
-        self.assertEqual(self.run_main(self.path, "--column", "lagkv", "--lag", 64, "--replace"), (0, ""))
+        self.assertEqual(self.run_main("columns", self.path, "--column", "lagkv", "--lag", 64, "--replace"), (0, ""))
         done = kvlab("trace", "verify", self.path)
         self.assertEqual(done.returncode, 0, done.stderr)
         policies = "lagkv,expected_attention,r_kv,criticalkv,column:name=redundancy:keep=-1,h2o"
@@ -230,11 +192,7 @@ class ColumnsTest(unittest.TestCase):
     def test_refusals(self):
         self.check_refused("--model", self.path, "--column", "value_out_norm1")
         self.check_refused("invalid choice", self.path, "--column", "key_norm")
-        self.check_refused("a finished trace is expected", self.at, "--column", "lagkv")
+        self.check_refused("not a trace", self.at, "--column", "lagkv")
         self.check_refused("--lag", self.path, "--column", "lagkv", "--lag", "1")
         self.add("redundancy")
         self.check_refused("--replace", self.path, "--column", "redundancy")
-
-
-if __name__ == "__main__":
-    unittest.main(argv=sys.argv[:1])

@@ -1,12 +1,12 @@
-#!/usr/bin/env python3
-"""Captures a kvlab trace from a transformers model. See docs/capture-hf.md.
+"""python -m kvlab.hf capture: a trace from a transformers model. See docs/capture-hf.md.
 
-    python3 tools/capture_hf.py --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
-    python3 tools/capture_hf.py --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
-
-Exits 2 with one line if anything is wrong with the input.
+python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
+python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
 """
 
+from __future__ import annotations
+
+import argparse
 import bisect
 import importlib
 import json
@@ -14,60 +14,49 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "python"))
+import torch
+import transformers
+from tokenizers import Tokenizer
 
-try:
-    import torch
-    import transformers
-    from command_line import Parser, announce_size, refuse_missing_cuda, whole_number
-    from kvlab.hf.capturing import Fed, write_capture
-    from kvlab.hf.models import (
-        DTYPES,
-        default_attention,
-        default_device,
-        file_of,
-        load_config,
-        load_model,
-        refuse_unsupported,
-        shape_of,
-    )
-    from kvlab.hf.trace_files import Refused, name_in_trace, one_line
-    from kvlab.hf.trace_writer import SHARD_TOKENS
-    from tokenizers import Tokenizer
-except ImportError as missing:
-    print(
-        f"capture_hf.py: cannot import {missing.name}: pip install torch transformers safetensors xxhash",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+from kvlab import _kvlab
+from kvlab.hf.capturing import Column, Fed, write_capture
+from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
+from kvlab.hf.models import (
+    DTYPES,
+    default_attention,
+    default_device,
+    file_of,
+    load_config,
+    load_model,
+    refuse_unsupported,
+    shape_of,
+)
+from kvlab.hf.refused import Refused, one_line
 
-COMPUTED_COLUMNS = ("key_norm", "value_norm", "value_norm1", "key_cosine")
+PROGRAM = "kvlab.hf capture"
 
 
-# ---------------------------------------------------------------------------------------------
-# The command
-
-
-def progress(tokens):
+def progress(tokens: int) -> None:
     if sys.stderr.isatty():
         print(f"\rcapture: {tokens} tokens ", end="", file=sys.stderr, flush=True)
 
 
-def prompt_text(arguments):
+def prompt_text(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None:
-        return arguments.prompt
+        return str(arguments.prompt)
     try:
         return pathlib.Path(arguments.prompt_file).read_bytes().decode("utf-8")
     except OSError as error:
         raise Refused(f"--prompt-file {arguments.prompt_file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Refused(
-            f"--prompt-file {arguments.prompt_file}: byte {error.start} is not UTF-8; text is expected"
-        ) from None
+        wrong = f"byte {error.start} is not UTF-8; text is expected"
+        raise Refused(f"--prompt-file {arguments.prompt_file}: {wrong}") from None
 
 
-def tokenizer_of(model):
+def tokenizer_of(model: str) -> Any:
     """That of tokenizer.json, or None."""
     file = file_of(model, "tokenizer.json")
     if not file:
@@ -77,7 +66,7 @@ def tokenizer_of(model):
     return tokenizer
 
 
-def encode(model, config, text):
+def encode(model: str, config: Any, text: str) -> list[int]:
     """As `kvlab capture` does: what the tokenizer puts before a text is not put before one that begins with it."""
     try:
         if tokenizer := tokenizer_of(model):
@@ -91,35 +80,36 @@ def encode(model, config, text):
     first = (added + [0]).index(0)
     before, own = ids[:first], ids[first:]
     twice = [a == b for a, b in zip(before, own)] + [False]
-    ids = before + own[twice.index(False) :]
+    ids = [int(id) for id in before + own[twice.index(False) :]]
     if not ids:
         raise Refused("--prompt: has no tokens; give some text")
     if max(ids) >= config.vocab_size:
-        raise Refused(
-            f"--model {model}: the tokenizer gives id {max(ids)}; the model's vocabulary is {config.vocab_size}"
-        )
+        known = f"the model's vocabulary is {config.vocab_size}"
+        raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; {known}")
     return ids
 
 
-def refuse_span(text, why):
+def refuse_span(text: str, why: str) -> NoReturn:
     raise Refused(f"--span-of: {json.dumps(text if len(text) <= 60 else text[:60] + '...')} {why}")
 
 
-def span_of(tokenizer, ids, text):
+def span_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     """The fewest tokens that cover `text`, where it is once in what the tokens spell, less a special one in front."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
-    def spelled(count):
-        return tokenizer.decode(ids[first : first + count], skip_special_tokens=False)
+    def spelled(count: int) -> str:
+        return str(tokenizer.decode(ids[first : first + count], skip_special_tokens=False))
 
+    if not text:
+        raise Refused("--span-of: is empty; give a value, or leave the option out")
     whole = spelled(len(ids) - first)
-    begin = whole.find(text) if text else -1
+    begin = whole.find(text)
     if begin < 0:
         refuse_span(text, "is not in the prompt; a text that is there once is expected")
     if whole.find(text, begin + 1) >= 0:
         refuse_span(text, "is there more than once; a text that is there once is expected")
 
-    def fewest(length):
+    def fewest(length: int) -> int:
         """Tokens that spell so many characters. One whose bytes are not all there yet is spelled as another."""
         counts = range(len(ids) - first + 1)
         return bisect.bisect_left(counts, True, key=lambda count: spelled(count)[:length] == whole[:length])
@@ -127,33 +117,32 @@ def span_of(tokenizer, ids, text):
     start, stop = fewest(begin), fewest(begin + len(text))
     if len(spelled(start)) > begin:  # the token in front reaches into the text
         start -= 1
-    return {"name": name_in_trace(text), "start": first + start, "tokens": stop - start}
+    return {"name": _kvlab.without_controls(text), "start": first + start, "tokens": stop - start}
 
 
-def spans_of(model, ids, texts):
+def spans_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[str, Any]]:
     if not texts:
         return []
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
-    names = [name_in_trace(text) for text in texts]
+    names = [_kvlab.without_controls(text) for text in texts]
     for name in names:
         if names.count(name) > 1:
             refuse_span(name, "is given twice; once is enough")
     return [span_of(tokenizer, ids, text) for text in texts]
 
 
-def columns_of(texts):
+def columns_of(texts: Sequence[str]) -> dict[str, Column]:
     """name -> function, from NAME=module:function each. Modules are looked for in the working directory too."""
-    columns = {}
+    columns: dict[str, Column] = {}
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)
         if not parts:
-            raise Refused(
-                f"--column {text}: should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
-            )
+            right = "should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
+            raise Refused(f"--column {text}: {right}")
         name, module, function = parts.groups()
-        if name in COMPUTED_COLUMNS or name in columns:
+        if name in _kvlab.built_in_columns()[:4] or name in columns:
             raise Refused(f"--column {name}: is {'given twice' if name in columns else 'computed by kvlab'}")
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -164,70 +153,40 @@ def columns_of(texts):
     return columns
 
 
-def add_options(parser):
+def add_options(parser: Parser) -> None:
     add = parser.add_argument
+
+    def number(name: str, letter: str, least: int, text: str, default: int | None = None) -> None:
+        add(name, metavar=letter, type=whole_number(least), default=default, help=text)
+
+    def repeated(name: str, metavar: str, text: str) -> None:
+        add(name, metavar=metavar, action="append", default=[], help=f"{text}; repeatable")
+
     add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
     add("--out", metavar="TRACE", required=True, help="the trace's directory, which is made")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the prompt")
     text.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
-    add(
-        "--max-new-tokens",
-        metavar="N",
-        type=whole_number(0),
-        help="tokens to generate, at most; always the most likely (default: 100)",
-    )
+    number("--max-new-tokens", "N", 0, "tokens to generate, at most; always the most likely (default: 100)")
     add("--teacher-forced", action="store_true", help="decode the given text itself, instead of generating")
-    add(
-        "--prompt-tokens",
-        metavar="P",
-        type=whole_number(1),
-        help="teacher-forced: so many of the text's tokens are the prompt",
-    )
-    add(
-        "--max-tokens",
-        metavar="T",
-        type=whole_number(1),
-        help="teacher-forced: use the first T tokens of the text (default: all)",
-    )
-    add(
-        "--beyond-context",
-        action="store_true",
-        help="take a prompt that is longer than what the model was trained on",
-    )
+    number("--prompt-tokens", "P", 1, "teacher-forced: so many of the text's tokens are the prompt")
+    number("--max-tokens", "T", 1, "teacher-forced: use the first T tokens of the text (default: all)")
+    longer = "take a prompt that is longer than what the model was trained on"
+    add("--beyond-context", action="store_true", help=longer)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
-    add(
-        "--attention",
-        choices=["sdpa", "eager", "flash_attention_2"],
-        default=default_attention(),
-        help="transformers' attn_implementation (default: sdpa, or eager where PyTorch is too old for it)",
-    )
-    add(
-        "--chunk",
-        metavar="N",
-        type=whole_number(1),
-        default=SHARD_TOKENS,
-        help="tokens of a given text to feed at once (default: 1024)",
-    )
-    add(
-        "--span-of",
-        metavar="TEXT",
-        action="append",
-        default=[],
-        help="a part of the prompt that is there once: the trace gets its tokens as a span; repeatable",
-    )
-    add(
-        "--column",
-        metavar="NAME=module:function",
-        action="append",
-        default=[],
-        help="a number for each token, layer and KV head (docs/columns.md): function(q, k, v, layer); repeatable",
-    )
+    attention = "transformers' attn_implementation (default: sdpa, or eager where PyTorch is too old for it)"
+    kinds = ["sdpa", "eager", "flash_attention_2"]
+    add("--attention", choices=kinds, default=default_attention(), help=attention)
+    chunk = "tokens of a given text to feed at once (default: 1024)"
+    number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
+    repeated("--span-of", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a span")
+    column = "a number for each token, layer and KV head (docs/configurations.md): function(q, k, v, layer)"
+    repeated("--column", "NAME=module:function", column)
 
 
-def parse_arguments(argv):
-    parser = Parser(prog="capture_hf.py", description="Captures a kvlab trace from a transformers model.")
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog=PROGRAM, description="Captures a kvlab trace from a transformers model.")
     add_options(parser)
     arguments = parser.parse_args(argv)
 
@@ -245,7 +204,7 @@ def parse_arguments(argv):
     return arguments
 
 
-def refuse_beyond_context(arguments, config, ids):
+def refuse_beyond_context(arguments: argparse.Namespace, config: Any, ids: list[int]) -> None:
     prompt, trained = arguments.prompt_tokens or len(ids), config.max_position_embeddings
     if prompt > trained and not arguments.beyond_context:
         raise Refused(
@@ -254,7 +213,7 @@ def refuse_beyond_context(arguments, config, ids):
         )
 
 
-def run(arguments):
+def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model)
     refuse_unsupported(arguments.model, config, others=True)
     ids = encode(arguments.model, config, prompt_text(arguments))[: arguments.max_tokens]
@@ -270,27 +229,17 @@ def run(arguments):
     name = pathlib.Path(arguments.model).resolve().name
     shape, tokens = shape_of(model), len(ids) + (0 if arguments.teacher_forced else most)
     rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
-    announce_size("capture_hf.py", f"trace into {arguments.out}", rows * model.dtype.itemsize)
+    announce_size(PROGRAM, f"trace into {arguments.out}", rows * torch.finfo(model.dtype).bits / 8)
     try:
-        writer = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
+        fed_tokens = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:
-        raise Refused(str(interrupted)) from None
-    progress(len(writer.ids))
-    print(f"{arguments.out}: {len(writer.ids)} tokens of {writer.description['model']}")
+        raise Refused(str(interrupted) or "interrupted") from None
+    progress(fed_tokens)
+    print(f"{arguments.out}: {fed_tokens} tokens of {_kvlab.without_controls(name)}")
 
 
-def main(argv=None):
+def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with torch.inference_mode():
-            run(arguments)
-    except (Refused, OSError) as error:
-        print(f"capture_hf.py: {one_line(error)}", file=sys.stderr)
-        return 2
+    with torch.inference_mode():
+        run(arguments)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

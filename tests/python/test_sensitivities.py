@@ -1,18 +1,20 @@
-"""Tests tools/sensitivities.py: sensitivities_test.py KVLAB. Prints `skipped: …` without torch."""
+"""Tests `python -m kvlab.hf sensitivities`."""
 
 import json
 import shutil
-import sys
 import unittest.mock
 
-from hf_fixture import FORCED, TINY, TOKENS, ScriptTest, copy_of_tiny, ids_of, main, manifest_of, script
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 import safetensors.torch
-import torch
-import transformers
+from hf_fixture import FORCED, TINY, TOKENS, ModelTest, ids_of, kvlab, manifest_of
 
-sensitivities = script("sensitivities")
-trace_writer = sys.modules["kvlab.hf.trace_writer"]
+from kvlab import Trace, _kvlab
+from kvlab.hf import sensitivities
 
 
 def gradient_of(trace, layer):
@@ -25,27 +27,36 @@ def gradient_of(trace, layer):
 
 
 def contents(trace):
-    return {path.name: path.read_bytes() for path in sorted(trace.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(trace.iterdir()) if path.is_file()}
 
 
-class SensitivitiesTest(ScriptTest):
+class SensitivitiesTest(ModelTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.long = cls.captured_by_kvlab(
-            cls(), "long", "--model", cls.tiny32, "--prompt-file", cls.text, *FORCED
-        )
+        cls.long = cls.captured_by_kvlab("long", "--model", cls.tiny32, "--prompt-file", cls.text, *FORCED)
         short = ["--teacher-forced", "--prompt-tokens", 40, "--max-tokens", 70]
-        cls.short = cls.captured_by_kvlab(
-            cls(), "short", "--model", cls.tiny32, "--prompt-file", cls.text, *short
-        )
+        cls.short = cls.captured_by_kvlab("short", "--model", cls.tiny32, "--prompt-file", cls.text, *short)
 
     def add(self, trace, *arguments):
-        return self.run_main(sensitivities.main, trace, *arguments)
+        return self.run_main("sensitivities", trace, *arguments, "--device", "cpu")
 
     def copy(self, trace, name):
         shutil.copytree(trace, self.at / name)
         return self.at / name
+
+    def rewritten(self, trace, name, dtype=torch.float32, **metadata):
+        """A copy whose shards say something else, in another dtype."""
+        copy = self.copy(trace, name)
+        for path in copy.glob("shard-*.safetensors"):
+            with safetensors.safe_open(path, "pt") as file:
+                said = file.metadata() | metadata
+            tensors = safetensors.torch.load_file(path)
+            tensors |= {part: x.to(dtype) for part, x in tensors.items() if part[-2:] in (".q", ".k", ".v")}
+            safetensors.torch.save_file(tensors, path, said)
+        (copy / "manifest.json").unlink()
+        self.assertEqual(kvlab("trace", "seal", copy).returncode, 0)
+        return copy
 
     def added(self, trace, name, *arguments, model=None):
         copy = self.copy(trace, name)
@@ -61,9 +72,7 @@ class SensitivitiesTest(ScriptTest):
 
     def likelihood(self, ids, tokens, queries, layer, push):
         """sum of log p(tokens) of each draw in float64, `push` added to the input of a layer's o_proj."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.tiny32, attn_implementation="eager"
-        ).double()
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.tiny32, attn_implementation="eager").double()
         o_proj = model.model.layers[layer].self_attn.o_proj
         o_proj.register_forward_pre_hook(lambda _, given: (given[0] + push,))
         for module in model.modules():
@@ -74,9 +83,7 @@ class SensitivitiesTest(ScriptTest):
                     * x.square().mean(-1, True).add(norm.variance_epsilon).rsqrt()
                 )
         # Norms and softmax: transformers takes both in float32, whatever the model's dtype.
-        softmax = unittest.mock.patch.object(
-            torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)
-        )
+        softmax = unittest.mock.patch.object(torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim))
         with torch.no_grad(), softmax:
             hidden = model.model(input_ids=ids[None]).last_hidden_state[0, queries]
             log_p = model.get_output_embeddings()(hidden).log_softmax(-1)
@@ -116,16 +123,14 @@ class SensitivitiesTest(ScriptTest):
         self.assertEqual([path.name for path in trace.glob("*.part")], [])
         for index, (entry, shard) in enumerate(zip(grad["files"], manifest["shards"], strict=True)):
             path = trace / f"grad-{index:05}.safetensors"
-            right = {"file": path.name, "xxh3": trace_writer.xxh3_of(path)}
+            right = {"file": path.name, "xxh3": entry["xxh3"]}  # which `trace verify` looks at
             self.assertEqual(entry, right | {key: shard[key] for key in ("first", "tokens")})
             file = safetensors.torch.load_file(path)
             self.assertEqual(sorted(file), ["grad_scale"] + [f"layers.{layer}.grad" for layer in range(4)])
             self.assertEqual((file["grad_scale"].dtype, file["grad_scale"].shape), (torch.float32, (1,)))
             for layer in range(4):
                 gradient = file[f"layers.{layer}.grad"]
-                self.assertEqual(
-                    (gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64))
-                )
+                self.assertEqual((gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64)))
                 self.assertTrue(bool((gradient != 0).any()))
         # What the last layer puts out for a token touches that token's prediction alone.
         touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
@@ -139,12 +144,10 @@ class SensitivitiesTest(ScriptTest):
     def test_narrow_dtypes_hold_the_same_gradient(self):
         wide = self.added(self.long, "wide", "--draws", 2)
         for dtype, most in ((torch.float16, 1e-3), (torch.bfloat16, 5e-3)):
-            narrow = self.copy(wide, f"as-{dtype}")
-            manifest = manifest_of(narrow)
-            manifest["config"]["dtype"] = str(dtype).removeprefix("torch.")
-            (narrow / "manifest.json").write_text(json.dumps(manifest))
-            code, errors = self.add(narrow, "--model", self.tiny32, "--draws", 2, "--replace")
-            self.assertEqual((code, errors), (0, ""))
+            name = str(dtype).removeprefix("torch.")
+            config = json.dumps(manifest_of(wide)["config"] | {"dtype": name})
+            narrow = self.added(self.rewritten(self.long, f"of-{name}", dtype, config=config), name, "--draws", 2)
+            self.check_verifies(narrow)
             scales = set()
             for entry in manifest_of(narrow)["extras"]["grad"]["files"]:
                 file = safetensors.torch.load_file(narrow / entry["file"])
@@ -162,9 +165,7 @@ class SensitivitiesTest(ScriptTest):
         sensitivities.LOGITS = 1 << 13
         parts = self.added(self.short, "parts", "--span", "all")
         for layer in range(4):
-            torch.testing.assert_close(
-                gradient_of(whole, layer), gradient_of(parts, layer), rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(gradient_of(whole, layer), gradient_of(parts, layer), rtol=1e-4, atol=1e-4)
 
     def test_draws_follow_the_models_distribution(self):
         log_p = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(3, 4)
@@ -172,23 +173,12 @@ class SensitivitiesTest(ScriptTest):
         self.assertEqual(sensitivities.drawn(log_p, uniforms).tolist(), [[0, 0, 2], [2, 3, 3]])
 
     def test_what_fails_leaves_the_trace_as_it_was(self):
-        plain = trace_writer.TensorFile.seal
-        self.addCleanup(setattr, trace_writer.TensorFile, "seal", plain)
-
-        def fail_at_the_second(file):
-            if file.path.name == "grad-00001.safetensors":
-                raise OSError(28, "No space left on device")
-            return plain(file)
-
-        trace_writer.TensorFile.seal = fail_at_the_second
         trace = self.copy(self.long, "fails")
-        self.check_refused("No space left", trace, "--model", self.tiny32)
+        (trace / "grad-00001.safetensors").mkdir()
+        self.check_refused("grad-00001.safetensors: is not a regular file", trace, "--model", self.tiny32)
 
-        def interrupt(file):
-            raise KeyboardInterrupt
-
-        trace_writer.TensorFile.seal = interrupt
-        self.check_refused("interrupted", trace, "--model", self.tiny32)
+        with unittest.mock.patch.object(sensitivities, "through", side_effect=KeyboardInterrupt):
+            self.check_refused("interrupted", trace, "--model", self.tiny32)
 
     def test_a_gradient_that_is_not_finite_is_refused(self):
         broken = self.at / "broken"
@@ -196,10 +186,7 @@ class SensitivitiesTest(ScriptTest):
         weights = safetensors.torch.load_file(broken / "model.safetensors")
         weights["model.layers.2.mlp.down_proj.weight"][0] = float("nan")
         safetensors.torch.save_file(weights, broken / "model.safetensors", {"format": "pt"})
-        trace = self.copy(self.short, "of-broken")
-        manifest = manifest_of(trace)
-        manifest["weights_xxh3"] = trace_writer.xxh3_of(broken / "model.safetensors")
-        (trace / "manifest.json").write_text(json.dumps(manifest))
+        trace = self.rewritten(self.short, "of-broken", weights_xxh3=_kvlab.weights_xxh3(str(broken)))
         self.check_refused("not finite", trace, "--model", broken)
 
     def test_traces_that_do_not_fit_are_refused(self):
@@ -207,15 +194,25 @@ class SensitivitiesTest(ScriptTest):
         self.check_one_line("no-such-trace", *self.add(self.at / "no-such-trace", *model))
         self.check_refused("was captured from weights", self.short, "--model", TINY)
         self.check_refused("no-such-model", self.short, "--model", self.at / "no-such-model")
+        draw = numpy.random.default_rng(1)
+        nameless = self.at / "nameless"
+        Trace.from_arrays(*(draw.normal(size=(1, 1, 9, 4)).astype("f4") for _ in "qkv"), prompt_tokens=5, out=nameless)
+        self.check_refused("no weights_xxh3", nameless, *model)
+        wider = self.at / "wider"
+        shutil.copytree(self.tiny32, wider)
+        config = json.loads((wider / "config.json").read_text())
+        config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+        (wider / "config.json").write_text(json.dumps(config))
+        self.check_refused("query_heads is 4", self.short, "--model", wider)
+        prompt = [{"start": 0, "tokens": 70, "kind": "prompt"}]
         changes = (
             ("trace format 3", {"format": 3}),
-            ("not the manifest of a trace", {"segments": None}),
-            ("not the manifest of a trace", {"config": {}}),
-            ("no weights_xxh3", {"weights_xxh3": ""}),
-            ("query_heads is 8", {"config": manifest_of(self.short)["config"] | {"query_heads": 8}}),
-            ("no decode segment", {"segments": [{"start": 0, "tokens": 70, "kind": "prompt"}]}),
-            ("checksum", {"tokens_xxh3": "0" * 16}),
-            ("69 tokens", {"shards": [manifest_of(self.short)["shards"][0] | {"tokens": 69}]}),
+            ("manifest.json", {"segments": None}),
+            ("manifest.json: config", {"config": {}}),
+            ("another trace", {"weights_xxh3": ""}),
+            ("no decode segment", {"segments": prompt, "prompt_tokens": 70}),
+            ("tokens.safetensors: damaged: XXH3-64", {"tokens_xxh3": "0" * 16}),
+            ("69", {"shards": [manifest_of(self.short)["shards"][0] | {"tokens": 69}]}),
         )
         for number, (words, change) in enumerate(changes):
             with self.subTest(words):
@@ -223,9 +220,9 @@ class SensitivitiesTest(ScriptTest):
                 (trace / "manifest.json").write_text(json.dumps(manifest_of(trace) | change))
                 self.check_refused(words, trace, *model)
         (trace / "manifest.json").write_text("{")
-        self.check_refused("not the manifest of a trace", trace, *model)
+        self.check_refused("manifest.json: broken at byte 2", trace, *model)
         (trace / "manifest.json").unlink()
-        self.check_refused("manifest.json", trace, *model)
+        self.check_refused("no manifest.json", trace, *model)
 
     def test_gradients_are_replaced_only_if_asked(self):
         trace = self.added(self.short, "twice", "--draws", 2)

@@ -1,0 +1,139 @@
+"""Traces of tensors that are in memory: for models that no capture reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import numpy.typing
+
+from kvlab import _kvlab
+
+
+def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, prompt_tokens: int) -> None:
+    """Writes the trace of Trace.from_arrays. The rows that a verifier looks at are computed here."""
+    arrays = {name: _exported(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
+    q, k, v = arrays.values()
+    _check_alike("k", k, "q", q, True)
+    _check_alike("v", v, "k", k, False)
+    layers, query_heads, tokens, head_size = q.shape
+    fed = _ids(numpy.zeros(tokens, numpy.int64) if ids is None else ids, tokens)
+    if not 1 <= prompt_tokens <= tokens:
+        raise ValueError(f"prompt_tokens: {prompt_tokens} should be between 1 and {tokens}")
+    settings = _Config(config)
+    arithmetic = (
+        settings.inv_freq(head_size),
+        float(settings.get("rope_factor", 1.0)),
+        float(settings.get("softmax_scale", 1 / math.sqrt(head_size))),
+    )
+    sizes = {"layers": layers, "query_heads": query_heads, "kv_heads": k.shape[1], "head_size": head_size}
+    header = {
+        "model": settings.get("name", "arrays"),
+        "config": sizes | {"dtype": _dtype(q), "rope": {"rope_type": "default"}},
+        "rounding": "none" if _dtype(q) == "float32" else "model_dtype",
+        "weights_xxh3": "",
+        "tokenizer_xxh3": "",
+        "capture": {"engine": "arrays", "version": _kvlab.version, "device": "cpu", "options": {}},
+        "spans": [],
+    }
+    starts = range(0, tokens, _kvlab.shard_tokens)
+    ends = sorted({prompt_tokens, tokens, *starts[1:]})
+    checked = sorted({min(start + row, tokens - 1) for start in starts for row in _kvlab.check_grid()})
+    outputs = [_outputs(arrays, layer, arithmetic, checked) for layer in range(layers)]
+    writer = _kvlab.TraceWriter(folder, json.dumps(header), *arithmetic)
+    try:
+        for start, end in zip([0, *ends], ends):
+            writer.begin(fed[start:end], end <= prompt_tokens)
+            here = [i for i, position in enumerate(checked) if start <= position < end]
+            for layer in range(layers):
+                out = numpy.zeros((end - start, query_heads, head_size), numpy.float32)
+                out[[checked[i] - start for i in here]] = outputs[layer][here]
+                parts = {name: _floats(array[layer, :, start:end]).swapaxes(0, 1) for name, array in arrays.items()}
+                writer.layer(layer, **parts, out=out)
+            writer.end()
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _outputs(
+    arrays: Mapping[str, Any], layer: int, arithmetic: tuple[list[float], float, float], checked: list[int]
+) -> Any:
+    """[checked, query_heads, head_size]: what attention puts out there."""
+    parts = {name: _floats(array[layer]) for name, array in arrays.items()}
+    for name, values in parts.items():
+        if not (finite := numpy.isfinite(values)).all():
+            raise ValueError(f"{name}: layer {layer} holds {values[~finite][0]}; finite numbers are expected")
+    dtype = _dtype(arrays["q"])
+    return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic, dtype, checked)
+
+
+class _Config:
+    """What from_arrays needs to know of a model."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if isinstance(self._config, Mapping):
+            return self._config.get(name, default)
+        return getattr(self._config, name, default)
+
+    def inv_freq(self, head_size: int) -> list[float]:
+        given = self.get("inv_freq")
+        if given is not None:
+            return [float(x) for x in given]
+        scaling = self.get("rope_scaling")
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+        if kind not in (None, "default"):
+            raise ValueError(f"config: rope_scaling {kind} is not computed here; give inv_freq and rope_factor")
+        theta = float(self.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0)
+        return [float(theta ** (-2.0 * i / head_size)) for i in range(head_size // 2)]
+
+
+def _exported(array: Any, name: str) -> Any:
+    """A tensor of PyTorch's, or else numpy's array: of [layers, heads, tokens, head_size]."""
+    if isinstance(array, (list, tuple)):
+        array = numpy.asarray(array)
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+    elif not isinstance(array, numpy.ndarray):
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name}: a {type(array).__name__}; an array of numpy or of DLPack is expected")
+        array = numpy.asarray(array) if hasattr(array, "__array__") else numpy.from_dlpack(array)
+    if _dtype(array) not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"{name}: {_dtype(array)}; float32, float16 or bfloat16 is expected, so convert it first")
+    if array.ndim != 4:
+        raise ValueError(f"{name}: has {array.ndim} dimensions; [layers, heads, tokens, head_size] is expected")
+    return array
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _floats(array: Any) -> numpy.typing.NDArray[numpy.float32]:
+    return numpy.ascontiguousarray(array.float().numpy() if hasattr(array, "detach") else array, dtype=numpy.float32)
+
+
+def _check_alike(name: str, array: Any, other: str, like: Any, heads_differ: bool) -> None:
+    def alike(one: Any) -> list[Any]:
+        return [_dtype(one), one.shape[0], *one.shape[1 + heads_differ :]]
+
+    if alike(array) != alike(like):
+        same = f"one dtype, and the same layers, {'' if heads_differ else 'heads, '}tokens and head size are expected"
+        raise ValueError(f"{name}: {list(array.shape)} does not go with {other} {list(like.shape)}; {same}")
+
+
+def _ids(ids: Any, tokens: int) -> list[int]:
+    array = numpy.asarray(ids).reshape(-1)
+    if not numpy.issubdtype(array.dtype, numpy.integer):
+        raise ValueError(f"ids: {array.dtype}; whole numbers are expected")
+    if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
+        raise ValueError("ids: one is negative or beyond 31 bits")
+    if len(array) != tokens:
+        raise ValueError(f"ids: {len(array)} for {tokens} tokens; one for each is expected")
+    return [int(i) for i in array]

@@ -1,0 +1,37 @@
+"""python -m kvlab.hf capture|columns|sensitivities: traces from transformers, and what a finished trace is given.
+
+Exits 2 with one line if anything is wrong with the input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from kvlab.hf.refused import Refused, one_line
+
+COMMANDS = {"capture": "capture_command", "columns": "columns", "sensitivities": "sensitivities"}
+
+
+def main(argv: Sequence[str]) -> int:
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if name not in COMMANDS:
+        print(f"kvlab.hf: {name!r}: one of {', '.join(COMMANDS)} is expected", file=sys.stderr)
+        return 2
+    try:
+        code: int = importlib.import_module(f"kvlab.hf.{COMMANDS[name]}").main(argv[1:])
+        return code
+    except ImportError as missing:
+        what = f"cannot import {missing.name}: pip install torch transformers"
+    except (Refused, OSError) as error:
+        what = one_line(error)
+    print(f"kvlab.hf {name}: {what}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

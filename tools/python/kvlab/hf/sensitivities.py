@@ -1,0 +1,260 @@
+"""python -m kvlab.hf sensitivities: adds to a finished trace how much the model's predictions depend on each head's
+output. See docs/sensitivities.md.
+
+For each draw a next token is drawn for every query of the span, from the model's own distribution under the full
+cache; stored is the gradient of the sum of their log-likelihoods with respect to what each head puts out (before the
+output projection), at every position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from kvlab import _kvlab
+from kvlab._trace import Trace
+from kvlab.hf.columns import refuse_other_weights
+from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
+from kvlab.hf.models import (
+    DTYPES,
+    Shape,
+    default_attention,
+    default_device,
+    load_config,
+    load_model,
+    refuse_unsupported,
+    shape_of,
+    weights_xxh3,
+)
+from kvlab.hf.refused import Refused, one_line, refusing
+
+PROGRAM = "kvlab.hf sensitivities"
+LOGITS = 1 << 25  # at once: 128 MiB in float32, and four times that for what is made of them
+FLOAT16_EXPONENT = 15  # the largest gradient is stored as less than 2 to this
+
+# ---------------------------------------------------------------------------------------------
+# The trace
+
+
+def queries_of(trace: Trace, span: str) -> torch.Tensor:
+    """The positions of the span."""
+    chosen = [torch.arange(start, start + n) for start, n, kind in trace.segments if span == "all" or kind == "decode"]
+    if not chosen:
+        raise Refused(f"{trace.path}: no decode segment; --span all takes every query")
+    return torch.cat(chosen)
+
+
+def refuse_another_shape(trace: Trace, name: str, model: Any, shape: Shape) -> None:
+    for key, value in vars(shape).items():
+        if getattr(trace, key) != value:
+            raise Refused(f"{trace.path}: {key} is {getattr(trace, key)}; --model {name} has {value}")
+    if trace.ids.max() >= model.config.vocab_size:
+        raise Refused(f"{trace.path}: id {trace.ids.max()}; the vocabulary is {model.config.vocab_size}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Gradients
+
+
+def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any], torch.Tensor]:
+    """Feeds the ids. Returns each layer's input, what else it was called with, and what the last one put out."""
+    inputs: list[torch.Tensor] = []
+    calls: list[Any] = []
+    last: list[torch.Tensor] = []
+    layers = model.model.layers
+
+    def recording(plain: Any) -> Any:
+        def run(hidden: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            inputs.append(hidden)
+            calls.append((rest, named))
+            return plain(hidden, *rest, **named)
+
+        return run
+
+    hook = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0]))
+    try:
+        for layer in layers:
+            layer.forward = recording(layer.forward)
+        model.model(input_ids=ids[None].to(model.device), use_cache=False)
+    finally:
+        hook.remove()
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    return inputs, calls, last[0]
+
+
+def drawn(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The tokens [draws, n] at which the cumulated probabilities [n, vocabulary] pass `uniforms` [draws, n].
+
+    So a draw is the same on every device, but where rounding decides.
+    """
+    cumulated = log_p.double().exp_().cumsum_(-1)
+    marks = uniforms.T.to(cumulated.device) * cumulated[:, -1:]
+    found: torch.Tensor = torch.searchsorted(cumulated, marks.contiguous(), right=True)
+    return found.clamp_(max=log_p.shape[-1] - 1).T
+
+
+def gradients_behind(
+    model: Any, hidden: torch.Tensor, queries: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the sums of log p(y) with respect to `hidden`, what the last layer put out: [draws, 1, tokens, width]; and y.
+
+    The logits are made for a part of the queries at a time.
+    """
+    head = model.get_output_embeddings()
+    gradients = hidden.new_zeros(len(uniforms), *hidden.shape)
+    tokens = []
+    rows = max(1, LOGITS // model.config.vocab_size)
+    for part, marks in zip(torch.split(queries, rows), torch.split(uniforms, rows, dim=1)):
+        x = hidden[0, part.to(hidden.device)].requires_grad_()
+        with torch.enable_grad():
+            log_p = head(model.model.norm(x)).log_softmax(-1)
+            y = drawn(log_p.detach(), marks)
+            sums = log_p.gather(1, y.T).sum(0).unbind()
+        for draw, total in enumerate(sums):
+            (gradient,) = torch.autograd.grad(total, x, retain_graph=True)
+            gradients[draw, 0, part.to(hidden.device)] = gradient
+        tokens.append(y.cpu())
+    return gradients, torch.cat(tokens, dim=1)
+
+
+def through(layer: Any, call: Any, hidden: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    """Runs a layer again and takes the gradients through it, in place: from those of its output to those of its input.
+
+    Returns those of its o_proj's input, [draws, tokens, heads * head_size].
+    """
+    rest, named = call
+    outputs: list[torch.Tensor] = []
+    hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    x = hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        result = layer(x, *rest, **named)
+    hook.remove()
+    result = result[0] if isinstance(result, tuple) else result
+    of_heads = []
+    for draw, gradient in enumerate(gradients):
+        again = draw + 1 < len(gradients)
+        at_heads, at_input = torch.autograd.grad(result, (outputs[0], x), gradient, retain_graph=again)
+        gradients[draw] = at_input
+        of_heads.append(at_heads[0])
+    return torch.stack(of_heads)
+
+
+def sensitivities(
+    model: Any,
+    shape: Shape,
+    ids: torch.Tensor,
+    queries: torch.Tensor,
+    uniforms: torch.Tensor,
+    put: Callable[[int, torch.Tensor], None],
+) -> torch.Tensor:
+    """Calls put(layer, gradient [draws, tokens, heads, head_size]) for each layer, the last one first.
+
+    Returns the tokens that were drawn, [draws, queries].
+    """
+    inputs, calls, last = forward(model, ids)
+    gradients, tokens = gradients_behind(model, last, queries, uniforms)
+    for index in reversed(range(shape.layers)):
+        of_heads = through(model.model.layers[index], calls.pop(), inputs.pop(), gradients)
+        put(index, of_heads.view(len(uniforms), len(ids), shape.query_heads, shape.head_size))
+        progress(shape.layers - index, shape.layers)
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+
+
+def progress(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done == of else ""
+        print(f"\rsensitivities: {done} of {of} layers ", end=end, file=sys.stderr, flush=True)
+
+
+def scale_of(largest: float, dtype: str) -> float:
+    """A power of two, with which float16 holds the gradients of a file; the other dtypes hold whatever float32 does."""
+    return 2.0 ** (math.frexp(largest)[1] - FLOAT16_EXPONENT) if dtype == "float16" and largest else 1.0
+
+
+def add_to(trace: Trace, model: Any, shape: Shape, arguments: argparse.Namespace) -> None:
+    queries = queries_of(trace, arguments.span)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    uniforms = torch.rand(arguments.draws, len(queries), generator=generator, dtype=torch.float64)
+    sizes = (shape.layers, arguments.draws, trace.tokens, shape.query_heads, shape.head_size)
+    with tempfile.TemporaryFile(dir=trace.path) as file:  # only what is being written is in memory
+        os.posix_fallocate(file.fileno(), 0, 4 * math.prod(sizes))
+        gradients = numpy.memmap(file, numpy.float32, shape=sizes)
+
+        def put(layer: int, gradient: torch.Tensor) -> None:
+            if not torch.isfinite(gradient).all():
+                raise Refused(f"{trace.path}: layer {layer}: the gradient is not finite; nothing can be stored")
+            gradients[layer] = gradient.cpu().numpy()
+
+        sensitivities(model, shape, torch.from_numpy(trace.ids).long(), queries, uniforms, put)
+        starts = range(0, trace.tokens, _kvlab.shard_tokens)
+        parts = [gradients[:, :, start : start + _kvlab.shard_tokens] for start in starts]
+        scales = [scale_of(max(part.max(), -part.min()), trace.dtype) for part in parts]
+        with refusing():
+            _kvlab.add_gradients(trace._held, arguments.draws, arguments.seed, arguments.span, scales, gradients)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog=PROGRAM, description="Adds gradients to finished traces, by PyTorch.")
+    add = parser.add_argument
+    add("traces", metavar="TRACE", nargs="+", help="finished traces of the model")
+    add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
+    add("--draws", metavar="N", type=whole_number(1, 64), default=4, help="of next tokens (default: 4)")
+    add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="of the draws (default: 1)")
+    of_span = "the queries whose predictions count, as in kvlab replay (default: decode)"
+    add("--span", choices=["decode", "all"], default="decode", help=of_span)
+    add("--replace", action="store_true", help="where a trace has gradients already")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    arguments = parser.parse_args(argv)
+    refuse_missing_cuda(parser, arguments)
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> None:
+    with refusing():
+        traces = [Trace(path) for path in arguments.traces]
+    for trace in traces:
+        if trace._held.has_gradients and not arguments.replace:
+            raise Refused(f"{trace.path}: has gradients already; --replace makes them again")
+        queries_of(trace, arguments.span)
+    refuse_unsupported(arguments.model, load_config(arguments.model))
+    checksum = weights_xxh3(arguments.model)
+    for trace in traces:
+        if not trace.model["weights_xxh3"]:
+            raise Refused(f"{trace.path}: its manifest has no weights_xxh3; a trace that names its model is expected")
+        refuse_other_weights(trace, arguments.model, checksum)
+    device = arguments.device or default_device()
+    model = load_model(arguments.model, "float32", default_attention(), device).requires_grad_(False)
+    shape = shape_of(model)
+    for trace in traces:
+        refuse_another_shape(trace, arguments.model, model, shape)
+    elements = sum(trace.tokens for trace in traces) * shape.layers * shape.query_heads * shape.head_size
+    size = arguments.draws * elements * torch.finfo(DTYPES[traces[0].dtype]).bits / 8
+    announce_size(PROGRAM, "gradients beside the traces", size)
+    for trace in traces:
+        add_to(trace, model, shape, arguments)
+        print(f"{trace.path}: {arguments.draws} draws over {len(queries_of(trace, arguments.span))} queries")
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        with torch.no_grad():
+            run(arguments)
+    except torch.cuda.OutOfMemoryError as error:
+        raise Refused(f"{one_line(error, 120)}; --device cpu may have more") from None
+    except KeyboardInterrupt:
+        raise Refused("interrupted; the traces named above have gradients") from None
+    return 0

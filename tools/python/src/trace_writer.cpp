@@ -1,0 +1,172 @@
+// Traces as a model computes them, and what a finished one is given.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+
+#include "engine/checkpoint/checkpoint.hpp"
+#include "engine/checkpoint/model.hpp"
+#include "engine/output_sketch.hpp"
+#include "policies/columns/columns.hpp"
+#include "tools/python/src/bindings.hpp"
+#include "tools/python/src/trace.hpp"
+#include "traces/base/text.hpp"
+#include "traces/extras_writer.hpp"
+#include "traces/manifest.hpp"
+#include "traces/shard.hpp"
+
+namespace kvlab::python {
+namespace {
+
+using Rows = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+std::span<const float> span(const Rows& rows) { return {rows.data(), rows.size()}; }
+
+/// Its files close() takes care of: Python frames may hold it longer.
+struct Writer {
+  std::optional<TraceWriter> held;
+
+  TraceWriter& operator*() {
+    if (!held) throw std::logic_error("the writer of a trace is closed");
+    return *held;
+  }
+};
+
+void make_writer(Writer* at, const std::string& directory, const std::string& header_json,
+                 std::vector<float> inv_freq, float rope_factor, float softmax_scale) {
+  TraceHeader header = parse_header(header_json);
+  header.rope = {std::move(inv_freq), rope_factor};
+  header.softmax_scale = softmax_scale;
+  new (at) Writer{TraceWriter(directory, std::move(header))};
+}
+
+/// A layer at a time, so that no more than one need be there in float32.
+void sketch(Writer& writer, const nb::iterable& weights) {
+  OutputSketch sketch{kSketchSeed, {}};
+  std::size_t layer = 0;
+  for (const nb::handle one : weights) {
+    const auto weight = nb::cast<Matrix>(one);
+    const std::size_t hidden = weight.shape(0), inputs = weight.shape(1),
+                      first = sketch.values.size();
+    sketch.values.resize(first + inputs * kSketchColumns);
+    const nb::gil_scoped_release no_gil;
+    add_layer_sketch(
+        sketch.seed, layer++, hidden,
+        [&](std::size_t output, float* row) {
+          std::memcpy(row, weight.data() + output * inputs, inputs * sizeof(float));
+        },
+        std::span(sketch.values).subspan(first));
+  }
+  (*writer).sketch(sketch);
+}
+
+void add_column(const Trace& trace, const std::string& name, const std::vector<Rows>& layers) {
+  const ModelShape& shape = trace.reader->shape();
+  const std::size_t tokens = trace.reader->tokens();
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    const Rows& rows = layers[layer];
+    const std::vector<std::size_t> found(rows.shape_ptr(), rows.shape_ptr() + rows.ndim());
+    if (found != std::vector<std::size_t>{shape.kv_heads, tokens})
+      throw std::invalid_argument(fmt::format("layer {} is [{}]; [{}, {}] is expected", layer,
+                                              fmt::join(found, ", "), shape.kv_heads, tokens));
+  }
+  if (layers.size() != shape.layers)
+    throw std::invalid_argument(
+        fmt::format("{} layers; {} are expected", layers.size(), shape.layers));
+  const nb::gil_scoped_release no_gil;
+  write_column(trace.reader->directory(), name,
+               [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
+                 return layers[layer].data()[head * tokens + token];
+               });
+}
+
+/// `all`: [layers, draws, tokens, query_heads, head_size].
+void add_gradients(const Trace& trace, std::uint32_t draws, std::uint64_t seed,
+                   const std::string& span, const std::vector<float>& scales, const Rows& all) {
+  const ModelShape& shape = trace.reader->shape();
+  const std::size_t size = shape.head_size, token = shape.query_heads * size,
+                    draw = token * trace.reader->tokens(), layer_size = draws * draw;
+  if (all.size() != shape.layers * layer_size || scales.size() != trace.reader->shards().size())
+    throw std::invalid_argument("gradients: they do not have the sizes of the trace");
+  const nb::gil_scoped_release no_gil;
+  write_gradients(
+      trace.reader->directory(), {draws, seed, parse_span(span), {}},
+      [&](std::size_t file) { return scales[file]; },
+      [&](const ShardInfo& shard, std::uint32_t layer, std::span<float> values) {
+        const float scale = scales[shard.first / kShardTokens];
+        float* to = values.data();
+        for (std::size_t d = 0; d < draws; ++d)
+          for (std::size_t head = 0; head < shape.query_heads; ++head)
+            for (std::size_t t = shard.first; t < shard.first + shard.tokens; ++t) {
+              const float* from = all.data() + layer * layer_size + d * draw + t * token;
+              to = std::transform(from + head * size, from + (head + 1) * size, to,
+                                  [&](float x) { return x / scale; });
+            }
+      });
+}
+
+}  // namespace
+
+void bind_trace_writer(nb::module_& module) {
+  using no_gil = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Writer>(module, "TraceWriter", "TraceWriter of traces/trace.hpp.")
+      .def("__init__", make_writer, nb::arg("directory"), nb::arg("header"), nb::arg("inv_freq"),
+           nb::arg("rope_factor"), nb::arg("softmax_scale"),
+           "`header`: JSON of the manifest's keys that describe a trace.")
+      .def("sketch", sketch, nb::arg("weights"),
+           nb::sig("def sketch(self, weights: object) -> None"),
+           "From float32 [hidden, inputs] of each output projection.")
+      .def("begin",
+           [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt) {
+             (*w).begin(ids, prompt ? SegmentKind::prompt : SegmentKind::decode);
+           })
+      .def(
+          "layer",
+          [](Writer& w, std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
+             const Rows& out) { (*w).layer(layer, span(q), span(k), span(v), span(out), {}); },
+          nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
+          nb::sig(
+              "def layer(self, layer: int, q: object, k: object, v: object, out: object) -> None"))
+      .def(
+          "residual",
+          [](Writer& w, std::uint32_t layer, const Rows& norm2) {
+            (*w).residual(layer, span(norm2));
+          },
+          nb::sig("def residual(self, layer: int, norm2: object) -> None"))
+      .def(
+          "end", [](Writer& w) { (*w).end(); }, no_gil())
+      .def(
+          "finish", [](Writer& w) { (*w).finish(); }, no_gil())
+      .def(
+          "close", [](Writer& w) { w.held.reset(); },
+          "Unfinished: whole shards are left, or nothing.")
+      .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
+  module.def("add_column", add_column, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
+             nb::sig("def add_column(trace: Trace, name: str, layers: Sequence[object]) -> None"),
+             "Adds or replaces a column: float32 [kv_heads, tokens] of each layer.");
+  module.def("add_gradients", add_gradients, nb::arg("trace"), nb::arg("draws"), nb::arg("seed"),
+             nb::arg("span"), nb::arg("scales"), nb::arg("gradients"),
+             nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, span: str, scales: "
+                     "Sequence[float], gradients: object) -> None"),
+             "Adds or replaces them: float32 [layers, draws, tokens, query_heads, head_size], and "
+             "what each file's are divided by.");
+  module.attr("shard_tokens") = kShardTokens;
+  module.def("check_grid", [] { return std::vector(kCheckGrid.begin(), kCheckGrid.end()); });
+  module.def("built_in_columns", built_in_columns);
+  module.def("supported_architectures", supported_architectures,
+             "(architecture, model_type) of each.");
+  module.def("weights_xxh3",
+             [](const std::string& folder) { return Checkpoint::open(folder).xxh3(); });
+  module.def("tokenizer_xxh3", [](const std::string& folder) { return tokenizer_xxh3(folder); });
+  module.def("without_controls", [](const std::string& text) { return without_controls(text); });
+}
+
+}  // namespace kvlab::python
