@@ -147,9 +147,9 @@ class Replay {
     return plan;
   }
 
-  /// Without lanes: one live set at a time. What is no policy runs in one way alone.
+  /// Without lanes: one live set at a time.
   bool runs_plainly(const CacheConfig& config) const {
-    return config.policy.entry ? options_.plain : config.policy.name == kOracleResidual;
+    return options_.plain || config.policy.name == kOracleResidual;
   }
 
   /// A KV head with all that the configurations look at.
@@ -174,15 +174,20 @@ class Replay {
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
-    std::vector<std::size_t> by_layer, plainly, in_lanes;
+    std::vector<std::size_t> by_layer, topk, plainly, in_lanes;
     for (const std::size_t c : which)
-      (configs_[c].evicts_by_layer() ? by_layer
-       : runs_plainly(configs_[c])   ? plainly
-                                     : in_lanes)
+      (configs_[c].evicts_by_layer()            ? by_layer
+       : !runs_plainly(configs_[c])             ? in_lanes
+       : configs_[c].policy.name == kOracleTopk ? topk
+                                                : plainly)
           .push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
-    if (plainly.empty() && in_lanes.empty()) return;
+    if (by_layer.size() == which.size()) return;
     const HeadTensors tensors = read(layer, kv_head);
+    for (const std::size_t c : topk)
+      outcomes[c] = {topk_stats(span_, tensors.view, {tensors.view, rope_, arithmetic_},
+                                configs_[c].budget_of(layer, kv_head),
+                                configs_[c].in_dense_prompt)};
     if (!plainly.empty()) {
       auto own = run_plainly(plainly, {layer, kv_head}, {&tensors.view, 1}, &span_, 0, {});
       for (std::size_t i = 0; i < plainly.size(); ++i)
@@ -270,20 +275,22 @@ class Replay {
                                        rope_, arithmetic_);
     };
     if (config.policy.entry) return run(config.live_set(layer, kv_head));
-    auto oracle = std::make_shared<const ResidualOracle>(residual_oracle(layer, kv_head, view));
+    const std::shared_ptr<Oracle> oracle = make_oracle(config.policy.name, layer, kv_head, view);
     auto follower =
-        run(LiveSet(residual_oracle_ops(), residual_oracle_params(*oracle),
-                    config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
+        run(LiveSet(oracle_ops(), oracle_params(*oracle), config.budget_of(layer, kv_head),
+                    Guards{}, config.identity(layer, kv_head)));
     follower->keep(oracle);
     return follower;
   }
 
-  ResidualOracle residual_oracle(std::uint32_t layer, std::uint32_t kv_head,
-                                 const HeadView& view) const {
+  std::shared_ptr<Oracle> make_oracle(std::string_view name, std::uint32_t layer,
+                                      std::uint32_t kv_head, const HeadView& view) const {
+    SharedRows rows(view, rope_, arithmetic_);
+    if (name == kOracleMass) return std::make_shared<MassOracle>(view, std::move(rows));
     std::vector<float> norm2(trace_.tokens());
     trace_.residual_norm2(layer, norm2.data());
-    SharedRows rows(view, rope_, arithmetic_);
-    return {view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2)};
+    return std::make_shared<ResidualOracle>(
+        view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2));
   }
 
  private:
