@@ -105,7 +105,8 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   std::uint32_t hits = 0;
   for (const std::uint32_t position : live)
     if (position < query) hits += wanted.flags[position];
-  measure_.add(0, head, recall, wanted.count - hits, wanted.count);
+  measure_.add_wanted(head, wanted.count);
+  measure_.add(0, head, recall, wanted.count - hits);
   const std::size_t begins[] = {0, visible_};
   measure_.add_spans(head, full.e.data(), 1, full.sum, live.data(), begins);
   if (!measure_.samples(query) && rows.draws() == 0) return;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <numeric>
 
 namespace kvlab {
@@ -44,6 +45,20 @@ double jackknife(std::span<const double> replicates) {
   double squares = 0;
   for (const double x : replicates) squares += (x - mean) * (x - mean);
   return (n - 1) / n * squares;
+}
+
+/// Between these, most likely, are the bits of the first to last - 1 of the values by size, and few
+/// others.
+std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size_t size,
+                                                  std::size_t first, std::size_t last) {
+  std::vector<std::uint32_t> some;
+  for (std::size_t i = 0; i < size; i += 16)
+    some.push_back(std::bit_cast<std::uint32_t>(values[i]));
+  const auto begin = some.begin(), low = begin + some.size() * first / size * 3 / 4,
+             high = std::min(begin + some.size() * last / size * 5 / 4 + 4, some.end() - 1);
+  std::nth_element(begin, high, some.end());
+  std::nth_element(begin, low, high);
+  return {*low, *high};
 }
 
 /// The mean of ratios, and with each block left out: NaN of one without weight.
@@ -152,26 +167,49 @@ Quantile quantile_of(const QuerySpan& span, const float* values) {
   const std::size_t size = span.size(), of_block = size / span.blocks() + 1,
                     first = size > of_block ? rank(size - of_block) : 0,
                     last = std::min(size, rank(size) + of_block + 1);
-  std::vector<std::uint64_t> order(size);  // a value's bits, which order as it does; its block
-  for (std::uint32_t block = 0, i = 0; block < span.blocks(); ++block)
-    for (std::uint32_t n = span.queries_in(block); n > 0; --n, ++i)
-      order[i] = std::uint64_t{std::bit_cast<std::uint32_t>(values[i])} << 32 | block;
-  const auto at = [&](std::size_t i) { return order.begin() + static_cast<std::ptrdiff_t>(i); };
-  std::nth_element(at(0), at(last - 1), at(size));
-  std::nth_element(at(0), at(first), at(last));
-  std::sort(at(first), at(last));
-  std::array<std::size_t, kSpanBlocks> before{};
-  for (std::size_t i = 0; i < first; ++i) ++before[order[i] % kSpanBlocks];
+  // Of those within the bounds: a value's bits, which order as it does; its block.
+  const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);
+  std::array<std::size_t, kSpanBlocks> before;  // values that are less, by block
+  std::size_t skipped = size, count = 0;
+  for (auto [low, high] = bounds_of(values, size, first, last);
+       skipped > first || skipped + count < last; low = 0, high = ~0u) {
+    skipped = count = 0;
+    for (std::uint32_t block = 0, i = 0; block < span.blocks(); ++block) {
+      const std::uint32_t end = i + span.queries_in(block);
+      before[block] = static_cast<std::size_t>(
+          std::count_if(values + i, values + end,
+                        [less = std::bit_cast<float>(low)](float x) { return x < less; }));
+      for (; i < end; ++i) {
+        const auto bits = std::bit_cast<std::uint32_t>(values[i]);
+        order[count] = std::uint64_t{bits} << 32 | block;
+        count += bits - low <= high - low ? 1 : 0;
+      }
+      skipped += before[block];
+    }
+  }
+  // Where the values of [first, sorted) lie; those beyond are seldom looked at.
+  const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
+  std::nth_element(at(skipped), at(first), at(skipped + count));
+  for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kSpanBlocks];
+  std::size_t sorted = first;
+  const auto sort_to = [&](std::size_t end) {
+    std::nth_element(at(sorted), at(end - 1), at(skipped + count));
+    std::sort(at(sorted), at(end));
+    sorted = end;
+  };
+  sort_to((first + last + 1) / 2);
   const auto value = [&](std::size_t i) {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(order[i] >> 32));
+    return std::bit_cast<float>(static_cast<std::uint32_t>(*at(i) >> 32));
   };
   Quantile quantile{value(rank(size)), {}};
   quantile.without.fill(kNaN);
   for (std::uint32_t block = 0; block < span.blocks(); ++block) {
     if (span.queries_in(block) == size) continue;
     std::size_t i = first;
-    for (auto left = rank(size - span.queries_in(block)) - first + before[block];; ++i)
-      if (order[i] % kSpanBlocks != block && left-- == 0) break;
+    for (auto left = rank(size - span.queries_in(block)) + before[block] - first;; ++i) {
+      if (i == sorted) sort_to(last);
+      if (*at(i) % kSpanBlocks != block && left-- == 0) break;
+    }
     quantile.without[block] = value(i);
   }
   return quantile;

@@ -14,12 +14,15 @@ RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& 
       together_(together),
       stats_(sets) {
   if (!span) return;
-  shape_ = span->sums(group_);
-  for (HeadStats& stats : stats_) stats.resize(*span, group_, view.projected());
-  for (auto* sums : {&recall_, &product_, &missed_, &wanted_}) sums->resize(sets * group_);
-  std::ranges::fill(product_, 1.0);
-  rows_.resize(together * recall_.size());
-  recalls_.resize(recall_.size() * span->size());
+  shape_ = span->sums(view.group);
+  for (HeadStats& stats : stats_) stats.resize(*span, view.group, view.projected());
+  recall_.resize(sets * group_);
+  product_.resize(recall_.size(), 1.0);
+  missed_.resize(recall_.size());
+  wanted_.resize(group_);
+  tiles_ = (recall_.size() + kLine - 1) / kLine;
+  rows_.resize(together * tiles_ * kLine);
+  recalls_.reset(new float[tiles_ * span->size() * kLine]);
 }
 
 void RowMeasure::begin_query(std::uint32_t query) {
@@ -27,7 +30,7 @@ void RowMeasure::begin_query(std::uint32_t query) {
   if (block != block_ || pending_ == together_) flush();
   query_ = query;
   block_ = block;
-  newest_ = rows_.data() + pending_++ * recall_.size();
+  newest_ = rows_.data() + pending_++ * tiles_ * kLine;
 }
 
 void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
@@ -69,17 +72,30 @@ void RowMeasure::flush() {
     sum(set, Sum::recall, head) += std::exchange(recall_[at], 0);
     sum(set, Sum::nll, head) -= std::log(std::exchange(product_[at], 1));
     sum(set, Sum::missed, head) += std::exchange(missed_[at], 0);
-    sum(set, Sum::wanted, head) += std::exchange(wanted_[at], 0);
-    float* const to = recalls_.data() + at * span_->size() + span_->index(query_) + 1 - pending_;
-    for (std::uint32_t i = 0; i < pending_; ++i) to[i] = rows_[i * recall_.size() + at];
+    sum(set, Sum::wanted, head) += wanted_[head];
   }
+  const std::size_t first = pending_ > 0 ? span_->index(query_) + 1 - pending_ : 0;
+  for (std::size_t tile = 0; tile < tiles_; ++tile)
+    for (std::size_t i = 0; i < pending_; ++i)
+      std::copy_n(rows_.data() + (i * tiles_ + tile) * kLine, kLine,
+                  recalls_.get() + (tile * span_->size() + first + i) * kLine);
+  std::ranges::fill(wanted_, 0);
   pending_ = 0;
 }
 
 std::vector<HeadStats> RowMeasure::take() {
-  if (span_) flush();
-  for (std::size_t set = 0; span_ && set < stats_.size(); ++set)
-    stats_[set].take_recalls(*span_, recalls_.data() + set * group_ * span_->size());
+  if (!span_) return std::move(stats_);
+  flush();
+  const std::size_t size = span_->size(), stride = size + kLine;
+  std::vector<float> turned(kLine * stride);
+  for (std::size_t first = 0; first < recall_.size(); first += kLine) {
+    const float* const tile = recalls_.get() + first * size;
+    for (std::size_t i = 0; i < size; ++i)
+      for (std::size_t c = 0; c < kLine; ++c) turned[c * stride + i] = tile[i * kLine + c];
+    for (std::size_t at = first; at < std::min(first + kLine, recall_.size()); ++at)
+      stats_[at / group_].quantiles[at % group_] =
+          quantile_of(*span_, turned.data() + (at - first) * stride);
+  }
   return std::move(stats_);
 }
 

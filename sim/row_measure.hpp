@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -30,13 +31,14 @@ class RowMeasure {
   // What follows is about the query of the last begin_query().
 
   void begin_query(std::uint32_t query);
-  /// What one set holds of a query head's row: `missed` of the `wanted` tokens are gone.
-  void add(std::size_t set, std::uint32_t head, double recall, double missed, double wanted) {
+  /// Once for all sets: so many tokens a query head requests.
+  void add_wanted(std::uint32_t head, std::uint32_t wanted) { wanted_[head] += wanted; }
+  /// What one set holds of a query head's row: `missed` of the wanted tokens are gone.
+  void add(std::size_t set, std::uint32_t head, double recall, std::uint32_t missed) {
     const std::size_t at = set * group_ + head;
     recall_[at] += recall;
     product_[at] *= std::max(recall, kRecallFloor);
     missed_[at] += missed;
-    wanted_[at] += wanted;
     newest_[at] = static_cast<float>(recall);
   }
   /// What sets hold of named spans, from a row's exponentials, `stride` apart, and their sum. Set l
@@ -64,13 +66,17 @@ class RowMeasure {
   const QuerySpan* span_ = nullptr;
   const ErrorProjection* projection_ = nullptr;
   SumsShape shape_ = {};
-  std::uint32_t group_ = 0, together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
+  std::size_t group_ = 0;
+  std::uint32_t together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
   std::vector<HeadStats> stats_;  // [set]
   // Of pending_ queries, the last of them query_.
-  std::vector<double> recall_, product_, missed_, wanted_;  // [set, group]: sums
-  std::vector<float> rows_;                                 // [query, set, group]: recalls
-  float* newest_ = nullptr;                                 // the last of them
-  std::vector<float> recalls_;                              // [set, group, query of the span]
+  std::vector<double> recall_, product_;        // [set, group]: sums
+  std::vector<std::uint32_t> missed_, wanted_;  // likewise; [group]
+  static constexpr std::size_t kLine = 16;      // floats in a cache line
+  std::size_t tiles_ = 0;                       // lines that recalls of one query take
+  std::vector<float> rows_;                     // [query, tile, kLine]: recalls [set, group]
+  float* newest_ = nullptr;                     // the last query's
+  std::unique_ptr<float[]> recalls_;            // [tile, query of the span, kLine]
 };
 
 }  // namespace kvlab

@@ -89,7 +89,8 @@ HeadStats topk_stats(const QuerySpan& span, const HeadView& view, SharedRows row
     if (head == 0) measure.begin_query(query);
     const SharedRows::Row row = rows.row(query, head);
     const SharedRows::Requests wanted = rows.requests(query, head);
-    if (budget > query || uncut[query]) return measure.add(0, head, 1, 0, wanted.count);
+    measure.add_wanted(head, wanted.count);
+    if (budget > query || uncut[query]) return measure.add(0, head, 1, 0);
     std::vector<std::uint32_t> order(query + 1);
     std::iota(order.begin(), order.end(), 0u);
     std::partial_sort(order.begin(), order.begin() + budget, order.end(),
@@ -101,8 +102,7 @@ HeadStats topk_stats(const QuerySpan& span, const HeadView& view, SharedRows row
       kept += static_cast<double>(row.e[token]);
       hits += token < query ? wanted.flags[token] : 0;
     }
-    measure.add(0, head, std::min(1.0, kept / static_cast<double>(row.sum)), wanted.count - hits,
-                wanted.count);
+    measure.add(0, head, std::min(1.0, kept / static_cast<double>(row.sum)), wanted.count - hits);
   });
   return std::move(measure.take().front());
 }

@@ -355,8 +355,8 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
     const std::uint64_t hits =
         all ? wanted.count[head]
             : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
-    measure_.add(0, head, recall, static_cast<double>(wanted.count[head] - hits),
-                 wanted.count[head]);
+    measure_.add_wanted(head, wanted.count[head]);
+    measure_.add(0, head, recall, wanted.count[head] - static_cast<std::uint32_t>(hits));
     measure_.add_spans(head, rows.e(query, head / kQuad) + head % kQuad, kQuad, sum,
                        cache_.positions().data(), begins);
   }

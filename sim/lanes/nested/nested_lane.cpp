@@ -191,7 +191,7 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
   std::size_t whole = 0;  // the first level that has all
   while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
   measure_.begin_query(query);
-  for (std::uint32_t head = 0; head < view_.group; ++head) measure_head(query, head, whole, rows);
+  measure_recalls(query, whole, rows);
   if (!measure_.samples(query) && rows.draws() == 0) return;
   outputs_.assign(heads * view_.head_size, 0.0f);
   for (std::size_t l = 0; l < levels; ++l) {
@@ -202,19 +202,26 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
 }
 
 /// From level `whole` on a set has the row entire.
-void NestedLane::measure_head(std::uint32_t query, std::uint32_t head, std::size_t whole,
-                              GroupRows& rows) {
+void NestedLane::measure_recalls(std::uint32_t query, std::size_t whole, GroupRows& rows) {
   const GroupRows::Requests wanted = rows.requests(query);
-  const float* const e = rows.e(query, head / kQuad) + head % kQuad;
-  const double sum = rows.sums(query)[head], inverse = 1 / sum;
-  // The query's own token is live, and it is not in N.
-  const std::uint32_t own = e[query * kQuad] >= wanted.least[head] ? 1 : 0;
-  for (std::size_t l = 0; l < levels_.size(); ++l) {
-    const std::size_t at = l * rows.heads() + head;
-    measure_.add(l, head, l >= whole ? 1 : std::min(1.0, running_[at] * inverse),
-                 wanted.count[head] + own - hits_[at], wanted.count[head]);
+  const std::uint32_t group = view_.group;
+  inverse_.resize(group);
+  due_.resize(group);
+  for (std::uint32_t head = 0; head < group; ++head) {
+    const float* const e = rows.e(query, head / kQuad) + head % kQuad;
+    const double sum = rows.sums(query)[head];
+    inverse_[head] = 1 / sum;
+    // The query's own token is live, and it is not in N.
+    due_[head] = wanted.count[head] + (e[query * kQuad] >= wanted.least[head] ? 1 : 0);
+    measure_.add_wanted(head, wanted.count[head]);
+    measure_.add_spans(head, e, kQuad, sum, tokens_.data(), begins_);
   }
-  measure_.add_spans(head, e, kQuad, sum, tokens_.data(), begins_);
+  const std::size_t levels = levels_.size(), heads = rows.heads();
+  for (std::size_t l = 0; l < levels; ++l)
+    for (std::uint32_t head = 0; head < group; ++head) {
+      const double recall = l < whole ? running_[l * heads + head] * inverse_[head] : 1;
+      measure_.add(l, head, std::min(1.0, recall), due_[head] - hits_[l * heads + head]);
+    }
 }
 
 /// Adds the values of what a level holds to the outputs.

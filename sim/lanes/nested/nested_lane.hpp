@@ -64,7 +64,7 @@ class NestedLane final : public Lane {
     return begins_[level + 1] - (level == 0 ? unseen_ : 0);
   }
   void measure(std::uint32_t query, GroupRows& rows);
-  void measure_head(std::uint32_t query, std::uint32_t head, std::size_t whole, GroupRows& rows);
+  void measure_recalls(std::uint32_t query, std::size_t whole, GroupRows& rows);
   void add_level(std::uint32_t query, std::size_t level, const GroupRows& rows);
   void measure_outputs(std::uint32_t query, std::size_t level, std::size_t whole, GroupRows& rows);
   const float* level_outputs(std::uint32_t query, std::size_t level, const GroupRows& rows);
@@ -87,6 +87,8 @@ class NestedLane final : public Lane {
   std::vector<std::uint64_t> ranks_;  // [tokens]
   std::vector<double> running_;       // [level][heads]: sums of the current query, running
   std::vector<std::uint32_t> hits_;   // likewise
+  std::vector<double> inverse_;       // [group]: of the row's sums
+  std::vector<std::uint32_t> due_;    // [group]: hits of who has all
   std::vector<double> distances_;     // [group]
   std::vector<float> factors_;        // [group]
   std::vector<float> weights_;        // [token of a level][4]

@@ -47,6 +47,7 @@ void TopkLane::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows)
   const float own = rows.e(query, head / kQuad)[query * kQuad + head % kQuad];
   const auto full = static_cast<double>(rows.sums(query)[head]);
   const GroupRows::Requests wanted = rows.requests(query);
+  measure_.add_wanted(head, wanted.count[head]);
   const bool own_asks = own >= wanted.least[head];
   const std::uint32_t leading = wanted.count[head] + (own_asks ? 1 : 0);
   for (std::size_t c = 0; c < configs_.size(); ++c) {
@@ -59,7 +60,7 @@ void TopkLane::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows)
       missed = wanted.count[head] -
                (std::min(leading, configs_[c]->budget_tokens) - (keeps_own ? 1 : 0));
     }
-    measure_.add(c, head, recall, missed, wanted.count[head]);
+    measure_.add(c, head, recall, missed);
   }
 }
 
