@@ -20,9 +20,10 @@ RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& 
   product_.resize(recall_.size(), 1.0);
   missed_.resize(recall_.size());
   wanted_.resize(group_);
-  tiles_ = (recall_.size() + kLine - 1) / kLine;
-  rows_.resize(together * tiles_ * kLine);
-  recalls_.reset(new float[tiles_ * span->size() * kLine]);
+  width_ = std::min<std::size_t>(16, recall_.size());
+  tiles_ = (recall_.size() + width_ - 1) / width_;
+  rows_.resize(together * tiles_ * width_);
+  recalls_.reset(new float[tiles_ * span->size() * width_]);
 }
 
 void RowMeasure::begin_query(std::uint32_t query) {
@@ -30,7 +31,7 @@ void RowMeasure::begin_query(std::uint32_t query) {
   if (block != block_ || pending_ == together_) flush();
   query_ = query;
   block_ = block;
-  newest_ = rows_.data() + pending_++ * tiles_ * kLine;
+  newest_ = rows_.data() + pending_++ * tiles_ * width_;
 }
 
 void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
@@ -77,8 +78,8 @@ void RowMeasure::flush() {
   const std::size_t first = pending_ > 0 ? span_->index(query_) + 1 - pending_ : 0;
   for (std::size_t tile = 0; tile < tiles_; ++tile)
     for (std::size_t i = 0; i < pending_; ++i)
-      std::copy_n(rows_.data() + (i * tiles_ + tile) * kLine, kLine,
-                  recalls_.get() + (tile * span_->size() + first + i) * kLine);
+      std::copy_n(rows_.data() + (i * tiles_ + tile) * width_, width_,
+                  recalls_.get() + (tile * span_->size() + first + i) * width_);
   std::ranges::fill(wanted_, 0);
   pending_ = 0;
 }
@@ -86,13 +87,13 @@ void RowMeasure::flush() {
 std::vector<HeadStats> RowMeasure::take() {
   if (!span_) return std::move(stats_);
   flush();
-  const std::size_t size = span_->size(), stride = size + kLine;
-  std::vector<float> turned(kLine * stride);
-  for (std::size_t first = 0; first < recall_.size(); first += kLine) {
+  const std::size_t size = span_->size(), stride = size + width_;
+  std::vector<float> turned(width_ * stride);
+  for (std::size_t first = 0; first < recall_.size(); first += width_) {
     const float* const tile = recalls_.get() + first * size;
     for (std::size_t i = 0; i < size; ++i)
-      for (std::size_t c = 0; c < kLine; ++c) turned[c * stride + i] = tile[i * kLine + c];
-    for (std::size_t at = first; at < std::min(first + kLine, recall_.size()); ++at)
+      for (std::size_t c = 0; c < width_; ++c) turned[c * stride + i] = tile[i * width_ + c];
+    for (std::size_t at = first; at < std::min(first + width_, recall_.size()); ++at)
       stats_[at / group_].quantiles[at % group_] =
           quantile_of(*span_, turned.data() + (at - first) * stride);
   }

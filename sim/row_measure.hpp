@@ -72,11 +72,11 @@ class RowMeasure {
   // Of pending_ queries, the last of them query_.
   std::vector<double> recall_, product_;        // [set, group]: sums
   std::vector<std::uint32_t> missed_, wanted_;  // likewise; [group]
-  static constexpr std::size_t kLine = 16;      // floats in a cache line
-  std::size_t tiles_ = 0;                       // lines that recalls of one query take
-  std::vector<float> rows_;                     // [query, tile, kLine]: recalls [set, group]
-  float* newest_ = nullptr;                     // the last query's
-  std::unique_ptr<float[]> recalls_;            // [tile, query of the span, kLine]
+  // Recalls lie in tiles, as wide as a cache line or as all of a query's.
+  std::size_t width_ = 0, tiles_ = 0;
+  std::vector<float> rows_;           // [query, tile, width]: [set, group]
+  float* newest_ = nullptr;           // the last query's
+  std::unique_ptr<float[]> recalls_;  // [tile, query of the span, width]
 };
 
 }  // namespace kvlab

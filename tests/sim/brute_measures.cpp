@@ -128,9 +128,7 @@ class Measures {
         for (std::size_t i = 0; i < span_.size(); ++i)
           if (block_of(i) != block) values.push_back((*h)[span_[i]].recall);
         std::sort(values.begin(), values.end());
-        std::size_t n = 1;
-        while (10 * n < values.size()) ++n;
-        sum += values.empty() ? std::nan("") : values[n - 1];
+        sum += values.empty() ? std::nan("") : values[(values.size() - 1) / 10];
       }
       return sum / static_cast<double>(heads.size());
     };
