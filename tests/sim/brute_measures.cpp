@@ -121,8 +121,7 @@ class Measures {
   /// The mean over heads of each one's 10% quantile of recall: the least value that at least a
   /// tenth of the queries do not exceed.
   void add_recall_p10(int layer, int head, const std::vector<Head>& heads) {
-    const auto mean_without = [&](std::size_t block) {
-      double sum = 0;
+    const auto p10 = [&](std::size_t block, double sum = 0) {
       for (Head h : heads) {
         Vector values;
         for (std::size_t i = 0; i < span_.size(); ++i)
@@ -132,9 +131,8 @@ class Measures {
       }
       return sum / static_cast<double>(heads.size());
     };
-    figures_[{layer, head, "recall_p10"}] = {
-        mean_without(kNoBlock), jackknife(std::vector<bool>(blocks(), true), mean_without),
-        heads.size() * span_.size()};
+    const double error = jackknife(std::vector<bool>(blocks(), true), p10);
+    figures_[{layer, head, "recall_p10"}] = {p10(kNoBlock), error, heads.size() * span_.size()};
   }
 
   void rows(int layer, int head, const std::vector<Head>& heads) {
